@@ -30,7 +30,7 @@ class Hook:
 
 
 BLOCKS = {
-    "attention": "which have no attention",
+    "attention": "which have no attention, or one of other sizes",
     "tokens": "which have neither attention nor a mixer",
     "mlp": "which have no MLP",
 }

@@ -19,8 +19,10 @@ IMAGE = VOCAB
 """Token of a row that holds an image's embedding."""
 PLACEHOLDERS = {
     "gemma3": [IMAGE + 1],
-    "qwen2_5_vl": [IMAGE + 2, IMAGE, IMAGE + 3],
-    **{arch: [IMAGE + 2, IMAGE, IMAGE + 3] for arch in ("qwen3_vl", "qwen3_5", "qwen3_5_moe", "glm4v")},
+    **{
+        arch: [IMAGE + 2, IMAGE, IMAGE + 3]
+        for arch in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe")
+    },
     "internvl": [IMAGE],
     "mistral3": [IMAGE],
     "llama4": [IMAGE + 1],

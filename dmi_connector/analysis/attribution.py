@@ -32,9 +32,14 @@ def logit_attribution(
     rows are NaN, and without targets so are rows before a lost token.
 
     Raises KeyError where `resid_pre` of layer 0, `attn_out` or `mlp_out` of a layer, or `resid_final` is not there.
-    Raises ValueError for tokens outside the vocabulary, for targets of another number than rows, and for hooks that
-    were stored as projections or topk.
+    Raises ValueError for a model whose layers scale the stream (Gemma 4), for tokens outside the vocabulary, for
+    targets of another number than rows, and for hooks that were stored as projections or topk.
     """
+    if capture.attrs.get("identities") is False and not capture.attrs.get("visual_layers"):
+        raise ValueError(
+            f"{capture.path} is of a model whose layers also scale the residual stream, so what its blocks add does "
+            "not sum to it; use the logit lens"
+        )
     tokens, layers = len(capture.token_ids), range(int(attribute(capture, "num_layers")))
     for hook in ("resid_pre", "attn_out", "mlp_out", "resid_final"):
         check_own_values(capture, hook, needs=Keeps.EVERY_VALUE)

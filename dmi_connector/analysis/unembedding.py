@@ -15,12 +15,22 @@ import numpy as np
 from dmi_connector.captures.capture import Capture
 from dmi_connector.store.format.remote_path import local_path
 
-_NORMS = ("norm", "ln_f", "decoder.final_layer_norm", "final_layer_norm", "final_layernorm")
-_EMBEDDINGS = ("embed_tokens", "embedding", "wte", "word_embeddings", "tok_embeddings", "decoder.embed_tokens")
-_PREFIXES = ("", "model.", "transformer.", "language_model.model.", "model.language_model.", "gpt_neox.")
+_NORMS = ("norm", "norm_f", "embedding_norm", "ln_f", "decoder.final_layer_norm", "final_layer_norm", "final_layernorm")
+_EMBEDDINGS = (
+    "embed_tokens",
+    "embedding",
+    "wte",
+    "word_embeddings",
+    "tok_embeddings",
+    "embeddings",
+    "decoder.embed_tokens",
+)
+_PREFIXES = ("", "model.", "transformer.", "language_model.model.", "model.language_model.", "gpt_neox.", "backbone.")
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight", "embed_out.weight", "output.weight")
 _PLAIN_MODELS = ("olmo",)
 """Values of `model_type` whose norms have no weights."""
+_RMS_MODELS = ("lfm2", "lfm2_moe", "nemotron_h")
+"""Values of `model_type` with RMS norms whose configs name their epsilon as others name that of a LayerNorm."""
 _EPS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 _EPS_DEFAULT = 1e-5
 """Of torch's LayerNorm, for models whose config names none (OPT, OLMo)."""
@@ -77,7 +87,7 @@ class Unembedding:
             gain=gain + 1 if _adds_one(config.get("model_type", "")) else gain,
             bias=_vector(files, f"{norm}.bias") if shifted else np.zeros_like(gain),
             eps=float(config[eps]) if eps else _EPS_DEFAULT,
-            centred=shifted or eps != _EPS[0],
+            centred=shifted or (eps != _EPS[0] and config.get("model_type") not in _RMS_MODELS),
             scale=_scale(config),
             offset=_vector(files, "lm_head.bias") if "lm_head.bias" in files else None,
             soft_cap=config.get("final_logit_softcapping"),
@@ -156,7 +166,8 @@ def entropy_of(log_probabilities: np.ndarray) -> np.ndarray:
 
 def _adds_one(model_type: str) -> bool:
     """Whether the norms of these models multiply by 1 + weight."""
-    return model_type.startswith("gemma") or model_type == "nemotron"
+    one_more = ("gemma", "qwen3_next", "qwen3_5")
+    return (model_type.startswith(one_more) and not model_type.startswith("gemma4")) or model_type == "nemotron"
 
 
 def _scale(config: Mapping[str, Any]) -> float:
@@ -180,7 +191,7 @@ def _config(path: Path) -> dict[str, Any]:
             f"model: {path} has no readable config.json ({error}); give the directory of the model's weights "
             "(`--model DIR`)"
         ) from error
-    return {**config, **(config.get("text_config") or {})}
+    return {**config, **(config.get("text_config") or config.get("llm_config") or {})}
 
 
 def _files(path: Path) -> dict[str, Path]:

@@ -80,6 +80,7 @@ OF_NORMS = tuple(f"{norm}.{part}" for norm in NORMS for part in ("hook_scale", "
 _EMBED_BEFORE = (
     *("GraniteForCausalLM", "GraniteSWAForCausalLM", "BloomForCausalLM", "AfmoeForCausalLM", "MiniCPMForCausalLM"),
     *("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM", "GraniteMoeSWAForCausalLM", "HyperCLOVAXForCausalLM"),
+    "GraniteMoeHybridForCausalLM",
 )
 _OTHER_ORDER = ("Llama4ForCausalLM",)
 

@@ -18,16 +18,37 @@ WINDOWS = {"sliding_window": 32, "num_hidden_layers": 4}
 FULL = {"hidden_size": 96, "num_attention_heads": 3, "intermediate_size": 160, "tie_word_embeddings": False}
 """Heads that share out the residual stream, as older families have them."""
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_HALVES = {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}
+_HALF = {**ROPE, "partial_rotary_factor": 0.5}
+_HALVES = {"rope_parameters": _HALF}
 _QUARTER = {**ROPE, "partial_rotary_factor": 0.25}
 _SHARED = {**EXPERTS, "num_experts": 6, "num_shared_experts": 1}
 del _SHARED["norm_topk_prob"]
 _SCALED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0}
 _LAYERS = ["sliding_attention", "full_attention"] * 2
 _FIRST_DENSE = ["dense", "sparse", "sparse", "sparse"]
+_GEMMA4 = {
+    **ODD,
+    "num_hidden_layers": 5,
+    "sliding_window": 32,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "global_head_dim": 64,
+    "final_logit_softcapping": 15.0,
+    "tie_word_embeddings": True,
+    "vocab_size_per_layer_input": 512,
+    "hidden_size_per_layer_input": 16,
+}
 _GRANITE_MOE = {**FULL, **_SCALED, "num_local_experts": 6, "num_experts_per_tok": 2}
 
 DENSE: dict[str, dict[str, Any]] = {
+    "granite": {**ODD, **_SCALED, "num_attention_heads": 3, "num_key_value_heads": 1},
+    "gemma2": {
+        **ODD,
+        **WINDOWS,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 20.0,
+        "final_logit_softcapping": 15.0,
+        "tie_word_embeddings": True,
+    },
     "cohere": {**FULL, "num_key_value_heads": 1, "logit_scale": 0.5, "use_qk_norm": True, "tie_word_embeddings": True},
     "ernie4_5": {**ODD, "tie_word_embeddings": True},
     "exaone4": {**ODD, **WINDOWS, "sliding_window_pattern": 2},
@@ -37,6 +58,32 @@ DENSE: dict[str, dict[str, Any]] = {
     "granite_swa": {**ODD, **_SCALED, **WINDOWS, "layer_types": _LAYERS, "layer_rope_theta": [10000.0, 0.0] * 2},
     "hyperclovax": {**ODD, **_SCALED},
 }
+_MIMO = {
+    **EXPERTS,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "v_head_dim": 32,
+    "n_routed_experts": 6,
+    "sliding_window": 32,
+    "layer_types": ["full_attention", *["sliding_attention"] * 3],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "rope_parameters": {"full_attention": _HALF, "sliding_attention": _HALF},
+    # Fields of published configs, which vLLM reads.
+    "hybrid_layer_pattern": [0, 1, 1, 1],
+    "moe_layer_freq": [0, 1, 1, 1],
+    "rope_theta": 10000.0,
+    "swa_rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "swa_num_attention_heads": 6,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 32,
+    "swa_v_head_dim": 32,
+    "sliding_window_size": 32,
+    "add_swa_attention_sink_bias": True,
+    "layernorm_epsilon": 1e-5,
+}
+MIXED: dict[str, dict[str, Any]] = {"gemma4_text": _GEMMA4, "mimo_v2_flash": _MIMO}
+"""With attention of several sizes."""
 BACKEND: dict[str, dict[str, Any]] = {
     "arcee": {**ODD, "num_key_value_heads": 1},
     "cwm": {**ODD, **WINDOWS, "layer_types": _LAYERS},

@@ -49,6 +49,15 @@ _MAMBA = {
     "mamba_expand": 2,
     "mamba_chunk_size": 64,
 }
+_CONV = {
+    **_ODD,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "conv_L_cache": 3,
+    "tie_word_embeddings": True,
+}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_ODD, **DELTA, **EXPERTS, "rope_parameters": _ROPE, "mlp_only_layers": [2]},
     "qwen3_5_text": {**_ODD, **DELTA, "rope_parameters": AXES},
@@ -82,17 +91,19 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
     },
     "lfm2": {
-        **_ODD,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-        "num_hidden_layers": 4,
-        "layer_types": ["conv", "full_attention", "conv", "conv"],
-        "conv_L_cache": 3,
+        **_CONV,
         "block_auto_adjust_ff_dim": True,
         "block_multiple_of": 8,
-        "tie_word_embeddings": True,
         "conv_dim": 96,  # which vLLM reads, as published configs have them
         "block_dim": 96,
+    },
+    "lfm2_moe": {
+        **_CONV,
+        "num_dense_layers": 2,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.5,
     },
 }
 """By `model_type`."""

@@ -175,24 +175,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "routed_scaling_factor": 1.8,
     },
-    "granite": {
-        **ODD,
-        "num_attention_heads": 3,
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.2,
-        "logits_scaling": 2.0,
-        "num_key_value_heads": 1,
-    },
     "gemma": {**ODD, "tie_word_embeddings": True},
-    "gemma2": {
-        **ODD,
-        **WINDOWS,
-        "query_pre_attn_scalar": 24,
-        "attn_logit_softcapping": 20.0,
-        "final_logit_softcapping": 15.0,
-        "tie_word_embeddings": True,
-    },
     "gemma3_text": {
         **ODD,
         **WINDOWS,
@@ -234,6 +217,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gptj": {"hidden_size": 96, "num_attention_heads": 3, "rotary_dim": 16, "tie_word_embeddings": False},
     **tiny_families.DENSE,
     **tiny_families.SPARSE,
+    **tiny_families.MIXED,
     # Those that vLLM serves through its Transformers backend. In one process they come last: vLLM's hook on their
     # compilation fails for what other models compile after them.
     "gpt_neox": {**FULL, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}},
@@ -339,7 +323,7 @@ _GAIN["query_key_value"] = 1.6  # of queries, keys and values of one head side b
 _GAIN |= {"q_b_proj": _QK / _NORM, "kv_a_proj_with_mqa": _QK / _NORM, "kv_b_proj": 1.6}  # latent attention
 _LAST_NORMS = ("norm", "ln_f")
 _POSITIONS = ("wpe", "embed_positions")
-_EMBEDDINGS = ("embed_tokens", "embed_in", "word_embeddings", "wte", "lm_head", *_POSITIONS)
+_EMBEDDINGS = ("embed_tokens", "embed_in", "word_embeddings", "wte", "embed_tokens_per_layer", "lm_head", *_POSITIONS)
 _XIELU = {"alpha_p": 0.388671875, "alpha_n": -1.140625}
 """Parameters of Apertus' activation: vLLM computes with them in bfloat16, and that rounds these least."""
 _ROUTING_BIAS = ("expert_bias", "e_score_correction_bias")
@@ -360,6 +344,7 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
     config, tied = whole.get_text_config(), getattr(whole, "tie_word_embeddings", False)
     gemma = config.model_type.startswith("gemma")
     centred = config.model_type.startswith(CENTRED) or config.model_type == "nemotron"
+    centred = centred and not config.model_type.startswith("gemma4")
     embed = 0.3 / math.sqrt(config.hidden_size) if gemma else 0.3  # and its embeddings by this root
     for name, weight in sorted(model.named_parameters()):
         if config is not whole and is_vision(name):
@@ -370,7 +355,10 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
         if name.endswith(".bias"):
             weight.copy_(0.05 * noise)
         elif leaf in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
-            weight.copy_(_QK + 0.2 * noise - offset)
+            size = (
+                weight.shape[-1] ** -0.25 if config.model_type.startswith("gemma4") else 1.0
+            )  # which scales no logits
+            weight.copy_(size * (_QK + 0.2 * noise) - offset)
         elif leaf in _XIELU:
             weight.fill_(_XIELU[leaf])
         elif leaf in _ROUTING_BIAS:
@@ -397,3 +385,5 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, bias in sorted(model.named_buffers()):
         if name.endswith(_ROUTING_BIAS):
             bias.copy_(0.2 * torch.randn(bias.shape, generator=generator))
+        elif name.endswith("layer_scalar"):
+            bias.copy_(0.8 + 0.1 * torch.randn(bias.shape, generator=generator))

@@ -22,8 +22,8 @@ _GLM_MARKS = ("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<
 TOKENS = {
     "gemma3": ("<image_soft_token>", "<start_of_image>", "<end_of_image>", "\n", "\n\n", "\n\n\n", "\n\n\n\n"),
     "qwen2_5_vl": _QWEN_TOKENS,
-    **dict.fromkeys(("qwen3_vl", "qwen3_5", "qwen3_5_moe"), _QWEN_TOKENS),
-    "glm4v": ("<|image|>", "<|video|>", *_GLM_MARKS),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN_TOKENS),
+    **dict.fromkeys(("glm4v", "glm4v_moe"), ("<|image|>", "<|video|>", *_GLM_MARKS)),
     "internvl": ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
     "mistral3": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
     "llama4": (
@@ -133,6 +133,19 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         **_QWEN_IDS,
         "tie_word_embeddings": True,
     },
+    "qwen3_vl_moe": {
+        "text_config": {
+            **_TEXT,
+            **_QWEN3_ROPE,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,  # half the width of the stream would hide which axis is which
+            "norm_topk_prob": True,
+        },
+        "vision_config": _QWEN3_VISION,
+        **_QWEN_IDS,
+        "tie_word_embeddings": False,
+    },
     "glm4v": {
         "text_config": {
             **{name: value for name, value in _TEXT.items() if name != "head_dim"},
@@ -140,6 +153,22 @@ WRAPPERS: dict[str, dict[str, Any]] = {
             "num_attention_heads": 3,
             "num_key_value_heads": 1,
             "attention_bias": True,  # transformers does not read it, and has the biases
+        },
+        "vision_config": _GLM_VISION,
+        **_GLM_IDS,
+        "tie_word_embeddings": False,
+    },
+    "glm4v_moe": {
+        "text_config": {
+            **_TEXT,
+            **_GLM_ROPE,
+            "attention_bias": True,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": False,  # which vLLM reads
         },
         "vision_config": _GLM_VISION,
         **_GLM_IDS,
@@ -244,7 +273,7 @@ PROCESSORS: dict[str, dict[str, dict[str, Any]]] = {
         "preprocessor_config.json": {**_NORMAL, "image_processor_type": "Gemma3ImageProcessor", "size": _SQUARE},
     },
     "qwen2_5_vl": _qwen("2_5_VL", "2VL"),
-    "glm4v": _GLM,
+    **dict.fromkeys(("glm4v", "glm4v_moe"), _GLM),
     "internvl": {
         "processor_config.json": {"processor_class": "InternVLProcessor", "image_seq_length": 4},
         "preprocessor_config.json": {
@@ -261,7 +290,7 @@ PROCESSORS: dict[str, dict[str, dict[str, Any]]] = {
             "size": _SQUARE,
         },
     },
-    **dict.fromkeys(("qwen3_vl", "qwen3_5", "qwen3_5_moe"), _qwen("3VL", "3VL")),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen("3VL", "3VL")),
     "mistral3": {
         "processor_config.json": {
             "processor_class": "PixtralProcessor",
@@ -337,12 +366,19 @@ def save_processor(arch: str, path: Path) -> None:
 
 
 def save_names(arch: str, path: Path) -> None:
-    """Name the weights as published checkpoints do: transformers saves a tower of SigLIP under shorter names."""
-    if arch != "gemma3":
+    """Write the weights as published checkpoints have them: transformers saves a tower of SigLIP under shorter names,
+    and experts of Qwen3-VL with their axes the other way round.
+    """
+    if arch not in ("gemma3", "qwen3_vl_moe"):
         return
     from safetensors.torch import load_file, save_file
 
     tower = "vision_tower."
     weights = load_file(path / "model.safetensors")
-    named = {k.replace(tower, f"{tower}vision_model.") if k.startswith(tower) else k: v for k, v in weights.items()}
-    save_file(named, path / "model.safetensors", metadata={"format": "pt"})
+    if arch == "gemma3":
+        weights = {
+            k.replace(tower, f"{tower}vision_model.") if k.startswith(tower) else k: v for k, v in weights.items()
+        }
+    else:
+        weights = {k: v.mT.contiguous() if ".experts." in k else v for k, v in weights.items()}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})

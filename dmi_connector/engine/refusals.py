@@ -15,6 +15,7 @@ from vllm import envs
 from dmi_connector.args import CONNECTOR, CONNECTORS, POOL_CONNECTOR
 from dmi_connector.engine import contract
 from dmi_connector.engine.features import features_of, may_sleep
+from dmi_connector.engine.model.architectures import Mixed
 from dmi_connector.engine.owners import owner_of
 from dmi_connector.engine.owners.asked import asked
 from dmi_connector.settings import POOL
@@ -121,11 +122,6 @@ def _check_model(vllm_config: VllmConfig) -> None:
             f"model: {model.model!r} carries {streams} residual streams at a time (altup_num_inputs in its config), "
             "and a hook is a tensor of one; use a model with one residual stream"
         )
-    if getattr(model.hf_text_config, "is_heterogeneous", False):  # Gemma 4
-        raise ValueError(
-            f"model: {model.model!r} has layers of different sizes (per_layer_config in its config), and a hook has "
-            "one size in all layers; use a model whose layers are alike"
-        )
 
 
 def _check_compilation(vllm_config: VllmConfig) -> None:
@@ -160,6 +156,12 @@ def check_attention(arch: Architecture, model: ModelConfig) -> None:
         raise ValueError(
             f"model: {model.model!r} uses multi-head latent attention, which the row of {arch.name} does not describe; "
             "register it as a Latent (docs/HOOKS.md)"
+        )
+    if getattr(model.hf_text_config, "is_heterogeneous", False) and not isinstance(arch, Mixed):
+        raise ValueError(
+            f"model: {model.model!r} has layers of different sizes (per_layer_config in its config), which the row of "
+            f"{arch.name} does not describe; use a model whose layers are alike, or register it as a Mixed "
+            "(docs/HOOKS.md)"
         )
     divisor = getattr(model.hf_text_config, arch.float16_divisor, 1.0) if arch.float16_divisor else 1.0
     if model.dtype is torch.float16 and divisor != 1.0:

@@ -31,7 +31,7 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
         "architecture": context.arch.name,
         "dtype": context.dtype,
         "num_layers": dims.layers,
-        "identities": True,
+        "identities": context.arch.sums,
         "attention": _attention(context, vllm_config),
         "rotary": context.arch.rotary,
         "qk_norm": bool(context.arch.q_norm),

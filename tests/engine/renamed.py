@@ -23,7 +23,7 @@ Weights = dict[str, torch.Tensor]
 class Renamed:
     """A checkpoint of `architecture`, made of one that transformers writes.
 
-    fields: of its config, or what gives them from that of transformers; with `text_config` the whole config. weights:
+    fields: of its config, or what gives them from that of transformers; with `vision_config` the whole config. weights:
     what gives its weights from those of transformers and the config; None: they keep their names, and transformers
     reads the same checkpoint. scaled: whether `topk_weights` hold the factor by which transformers' class says that
     vLLM multiplies their sum. files: further JSON files of the checkpoint.
@@ -43,7 +43,7 @@ class Renamed:
             weights = self.weights(load_file(path / "model.safetensors"), config)
             save_file({k: v.contiguous() for k, v in weights.items()}, path / "model.safetensors", {"format": "pt"})
         more = self.fields(config) if callable(self.fields) else self.fields
-        changed = {**({} if "text_config" in more else config), **more, "architectures": [self.architecture]}
+        changed = {**({} if "vision_config" in more else config), **more, "architectures": [self.architecture]}
         for name, content in {"config.json": changed, **self.files}.items():
             (path / name).write_text(json.dumps(content))
 
@@ -102,14 +102,9 @@ def _bailing_fields(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _as_they_are(weights: Weights, _config: dict[str, Any]) -> Weights:
+def as_they_are(weights: Weights, _config: dict[str, Any]) -> Weights:
     """For a config that transformers' class cannot read."""
     return weights
-
-
-def _inside(weights: Weights, _config: dict[str, Any]) -> Weights:
-    """Of a language model inside another model."""
-    return renamed(weights, {"^": "language_model."})
 
 
 def _internlm2(weights: Weights, config: dict[str, Any]) -> Weights:
@@ -151,6 +146,32 @@ def _exaone(weights: Weights, _config: dict[str, Any]) -> Weights:
     return renamed(weights, names)
 
 
+def _plamo3(weights: Weights, config: dict[str, Any]) -> Weights:
+    """PLaMo 3, from Gemma 3: it adds other numbers to the weights of its norms, and does not scale embeddings."""
+    weights = fused(weights, r"model\.layers\.\d+\.self_attn", ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+    weights = fused(weights, r"model\.layers\.\d+\.mlp", ("gate_proj", "up_proj"), "gate_up_proj")
+    added = {"post_attention_layernorm": 0.2, "post_feedforward_layernorm": 5**-1.5}
+    for name in weights:
+        if (leaf := name.split(".")[-2]) in added:
+            weights[name] = weights[name] + 1 - added[leaf]
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"] * config["hidden_size"] ** 0.5
+    names = {
+        r"model\.layers": "model.layers.layers",
+        "self_attn": "mixer",
+        "input_layernorm": "pre_mixer_norm",
+        "post_attention_layernorm": "post_mixer_norm",
+        "pre_feedforward_layernorm": "pre_mlp_norm",
+        "post_feedforward_layernorm": "post_mlp_norm",
+    }
+    return renamed(weights, names)
+
+
+def _plamo3_windows(config: dict[str, Any]) -> dict[str, Any]:
+    kinds = config["layer_types"]
+    windows = [config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
+    return {"interleaved_sliding_window": windows}
+
+
 _TELEFLM = {"use_mup": True, "mup_scale_factor": 4.0, "output_mult": 2.0, "logits_scaling": 1.0}
 _EXAONE = {"activation_function": "silu", "layer_norm_epsilon": 1e-6}
 
@@ -165,55 +186,24 @@ def _minicpm(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _kimi_k25(config: dict[str, Any]) -> dict[str, Any]:
-    """A vision tower before DeepSeek V3."""
-    tower = {"num_attention_heads": 2, "num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 80}
-    return {
-        "model_type": "kimi_k25",
-        "dtype": config["dtype"],
-        "text_config": config,
-        "vision_config": {**tower, "mm_hidden_size": 48, "text_hidden_size": config["hidden_size"]},
-        "image_token_id": 500,
-        "tie_word_embeddings": False,
-    }
-
-
-_KIMI_IMAGES = {
-    "image_mean": [0.5] * 3,
-    "image_std": [0.5] * 3,
-    "patch_size": 14,
-    "merge_kernel_size": 2,
-    "temporal_merge_kernel_size": 4,
-    "in_patch_limit": 64,
-    "in_patch_limit_each_frame": 64,
-    "in_patch_limit_video": 64,
-    "patch_limit_on_one_side": 16,
-    "fixed_output_tokens": None,
-}
-
-
 RENAMED = {
     "internlm3": Renamed("InternLM3ForCausalLM"),
     "llama-first": Renamed("LLaMAForCausalLM"),
     "iquestcoder": Renamed("IQuestCoderForCausalLM"),
     "telechat3": Renamed("TeleChat3ForCausalLM"),
     "pangu": Renamed("PanguEmbeddedForCausalLM"),
-    "teleflm": Renamed("TeleFLMForCausalLM", _TELEFLM, _as_they_are),
+    "teleflm": Renamed("TeleFLMForCausalLM", _TELEFLM, as_they_are),
     "exaone_moe-first": Renamed("ExaoneMoEForCausalLM"),
     "mistral_large3": Renamed("MistralLarge3ForCausalLM"),
     "phimoe": Renamed("PhiMoEForCausalLM"),
-    "minicpm": Renamed("MiniCPMForCausalLM", _minicpm, _as_they_are),
+    "minicpm": Renamed("MiniCPMForCausalLM", _minicpm, as_they_are),
     "orion": Renamed("OrionForCausalLM", {"rms_norm_eps": 1e-5}),
     "internlm2": Renamed("InternLM2ForCausalLM", {}, _internlm2),
     "exaone": Renamed("ExaoneForCausalLM", _EXAONE, _exaone),
     "bailing_moe": Renamed("BailingMoeForCausalLM", _bailing_fields, _bailing, scaled=True),
     "bailing_moe_v2": Renamed("BailingMoeV2ForCausalLM", _bailing_fields, _bailing, scaled=True),
-    "kimi_k25": Renamed(
-        "KimiK25ForConditionalGeneration",
-        _kimi_k25,
-        _inside,
-        files={"preprocessor_config.json": {"media_proc_cfg": _KIMI_IMAGES}},
-    ),
+    "plamo3": Renamed("Plamo3ForCausalLM", _plamo3_windows, _plamo3),
+    "mimo_v2": Renamed("MiMoV2ForCausalLM"),
     "sarvam_moe": Renamed("SarvamMoEForCausalLM", _bailing_fields, _bailing, scaled=True),
 }
-"""By their names in MODELS of test_models.py."""
+"""By their names in MODELS of test_models.py. wrapped.py has those around a language model too."""

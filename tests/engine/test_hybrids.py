@@ -11,7 +11,7 @@ kernels, which take nothing else.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from dmi_connector import capture_args, open_capture
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle, largest
 from dmi_connector.cli.tiny_hybrids import ON_CPU
 from dmi_connector.cli.tiny_models import make_model
-from tests.engine import delta_cpu, latent_cpu
+from tests.engine import delta_cpu, latent_cpu, renamed
 from tests.engine.check import cosines, relative_errors
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt, watch_scheduler
-from tests.engine.test_models import MOST, RESULT
+from tests.engine.test_models import MOST, RESULT, without_tower
+from tests.engine.wrapped import ALL as RENAMED
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {}),
@@ -37,10 +38,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid": ("granitemoehybrid", {}),
     "granitemoehybrid-dense": ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "nope"}),
     "lfm2": ("lfm2", {}),
+    "lfm2_moe": ("lfm2_moe", {}),
+    "lfm2_vl": ("lfm2", {}),
+    "minicpmv4_6": ("qwen3_5_text", {}),
+    "interns2_preview": ("qwen3_5_moe_text", {}),
+    "nemotron_vl": ("nemotron_h", {}),
+    "nemotron_omni": ("nemotron_h", {}),
 }
 """Name -> (type of a model, fields of its config)."""
-DELTA = ("qwen3_next", "qwen3_5-text", "qwen3_5_moe-text")
+DELTA = ("qwen3_next", "qwen3_5-text", "qwen3_5_moe-text", "minicpmv4_6", "interns2_preview")
 """Those with gated delta nets, on the stand-in."""
+TEXT_ONLY = ("lfm2_vl", "minicpmv4_6", "interns2_preview", "nemotron_vl", "nemotron_omni")
+"""Models with a vision tower that are started without it."""
 _EVERY = (0, 1, 2, 3)
 USUAL: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("q", "k_rot", "z"), (1,)),
@@ -48,20 +57,22 @@ USUAL: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("resid_pre", "ln1", "attn_out", "resid_mid", "ln2", "mlp_out"), _EVERY),
 }
 """Layers of hooks where the second of four layers has attention."""
+_PATTERNS = ("nemotron_h", "nemotron_vl", "nemotron_omni")
+_NEMOTRON: dict[str, tuple[int, ...]] = {
+    "q": (2,),
+    "k_rot": (),
+    "z": (2,),
+    **dict.fromkeys(("mix_proj", "mix_core", "mix_z"), (0, 4)),
+    **dict.fromkeys(("resid_pre", "ln1"), (0, 1, 2, 3, 4)),
+    **dict.fromkeys(("resid_mid", "ln2"), ()),
+    "attn_out": (0, 2, 4),
+    "mlp_out": (1, 3),
+    "mlp_post": (1, 3),
+}
 LAYERS: dict[str, dict[str, tuple[int, ...]]] = {
-    "nemotron_h": {
-        "q": (2,),
-        "k_rot": (),
-        "z": (2,),
-        **dict.fromkeys(("mix_proj", "mix_core", "mix_z"), (0, 4)),
-        **dict.fromkeys(("resid_pre", "ln1"), (0, 1, 2, 3, 4)),
-        **dict.fromkeys(("resid_mid", "ln2"), ()),
-        "attn_out": (0, 2, 4),
-        "mlp_out": (1, 3),
-        "mlp_post": (1, 3),
-    },
+    **dict.fromkeys(_PATTERNS, _NEMOTRON),
     "granitemoehybrid-dense": {"k_rot": (), "mlp_post": _EVERY},
-    "lfm2": dict.fromkeys(("mix_proj", "mix_core", "mix_z"), ()),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm2_vl"), dict.fromkeys(("mix_proj", "mix_core", "mix_z"), ())),
 }
 """Those of other models."""
 _ALL = [(name, mode, "pool") for name in MODELS for mode in ("eager", "compiled")]
@@ -71,7 +82,7 @@ CONFIGURATIONS: list[Any] = [
     *(pytest.param(one, marks=pytest.mark.soak) for one in _ALL if one not in SHORT),
 ]
 UNCAPTURED: dict[str, Any] = {"include_output_tokens": True, "dmi": {"enabled": False}}
-BLOCKS = {"nemotron_h": 13}
+BLOCKS = dict.fromkeys(_PATTERNS, 13)
 """Too few for all of CROWD, whose blocks and states they hold: 17 for four groups of layers."""
 CROWD = {f"crowd{n}": Ask(prompt(n, 1), sampling={"max_tokens": 80}) for n in (90, 100, 110, 200)}
 ROUNDING = 3
@@ -85,7 +96,10 @@ def rounds(name: str) -> bool:
 
 def make(name: str, path: Path) -> Path:
     arch, fields = MODELS[name]
-    return make_model(arch, path, "bfloat16" if rounds(name) else "float32", **fields)
+    make_model(arch, path, "bfloat16" if rounds(name) else "float32", **fields)
+    if name in RENAMED:
+        RENAMED[name].write(path)
+    return path
 
 
 def requests(llm: Any, run: Run) -> None:
@@ -108,9 +122,10 @@ def model(configuration: tuple[str, str, str], known_models: None, tmp_path_fact
 
 
 @pytest.fixture(scope="module")
-def twin(model: Path) -> Oracle:
+def twin(configuration: tuple[str, str, str], model: Path) -> Oracle:
     """In float32, also of weights in bfloat16."""
-    return Oracle(model, torch.float32)
+    several_axes = configuration[0] in TEXT_ONLY and configuration[0] in DELTA
+    return (_InWrapper if several_axes else Oracle)(renamed.twin(model), torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +134,11 @@ def run(configuration: tuple[str, str, str], model: Path, tmp_path_factory: pyte
     run = Run(tmp_path_factory.mktemp("-".join(configuration)))
     args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, owner, pool_bytes=48 << 20, **SMALL)
     args |= {"dtype": "bfloat16"} if rounds(name) else {"num_gpu_blocks_override": BLOCKS.get(name, 17)}
-    args |= latent_cpu.ROTARY if name == "lfm2" and mode == "eager" else {}  # its queries come as heads
+    args |= latent_cpu.ROTARY if name.startswith("lfm2") and mode == "eager" else {}  # its queries come as heads
     with pytest.MonkeyPatch.context() as patch:
         if name in DELTA:
             delta_cpu.stand_in(patch)
+        args |= without_tower(patch) if name in TEXT_ONLY else {}
         with engine(model, enforce_eager=mode == "eager", **args) as llm:
             watch_scheduler(llm, run)
             scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -133,6 +149,15 @@ def run(configuration: tuple[str, str, str], model: Path, tmp_path_factory: pyte
     return run
 
 
+class _InWrapper(Oracle):
+    """A language model of which the model around it has positions on several axes, all the same for a text."""
+
+    def run(self, token_ids: Sequence[int], images: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
+        found = super().run(token_ids, images)
+        axes = len(self.config.rope_parameters["mrope_section"])
+        return {**found, "mrope_positions": np.tile(found["positions"][None, :, None], (1, 1, axes))}
+
+
 def captured(run: Run) -> list[str]:
     return [name for name in run.replies if "uncaptured" not in name]
 
@@ -141,7 +166,8 @@ def noted(configuration: tuple[str, str, str], twin: Oracle, errors: Mapping[str
     """The largest errors go to RESULT."""
     if RESULT:
         name, mode, owner = configuration
-        facts = {"model": name, "mode": mode, "owner": owner, "architecture": twin.architecture}
+        architecture = RENAMED[name].architecture if name in RENAMED else twin.architecture
+        facts = {"model": name, "mode": mode, "owner": owner, "architecture": architecture}
         with open(RESULT, "a") as file:
             file.write(json.dumps({**facts, "errors": errors}) + "\n")
 

@@ -24,7 +24,7 @@ from dmi_connector.hooks import HOOKS
 from tests.engine import latent_cpu, renamed, routing_cpu
 from tests.engine.check import attention_weights, relative_errors
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
-from tests.engine.renamed import RENAMED
+from tests.engine.wrapped import ALL as RENAMED
 
 MOST = 1e-5
 """Of a hook's largest value."""
@@ -35,14 +35,15 @@ FOUND = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_final"
 RESULT = os.environ.get("MODELS_RESULT", "")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 """With latent attention: on vLLM's CPU kernel; "-odd" on a stand-in for it; "-heads" over keys and values of heads."""
-SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa")
+SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
 """With attention sinks, which are not stored."""
-TEXT_ONLY = ("kimi_k25",)
+TEXT_ONLY = ("kimi_k25", "interns1", "internvl_chat", "gemma4", "gemma4_unified", "pixtral", "mimo_v2_omni")
 """Models with a vision tower that are started without it."""
 BIASED = ("ernie4_5_moe", "laguna", "minimax_m2")
 """With routing that vLLM's CPU router does not have."""
 _ONE_GROUP: dict[str, Any] = {"n_group": 1, "topk_group": 1, "q_lora_rank": None}
 _GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
+_SHARED_KEYS: dict[str, Any] = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_eq_v": True}
 _UNSCALED: dict[str, Any] = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in (*ARCHS, *FAMILIES)},
@@ -61,8 +62,32 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone": ("llama", {"num_key_value_heads": 2}),
     "bailing_moe": ("glm4_moe", {}),
     "bailing_moe_v2": ("glm4_moe", _GROUPS),
+    "gemma4-shared": ("gemma4_text", _SHARED_KEYS),
+    "gemma4-experts": (
+        "gemma4_text",
+        {
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+    ),
+    "gemma4": ("gemma4_text", _SHARED_KEYS),
+    "gemma4_unified": ("gemma4_text", {"hidden_size_per_layer_input": 0}),
     "kimi_k25": ("deepseek_v3", {"n_group": 1, "topk_group": 1}),
     "sarvam_moe": ("glm4_moe", _GROUPS),
+    "plamo3": (
+        "gemma3_text",
+        {"tie_word_embeddings": False, "query_pre_attn_scalar": 32, "hidden_activation": "silu"},
+    ),
+    "mimo_v2": ("mimo_v2_flash", {}),
+    "mimo_v2_omni": ("mimo_v2_flash", {}),
+    "pixtral": ("deepseek_v3", {}),
+    "interns1": ("qwen3_moe", {}),
+    "internvl_chat": ("qwen3", {}),
     "exaone_moe-first": ("exaone_moe", {}),
     "cohere-plain": ("cohere", {"use_qk_norm": False}),
     "hyperclovax-plain": ("hyperclovax", {"use_post_norm": False}),
@@ -73,6 +98,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{name}-odd": (name, latent_cpu.ODD) for name in LATENT[:2]},
     **{f"{name}-heads": (name, latent_cpu.HEADS) for name in LATENT[:2]},
 }
+POOLED = ("gemma4-shared", "gemma4")
+"""Models that need a pool."""
 CACHED = {
     name: 272 if name.endswith("-odd") else 0
     for name, (arch, _) in MODELS.items()
@@ -127,6 +154,7 @@ SHORT = [
     ("exaone4", "eager", "target"),
     ("laguna-heads", "eager", "draft"),
     ("bailing_moe_v2", "eager", "target"),
+    ("gemma4-shared", "eager", "pool"),
     ("minicpm", "eager", "draft"),
 ]
 """With ARCHS and models with a vision tower these have each kind of row: tests/unit/engine/test_model_cover.py."""
@@ -138,7 +166,13 @@ IN_PROCESSES = [
 """Models that need no patch of their engine, and so run on two ranks, each in a process of its own."""
 OWNERS = ("draft", "target")
 """In a pool rows are written by the same taps."""
-_ALL = [(name, mode, owner) for name in MODELS for mode in ("eager", "compiled") for owner in OWNERS]
+
+
+def owners(name: str) -> tuple[str, ...]:
+    return ("pool",) if name in POOLED else OWNERS
+
+
+_ALL = [(name, mode, owner) for name in MODELS for mode in ("eager", "compiled") for owner in owners(name)]
 CONFIGURATIONS: list[Any] = [
     *SHORT,
     *(pytest.param(one, marks=pytest.mark.soak) for one in _ALL if one not in SHORT),
@@ -171,7 +205,8 @@ def lacks(model: Path, ranks: int = 1) -> list[str]:
     (name,) = json.loads((model / "config.json").read_text())["architectures"]
     if name not in ARCHITECTURES:
         return [hook for hook in HOOKS if hook not in FOUND]
-    row = ARCHITECTURES[name].fit(AutoConfig.from_pretrained(model).get_text_config())
+    config = AutoConfig.from_pretrained(model)
+    row = ARCHITECTURES[name].fit(getattr(config, "llm_config", None) or config.get_text_config())
     return [*row.lacks, *(row.one_rank if ranks > 1 else ())]
 
 
@@ -192,7 +227,8 @@ def oracle(name: str, model: Path, ranks: int = 1) -> Oracle:
 def run(configuration: tuple[str, str, str], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     name, mode, owner = configuration
     run = Run(tmp_path_factory.mktemp(f"{name}-{mode}-{owner}"))
-    args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, owner, **SMALL)
+    pool = {"pool_bytes": 48 << 20} if owner == "pool" else {}
+    args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, owner, **pool, **SMALL)
     with pytest.MonkeyPatch.context() as patch, engine(model, **args, **options(name, mode, patch)) as llm:
         generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})
         generate(llm, run, {"again": Ask(prompt(300)[:280] + prompt(9, seed=1))})
@@ -203,11 +239,7 @@ def options(name: str, mode: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Options of a model's engine. What else the engine needs is patched."""
     found: dict[str, Any] = {"enforce_eager": mode != "compiled"}
     if name in TEXT_ONLY:
-        found["language_model_only"] = True
-        import numba  # noqa: F401  # by vLLM's class
-
-        # A module in which vLLM's search for kernels to replace on a CPU fails.
-        patch.delitem(sys.modules, "llvmlite.binding.ffi")
+        found |= without_tower(patch)
     if MODELS[name][0] in BIASED:
         routing_cpu.stand_in(patch)
     if MODELS[name][0] in LATENT:
@@ -220,6 +252,15 @@ def options(name: str, mode: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         else:
             found |= latent_cpu.KERNEL | latent_cpu.WHOLE
     return found
+
+
+def without_tower(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options of the engine of a model with a vision tower, which it does not load."""
+    import numba  # noqa: F401  # by vLLM's class
+
+    # A module in which vLLM's search for kernels to replace on a CPU fails.
+    patch.delitem(sys.modules, "llvmlite.binding.ffi")
+    return {"language_model_only": True}
 
 
 def check(run: Run, twin: Oracle, name: str, mode: str, owner: str) -> None:
@@ -244,7 +285,7 @@ def test_every_hook_is_that_of_transformers(configuration: tuple[str, str, str],
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    "name", [n for n, (arch, _) in MODELS.items() if not n.endswith("-odd") and arch not in BIASED]
+    "name", [n for n, (arch, _) in MODELS.items() if not n.endswith("-odd") and arch not in BIASED and n not in POOLED]
 )
 def test_two_ranks_give_the_hooks_of_the_whole_model(
     name: str, known_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -287,5 +328,9 @@ def test_attention_is_worked_out_as_the_model_attends(
             capture.attention(0)
         return
     want = attention_weights(twin, capture.token_ids.tolist())
-    for layer in range(capture.attrs["num_layers"]):
+    with_queries = capture.layers["q_rot" if capture.attrs["rotary"] else "q"]
+    for layer in set(range(capture.attrs["num_layers"])).difference(with_queries):
+        with pytest.raises(KeyError, match=f"has no layer {layer} in this store"):
+            capture.attention(layer)
+    for layer in with_queries:
         np.testing.assert_allclose(capture.attention(layer), want[layer], atol=1e-5, err_msg=f"layer {layer}")

@@ -166,21 +166,39 @@ def test_hybrid_models_get_no_row_from_their_structure(
         capture_context(vllm_config(model, tmp_path / "captures", **STRUCTURE))
 
 
+_FIVE_LAYERS = {"num_hidden_layers": 5, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 512}
+
+
 @pytest.mark.parametrize("how", [NO_TOKENIZER, STRUCTURE], ids=["own class", "transformers"])
+def test_several_residual_streams_are_refused(tmp_path: Path, how: dict[str, Any]) -> None:
+    model = config_of(tmp_path / "model", "gemma3n_text", "Gemma3nForCausalLM", **_FIVE_LAYERS)
+    with pytest.raises(ValueError, match=r"carries 4 residual streams at a time \(altup_num_inputs"):
+        capture_context(vllm_config(model, tmp_path / "captures", **how))
+
+
 @pytest.mark.parametrize(
-    ("model_type", "architecture", "reason"),
+    ("model_type", "architecture", "fields", "how"),
     [
-        ("gemma3n_text", "Gemma3nForCausalLM", r"carries 4 residual streams at a time \(altup_num_inputs"),
-        ("gemma4_text", "Gemma4ForCausalLM", r"has layers of different sizes \(per_layer_config"),
+        ("gemma4_text", "Gemma4ForCausalLM", {"vocab_size_per_layer_input": 512}, STRUCTURE),
+        ("llama", "LlamaForCausalLM", {"per_layer_config": {"1": {"intermediate_size": 64}}}, NO_TOKENIZER),
     ],
 )
-def test_models_whose_hooks_have_no_one_size_are_refused(
-    tmp_path: Path, model_type: str, architecture: str, reason: str, how: dict[str, Any]
+def test_sizes_by_layer_that_a_row_does_not_describe_are_refused(
+    tmp_path: Path, model_type: str, architecture: str, fields: dict[str, Any], how: dict[str, Any]
 ) -> None:
-    fields = {"num_hidden_layers": 5, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 512}
     model = config_of(tmp_path / "model", model_type, architecture, **fields)
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(
+        ValueError, match=rf"different sizes \(per_layer_config.*, which the row of {architecture} does"
+    ):
         capture_context(vllm_config(model, tmp_path / "captures", **how))
+
+
+@pytest.mark.parametrize("owner", ["draft", "target"])
+def test_layers_that_read_the_keys_of_others_need_a_pool(tmp_path: Path, owner: str) -> None:
+    fields = {**_FIVE_LAYERS, "num_kv_shared_layers": 2}
+    model = config_of(tmp_path / "model", "gemma4_text", "Gemma4ForCausalLM", **fields)
+    with pytest.raises(ValueError, match=rf"num_kv_shared_layers\).*owner='{owner}' keeps.*use owner='pool'"):
+        capture_context(vllm_config(model, tmp_path / "captures", owner=owner, **NO_TOKENIZER))
 
 
 @pytest.mark.parametrize(("arch", "hooks"), [("olmoe", "q"), ("olmoe", "k,z"), ("cohere2", "vllm-full")])

@@ -40,6 +40,7 @@ class Twin:
     not use transformers' attention interface. scale: field of the config by which the output of a block is multiplied.
     weights_scale: field of the config. transformers multiplies the weights of the experts by it, vLLM the sum of the
     experts' outputs. latent: multi-head latent attention (k_pe is a part of each head's keys).
+    values_scale: field of the config by which values are multiplied before attention.
     """
 
     points: tuple[Point, ...]
@@ -54,6 +55,7 @@ class Twin:
     scale: str = ""
     weights_scale: str = ""
     latent: bool = False
+    values_scale: str = ""
 
     def but(self, *points: Point, **changes: Any) -> Twin:
         """A copy in which `points` replace those of the same name, and `changes` replace other fields."""
@@ -141,6 +143,26 @@ _GLM4 = LLAMA.but(
     Point("mlp_out", "post_mlp_layernorm"),
 )
 _PARALLEL = LLAMA.but(Point("resid_mid", ABSENT), Point("ln2", ABSENT))
+_LFM2 = replace(
+    LLAMA.but(
+        Point("resid_pre", "operator_norm", "in"),
+        Point("ln1", "operator_norm"),
+        Point("q", "self_attn.q_layernorm"),
+        Point("k", "self_attn.k_layernorm"),
+        Point("z", "self_attn.out_proj", "in"),
+        Point("attn_out", "self_attn.out_proj"),
+        Point("attn_out", "conv.out_proj"),
+        Point("resid_mid", "ffn_norm", "in"),
+        Point("ln2", "ffn_norm"),
+        Point("mlp_post", "feed_forward.w2", "in"),
+        Point("mlp_out", "feed_forward"),
+    ),
+    once=(
+        Point("embed", "embed_tokens"),
+        Point("resid_final", "embedding_norm", "in"),
+        Point("final_ln", "embedding_norm"),
+    ),
+)
 _MAMBA = (
     Point("mix_proj", "mamba.in_proj"),
     Point("mix_core", "mamba.norm", "in"),
@@ -181,31 +203,20 @@ TWINS = {
         scale="residual_multiplier",
         gate="block_sparse_moe.router",
     ),
-    "lfm2": replace(
-        LLAMA.but(
-            Point("resid_pre", "operator_norm", "in"),
-            Point("ln1", "operator_norm"),
-            Point("q", "self_attn.q_layernorm"),
-            Point("k", "self_attn.k_layernorm"),
-            Point("z", "self_attn.out_proj", "in"),
-            Point("attn_out", "self_attn.out_proj"),
-            Point("attn_out", "conv.out_proj"),
-            Point("resid_mid", "ffn_norm", "in"),
-            Point("ln2", "ffn_norm"),
-            Point("mlp_post", "feed_forward.w2", "in"),
-            Point("mlp_out", "feed_forward"),
-        ),
-        once=(
-            Point("embed", "embed_tokens"),
-            Point("resid_final", "embedding_norm", "in"),
-            Point("final_ln", "embedding_norm"),
-        ),
-    ),
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(_LFM2, gate="feed_forward.gate"),
     "qwen3_next": _DELTA,
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA,
     "gemma2": _GEMMA,
     "gemma3_text": replace(_GEMMA, norms_heads=True),
+    "gemma4_text": _GEMMA.but(
+        Point("v", "self_attn.v_norm"),
+        Point("router_logits", "router.proj"),
+        Point("mlp_post", "mlp.down_proj", "in", unless="experts"),
+        gate="router",
+    ),
+    "glm4v_moe_text": replace(LLAMA, weights_scale="routed_scaling_factor"),
     "glm4_moe": replace(LLAMA, weights_scale="routed_scaling_factor"),
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
@@ -213,6 +224,7 @@ TWINS = {
     "deepseek_v32": _LATENT,
     "kimi_k2": _LATENT,
     "glm4_moe_lite": _LATENT,
+    "mimo_v2_flash": replace(LLAMA, values_scale="attention_value_scale"),
     "glm4": _GLM4,
     "glm4v_text": _GLM4,
     "cohere": _PARALLEL,

@@ -11,7 +11,7 @@ import functools
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dmi_connector.analysis.oracle.oracle_twins import ABSENT, LLAMA, TWINS, Point
 from dmi_connector.captures.capture import Capture
+from dmi_connector.hook_table import HOOKS
 from dmi_connector.reduce import Keeps
 from dmi_connector.store.format.completeness import Cause
 
@@ -68,10 +69,12 @@ class Oracle:
             self.twin = self.twin.but(Point("resid_mid", ABSENT))
         if not getattr(self.config, "use_post_norm", True):
             self.twin = self.twin.but(Point("attn_proj", ABSENT), Point("mlp_proj", ABSENT))
+        self._attention = _attention_layers(self.config)
         self._layers: Any = self._base.get_submodule(self.twin.layers)
-        heads = self.config.num_attention_heads
-        self._head_dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
-        kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
+        config = self.config.per_layer_config[self._attention[0]] if _is_heterogeneous(self.config) else self.config
+        heads = config.num_attention_heads
+        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
         self._sizes = [heads * self._head_dim, *[kv_heads * self._head_dim] * 2]
         for name, module in self._base.named_modules():
             if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
@@ -94,12 +97,12 @@ class Oracle:
             for point in self.twin.once:
                 if not (self.wraps and point.name == "embed"):  # images are merged into it later
                     recorder.watch(self._base.get_submodule(point.module), point.name, point.side)
-            for layer in self._layers:
-                self._watch_layer(recorder, layer)
+            for index, layer in enumerate(self._layers):
+                self._watch_layer(recorder, index, layer)
             if self.wraps:
                 self._watch_inputs(recorder)
             ids = torch.tensor([list(token_ids)], dtype=torch.long)
-            with _seen_attention(recorder.rows) if self.twin.rotary else nullcontext():
+            with _seen_attention(recorder.rows, self._attention) if self.twin.rotary else nullcontext():
                 logits = self.model(ids, use_cache=False, **self._with_images(ids, images)).logits
         # Those that are left out may have other widths in other layers. Latent attention needs all below.
         without = () if self.twin.latent else self.without
@@ -109,6 +112,8 @@ class Oracle:
                 values[name] = values[name] * getattr(self.config, self.twin.scale)
         if self.twin.weights_scale and "topk_weights" in values:
             values["topk_weights"] = values["topk_weights"] / getattr(self.config, self.twin.weights_scale)
+        if self.twin.values_scale:
+            values["v"] = values["v"] * getattr(self.config, self.twin.values_scale)
         if self.config.model_type == "llama4_text":
             for name in {"q", "k", "q_rot", "k_rot"} & values.keys():
                 values[name] = self._in_halves(values[name])
@@ -153,9 +158,11 @@ class Oracle:
 
         recorder.callback(self._base.register_forward_pre_hook(before, with_kwargs=True).remove)
 
-    def _watch_layer(self, recorder: _Recorder, layer: Any) -> None:
+    def _watch_layer(self, recorder: _Recorder, index: int, layer: Any) -> None:
         present = dict(layer.named_modules())
         points = [point for point in self.twin.points if _is_there(point, present)]
+        if index not in self._attention:
+            points = [point for point in points if HOOKS[point.name].block != "attention"]
         for point in {point.name: point for point in points}.values():
             if " " in point.module:
                 paths = point.module.split()
@@ -168,7 +175,8 @@ class Oracle:
         if self.twin.attends:
             recorder.watch_method(present[self.twin.attn], self.twin.attends)
         if self.twin.gate in present:
-            recorder.watch_router(present[self.twin.gate], self.config.num_experts_per_tok)
+            seen = any(point.name == "router_logits" for point in points)
+            recorder.watch_router(present[self.twin.gate], getattr(self.config, "num_experts_per_tok", 0), not seen)
 
     def _part(self, value: torch.Tensor, part: str) -> torch.Tensor:
         """Queries, keys or values [tokens, width] of a fused projection."""
@@ -193,6 +201,24 @@ class Oracle:
     def _in_halves(self, value: torch.Tensor) -> torch.Tensor:
         """Heads whose pairs of values are rotated, as vLLM keeps them: first values of all pairs, then second ones."""
         return value.unflatten(-1, (-1, self._head_dim // 2, 2)).transpose(-1, -2).flatten(-3)
+
+
+def _is_heterogeneous(config: Any) -> bool:
+    """Whether transformers keeps sizes by layer, and refuses to give one for all."""
+    return bool(getattr(config, "is_heterogeneous", False))
+
+
+def _attention_layers(config: Any) -> list[int]:
+    """The layers whose hooks of attention are captured: those with keys of their own, of the most common size."""
+    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+    sizes: list[Any] = [None] * own
+    if config.model_type == "mimo_v2_flash":
+        sizes = config.layer_types
+    elif _is_heterogeneous(config):
+        layers = [config.per_layer_config[i] for i in range(own)]
+        sizes = [(layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim) for layer in layers]
+    usual = max(dict.fromkeys(sizes), key=sizes.count)
+    return [i for i, size in enumerate(sizes) if size == usual]
 
 
 def _as_vllm(config: Any) -> Any:
@@ -257,8 +283,11 @@ class _Recorder(ExitStack):
         setattr(module, name, noted)  # on this module, in front of its class's
         self.callback(delattr, module, name)
 
-    def watch_router(self, module: torch.nn.Module, top_k: int) -> None:
-        """Note what a router returns: (scores, weights, experts), or of Llama 4 (weights of all experts, scores)."""
+    def watch_router(self, module: torch.nn.Module, top_k: int, scored: bool) -> None:
+        """Note what a router returns: (scores, weights, experts), or of Llama 4 (weights of all experts, scores).
+
+        scored: whether to note the scores.
+        """
 
         def hook(_module: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             if len(output) == 3:
@@ -269,7 +298,8 @@ class _Recorder(ExitStack):
                 weights = every.gather(-1, ids)
             ids, order = ids.sort(dim=-1)
             weights, heaviest = weights.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-            self.rows["router_logits"].append(scores.reshape(self.tokens, -1))
+            if scored:
+                self.rows["router_logits"].append(scores.reshape(self.tokens, -1))
             self.rows["topk_ids"].append(ids.gather(-1, heaviest).reshape(self.tokens, -1))
             self.rows["topk_weights"].append(weights.reshape(self.tokens, -1))
 
@@ -283,11 +313,14 @@ def _note_rotated(rows: dict[str, list[torch.Tensor]], query: torch.Tensor, key:
 
 
 @contextmanager
-def _seen_attention(rows: dict[str, list[torch.Tensor]]) -> Iterator[None]:
-    """Note the rotated queries and keys that attention gets: no module has them as its input or output."""
+def _seen_attention(rows: dict[str, list[torch.Tensor]], layers: Container[int]) -> Iterator[None]:
+    """Note the rotated queries and keys that attention gets in these layers: no module has them as its input or
+    output.
+    """
 
     def attention(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        _note_rotated(rows, query, key)
+        if module.layer_idx in layers:
+            _note_rotated(rows, query, key)
         return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, *args, **kwargs)
 
     # The interface that every model asks for "eager", which is no entry of its own.

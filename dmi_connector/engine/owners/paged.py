@@ -117,6 +117,14 @@ class Paged(Owner):
                 f"and owner={self.name!r} keeps rows in a cache without it; use owner='pool'"
             )
 
+        text = model.hf_text_config
+        if getattr(text, "is_heterogeneous", False) and getattr(text, "num_kv_shared_layers", 0):  # Gemma 4 E2B, E4B
+            raise ValueError(
+                f"model: {model.model!r} has layers that read the keys of others (num_kv_shared_layers), which with "
+                f"heads of several sizes needs vLLM's hybrid cache manager, and owner={self.name!r} keeps rows in a "
+                "cache without it; use owner='pool'"
+            )
+
     def row_slots(self, context: Context, config: KVCacheConfig, vllm_config: VllmConfig) -> PagedSlots:
         from vllm import envs
 

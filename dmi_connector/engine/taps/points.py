@@ -7,7 +7,7 @@ written by one op. Under torch.compile one op writes the whole layer at its end,
 
     stage           hooks                               written before
     ATTENTION_IN    resid_pre, ln1, q, k, v, mix_proj   rotary, which may rotate q and k in place, or a mixer's core
-    ATTENTION_OUT   kv_c, k_pe, q_rot, k_rot, z, mix_core, mix_z, attn_proj, attn_out
+    ATTENTION_OUT   v as attention gets it, kv_c, k_pe, q_rot, k_rot, z, mix_core, mix_z, attn_proj, attn_out
                                                         the add-and-norm, which may overwrite attn_out
     MLP_IN          resid_mid, ln2                      the end of the MLP; with experts, the experts
     MLP_OUT         mlp_post, mlp_proj, mlp_out         the next add-and-norm, which may overwrite them
@@ -184,7 +184,7 @@ TAP_POINTS = (
     TapPoint("resid_pre", "ln1", _stream, Keep.STREAM, ATTENTION_IN),
     TapPoint("resid_pre", "layer", _layer_input, Keep.STREAM, ATTENTION_IN, unless=("ln1",)),
     TapPoint("ln1", "ln1", _normed, Keep.AS_IS, ATTENTION_IN),
-    TapPoint("v", "qkv", _part(2), Keep.AS_IS, ATTENTION_IN),
+    TapPoint("v", "qkv", _part(2), Keep.AS_IS, ATTENTION_IN, unless=("v_at_attn",)),
     TapPoint("q", "qkv", _part(0), Keep.HALVES, ATTENTION_IN, unless=("q_norm",)),
     TapPoint("k", "qkv", _part(1), Keep.HALVES, ATTENTION_IN, unless=("k_norm",)),
     TapPoint("q", "q_norm", _heads, Keep.HALVES, ATTENTION_IN),
@@ -194,6 +194,7 @@ TAP_POINTS = (
     TapPoint("k_pe", "attn", _rotary_key, Keep.AS_IS, ATTENTION_OUT),
     TapPoint("q_rot", "attn", _input(0), Keep.AS_IS, ATTENTION_OUT),
     TapPoint("k_rot", "attn", _input(1), Keep.AS_IS, ATTENTION_OUT),
+    TapPoint("v", "attn", _input(2), Keep.AS_IS, ATTENTION_OUT, where="v_at_attn"),
     TapPoint("z", "o_proj", _input(0), Keep.AS_IS, ATTENTION_OUT),
     TapPoint("mix_core", "mix_norm", _input(0), Keep.AS_IS, ATTENTION_OUT),
     TapPoint("mix_z", "mix_out", _input(0), Keep.AS_IS, ATTENTION_OUT),

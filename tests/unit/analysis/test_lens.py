@@ -23,11 +23,12 @@ from dmi_connector.analysis.patterns import attention_pattern
 from dmi_connector.analysis.training.rows import known_tokens
 from dmi_connector.analysis.unembedding import Unembedding, entropy_of, log_softmax
 from dmi_connector.cli import tiny_models
+from dmi_connector.cli.tiny_hybrids import HYBRIDS
 from dmi_connector.cli.tiny_models import make_model
 from dmi_connector.store.format.completeness import Cause
 from tests import analysiskit
-from tests.engine.renamed import RENAMED
-from tests.engine.test_models import make, oracle
+from tests.engine.test_models import MODELS, make, oracle
+from tests.engine.wrapped import ALL as RENAMED
 
 TOKENS, PROMPT = 24, 10
 IDS = np.random.default_rng(0).integers(5, 512, TOKENS)
@@ -156,6 +157,12 @@ def test_attribution_sums_to_the_logit_of_the_token_that_came_next(case: Case) -
     np.testing.assert_allclose(difference.sum(0), uncapped[:, 7] - uncapped[:, 9], atol=2e-5 * np.abs(uncapped).max())
 
 
+def test_what_layers_add_is_not_split_where_they_scale_the_stream(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(case.capture.attrs, "identities", False)
+    with pytest.raises(ValueError, match=r"layers also scale the residual stream.*; use the logit lens"):
+        logit_attribution(case.capture, case.unembedding)
+
+
 def test_attribution_scales_the_norms_bias_too(case: Case) -> None:
     """No family of these has both a bias and a scale."""
     scaled = replace(case.unembedding, soft_cap=None, scale=0.25)
@@ -237,7 +244,7 @@ def test_quantised_weights_are_refused(dtype: type, name: str, quantised: str, t
         Unembedding.load(tmp_path)
 
 
-@pytest.mark.parametrize("family", {**tiny_models.ARCHS, **tiny_models.FAMILIES})
+@pytest.mark.parametrize("family", {**tiny_models.ARCHS, **tiny_models.FAMILIES, **HYBRIDS})
 def test_the_end_of_every_family_gives_the_logits_of_transformers(family: str, tmp_path: Path) -> None:
     oracle = Oracle(make_model(family, tmp_path))
     expected = oracle.run(IDS.tolist())
@@ -245,7 +252,7 @@ def test_the_end_of_every_family_gives_the_logits_of_transformers(family: str, t
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", RENAMED)
+@pytest.mark.parametrize("name", [name for name in RENAMED if name in MODELS])
 def test_the_end_of_models_that_transformers_does_not_have_is_found(name: str, tmp_path: Path) -> None:
     expected = oracle(name, make(name, tmp_path / "model")).run(IDS.tolist())
     logits = Unembedding.load(tmp_path / "model").logits(expected["resid_final"][0])

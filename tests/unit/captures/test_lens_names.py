@@ -98,8 +98,9 @@ def test_a_capture_reads_by_these_names(tmp_path: Path) -> None:
     np.testing.assert_array_equal(cap["q"], cap.numpy("q"))
 
 
-def test_a_name_of_another_tensor_is_refused_with_the_reason(tmp_path: Path) -> None:
-    cap = capture(tmp_path, qk_norm=True, architecture="GraniteForCausalLM")
+@pytest.mark.parametrize("architecture", ["GraniteForCausalLM", "GraniteMoeHybridForCausalLM"])
+def test_a_name_of_another_tensor_is_refused_with_the_reason(architecture: str, tmp_path: Path) -> None:
+    cap = capture(tmp_path, qk_norm=True, architecture=architecture)
     with pytest.raises(KeyError, match=r"'blocks.1.attn.hook_q' has no equal here: .*behind the norm"):
         cap["blocks.1.attn.hook_q"]
     with pytest.raises(KeyError, match=r"'hook_embed' has no equal here: embed is from before"):

@@ -19,10 +19,10 @@ from transformers.models.auto.modeling_auto import (
 from dmi_connector.cli.tiny_hybrids import HYBRIDS
 from dmi_connector.cli.tiny_models import _COMMON, ARCHS, FAMILIES
 from dmi_connector.cli.tiny_vision import WRAPPERS, wrapper_fields
-from dmi_connector.engine.model.architectures import ARCHITECTURES, Architecture, Latent
+from dmi_connector.engine.model.architectures import ARCHITECTURES, Architecture, Latent, Mixed
 from dmi_connector.engine.model.transformers_backend import generic
 from tests.engine import test_hooks_vs_transformers, test_hybrids, test_models, test_multimodal
-from tests.engine.renamed import RENAMED
+from tests.engine.wrapped import ALL as RENAMED
 
 FILES: tuple[Any, ...] = (test_hooks_vs_transformers, test_models, test_multimodal, test_hybrids)
 MODELS = {**test_models.MODELS, **test_hybrids.MODELS}
@@ -31,11 +31,18 @@ _SIZES = {
     *("intermediate_size", "intermediate_size_mlp", "n_inner", "ffn_dim", "word_embed_proj_dim", "rotary_dim"),
     *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "expert_hidden_dim", "moe_k", "moe_topk"),
-    *("moe_num_experts", "shared_intermediate_size", "prefix_dense_intermediate_size"),
+    *("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim", "layernorm_epsilon"),
+    *(
+        "top_k_experts",
+        "moe_num_experts",
+        "shared_intermediate_size",
+        "prefix_dense_intermediate_size",
+        "num_global_key_value_heads",
+    ),
 }
 _IN_THE_ROW = {
     *("use_parallel_residual", "qk_layernorm", "tie_word_embeddings", "model_type", "qk_norm", "use_post_norm"),
-    *("use_routing_bias", "mup_enabled", "position_embedding_type"),
+    *("use_routing_bias", "mup_enabled", "position_embedding_type", "enable_moe_block", "hidden_activation"),
 }
 """Fields of a config that only give sizes, and those that only decide what the row of the model is."""
 _SAME = {
@@ -45,6 +52,10 @@ _SAME = {
     **dict.fromkeys(("route_scale", "router_scaling_factor", "moe_routed_scaling_factor"), "routed_scaling_factor"),
     **dict.fromkeys(("global_attn_every_n_layers", "layer_types"), "sliding_window_pattern"),
     "layer_rope_theta": "no_rope_layer_interval",
+    "moe_layer_freq": "first_k_dense_replace",
+    **dict.fromkeys(("hybrid_layer_pattern", "sliding_window_size"), "sliding_window_pattern"),
+    "add_swa_attention_sink_bias": "sliding_window_pattern",  # sinks, as those of gpt-oss
+    **dict.fromkeys(("swa_rope_theta", "rope_theta", "partial_rotary_factor"), "partial_rotary_factor"),
     "route_norm": "norm_topk_prob",
     "score_func": "scoring_func",
     "use_qkv_bias": "attention_bias",
@@ -78,7 +89,7 @@ def kinds(name: str) -> set[Kind]:
     text = config.get_text_config()
     dims = row.dims(text)
     return {
-        ("class of rows", type(row).__name__),
+        ("class of rows", Mixed.__name__ if isinstance(row, Mixed) else type(row).__name__),
         ("Transformers backend", row.in_transformers),
         ("block", bool(row.only), row.parallel, *map(bool, (row.ln1, row.ln2, row.attn_norm, row.mlp_norm))),
         ("experts", "in some layers" if 0 < len(dims.moe_layers) < dims.layers else bool(dims.moe_layers)),
@@ -103,7 +114,8 @@ def of_columns(row: Architecture) -> Iterator[Kind]:
 def of_config(given: dict[str, Any]) -> Iterator[Kind]:
     for field, value in given.items():
         if field == "rope_parameters":
-            yield from (("rope", key, value[key] if key == "rope_type" else "") for key in value)
+            for rope in [one for one in value.values() if isinstance(one, dict)] or [value]:  # by type of layers
+                yield from (("rope", key, rope[key] if key == "rope_type" else "") for key in rope)
         elif field not in _SIZES | _IN_THE_ROW and (value is not None or field == "q_lora_rank"):
             yield "config", _SAME.get(field, field), value if isinstance(value, str | None) else ""
 
@@ -131,7 +143,11 @@ def test_each_row_has_a_model_that_make_models_starts() -> None:
 
 
 def owners(name: str) -> tuple[str, ...]:
-    return ("pool",) if name in (*test_hybrids.MODELS, *test_multimodal.HYBRID) else ("draft", "target")
+    return (
+        ("pool",)
+        if name in (*test_hybrids.MODELS, *test_multimodal.HYBRID, *test_models.POOLED)
+        else ("draft", "target")
+    )
 
 
 @pytest.mark.parametrize("name", sorted(in_make_test() - ARCHS.keys()))

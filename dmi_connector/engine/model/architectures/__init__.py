@@ -9,6 +9,7 @@ from dmi_connector.engine.model.architectures.dense import DENSE
 from dmi_connector.engine.model.architectures.experts import EXPERTS
 from dmi_connector.engine.model.architectures.hybrids import HYBRIDS
 from dmi_connector.engine.model.architectures.latent import LATENT, Latent
+from dmi_connector.engine.model.architectures.mixed import MIXED, Mixed
 from dmi_connector.engine.model.architectures.vision import wrappers
 
 __all__ = [
@@ -19,10 +20,12 @@ __all__ = [
     "TRANSFORMERS_CLASSES",
     "Architecture",
     "Latent",
+    "Mixed",
     "register_architecture",
 ]
 
-ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in (*DENSE, *EXPERTS, *LATENT, *HYBRIDS, *BACKEND)}
+_TEXT = (*DENSE, *EXPERTS, *LATENT, *MIXED, *HYBRIDS, *BACKEND)
+ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in _TEXT}
 ARCHITECTURES |= {row.name: row for row in wrappers(ARCHITECTURES)}
 
 OWN_CLASSES: dict[str, Architecture] = {row.name: row for row in OWN}

@@ -31,10 +31,11 @@ class Architecture:
     return something else behind the normed values, and get the stream as input. Without ln1 the stream is the layer's
     input, without ln2 the MLP's, without final_norm the last layer's output. qkv: the projection that returns q, k and
     v side by side; qkv_by_head: it returns those of a head, or group of heads, side by side. q_norm, k_norm: norms of q
-    and k; heads_first: these get [heads, tokens, head_dim]. kv_norm: norm of the latent in latent attention. attn_norm,
-    mlp_norm: norms of a block's output, before it is added to the stream. moe_gate, moe_experts: router and experts, in
+    and k; heads_first: these get [heads, tokens, head_dim]. v_at_attn: v is changed between qkv and attention, which
+    gets it as its third argument. kv_norm: norm of the latent in latent attention. attn_norm, mlp_norm: norms of a
+    block's output, before it is added to the stream. moe_gate, moe_experts: router and experts, in
     layers that have them. rotary: whether q and k are rotated. parallel: attention and MLP read the same stream, and
-    both are added to it.
+    both are added to it. sums: whether a layer changes the stream by what its blocks add alone.
 
     language: path of the language model, where the model has other parts, such as a vision tower. Token ids and
     embeddings then both enter the forward; embeddings are made before it.
@@ -66,6 +67,7 @@ class Architecture:
     qkv_by_head: bool = False
     q_norm: str = ""
     k_norm: str = ""
+    v_at_attn: bool = False
     kv_norm: str = ""
     heads_first: bool = False
     attn: str = "self_attn.attn"
@@ -79,6 +81,7 @@ class Architecture:
     moe_experts: str = "mlp.experts"
     rotary: bool = True
     parallel: bool = False
+    sums: bool = True
     mix_first: str = ""
     mix_in: str = ""
     mix_norm: str = ""
@@ -163,7 +166,7 @@ class Architecture:
             intermediate=_first(config, *_INTERMEDIATE) or 4 * hidden,
             vocab=config.vocab_size,
             experts=experts,
-            top_k=getattr(config, "num_experts_per_tok", 0) or 0 if experts else 0,
+            top_k=_first(config, "num_experts_per_tok", "top_k_experts") or 0 if experts else 0,
             moe_layers=_moe_layers(config, layers) if experts else (),
             features=self.features,
             only=frozenset(self.only or HOOKS).difference(self.lacks) if self.only or self.lacks else None,
@@ -208,6 +211,8 @@ def _moe_layers(config: Any, layers: int) -> tuple[int, ...]:
     first = _first(config, "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index") or 0
     last = getattr(config, "moe_layer_end_index", -1)  # ERNIE; -1: the last one
     every = getattr(config, "moe_layer_freq", 1)
+    if isinstance(every, list):  # MiMo V2
+        return tuple(i for i, sparse in enumerate(every) if sparse)
     return tuple(
         i
         for i in range(first, layers if last == -1 else last + 1)

@@ -130,6 +130,19 @@ DENSE: tuple[Architecture, ...] = (
         ln2="ln_2",
         down_proj="mlp.c_proj",
     ),
+    Architecture(
+        "Plamo3ForCausalLM",
+        f"{MODELS}.plamo3:Plamo3ForCausalLM",
+        layers="model.layers.layers",
+        ln1="pre_mixer_norm",
+        qkv="mixer.qkv_proj",
+        attn="mixer.attn",
+        o_proj="mixer.o_proj",
+        attn_norm="post_mixer_norm",
+        ln2="pre_mlp_norm",
+        mlp_norm="post_mlp_norm",
+        lacks=("q", "k"),  # its norms of queries and keys are no modules that run
+    ),
     Architecture("NemotronForCausalLM", f"{MODELS}.nemotron:NemotronForCausalLM"),
     Architecture(
         "HyperCLOVAXForCausalLM",

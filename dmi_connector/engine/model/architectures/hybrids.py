@@ -98,7 +98,7 @@ class Lfm2(Hybrid):
 
     def dims(self, config: Any) -> ModelDims:
         size = config.intermediate_size
-        if config.block_auto_adjust_ff_dim:
+        if getattr(config, "block_auto_adjust_ff_dim", False):  # not with experts
             size = int(2 * size / 3)
             if config.block_ffn_dim_multiplier is not None:
                 size = int(config.block_ffn_dim_multiplier * size)
@@ -153,6 +153,21 @@ def _mamba(path: str) -> dict[str, Any]:
     return {**{name: f"{path}.{module}" for name, module in paths.items()}, "one_rank": ("mix_proj",)}
 
 
+_LFM2: dict[str, Any] = {
+    "final_norm": "model.embedding_norm",
+    "ln1": "operator_norm",
+    "q_norm": "self_attn.q_layernorm",
+    "k_norm": "self_attn.k_layernorm",
+    "o_proj": "self_attn.out_proj",
+    "fills": "short_conv",
+    "ln2": "ffn_norm",
+    "mlp": "feed_forward",
+    "down_proj": "feed_forward.w2",
+    "moe_gate": "feed_forward.gate",
+    "moe_experts": "feed_forward.experts",
+    "only": tuple(name for name in HOOKS if not name.startswith("mix_")),
+}
+
 HYBRIDS: tuple[Architecture, ...] = (
     GatedDelta("Qwen3NextForCausalLM", f"{MODELS}.qwen3_next:Qwen3NextForCausalLM", **_DELTA),
     GatedDelta("Qwen3_5ForCausalLM", f"{MODELS}.qwen3_5:Qwen3_5ForCausalLM", **_DELTA),
@@ -183,18 +198,6 @@ HYBRIDS: tuple[Architecture, ...] = (
         moe_experts="block_sparse_moe.experts",
         scale="residual_multiplier",
     ),
-    Lfm2(
-        "Lfm2ForCausalLM",
-        f"{MODELS}.lfm2:Lfm2ForCausalLM",
-        final_norm="model.embedding_norm",
-        ln1="operator_norm",
-        q_norm="self_attn.q_layernorm",
-        k_norm="self_attn.k_layernorm",
-        o_proj="self_attn.out_proj",
-        fills="short_conv",
-        ln2="ffn_norm",
-        mlp="feed_forward",
-        down_proj="feed_forward.w2",
-        only=tuple(name for name in HOOKS if not name.startswith("mix_")),
-    ),
+    Lfm2("Lfm2ForCausalLM", f"{MODELS}.lfm2:Lfm2ForCausalLM", **_LFM2),
+    Lfm2("Lfm2MoeForCausalLM", f"{MODELS}.lfm2_moe:Lfm2MoeForCausalLM", **_LFM2),
 )

@@ -11,19 +11,34 @@ from dmi_connector.engine.model.architectures.base import MODELS, Architecture
 
 _WRAPPERS = (
     ("Gemma3ForConditionalGeneration", "gemma3_mm", "Gemma3ForCausalLM"),
+    ("Gemma4ForConditionalGeneration", "gemma4_mm", "Gemma4ForCausalLM"),
+    ("Gemma4UnifiedForConditionalGeneration", "gemma4_unified", "Gemma4ForCausalLM"),
     ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", "Qwen2ForCausalLM"),
     ("Qwen3VLForConditionalGeneration", "qwen3_vl", "Qwen3ForCausalLM"),
+    ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", "Qwen3MoeForCausalLM"),
     ("Glm4vForConditionalGeneration", "glm4_1v", "Glm4ForCausalLM"),
+    ("Glm4vMoeForConditionalGeneration", "glm4_1v", "Glm4MoeForCausalLM"),
     ("KimiK25ForConditionalGeneration", "kimi_k25", "DeepseekV3ForCausalLM"),
     ("Mistral3ForConditionalGeneration", "mistral3", "MistralForCausalLM"),
     ("Llama4ForConditionalGeneration", "mllama4", "Llama4ForCausalLM"),
     ("Qwen3_5ForConditionalGeneration", "qwen3_5", "Qwen3_5ForCausalLM"),
     ("Qwen3_5MoeForConditionalGeneration", "qwen3_5", "Qwen3_5MoeForCausalLM"),
+    ("InternS2PreviewForConditionalGeneration", "interns2_preview", "Qwen3_5MoeForCausalLM"),
+    ("MiniCPMV4_6ForConditionalGeneration", "minicpmv4_6", "Qwen3_5ForCausalLM"),
+    ("MiMoV2OmniForCausalLM", "mimo_v2_omni", "MiMoV2FlashForCausalLM"),
 )
 """(vLLM's class, its module, the row of the language model)."""
 
 
-_ANY_TEXT = (("InternVLForConditionalGeneration", "interns1", "InternS1ForConditionalGeneration"),)
+_ANY_TEXT = (
+    ("InternVLForConditionalGeneration", "interns1", "InternS1ForConditionalGeneration"),
+    ("InternS1ForConditionalGeneration", "interns1", "InternS1ForConditionalGeneration"),
+    ("InternVLChatModel", "internvl", "InternVLChatModel"),
+    ("PixtralForConditionalGeneration", "pixtral", "PixtralForConditionalGeneration"),
+    ("Lfm2VlForConditionalGeneration", "lfm2_vl", "Lfm2VLForConditionalGeneration"),
+    ("NemotronH_Nano_VL_V2", "nano_nemotron_vl", "NemotronH_Nano_VL_V2"),
+    ("NemotronH_Nano_Omni_Reasoning_V3", "nano_nemotron_vl", "NemotronH_Nano_VL_V2"),
+)
 """(name, module, vLLM's class), where the config says which language model it is."""
 
 

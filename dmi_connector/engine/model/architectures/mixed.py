@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models in which attention has other sizes in some layers.
+
+A hook has one size in all of its layers. So hooks inside attention are those of the layers that have the most common
+sizes. All others, which are as wide as the residual stream, are there in every layer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, Architecture
+from dmi_connector.hooks import HOOKS, ModelDims
+
+_NO_ATTENTION: dict[str, Any] = dict.fromkeys(("qkv", "q_norm", "k_norm", "attn"), "")
+
+
+class Sizes(NamedTuple):
+    """Of attention in one layer. v_head_dim: 0 where it is head_dim."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int = 0
+
+
+class Mixed(Architecture):
+    """A row whose hooks of attention are those of some layers."""
+
+    def sizes(self, config: Any) -> list[Sizes | None]:
+        """Those of each layer; None for layers that have no keys of their own."""
+        raise NotImplementedError
+
+    def layer_config(self, config: Any) -> Any:
+        """A config that has the fields of one layer too."""
+        return config
+
+    def dims(self, config: Any) -> ModelDims:
+        sizes = self.sizes(config)
+        usual = Counter(size for size in sizes if size is not None).most_common(1)[0][0]
+        there = tuple(i for i, size in enumerate(sizes) if size == usual)
+        rest = tuple(i for i, size in enumerate(sizes) if size != usual)
+        dims = super().dims(self.layer_config(config))
+        only = frozenset(name for name in dims.only or HOOKS if not name.startswith("mix_"))
+        return replace(dims, **usual._asdict(), attn_layers=there, mixer_layers=rest, only=only)
+
+    def of_layer(self, index: int, dims: ModelDims) -> Architecture:
+        return self if index in (dims.attn_layers or ()) else replace(self, **_NO_ATTENTION)
+
+
+def _shared(config: Any) -> int:
+    """How many of the last layers read the keys of earlier ones."""
+    return getattr(config, "num_kv_shared_layers", 0) or 0
+
+
+class Gemma4(Mixed):
+    """Gemma 4: layers with full attention have other heads, and the last layers may read the keys of earlier ones.
+
+    After both blocks a layer adds what it makes of an embedding of its own, and multiplies all by a weight.
+    """
+
+    def fit(self, config: Any) -> Architecture:
+        wide = getattr(config, "use_double_wide_mlp", False) and _shared(config)
+        # With experts the norm behind the MLP gets the sum of both, which no module returns.
+        lacks = {"mlp_post": wide, "mlp_proj": getattr(config, "num_experts", None)}
+        return replace(self, lacks=tuple(name for name, absent in lacks.items() if absent))
+
+    def layer_config(self, config: Any) -> Any:
+        return config.per_layer_config[0]
+
+    def sizes(self, config: Any) -> list[Sizes | None]:
+        own = config.num_hidden_layers - _shared(config)
+        layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
+        return [
+            Sizes(config.num_attention_heads, layer.num_key_value_heads, layer.head_dim) if i < own else None
+            for i, layer in enumerate(layers)
+        ]
+
+
+class MiMo(Mixed):
+    """MiMo V2: layers with windows have other heads for keys and values. Values are scaled before attention."""
+
+    def sizes(self, config: Any) -> list[Sizes | None]:
+        names = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
+        whole = Sizes(*(getattr(config, name) for name in names))
+        windows = Sizes(*(getattr(config, f"swa_{name}") for name in names))
+        return [windows if window else whole for window in config.hybrid_layer_pattern]
+
+
+MIXED: tuple[Architecture, ...] = (
+    MiMo("MiMoV2FlashForCausalLM", f"{MODELS}.mimo_v2:MiMoV2FlashForCausalLM", v_at_attn=True),
+    MiMo("MiMoV2ForCausalLM", f"{MODELS}.mimo_v2:MiMoV2ForCausalLM", v_at_attn=True),
+    Gemma4(
+        "Gemma4ForCausalLM",
+        f"{MODELS}.gemma4:Gemma4ForCausalLM",
+        **QK_NORM,
+        v_at_attn=True,  # after a norm
+        embed_scaled=True,
+        attn_norm="post_attention_layernorm",
+        ln2="pre_feedforward_layernorm",
+        mlp_norm="post_feedforward_layernorm",
+        moe_gate="router",
+        moe_experts="experts",
+        sums=False,
+    ),
+)

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with a vision tower that transformers does not have, or that are started without it: the checkpoint of a
+language model, with the config and the names of the model around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from tests.engine.renamed import RENAMED, Renamed, Weights, as_they_are, renamed
+
+
+def _around(
+    model_type: str, vision: Mapping[str, Any], text: str = "text_config", **more: Any
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The config of a model of this type around a language model, which is its field `text`. vision: that of its vision
+    tower.
+    """
+
+    def fields(config: dict[str, Any]) -> dict[str, Any]:
+        tower = {**vision, "out_hidden_size": config["hidden_size"]}
+        return {
+            "model_type": model_type,
+            "dtype": config["dtype"],
+            text: config,
+            "vision_config": tower,
+            "image_token_id": 500,
+            "tie_word_embeddings": config["tie_word_embeddings"],
+            **more,
+        }
+
+    return fields
+
+
+def _nested(weights: Weights, _config: dict[str, Any]) -> Weights:
+    """Of a language model beside a vision tower, both in `model`."""
+    return renamed(weights, {r"^model\.": "model.language_model."})
+
+
+def _inside(weights: Weights, _config: dict[str, Any]) -> Weights:
+    """Of a language model inside another model."""
+    return renamed(weights, {"^": "language_model."})
+
+
+def _kimi_k25(config: dict[str, Any]) -> dict[str, Any]:
+    """A vision tower before DeepSeek V3."""
+    tower = {"num_attention_heads": 2, "num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 80}
+    return {
+        "model_type": "kimi_k25",
+        "dtype": config["dtype"],
+        "text_config": config,
+        "vision_config": {**tower, "mm_hidden_size": 48, "text_hidden_size": config["hidden_size"]},
+        "image_token_id": 500,
+        "tie_word_embeddings": False,
+    }
+
+
+_KIMI_IMAGES = {
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "patch_size": 14,
+    "merge_kernel_size": 2,
+    "temporal_merge_kernel_size": 4,
+    "in_patch_limit": 64,
+    "in_patch_limit_each_frame": 64,
+    "in_patch_limit_video": 64,
+    "patch_limit_on_one_side": 16,
+    "fixed_output_tokens": None,
+}
+
+
+_TOWER = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 2}
+_SIGLIP = {**_TOWER, "num_key_value_heads": 2, "head_dim": 24, "position_embedding_size": 64}
+
+
+def _unified(config: dict[str, Any]) -> dict[str, Any]:
+    """Gemma 4 without an encoder of images."""
+    text = {**config, "model_type": "gemma4_unified_text"}
+    return _around("gemma4_unified", {"mm_embed_dim": 48, "mm_posemb_size": 64})(text)
+
+
+def _beside_patches(weights: Weights, config: dict[str, Any]) -> Weights:
+    """Beside its embedding of patches of an image (48 * 48 pixels), which vLLM loads also where it takes no images."""
+    norms = {"patch_ln1": 48 * 48 * 3, "patch_ln2": 48, "pos_norm": 48}
+    embedder = {f"{name}.{kind}": torch.ones(size) for name, size in norms.items() for kind in ("weight", "bias")}
+    embedder["pos_embedding"] = torch.zeros(64, 2, 48)
+    return {**_nested(weights, config), **{f"model.vision_embedder.{name}": one for name, one in embedder.items()}}
+
+
+_TILES = {"image_size": [56, 56], "patch_size": [14, 14]}
+_QWEN_TOWER = {
+    "depth": 2,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_heads": 2,
+    "patch_size": 14,
+    "num_position_embeddings": 64,
+}
+
+
+class _Remote(PreTrainedConfig):
+    """A config that comes with its checkpoint, as code: a language model in `llm_config` beside a vision tower."""
+
+    llm_config: Any = None
+    vision_config: Any = None
+
+    def __post_init__(self, **fields: Any) -> None:
+        if isinstance(self.llm_config, dict):
+            self.llm_config = AutoConfig.for_model(**self.llm_config)
+        if isinstance(self.vision_config, dict):
+            self.vision_config = PreTrainedConfig(**self.vision_config)
+        super().__post_init__(**fields)
+
+
+class _InternVLChat(_Remote):
+    model_type = "internvl_chat"
+
+
+class _Pixtral(_Remote):
+    """Checkpoints in Mistral's own format, which have no type."""
+
+    model_type = "mistral_with_images"
+
+
+class _NemotronVL(_Remote):
+    model_type = "NemotronH_Nano_VL_V2"
+
+
+for _config in (_InternVLChat, _NemotronVL, _Pixtral):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+_VIT = {
+    "image_size": 56,
+    "patch_size": 14,
+    "norm_type": "layer_norm",
+    "layer_norm_eps": 1e-6,
+    "hidden_act": "gelu",
+    "qkv_bias": True,
+    "qk_normalization": False,
+    "initializer_factor": 1.0,
+}
+_MIMO_TOWER = {
+    **_QWEN_TOWER,
+    "num_key_value_heads": 1,
+    "fullatt_block_indexes": [1],
+    "vit_window_attn_types": [-1, -1],
+    "use_sink": False,
+}
+_PIXTRAL = {
+    **_TOWER,
+    "num_channels": 3,
+    "image_size": 56,
+    "patch_size": 14,
+    "rope_theta": 10000.0,
+    "image_token_id": 500,
+}
+
+
+def _pixtral(config: dict[str, Any]) -> dict[str, Any]:
+    """Mistral Large 3 and Small 4."""
+    text = {**config, "architectures": ["MistralLarge3ForCausalLM"]}
+    return _around(_Pixtral.model_type, _PIXTRAL, "llm_config")(text)
+
+
+_RADIO: dict[str, Any] = {
+    "force_image_size": 64,
+    "patch_size": 16,
+    "downsample_ratio": 0.5,
+    "ps_version": "v2",
+    "template": "none",
+    "image_tag_type": "internvl",
+    "vit_hidden_size": 768,
+    "projector_hidden_size": 64,
+    "norm_mean": [0.5] * 3,
+    "norm_std": [0.5] * 3,
+}
+_RADIO_TOWER = {"args": {"model": "vit_base_patch16_224"}, "patch_size": 16, "preferred_resolution": [64, 64]}
+
+WRAPPED = {
+    "kimi_k25": Renamed(
+        "KimiK25ForConditionalGeneration",
+        _kimi_k25,
+        _inside,
+        files={"preprocessor_config.json": {"media_proc_cfg": _KIMI_IMAGES}},
+    ),
+    "gemma4": Renamed("Gemma4ForConditionalGeneration", _around("gemma4", _SIGLIP), _nested),
+    "gemma4_unified": Renamed("Gemma4UnifiedForConditionalGeneration", _unified, _beside_patches),
+    "interns1": Renamed(
+        "InternS1ForConditionalGeneration", _around("internvl", {**_TOWER, **_TILES}, image_seq_length=4), _nested
+    ),
+    "interns2_preview": Renamed(
+        "InternS2PreviewForConditionalGeneration", _around("qwen3_5_moe", _QWEN_TOWER), _nested
+    ),
+    "internvl_chat": Renamed(
+        "InternVLChatModel",
+        _around(
+            "internvl_chat",
+            {**_TOWER, **_VIT},
+            "llm_config",
+            force_image_size=56,
+            downsample_ratio=0.5,
+            ps_version="v2",
+            select_layer=-1,
+        ),
+        _inside,
+    ),
+    "pixtral": Renamed("PixtralForConditionalGeneration", _pixtral, as_they_are),
+    "mimo_v2_omni": Renamed("MiMoV2OmniForCausalLM", lambda config: {**config, "vision_config": _MIMO_TOWER}),
+    "lfm2_vl": Renamed("Lfm2VlForConditionalGeneration", _around("lfm2_vl", _TOWER), _nested),
+    "minicpmv4_6": Renamed(
+        "MiniCPMV4_6ForConditionalGeneration", _around("minicpmv4_6", {**_TOWER, "patch_size": 14}), _nested
+    ),
+    **{
+        name: Renamed(architecture, _around("NemotronH_Nano_VL_V2", _RADIO_TOWER, "llm_config", **_RADIO), _inside)
+        for name, architecture in (
+            ("nemotron_vl", "NemotronH_Nano_VL_V2"),
+            ("nemotron_omni", "NemotronH_Nano_Omni_Reasoning_V3"),
+        )
+    },
+}
+"""By their names in MODELS of test_models.py and test_hybrids.py."""
+ALL = {**RENAMED, **WRAPPED}
