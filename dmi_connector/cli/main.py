@@ -130,6 +130,8 @@ def make_parser() -> Parser:
     view.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="directory of tokenizer.json (default: the model's)"
     )
+    view.add_argument("--sae", type=Path, metavar="FILE", help="safetensors of an autoencoder, for its latents")
+    view.add_argument("--sae-hook", metavar="HOOK", help="the hook that it encodes; default: the one in its cfg.json")
     view.set_defaults(run=_view)
     for name, command in commands.choices.items():
         describe(command, name)
@@ -352,5 +354,8 @@ def _view(options: argparse.Namespace) -> int:
     from dmi_connector.view.server import serve
 
     path = places.store_directory(options.path, "a store (*.zarr) or a directory of stores")
-    serve(path, options.port, options.model, options.tokenizer, lambda url: print(url, flush=True))
+    if options.sae_hook is not None and options.sae is None:
+        raise ValueError("--sae-hook is for --sae; give --sae FILE")
+    chosen = (options.model, options.tokenizer, options.sae, options.sae_hook)
+    serve(path, options.port, *chosen, lambda url: print(url, flush=True))
     return 0
