@@ -133,3 +133,39 @@ def _values(ids: np.ndarray, model: Path) -> tuple[kit.Values, tuple[ArraySpec, 
     )
     arrays = dict(zip((s.name for s in specs), (stream[:-1], stream[-1:], q, k), strict=True))
     return {name: np.ascontiguousarray(values, "<f4") for name, values in arrays.items()}, specs
+
+
+def write_panels(root: Path, model: Path) -> list[str | Path]:
+    """A store "parts" of the story's first 60 tokens: its blocks add up to the residual stream, and it has routing of
+    experts. Beside it an autoencoder of layer 6. Returns the options of `dmi view` for that.
+    """
+    rng, length = np.random.default_rng(2), 60
+    ids = np.array(Tokenizer.from_file(str(model / "tokenizer.json")).encode(STORY).ids, "<i4")[:length]
+    layers = tuple(range(LAYERS))
+    embed, *blocks = rng.standard_normal((2 * LAYERS + 1, length, HIDDEN)).astype("f4")
+    attn, mlp = np.stack(blocks[::2]), np.stack(blocks[1::2])
+    stream = np.concatenate([embed[None], embed + np.cumsum(attn + mlp, axis=0)])
+    experts = np.argsort(rng.random((LAYERS, length, 8)), axis=-1)[..., :2].astype("<i4")
+    experts[3] = [5, 1]  # a layer with one expert for all tokens
+    weights = np.sort(rng.random((LAYERS, length, 2)).astype("f4"))[..., ::-1]
+    arrays = {"resid_pre": stream[:-1], "resid_final": stream[-1:], "attn_out": attn, "mlp_out": mlp}
+    arrays |= {"topk_ids": experts, "topk_weights": weights}
+    specs = [
+        ArraySpec(
+            name, "int32" if name == "topk_ids" else "float32", () if name == "resid_final" else layers, v.shape[-1]
+        )
+        for name, v in arrays.items()
+    ]
+    about = {"model": str(model), "num_layers": LAYERS, "experts": {"count": 8, "layers": list(layers)}}
+    owner = kit.Store(1 << 24)
+    values = {name: kit.bits(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    owner.write(root / "parts.zarr", specs, length, values=values, ids=ids, attrs=about, chunk=32, key="parts")
+    assert owner.shutdown(kit.PATIENCE)
+    sae = root.parent / "sae"
+    sae.mkdir()
+    encoder = rng.standard_normal((HIDDEN, 24)).astype("f4")
+    tensors = {"W_enc": encoder, "b_enc": np.full(24, -8, "f4"), "b_dec": np.zeros(HIDDEN, "f4")}
+    save_file({**tensors, "W_dec": np.ascontiguousarray(encoder.T)}, sae / "sae_weights.safetensors")
+    facts = {"architecture": "standard", "hook_name": "blocks.6.hook_resid_pre"}
+    (sae / "cfg.json").write_text(json.dumps(facts))
+    return ["--sae", sae]

@@ -19,6 +19,7 @@ def logit_attribution(
     unembedding: Unembedding,
     targets: Sequence[int] | np.ndarray | int | None = None,
     against: int | None = None,
+    rows: slice | None = None,
 ) -> tuple[np.ndarray, list[str]]:
     """(Direct logit attribution, float32 [parts, tokens]; a label for each part).
 
@@ -28,8 +29,9 @@ def logit_attribution(
     (Elhage et al., 2021).
 
     targets: the token whose logit is split: one, or one for each row; None: the token that came next, for the last row
-    the likeliest one. against: a token whose logit is subtracted; the shares are then those of the difference. Missing
-    rows are NaN, and without targets so are rows before a lost token.
+    the likeliest one. against: a token whose logit is subtracted; the shares are then those of the difference. rows: of
+    the store, all by default; the result has only these. Missing rows are NaN, and without targets so are rows before a
+    lost token.
 
     Raises KeyError where `resid_pre` of layer 0, `attn_out` or `mlp_out` of a layer, or `resid_final` is not there.
     Raises ValueError for a model whose layers scale the stream (Gemma 4), for tokens outside the vocabulary, for
@@ -46,8 +48,13 @@ def logit_attribution(
     labels = ["embed", *(f"{layer}.{block}" for layer in layers for block in ("attn", "mlp")), "bias"]
     chosen = _targets(capture, unembedding, targets)
     _check_tokens(unembedding, chosen if against is None else np.append(chosen, against))
-    shares = np.full((len(labels), tokens), np.nan, np.float32)
-    for rows in capture.runs(BLOCK):
+    window = range(tokens)[rows or slice(None)]
+    shares = np.full((len(labels), len(window)), np.nan, np.float32)
+    for run in capture.runs(BLOCK):
+        rows = slice(max(run.start, window.start), min(run.stop, window.stop))
+        if rows.start >= rows.stop:
+            continue
+        to = slice(rows.start - window.start, rows.stop - window.start)
         read = unembedding.weights_of(chosen[rows])
         offset = np.zeros(len(read), np.float32) if unembedding.offset is None else unembedding.offset[chosen[rows]]
         if against is not None:
@@ -56,10 +63,11 @@ def logit_attribution(
         direction = read * unembedding.gain * np.float32(unembedding.scale)
         direction /= unembedding.spread(capture.numpy("resid_final", tokens=rows))
         for i, part in enumerate(_parts(capture, layers, rows)):
-            shares[i, rows] = (unembedding.centre(part) * direction).sum(-1)
-        shares[-1, rows] = read @ unembedding.bias * np.float32(unembedding.scale) + offset
+            shares[i, to] = (unembedding.centre(part) * direction).sum(-1)
+        shares[-1, to] = read @ unembedding.bias * np.float32(unembedding.scale) + offset
     if targets is None:
-        shares[:, :-1][:, ~known_tokens(capture)[1:]] = np.nan
+        known = np.append(known_tokens(capture)[1:], True)
+        shares[:, ~known[window.start : window.stop]] = np.nan
     return shares, labels
 
 

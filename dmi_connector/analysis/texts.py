@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,10 @@ class Texts:
         before, plain = self._anchor
         decoded = self._core.decode_batch([[*before, i] for i in ids], skip_special_tokens=False)
         return [text[len(plain) :] for text in decoded]
+
+    def whole(self, ids: Sequence[int]) -> str | None:
+        """The text of all of these tokens together; None without a tokenizer."""
+        return None if self._core is None else str(self._core.decode(ids, skip_special_tokens=False))
 
     @functools.cached_property
     def _anchor(self) -> tuple[list[int], str]:

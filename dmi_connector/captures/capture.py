@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from dmi_connector.captures.attention import attention
+from dmi_connector.captures.followed import FollowedCapture, follow_capture
 from dmi_connector.captures.names import hook_and_layer
 from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.captures.reduced import attention_summary, project, restore, tally
@@ -28,12 +29,29 @@ if TYPE_CHECKING:
     from dmi_connector.captures.activation_cache import StoreActivations
 
 
-def open_capture(path: Given, timeout: float | None = None, allow_incomplete: bool = False) -> Capture:
+@overload
+def open_capture(
+    path: Given, timeout: float | None = None, allow_incomplete: bool = False, follow: Literal[False] = False
+) -> Capture: ...
+
+
+@overload
+def open_capture(
+    path: Given, timeout: float | None = None, allow_incomplete: bool = False, *, follow: Literal[True]
+) -> FollowedCapture[Capture]: ...
+
+
+def open_capture(
+    path: Given, timeout: float | None = None, allow_incomplete: bool = False, follow: bool = False
+) -> Capture | FollowedCapture[Capture]:
     """Open a store: a directory NAME.zarr, a zip file of one, or the URL of either, as in s3://bucket/NAME.zarr.
 
     Waits up to `timeout` seconds until it is there under its final name (None: 60, 0: no wait).
 
     allow_incomplete: open a store that lacks rows; these read as zeros, and `missing` lists them.
+
+    follow: open a capture that is still written; waits until it has begun. `FollowedCapture.follow` gives rows as they
+    are written. A finished one can be followed too. Only on this machine.
 
     Raises TimeoutError that says what was seen instead. Raises CaptureFailed (a FileNotFoundError) without more waiting
     where no store comes: the index of the directory says that the capture failed, was aborted or was removed, or no
@@ -42,6 +60,8 @@ def open_capture(path: Given, timeout: float | None = None, allow_incomplete: bo
     dtypes or codecs that it lacks, RemoteError (an OSError) where an object store refuses or does not answer,
     ImportError without obstore.
     """
+    if follow:
+        return follow_capture(path, timeout, lambda final: Capture(*finished_store(final, 0, allow_incomplete=True)))
     return Capture(*finished_store(path, timeout, allow_incomplete))
 
 

@@ -3,8 +3,17 @@
 
 from __future__ import annotations
 
-from dmi_connector.reduce import Keeps
+from dmi_connector.reduce import Keeps, Reduction
 from dmi_connector.store.read.reader import StoreReader
+
+
+def check_keeps(hook: str, reduction: Reduction | None, needs: Keeps = Keeps.VALUES) -> None:
+    """Raise ValueError for a reduction that does not keep what the caller `needs`."""
+    if reduction is not None and needs not in reduction.keeps:
+        raise ValueError(
+            f"{hook!r} was stored as {reduction.kind}, which this cannot be worked out from; capture it in full, or"
+            " as int8"
+        )
 
 
 def check_own_values(capture: StoreReader, hook: str, layer: int | None = None, needs: Keeps = Keeps.VALUES) -> None:
@@ -12,9 +21,4 @@ def check_own_values(capture: StoreReader, hook: str, layer: int | None = None, 
     for one that was not captured. layer: as in `StoreReader.reduction`.
     """
     for array in dict.fromkeys(source.array for source in capture.sources(hook, layer)):
-        reduction = capture.reduction(array)
-        if reduction is not None and needs not in reduction.keeps:
-            raise ValueError(
-                f"{hook!r} was stored as {reduction.kind}, which this cannot be worked out from; capture it in full, or"
-                " as int8"
-            )
+        check_keeps(hook, capture.reduction(array), needs)

@@ -15,6 +15,7 @@ from dmi_connector.analysis.export.progress import Progress
 from dmi_connector.analysis.export.targets import TARGETS, export
 from dmi_connector.captures.captures import captures_of
 from dmi_connector.captures.finite import POLICIES, WHAT, NotFinite
+from dmi_connector.cli import units
 from dmi_connector.store.format.remote_path import place_of
 from dmi_connector.store.read.index import is_store
 from dmi_connector.urls import is_url
@@ -32,12 +33,13 @@ FLAGS: dict[str, dict[str, Any]] = {
     "prompt_start": {"type": int, "metavar": "N", "help": "tokens of the prompt to leave out (default: 0)"},
     "hook": {
         "metavar": "HOOK",
-        "help": "such as resid_pre@12 or blocks.12.hook_resid_pre; several, with commas, for numpy and parquet",
+        "help": "such as resid_pre@12 or blocks.12.hook_resid_pre; numpy, parquet, webdataset: several",
     },
     "context_size": {"type": int, "metavar": "N", "help": "rows of a context (default: 128, delphi 256)"},
     "skip": {"type": int, "metavar": "N", "help": "rows to leave out at the start of each store (default: 0)"},
     "sae": {"metavar": "PATH", "help": "safetensors of an autoencoder with its cfg.json, or their directory"},
     "splits": {"type": int, "metavar": "N", "help": "files of latents (default: 5)"},
+    "shard_size": {"type": units.nbytes, "metavar": "SIZE", "help": "bytes of a shard, about (default: 1G)"},
     "gzip": {"action": "store_const", "const": True, "help": "compress the files"},
 }
 """Options of single formats: name -> arguments of add_argument."""

@@ -39,7 +39,11 @@ COMMANDS = {
     ),
     "tail": Help(
         "Print the last captures that finished, then each as it finishes.",
-        ("dmi tail captures", "dmi tail captures --last 3 --once --json"),
+        (
+            "dmi tail captures",
+            "dmi tail captures --last 3 --once --json",
+            "dmi tail captures --rows run-1 --hook resid_pre@20",
+        ),
     ),
     "info": Help(
         "Show the arrays, sizes and attributes of one store.",

@@ -62,6 +62,10 @@ def make_parser() -> Parser:
     tail.add_argument("dir", metavar="DIR")
     tail.add_argument("-n", "--last", type=int, default=10, metavar="N", help="begin with the last N (default: 10)")
     tail.add_argument("--key", help="only those with this key")
+    tail.add_argument(
+        "--rows", metavar="KEY", help="the newest capture with this key instead: a line for each row, as it is written"
+    )
+    tail.add_argument("--hook", action="append", default=[], help="with --rows: print its norms; such as resid_pre@20")
     tail.add_argument("--once", action="store_true", help="print those that have finished, and end")
     tail.add_argument("--json", action="store_true", help="print a JSON object a line")
     tail.set_defaults(run=_tail)
@@ -126,6 +130,8 @@ def make_parser() -> Parser:
     view.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="directory of tokenizer.json (default: the model's)"
     )
+    view.add_argument("--sae", type=Path, metavar="FILE", help="safetensors of an autoencoder, for its latents")
+    view.add_argument("--sae-hook", metavar="HOOK", help="the hook that it encodes; default: the one in its cfg.json")
     view.set_defaults(run=_view)
     for name, command in commands.choices.items():
         describe(command, name)
@@ -238,12 +244,19 @@ def _say_no_match(options: argparse.Namespace, keys: set[str | None]) -> None:
 
 
 def _tail(options: argparse.Namespace) -> int:
-    from dmi_connector.cli.tail import follow
+    from dmi_connector.cli.tail import RowTail, follow
     from dmi_connector.store.read.index import indexed_captures
 
     if options.last < 0:
         raise ValueError(f"--last {options.last} is not valid; use 0 or more")
     directory = places.store_directory(options.dir)
+    if options.rows is not None:
+        rows = RowTail(directory, options.rows, options.hook, options.once, options.json)
+        for line in rows:
+            print(line, flush=True)
+        return 0 if rows.complete else 1
+    if options.hook:
+        raise ValueError("--hook is for --rows; give --rows KEY")
     known: set[str | None] = {None}
     if options.key is not None:
         known = {info.key for info in indexed_captures(directory)}
@@ -341,5 +354,8 @@ def _view(options: argparse.Namespace) -> int:
     from dmi_connector.view.server import serve
 
     path = places.store_directory(options.path, "a store (*.zarr) or a directory of stores")
-    serve(path, options.port, options.model, options.tokenizer, lambda url: print(url, flush=True))
+    if options.sae_hook is not None and options.sae is None:
+        raise ValueError("--sae-hook is for --sae; give --sae FILE")
+    chosen = (options.model, options.tokenizer, options.sae, options.sae_hook)
+    serve(path, options.port, *chosen, lambda url: print(url, flush=True))
     return 0

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi tail`: a line for each capture that finishes."""
+"""`dmi tail`: a line for each capture that finishes, or for each row of one that is written."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from dmi_connector.captures.capture import open_capture
 from dmi_connector.cli.tables import captures_json, format_bytes
-from dmi_connector.store.read.index import CaptureInfo, IndexTail
+from dmi_connector.layout import TOKEN_ARRAYS
+from dmi_connector.store.format.remote_path import local_path
+from dmi_connector.store.read.index import CaptureInfo, IndexTail, find_captures
 from dmi_connector.wording import cut
 
 _PAUSE_S = 0.5
@@ -42,6 +48,62 @@ def follow(
     while not once:
         wait()
         yield from _lines(new(), as_json)
+
+
+class RowTail:
+    """Lines of text or JSON for the rows of one capture, as they are written: the newest with a key.
+
+    hooks: whose norms are printed, as in `Capture[...]`. once: raise ValueError where no capture with this key has
+    begun, instead of waiting for one. complete: whether the capture has all its rows, known at the end.
+    """
+
+    def __init__(
+        self, directory: Path, key: str, hooks: Sequence[str] = (), once: bool = False, as_json: bool = False
+    ) -> None:
+        self._directory, self._key, self._hooks, self._json = directory, key, list(hooks), as_json
+        self._once, self.complete = once, False
+
+    def __iter__(self) -> Iterator[str]:
+        with open_capture(self._store(), follow=True) as capture:
+            names = [*TOKEN_ARRAYS, *self._hooks]
+            if not self._json:
+                yield self._columns().format("row", "position", "phase", "token id", *self._hooks)
+            for first, rows in capture.follow(names):
+                norms = [_norms(rows[name]) for name in self._hooks]
+                for i in range(len(rows["token_ids"])):
+                    yield self._line(first + i, {name: rows[name][i] for name in TOKEN_ARRAYS}, [n[i] for n in norms])
+            self.complete = bool(capture.complete)
+            state, count = "complete" if capture.complete else "incomplete", int(capture.attrs["num_tokens"])
+            end = {"store": str(capture.path), "state": state, "reason": capture.reason, "num_tokens": count}
+            why = "" if capture.complete else f" ({capture.reason})"
+            yield json.dumps(end) if self._json else f"{capture.path.name}: {state}, {count} rows{why}"
+
+    def _store(self) -> Path:
+        while True:
+            stores = [info.store for info in find_captures(self._directory, self._key)]
+            if stores:
+                return local_path(str(stores[-1]))
+            if self._once:
+                raise ValueError(f"--rows {self._key}: no capture in {self._directory} has this key; dmi ls lists them")
+            time.sleep(_PAUSE_S)
+
+    def _columns(self) -> str:
+        return "  ".join(["{:>7}", "{:>8}", "{:<9}", "{:>8}", *(f"{{:>{max(10, len(hook))}}}" for hook in self._hooks)])
+
+    def _line(self, row: int, token: Mapping[str, Any], norms: Sequence[float]) -> str:
+        position, phase, token_id = int(token["positions"]), int(token["phase"]), int(token["token_ids"])
+        if self._json:
+            known = {"row": row, "position": position, "phase": phase, "token_id": token_id}
+            finite = [float(norm) if np.isfinite(norm) else None for norm in norms]
+            return json.dumps(known | {"norms": dict(zip(self._hooks, finite, strict=True))})
+        named = "generated" if phase else "prompt"
+        return self._columns().format(row, position, named, token_id, *(f"{norm:.4g}" for norm in norms))
+
+
+def _norms(rows: np.ndarray) -> np.ndarray:
+    """Euclidean norms of rows [n, width], float32 [n]; of several layers [layers, n, width] over all of them."""
+    flat = rows if rows.ndim == 2 else np.moveaxis(rows, 0, 1).reshape(rows.shape[1], -1)
+    return np.linalg.norm(flat.astype(np.float32), axis=-1)
 
 
 def _lines(found: list[CaptureInfo], as_json: bool) -> Iterator[str]:

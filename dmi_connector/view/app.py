@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dmi_connector.analysis.stats import find_statistic, of_layer
 from dmi_connector.analysis.texts import Texts
+from dmi_connector.analysis.unembedding import Unembedding
 from dmi_connector.captures.capture import Capture
-from dmi_connector.view import attention, lens
+from dmi_connector.view import attention, experts, lens, predictions
 from dmi_connector.view.data import Library, NoSuchStore, describe
+from dmi_connector.view.latents import LATENTS, Latents
+from dmi_connector.view.texts_index import TextIndex
 
 STATIC = Path(__file__).parent / "static"
 MOST_TOKENS = 1024
@@ -31,6 +35,23 @@ _MOST_CAPTURES = 200
 """Lines of one piece of the list."""
 _LENS_TOKENS = 5
 """Tokens that the lens gives for each layer."""
+_ALTERNATIVES, _LATENTS, _CONTEXTS = 10, 20, 12
+"""Alternatives to a token, active latents of a token, and contexts of a latent that are given."""
+_CELLS = 128
+"""Cells of a thumbnail along each side."""
+ACTIONS: tuple[str, ...] = (
+    "capture",
+    "tokens",
+    "heat",
+    "attention",
+    "thumbnail",
+    "attended",
+    "lens",
+    "predicted",
+    "alternatives",
+)
+ACTIONS += ("attribution", "experts", "load", "latents", "contexts", "verify")
+"""What is answered about one store."""
 
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
@@ -47,20 +68,26 @@ def new_token() -> str:
     return secrets.token_urlsafe(24)
 
 
-def make_app(library: Library, token: str, model: Path | None = None, tokenizer: Path | None = None) -> ASGIApp:
+def make_app(
+    library: Library,
+    token: str,
+    model: Path | None = None,
+    tokenizer: Path | None = None,
+    sae: Latents | None = None,
+) -> ASGIApp:
     """The ASGI application. Every path begins with the token.
 
     model: directory of the model's config.json and weights, for the lens. tokenizer: directory of tokenizer.json; None:
-    that of `model`, else of the model directory that a store names.
+    that of `model`, else of the model directory that a store names. sae: an autoencoder whose latents are shown.
     """
-    pages = _Pages(library, model, tokenizer)
+    pages = _Pages(library, model, tokenizer, sae)
     routes = [
         Route("/{token}", lambda request: RedirectResponse(f"/{token}/"), methods=["GET"]),
         Route("/{token}/", lambda request: FileResponse(STATIC / "index.html"), methods=["GET"]),
         Route("/{token}/api/captures", _answer(pages.captures), methods=["GET"]),
         *(
             Route(f"/{{token}}/api/{action}/{{name:path}}", _answer(getattr(pages, action)), methods=["GET"])
-            for action in ("capture", "tokens", "heat", "attention", "attended", "lens", "verify")
+            for action in ACTIONS
         ),
         Mount("/{token}/static", StaticFiles(directory=STATIC)),
     ]
@@ -96,6 +123,11 @@ class _Guard:
 def _share(p: np.floating[Any]) -> dict[str, float | None]:
     """The share of a token, as JSON. None where the row has values that are not finite."""
     return {"p": float(p) if np.isfinite(p) else None}
+
+
+def _or_none(values: np.ndarray) -> list[float | None]:
+    """Numbers as JSON, None for those that are not finite."""
+    return [float(value) if np.isfinite(value) else None for value in values]
 
 
 def _answer(page: Callable[[Request], Response]) -> Callable[[Request], Response]:
@@ -155,16 +187,28 @@ class _Pages:
     library: Library
     model: Path | None
     tokenizer: Path | None
+    sae: Latents | None = None
+
+    @functools.cached_property
+    def _index(self) -> TextIndex:
+        return TextIndex(self._texts_of)
 
     def captures(self, request: Request) -> Response:
         search, first = request.query_params.get("search", ""), _number(request, "first", 0)
         count = min(_number(request, "count", _MOST_CAPTURES), _MOST_CAPTURES)
-        return JSONResponse(self.library.page(search, first, count))
+        return JSONResponse(self.library.page(search, first, count, self._index))
 
     def capture(self, request: Request) -> Response:
         with self._open(request) as capture:
-            more = {"attention": attention.shown(capture), "lens": lens.lacking(capture, self.model)}
-            return JSONResponse({**describe(capture), **more})
+            found = describe(capture)
+            found["hooks"] += predictions.described(capture, self.model)
+            if self.sae is not None and self.sae.lacking(capture) is None:
+                found["hooks"].append(self.sae.described())
+            more: dict[str, Any] = {"attention": attention.shown(capture), "lens": lens.lacking(capture, self.model)}
+            more |= {"predictions": predictions.lacking(capture, self.model)}
+            more |= {"places": predictions.places(capture, self.model), "experts": experts.shown(capture)}
+            more |= {"attribution": predictions.attribution_lacks(capture, self.model)}
+            return JSONResponse({**found, **more, "latents": self._latents_of(capture)})
 
     def tokens(self, request: Request) -> Response:
         with self._open(request) as capture:
@@ -176,6 +220,14 @@ class _Pages:
         asked = request.query_params
         with self._open(request) as capture:
             window, index, hook = _window(request, capture), _number(request, "index", 0), asked.get("hook", "")
+            if hook == predictions.PREDICTION:
+                name = asked.get("statistic", predictions.STATISTICS[0])
+                if name not in predictions.STATISTICS:
+                    raise ValueError(f"statistic {name!r} does not exist for {hook!r}")
+                own = predictions.predicted(capture, self._end(), predictions.FINAL, window)
+                return _floats((own.logprobs if name == predictions.STATISTICS[0] else own.entropy)[None])
+            if hook == LATENTS:
+                return _floats(self._sae(capture).window(capture, index, window)[None])
             statistic = find_statistic(capture, hook, asked.get("statistic", "norm"))
             layers: list[int | None] = [*capture.layers[hook]] or [None]
             return _floats(np.stack([of_layer(capture, hook, one, statistic, index, window) for one in layers]))
@@ -184,6 +236,12 @@ class _Pages:
         with self._open(request) as capture:
             layer, head = _number(request, "layer"), _number(request, "head")
             return _floats(attention.window(capture, layer, head, _window(request, capture)))
+
+    def thumbnail(self, request: Request) -> Response:
+        with self._open(request) as capture:
+            layer, head = _number(request, "layer"), _number(request, "head")
+            whole = attention.window(capture, layer, head, _window(request, capture))[:, 1:]
+            return _floats(attention.pooled(whole, _CELLS))
 
     def attended(self, request: Request) -> Response:
         with self._open(request) as capture:
@@ -204,15 +262,85 @@ class _Pages:
             ]
             return JSONResponse({"places": found})
 
+    def predicted(self, request: Request) -> Response:
+        with self._open(request) as capture:
+            window, place = _window(request, capture), request.query_params.get("place", predictions.FINAL)
+            if place not in predictions.places(capture, self.model):
+                raise ValueError(f"place {place!r} does not exist; see places of the capture")
+            own = predictions.predicted(capture, self._end(), place, window)
+            best = self._with_texts(capture, [{} for _ in own.best], own.best.tolist())
+            logprobs, entropy = (_or_none(values) for values in (own.logprobs, own.entropy))
+            return JSONResponse({"place": place, "logprobs": logprobs, "entropy": entropy, "best": best})
+
+    def alternatives(self, request: Request) -> Response:
+        with self._open(request) as capture:
+            row, lacks = _row(request, capture), predictions.lacking(capture, self.model)
+            if lacks is not None:
+                raise ValueError(lacks)
+            found = predictions.alternatives(capture, self._end(), row, _ALTERNATIVES)
+            tokens = self._with_texts(capture, [{"p": p} for p in found["p"]], found["ids"])
+            return JSONResponse({"tokens": tokens, "rank": found["rank"], "came": found["came"]})
+
+    def attribution(self, request: Request) -> Response:
+        with self._open(request) as capture:
+            row, end = _row(request, capture), self._end()
+            lacks = predictions.attribution_lacks(capture, self.model)
+            if lacks is not None or end is None:
+                raise ValueError(lacks)
+            found = predictions.attribution(capture, end, row)
+            (target,) = self._with_texts(capture, [{}], [found["target"]])
+            return JSONResponse({**found, "target": target})
+
+    def experts(self, request: Request) -> Response:
+        with self._open(request) as capture:
+            return _floats(experts.window(capture, _window(request, capture), "weights" in request.query_params))
+
+    def load(self, request: Request) -> Response:
+        with self._open(request) as capture:
+            known = experts.shown(capture)
+            if known is None:
+                raise ValueError("the store has no topk_ids")
+            counts = experts.load(capture, _number(request, "layer"), known["count"])
+            return JSONResponse({"counts": counts.tolist()})
+
+    def latents(self, request: Request) -> Response:
+        with self._open(request) as capture:
+            return JSONResponse({"latents": self._sae(capture).strongest(capture, _row(request, capture), _LATENTS)})
+
+    def contexts(self, request: Request) -> Response:
+        with self._open(request) as capture:
+            found = self._sae(capture).contexts(self.library.all(), _number(request, "latent"), _CONTEXTS)
+            for context in found["found"]:
+                context["texts"] = self._texts(capture).of(context["ids"])
+            return JSONResponse(found)
+
     def verify(self, request: Request) -> Response:
         return JSONResponse(self.library.verify(request.path_params["name"]))
 
     def _open(self, request: Request) -> Capture:
         return self.library.open(request.path_params["name"])
 
+    def _end(self) -> Unembedding | None:
+        return None if self.model is None else lens.end_of(self.model)
+
+    def _sae(self, capture: Capture) -> Latents:
+        lacks = "start dmi view with --sae FILE" if self.sae is None else self.sae.lacking(capture)
+        if self.sae is None or lacks is not None:
+            raise ValueError(lacks)
+        return self.sae
+
+    def _latents_of(self, capture: Capture) -> dict[str, Any]:
+        """What can be shown of latents, as JSON."""
+        if self.sae is None:
+            return {"lacks": "Start dmi view with --sae FILE, an autoencoder of SAELens or sparsify.", "count": 0}
+        return {"lacks": self.sae.lacking(capture), "count": self.sae.encoder.latents, "hook": self.sae.hook}
+
     def _texts(self, capture: Capture) -> Texts:
+        return self._texts_of(capture.attrs.get("model"))
+
+    def _texts_of(self, model: str | None) -> Texts:
         own = self.model if self.model and (self.model / "tokenizer.json").is_file() else None
-        return Texts(self.tokenizer or own, capture.attrs.get("model"))
+        return Texts(self.tokenizer or own, model)
 
     def _with_texts(self, capture: Capture, items: list[dict[str, Any]], ids: list[int]) -> list[dict[str, Any]]:
         known = [max(i, 0) for i in ids]  # -1: no token, of a row that is not finite

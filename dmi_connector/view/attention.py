@@ -33,6 +33,14 @@ def window(capture: Capture, layer: int, head: int, rows: slice) -> np.ndarray:
     return np.concatenate([weights[:, : rows.start].sum(axis=1, keepdims=True), weights[:, rows]], axis=1)
 
 
+def pooled(weights: np.ndarray, most: int) -> np.ndarray:
+    """Weights [queries, keys] in at most `most` x `most` cells: each has the largest weight of its queries and keys."""
+    step = max(1, -(-max(weights.shape) // most))
+    for axis in (0, 1):
+        weights = np.maximum.reduceat(weights, np.arange(0, weights.shape[axis], step), axis=axis)
+    return weights
+
+
 def largest(capture: Capture, layer: int, head: int, row: int, count: int = 10) -> list[dict[str, Any]]:
     """The keys that one query gives the largest weights, as JSON: their rows and weights, by falling weight."""
     weights = attention_pattern(capture, layer, head, slice(row, row + 1))[0]

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.read.index import CaptureInfo, info_of
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import unseen, verify_store
+from dmi_connector.view.texts_index import TextIndex
 
 _SHOWN = ("model", "architecture", "dtype", "request_id", "key", "created", "finish_reason", "codec", "format_version")
 """Root attributes that the page shows."""
@@ -51,19 +54,26 @@ class Library:
         one = (path / "zarr.json").exists() or path.suffix == ".zarr"
         return cls(path.parent, path.name) if one else cls(path)
 
-    def page(self, search: str, first: int, count: int) -> dict[str, Any]:
+    def page(self, search: str, first: int, count: int, texts: TextIndex) -> dict[str, Any]:
         """Captures [first, first + count) of those that match, newest first, as JSON.
 
-        search: words that must all occur in the name, key, request id, model or state of a capture, in any case.
+        search: words that must all occur in the name, key, request id, model, state or text of a capture, in any case.
+        pending: captures whose texts were not looked at yet: a further call goes on with them.
         """
-        words = search.lower().split()
-        found = [info for info, text in self._stores().values() if all(word in text for word in words)]
+        found, pending = texts.search(self._stores().values(), search.lower().split())
         return {
             "directory": str(self.directory),
             "total": len(found),
+            "pending": pending,
             "first": first,
-            "captures": [_line(info) for info in found[first : first + count]],
+            "captures": [{**_line(info), "text": texts.prompt(info)} for info in found[first : first + count]],
         }
+
+    def all(self) -> Iterator[Capture]:
+        """Every store that can be opened, newest first. The caller closes each."""
+        for name in list(self._stores()):
+            with contextlib.suppress(LookupError, OSError, ValueError):
+                yield self.open(name)
 
     def open(self, name: str) -> Capture:
         """Open a store by its name. Raises NoSuchStore for what is no store of this directory."""
@@ -133,7 +143,7 @@ def _line(info: CaptureInfo) -> dict[str, Any]:
     }
 
 
-def _ranges(rows: np.ndarray) -> list[list[int]]:
+def ranges(rows: np.ndarray) -> list[list[int]]:
     """Rows as [start, stop) of each run, as `Capture.missing` has them."""
     rows = np.unique(rows)
     runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
@@ -152,7 +162,7 @@ def describe(capture: Capture) -> dict[str, Any]:
             "dtype": hook["dtype"],
             "width": capture.shape(name)[-1],
             "reduce": hook.get("reduce", {}).get("kind"),
-            "rows": _ranges(capture.logits_positions - int(capture.attrs["start"])) if name == "logits" else None,
+            "rows": ranges(capture.logits_positions - int(capture.attrs["start"])) if name == "logits" else None,
             "statistics": [
                 {"name": s.name, "index": s.index_name, "signed": s.signed} for s in statistics(capture, name)
             ],

@@ -13,6 +13,7 @@ import uvicorn
 from dmi_connector.analysis.texts import Texts
 from dmi_connector.view.app import make_app, new_token
 from dmi_connector.view.data import Library
+from dmi_connector.view.latents import Latents
 from dmi_connector.view.lens import end_of
 
 HOST = "127.0.0.1"
@@ -23,21 +24,28 @@ def serve(
     port: int = 0,
     model: Path | None = None,
     tokenizer: Path | None = None,
+    sae: Path | None = None,
+    sae_hook: str | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
     """Serve a store directory, or one store, until the process is interrupted. `say` gets the address.
 
-    port: 0 takes a free one. model, tokenizer: see `make_app`. Raises ValueError for a directory that is no model's or
-    tokenizer's, and for a port that is taken.
+    port: 0 takes a free one. model, tokenizer: see `make_app`. sae, sae_hook: see `Latents.load`. Raises ValueError for
+    a directory that is no model's or tokenizer's, for what is no autoencoder, and for a port that is taken.
     """
     library = Library.at(path)
     if model is not None:
         end_of(model)
     if tokenizer is not None:
         Texts(tokenizer)
+    latents = None if sae is None else Latents.load(sae, sae_hook)
     token = new_token()
     config = uvicorn.Config(
-        make_app(library, token, model, tokenizer), log_level="warning", access_log=False, lifespan="off", ws="none"
+        make_app(library, token, model, tokenizer, latents),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
     )
     with _listen(port) as listener:
         say(f"http://{HOST}:{listener.getsockname()[1]}/{token}/")

@@ -63,6 +63,14 @@ def test_a_store_is_read(stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("", stores, monkeypatch)["cap"].path.name == "0.zarr"
 
 
+def test_a_capture_is_followed(
+    stores: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = run("While it is written", stores, monkeypatch)
+    assert names["first"] + len(names["rows"]) == LENGTH and names["rows"].shape[1] == WIDTH
+    assert capsys.readouterr().out.splitlines()[-2:] == ["True None", str(LENGTH // 2)]
+
+
 def test_rows_of_images_are_found(stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = run("Images", stores, monkeypatch)
     assert names["rows"].sum() == 64 and names["first"].shape == (64, WIDTH)

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dmi_connector.cli.main import main
-from dmi_connector.cli.tail import follow
+from dmi_connector.cli.tail import RowTail, follow
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.schema import INDEX_NAME
@@ -115,6 +116,35 @@ def test_once_prints_and_ends(writer: Writer, tmp_path: Path, capsys: pytest.Cap
         assert header.startswith("finished") and [row.split()[-1] for row in rows] == [f"{n}.zarr" for n in expected]
     assert main(["tail", str(tmp_path), "-n", "-1"]) == 2
     assert "--last -1 is not valid; use 0 or more" in capsys.readouterr().err
+
+
+def test_rows_of_a_capture_while_it_is_written(
+    writer: Writer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"q": kit.random_bits(SPEC, 140)}
+    norms = np.linalg.norm(values["q"].view("f4")[0], axis=-1)
+    record = writer.owner.open(tmp_path / "a.zarr", SPEC, key="k")
+    writer.owner.put(record, values, 0, 128)
+    lines = iter(RowTail(tmp_path, "k", ["q@0"]))
+    shown = [next(lines) for _ in range(129)]
+    assert shown[0].split() == ["row", "position", "phase", "token", "id", "q@0"]
+    assert shown[10].split() == ["9", "9", "prompt", "9", f"{norms[9]:.4g}"]
+    assert shown[128].split()[:4] == ["127", "127", "generated", "127"]
+    writer.owner.put(record, values, 128, 12)
+    writer.owner.close(record, 140)
+    rest = list(lines)
+    assert rest[-1] == "a.zarr: complete, 140 rows" and rest[0].split()[-1] == f"{norms[128]:.4g}" and len(rest) == 13
+    assert main(["tail", str(tmp_path), "--rows", "k", "--hook", "q@0", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert found[11] == {"row": 11, "position": 11, "phase": 1, "token_id": 11, "norms": {"q@0": float(norms[11])}}
+    assert found[-1]["state"] == "complete" and len(found) == 141
+    writer.write("b", "lost", lost=True)
+    assert main(["tail", str(tmp_path), "--rows", "lost"]) == 1, "it lacks rows"
+    assert "b.zarr: incomplete, 6 rows (writing fell behind" in capsys.readouterr().out
+    assert main(["tail", str(tmp_path), "--rows", "none", "--once"]) == 2
+    assert "--rows none: no capture in" in capsys.readouterr().err
+    assert main(["tail", str(tmp_path), "--hook", "q"]) == 2
+    assert "--hook is for --rows" in capsys.readouterr().err
 
 
 def test_a_process_that_follows_prints_at_once_and_ends_by_an_interrupt(writer: Writer, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ TARGETS = {
         ),
         Target("numpy", "NAME.npz of hooks and tokens, for numpy.load", ("hook",), ("hook",)),
         Target("parquet", "NAME.parquet with a row per token", ("hook",), ("hook",)),
+        Target("webdataset", "tar shards of hooks and tokens, for WebDataset", ("hook", "shard_size"), ("hook",)),
         Target("speculators", "hs_N.safetensors of cached hidden states", ("layers", "number_by")),
         Target("specforge", "rows_A-B/data_N.ckpt of hidden states", ("layers", "number_by", "loss", "gzip")),
         Target("routed-experts", "routed_experts_N.npy, as vLLM returns them", ("number_by", "prompt_start")),

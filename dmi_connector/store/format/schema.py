@@ -20,6 +20,8 @@ INDEX_FOLDER = "index"
 ATTR_KEY = "dmi"
 SAMPLES_PER_SHARD = 64
 """Rows of a per-sample array (logits) in one shard file. An inner chunk holds one row."""
+SAMPLES_AGAIN = 8
+"""A sample is final this many samples later: an engine that dropped a step samples its position again."""
 
 
 @dataclass(frozen=True)

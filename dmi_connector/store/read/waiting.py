@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ class CaptureFailed(FileNotFoundError):
         self.path, self.state, self.reason = str(path), state, reason
 
 
-def wait_for(final: Place, seconds: float) -> None:
-    """Return when the store is there.
+def wait_for(final: Place, seconds: float, there: Callable[[Place], bool] | None = None) -> None:
+    """Return when the store is there. there: what to wait for instead.
 
     Raises CaptureFailed as soon as it is known that no store comes: its directory's index says that the capture
     failed, was aborted or removed, or its writers are gone. Raises FileNotFoundError for a bucket or a directory that
@@ -43,14 +43,13 @@ def wait_for(final: Place, seconds: float) -> None:
     deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_S
     if isinstance(final, Path) and not final.absolute().parent.is_dir():
         raise FileNotFoundError(f"capture {final} is not there, and neither is its directory; give the right path")
-    watch = None if isinstance(final, RemotePath) else _Watch(final)
+    watch = None if isinstance(final, RemotePath) else Watch(final)
     if isinstance(final, RemotePath) and not _exists(final):
         check_bucket(final)
-    while not _exists(final):
-        end = None if watch is None else watch.end()
-        if watch is not None and end is not None and not _exists(final):  # a repair may have made it meanwhile
-            state, reason = end["state"], end.get("reason")
-            raise CaptureFailed(f"capture {final} {_how_it_ended(watch.final, end)}", final, state, reason)
+    there = there or _exists
+    while not there(final):
+        if watch is not None:
+            watch.check()
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"capture {final} was not there after {seconds:g} s: {_seen(final)}")
@@ -100,7 +99,7 @@ def _how_it_ended(final: Path, line: Mapping[str, Any]) -> str:
     return f"was removed from this machine after its upload; open {line.get('url')}"
 
 
-class _Watch:
+class Watch:
     """What the index of its directory and the lock of its partial store say of one store."""
 
     def __init__(self, final: Path) -> None:
@@ -109,7 +108,14 @@ class _Watch:
         self._line: dict[str, Any] = {}
         self._looks, self._next_look = 0, 0.0
 
-    def end(self) -> dict[str, Any] | None:
+    def check(self) -> None:
+        """Raise CaptureFailed where no store comes any more."""
+        end = self._end()
+        if end is not None and not self.final.exists():  # a repair may have made it meanwhile
+            text = f"capture {self.final} {_how_it_ended(self.final, end)}"
+            raise CaptureFailed(text, self.final, end["state"], end.get("reason"))
+
+    def _end(self) -> dict[str, Any] | None:
         """What is known of a capture of which no store comes; None where one may come."""
         for line in self._tail.read(of=self.final.name):
             self._line = merge_line(self._line, line)

@@ -110,7 +110,8 @@ class Writer:
         rows = m["first"], m["first"] + m["count"]
 
         def write(arrays: ArrayWriter, data: np.ndarray) -> None:
-            arrays.chunk(data, m["first"], m["count"], unpack_array(m.get("token_ids", "")), self._pace.behind)
+            ids, checked = unpack_array(m.get("token_ids", "")), m.get("checked", True)
+            arrays.chunk(data, m["first"], m["count"], ids, self._pace.behind, checked)
 
         self._data(m, write, rows)
 

@@ -29,16 +29,16 @@ function quantile(sorted, share) { return sorted[Math.round(share * (sorted.leng
 
 /**
  * A colour scale over values: from their 1st to their 99th percentile. Where they have both signs it is even around 0.
- * logarithmic: of positive values. Returns {colour(value): [r, g, b] or null, low, high, css, lacking: whether a value
+ * logarithmic: of positive values. flipped: the low end has the strong colour. Returns {colour(value): [r, g, b] or null, low, high, css, lacking: whether a value
  * has no colour, empty: whether none has}.
  */
-export function scaleOf(values, { signed = false, logarithmic = false, from = null, root = false } = {}) {
+export function scaleOf(values, { signed = false, logarithmic = false, from = null, root = false, flipped = false } = {}) {
   const sorted = Float32Array.from(values).filter((v) => Number.isFinite(v) && (!logarithmic || v > 0)).sort();
   let low = from ?? quantile(sorted, 0.01) ?? 0;
   let high = quantile(sorted, 0.99) ?? 1;
   const two = signed && low < 0 && high > 0;
   if (two) { high = Math.max(high, -low); low = -high; }
-  const colours = stops(two ? "two" : "one");
+  const colours = flipped ? stops(two ? "two" : "one").toReversed() : stops(two ? "two" : "one");
   const bend = logarithmic ? Math.log : root ? Math.sqrt : (v) => v;
   const [begin, end] = [bend(low), bend(high)];
   const colour = (value) => {
@@ -46,7 +46,17 @@ export function scaleOf(values, { signed = false, logarithmic = false, from = nu
     return at(colours, end > begin ? (bend(Math.max(value, low)) - begin) / (end - begin) : 0);
   };
   const lacking = !Array.prototype.every.call(values, Number.isFinite), empty = sorted.length === 0;
-  return { colour, low, high, lacking, empty, css: `linear-gradient(90deg, ${stops(two ? "two" : "one").map(css).join(", ")})` };
+  return { colour, low, high, lacking, empty, css: `linear-gradient(90deg, ${colours.map(css).join(", ")})` };
+}
+
+/** The colour of a category: neighbours in number look unlike each other. */
+export function category(number) {
+  const hue = (number * 137.508) % 360, light = dark.matches ? [0.62, 0.5, 0.72] : [0.55, 0.42, 0.68], l = light[number % 3];
+  const part = (n) => {
+    const k = (n + hue / 30) % 12;
+    return Math.round(255 * (l - 0.6 * Math.min(l, 1 - l) * Math.max(-1, Math.min(k - 3, 9 - k, 1))));
+  };
+  return [part(0), part(8), part(4)];
 }
 
 export function css(rgb) { return `rgb(${rgb.join(" ")})`; }

@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 
-const LINE = 56, PIECE = 100;
+const LINE = 72, PIECE = 100;
 
 export class List {
   constructor(box, spacer, total, open, fault) {
@@ -22,11 +22,13 @@ export class List {
     const first = await this.load(0);
     if (!first || search !== this.search) return;
     this.count = first.total;
-    this.total.textContent = `${first.total.toLocaleString("en")} ${first.total === 1 ? "capture" : "captures"}`;
+    const pending = first.pending ? `, ${first.pending.toLocaleString("en")} texts to be read` : "";
+    this.total.textContent = `${first.total.toLocaleString("en")} ${first.total === 1 ? "capture" : "captures"}${pending}`;
     this.total.title = first.directory;
     this.spacer.style.height = `${this.count * LINE}px`;
     this.at = first.captures.findIndex((capture) => capture.name === this.name);
     this.draw();
+    if (first.pending) setTimeout(() => { if (search === this.search) this.find(search); }, 50); // the server goes on where it stopped
   }
 
   load(piece) {
@@ -88,7 +90,10 @@ export class List {
       const began = found.started.slice(0, 16).replace("T", " ");
       line.classList.toggle("lacking", found.state !== "complete");
       sub.textContent = [...state, `${(found.tokens ?? 0).toLocaleString("en")} tokens`, began, found.model].filter(Boolean).join(" · ");
-      line.append(name, sub);
+      const said = document.createElement("div");
+      said.className = "said";
+      said.textContent = found.text;
+      line.append(name, said, sub);
     }
     return line;
   }

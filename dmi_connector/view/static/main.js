@@ -1,17 +1,44 @@
 // Puts the parts together: what is chosen, what is asked for, what is drawn.
 
+import { inPanel, Popup } from "./alternatives.js";
 import { ask } from "./api.js";
+import { Attention } from "./attention.js";
+import { showAttribution } from "./attribution.js";
+import { Choices } from "./choices.js";
 import { drawLegend, scaleOf, short, whenThemeChanges } from "./colour.js";
+import { Experts } from "./experts.js";
 import { about, verify } from "./header.js";
+import { listen } from "./keys.js";
+import { Latents } from "./latents.js";
+import { LensMap } from "./lensmap.js";
 import { List } from "./list.js";
 import { Matrix } from "./matrix.js";
 import { Panel } from "./panel.js";
+import { isWritten, placeOf, write } from "./place.js";
+import { save } from "./save.js";
+import { Side } from "./side.js";
+import { Tabs } from "./tabs.js";
 import { inLine, Text } from "./text.js";
 
 const $ = (id) => document.getElementById(id);
 // heat: {shape, values} and what these are: {what, signed, hook}. chosen: the token of the panel. What is drawn and said of
 // values comes from `heat` alone, as the boxes above may ask for others already.
-const now = { store: null, first: 0, count: 128, token: null, chosen: null, hook: null, layer: 0, tokens: null, heat: null, att: null };
+const now = { store: null, first: 0, count: 128, token: null, chosen: null, tokens: null, heat: null };
+const choices = new Choices();
+/** What the panels see of the page. */
+const page = {
+  get store() { return now.store; },
+  get first() { return now.first; },
+  get count() { return now.count; },
+  get token() { return now.token; },
+  get edge() { return now.store.prompt - now.store.start - now.first; },
+  get query() { return choices.query(); },
+  get layer() { return choices.hook.layers[choices.row]; },
+  label: (column) => label(column),
+  fault, short,
+  moved: () => moved(),
+  repaint: () => paint(),
+};
 
 function fault(error) {
   $("fault").textContent = error.message;
@@ -21,7 +48,7 @@ function fault(error) {
 
 // ---- parts ----------------------------------------------------------------------------------------------------------
 
-const list = new List($("list"), $("spacer"), $("total"), open, fault);
+const list = new List($("list"), $("spacer"), $("total"), listed, fault);
 const text = new Text($("text"), (row) => { choose(row); lens(); });
 const panel = new Panel((row) => choose(row), fault);
 const heat = new Matrix($("heat"), {
@@ -29,79 +56,107 @@ const heat = new Matrix($("heat"), {
   pick: (row, column) => { setLayer(row); choose(now.first + column); lens(); },
   tip: (row, column) => { $("heat-tip").textContent = row === null || !now.heat ? "\u00a0" : heatTip(row, column); },
 });
-const att = new Matrix($("att"), {
-  height: (rows, width) => Math.min(width, 460, Math.max(rows * 20, 120)),
-  pick: (row) => { choose(now.first + row); lens(); },
-  tip: (row, column) => { $("att-tip").textContent = row === null || !now.att ? "\u00a0" : attTip(row, column); },
-  down: true,
+const attention = new Attention(page, {
+  pick: (row) => { choose(row); lens(); },
+  point: (rows) => text.point(rows),
+  changed: () => { moved(); attention.show(); attention.showHeads(); attended(); },
+});
+const lensMap = new LensMap(page, (row) => { choose(row); lens(); });
+const experts = new Experts(page, (row, layer) => {
+  const at = choices.hook.layers.indexOf(layer);
+  if (at >= 0) setLayer(at);
+  choose(row);
+});
+const latents = new Latents(page, colourByLatent, goTo);
+const side = new Side(page, (row, layer) => { if (layer !== undefined) setLayer(layer); choose(row); lens(); });
+const tabs = new Tabs(() => { showPanel(); moved(); });
+new Popup($("text"), (row) => {
+  const place = row - now.first, tokens = now.tokens;
+  if (now.heat?.hook.name !== "prediction" || row === 0 || tokens?.first !== now.first) return null;
+  return { store: now.store, token: { row, id: tokens.ids[place], text: tokens.texts?.[place] } };
 });
 
 // ---- one capture ----------------------------------------------------------------------------------------------------
 
-async function open(name) {
+/** A capture of the list was chosen: to be shown, or to be compared with the one that is. */
+function listed(name) {
+  if (!side.waits) { open(name); return; }
+  list.name = now.store.name;
+  list.draw();
+  side.open(name);
+}
+
+/** what: of an address, see place.js. */
+async function open(name, what = {}) {
   $("fault").hidden = true;
-  const store = await ask("capture", "capture", name).catch(cannotOpen);
+  const store = await ask("capture", "capture", name).catch((error) => { $("view").hidden = true; fault(error); }); // not the capture before
   if (!store) return;
+  const another = now.store?.name !== store.name;
   Object.assign(now, { store, first: 0, token: null, chosen: null, tokens: null });
-  location.hash = encodeURIComponent(name);
   document.title = `${name} · dmi view`;
   $("empty").hidden = true;
   $("view").hidden = false;
   document.querySelector("main").scrollTop = 0;
   about(store);
-  choices(store);
+  choices.fill(store);
   $("place").max = Math.max(0, store.tokens - 1);
   panel.show(store, null);
   text.clear();
   clearHeat();
-  clearAttention();
+  attention.clear();
+  for (const part of [lensMap, experts, latents]) part.clear();
+  take(what);
+  moved(another);
   await show();
+  if (what.token !== undefined) await choose(Number(what.token));
 }
 
-/** Say why, and do not leave the capture before on the page. */
-function cannotOpen(error) {
-  $("view").hidden = true;
-  fault(error);
+/** Chooses what an address says. */
+function take(what) {
+  choices.take(what);
+  if ([...$("count").options].some((option) => option.value === what.count)) { $("count").value = what.count; now.count = Number(what.count); }
+  const first = Math.floor(Number(what.token ?? what.first ?? 0) / now.count) * now.count;
+  if (first > 0 && first < now.store.tokens) now.first = first;
+  if (what.panel) tabs.choose(what.panel);
+  if (what.with && what.with !== side.store?.name) side.open(what.with);
 }
 
-function options(select, items) {
-  const old = select.value;
-  select.replaceChildren(...items.map(([value, label]) => new Option(label, value)));
-  if (items.some(([value]) => String(value) === String(old))) select.value = old;
+/** Puts what is shown into the address. another: of another capture. */
+function moved(another = false) {
+  if (!now.store) return;
+  const where = { token: now.token, first: now.token === null && now.first ? now.first : null, count: now.count === 128 ? null : now.count };
+  const att = { attlayer: attention.layer, head: attention.head };
+  write(now.store.name, { ...choices.place(), ...where, panel: tabs.name, ...att, with: side.store?.name }, another);
 }
 
-function choices(store) {
-  options($("hook"), store.hooks.map((h) => [h.name, h.reduce ? `${h.name} (${h.reduce})` : h.name]));
-  hookChosen();
-  options($("att-layer"), store.attention.layers.map((layer) => [layer, layer]));
-  options($("head"), Array.from({ length: store.heads }, (_, head) => [head, head]));
+/** A token of any capture. */
+async function goTo(name, row) {
+  if (name !== now.store.name) { list.name = name; list.draw(); await open(name); }
+  await choose(row);
 }
 
-function hookChosen() {
-  now.hook = now.store.hooks.find((hook) => hook.name === $("hook").value);
-  options($("statistic"), now.hook.statistics.map((s) => [s.name, s.name]));
-  const old = Number($("layer").value);
-  options($("layer"), (now.hook.layers.length ? now.hook.layers : ["–"]).map((layer, row) => [row, layer]));
-  now.layer = Math.min(old || 0, Math.max(0, now.hook.layers.length - 1));
-  $("layer").value = now.layer;
-  $("layer").disabled = now.hook.layers.length < 2;
-  statisticChosen();
+function colourByLatent(latent) {
+  $("hook").value = "latents";
+  choices.hookChosen();
+  $("index").value = latent;
+  newValues();
 }
 
-function statistic() { return now.hook.statistics.find((s) => s.name === $("statistic").value); }
-
-/** The hook and its statistic, in words. */
-function shownNow() {
-  const { name, index } = statistic();
-  return `${now.hook.name}, ${name}${index === null ? "" : ` ${$("index").value}`}`;
+/** Another hook, statistic or index was chosen. */
+function newValues() {
+  choices.keepIndex();
+  forgetHeat();
+  moved();
+  if (tabs.name === "latents") showPanel();
+  return Promise.all([showHeat(), side.show()]);
 }
 
-function statisticChosen() {
-  const { index } = statistic();
-  $("index-label").hidden = index === null;
-  $("index-name").textContent = index ?? "";
-  $("index").max = (index === "head" ? now.store.heads : now.hook.width) - 1;
-  keepIndex();
+/** What the panel shows of the window and of the token. */
+function showPanel() {
+  if (!now.store || $("view").hidden) return null;
+  const { store, token } = now;
+  if (tabs.name === "attribution") return showAttribution(page, () => now.store === store && now.token === token);
+  return { attention: () => attention.showHeads(), lens: () => lensMap.show(), experts: () => experts.show(), latents: () => latents.show() }[tabs.name]();
 }
 
 /** The picture, which has its own title, stays until another is drawn. What else is said of values is of the boxes. */
@@ -119,18 +174,6 @@ function clearHeat() {
   for (const id of ["heat-title", "heat-legend", "text-legend"]) $(id).textContent = "";
 }
 
-function clearAttention() {
-  now.att = null;
-  att.show(null);
-  $("att-legend").textContent = "";
-}
-
-/** Brings the index into its range: another hook may have fewer neurons. */
-function keepIndex() {
-  const wanted = Math.trunc(Number($("index").value)) || 0;
-  $("index").value = Math.min(Math.max(wanted, 0), Math.max(0, Number($("index").max)));
-}
-
 // ---- the window -----------------------------------------------------------------------------------------------------
 
 async function show() {
@@ -140,8 +183,9 @@ async function show() {
   $("shown").textContent = `${now.first.toLocaleString("en")} to ${Math.max(now.first, last - 1).toLocaleString("en")} of ${store.tokens.toLocaleString("en")}`;
   $("back").disabled = now.first === 0;
   $("on").disabled = last >= store.tokens;
+  moved();
   const asked = ask("tokens", "tokens", store.name, range()).catch((error) => { text.clear(); return fault(error); });
-  await Promise.all([asked.then((tokens) => { if (tokens) fillText(tokens); }), showHeat(), showAttention()]);
+  await Promise.all([asked.then((tokens) => { if (tokens) fillText(tokens); }), showHeat(), attention.show(), side.show(), showPanel()]);
 }
 
 function range() { return { first: now.first, count: now.count }; }
@@ -162,35 +206,13 @@ function fillText(tokens) {
 }
 
 async function showHeat() {
-  const query = { hook: now.hook.name, statistic: statistic().name, index: $("index").value, ...range() };
-  const about = { what: shownNow(), signed: statistic().signed, hook: now.hook };
+  const query = { ...choices.query(), ...range() }, { signed, flipped = false } = choices.statistic();
+  const about = { what: choices.words(), signed, flipped, hook: choices.hook };
   const found = await ask("heat", "heat", now.store.name, query).catch((error) => { clearHeat(); return fault(error); });
   if (!found) return;
   if (!$("view").hidden) $("fault").hidden = true;
   now.heat = { ...found, ...about };
   paint();
-}
-
-/** Why there is no attention to draw, or "". */
-function attentionLacks() {
-  const { layers, until } = now.store.attention;
-  if (!layers.length) return "The store has no queries and keys. Capture q_rot and k_rot (preset attention), or pattern.";
-  return now.first < until ? "" : "Rows before this window are not in the store, and attention needs them as keys.";
-}
-
-async function showAttention() {
-  const lacks = attentionLacks();
-  [$("att").hidden, $("att-tip").hidden, $("att-lacks").hidden] = [lacks, lacks, !lacks].map(Boolean);
-  $("att-lacks").textContent = lacks;
-  now.att = null;
-  att.point();
-  if (lacks) return;
-  const count = Math.min(now.count, now.store.attention.until - now.first);
-  const query = { layer: $("att-layer").value, head: $("head").value || 0, first: now.first, count };
-  const found = await ask("attention", "attention", now.store.name, query).catch((error) => { clearAttention(); return fault(error); });
-  if (!found) return;
-  now.att = { ...found, layer: query.layer, head: query.head };
-  paintAttention();
 }
 
 // ---- drawing --------------------------------------------------------------------------------------------------------
@@ -217,45 +239,29 @@ function row(values, at, width) { return values.subarray(at * width, (at + 1) * 
 
 function paint() {
   if (!now.heat) return;
-  const { values, shape: [layers, columns], what, signed, hook } = now.heat, kind = $("scale").value;
-  const scale = scaleOf(values, { signed, logarithmic: kind === "log" });
-  const own = kind === "each" ? Array.from({ length: layers }, (_, at) => scaleOf(row(values, at, columns), { signed })) : null;
-  const mine = row(values, now.layer, columns);
-  const textScale = scaleOf(mine, { signed, logarithmic: kind === "log" });
+  const { values, shape: [layers, columns], what, signed, flipped, hook } = now.heat, kind = $("scale").value;
+  const how = { signed, flipped }, scale = scaleOf([...values, ...side.values], { ...how, logarithmic: kind === "log" });
+  const own = kind === "each" ? Array.from({ length: layers }, (_, at) => scaleOf(row(values, at, columns), how)) : null;
+  const mine = row(values, choices.row, columns), layer = hook.layers[choices.row];
+  const textScale = scaleOf([...mine, ...side.ofLayer(layer)], { ...how, logarithmic: kind === "log" });
   if (now.tokens?.first === now.first && now.tokens.ids.length === columns) {
     text.paint(mine, textScale, why);
     text.mark(now.token);
   }
   drawLegend($("text-legend"), textScale);
-  $("text-legend").prepend(`${what}${layerName(now.layer) && `, layer ${layerName(now.layer)}`}: `);
+  $("text-legend").prepend(`${what}${layerName(choices.row) && `, layer ${layerName(choices.row)}`}: `);
   $("heat-title").textContent = `${what} by ${hook.layers.length ? "layer and " : ""}token`;
-  drawLegend($("heat-legend"), own ? own[now.layer] : scale);
+  drawLegend($("heat-legend"), own ? own[choices.row] : scale);
   $("heat").setAttribute("aria-label", `${$("heat-title").textContent}: ${layers} layers, ${columns} tokens`);
   heat.show({
     values, rows: layers, columns, rowNames: layerName,
     colour: (value, at) => (own ? own[at] : scale).colour(value),
     columnName: (column) => (now.first + column).toLocaleString("en"),
-    mark: { row: layers > 1 ? now.layer : -1, column: now.token === null ? -1 : now.token - now.first },
+    mark: { row: layers > 1 ? choices.row : -1, column: now.token === null ? -1 : now.token - now.first },
     edge: now.store.prompt - now.store.start - now.first,
   });
+  side.paint({ text: textScale, heat: scale, layer, what: $("heat-title").textContent });
   sayFacts();
-}
-
-function paintAttention() {
-  if (!now.att) return;
-  const { values, shape: [rows, stride], layer, head } = now.att;
-  const scale = { ...scaleOf([0, 1], { from: 0, root: true }), lacking: values.some(Number.isNaN) };
-  drawLegend($("att-legend"), scale, " (square root)");
-  $("att").setAttribute("aria-label", `Attention of head ${head} in layer ${layer}: ${rows} queries, ${stride - 1} keys`);
-  const at = now.token === null ? -1 : now.token - now.first;
-  att.show({
-    values, rows, columns: stride - 1, offset: 1, stride,
-    colour: (value, query, key) => scale.colour(key > query ? 0 : value),
-    rowNames: (query) => (now.first + query).toLocaleString("en"),
-    columnName: (key) => (now.first + key).toLocaleString("en"),
-    mark: { row: at, column: -1 },
-    edge: now.store.prompt - now.store.start - now.first,
-  });
 }
 
 function label(at) {
@@ -265,13 +271,6 @@ function label(at) {
 function heatTip(at, column) {
   const layer = layerName(at) && `layer ${layerName(at)}, `;
   return `${layer}token ${now.first + column} ${label(column)}: ${said(at, column)}`;
-}
-
-function attTip(query, key) {
-  if (key > query) return "\u00a0";
-  const line = row(now.att.values, query, now.att.shape[1]);
-  const before = now.first ? `; before the window ${short(line[0])}` : "";
-  return `token ${now.first + query} ${label(query)} to token ${now.first + key} ${label(key)}: ${short(line[1 + key])}${before}`;
 }
 
 // ---- one token ------------------------------------------------------------------------------------------------------
@@ -286,9 +285,12 @@ async function choose(at) {
   const place = at - now.first, made = at >= now.store.prompt - now.store.start;
   now.chosen = { row: at, id: now.tokens.ids[place], text: now.tokens.texts?.[place], made };
   panel.show(now.store, now.chosen, lost(at));
+  moved();
+  inPanel(now.store, now.chosen, lost(at), () => panel.isShown(now.store, at));
+  if (tabs.name !== "attention") showPanel();
   sayFacts();
   paint();
-  paintAttention();
+  attention.paint();
   clearTimeout(waiting);
   waiting = setTimeout(attended, 120);
 }
@@ -299,15 +301,15 @@ function sayFacts() {
   const { row, id, made } = now.chosen, place = row - now.first;
   const facts = [`row ${row}`, `position ${now.store.start + row}`, `id ${id}`, lost(row) ? "missing" : made ? "generated" : "prompt"];
   if (now.heat && place >= 0 && place < now.heat.shape[1]) {
-    const layer = layerName(now.layer) && `, layer ${layerName(now.layer)}`;
-    facts.push(`${now.heat.what}${layer}: ${said(now.layer, place)}`);
+    const layer = layerName(choices.row) && `, layer ${layerName(choices.row)}`;
+    facts.push(`${now.heat.what}${layer}: ${said(choices.row, place)}`);
   }
   panel.facts(facts.join(" · "));
 }
 
 function attended() {
-  if (now.token === null || attentionLacks() || now.token >= now.store.attention.until) return;
-  panel.attended(now.store, now.token, $("att-layer").value, $("head").value || 0);
+  if (now.token === null || attention.lacks() || now.token >= now.store.attention.until) return;
+  panel.attended(now.store, now.token, attention.layer, attention.head);
 }
 
 function lens() {
@@ -315,9 +317,10 @@ function lens() {
 }
 
 function setLayer(at) {
-  now.layer = at;
-  $("layer").value = at;
+  choices.setRow(at);
   paint();
+  experts.follow();
+  moved();
 }
 
 // ---- what the user does ---------------------------------------------------------------------------------------------
@@ -331,12 +334,12 @@ $("search").addEventListener("keydown", (event) => {
   if (event.key === "Escape") { $("search").value = ""; list.find(""); $("list").focus(); }
   if (event.key === "Enter") { clearTimeout(typing); list.find($("search").value).then(() => list.choose(0)); $("list").focus(); }
 });
-$("hook").addEventListener("change", () => { hookChosen(); forgetHeat(); showHeat(); });
-$("statistic").addEventListener("change", () => { statisticChosen(); forgetHeat(); showHeat(); });
-$("index").addEventListener("change", () => { keepIndex(); forgetHeat(); showHeat(); });
+$("hook").addEventListener("change", () => { choices.hookChosen(); newValues(); });
+$("statistic").addEventListener("change", () => { choices.statisticChosen(); newValues(); });
+$("index").addEventListener("change", newValues);
 $("layer").addEventListener("change", () => setLayer(Number($("layer").value)));
-$("scale").addEventListener("change", paint);
-for (const id of ["att-layer", "head"]) $(id).addEventListener("change", () => { showAttention(); attended(); });
+$("scale").addEventListener("change", () => { paint(); moved(); });
+for (const id of ["att-layer", "head"]) $(id).addEventListener("change", () => { moved(); attention.show(); showPanel(); attended(); });
 $("count").addEventListener("change", () => {
   now.count = Number($("count").value);
   now.first = Math.floor((now.token ?? now.first) / now.count) * now.count;
@@ -348,34 +351,48 @@ $("back").addEventListener("click", () => move(now.first - now.count));
 $("on").addEventListener("click", () => move(now.first + now.count));
 $("verify").addEventListener("click", () => verify(fault));
 $("lens-button").addEventListener("click", lens);
+$("compare").addEventListener("click", () => side.wait(!side.waits));
+$("save").addEventListener("click", savePicture);
 
-const KEYS = {
-  "/": () => $("search").focus(),
-  j: () => list.step(1),
-  k: () => list.step(-1),
-  ArrowLeft: () => choose(now.token === null ? now.first : now.token - 1),
-  ArrowRight: () => choose(now.token === null ? now.first : now.token + 1),
-  ArrowUp: () => setLayer(Math.min(now.layer + 1, Math.max(0, now.hook.layers.length - 1))),
-  ArrowDown: () => setLayer(Math.max(now.layer - 1, 0)),
-  "[": () => move(now.first - now.count),
-  "]": () => move(now.first + now.count),
-  Enter: lens,
-};
-const IN_LIST = { ArrowUp: () => list.step(-1), ArrowDown: () => list.step(1) };
+function savePicture() { save(`${$("name").textContent}: ${$("heat-title").textContent}`, now.store.name.replace(/\.zarr$/, "")); }
 
-document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select")) return;
-  if (event.key === "Enter" && event.target.matches("button")) return;
-  const act = (document.activeElement === $("list") && IN_LIST[event.key]) || KEYS[event.key];
-  const always = ["/", "j", "k"].includes(event.key) || act === IN_LIST[event.key];
-  if (!act || ($("view").hidden && !always)) return;
-  event.preventDefault();
-  act();
+listen({
+  list: $("list"), ready: () => !$("view").hidden, always: ["/", "j", "k"],
+  inList: { ArrowUp: () => list.step(-1), ArrowDown: () => list.step(1) },
+  keys: {
+    "/": () => $("search").focus(),
+    j: () => list.step(1),
+    k: () => list.step(-1),
+    ArrowLeft: () => choose(now.token === null ? now.first : now.token - 1),
+    ArrowRight: () => choose(now.token === null ? now.first : now.token + 1),
+    ArrowUp: () => setLayer(Math.min(choices.row + 1, Math.max(0, choices.hook.layers.length - 1))),
+    ArrowDown: () => setLayer(Math.max(choices.row - 1, 0)),
+    "[": () => move(now.first - now.count),
+    "]": () => move(now.first + now.count),
+    Enter: lens,
+    c: () => side.wait(!side.waits),
+    s: savePicture,
+    Escape: () => side.escape(),
+    ...Object.fromEntries(["1", "2", "3", "4", "5"].map((key, at) => [key, () => tabs.number(at)])),
+  },
 });
-whenThemeChanges(() => { paint(); paintAttention(); });
+whenThemeChanges(() => {
+  paint();
+  attention.repaint();
+  lensMap.paint();
+  experts.paint();
+});
+window.addEventListener("hashchange", () => {
+  const { name, what } = placeOf(location.hash);
+  if (isWritten() || !name) return;
+  choices.forget();
+  list.name = name;
+  list.draw();
+  open(name, what);
+});
 
-const wanted = decodeURIComponent(location.hash.slice(1));
-list.name = wanted || null;
+const { name: wanted, what } = placeOf(location.hash);
+list.name = wanted;
 await list.find("");
-if (wanted) await open(wanted);
-else if (list.count === 1) await list.choose(0);
+if (wanted) await open(wanted, what);
+else if (list.count) await list.choose(0);

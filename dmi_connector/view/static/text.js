@@ -16,8 +16,9 @@ export function inLine(text, id) {
 }
 
 export class Text {
-  constructor(box, pick) {
-    this.box = box;
+  /** name: begins the ids of its tokens. */
+  constructor(box, pick, name = "token") {
+    Object.assign(this, { box, name });
     box.addEventListener("click", (event) => {
       const token = event.target.closest(".token");
       if (token) pick(Number(token.dataset.at));
@@ -34,7 +35,7 @@ export class Text {
       token.className = "token";
       token.classList.toggle("odd", odd);
       token.classList.toggle("made", tokens.first + i >= made);
-      token.id = `token-${tokens.first + i}`;
+      token.id = `${this.name}-${tokens.first + i}`;
       token.dataset.at = tokens.first + i;
       token.setAttribute("role", "option");
       token.textContent = text.replaceAll("\n", "↵\n");
@@ -63,11 +64,17 @@ export class Text {
     }
   }
 
+  /** Marks tokens that lie under the pointer elsewhere. */
+  point(rows) {
+    for (const token of this.box.querySelectorAll(".pointed")) token.classList.remove("pointed");
+    for (const row of rows) this.box.querySelector(`[data-at="${row}"]`)?.classList.add("pointed");
+  }
+
   clear() { this.box.replaceChildren(); }
 
   mark(row) {
     this.box.querySelector('[aria-selected="true"]')?.removeAttribute("aria-selected");
-    const token = row === null ? null : document.getElementById(`token-${row}`);
+    const token = row === null ? null : document.getElementById(`${this.name}-${row}`);
     this.box.setAttribute("aria-activedescendant", token?.id ?? "");
     if (!token) return;
     token.setAttribute("aria-selected", "true");

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import io
+import json
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +68,62 @@ def test_a_table_of_parquet_has_a_row_per_token(stores: Path, tmp_path: Path) ->
             )
 
 
+def samples(folder: Path) -> dict[str, dict[str, bytes]]:
+    """The files of each sample of all shards: WebDataset splits names at their first dot."""
+    found: dict[str, dict[str, bytes]] = {}
+    for path in sorted(folder.glob("shard-*.tar")):
+        with tarfile.open(path) as shard:
+            before = None
+            for member in shard:
+                name, _, extension = member.name.partition(".")
+                assert name == before or name not in found, "the files of a sample are adjacent"
+                file = shard.extractfile(member)
+                assert file is not None
+                found.setdefault(name, {})[extension], before = file.read(), name
+    return found
+
+
+def test_a_sample_of_webdataset_is_a_store(stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["export", str(stores), "--to", "webdataset", "--hook", HOOKS, "--shard-size", "1k", "-o", str(tmp_path)]
+    assert main(argv) == 0
+    assert "2 shards written" in capsys.readouterr().out and len([*tmp_path.glob("*.tar")]) == 2
+    found = samples(tmp_path)
+    assert list(found) == ["a", "b"]
+    for name, key in (("a", "mine"), ("b", None)):
+        about = json.loads(found[name].pop("json"))
+        arrays = {n.removesuffix(".npy"): np.load(io.BytesIO(data)) for n, data in found[name].items()}
+        with open_capture(stores / f"{name}.zarr") as capture:
+            assert (about["key"], about["prompt_len"]) == (key, capture.prompt_len)
+            assert np.array_equal(arrays["token_ids"], capture.token_ids)
+            assert np.array_equal(arrays["phase"], capture.phase)
+            assert np.array_equal(arrays["resid_pre@1"], capture.numpy("resid_pre", 1))
+            assert np.array_equal(arrays["resid_final"], capture.numpy("resid_final"))
+    (tmp_path / "shard-000001.tar").unlink()
+    assert main(argv) == 0, "a second run writes what is missing"
+    assert "1 shards written, 1 were there" in capsys.readouterr().out and samples(tmp_path).keys() == {"a", "b"}
+    assert main([*argv[:-1], str(tmp_path / "one"), "--shard-size", "1G"]) == 0
+    assert [path.name for path in (tmp_path / "one").glob("*.tar")] == ["shard-000000.tar"]
+    assert main([*argv, "--shard-size", "0"]) == 2
+    assert "--shard-size 0 is not valid" in capsys.readouterr().err
+
+
+def test_stores_that_are_not_finite_have_no_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    owner = kit.Store(1 << 22)
+    for name, bad in (("a", True), ("b.1", False), ("c", True)):
+        values = {spec.name: kit.random_bits(spec, 0 if spec.per_sample else 20) for spec in SPECS}
+        values["q"][0, 3, 2] = 0x7FC0 if bad else 0
+        owner.write(tmp_path / f"in/{name}.zarr", SPECS, 20, values=values, attrs={"num_layers": 2})
+    assert owner.shutdown()
+    argv = ["export", str(tmp_path / "in"), "--to", "webdataset", "--hook", "q@0", "--shard-size", "1"]
+    for finite, names, status in (("skip", ["b_1"], 3), ("keep", ["a", "b_1", "c"], 3), ("fail", [], 3)):
+        out = tmp_path / finite
+        assert main([*argv, "--finite", finite, "-o", str(out)]) == status
+        assert list(samples(out)) == names
+    assert "2 left out" in (text := "".join(capsys.readouterr())) and "2 kept" in text
+    alone = ["export", str(tmp_path / "in/a.zarr"), *argv[2:], "-o", str(tmp_path / "alone")]
+    assert main(alone) == 3 and "no store is left" in capsys.readouterr().err
+
+
 def test_a_store_without_rows_becomes_an_empty_file(tmp_path: Path) -> None:
     owner = kit.Store(1 << 22)
     owner.write(tmp_path / "in/a.zarr", SPECS, 0, attrs={"num_layers": 2})
@@ -77,7 +136,7 @@ def test_a_store_without_rows_becomes_an_empty_file(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "parquet/a.parquet").num_rows == 0
 
 
-@pytest.mark.parametrize("to", ["numpy", "parquet"])
+@pytest.mark.parametrize("to", ["numpy", "parquet", "webdataset"])
 @pytest.mark.parametrize(
     ("hook", "words"),
     [("resid_pre", "name one, as in 'resid_pre@0'"), ("logits", "a row for each sampled token"), ("z@0", "z")],
@@ -87,7 +146,7 @@ def test_hooks_that_are_no_column_are_refused(
 ) -> None:
     assert main(["export", str(stores), "--to", to, "--hook", hook, "-o", str(tmp_path / "out")]) == 2
     assert words in capsys.readouterr().err
-    assert not [*tmp_path.rglob("*.npz"), *tmp_path.rglob("*.parquet")]
+    assert not [*tmp_path.rglob("*.npz"), *tmp_path.rglob("*.parquet"), *tmp_path.rglob("*.tar")]
 
 
 def test_the_pages_commands_work(stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,3 +155,8 @@ def test_the_pages_commands_work(stores: Path, tmp_path: Path, monkeypatch: pyte
     for words in snippets.commands("numpy and Parquet"):
         assert main([word.replace("@12", "@1") for word in words[1:]]) == 0
     assert [len(list(Path("data", folder).glob("?.*"))) for folder in ("arrays", "rows")] == [2, 2]
+    (words,) = snippets.commands("WebDataset")
+    assert main([word.replace("@12", "@1") for word in words[1:]]) == 0 and list(samples(Path("data/shards"))) == [
+        "a",
+        "b",
+    ]

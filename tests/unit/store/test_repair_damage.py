@@ -13,8 +13,8 @@ import pytest
 from dmi_connector.captures.capture import open_capture
 from dmi_connector.layout import PayloadLayout
 from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.read.journal import JournalContent, read_journal
 from dmi_connector.store.write.arrays.array_writer import ArrayWriter
-from dmi_connector.store.write.arrays.journal import JournalContent, read_journal
 from dmi_connector.store.write.arrays.shard_writer import FileCache
 from dmi_connector.store.write.finish import repair
 from tests import storekit as kit

@@ -13,9 +13,9 @@ from dmi_connector.captures.capture import open_capture
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format import schema
 from dmi_connector.store.read.index import find_captures
+from dmi_connector.store.read.journal import read_journal
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import verify_store
-from dmi_connector.store.write.arrays.journal import read_journal
 from dmi_connector.store.write.finish import commit, repair
 from dmi_connector.store.write.messages import pack_array
 from tests import storekit as kit

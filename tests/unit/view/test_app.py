@@ -21,8 +21,8 @@ from dmi_connector.analysis.texts import Texts
 from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
-from dmi_connector.view import data, lens
-from dmi_connector.view.app import MOST_TOKENS, make_app
+from dmi_connector.view import attention, data, lens, texts_index
+from dmi_connector.view.app import ACTIONS, MOST_TOKENS, make_app
 from dmi_connector.view.app import _Pages as make_pages
 from dmi_connector.view.data import Library
 from tests import storekit as kit
@@ -30,11 +30,6 @@ from tests import viewkit
 
 TOKEN = "secret"
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return viewkit.make_lens_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +83,7 @@ OUTSIDE += ["link.zarr", "listed.zarr", "index.jsonl", "nobody.zarr", "x%00.zarr
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-@pytest.mark.parametrize("action", ["capture", "tokens", "heat", "attention", "attended", "lens", "verify"])
-def test_names_that_lead_outside_are_not_found(name: str, action: str, tmp_path: Path, real: Path) -> None:
+def test_names_that_lead_outside_are_not_found(name: str, tmp_path: Path, real: Path) -> None:
     inside = tmp_path / "stores"
     inside.mkdir()
     (tmp_path / "secret.zarr").symlink_to(real / "full.zarr")
@@ -97,7 +91,8 @@ def test_names_that_lead_outside_are_not_found(name: str, action: str, tmp_path:
     line = '{"event": "finish", "store": "%s", "state": "complete", "created": ""}\n'
     (inside / "index.jsonl").write_text("".join(line % name for name in ("../secret.zarr", "link.zarr", "listed.zarr")))
     page = client(inside)
-    assert page.get(f"api/{action}/{name}").status_code == 404
+    for action in ACTIONS:
+        assert page.get(f"api/{action}/{name}").status_code == 404, action
     assert [found["name"] for found in page.get("api/captures").json()["captures"]] == []
 
 
@@ -150,11 +145,51 @@ def test_the_list_is_searched_and_paged(stores: Path) -> None:
     assert set(names()) == {f"{n}.zarr" for n in ("story", "long", "lossy", "bare", *(f"run-{i:05}" for i in range(3)))}
     assert names(search="STORY") == ["story.zarr"]
     assert names(search="incomplete") == ["lossy.zarr"]
-    assert names(search="cmpl long") == ["long.zarr"], "all words, in any field"
+    assert names(search="cmpl-long 0") == ["long.zarr"], "all words, in any field"
     assert names(search="nobody") == []
     assert names(first=2, count=3) == names()[2:5]
     (line,) = page.get("api/captures", params={"search": "lossy"}).json()["captures"]
     assert (line["key"], line["state"], line["tokens"]) == ("lossy", "incomplete", 200)
+
+
+def test_a_search_of_texts_goes_on_where_it_stopped(stores: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts_index, "_SECONDS", 0)
+    page = client(stores)
+    found = page.get("api/captures", params={"search": "lighthouse"}).json()
+    assert (found["total"], found["pending"]) == (0, 7), "no text was read yet"
+    shown = page.get("api/captures").json()["captures"]
+    assert {line["name"]: line["text"][:14] for line in shown}["story.zarr"] == "The lighthouse"
+    found = page.get("api/captures", params={"search": "lighthouse LANTERN"}).json()
+    assert found["pending"] == 0 and {line["name"] for line in found["captures"]} == {
+        f"{name}.zarr" for name in ("story", "long", "lossy")
+    }
+
+
+def test_predictions_come_from_captured_logits_without_a_model(real: Path) -> None:
+    page = client(real)
+    with open_capture(real / "full.zarr") as cap:
+        logits, rows, ids = cap.numpy("logits").astype("f8"), cap.logits_positions, cap.token_ids
+    own = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    query = {"hook": "prediction", "statistic": "log-probability"}
+    found = floats(page.get("api/heat/full.zarr", params=query))[0]
+    last = rows + 1 < len(ids)
+    np.testing.assert_allclose(found[rows[last] + 1], own[last, ids[rows[last] + 1]], rtol=1e-4)
+    assert np.isnan(np.delete(found, rows[last] + 1)).all()
+    token = int(rows[0]) + 1
+    told = page.get("api/alternatives/full.zarr", params={"token": token}).json()
+    assert [one["id"] for one in told["tokens"]] == np.argsort(-own[0], kind="stable")[:10].tolist()
+    assert told["came"] == pytest.approx(np.exp(own[0, ids[token]]), rel=1e-3)
+    assert page.get("api/alternatives/full.zarr", params={"token": 0}).json()["tokens"] == []
+
+
+def test_thumbnails_have_the_largest_weights(real: Path) -> None:
+    weights = np.random.default_rng(0).random((300, 300)).astype("f4")
+    small = attention.pooled(weights, 128)
+    assert small.shape == (100, 100) and small[2, 5] == weights[6:9, 15:18].max()
+    assert np.array_equal(attention.pooled(weights[:100, :100], 128), weights[:100, :100])
+    found = floats(client(real).get("api/thumbnail/full.zarr", params={"layer": 1, "head": 2, "first": 8, "count": 12}))
+    with open_capture(real / "full.zarr") as cap:
+        np.testing.assert_allclose(found, cap.attention(1, 2)[8:20, 8:20], rtol=1e-5)
 
 
 def test_ten_thousand_captures_are_listed_in_pieces(tmp_path: Path) -> None:
@@ -231,6 +266,7 @@ def test_a_capture_says_what_can_be_asked(real: Path, stores: Path, model: Path)
     assert client(stores, model=model).get("api/capture/story.zarr").json()["lens"] is None
     bare = client(stores, model=model).get("api/capture/bare.zarr").json()
     assert bare["attention"]["layers"] == [] and "no residual stream" in bare["lens"]
+    assert "Predictions need the hook logits" in bare["predictions"] and bare["experts"] is None
     assert [h["reduce"] for h in client(real).get("api/capture/reduced.zarr").json()["hooks"] if h["name"] == "q"] == [
         "int8"
     ]
@@ -245,7 +281,7 @@ def test_every_statistic_of_every_hook_is_answered(real: Path) -> None:
                 query = {"hook": hook["name"], "statistic": statistic["name"], "index": 1, "first": 3, "count": 8}
                 values = floats(page.get(f"api/heat/{store}.zarr", params=query))
                 assert values.shape == (len(hook["layers"]) or 1, 8), (store, query)
-                assert np.isfinite(values).any() or hook["name"] == "logits", (store, query)
+                assert np.isfinite(values).any() or hook["name"] in ("logits", "prediction"), (store, query)
 
 
 def test_heat_has_the_values_of_the_store(real: Path) -> None:
@@ -297,6 +333,7 @@ def test_a_capture_says_which_rows_have_logits(tmp_path: Path) -> None:
         "q_rot": None,
         "k_rot": None,
         "logits": [[20, 30]],
+        "prediction": [[21, 31]],
     }
     found = floats(client(tmp_path).get("api/heat/spoilt.zarr", params={"hook": "logits", "statistic": "entropy"}))
     assert np.flatnonzero(np.isfinite(found[0])).tolist() == list(range(20, 30))
@@ -304,7 +341,7 @@ def test_a_capture_says_which_rows_have_logits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rows", "ranges"), [([], []), ([3], [[3, 4]]), ([5, 2, 3, 9, 5], [[2, 4], [5, 6], [9, 10]])])
 def test_ranges_are_the_runs_of_rows(rows: list[int], ranges: list[list[int]]) -> None:
-    assert data._ranges(np.array(rows, np.int64)) == ranges
+    assert data.ranges(np.array(rows, np.int64)) == ranges
 
 
 def test_attention_is_that_of_the_reader(real: Path) -> None:
@@ -410,6 +447,13 @@ def test_a_word_keeps_its_space_where_decoders_drop_the_first_one(tmp_path: Path
         ("attention/full.zarr?head=0", "layer='' is not valid"),
         ("attended/full.zarr?layer=0&head=0&token=26", "token 26 does not exist: the store has 26"),
         ("lens/full.zarr?token=0", "--model DIR"),
+        ("heat/full.zarr?hook=prediction&statistic=norm", "'norm' does not exist for 'prediction'"),
+        ("predicted/full.zarr?place=0", "place '0' does not exist"),
+        ("attribution/full.zarr?token=1", "--model DIR"),
+        ("load/full.zarr?layer=0", "no topk_ids"),
+        ("experts/full.zarr", "hook 'topk_ids' is not in this store"),
+        ("latents/full.zarr?token=1", "start dmi view with --sae FILE"),
+        ("contexts/full.zarr?latent=1", "start dmi view with --sae FILE"),
         ("attention/incomplete.zarr?layer=0&head=0&count=1", "has no attention; capture"),
     ],
 )

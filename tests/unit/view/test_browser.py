@@ -7,153 +7,21 @@ With VIEW_PICTURES=DIR it also writes the pictures of docs/VIEW.md there.
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from io import BytesIO
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from dmi_connector.layout import ArraySpec
 from tests import storekit as kit
 from tests import viewkit
-from tests.storekit import PATIENCE
+from tests.browserkit import CHOOSE, CHROMIUM, CONTRAST, DRIVER, NO_CHROMIUM, Page, picture
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
-    from selenium.webdriver.remote.webelement import WebElement
 
-ROOT = Path(__file__).parents[3]
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER),
-    reason="no Chromium: apt-get install -y --no-install-recommends chromium chromium-driver",
-)
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-    "--hide-scrollbars",
-    "--window-size=1440,1290",
-)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return viewkit.make_lens_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def stores(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    root = tmp_path_factory.mktemp("captures")
-    viewkit.write_stores(root, model, many=30)
-    return root
-
-
-@pytest.fixture(scope="module")
-def serve() -> Iterator[Callable[..., str]]:
-    """serve(path, *options): the address that `dmi view` prints."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*arguments: str | Path) -> str:
-        command = [sys.executable, "-m", "dmi_connector.cli", "view", *map(str, arguments)]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT))
-        assert started[-1].stdout is not None
-        return started[-1].stdout.readline().strip()
-
-    yield start
-    for process in started:
-        process.terminate()
-        process.wait(PATIENCE)
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: make env")
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
-
-
-class Page:
-    """The page in the browser."""
-
-    def __init__(self, browser: Chrome, url: str) -> None:
-        self.browser = browser
-        browser.get(url)
-
-    def all(self, css: str) -> list[WebElement]:
-        return self.browser.find_elements("css selector", css)
-
-    def one(self, css: str) -> WebElement:
-        return self.browser.find_element("css selector", css)
-
-    def run(self, script: str, *arguments: Any) -> Any:
-        return self.browser.execute_script(script, *arguments)
-
-    def text(self, css: str) -> str:
-        return str(self.run("return document.querySelector(arguments[0])?.textContent ?? ''", css))
-
-    def until(self, condition: Callable[[], Any], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not condition():
-            assert time.monotonic() < deadline, f"{what}: {self.text('#fault')} {self.log()}"
-            time.sleep(0.03)
-
-    def shows(self, css: str, words: str) -> None:
-        self.until(lambda: words in self.text(css), f"{css} has {self.text(css)!r}, not {words!r}")
-
-    def press(self, *keys: str) -> None:
-        from selenium.webdriver import ActionChains
-
-        for key in keys:
-            ActionChains(self.browser).send_keys(key).perform()
-
-    def pixels(self, css: str) -> str:
-        """What a canvas shows."""
-        return str(self.run("return document.querySelector(arguments[0]).toDataURL()", css))
-
-    def colours(self) -> list[str]:
-        return list(self.run("return [...document.querySelectorAll('.token')].map((t) => t.style.background)"))
-
-    def chosen(self) -> int | None:
-        found = self.run("return document.querySelector('.token[aria-selected=true]')?.dataset.at ?? null")
-        return None if found is None else int(found)
-
-    def drawn(self) -> None:
-        """Wait until the text has colours."""
-        self.until(lambda: self.colours() and all(self.colours()), "the text has no colours")
-
-    def log(self) -> list[str]:
-        return [entry["message"] for entry in self.browser.get_log("browser")]
-
-
-@pytest.fixture
-def page(browser: Chrome, serve: Callable[..., str], stores: Path, model: Path) -> Iterator[Page]:
-    """A page of its own, with the store "story" open. At the end its console must be empty."""
-    shown = Page(browser, f"{serve(stores, '--model', model)}#story.zarr")
-    shown.shows("#name", "story")
-    shown.drawn()
-    shown.log()
-    yield shown
-    assert shown.log() == []
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=NO_CHROMIUM)
 
 
 def test_it_loads_without_a_word_in_the_console(browser: Chrome, serve: Callable[..., str], stores: Path) -> None:
@@ -283,14 +151,9 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory, serve: Callable[..., str]) 
     """The address of a page of one store, some of whose values are lacking or not finite."""
     root = tmp_path_factory.mktemp("spoilt")
     viewkit.write_spoilt(root)
-    return serve(root / "spoilt.zarr")
+    return serve(root / "spoilt.zarr") + "#spoilt.zarr?layer=0"
 
 
-CHOOSE = """
-const box = document.getElementById(arguments[0]);
-box.value = arguments[1];
-box.dispatchEvent(new Event("change"));
-"""
 HATCHED = "return [...document.querySelectorAll('.token.lost')].map((t) => [Number(t.dataset.at), t.title])"
 PIXEL = """
 const [canvas, column, columns, share] = [document.querySelector(arguments[0]), ...[...arguments].slice(1)];
@@ -395,7 +258,7 @@ def test_a_capture_shows_nothing_of_the_one_before(page: Page) -> None:
     page.all(".token")[20].click()
     page.shows("#token-facts", "row 20")
     page.run(HOLD, "(tokens|heat|attention)/long")
-    page.press("/", *"long")
+    page.press("/", *"cmpl-long")
     page.shows("#total", "1 capture")
     page.one(".capture").click()
     page.shows("#name", "long")
@@ -457,7 +320,7 @@ def test_the_keyboard_does_all(page: Page) -> None:
 def test_a_long_capture_comes_window_by_window(page: Page) -> None:
     from selenium.webdriver import Keys
 
-    page.press("/", *"long", Keys.ENTER)
+    page.press("/", *"cmpl-long", Keys.ENTER)
     page.shows("#name", "long")
     page.until(lambda: len(page.all(".token")) == 128, "one window")
     page.press("]", "]")
@@ -506,9 +369,13 @@ def test_the_capture_before_does_not_stay_when_another_cannot_be_opened(
 
 
 def test_ten_thousand_captures_have_few_elements(browser: Chrome, serve: Callable[..., str], tmp_path: Path) -> None:
-    viewkit.write_list(tmp_path / "many", 10_000)
+    viewkit.write_list(tmp_path / "many", 9_999)
+    owner = kit.Store(1 << 20)
+    owner.write(tmp_path / "many/newest.zarr", [ArraySpec("q", "float32", (0,), 8)], 20, attrs={"num_layers": 1})
+    assert owner.shutdown()
     page = Page(browser, serve(tmp_path / "many"))
     page.shows("#total", "10,000 captures")
+    page.shows("#name", "newest.zarr")
     assert 5 < len(page.all(".capture")) < 60
     page.run("document.getElementById('list').scrollTop = 1e9")
     page.until(lambda: page.run("return document.querySelector('[title=\"run-00000.zarr\"]')"), "the last")
@@ -548,32 +415,3 @@ for (const [id, value] of [["layer", 9], ["att-layer", 8], ["head", 0]]) {
 }
 """
 """What the pictures show."""
-
-CONTRAST = """
-const parts = (c) => c.match(/[\\d.]+/g).map(Number);
-const linear = (v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
-const light = (c) => {
-  const [r, g, b] = parts(c).map((v) => linear(v / 255));
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-};
-const under = (e) => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
-  if ((parts(c)[3] ?? 1) > 0.99) return c; } };
-let worst = [99, ""];
-for (const e of document.querySelectorAll("body *")) {
-  const words = [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
-  if (!words || e.disabled || e.tagName === "OPTION" || !e.checkVisibility()) continue;
-  const [a, b] = [light(getComputedStyle(e).color), light(under(e))];
-  const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-  if (ratio < worst[0]) worst = [ratio, `${e.tagName} ${e.id} ${e.className} ${e.textContent.slice(0, 30)}`];
-}
-return worst;
-"""
-"""The lowest contrast of text to what lies under it (WCAG 2), and where."""
-
-
-def picture(png: bytes, path: Path) -> None:
-    """Write a screenshot with few colours, so that it is small."""
-    from PIL import Image
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.open(BytesIO(png)).convert("RGB").quantize(128).save(path, optimize=True)

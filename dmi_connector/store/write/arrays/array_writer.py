@@ -68,10 +68,6 @@ def metadata_elsewhere(spec: ArraySpec, leads: bool) -> bool:
     return spec.rank > 0 or not leads
 
 
-_AGAIN = 8
-"""A file of samples is finished this many samples later: an engine that dropped a step samples its position again."""
-
-
 class ArrayWriter:
     """Writes arrays of one capture into its partial directory, which is created if missing.
 
@@ -111,11 +107,20 @@ class ArrayWriter:
 
     # ---- rows -------------------------------------------------------------------------------------------------------
 
-    def chunk(self, payload: np.ndarray, first: int, count: int, token_ids: bytes = b"", behind: bool = False) -> None:
+    def chunk(
+        self,
+        payload: np.ndarray,
+        first: int,
+        count: int,
+        token_ids: bytes = b"",
+        behind: bool = False,
+        checked: bool = True,
+    ) -> None:
         """Write token rows [first, first + count) of every array.
 
         payload: uint8, see `PayloadLayout`. token_ids: int32, for the journal. behind: do not compress if that is
-        faster. Raises OSError, and ValueError for rows off the chunk grid.
+        faster. checked: False keeps the chunk out of the journal, since it
+        holds rows of other tokens. Raises OSError, and ValueError for rows off the chunk grid.
         """
         chunk = self._layout.chunk_tokens
         if len(token_ids) not in (0, 4 * count):
@@ -131,7 +136,8 @@ class ArrayWriter:
             if not spec.per_sample:
                 at, size = base * count, spec.token_bytes * count
                 places.append(self._append(spec, payload[at : at + size], first, count, plain))
-        self._journal.chunk(first, count, places, token_ids)
+        if checked:
+            self._journal.chunk(first, count, places, token_ids)
 
     def borrow(self, final: str, first: int, count: int, token_ids: bytes) -> list[Loss]:
         """Copy whole chunks of rows [first, first + count) from the store `final`, as they are encoded there.
@@ -239,7 +245,7 @@ class ArrayWriter:
             self._put(shard, [(slot,)], block[i : i + 1], None, plain)
             self._positions.setdefault(name, {})[first + i] = position
             places.append(shard.index[slot].tobytes())
-            if slot == _AGAIN and segment and schema.shard_path(spec, segment - 1) in self._shards:
+            if slot == schema.SAMPLES_AGAIN and segment and schema.shard_path(spec, segment - 1) in self._shards:
                 self._finish(spec, segment - 1, None)
         self._journal.rows(name, first, positions, places)
 

@@ -47,6 +47,10 @@ class RowCheck:
         """Rows [0, n) come from another store, where they were checked. token_ids: int32 [n], of this request."""
         self._chunks.append((0, token_ids))
 
+    def is_right(self, first: int) -> bool:
+        """Whether the rows of the chunk that begins at `first` carry their own positions."""
+        return all(first != start for start, _ in self.wrong_rows())
+
     def wrong_rows(self) -> list[list[int]]:
         """Ranges of rows that carry other positions."""
         return [[start, stop] for loss in self._losses for start, stop in loss.rows]

@@ -16,8 +16,8 @@ from dmi_connector.store.format.locks import hold_source
 from dmi_connector.store.format.shard_index import EMPTY
 from dmi_connector.store.read.arrays.hook_array import HookArray
 from dmi_connector.store.read.files.store_files import LocalFiles
+from dmi_connector.store.read.journal import JournalArray, is_journal, read_journal
 from dmi_connector.store.read.metadata import attrs_of
-from dmi_connector.store.write.arrays.journal import JournalArray, is_journal, read_journal
 from dmi_connector.store.write.arrays.shard_writer import Encoded
 
 

@@ -171,7 +171,7 @@ class Captures:
                 record.check.axes(values.view("<i4").reshape(count, -1), first)
             generated = record.start + first + count > record.prompt_len
             message = {"type": "chunk", "id": record.number, "offset": extent.offset + offset, "first": first}
-            message |= {"count": count, "generated": generated}
+            message |= {"count": count, "generated": generated, "checked": record.check.is_right(first)}
             more: Message = {"token_ids": ids}  # for the first writer's journal
             for assignment in self._takers(record, first // layout.segment_tokens):
                 if assignment.open:

@@ -23,9 +23,9 @@ from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.format.completeness import Cause, Loss, losses_from_json
 from dmi_connector.store.format.paths import no_follow
 from dmi_connector.store.read.index import drafts_of
+from dmi_connector.store.read.journal import holds_rows, is_journal
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.write.arrays.array_writer import FileList, plain_array
-from dmi_connector.store.write.arrays.journal import holds_rows, is_journal
 from dmi_connector.store.write.messages import Message, unpack_array
 
 Rebuild = Callable[[Message, set[str]], tuple[FileList, list[Loss], int]]

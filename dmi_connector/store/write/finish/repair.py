@@ -20,9 +20,9 @@ from dmi_connector.store.format.locks import claim, is_to_be_uploaded
 from dmi_connector.store.format.paths import umask_of
 from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.read.index import CaptureInfo, indexed_captures, unrecorded_stores
+from dmi_connector.store.read.journal import JOURNAL_PREFIX
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import damaged_files
-from dmi_connector.store.write.arrays.journal import JOURNAL_PREFIX
 from dmi_connector.store.write.finish.commit import (
     append_finish,
     append_index,

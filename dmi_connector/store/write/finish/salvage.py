@@ -17,13 +17,10 @@ from dmi_connector.store.format.shard_index import EMPTY, empty_index, index_byt
 from dmi_connector.store.read.arrays.hook_array import HookArray
 from dmi_connector.store.read.arrays.shard_reader import ShardReader
 from dmi_connector.store.read.files.store_files import LocalFiles, load_file
+from dmi_connector.store.read.journal import JOURNAL_PREFIX, JournalArray, JournalContent, known_attrs, read_journal
 from dmi_connector.store.write.arrays.array_writer import FileList, plain_array, write_file
-from dmi_connector.store.write.arrays.journal import JOURNAL_PREFIX, JournalArray, JournalContent, read_journal
 from dmi_connector.store.write.finish.commit import Commit, now
 from dmi_connector.store.write.messages import Message, pack_array
-
-_NOT_ATTRIBUTES = ("rank", "ranks", "arrays", "attrs")
-"""Facts of a capture (`about`) that are not root attributes."""
 
 
 def rebuild(commit: Message, names: set[str]) -> tuple[FileList, list[Loss], int]:
@@ -116,9 +113,8 @@ class Salvage:
         """The root attributes that were known when the capture began."""
         if not self.abouts:
             return {}
-        about = self.abouts[0]  # of rank 0 if it wrote one: the index agrees with it
-        facts = {"format_version": schema.FORMAT_VERSION, "start": 0, "tp": about.get("ranks", 1), "created": now()}
-        return {**facts, **about.get("attrs", {}), **{k: v for k, v in about.items() if k not in _NOT_ATTRIBUTES}}
+        known = known_attrs(self.abouts[0])  # of rank 0 if it wrote one: the index agrees with it
+        return {"format_version": schema.FORMAT_VERSION, "created": now(), **known}
 
     def specs(self) -> list[ArraySpec]:
         """Every array of the capture, with rank 0."""

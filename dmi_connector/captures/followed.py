@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a capture while it is written: `open_capture(path, follow=True)`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar, overload
+
+import numpy as np
+
+from dmi_connector.captures.names import hook_and_layer
+from dmi_connector.captures.own_values import check_keeps
+from dmi_connector.hooks import HOOKS
+from dmi_connector.layout import TOKEN_ARRAYS
+from dmi_connector.store.format.remote_path import Given, Place, place_of
+from dmi_connector.store.format.schema import SAMPLES_PER_SHARD
+from dmi_connector.store.read.arrays.stored_reduction import StoredReduction
+from dmi_connector.store.read.hook_names import HookTable, Source
+from dmi_connector.store.read.partial import PartialStore
+from dmi_connector.store.read.reader import WAIT_S, StoreReader
+from dmi_connector.store.read.waiting import Watch, wait_for
+
+_PAUSE_S = 0.1
+"""Seconds between two looks at the journals."""
+Rows = dict[str, np.ndarray]
+Reader = TypeVar("Reader", bound=StoreReader)
+
+
+def follow_capture(
+    path: Given, timeout: float | None, open_finished: Callable[[Path], Reader]
+) -> FollowedCapture[Reader]:
+    """Open a capture that may still be written; see `open_capture`. open_finished: opens the store once it is there."""
+    final = place_of(path)
+    if not isinstance(final, Path):
+        raise ValueError(f"follow=True: {final} is a URL; only stores on this machine can be followed")
+    begun = _Begun(final)
+    wait_for(final, WAIT_S if timeout is None else timeout, begun)
+    return FollowedCapture(final, begun.partial, open_finished)
+
+
+class _Begun:
+    """Whether a capture has finished, or begun to be written."""
+
+    def __init__(self, final: Path) -> None:
+        self._final, self.partial = final, PartialStore(final)
+
+    def __call__(self, _final: Place) -> bool:
+        try:
+            self.partial.refresh()
+        except FileNotFoundError:
+            return self._final.exists()
+        return self.partial.attrs() is not None
+
+
+class FollowedCapture(Generic[Reader]):
+    """One capture that may still be written. Made by `open_capture(path, follow=True)`.
+
+    attrs: the root attributes known so far, `hooks` among them. hooks: names that can be read. layers: hook -> layer
+    numbers. prompt_len: tokens of the prompt. complete: None until the capture has ended, then whether rows are
+    missing; reason, missing: why, and which [start, stop) rows. finished: the `Capture` of the finished store, then.
+    """
+
+    def __init__(self, path: Path, partial: PartialStore, open_finished: Callable[[Path], Reader]) -> None:
+        self.path, self._partial, self._open_finished = path, partial, open_finished
+        self._watch = Watch(path)
+        self.finished: Reader | None = None
+        self.attrs: dict[str, Any] = partial.attrs() or self._end().attrs
+        table = HookTable.of(self.attrs)
+        self.hooks: list[str] = table.names
+        self.layers: dict[str, list[int]] = {name: table.layers(name) for name in table.names}
+        self.prompt_len: int = self.attrs["prompt_len"]
+
+    @property
+    def complete(self) -> bool | None:
+        """Whether the finished store has all rows; None while the capture is followed."""
+        return None if self.finished is None else self.finished.complete
+
+    @property
+    def reason(self) -> str | None:
+        """Why rows are missing, None while the capture is followed and for a complete one."""
+        return None if self.finished is None else self.finished.reason
+
+    @property
+    def missing(self) -> list[list[int]]:
+        """[start, stop) rows that the finished store lacks; [] while the capture is followed."""
+        return [] if self.finished is None else self.finished.missing
+
+    @overload
+    def follow(self, names: str, pause: Callable[[], None] = ...) -> Iterator[tuple[int, np.ndarray]]: ...
+
+    @overload
+    def follow(
+        self, names: list[str] | tuple[str, ...], pause: Callable[[], None] = ...
+    ) -> Iterator[tuple[int, dict[str, np.ndarray]]]: ...
+
+    def follow(
+        self, names: str | list[str] | tuple[str, ...], pause: Callable[[], None] = lambda: time.sleep(_PAUSE_S)
+    ) -> Iterator[tuple[int, Any]]:
+        """Pairs (first row, rows) in the order of the rows, as they are written; ends when the capture has ended.
+
+        names: "resid_pre@20", a name that `Capture[...]` takes, or "token_ids", "positions", "phase". Rows are those
+        of `Capture.numpy`: float32 [n, width], of a hook without its layer [layers, n, width]. Of several names rows
+        are a dict. A writer writes `chunk_tokens` rows at a time; "logits" follows 8 samples late, and alone.
+
+        Rows that a writer lost are left out: what is behind them comes when the capture has ended. pause: called
+        before each further look.
+
+        Raises KeyError for an unknown hook, CaptureFailed for a capture that failed, was aborted or removed, ValueError
+        for damaged rows.
+        """
+        wanted = [names] if isinstance(names, str) else list(names)
+        plan = {name: self._source(name) for name in wanted}
+        if not plan:
+            raise ValueError("follow([]) names no hook; give names of hooks")
+        if len(plan) > 1 and any(of.sampled for of in plan.values()):
+            raise ValueError("logits have a row for each sampled token; follow them alone")
+        one = isinstance(names, str)
+        return ((first, rows[wanted[0]] if one else rows) for first, rows in self._follow(plan, pause))
+
+    def _source(self, name: str) -> _Named:
+        """Where a name lies. Raises KeyError, and ValueError for one that means values that were not stored."""
+        if name in TOKEN_ARRAYS:
+            return _Named(name)
+        hook, layer = hook_and_layer(name, self.attrs)
+        sources = HookTable.of(self.attrs).chosen(hook, layer)
+        if hook != name.partition("@")[0]:  # a name of TransformerLens means the values before reduction
+            for array in {source.array for source in sources}:
+                reduced = StoredReduction.of(self.attrs["hooks"][array])
+                check_keeps(hook, reduced.reduction if reduced is not None else None)
+        return _Named(hook, layer, sources)
+
+    def _follow(self, plan: Mapping[str, _Named], pause: Callable[[], None]) -> Iterator[tuple[int, Rows]]:
+        at = 0
+        while self.finished is None:
+            found = self._written(plan, at)
+            if found is not None:
+                count, rows = found
+                yield at, rows
+                at += count
+            elif not self._has_ended():
+                pause()
+        yield from self._rest(self.finished, plan, at)
+
+    def _written(self, plan: Mapping[str, _Named], at: int) -> tuple[int, Rows] | None:
+        """(number of rows, the rows) from row `at` on; None where a writer has yet to write them, or has ended."""
+        try:
+            self._partial.refresh()
+            hooks = {name: self._partial.rows(of.sources, at) for name, of in plan.items() if of.sources}
+            ids = self._partial.token_ids(at) if len(hooks) < len(plan) else None
+        except FileNotFoundError:
+            return None
+        if any(rows is None for rows in hooks.values()) or (ids is None and len(hooks) < len(plan)):
+            return None
+        count = len(ids) if ids is not None else next(iter(hooks.values())).shape[1]  # type: ignore[union-attr]
+        positions = np.arange(at, at + count, dtype=np.int32) + np.int32(self.attrs["start"])
+        tokens = {"token_ids": ids, "positions": positions, "phase": (positions >= self.prompt_len).astype(np.uint8)}
+        return count, {n: of.shaped(hooks[n]) if n in hooks else tokens[n] for n, of in plan.items()}  # type: ignore
+
+    def _has_ended(self) -> bool:
+        """Whether the capture has ended, which opens the store. Raises CaptureFailed where no store comes."""
+        if not self.path.exists():
+            self._watch.check()
+            return False
+        self._end()
+        return True
+
+    def _end(self) -> Reader:
+        self.finished = self._open_finished(self.path)
+        self.attrs = self.finished.attrs
+        return self.finished
+
+    def _rest(self, cap: Reader, plan: Mapping[str, _Named], at: int) -> Iterator[tuple[int, Rows]]:
+        """The rows of the finished store from `at` on that are not missing."""
+        if any(of.sampled for of in plan.values()):
+            runs = _held(cap.logits_positions)
+        else:
+            runs = cap.runs(int(cap.attrs["chunk_tokens"]))
+        for run in runs:
+            if run.stop > at:
+                first = max(run.start, at)
+                tokens = slice(first, run.stop)
+                yield first, {name: of.read(cap, tokens) for name, of in plan.items()}
+
+    def close(self) -> None:
+        """Let the finished store be removed."""
+        if self.finished is not None:
+            self.finished.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a hook of this name is there."""
+        return isinstance(name, str) and name in self.hooks
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.hooks)
+
+    def __repr__(self) -> str:
+        state = {None: "is written", True: "complete", False: f"incomplete: {self.reason}"}[self.complete]
+        return f"{type(self).__name__}({str(self.path)!r}, {len(self.hooks)} hooks, {state})"
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A hook, or a token array: without sources."""
+
+    name: str
+    layer: int | None = None
+    sources: Sequence[Source] = ()
+
+    @property
+    def sampled(self) -> bool:
+        return any(source.array in HOOKS and HOOKS[source.array].scope == "sampled" for source in self.sources)
+
+    def shaped(self, rows: np.ndarray) -> np.ndarray:
+        """Rows [sources, n, width] in the shape of `Capture.numpy`."""
+        return rows if self.layer is None and self.sources[0].layer is not None else rows[0]
+
+    def read(self, cap: StoreReader, tokens: slice) -> np.ndarray:
+        """Rows of the finished store."""
+        if self.sources:
+            return cap.numpy(self.name, self.layer, tokens)
+        found: np.ndarray = getattr(cap, self.name)[tokens]
+        return found
+
+
+def _held(positions: np.ndarray) -> Iterator[slice]:
+    """Slices of samples that are not lost. positions: as `Capture.logits_positions`."""
+    for at in range(0, len(positions), SAMPLES_PER_SHARD):
+        held = np.flatnonzero(positions[at : at + SAMPLES_PER_SHARD] >= 0) + at
+        for run in np.split(held, np.flatnonzero(np.diff(held) > 1) + 1):
+            if len(run):
+                yield slice(int(run[0]), int(run[-1]) + 1)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads journals: which chunks of a store that has not ended are in its files (docs/FORMAT.md, section 10)."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.layout import ArraySpec
+from dmi_connector.store.format.checksum import crc32c
+
+JOURNAL_PREFIX = ".journal-"
+HEADER, CHUNK, ROWS, CLOSE = b"H", b"C", b"R", b"E"
+"""Kinds of records. Headers and closes are JSON."""
+FRAME = struct.Struct("<II")  # length and crc32c of the record that follows; a length of 0 ends the journal
+CHUNK_HEAD = struct.Struct("<cQI")  # kind, first row, rows
+ROWS_HEAD = struct.Struct("<cIQI")  # kind, number of the array in the header, first sample, samples
+Places = np.ndarray
+"""uint64 [n, 2]: offset and length of n inner chunks of one shard file."""
+_NOT_ATTRIBUTES = ("rank", "ranks", "arrays", "attrs")
+"""Facts of a capture (`about`) that are not root attributes."""
+
+
+def is_journal(name: str) -> bool:
+    """Whether a file of a partial directory is a journal."""
+    return name.startswith(JOURNAL_PREFIX)
+
+
+@dataclass
+class JournalArray:
+    """What journals know of one array as its rank wrote it.
+
+    places: by first row (for a per-sample array: by sample), where the chunk lies, one place a layer. counts: its rows.
+    positions: token positions of samples.
+    """
+
+    spec: ArraySpec
+    places: dict[int, Places] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+    positions: dict[int, int] = field(default_factory=dict)
+
+    def add(self, other: JournalArray) -> None:
+        """Take over what another journal knows of the same array: its writer had other segments."""
+        self.places |= other.places
+        self.counts |= other.counts
+        self.positions |= other.positions
+
+
+@dataclass
+class JournalContent:
+    """One journal, read back.
+
+    length, samples: of a closed capture, else None and {}. torn: bytes at the end that are no whole record.
+    """
+
+    arrays: list[JournalArray]
+    chunk_tokens: int
+    segment_tokens: int
+    codec: str
+    about: dict[str, Any] | None
+    token_ids: dict[int, np.ndarray] = field(default_factory=dict)
+    length: int | None = None
+    samples: dict[str, int] = field(default_factory=dict)
+    torn: int = 0
+
+
+class JournalTail:
+    """Follows one journal: each `read` adds the records that were appended since the one before.
+
+    content: what is known; None until its header was written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+        self.content: JournalContent | None = None
+
+    def read(self) -> None:
+        """Read up to the first record that is torn, damaged or not written yet. Raises FileNotFoundError where the
+        journal is gone: its store has ended. Raises ValueError for a first record that is no header.
+        """
+        with open(self._path, "rb") as file:
+            file.seek(self._at)
+            data = file.read()
+        at = 0
+        while at + FRAME.size <= len(data):
+            size, crc = FRAME.unpack_from(data, at)
+            record = data[at + FRAME.size : at + FRAME.size + size]
+            if not size or len(record) < size or crc32c(record) != crc:
+                break
+            self._add(record)
+            at += FRAME.size + size
+        self._at += at
+        if self.content is not None:
+            self.content.torn = len(data) - at
+
+    def _add(self, record: bytes) -> None:
+        if self.content is not None:
+            _read_record(self.content, record)
+            return
+        if record[:1] != HEADER:
+            raise ValueError("it has no sound header")
+        header = json.loads(record[1:])
+        arrays = [JournalArray(ArraySpec(**spec)) for spec in header.pop("arrays")]
+        self.content = JournalContent(arrays, **header)
+
+
+def read_journal(path: Path) -> JournalContent:
+    """Read a journal up to its first record that is torn or damaged. Raises ValueError without a sound header."""
+    tail = JournalTail(path)
+    tail.read()
+    if tail.content is None:
+        raise ValueError("it has no sound header")
+    return tail.content
+
+
+def known_attrs(about: Mapping[str, Any]) -> dict[str, Any]:
+    """The root attributes of a capture that were known when it began. about: of one of its journals."""
+    known = {key: value for key, value in about.items() if key not in _NOT_ATTRIBUTES}
+    return {"start": 0, "tp": about.get("ranks", 1), **about.get("attrs", {}), **known}
+
+
+def holds_rows(partial: Path) -> bool:
+    """Whether any journal of a partial directory knows of a chunk or a sample. Raises OSError."""
+    for name in filter(is_journal, os.listdir(partial)):
+        try:
+            log = read_journal(partial / name)
+        except ValueError:
+            continue  # not even its header was written
+        if any(array.counts for array in log.arrays):
+            return True
+    return False
+
+
+def _read_record(log: JournalContent, record: bytes) -> None:
+    kind = record[:1]
+    if kind == CLOSE:
+        end = json.loads(record[1:])
+        log.length, log.samples = end["length"], end["samples"]
+    elif kind == CHUNK:
+        _, first, count = CHUNK_HEAD.unpack_from(record)
+        at = CHUNK_HEAD.size
+        for array in log.arrays:
+            if not array.spec.per_sample:
+                array.places[first] = np.frombuffer(record, "<u8", 2 * array.spec.local_layers, at).reshape(-1, 2)
+                array.counts[first] = count
+                at += 16 * array.spec.local_layers
+        if at < len(record):
+            log.token_ids[first] = np.frombuffer(record, "<i4", count, at)
+    elif kind == ROWS:
+        _, number, first, count = ROWS_HEAD.unpack_from(record)
+        array = log.arrays[number]
+        positions = np.frombuffer(record, "<i4", count, ROWS_HEAD.size)
+        places = np.frombuffer(record, "<u8", 2 * count, ROWS_HEAD.size + 4 * count).reshape(count, 1, 2)
+        for i in range(count):
+            array.places[first + i], array.positions[first + i] = places[i], int(positions[i])
+            array.counts[first + i] = 1

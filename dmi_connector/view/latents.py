@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latents of a sparse autoencoder: the strongest of a token, one latent in a window, and its strongest contexts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.analysis.sparse_encoder import SparseEncoder
+from dmi_connector.captures.capture import Capture
+from dmi_connector.captures.names import holds, hook_and_layer
+from dmi_connector.captures.own_values import check_own_values
+
+LATENTS = "latents"
+"""Listed among the hooks of a store: the values at a token are those of one latent."""
+_ROWS = 256
+"""Rows that are encoded at a time."""
+_SECONDS = 2.0
+"""Time after which no further store is read for contexts."""
+_BEFORE, _BEHIND = 8, 4
+"""Tokens of a context."""
+_BINS = 24
+
+
+@dataclass(frozen=True)
+class Latents:
+    """An autoencoder, and the hook and layer whose rows it encodes, as in "resid_pre@12"."""
+
+    encoder: SparseEncoder
+    hook: str
+
+    @classmethod
+    def load(cls, path: Path, hook: str | None) -> Latents:
+        """hook: None for the one that `cfg.json` names. Raises ValueError where it names none, and as SparseEncoder."""
+        encoder = SparseEncoder.load(path)
+        config = (path if path.is_dir() else path.parent) / "cfg.json"
+        facts = json.loads(config.read_bytes())
+        named = hook or facts.get("hook_name") or (facts.get("metadata") or {}).get("hook_name")
+        if not named:
+            raise ValueError(f"--sae {path}: its cfg.json names no hook; give --sae-hook, such as resid_pre@12")
+        return cls(encoder, named)
+
+    def lacking(self, capture: Capture) -> str | None:
+        """Why a store has no latents, None where it has."""
+        try:
+            if not holds(self.hook, capture.attrs):
+                return f"The autoencoder encodes {self.hook}, which the store lacks."
+            hook, layer = hook_and_layer(self.hook, capture.attrs)
+            check_own_values(capture, hook, layer)
+        except (KeyError, ValueError) as error:
+            return str(error.args[0])
+        width, needed = capture.shape(hook)[-1], len(self.encoder.weight)
+        return None if width == needed else f"The autoencoder takes rows of {needed} values; {self.hook} has {width}."
+
+    def described(self) -> dict[str, Any]:
+        """The entry of `LATENTS` among the hooks of a store, as JSON."""
+        values = [{"name": "value", "index": "latent", "signed": False}]
+        entry = {"name": LATENTS, "layers": [], "dtype": "float32", "width": self.encoder.latents, "reduce": None}
+        return {**entry, "rows": None, "statistics": values}
+
+    def strongest(self, capture: Capture, row: int, count: int) -> list[dict[str, Any]]:
+        """The active latents of one token, by falling value, as JSON: {latent, value}."""
+        values = self.encoder.encode(self._rows(capture, slice(row, row + 1)))[0]
+        order = np.argsort(-values, kind="stable")[:count]
+        return [{"latent": int(at), "value": float(values[at])} for at in order if values[at] > 0]
+
+    def window(self, capture: Capture, latent: int, rows: slice) -> np.ndarray:
+        """One latent at each token, float32 [tokens]; NaN for rows that the store lacks, or that are not finite."""
+        one, at = self._only(latent)
+        found = np.full(rows.stop - rows.start, np.nan, np.float32)
+        for run in capture.runs(_ROWS):
+            run = slice(max(run.start, rows.start), min(run.stop, rows.stop))
+            if run.start < run.stop:
+                values = self._rows(capture, run)
+                encoded = one.encode(values)[:, at]
+                encoded[~np.isfinite(values).all(-1)] = np.nan
+                found[run.start - rows.start : run.stop - rows.start] = encoded
+        return found
+
+    def contexts(self, stores: Iterable[Capture], latent: int, count: int) -> dict[str, Any]:
+        """The tokens of many stores at which a latent is strongest, and a histogram of its values, as JSON.
+
+        {found: [{store, row, value, first, ids, values}], rows, active, edges, counts, read}. Stops after two seconds.
+        """
+        until, best, values, read = time.monotonic() + _SECONDS, list[dict[str, Any]](), [], 0
+        for capture in stores:
+            with capture:
+                if self.lacking(capture) is None:
+                    mine = self.window(capture, latent, slice(0, int(capture.attrs["num_tokens"])))
+                    values.append(mine[np.isfinite(mine)])
+                    best += _contexts(capture, mine, count)
+                    best = sorted(best, key=lambda one: -one["value"])[:count]
+            read += 1
+            if time.monotonic() >= until:
+                break
+        every = np.concatenate([*values, np.zeros(0, np.float32)])
+        active = every[every > 0]
+        counts, edges = np.histogram(active, _BINS, (0, float(active.max(initial=1e-6))))
+        told = {"rows": len(every), "active": len(active), "read": read}
+        return {"found": best, **told, "edges": edges.tolist(), "counts": counts.tolist()}
+
+    def _rows(self, capture: Capture, rows: slice) -> np.ndarray:
+        hook, layer = hook_and_layer(self.hook, capture.attrs)
+        values = capture.numpy(hook, layer, rows)
+        return values[0] if values.ndim == 3 else values
+
+    def _only(self, latent: int) -> tuple[SparseEncoder, int]:
+        """(an encoder that computes a latent, its number there): of this latent alone where no other matters."""
+        full = self.encoder
+        if not 0 <= latent < full.latents:
+            raise ValueError(f"latent {latent} does not exist: the autoencoder has {full.latents}")
+        if full.k is not None:
+            return full, latent
+        at = slice(latent, latent + 1)
+        threshold = None if full.threshold is None else full.threshold[at]
+        gate = None if full.gate is None else (full.gate[0][at], full.gate[1][at])
+        weight = np.ascontiguousarray(full.weight[:, at])
+        return replace(full, weight=weight, bias=full.bias[at], threshold=threshold, gate=gate), 0
+
+
+def _contexts(capture: Capture, values: np.ndarray, count: int) -> list[dict[str, Any]]:
+    """The tokens of a store with the largest values above 0, with those around each."""
+    ids, found = capture.token_ids, []
+    for row in np.argsort(-np.nan_to_num(values), kind="stable")[:count].tolist():
+        if values[row] > 0:
+            first, stop = max(0, row - _BEFORE), min(len(values), row + _BEHIND + 1)
+            near = [float(v) if np.isfinite(v) else None for v in values[first:stop]]
+            one = {"store": capture.path.name, "row": row, "value": float(values[row]), "first": first}
+            found.append({**one, "ids": ids[first:stop].tolist(), "values": near})
+    return found

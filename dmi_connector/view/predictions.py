@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How each token was predicted by the row before it: its log-probability, and its alternatives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.analysis.attribution import logit_attribution
+from dmi_connector.analysis.lens import likeliest
+from dmi_connector.analysis.training.rows import known_tokens, present_rows
+from dmi_connector.analysis.unembedding import Unembedding, entropy_of, log_softmax
+from dmi_connector.captures.capture import Capture
+from dmi_connector.view import lens
+from dmi_connector.view.data import ranges
+
+PREDICTION = "prediction"
+"""Listed among the hooks of a store: the values at a token are those of the distribution that it came from."""
+STATISTICS = ("log-probability", "entropy")
+FINAL = "final"
+_SAMPLES = 64
+"""Rows of logits that are read at a time."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Of each token of a window. logprobs: float32 [tokens], in nats. entropy: float32 [tokens], in nats. best: int64
+    [tokens], the likeliest token, -1 where the row before has no distribution; the others are NaN there.
+    """
+
+    logprobs: np.ndarray
+    entropy: np.ndarray
+    best: np.ndarray
+
+
+def lacking(capture: Capture, model: Path | None) -> str | None:
+    """What predictions of a store need and have not, None where they have all."""
+    if "logits" in capture or (lens.lacking(capture, model) is None and "resid_final" in capture):
+        return None
+    return "Predictions need the hook logits, or resid_final and the option --model of dmi view."
+
+
+def described(capture: Capture, model: Path | None) -> list[dict[str, Any]]:
+    """The entry of `PREDICTION` among the hooks, as JSON; [] where the store has none."""
+    if lacking(capture, model) is not None:
+        return []
+    numbers = [{"name": name, "index": None, "signed": False, "flipped": name == STATISTICS[0]} for name in STATISTICS]
+    entry = {"name": PREDICTION, "layers": [], "dtype": "float32", "width": 1, "reduce": None}
+    if lens.lacking(capture, model) is None and "resid_final" in capture:
+        before = np.flatnonzero(present_rows(capture))
+    else:
+        before = capture.logits_positions[capture.logits_positions >= 0] - int(capture.attrs["start"])
+    rows = before[before < int(capture.attrs["num_tokens"]) - 1] + 1
+    return [{**entry, "rows": ranges(rows), "statistics": numbers}]
+
+
+def places(capture: Capture, model: Path | None) -> list[str]:
+    """Where the lens of all tokens reads the residual stream: layers, and "final"."""
+    if lens.lacking(capture, model) is not None:
+        return []
+    layers = capture.layers["resid_pre"] if "resid_pre" in capture else []
+    return [*map(str, layers), *([FINAL] if "resid_final" in capture else [])]
+
+
+def predicted(capture: Capture, end: Unembedding | None, place: str, window: slice) -> Predicted:
+    """How the tokens of a window were predicted, from the residual stream at a place of `places`.
+
+    "final" is the model's own prediction: from `resid_final`, and without `end` from the captured logits. Raises
+    ValueError and KeyError for what the store lacks.
+    """
+    count = window.stop - window.start
+    ids, known = capture.token_ids.astype(np.int64), known_tokens(capture)
+    logprobs, entropy = np.full((2, count), np.nan, np.float32)
+    best = np.full(count, -1, np.int64)
+    for rows, own in _distributions(capture, end, place, slice(max(window.start - 1, 0), max(window.stop - 1, 0))):
+        at, came = rows + 1 - window.start, ids[rows + 1]
+        finite = ~np.isnan(own).any(-1)
+        right = finite & known[rows + 1] & (came < own.shape[1])
+        logprobs[at[right]] = own[right, came[right]]
+        entropy[at[finite]], best[at[finite]] = entropy_of(own[finite]), own[finite].argmax(-1)
+    return Predicted(logprobs, entropy, best)
+
+
+def alternatives(capture: Capture, end: Unembedding | None, row: int, count: int) -> dict[str, Any]:
+    """What could have come in place of the token of one row: {ids, p, rank, came}.
+
+    ids, p: the `count` likeliest tokens and their probabilities. came: that of the token itself; rank: 1 for the
+    likeliest. Without any where the row before has no prediction.
+    """
+    for _, own in _distributions(capture, end, FINAL, slice(row - 1, row) if row else slice(0, 0)):
+        if np.isnan(own).any():
+            break
+        ids, shares = likeliest(own, min(count, own.shape[1]))
+        token = int(capture.token_ids[row])
+        mine = own[0, token] if known_tokens(capture)[row] and token < own.shape[1] else np.float32(np.nan)
+        rank = int((own[0] > mine).sum()) + 1 if np.isfinite(mine) else None
+        came = float(np.exp(mine)) if np.isfinite(mine) else None
+        return {"ids": ids[0].tolist(), "p": shares[0].tolist(), "rank": rank, "came": came}
+    return {"ids": [], "p": [], "rank": None, "came": None}
+
+
+def _distributions(
+    capture: Capture, end: Unembedding | None, place: str, rows: slice
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(rows of the store, log-probabilities of the token behind each [rows, vocabulary]) in blocks."""
+    wanted = np.arange(rows.start, rows.stop)
+    wanted = wanted[present_rows(capture)[wanted]]
+    if end is not None and not (place == FINAL and "resid_final" not in capture):
+        hook, layer = ("resid_final", None) if place == FINAL else ("resid_pre", int(place))
+        for first in range(0, len(wanted), end.block):
+            some = wanted[first : first + end.block]
+            yield some, log_softmax(end.logits(capture.numpy(hook, layer, some)))
+        return
+    if place != FINAL:
+        raise ValueError("the lens needs the option --model of dmi view")
+    sampled = capture.logits_positions - int(capture.attrs["start"])
+    samples = np.flatnonzero(np.isin(sampled, wanted))
+    for first in range(0, len(samples), _SAMPLES):
+        some = samples[first : first + _SAMPLES]
+        yield sampled[some].astype(np.int64), log_softmax(capture.numpy("logits", tokens=some))
+
+
+def attribution_lacks(capture: Capture, model: Path | None) -> str | None:
+    """What direct logit attribution needs and the store has not, None where it has all."""
+    layers = range(int(capture.attrs.get("num_layers") or 0))
+    needs = [("resid_pre", 0), *((hook, layer) for hook in ("attn_out", "mlp_out") for layer in layers)]
+    whole = layers and "resid_final" in capture and all(f"{hook}@{layer}" in capture for hook, layer in needs)
+    if not whole:
+        return "Capture the hooks resid_pre@0, attn_out and mlp_out of all layers, and resid_final."
+    return lens.lacking(capture, model)
+
+
+def attribution(capture: Capture, end: Unembedding, row: int) -> dict[str, Any]:
+    """Direct logit attribution of the token that came behind one row, as JSON: {parts, values, logit, target}.
+
+    For the last row: of the likeliest token. Raises ValueError where the store lacks the token behind the row.
+    """
+    ids = capture.token_ids
+    last = row + 1 >= len(ids)
+    one = slice(row, row + 1)
+    target = int(end.logits(capture.numpy("resid_final", tokens=one)).argmax()) if last else int(ids[row + 1])
+    if not last and not known_tokens(capture)[row + 1]:
+        raise ValueError(f"the store lacks the token behind row {row}")
+    shares, parts = logit_attribution(capture, end, target, rows=one)
+    values = [float(v) if np.isfinite(v) else None for v in shares[:, 0]]
+    logit = float(shares.sum())
+    return {"parts": parts, "values": values, "logit": logit if np.isfinite(logit) else None, "target": target}

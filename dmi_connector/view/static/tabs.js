@@ -1,0 +1,31 @@
+// The panels below the heat map: one of them is shown.
+
+const NAMES = ["attention", "lens", "attribution", "experts", "latents"];
+
+export class Tabs {
+  /** shown(name): another panel is shown. */
+  constructor(shown) {
+    this.shown = shown;
+    this.name = NAMES[0];
+    for (const name of NAMES) this.tab(name).addEventListener("click", () => this.choose(name));
+    this.draw();
+  }
+
+  tab(name) { return document.getElementById(`tab-${name}`); }
+
+  number(at) { this.choose(NAMES[at]); }
+
+  /** A name that is no panel's is the first. */
+  choose(name) {
+    this.name = NAMES.includes(name) ? name : NAMES[0];
+    this.draw();
+    this.shown(this.name);
+  }
+
+  draw() {
+    for (const name of NAMES) {
+      this.tab(name).setAttribute("aria-selected", String(name === this.name));
+      document.getElementById(`panel-${name}`).hidden = name !== this.name;
+    }
+  }
+}

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The texts of captures, for the list and its search."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from dmi_connector.analysis.texts import Texts
+from dmi_connector.captures.token_fields import store_fields
+from dmi_connector.store.read.index import CaptureInfo
+
+_TOKENS = 2048
+"""Tokens of a capture whose text is searched."""
+_SHOWN = 96
+"""Characters of the prompt in the list."""
+_SECONDS = 0.4
+"""Time after which a search leaves further texts to the next one."""
+
+
+class TextIndex:
+    """Texts of stores, each read once. texts_of: the tokenizer of a store's model, by the name of the model."""
+
+    def __init__(self, texts_of: Callable[[str | None], Texts]) -> None:
+        self._texts_of = texts_of
+        self._lock = threading.Lock()
+        self._known: dict[tuple[str, str], tuple[str, str]] = {}
+
+    def prompt(self, info: CaptureInfo) -> str:
+        """The beginning of the prompt on one line; "" without a tokenizer, or where the store cannot be read."""
+        return self._read(info)[0]
+
+    def search(self, infos: Iterable[tuple[CaptureInfo, str]], words: list[str]) -> tuple[list[CaptureInfo], int]:
+        """(captures with all words in their text or in what else is known of them, captures not looked at yet).
+
+        infos: captures and what else is known, in lower case. A further search goes on where this one stopped.
+        """
+        until, found, left = time.monotonic() + _SECONDS, [], 0
+        for info, known in infos:
+            lacking = [word for word in words if word not in known]
+            if lacking and _key(info) not in self._known and time.monotonic() >= until:
+                left += 1
+                continue
+            if not lacking or all(word in self._read(info)[1] for word in lacking):
+                found.append(info)
+        return found, left
+
+    def _read(self, info: CaptureInfo) -> tuple[str, str]:
+        """(what the list shows, what is searched)."""
+        key = _key(info)
+        if key not in self._known:
+            read = self._decode(info)
+            with self._lock:
+                self._known[key] = read
+        return self._known[key]
+
+    def _decode(self, info: CaptureInfo) -> tuple[str, str]:
+        try:
+            ids = store_fields(info.store, ["token_ids"], complete=True)["token_ids"][:_TOKENS].tolist()
+            texts = self._texts_of(info.model)
+        except (OSError, ValueError):
+            return "", ""
+        whole = texts.whole(ids)
+        prompt = texts.whole(ids[: info.prompt_len if info.prompt_len else len(ids)][:_SHOWN])
+        return " ".join((prompt or "").split())[:_SHOWN], (whole or "").lower()
+
+
+def _key(info: CaptureInfo) -> tuple[str, str]:
+    """A store of the same name may be another one: it began at another time."""
+    return (info.store.name if isinstance(info.store, Path) else str(info.store)), info.started
