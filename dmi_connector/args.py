@@ -56,7 +56,8 @@ def capture_args(
     extra = {"hooks": selection, "store_dir": os.path.abspath(store_dir), **options}
     if owner == POOL:
         extra["owner"] = POOL
-    check_names(ServerOptions.parse(extra).hooks)
+    parsed = ServerOptions.parse(extra)
+    check_names(parsed.hooks, [name for name, _ in parsed.probes])
     transfer = {
         "kv_connector": POOL_CONNECTOR if owner == POOL else CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,

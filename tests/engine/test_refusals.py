@@ -396,7 +396,7 @@ def test_sleep_mode_is_refused_with_reductions(model: Path, tmp_path: Path, owne
     configs = [vllm_config(model, tmp_path, extra, owner=owner) for extra in ({"reduce": {"*": "int8"}}, {})]
     for config in configs:  # as an argument it needs a GPU
         config.model_config.enable_sleep_mode = True
-    with pytest.raises(ValueError, match=r"enable_sleep_mode: True .*remove --enable-sleep-mode, or the option reduce"):
+    with pytest.raises(ValueError, match=r"enable_sleep_mode: True .*--enable-sleep-mode, or the options reduce and"):
         capture_context(configs[0])
     assert capture_context(configs[1]).owner.name == owner and capture_context(configs[1]).may_sleep
 
