@@ -13,21 +13,23 @@ from dmi_connector.hooks import ALIASES, HOOKS, PROBE, Hook, ModelDims
 from dmi_connector.option_values import OptionError
 from dmi_connector.ranks import shard_of
 from dmi_connector.reduce import ReduceError, summaries
+from dmi_connector.reduce.latents import Latents
 from dmi_connector.reduce.probe import Probe
 from dmi_connector.reduce.probe_option import parse_probe
 from dmi_connector.wording import suggest
 
+AnyProbe = Probe | Latents
 _RESID_POST = "resid_post"
 
 
-def with_probes(dims: ModelDims, probes: Sequence[tuple[str, str]], tp: int) -> tuple[ModelDims, dict[str, Probe]]:
+def with_probes(dims: ModelDims, probes: Sequence[tuple[str, str]], tp: int) -> tuple[ModelDims, dict[str, AnyProbe]]:
     """(the sizes of a model with the hooks of `probes`, what computes each hook).
 
     probes: name and text of each, as in the option. tp: tensor-parallel size. Raises OptionError for a probe that this
     model cannot have.
     """
     hooks: list[Hook] = []
-    computed: dict[str, Probe] = {}
+    computed: dict[str, AnyProbe] = {}
     for name, text in probes:
         try:
             probe = parse_probe(name, text)
@@ -36,18 +38,17 @@ def with_probes(dims: ModelDims, probes: Sequence[tuple[str, str]], tp: int) -> 
             computed[PROBE + name] = probe.bind(hook.name, layers, shard.width, shard.shards)
         except ReduceError as error:
             raise OptionError(str(error)) from error
-        doc = f"scores of {hook.name}: {', '.join(probe.outputs)}"
-        hooks.append(replace(hook, name=PROBE + name, doc=doc, source=hook.name, layers=layers))
+        hooks.append(replace(hook, name=PROBE + name, doc=f"probe of {hook.name}", source=hook.name, layers=layers))
     return replace(dims, probes=tuple(hooks)), computed
 
 
-def _source(name: str, probe: Probe, dims: ModelDims) -> tuple[Hook, tuple[int, ...]]:
+def _source(name: str, probe: AnyProbe, dims: ModelDims) -> tuple[Hook, tuple[int, ...]]:
     """The hook of the model that a probe takes, and its layers there. Raises ReduceError."""
     what = f"probes: {name!r} ({probe.path}) is of {probe.source}"
     source, layers = ALIASES.get(probe.source, probe.source), probe.layers
     if source == _RESID_POST:
-        if len(layers) > 1:
-            raise ReduceError(f"{what} in several layers; make it of resid_pre, with each layer one larger")
+        if len(layers) != 1:
+            raise ReduceError(f"{what} in {len(layers)} layers; make it of resid_pre, with each layer one larger")
         source, layers = ("resid_final", (0,)) if layers[0] == dims.layers - 1 else ("resid_pre", (layers[0] + 1,))
     hook = HOOKS.get(source)
     if hook is None:
@@ -55,7 +56,9 @@ def _source(name: str, probe: Probe, dims: ModelDims) -> tuple[Hook, tuple[int, 
     if hook.dtype == "int32" or hook.scope == "sampled" or source in summaries():
         why = "which holds whole numbers" if hook.dtype == "int32" else "which has no row of values for each token"
         raise ReduceError(f"{what}, {why}; make a probe of another hook")
-    there = dims.layers_of(hook)
+    if hook.scope == "layer" and not layers:
+        raise ReduceError(f"{what}, and names no layer; give one")
+    layers, there = layers or (0,), dims.layers_of(hook)
     if lacking := [layer for layer in layers if layer not in there]:
         where = f" in layer {lacking[0]}" if hook.scope == "layer" and there else ""
         has = f"{source} is in layers {', '.join(map(str, there))}" if where else f"{dims.architecture} has no {source}"

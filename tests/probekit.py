@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from dmi_connector import Capture
 from dmi_connector.reduce.probe_file import NORM_EPS, Matrices, ProbeFacts, load, save
@@ -62,3 +64,16 @@ def check_scores(capture: Capture, probes: dict[str, Path], want: dict[str, np.n
         assert got.shape == shape and got.dtype == np.float32, (name, got.shape)
         for mine, values, layer in zip(got.reshape(-1, *shape[-2:]), exact, facts.layers or (0,), strict=True):
             np.testing.assert_allclose(mine, scores(path, values[:rows], layer), rtol=0, atol=1e-5, err_msg=name)
+
+
+def save_encoder(folder: Path, width: int, latents: int, shift: float = 0.5, **config: Any) -> Path:
+    """An autoencoder as SAELens saves it, with random weights. shift: how far below 0 its latents are without input."""
+    rng = np.random.default_rng(0)
+    sizes = {"W_enc": (width, latents), "b_dec": (width,)}
+    sizes |= {name: (latents,) for name in ("b_enc", "b_gate", "b_mag", "r_mag", "threshold")}
+    made = {name: rng.standard_normal(size, dtype=np.float32) / width**0.5 for name, size in sizes.items()}
+    made |= {name: made[name] - np.float32(shift) for name in ("b_enc", "b_gate")}
+    folder.mkdir(exist_ok=True)
+    save_file(made, folder / "sae_weights.safetensors")
+    (folder / "cfg.json").write_text(json.dumps({"architecture": "standard", **config}))
+    return folder

@@ -178,7 +178,9 @@ def _drafting(vllm_config: VllmConfig) -> Drafting | None:
 
 
 def _keep_files(options: ServerOptions, reductions: Reductions) -> None:
-    """Put copies of the PCA bases and the probes in use beside the stores."""
+    """Put copies of the PCA bases and the probes in use beside the stores. Autoencoders are large: these are not
+    copied.
+    """
     bases = {fitted.source for r in reductions.values() if (fitted := r.basis()) is not None}
     kept = [("reduce", BASES, source, load(source).sha256) for source in sorted(bases)]
     kept += [("probes", PROBES, r.path, r.sha256) for r in reductions.values() if isinstance(r, Probe)]

@@ -17,6 +17,7 @@ from dmi_connector.reduce.base import Keeps, Reduction
 from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
+from dmi_connector.reduce.latents import Latents
 from dmi_connector.reduce.pca import Pca
 from dmi_connector.reduce.probe import Probe
 from dmi_connector.reduce.projection import RandomProjection
@@ -29,7 +30,7 @@ KINDS: dict[str, type[Reduction]] = {
     c.kind: c for c in (Int8, Fp8, Round, TopK, RandomProjection, Pca, AttentionSummary)
 }
 """All reductions by name."""
-STORED: dict[str, type[Reduction]] = {Probe.kind: Probe}
+STORED: dict[str, type[Reduction]] = {c.kind: c for c in (Probe, Latents)}
 """What stores name as a reduction too, and settings do not."""
 _SPEC = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 

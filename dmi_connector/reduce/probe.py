@@ -29,13 +29,13 @@ _DEVICE: dict[tuple[str, int, Any], list[tuple[torch.Tensor, torch.Tensor]]] = {
 class Probe(Reduction):
     """Decoded rows are the scores, one for each of `outputs`.
 
-    source, layers: the hook that is scored, and where; (0,) for a hook that exists once. sha256, path: hash and path of
-    the file. form, activation, output, norm: see `probe_file.ProbeFacts`. hidden: values between matrices. shards:
-    slices that the hook has.
+    source, layers: the hook that is scored, and where; no layers where the file names none, and (0,) once it is bound.
+    sha256, path: hash and path of the file. form, activation, output, norm: see `probe_file.ProbeFacts`. hidden: values
+    between matrices. shards: slices that the hook has.
     """
 
     source: str = ""
-    layers: tuple[int, ...] = (0,)
+    layers: tuple[int, ...] = ()
     outputs: tuple[str, ...] = ()
     sha256: str = ""
     form: str = "linear"
@@ -59,7 +59,7 @@ class Probe(Reduction):
         file = load(path)
         facts = file.facts
         rest = (facts.activation, facts.output, facts.norm, file.path, file.hidden)
-        return cls(facts.hook, facts.layers or (0,), facts.outputs, file.sha256, facts.kind, *rest)
+        return cls(facts.hook, facts.layers, facts.outputs, file.sha256, facts.kind, *rest)
 
     @property
     def width(self) -> int:

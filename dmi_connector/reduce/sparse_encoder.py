@@ -23,7 +23,7 @@ _LLAMA_SCOPE = "hyperparams.json"
 _KINDS = ("standard", "jumprelu", "topk", "gated", "batchtopk", "matryoshka_batchtopk")
 _NORMS = ("constant_norm_rescale", "layer_norm")
 """How rows are normalised before they are encoded."""
-_LAYER_NORM_EPS = 1e-5
+LAYER_NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class SparseEncoder:
             return np.asarray(rows * (rows.shape[1] ** 0.5 / np.linalg.norm(rows, axis=1, keepdims=True)))
         if self.norm == "layer_norm":
             centred = rows - rows.mean(1, keepdims=True)
-            return np.asarray(centred / (centred.std(1, ddof=1, keepdims=True) + _LAYER_NORM_EPS))
+            return np.asarray(centred / (centred.std(1, ddof=1, keepdims=True) + LAYER_NORM_EPS))
         return rows
 
 
@@ -164,6 +164,15 @@ def _of_llama_scope(file: Path, settings: Path) -> SparseEncoder:
         threshold = np.full(weight.shape[1], facts["jump_relu_threshold"], np.float32)
     k = facts["top_k"] if activation == "topk" else None
     return SparseEncoder(weight * scale, bias, shift / scale, threshold, k)
+
+
+def settings_of(given: str | os.PathLike[str]) -> dict[str, Any]:
+    """The settings beside an encoder's weights; {} without any. Raises ValueError."""
+    file = weights_file(given)
+    for name in (_LLAMA_SCOPE, "cfg.json"):
+        if file.suffix != ".npz" and (found := _settings(file, name)) is not None:
+            return _facts(found)
+    return {}
 
 
 def _settings(file: Path, name: str) -> Path | None:

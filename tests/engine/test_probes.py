@@ -14,13 +14,15 @@ import pytest
 
 from dmi_connector import capture_args, open_capture
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
+from dmi_connector.analysis.sparse_encoder import SparseEncoder
 from dmi_connector.reduce.probe_file import load
 from dmi_connector.store.read.verify import verify_store
 from tests.engine.check import reference
 from tests.engine.drafts import NGRAM
 from tests.engine.harness import SMALL, Ask, Run, engine, generate, prompt, watch_scheduler
-from tests.probekit import check_scores, save_probe
+from tests.probekit import check_scores, save_encoder, save_probe
 
+K = 20
 ALL = {"include_output_tokens": True}
 # Six blocks of 128 for four requests, of which each ends in its second or third: some are preempted.
 CROWD = {f"crowd{n}": Ask(prompt(n), sampling={"max_tokens": 80}) for n in (90, 100, 110, 200)}
@@ -46,16 +48,22 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_encoder(tmp_path_factory.mktemp("sae") / "sae", 64, 300, architecture="jumprelu")
+
+
 @pytest.fixture(scope="module", params=CASES)
 def run(
     request: pytest.FixtureRequest,
     tiny_model: Callable[..., Path],
     probes: dict[str, Path],
+    encoder: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Run:
     run = Run(tmp_path_factory.mktemp("probes"))
     owner, more = CASES[request.param]
-    given = {name: str(path) for name, path in probes.items()}
+    given = {name: str(path) for name, path in probes.items()} | {"sae": f"{encoder}, hook=resid_post, layer=1, k={K}"}
     args: dict[str, Any] = capture_args("probe.*", run.store_dir, owner, probes=given, **SMALL) | more
     with engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:
         watch_scheduler(llm, run)
@@ -73,8 +81,28 @@ def test_scores_are_those_of_the_rows_of_transformers(
 ) -> None:
     for name in (*ASKS, *CROWD, "again"):
         capture = open_capture(run.store(name), timeout=300)
-        assert verify_store(run.store(name)) == [] and set(capture.attrs["hooks"]) == {f"probe.{p}" for p in probes}
+        assert verify_store(run.store(name)) == []
+        assert set(capture.attrs["hooks"]) == {f"probe.{probe}" for probe in (*probes, "sae")}
         check_scores(capture, probes, reference(oracle("qwen3"), tuple(run.tokens(name))))
+
+
+def test_latents_are_the_largest_of_the_rows_of_transformers(
+    run: Run, oracle: Callable[..., Oracle], encoder: Path
+) -> None:
+    for name in (*ASKS, *CROWD, "again"):
+        capture = open_capture(run.store(name), timeout=300)
+        rows = reference(oracle("qwen3"), tuple(run.tokens(name)))["resid_pre"][2, : len(capture.token_ids)]
+        want = SparseEncoder.load(encoder).encode(rows)
+        ids, values = capture.latents("probe.sae")
+        largest = -np.sort(-want, 1)
+        # A latent at its threshold is active in one of two programs and not in the other.
+        same = np.isclose(values, largest[:, :K], rtol=0, atol=1e-5).all(1)
+        assert same.mean() > 0.98, name
+        there = same[:, None] & (ids >= 0)
+        np.testing.assert_allclose(
+            np.take_along_axis(want, np.maximum(ids, 0), 1)[there], values[there], rtol=0, atol=1e-5
+        )
+        assert ((values > 0) == (ids >= 0)).all() and (ids >= 0).any(1).mean() > 0.5
 
 
 def test_tokens_are_the_best_ones_of_transformers(run: Run, oracle: Callable[..., Oracle]) -> None:

@@ -126,8 +126,8 @@ def test_capture_args_refuse_what_the_engine_would(files: dict[str, Path], tmp_p
     for bad, message in (
         ({"risk": 3}, r"give \{name: file\}"),
         ({"a.b": str(files["risk"])}, "the name 'a.b' is not valid"),
-        ({"risk": f"{files['risk']}, k=3"}, "'k' in .* is unknown"),
-        ({"risk": f"{files['risk']}, fast"}, r"\['fast'\] in .* is unknown"),
+        ({"risk": f"{files['risk']}, k=3"}, "'k=3' in .* is not valid; this file may be followed by sha256="),
+        ({"risk": f"{files['risk']}, fast"}, "'fast' in .* is not valid"),
         ({"risk": f"{files['risk']}, sha256={'0' * 64}"}, "has the SHA-256 .*, not 0000"),
         ({"risk": "nowhere"}, "nowhere cannot be read"),
     ):
@@ -198,8 +198,9 @@ def test_two_ranks_write_slices_of_what_is_sliced_and_one_rank_the_rest(files: d
         ("pattern", (1,), 4, "pattern, which has no row of values for each token"),
         ("resid_pre", (7,), 32, r"which does not exist in layer 7: resid_pre is in layers 0, 1, 2, 3"),
         ("kv_c", (1,), 32, "which does not exist: Qwen3ForCausalLM has no kv_c"),
+        ("resid_pre", (), 32, "resid_pre, and names no layer; give one"),
         ("resid_pre", (1,), 64, "resid_pre with 64 values, but here it has 32; give a probe of this model"),
-        ("resid_post", (1, 2), 32, "resid_post in several layers; make it of resid_pre"),
+        ("resid_post", (1, 2), 32, "resid_post in 2 layers; make it of resid_pre"),
     ],
 )
 def test_a_probe_of_another_model_is_refused(

@@ -63,6 +63,8 @@ def test_scores_have_the_shape_of_the_probe(stores: Path, tmp_path: Path) -> Non
     assert view.shape == (2 * ROWS, 2)
     np.testing.assert_array_equal(view[:ROWS], want["probe.risk"][0])
     assert cap.xarray().sizes["probe.risk_width"] == 2
+    with pytest.raises(ValueError, match=r"hook 'probe\.risk' holds no latents of an autoencoder"):
+        cap.latents("probe.risk")
     with pytest.raises(ValueError, match=r"'probe\.risk' was stored as probe, which this cannot be worked out from"):
         cap.tally("probe.risk")
 
