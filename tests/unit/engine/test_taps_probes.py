@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dmi_connector.engine.kernels.reduce import reduce_layers_torch, reduce_layers_triton
 from dmi_connector.engine.kernels.row_writer import RowWriter
 from dmi_connector.engine.taps import deferred, op
 from dmi_connector.engine.taps.deferred import DeferredReductions
@@ -13,6 +14,7 @@ from dmi_connector.layout import RowField
 from dmi_connector.reduce import Reduction
 from dmi_connector.reduce.latents import Latents
 from dmi_connector.reduce.probe import Probe
+from tests import kernelkit as kit
 from tests.probekit import save_encoder, save_probe
 
 CPU = torch.device("cpu")
@@ -57,6 +59,31 @@ def test_probes_at_the_end_of_a_step_equal_those_at_once(fields: list[RowField],
         RowWriter(*one)(want, slots, values)
     buffered.reduce(mine, slots, tokens)
     assert torch.equal(mine, want) and (mine[slots] != 7).any()
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_kernels_write_what_torch_does(fields: list[RowField], number: int) -> None:
+    """Of several layers at the end of a step, and of one at once."""
+    probe, layer, tokens = fields[number].reduction, fields[number].layer, 5
+    assert probe is not None
+    probe.prepare(WIDTH, kit.DEVICE, layer, 0)
+    torch.manual_seed(number)
+    values = torch.randn(tokens, 2, WIDTH, device=kit.DEVICE).to(torch.bfloat16)
+    step = -(-probe.stored_width(WIDTH, "bfloat16") * 4 // 16) * 16
+    offsets = torch.tensor([64 + step, 64], device=kit.DEVICE)
+    slots = kit.random_slots(tokens)
+    slots[2] = -1
+    twin, rows = kit.untouched(kit.ROWS, 64 + 2 * step), kit.untouched(kit.ROWS, 64 + 2 * step)
+    reduce_layers_torch(twin, slots, values, offsets, probe, (layer, layer))
+    reduce_layers_triton(rows, slots, values, offsets, probe, (layer, layer))
+    twin[0] = kit.UNTOUCHED
+    assert torch.equal(rows, twin) and (rows[slots[0]] != kit.UNTOUCHED).any()
+    writer = RowWriter([WIDTH], torch.bfloat16, [64], [probe], layer)
+    for write, out in ((writer.in_torch, twin), (writer.in_triton, rows)):
+        out.fill_(kit.UNTOUCHED)
+        write(out, slots, [values[:, 0].contiguous()])
+    twin[0] = kit.UNTOUCHED
+    assert torch.equal(rows, twin)
 
 
 def test_a_large_encoder_takes_few_tokens_at_a_time(fields: list[RowField], monkeypatch: pytest.MonkeyPatch) -> None:
