@@ -193,8 +193,8 @@ class Latents(Reduction):
 
     def statistics(self) -> tuple[Statistic, ...]:
         return (
-            Statistic("latent of", lambda rows, index: rows[:, index], "latent"),
-            Statistic("active-latents", lambda rows, _index: (rows > 0).sum(1)),
+            Statistic("value of", lambda rows, index: rows[:, index], "latent"),
+            Statistic("active latents", lambda rows, _index: (rows > 0).sum(1)),
         )
 
 

@@ -123,3 +123,11 @@ def test_what_is_no_encoder_is_refused(tmp_path: Path) -> None:
     (folder / "cfg.json").unlink()
     with pytest.raises(OptionError, match=r"neither .*cfg\.json is not there"):
         parsed(folder, "hook=q", "layer=1")
+
+
+def test_pictures_show_a_latent_or_how_many_are_active() -> None:
+    rows = np.array([[0, 2, 0, 1], [0, 0, 0, 0.5]], np.float32)
+    value, active = Latents(latents=4, k=2).statistics()
+    assert (value.words(3), active.words(0)) == ("value of latent 3", "active latents")
+    np.testing.assert_array_equal(value.of(rows, 3), [1, 0.5])
+    np.testing.assert_array_equal(active.of(rows, 0), [2, 1])
