@@ -54,9 +54,12 @@ def capture_args(
         raise OptionError(f"owner: {owner!r} is unknown; choose one of {', '.join(OWNERS)}")
     selection = hooks if isinstance(hooks, str) else list(hooks)
     extra = {"hooks": selection, "store_dir": os.path.abspath(store_dir), **options}
+    if isinstance(given := options.get("probes"), dict):
+        extra["probes"] = {n: os.fspath(file) if isinstance(file, os.PathLike) else file for n, file in given.items()}
     if owner == POOL:
         extra["owner"] = POOL
-    check_names(ServerOptions.parse(extra).hooks)
+    parsed = ServerOptions.parse(extra)
+    check_names(parsed.hooks, [name for name, _ in parsed.probes])
     transfer = {
         "kv_connector": POOL_CONNECTOR if owner == POOL else CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,

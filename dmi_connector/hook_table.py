@@ -15,7 +15,9 @@ class Hook:
     dtype: "model" (the model's own) or a fixed one. only: who has it: layers that are "dense" or "moe" (mixtures of
     experts), models with one of FEATURES, models with "mrope" (positions on several axes), or layers with a "mixer"
     (hybrid models); None for all. unless: models with this one of FEATURES lack it. block: what a layer must have, one
-    of BLOCKS; "" for any layer.
+    of BLOCKS; "" for any layer. source: of a probe, the hook that it is computed from, whose width, scope, sharding and
+    dtype it has here; "" for a tensor of the model. layers: of a probe, those of its source; (0,) where that exists
+    once.
     """
 
     name: str
@@ -27,6 +29,13 @@ class Hook:
     only: str | None = None
     unless: str = ""
     block: str = ""
+    source: str = ""
+    layers: tuple[int, ...] = ()
+
+    @property
+    def layered(self) -> bool:
+        """Whether stores have an entry for each of its layers. A probe of one layer exists once."""
+        return self.scope == "layer" and len(self.layers) != 1
 
 
 BLOCKS = {
@@ -53,9 +62,14 @@ INSTEAD = {"latent": "whose attention has kv_c and k_pe in the place of keys and
 """What a refusal says of a model that lacks a hook because it has one of FEATURES."""
 
 
-def _of_attention(name: str, width: str, sharded: bool, doc: str, dtype: str = "model", **more: str) -> Hook:
-    return Hook(name, width, "layer", sharded, doc, dtype, block="attention", **more)
+def _of_attention(
+    name: str, width: str, sharded: bool, doc: str, dtype: str = "model", only: str | None = None, unless: str = ""
+) -> Hook:
+    return Hook(name, width, "layer", sharded, doc, dtype, only, unless, block="attention")
 
+
+PROBE = "probe."
+"""How the names of probes begin, which are hooks of one engine: `ModelDims.hooks` has them."""
 
 HOOKS: dict[str, Hook] = {
     h.name: h

@@ -11,8 +11,20 @@ import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from dmi_connector.hook_table import ALIASES, ALWAYS, BLOCKS, FEATURES, HOOKS, INSTEAD, PRESETS, USUAL, Hook
+from dmi_connector.hook_table import (
+    ALIASES,
+    ALWAYS,
+    BLOCKS,
+    FEATURES,
+    HOOKS,
+    INSTEAD,
+    PRESETS,
+    PROBE,
+    USUAL,
+    Hook,
+)
 from dmi_connector.wording import show, suggest
 
 __all__ = [
@@ -21,6 +33,8 @@ __all__ = [
     "FEATURES",
     "HOOKS",
     "PRESETS",
+    "PROBE",
+    "SAMPLED",
     "USUAL",
     "Hook",
     "ModelDims",
@@ -44,6 +58,8 @@ class ModelDims:
     Of hybrid models: attn_layers, mlp_layers: layers with attention, with an MLP; None: all. mixer_layers: those whose
     tokens are mixed by something else, such as Mamba or linear attention. mixer_proj, mixer_inner: widths of the
     outputs of a mixer's input projections, and of its core.
+
+    probes: hooks that this engine computes from others.
     """
 
     architecture: str
@@ -68,6 +84,12 @@ class ModelDims:
     mixer_layers: tuple[int, ...] = ()
     mixer_proj: int = 0
     mixer_inner: int = 0
+    probes: tuple[Hook, ...] = ()
+
+    @cached_property
+    def hooks(self) -> Mapping[str, Hook]:
+        """HOOKS and the probes, by name."""
+        return {**HOOKS, **{probe.name: probe for probe in self.probes}}
 
     def width(self, hook: Hook) -> int:
         """Elements of one row of `hook` for the whole model."""
@@ -90,6 +112,8 @@ class ModelDims:
 
     def layers_of(self, hook: Hook) -> tuple[int, ...]:
         """Layers where `hook` exists in this model: (0,) for hooks that exist once, () for absent ones."""
+        if hook.source:
+            return hook.layers
         if (hook.only == "mrope" and not self.rope_axes) or (self.only is not None and hook.name not in self.only):
             return ()
         if hook.scope != "layer":
@@ -124,7 +148,7 @@ def _at(name: str, layers: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Selection:
-    """Hook name -> captured layers, in the order of `HOOKS`; (0,) for hooks that exist once or per sample."""
+    """Hook name -> captured layers, in the order of `HOOKS`, then probes; (0,) for what exists once or per sample."""
 
     hooks: Mapping[str, tuple[int, ...]]
 
@@ -134,9 +158,11 @@ class Selection:
     @property
     def row_hooks(self) -> dict[str, tuple[int, ...]]:
         """The part that lives in rows: everything but the hooks of sampled positions."""
-        return {n: ls for n, ls in self.hooks.items() if HOOKS[n].scope != "sampled"}
+        return {n: ls for n, ls in self.hooks.items() if n not in SAMPLED}
 
 
+SAMPLED = frozenset(name for name, hook in HOOKS.items() if hook.scope == "sampled")
+"""Hooks with one row for each sampled position."""
 _ITEM = re.compile(r"^(?P<drop>-?)(?P<name>[A-Za-z_*?][\w.*?-]*)(?:@(?P<layers>.+))?$")
 _RANGE = re.compile(r"^(-?\d{1,9})(?:-(-?\d{1,9}))?(?::([1-9]\d{0,8}))?$", re.ASCII)
 
@@ -163,9 +189,12 @@ def _parse_layers(text: str, dims: ModelDims, item: str) -> set[int]:
     return layers
 
 
-def _names(name: str, item: str) -> tuple[tuple[str, ...], bool]:
-    """(hook names of an item, whether hooks that the model lacks are skipped, as for presets and wildcards)."""
-    if name in HOOKS or name in ALWAYS or name == "resid_post":
+def _names(name: str, item: str, hooks: Iterable[str]) -> tuple[tuple[str, ...], bool]:
+    """(hook names of an item, whether hooks that the model lacks are skipped, as for presets and wildcards).
+
+    hooks: the names of all hooks.
+    """
+    if name in hooks or name in ALWAYS or name == "resid_post":
         return (name,), False
     if name in ALIASES:
         return (ALIASES[name],), False
@@ -173,18 +202,25 @@ def _names(name: str, item: str) -> tuple[tuple[str, ...], bool]:
         return PRESETS[name], True
     if any(c in name for c in "*?"):
         found = tuple(
-            n for n in fnmatch.filter(HOOKS, name) if n != "pattern"
+            n for n in fnmatch.filter(hooks, name) if n != "pattern"
         )  # expensive: never selected by a wildcard
         if found:
             return found, True
-    known = list(dict.fromkeys((*HOOKS, *ALIASES, "resid_post", *PRESETS, *ALWAYS)))
+    if name.startswith(PROBE):
+        raise SelectionError(
+            f"hooks: {item!r} is no probe of this server; name its file in probes, as in "
+            f'{{"{name.removeprefix(PROBE)}": "FILE.safetensors"}}'
+        )
+    known = list(dict.fromkeys((*hooks, *ALIASES, "resid_post", *PRESETS, *ALWAYS)))
     raise SelectionError(f"hooks: {item!r} is unknown{suggest(name, known) or ';'} known names: {', '.join(known)}")
 
 
-def _items(spec: str | Iterable[str]) -> Iterator[tuple[str, re.Match[str], tuple[str, ...], bool]]:
+def _items(
+    spec: str | Iterable[str], hooks: Iterable[str]
+) -> Iterator[tuple[str, re.Match[str], tuple[str, ...], bool]]:
     """The items of a selection, each as (text, its parts, hook names, whether hooks that the model lacks are skipped).
 
-    Raises SelectionError.
+    hooks: the names of all hooks. Raises SelectionError.
     """
     for raw in spec.split(",") if isinstance(spec, str) else spec:
         if not isinstance(raw, str):
@@ -193,13 +229,21 @@ def _items(spec: str | Iterable[str]) -> Iterator[tuple[str, re.Match[str], tupl
         match = _ITEM.match(item)
         if match is None:
             raise SelectionError(f"hooks: cannot read {item!r}; write a hook or preset name, as in 'mlp_post@10-20'")
-        yield item, match, *_names(match["name"], item)
+        yield item, match, *_names(match["name"], item, hooks)
 
 
-def check_names(spec: str | Iterable[str]) -> None:
-    """Raise SelectionError for a selection that cannot be read, or that names what no model has. Layers may be any."""
-    for _ in _items(spec):
-        pass
+def check_names(spec: str | Iterable[str], probes: Iterable[str] = ()) -> None:
+    """Raise SelectionError for a selection that cannot be read, or that names what no model has. Layers may be any.
+
+    probes: names of probes, without PROBE. Each has to be selected.
+    """
+    own = [PROBE + name for name in probes]
+    named = {name for _, match, names, _ in _items(spec, (*HOOKS, *own)) if not match["drop"] for name in names}
+    if unused := [name for name in own if name not in named]:
+        raise SelectionError(
+            f"probes: {unused[0].removeprefix(PROBE)!r} is computed for nobody; add {unused[0]} to hooks, or leave "
+            "the probe out"
+        )
 
 
 def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection | None = None) -> Selection:
@@ -214,13 +258,13 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
     """
     chosen: dict[str, set[int]] = {}
     absent: list[tuple[str, str]] = []  # items without effect that name what the model lacks, and the names
-    for item, match, names, lenient in _items(spec):
+    for item, match, names, lenient in _items(spec, dims.hooks):
         for name in names:
             if name in ALWAYS:
                 absent += [] if _has(name, dims) or lenient or match["drop"] else [(item, name)]
                 continue
             for target, layers in _layers_for(name, match["layers"], dims, item):
-                available = set(dims.layers_of(HOOKS[target]))
+                available = set(dims.layers_of(dims.hooks[target]))
                 if not available & layers and not lenient:
                     raise _does_not_exist(item, target, dims)
                 layers = layers & available
@@ -241,7 +285,7 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
                     chosen[target] = chosen.get(target, set()) - layers
                 else:
                     chosen[target] = chosen.get(target, set()) | layers
-    hooks = {name: tuple(sorted(chosen[name])) for name in HOOKS if chosen.get(name)}
+    hooks = {name: tuple(sorted(chosen[name])) for name in dims.hooks if chosen.get(name)}
     if not hooks and absent:
         raise _does_not_exist(*absent[0], dims)
     if not hooks:
@@ -251,7 +295,7 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
             "that are taken away, as in 'vllm-full,-logits'"
         )
     always = {name: (0,) for name in ALWAYS if name in HOOKS and _has(name, dims)}
-    return Selection({name: (hooks | always)[name] for name in HOOKS if name in hooks or name in always})
+    return Selection({name: (hooks | always)[name] for name in dims.hooks if name in hooks or name in always})
 
 
 def narrow(served: Selection, hooks: Iterable[str] | None, layers: Sequence[int] | None, dims: ModelDims) -> Selection:
@@ -268,12 +312,12 @@ def narrow(served: Selection, hooks: Iterable[str] | None, layers: Sequence[int]
             raise SelectionError(
                 f"dmi.layers: {show(layer)} is outside this model; it has layers 0 to {dims.layers - 1}"
             )
-    there = {layer for name, own in chosen.hooks.items() if HOOKS[name].scope == "layer" for layer in own}
+    there = {layer for name, own in chosen.hooks.items() if dims.hooks[name].layered for layer in own}
     if lacking := [layer for layer in layers if layer % dims.layers not in there]:
         raise SelectionError(f"dmi.layers: {show(lacking)} is in none of the chosen hooks; captured: {chosen}")
     keep = {layer % dims.layers for layer in layers}
     kept = {
-        name: own if HOOKS[name].scope != "layer" else tuple(layer for layer in own if layer in keep)
+        name: own if not dims.hooks[name].layered else tuple(layer for layer in own if layer in keep)
         for name, own in chosen.hooks.items()
     }
     return Selection({name: own for name, own in kept.items() if own})
@@ -286,7 +330,7 @@ def _layers_for(name: str, text: str | None, dims: ModelDims, item: str) -> list
         inner = {layer + 1 for layer in layers if layer + 1 < dims.layers}
         found = [("resid_pre", inner)] if inner else []
         return found + ([("resid_final", {0})] if dims.layers - 1 in layers else [])
-    if HOOKS[name].scope != "layer":
+    if dims.hooks[name].scope != "layer":
         if text is not None:
             raise SelectionError(f"hooks: {item!r} gives layers, but {name} exists once; write {name!r}")
         layers = {0}
@@ -299,13 +343,13 @@ def _has(name: str, dims: ModelDims) -> bool:
 
 
 def _does_not_exist(item: str, name: str, dims: ModelDims) -> SelectionError:
-    return SelectionError(
-        f"hooks: {item!r} does not exist in {dims.architecture}{_why_absent(HOOKS[name], dims)}; remove it from the "
-        "selection"
-    )
+    why = _why_absent(dims.hooks[name], dims)
+    return SelectionError(f"hooks: {item!r} does not exist in {dims.architecture}{why}; remove it from the selection")
 
 
 def _why_absent(hook: Hook, dims: ModelDims) -> str:
+    if hook.source:
+        return f" in those layers: it is computed from {_at(hook.source, hook.layers)}"
     if dims.only is not None and hook.name not in dims.only:
         return f", of which these hooks are known: {', '.join(name for name in HOOKS if name in dims.only)}"
     if hook.only == "mrope":

@@ -61,7 +61,8 @@ _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
 class RowField:
     """One hook of one layer in a row, on one tensor-parallel rank.
 
-    dtype, width: of the hook's values, before reduction. offset: byte in the row.
+    dtype, width: of the hook's values, before reduction. offset: byte in the row. source: of a probe, the hook whose
+    values it takes.
     """
 
     hook: str
@@ -70,6 +71,12 @@ class RowField:
     width: int
     offset: int
     reduction: Reduction | None = None
+    source: str = ""
+
+    @property
+    def tapped(self) -> str:
+        """The hook of the model whose values are reduced and written here."""
+        return self.source or self.hook
 
     @property
     def stored(self) -> tuple[str, int]:
@@ -101,19 +108,31 @@ class RowLayout:
         """The field of one hook and layer; None where it is not selected, or another rank writes it."""
         return self._by_name.get((hook, layer))
 
+    def taking(self, hook: str, layer: int) -> list[RowField]:
+        """The fields that take the values of one hook and layer: its own, and those of probes."""
+        return self._by_tap.get((hook, layer), [])
+
     @cached_property
     def _by_name(self) -> dict[tuple[str, int], RowField]:
         return {(f.hook, f.layer): f for f in self.fields}
+
+    @cached_property
+    def _by_tap(self) -> dict[tuple[str, int], list[RowField]]:
+        found: dict[tuple[str, int], list[RowField]] = {}
+        for row_field in self.fields:
+            found.setdefault((row_field.tapped, row_field.layer), []).append(row_field)
+        return found
 
 
 def hook_reductions(rules: Sequence[tuple[str, str]], selection: Selection, dims: ModelDims, tp: int) -> Reductions:
     """Which hook is reduced how. Of `rules` (comma-separated patterns, reduction) the first match counts.
 
-    Wildcards skip integer hooks and logits. Raises ReduceError for a rule that names one of these, or a hook that is
-    not captured.
+    Wildcards skip integer hooks, logits and probes. Raises ReduceError for a rule that names one of these, or a hook
+    that is not captured.
     """
     found: dict[str, Reduction | None] = {}
-    able = [n for n in selection.hooks if HOOKS[n].dtype != "int32" and HOOKS[n].scope != "sampled"]
+    known = {n: dims.hooks[n] for n in selection.row_hooks}
+    able = [n for n, hook in known.items() if hook.dtype != "int32" and not hook.source]
     summarised = summaries()
     for patterns, spec in rules:
         reduction = parse(spec)
@@ -136,7 +155,7 @@ def hook_reductions(rules: Sequence[tuple[str, str]], selection: Selection, dims
                 raise ReduceError(f"reduce: {pattern!r} is not captured{near}; captured: {', '.join(selection.hooks)}")
             for hook in names:
                 if hook not in found:
-                    shard = shard_of(HOOKS[hook], dims, tp, 0)
+                    shard = shard_of(known[hook], dims, tp, 0)
                     layers = selection.hooks[hook]
                     found[hook] = reduction and reduction.bind(hook, layers, shard.width, shard.shards)
     for hook, kind in summarised.items():
@@ -155,19 +174,23 @@ def row_layouts(
     them.
     """
     order = sorted(
-        ((layer, list(HOOKS).index(name), name) for name, layers in selection.row_hooks.items() for layer in layers)
+        (
+            (layer, list(dims.hooks).index(name), name)
+            for name, layers in selection.row_hooks.items()
+            for layer in layers
+        )
     )
     fields = []
     for layer, _, name in order:
-        hook = HOOKS[name]
+        hook = dims.hooks[name]
         width, reduction = shard_of(hook, dims, tp, 0).width, (reductions or {}).get(name)
-        fields.append(RowField(name, layer, hook_dtype(hook, dtype), width, 0, reduction))
+        fields.append(RowField(name, layer, hook_dtype(hook, dtype), width, 0, reduction, hook.source))
     sampled = [HOOKS[name] for name in selection.hooks.keys() - selection.row_hooks.keys()]
     logits = sum(dims.width(hook) * ITEMSIZE[hook_dtype(hook, dtype)] for hook in sampled)
     writer = writers_of_whole({(f.hook, f.layer): f.nbytes for f in fields}, logits, dims, tp)
 
     def writes(rank: int, f: RowField) -> bool:
-        owner = shard_of(HOOKS[f.hook], dims, tp, rank).owner
+        owner = shard_of(dims.hooks[f.hook], dims, tp, rank).owner
         return writer.get((f.hook, f.layer), rank if owner else None) == rank or f.hook == AXES
 
     packed = [_pack([f for f in fields if writes(rank, f)]) for rank in range(tp)]

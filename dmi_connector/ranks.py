@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dmi_connector.hooks import HOOKS, Hook, ModelDims
+from dmi_connector.hooks import Hook, ModelDims
 
 Place = tuple[str, int]
 """A hook and a layer."""
@@ -53,7 +53,7 @@ def writers_of_whole(nbytes: Mapping[Place, int], logits: int, dims: ModelDims, 
     whole: dict[str, dict[int, int]] = {}  # bytes of each layer
     rows = [0] * tp
     for (name, layer), size in nbytes.items():
-        shards = [shard_of(HOOKS[name], dims, tp, rank) for rank in range(tp)]
+        shards = [shard_of(dims.hooks[name], dims, tp, rank) for rank in range(tp)]
         if shards[0].shards == 1:
             whole.setdefault(name, {})[layer] = size
             continue

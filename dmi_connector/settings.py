@@ -21,6 +21,7 @@ from dmi_connector.option_values import (
     refuse,
 )
 from dmi_connector.reduce import ReduceError, parse
+from dmi_connector.reduce.probe_option import parse_probe
 from dmi_connector.urls import parse_url
 
 POLICIES = ("block", "drop")
@@ -80,6 +81,17 @@ def _reduce(value: object) -> tuple[tuple[str, str], ...]:
     return tuple(value.items())
 
 
+def _probes(value: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(value, Mapping) or not all(isinstance(x, str) for item in value.items() for x in item):
+        raise refuse("probes", value, 'is not valid; give {name: file}, as in {"risk": "risk.safetensors"}')
+    for name, text in value.items():
+        try:
+            parse_probe(name, text)
+        except ReduceError as error:
+            raise OptionError(str(error)) from error
+    return tuple(value.items())
+
+
 @dataclass(frozen=True)
 class ServerOptions:
     """What one server captures and how it stores it.
@@ -100,6 +112,7 @@ class ServerOptions:
     the oldest ones while finished stores take more than retain_bytes; 0 keeps all.
     shutdown_seconds: how long finishing what is under way may take when the engine ends.
     reduce: {hook patterns: reduction}, the first that matches a hook counts (docs/REDUCTIONS.md).
+    probes: {name: file}, each computed in the forward and captured as the hook probe.NAME (docs/PROBES.md).
     check: "poison" fills rows with a pattern before each forward and lists rows as missing in which some of it is left.
     Slow, for tests of new models and engine features.
     upload: s3://bucket/prefix where finished stores are uploaded to, "" for none. upload_remove_local: remove the local
@@ -134,6 +147,7 @@ class ServerOptions:
     retain_bytes: int = 0
     shutdown_seconds: int = 60
     reduce: tuple[tuple[str, str], ...] = ()
+    probes: tuple[tuple[str, str], ...] = ()
     check: str = "none"
     cuda_graphs: str = "auto"
     upload: str = ""
@@ -197,6 +211,7 @@ class ServerOptions:
             save_path_roots=roots,
             shutdown_seconds=integer("shutdown_seconds", extra.get("shutdown_seconds", cls.shutdown_seconds), 1, 86400),
             reduce=_reduce(extra.get("reduce", {})),
+            probes=_probes(extra.get("probes", {})),
             check=one_of("check", extra.get("check", cls.check), CHECKS),
             cuda_graphs=one_of("cuda_graphs", extra.get("cuda_graphs", cls.cuda_graphs), CUDA_GRAPHS),
             upload=upload,

@@ -15,7 +15,7 @@ import numpy as np
 from dmi_connector.analysis.training.rows import BLOCK, known_tokens, present_rows
 from dmi_connector.captures.capture import Capture
 from dmi_connector.captures.captures import Captures
-from dmi_connector.hooks import HOOKS
+from dmi_connector.hooks import HOOKS, SAMPLED
 from dmi_connector.reduce import Keeps
 from dmi_connector.wording import suggest
 
@@ -175,7 +175,8 @@ def _in_order(
     a: Capture, b: Capture, patterns: Sequence[str], left_out: dict[str, str]
 ) -> Iterable[tuple[str, int | None]]:
     """(hook, layer) of those that both have, as the forward computes them. Notes the others in `left_out`."""
-    names = [n for n in HOOKS if n in {*a.attrs["hooks"], *b.attrs["hooks"]} and _named(n, patterns)]
+    held = {**a.attrs["hooks"], **b.attrs["hooks"]}
+    names = [n for n in dict.fromkeys((*HOOKS, *held)) if n in held and _named(n, patterns)]  # probes last
     keys: list[tuple[int, int, int, str, int | None]] = []
     for number, name in enumerate(names):
         if name not in a.hooks or name not in b.hooks:
@@ -184,7 +185,7 @@ def _in_order(
         mine, theirs = a.layers[name], b.layers[name]
         if lacking := sorted({*mine} ^ {*theirs}):
             left_out[name] = f"layers {', '.join(map(str, lacking))} are in one of the two"
-        if HOOKS[name].scope == "layer":
+        if mine or theirs:
             keys += [(1, layer, number, name, layer) for layer in mine if layer in theirs]
         else:
             keys.append((0 if name in _BEFORE else 2, 0, number, name, None))
@@ -220,7 +221,7 @@ def _unlike_forms(a: Capture, b: Capture, hook: str, layer: int | None) -> str:
 
 
 def _tolerance(a: Capture, b: Capture, hook: str, layer: int | None) -> float:
-    if HOOKS[hook].dtype == "int32":
+    if hook in HOOKS and HOOKS[hook].dtype == "int32":
         return 0.0
     dtypes = [TOLERANCES.get(capture.attrs["dtype"], max(TOLERANCES.values())) for capture in (a, b)]
     reduced = any(capture.reduction(hook, layer) is not None for capture in (a, b))
@@ -228,7 +229,7 @@ def _tolerance(a: Capture, b: Capture, hook: str, layer: int | None) -> float:
 
 
 def _compare(a: Capture, b: Capture, hook: str, layer: int | None, positions: np.ndarray, tolerance: float) -> HookDiff:
-    sampled = HOOKS[hook].scope == "sampled"
+    sampled = hook in SAMPLED
     mine, theirs = (c.logits_positions if sampled else c.positions for c in (a, b))
     shared = np.intersect1d(np.intersect1d(mine, theirs), positions)
     at_a, at_b = (_rows_of(own, shared) for own in (mine, theirs))

@@ -78,14 +78,14 @@ def mean_difference(
     if len(means[0]) != len(means[1]):
         raise ValueError(f"rows of {hook!r} have {len(means[0])} values in one set, {len(means[1])} in the other")
     found = MeanDifference(means[0], means[1], (np.zeros(0), np.zeros(0)))
-    scores = [np.concatenate([found.score(block) for block in _blocks(s, hook, layer, rows)]) for s in sets]
+    scores = [np.concatenate([found.score(block) for block in row_blocks(s, hook, layer, rows)]) for s in sets]
     return replace(found, scores=(scores[0], scores[1]))
 
 
 def _mean(captures: Iterable[Capture], hook: str, layer: int | None, rows: str) -> np.ndarray:
     """float64 [width]."""
     count, total = 0, np.zeros(1)
-    for block in _blocks(captures, hook, layer, rows):
+    for block in row_blocks(captures, hook, layer, rows):
         if count and block.shape[1] != len(total):
             raise ValueError(f"rows of {hook!r} have {block.shape[1]} values in one capture, {len(total)} in others")
         count, total = count + len(block), total + block.sum(0, dtype=np.float64)
@@ -94,7 +94,7 @@ def _mean(captures: Iterable[Capture], hook: str, layer: int | None, rows: str) 
     return total / count
 
 
-def _blocks(captures: Iterable[Capture], hook: str, layer: int | None, rows: str) -> Iterator[np.ndarray]:
+def row_blocks(captures: Iterable[Capture], hook: str, layer: int | None, rows: str) -> Iterator[np.ndarray]:
     """The rows that count, [n, width] at a time."""
     for capture in of_one_model(captures):
         check_one_layer(capture, hook, layer)

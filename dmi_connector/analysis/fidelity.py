@@ -117,8 +117,8 @@ def _in_full(capture: Capture, hooks: str) -> list[str]:
             held = ", ".join(capture.attrs["hooks"])
             raise ValueError(f"fidelity: {capture.path} holds no hook {pattern!r}{near} it holds {held}")
     names = [h for h in capture.attrs["hooks"] if any(fnmatch.fnmatch(h, p.strip()) for p in hooks.split(","))]
-    names = [h for h in names if HOOKS[h].scope != "sampled" and HOOKS[h].dtype != "int32"]
     names = [h for h in names if capture.reduction(h) is None]
+    names = [h for h in names if HOOKS[h].scope != "sampled" and HOOKS[h].dtype != "int32"]
     if not names:
         raise ValueError(
             f"{capture.path} holds no hook in full that matches {hooks!r}; it holds {', '.join(capture.hooks)}"

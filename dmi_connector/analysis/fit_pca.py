@@ -7,12 +7,12 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dmi_connector.analysis.new_file import new_file
 from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.captures.one_model import OneModel, is_named
 from dmi_connector.hooks import HOOKS
@@ -60,7 +60,7 @@ def fit_pca(
                 kept.append(store)
     if model is not None and not kept:
         raise ValueError(f"fit-pca: no store is of the model {model}; dmi info names that of a store")
-    with _new_file(local_path(out)) as partial:
+    with new_file(local_path(out), "fit-pca") as partial:
         return _fit(kept, hooks, rank, partial, layers)
 
 
@@ -89,26 +89,6 @@ def _check_whole(capture: Capture, hook: str) -> None:
         raise ValueError(f"{hook} is another name; give that of the array it lies in")
     if capture.reduction(hook) is not None:
         raise ValueError(f"{hook} of {capture.path} is reduced itself; fit on stores that hold it in full")
-
-
-@contextmanager
-def _new_file(out: Path) -> Iterator[Path]:
-    """Yield a temporary path, which is renamed to `out` at the end. Raises OSError first if it cannot be created."""
-    if os.path.lexists(out):
-        raise FileExistsError(f"{out} exists; give a new name")
-    if not out.parent.is_dir():
-        raise FileNotFoundError(f"fit-pca: {out}: there is no directory {out.parent}; create it or give another -o")
-    partial = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        partial.touch()
-        partial.unlink()  # a fit takes long; if it is killed, no empty file is left
-    except OSError as error:
-        raise OSError(f"fit-pca: {out} cannot be written ({error.strerror}); give another -o") from error
-    try:
-        yield partial
-        os.rename(partial, out)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _fit(

@@ -19,6 +19,7 @@ from dmi_connector.bulk.manifest import cannot_write
 from dmi_connector.bulk.order import Order
 from dmi_connector.bulk.prompts import Columns
 from dmi_connector.bulk.recovery import is_unused
+from dmi_connector.reduce.probe_option import parse_probe
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.locks import hold_part, lock_alone
 from dmi_connector.wording import show
@@ -33,7 +34,7 @@ _OTHERS_S, _AGAIN_S = 2.0, (0.02, 0.2)
 """Other starts may be looking at the settings too: for how long a start tries again, and after which time."""
 _FORMAT = 1
 STORE_OPTIONS = ("hooks", "reduce", "codec", "chunk_tokens", "segment_tokens", "check")
-"""Server options that decide what stores hold."""
+"""Server options that decide what stores hold, beside `probes`."""
 FREE_FLAGS = frozenset(
     (
         "gpu-memory-utilization",
@@ -90,6 +91,7 @@ class RunSettings:
             "model": self.model,
             "owner": self.capture.get("owner", "draft"),
             **_resolved(self.capture),
+            **_probes(self.capture),
             "flags": sorted(flag for flag in joined(self.flags) if _flag_name(flag) not in FREE_FLAGS),
             "sampling": _resolved_sampling(self.sampling),
             "max_tokens": self.max_tokens,
@@ -143,6 +145,12 @@ def _resolved(capture: Mapping[str, Any]) -> dict[str, Any]:
     options = ServerOptions.parse({"store_dir": "/", **given})
     values = {name: getattr(options, name) for name in STORE_OPTIONS}
     return {**values, "hooks": ",".join(options.hooks), "reduce": dict(options.reduce)}
+
+
+def _probes(capture: Mapping[str, Any]) -> dict[str, Any]:
+    """The probes by their content; {} without any, as in runs that were begun before there were probes."""
+    found = {name: parse_probe(name, text).sha256 for name, text in capture.get("probes", {}).items()}
+    return {"probes": found} if found else {}
 
 
 def _resolved_sampling(fields: Mapping[str, Any]) -> dict[str, Any]:

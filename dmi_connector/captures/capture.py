@@ -13,7 +13,7 @@ from dmi_connector.captures.attention import attention
 from dmi_connector.captures.followed import FollowedCapture, follow_capture
 from dmi_connector.captures.names import hook_and_layer
 from dmi_connector.captures.own_values import check_own_values
-from dmi_connector.captures.reduced import attention_summary, project, restore, tally
+from dmi_connector.captures.reduced import attention_summary, latents, project, restore, tally
 from dmi_connector.captures.routed_experts import routed_experts
 from dmi_connector.dtypes import as_torch
 from dmi_connector.reduce.tally import Tally
@@ -114,6 +114,14 @@ class Capture(StoreReader):
         without `pattern`, ValueError for a head that does not exist.
         """
         return attention_summary(self, layer, head, tokens)
+
+    def latents(self, hook: str, tokens: Tokens = None) -> tuple[np.ndarray, np.ndarray]:
+        """The largest latents of each row, of a probe that is an autoencoder: (ids, values), each [tokens, k].
+
+        ids: int64, by falling value, -1 where fewer than k latents are active. values: float32, 0 there. Raises
+        KeyError for a hook that was not captured, ValueError for one that is no autoencoder.
+        """
+        return latents(self, hook, tokens)
 
     def project(
         self, hook: str, direction: np.ndarray, layer: int | None = None, basis: str | os.PathLike[str] | None = None

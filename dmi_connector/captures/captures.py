@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
+import numpy as np
+
 from dmi_connector.captures import tables
 from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.captures.filters import Time, Where, between, holding, lengths, parse_time, whole, why_none
@@ -19,6 +21,7 @@ from dmi_connector.captures.one_model import OneModel, is_named
 from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.captures.row_choice import Mask, RowChoice
 from dmi_connector.captures.row_view import RowView, check_some
+from dmi_connector.captures.scores import scores as scores_of
 from dmi_connector.captures.tables import Decode
 from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
 from dmi_connector.store.read.hook_names import Layers
@@ -298,6 +301,19 @@ class Captures:
         except ImportError as error:
             raise ImportError("progress: tqdm is not installed; install dmi_connector[progress]") from error
         yield from tqdm(self, desc=description, total=len(self), unit="store")
+
+    def scores(self, probe: str, what: str = "max") -> np.ndarray:
+        """One score of a probe for each store, from the index: float32 [stores, outputs], or [stores, layers, outputs]
+        for a probe of several layers. Opens no store.
+
+        probe: its name, with or without `probe.`. what: "max", "min", "mean", "last" (of the last row), or "at" (the
+        position of the first row with the largest score), over the rows that are not missing. NaN where a store has no
+        score, or one that is not finite.
+
+        Raises KeyError if none of the stores has the probe, ValueError for another `what`, and where stores have
+        different outputs or layers of it.
+        """
+        return scores_of(self.infos, probe, what)
 
     @overload
     def table(self, to: Literal["pandas"] = "pandas", text: Decode | None = None) -> pandas.DataFrame: ...

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reduced hooks give besides decoded rows: attention summaries, directions, restored rows, sums by neuron."""
+"""What reduced hooks give besides decoded rows: attention summaries, latents, directions, restored rows, sums."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dmi_connector.captures.attention import check_head
 from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.reduce.attn import AttentionSummary
 from dmi_connector.reduce.basis import BasisRef, LayerBasis
+from dmi_connector.reduce.latents import Latents
 from dmi_connector.reduce.tally import Tally
 from dmi_connector.store.format.pca_files import find_basis
 from dmi_connector.store.read.arrays.hook_values import Tokens
@@ -28,6 +29,15 @@ def attention_summary(
     check_head(head, capture.shape("pattern")[-1] // reduction.words)
     parts = reduction.split(capture.numpy("pattern", layer, tokens))
     return parts if head is None else (parts[0][:, head], parts[1][:, head], parts[2][:, head])
+
+
+def latents(capture: StoreReader, hook: str, tokens: Tokens = None) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, values), see `Capture.latents`."""
+    (source,) = capture.sources(hook)[:1]
+    reduction = capture.reduction(hook)
+    if not isinstance(reduction, Latents):
+        raise ValueError(f"hook {hook!r} holds no latents of an autoencoder")
+    return reduction.pairs(capture.stored(source, tokens)[0])
 
 
 def project(

@@ -41,7 +41,8 @@ def of_captures(infos: Sequence[CaptureInfo], directories: Iterable[Path], to: s
     """See `Captures.table`."""
     library = _library(to)
     rows = [{**vars(whole(info)), "store": str(info.store)} for info in infos]
-    columns = {name: [row[name] for row in rows] for name in CaptureInfo.__dataclass_fields__}
+    names = [name for name in CaptureInfo.__dataclass_fields__ if name != "scores"]  # see `Captures.scores`
+    columns = {name: [row[name] for row in rows] for name in names}
     entries = run_entries(infos, directories)
     of_run = [entries.get(info.store.stem, {}) for info in infos]
     if entries:

@@ -76,6 +76,10 @@ COMMANDS = {
         "Fit principal components on the rows of stores, for the reduction pca(FILE).",
         ("dmi fit-pca captures/*.zarr --hook mlp_out --rank 256 -o mlp_out.safetensors",),
     ),
+    "fit-probe": Help(
+        "Fit a linear probe on labelled captures, and test it on some that are held out.",
+        ("dmi fit-probe captures --labels labels.csv --hook resid_pre --layer 20 -o risk.safetensors",),
+    ),
     "fidelity": Help(
         "Measure what reductions would keep of the rows of stores.",
         ("dmi fidelity captures/*.zarr --hooks 'resid_*' --reduce int8 --reduce 'topk(64)'",),

@@ -35,7 +35,7 @@ def make_parser() -> Parser:
     from dmi_connector.cli.verify import add_verify
 
     parser = Parser(prog="dmi", description="Capture the internal tensors of a model served by vLLM, and look at them.")
-    parser.add_argument("--version", action="version", version=f"dmi {dmi_connector.__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"dmi {dmi_connector.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
 
     demo = commands.add_parser("demo", help="capture every hook of a tiny model and compare it with transformers")
@@ -110,6 +110,10 @@ def make_parser() -> Parser:
     fit.add_argument("--model", help="only stores of this model: its name, or the last part of its path")
     fit.add_argument("-o", "--out", required=True, metavar="FILE", help="a new .safetensors file")
     fit.set_defaults(run=_fit_pca)
+
+    from dmi_connector.cli.fit_probe import add_fit_probe
+
+    add_fit_probe(commands.add_parser("fit-probe", help="fit a probe on labelled captures, for the option probes"))
 
     fidelity = commands.add_parser("fidelity", help="what reductions would keep of the rows of stores")
     fidelity.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="of stores that hold hooks in full")

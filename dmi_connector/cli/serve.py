@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,6 +49,8 @@ _ZERO = {
     "retain_bytes": "no removal",
 }
 """What 0 means where it is the default."""
+_JSON = {"reduce": '{"resid_*": "rp(512)", "*": "int8"}', "probes": '{"risk": "risk.safetensors"}'}
+"""Options whose flags take a JSON object, each with an example."""
 _GRAPHS = re.compile(r"^(--compilation[-_]config|-cc)([.=]|$)")
 """Flags of vLLM with which a user says how CUDA graphs are made."""
 
@@ -74,9 +76,8 @@ def add_options(parser: argparse._ActionsContainer, leave_out: Sequence[str] = (
             said = f"default {str(default).lower()}; alone it means true"
             parser.add_argument(flag, nargs="?", type=_boolean, const=True, metavar="true|false", help=said)
             continue
-        if option.name == "reduce":
-            said = f"""as in '{{"resid_*": "rp(512)", "*": "int8"}}'; reductions: {", ".join(forms())}"""
-            parser.add_argument(flag, type=_rules, metavar="JSON", help=said)
+        if option.name in _JSON:
+            parser.add_argument(flag, type=_rules(_JSON[option.name]), metavar="JSON", help=_said(option.name))
             continue
         parser.add_argument(flag, type=_kind(option), choices=_CHOICES.get(option.name), help=f"default {default}")
 
@@ -94,14 +95,22 @@ def _boolean(text: str) -> bool:
     return text.lower() == "true"
 
 
-def _rules(text: str) -> dict[str, str]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is not valid; give JSON, as in {{"resid_*": "rp(512)"}}')
-    return value
+def _rules(example: str) -> Callable[[str], dict[str, str]]:
+    def parse(text: str) -> dict[str, str]:
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise argparse.ArgumentTypeError(f"{text!r} is not valid; give JSON, as in {example}")
+        return value
+
+    return parse
+
+
+def _said(option: str) -> str:
+    more = f"; reductions: {', '.join(forms())}" if option == "reduce" else "; captured as the hook probe.NAME"
+    return f"as in '{_JSON[option]}'{more}"
 
 
 def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], ServerOptions | None]:

@@ -15,11 +15,13 @@ from dmi_connector.engine.model.architectures import Architecture, Latent
 from dmi_connector.engine.model.coverage import Coverage
 from dmi_connector.engine.model.transformers_backend import row_of
 from dmi_connector.engine.owners import owner_of
-from dmi_connector.hooks import ModelDims, Selection, parse_selection
+from dmi_connector.hooks import ModelDims, Selection, check_names, parse_selection
 from dmi_connector.layout import Reductions, RowField, RowLayout, hook_reductions, row_layouts
+from dmi_connector.probes import with_probes
 from dmi_connector.reduce.basis import load
+from dmi_connector.reduce.probe import Probe
 from dmi_connector.settings import ServerOptions
-from dmi_connector.store.format.pca_files import keep_copy
+from dmi_connector.store.format.kept_files import BASES, PROBES, keep_copy
 from dmi_connector.store.write.coordinator.directories import check_directories
 
 if TYPE_CHECKING:
@@ -130,19 +132,23 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
         arch = arch.over_heads()
     refusals.check_attention(arch, model)
     dims = replace(arch.dims(model.hf_text_config), rope_axes=model.mrope_num_dims if model.uses_mrope else 0)
+    tp = vllm_config.parallel_config.tensor_parallel_size
+    dims, probes = with_probes(dims, options.probes, tp)
+    check_names(options.hooks, [name for name, _ in options.probes])
     selection = parse_selection(options.hooks, dims)
-    contract.check_names(features_of_hooks(vllm_config, arch, selection.hooks))
+    tapped = list(dict.fromkeys(dims.hooks[name].source or name for name in selection.hooks))
+    contract.check_names(features_of_hooks(vllm_config, arch, tapped))
     if "logits" in selection.hooks:
         refusals.check_logits(vllm_config)
     dtype = str(model.dtype).removeprefix("torch.")
-    tp = vllm_config.parallel_config.tensor_parallel_size
-    refusals.check_ranks(arch, selection.hooks, tp)
+    refusals.check_ranks(arch, tapped, tp)
     check_directories(options)
-    reductions = hook_reductions(options.reduce, selection, dims, tp)
+    chosen = hook_reductions(options.reduce, selection, dims, tp)
+    reductions = {**chosen, **{name: probe for name, probe in probes.items() if name in selection.hooks}}
     if reductions:
         refusals.check_reductions(vllm_config)
     if options.sink == "disk":
-        _keep_bases(options, reductions)
+        _keep_files(options, reductions)
     layouts, rank = row_layouts(selection, dims, dtype, tp, reductions), _rank(tp)
     coverage = Coverage(layouts[rank].fields, options.check == "poison", header_first=bool(arch.language))
     scales = arch.block_scale(model.hf_text_config), _embed_scale(arch, dims, model.dtype)
@@ -171,10 +177,15 @@ def _drafting(vllm_config: VllmConfig) -> Drafting | None:
     return Drafting(speculative.method, speculative.num_speculative_tokens, speculative.use_eagle())
 
 
-def _keep_bases(options: ServerOptions, reductions: Reductions) -> None:
-    """Put copies of the PCA bases in use beside the stores."""
-    for source in {fitted.source for r in reductions.values() if (fitted := r.basis()) is not None}:
+def _keep_files(options: ServerOptions, reductions: Reductions) -> None:
+    """Put copies of the PCA bases and the probes in use beside the stores. Autoencoders are large: these are not
+    copied.
+    """
+    bases = {fitted.source for r in reductions.values() if (fitted := r.basis()) is not None}
+    kept = [("reduce", BASES, source, load(source).sha256) for source in sorted(bases)]
+    kept += [("probes", PROBES, r.path, r.sha256) for r in reductions.values() if isinstance(r, Probe)]
+    for option, folder, source, sha256 in kept:
         try:
-            keep_copy(load(source), options.store_dir, options.file_mode)
+            keep_copy(source, sha256, folder, options.store_dir, options.file_mode)
         except OSError as error:
-            raise ValueError(f"reduce: {source} cannot be copied to {options.store_dir!r} ({error})") from error
+            raise ValueError(f"{option}: {source} cannot be copied to {options.store_dir!r} ({error})") from error

@@ -198,12 +198,12 @@ def check_reductions(vllm_config: VllmConfig) -> None:
     if vllm_config.model_config.enable_sleep_mode:
         raise ValueError(
             "enable_sleep_mode: True gives up GPU memory in which reductions keep their matrices and places; remove "
-            "--enable-sleep-mode, or the option reduce"
+            "--enable-sleep-mode, or the options reduce and probes"
         )
     if may_sleep(vllm_config.model_config):
         raise ValueError(
             "enable_cumem_allocator: True lets sleep() give up GPU memory in which reductions keep their matrices and "
-            "places; remove --enable-cumem-allocator, or the option reduce"
+            "places; remove --enable-cumem-allocator, or the options reduce and probes"
         )
 
 

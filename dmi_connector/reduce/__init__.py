@@ -17,7 +17,9 @@ from dmi_connector.reduce.base import Keeps, Reduction
 from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
+from dmi_connector.reduce.latents import Latents
 from dmi_connector.reduce.pca import Pca
+from dmi_connector.reduce.probe import Probe
 from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.rounding import Round
 from dmi_connector.reduce.topk import TopK
@@ -28,6 +30,8 @@ KINDS: dict[str, type[Reduction]] = {
     c.kind: c for c in (Int8, Fp8, Round, TopK, RandomProjection, Pca, AttentionSummary)
 }
 """All reductions by name."""
+STORED: dict[str, type[Reduction]] = {c.kind: c for c in (Probe, Latents)}
+"""What stores name as a reduction too, and settings do not."""
 _SPEC = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 
@@ -58,6 +62,7 @@ def from_settings(settings: Mapping[str, Any]) -> Reduction:
     """The reduction that `Reduction.settings` described, as stores keep it. Raises ReduceError."""
     values = dict(settings)
     kind = values.pop("kind", None)
-    if kind not in KINDS:
-        raise ReduceError(f"reduction {kind!r} is unknown to this version; known: {', '.join(KINDS)}")
-    return KINDS[kind](**values)
+    known = KINDS | STORED
+    if kind not in known:
+        raise ReduceError(f"reduction {kind!r} is unknown to this version; known: {', '.join(known)}")
+    return known[kind](**values)

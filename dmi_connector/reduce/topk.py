@@ -158,6 +158,10 @@ class TopK(Reduction):
         places = (start + np.arange(self.sample) * (width // max(self.sample, 1))) % width
         return places, self._values(stored, at + 4, self.sample, dtype)
 
+    def values(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
+        """float32 [..., k], of `indexes`."""
+        return self._values(stored, self._value_at(width), self.k, dtype)
+
     def _values(self, stored: np.ndarray, at: int, count: int, dtype: str) -> np.ndarray:
         if self.exact:
             return unpack_floats(stored, at, count, dtype)

@@ -28,6 +28,7 @@ from dmi_connector.layout import ArraySpec
 from dmi_connector.option_values import OptionError
 from dmi_connector.settings import ServerOptions
 from tests import storekit as kit
+from tests.probekit import save_probe
 
 TOKENS = 70
 SPECS = (
@@ -353,6 +354,16 @@ def test_serve_has_a_flag_for_every_server_option() -> None:
     command = serve("m", "--fsync", "--writers", "2", "--policy", "drop")
     extra = json.loads(command[command.index("--kv_transfer_config") + 1])["kv_connector_extra_config"]
     assert (extra["fsync"], extra["writers"], extra["policy"]) == (True, 2, "drop")
+
+
+def test_serve_takes_probes_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = json.dumps({"risk": str(save_probe(tmp_path / "risk.safetensors", "q", (1,), 8, 1))})
+    command = serve("m", "--hooks", "probe.risk", "--probes", given)
+    extra = json.loads(command[command.index("--kv_transfer_config") + 1])["kv_connector_extra_config"]
+    assert extra["probes"] == json.loads(given)
+    with pytest.raises(SystemExit):
+        serve("m", "--hooks", "probe.risk", "--probes", "risk.safetensors")
+    assert """give JSON, as in {"risk": "risk.safetensors"}""" in capsys.readouterr().err
 
 
 SWITCHES = [option.name for option in fields(ServerOptions) if option.type == "bool"]

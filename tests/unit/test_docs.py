@@ -338,8 +338,8 @@ def rows(page: str, title: str = "") -> dict[str, list[str]]:
 def test_capturing_has_every_server_option_with_its_default() -> None:
     table = rows("CAPTURING.md", "Server options")
     parsed = ServerOptions.parse({"store_dir": "s"})
-    assert (parsed.hooks, parsed.reduce) == (("hidden-states",), ())
-    shown = {"store_dir": "required", "hooks": '`"hidden-states"`', "reduce": "`{}`"}
+    assert (parsed.hooks, parsed.reduce, parsed.probes) == (("hidden-states",), (), ())
+    shown = {"store_dir": "required", "hooks": '`"hidden-states"`', "reduce": "`{}`", "probes": "`{}`"}
     for option in fields(ServerOptions):
         assert option.name in table, f"docs/CAPTURING.md has no row for {option.name}"
         default = shown.get(option.name) or f"`{json.dumps(getattr(parsed, option.name))}`"

@@ -18,6 +18,7 @@ from dmi_connector.engine.contract_names import NAMES
 from dmi_connector.option_values import OptionError
 from dmi_connector.request_options import CaptureParams
 from dmi_connector.settings import ServerOptions
+from tests.probekit import save_probe
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -71,8 +72,9 @@ def test_server_refusals_name_option_value_and_fix(option: str, value: object, f
     assert repr(value) in message or option == "store_dirs", message
 
 
-def test_each_server_option_is_read() -> None:
+def test_each_server_option_is_read(tmp_path: Path) -> None:
     """All of them differ from their defaults."""
+    probe = str(save_probe(tmp_path / "p.safetensors", "q", (1,), 8, 1))
     given = {
         "store_dir": "/x",
         "hooks": ["q"],
@@ -98,6 +100,7 @@ def test_each_server_option_is_read() -> None:
         "retain_bytes": 10,
         "shutdown_seconds": 11,
         "reduce": {"q": "int8", "resid_*": "rp(8)"},
+        "probes": {"p": probe},
         "check": "poison",
         "cuda_graphs": "vllm",
         "upload": "s3://bucket/a/",
@@ -112,6 +115,7 @@ def test_each_server_option_is_read() -> None:
         "hooks": ("q",),
         "save_path_roots": ("/a/b", "/c"),
         "reduce": (("q", "int8"), ("resid_*", "rp(8)")),
+        "probes": (("p", probe),),
         "upload": "s3://bucket/a",
     }
     assert vars(ServerOptions.parse(given)) == read

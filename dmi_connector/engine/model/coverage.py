@@ -47,7 +47,7 @@ class Coverage:
         self._fields = {f.offset: f for f in (TOKEN_IDS, POSITIONS, *fields)}
         self._modules: dict[int, str] = {}
         self._written: dict[int, list[int]] = {}
-        embed = next((f for f in self._fields.values() if f.hook == "embed"), TOKEN_IDS)
+        embed = next((f for f in self._fields.values() if f.tapped == "embed"), TOKEN_IDS)
         first = TOKEN_IDS if header_first else embed
         self._begins = frozenset((TOKEN_IDS.offset, first.offset))
         self.first_at, self.poisons = first.offset, poison

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.hooks import HOOKS, Selection, hook_dtype
+from dmi_connector.hooks import Selection, hook_dtype
 from dmi_connector.layout import ALL_TOKEN_ARRAYS, TOKEN_ARRAYS
 from dmi_connector.option_values import OptionError
 from dmi_connector.ranks import shard_of
@@ -41,7 +41,7 @@ def row_bytes(context: CaptureContext, selection: Selection) -> tuple[int, int]:
     arrays = TOKEN_ARRAYS if context.drafting is None else ALL_TOKEN_ARRAYS
     row, sample = sum(ITEMSIZE[dtype] for dtype in arrays.values()), 0
     for name, layers in selection.hooks.items():
-        hook = HOOKS[name]
+        hook = context.dims.hooks[name]
         if hook.scope == "sampled":
             sample += context.dims.width(hook) * ITEMSIZE[hook_dtype(hook, context.dtype)]
             continue

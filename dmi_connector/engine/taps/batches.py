@@ -28,6 +28,11 @@ _BATCH_BYTES = 64 << 10
 """Bytes of a token that a batch of several layers references: a step needs that much more memory for each token."""
 
 
+def in_layer(field: RowField) -> bool:
+    """Whether the values of a field are tapped in a layer, not once in the model."""
+    return HOOKS[field.tapped].scope != "once"
+
+
 def batches_of_layers(fields: Sequence[RowField]) -> list[list[int]]:
     """Layers that one op can write together in a compiled model, in ascending order.
 
@@ -37,7 +42,7 @@ def batches_of_layers(fields: Sequence[RowField]) -> list[list[int]]:
     batches: list[list[int]] = []
     values = nbytes = 0
     for layer in sorted({f.layer for f in fields}):
-        mine = [f for f in fields if f.layer == layer and HOOKS[f.hook].scope != "once"]
+        mine = [f for f in fields if f.layer == layer and in_layer(f)]
         if not mine or any(f.hook not in _LASTING or f.reduction is not None for f in mine):
             continue
         more = sum(f.nbytes for f in mine)
@@ -147,12 +152,12 @@ class ModelTaps:
     @cached_property
     def once(self) -> TapBatch:
         """The batch of what exists once in the model. `TapBatch.again` gives more of them."""
-        fields = [f for f in self.context.layout.fields if HOOKS[f.hook].scope == "once"]
+        fields = [f for f in self.context.layout.fields if not in_layer(f)]
         return self._batch("once", fields, 0)
 
     def batch(self, layers: Sequence[int], lasting: bool = False) -> TapBatch:
         """The batch of one layer, or of several whose values last."""
-        fields = [f for f in self.context.layout.fields if f.layer in layers and HOOKS[f.hook].scope != "once"]
+        fields = [f for f in self.context.layout.fields if f.layer in layers and in_layer(f)]
         # Offsets count from the batch's first, so that graphs of equal layers are equal and vLLM compiles one of them.
         return self._batch(str(layers[0]), fields, min(f.offset for f in fields), lasting)
 
@@ -162,7 +167,7 @@ class ModelTaps:
         reductions = {}
         for f in fields:
             if f.reduction is not None:
-                shard = shard_of(HOOKS[f.hook], self.context.dims, tp, rank).shard
+                shard = shard_of(self.context.dims.hooks[f.hook], self.context.dims, tp, rank).shard
                 f.reduction.prepare(f.width, self.token.device, f.layer, shard)
                 reductions[f.offset] = f.reduction
         buffer = f"dmi_place_{name}"
@@ -198,6 +203,11 @@ class TapBatch:
         if row_field is not None:
             self.fields.append(row_field)
             self.values.append(value)
+
+    def add_all(self, fields: Sequence[RowField], value: torch.Tensor) -> None:
+        """Add one value for several fields: a hook and the probes that are computed from it."""
+        for row_field in fields:
+            self.add(row_field, value)
 
     def pause(self, more_compiled: bool, more_eager: bool = False, beside: bool = True) -> None:
         """Write, unless the values can wait for more to come. beside: see `write`."""

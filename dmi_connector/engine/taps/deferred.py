@@ -23,7 +23,9 @@ MOST_TOKENS = 256
 MOST_BYTES = 512 << 20
 """Largest size of the buffer. Where rows are so wide that it holds fewer tokens, fewer are deferred."""
 SCRATCH = 64 << 20
-"""Bytes that projections may allocate at a time. vLLM's memory profile does not see them."""
+"""Bytes that projections may allocate at a time. vLLM's memory profile does not see them. Where one layer of an
+autoencoder takes more for MOST_TOKENS, fewer are deferred.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ class DeferredReductions:
             self._hooks.append(_Hook(first.reduction, layers, getattr(torch, first.dtype), first.width, start, offsets))
             end = start + step * len(of_hook)
         row_bytes = -(-end // ROW_BYTES_ALIGN) * ROW_BYTES_ALIGN
-        self.tokens = min(MOST_TOKENS, MOST_BYTES // row_bytes) if row_bytes else 0
+        scratch = max((f.reduction.scratch(f.width, f.dtype) for f in mine if f.reduction is not None), default=0)
+        fit = min(MOST_BYTES // row_bytes, SCRATCH // max(scratch, 1)) if row_bytes else 0
+        self.tokens = min(MOST_TOKENS, fit)
         self.buffer = torch.empty(self.tokens, row_bytes, dtype=torch.uint8, device=device)
         zero_offset(device)  # made now, before a CUDA graph is captured
 

@@ -16,19 +16,19 @@ from dmi_connector.engine.taps.values import copied, first, norm_outputs
 def install_final(taps: ModelTaps) -> None:
     """Register the taps at the final norm or, where it is not known, at the last layer."""
     context, arch, batch = taps.context, taps.context.arch, taps.once.again()
-    final, normed = context.layout.find("resid_final", 0), context.layout.find("final_ln", 0)
+    final, normed = context.layout.taking("resid_final", 0), context.layout.taking("final_ln", 0)
     terms = _last_terms(taps) if final else []
 
     def at_final_norm(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         value, stream = norm_outputs(arch, args, output)
         if final:
-            batch.add(final, _sum(terms, stream))
-        batch.add(normed, copied(value) if taps.compilation.copies else value)
+            batch.add_all(final, _sum(terms, stream))
+        batch.add_all(normed, copied(value) if taps.compilation.copies else value)
         batch.write()
         batch.end(value.flatten(0, -2))
 
     def after_last_layer(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        batch.add(final, _sum(terms, first(output)))
+        batch.add_all(final, _sum(terms, first(output)))
         batch.write()
 
     path = arch.final_norm or arch.path(context.dims.layers - 1, "layer")
@@ -36,7 +36,7 @@ def install_final(taps: ModelTaps) -> None:
         taps.hook(path, at_final_norm)
     elif final:  # a step's taps then end with the forward: see `end_forward`
         taps.hook(path, after_last_layer)
-    for row_field in filter(None, (final, normed)):
+    for row_field in (*final, *normed):
         context.coverage.expect(row_field, path)
 
 

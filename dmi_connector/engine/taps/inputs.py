@@ -26,14 +26,14 @@ from dmi_connector.layout import AXES
 def install_inputs(taps: ModelTaps) -> None:
     """Register the taps of the row header and the embedding."""
     context, header, embedding = taps.context, taps.once, taps.once.again()
-    embed, arch, coverage = context.layout.find("embed", 0), context.arch, context.coverage
+    embed, arch, coverage = context.layout.taking("embed", 0), context.arch, context.coverage
 
     def at_embed(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not arch.language:
             header.add(TOKEN_IDS, args[0])
         if embed:
             as_is = context.embed_scale == 1.0 and not arch.in_transformers  # there the module itself may multiply
-            embedding.add(embed, copied(output if as_is else output * context.embed_scale))
+            embedding.add_all(embed, copied(output if as_is else output * context.embed_scale))
             embedding.write()
         if arch.positions == FORWARD:
             header.write()
@@ -48,9 +48,9 @@ def install_inputs(taps: ModelTaps) -> None:
         ids = positions = "the forward of the model"
     elif positions != FORWARD:
         taps.hook(positions, before_layer, before=True, with_kwargs=True)
-    for row_field, module in ((TOKEN_IDS, ids), (embed, arch.embed), (POSITIONS, positions)):
-        if row_field is not None:
-            coverage.expect(row_field, module)
+    expected = ((TOKEN_IDS, ids), *((field, arch.embed) for field in embed), (POSITIONS, positions))
+    for row_field, module in expected:
+        coverage.expect(row_field, module)
 
 
 def write_inputs(
@@ -77,9 +77,9 @@ def write_inputs(
         offsets = [TOKEN_IDS.offset, POSITIONS.offset, axes.offset]
         layer = taps.context.cache_layer
         torch.ops.dmi.tap_header(ids, positions, taps.token, once.tensor, offsets, layer)
-    embed = layout.find("embed", 0)
+    embed = layout.taking("embed", 0)
     if embed and embeddings is not None:
-        once.add(embed, embeddings)
+        once.add_all(embed, embeddings)
         once.write(beside=False)
 
 

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.model.architectures import Architecture
 from dmi_connector.engine.taps import attention_summary
-from dmi_connector.engine.taps.batches import ModelTaps, TapBatch, batches_of_layers
+from dmi_connector.engine.taps.batches import ModelTaps, TapBatch, batches_of_layers, in_layer
 from dmi_connector.engine.taps.compilation import Compilation
 from dmi_connector.engine.taps.final import install_final
 from dmi_connector.engine.taps.inputs import install_inputs
@@ -35,7 +35,6 @@ from dmi_connector.engine.taps.points import (
 )
 from dmi_connector.engine.taps.routing import install_routing
 from dmi_connector.engine.taps.values import copied, first
-from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import RowField, RowLayout
 
 
@@ -52,7 +51,7 @@ def install(model: nn.Module, context: CaptureContext, compilation: Compilation)
         row = arch.of_layer(index, context.dims)
         if index in joined and (mixes := row.attn or row.mix_in):
             taps.before_attention(f"{arch.layers}.{index}.{mixes}", lambda _module, _args: taps.join())
-        if any(f.layer == index and HOOKS[f.hook].scope != "once" for f in fields):
+        if any(f.layer == index and in_layer(f) for f in fields):
             mine = shared.get(index, [index])
             if mine[0] not in batches:
                 batches[mine[0]] = taps.batch(mine, lasting=index in shared)
@@ -67,7 +66,7 @@ def joined_before_attention(fields: Sequence[RowField]) -> set[int]:
     Slow reducing kernels beside attention made decode slower. `pattern` is written elsewhere.
     """
     reduced = (f for f in fields if f.reduction is not None and f.hook != "pattern")
-    return {f.layer + 1 for f in reduced if HOOKS[f.hook].scope != "once"}
+    return {f.layer + 1 for f in reduced if in_layer(f)}
 
 
 # ---- a layer --------------------------------------------------------------------------------------------------------
@@ -87,15 +86,16 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
     layer = LayerFacts(module, arch, compilation, *sizes, experts, mlp_taps, context.block_scale)
     ends = {_end_of(arch, stage, points): stage for stage in STAGES if any(point.stage is stage for point, _ in points)}
     for name in MODULES:
-        mine = [(point, row_field) for point, row_field in points if point.module == name]
-        here = tuple((row_field, _joined(taps, point, index, layer)) for point, row_field in mine)
+        mine = [(point, fields) for point, fields in points if point.module == name]
+        here = tuple((fields, _joined(taps, point, index, layer)) for point, fields in mine)
         stage = ends.get(name)
         if not here and stage is None:
             continue
         pause = _pause(stage, points, more) if stage is not None else None
         _register(taps, arch.path(index, name), name, layer, here, pause, batch)
-    for point, row_field in points:
-        context.coverage.expect(row_field, arch.path(index, point.module))
+    for point, fields in points:
+        for row_field in fields:
+            context.coverage.expect(row_field, arch.path(index, point.module))
     if pattern := context.layout.find("pattern", index):
         attention_summary.install(attn, pattern, context.cache_layer, context.coverage)
         context.coverage.expect(pattern, f"{path}.{arch.attn}")
@@ -116,19 +116,19 @@ def _unfuse_norms(attention: Any) -> None:
         attention.use_fused_qk_norm_rope_gate = False
 
 
-Points = Sequence[tuple[TapPoint, RowField]]
+Points = Sequence[tuple[TapPoint, Sequence[RowField]]]
 
 
 def _points(arch: Architecture, layout: RowLayout, index: int, experts: bool) -> Points:
-    """The tap points of a layer whose hooks are selected, with their fields."""
+    """The tap points of a layer whose hooks are selected or probed, with the fields that take their values."""
     found = []
     for point in TAP_POINTS:
-        row_field = layout.find(point.hook, index)
+        fields = layout.taking(point.hook, index)
         unless = any(getattr(arch, name) for name in point.unless)
         where = not point.where or getattr(arch, point.where)
-        if row_field is not None and getattr(arch, point.module) and where and not unless:
+        if fields and getattr(arch, point.module) and where and not unless:
             stage = EXPERTS_IN if experts and point.stage is MLP_IN else point.stage
-            found.append((point._replace(stage=stage), row_field))
+            found.append((point._replace(stage=stage), fields))
     return found
 
 
@@ -159,15 +159,15 @@ def _register(
     path: str,
     name: str,
     layer: LayerFacts,
-    here: Sequence[tuple[RowField, Read]],
+    here: Sequence[tuple[Sequence[RowField], Read]],
     pause: _Pause | None,
     batch: TapBatch,
 ) -> None:
     """Register one hook at `path` that takes the values of `here`, and ends a stage with `pause`."""
 
     def tap(args: tuple[Any, ...], output: Any) -> None:
-        for row_field, read in here:
-            batch.add(row_field, read(layer, args, output))
+        for fields, read in here:
+            batch.add_all(fields, read(layer, args, output))
         if pause is not None:
             batch.pause(*pause)
 

@@ -44,8 +44,10 @@ _LIB.define(
 _LIB.define("tap_join(Tensor(a!) token) -> ()", tags=_TAGS)
 _LIB.define("tap_end(Tensor like, Tensor(a!) token, Tensor place, str cache_layer) -> ()", tags=_TAGS)
 
-_REDUCE_TOKENS = 1024
-"""Tokens that torch reduces at a time. vLLM's memory profile does not see what encoders allocate."""
+_REDUCE_TOKENS, _LEAST_TOKENS = 1024, 64
+"""Tokens that torch reduces at a time, unless one value takes more than SCRATCH for them; and then at least. vLLM's
+memory profile does not see what encoders allocate.
+"""
 
 
 @dataclass(frozen=True)
@@ -221,11 +223,13 @@ def tokens_at_once(values: Sequence[torch.Tensor], reductions: Sequence[Reductio
     """Tokens that one call may write: on a GPU any number, unless projections would allocate too much."""
     if not any(reductions):
         return sys.maxsize
-    if not values[0].is_cuda:
-        return _REDUCE_TOKENS
     pairs = zip(values, reductions, strict=True)
-    scratch = sum(r.scratch(v.shape[1], str(v.dtype).removeprefix("torch.")) for v, r in pairs if r is not None)
-    return max(_REDUCE_TOKENS, SCRATCH // scratch) if scratch else sys.maxsize
+    scratch = [r.scratch(v.shape[1], str(v.dtype).removeprefix("torch.")) for v, r in pairs if r is not None]
+    # Of a large autoencoder fewer fit.
+    least = min(_REDUCE_TOKENS, max(_LEAST_TOKENS, SCRATCH // max(1, *scratch)))
+    if not values[0].is_cuda:
+        return least
+    return max(least, SCRATCH // sum(scratch)) if any(scratch) else sys.maxsize
 
 
 for _name, _op in (("tap", _tap), ("tap_header", _tap_header), ("tap_join", _tap_join), ("tap_end", _tap_end)):

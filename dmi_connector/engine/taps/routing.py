@@ -15,31 +15,33 @@ from dmi_connector.engine.taps.batches import ModelTaps, TapBatch
 def install_routing(taps: ModelTaps, arch: Architecture, module: nn.Module, index: int, batch: TapBatch) -> None:
     """Register the routing taps of one layer, with this row. They run inside an opaque op: each is written at once."""
     context, path = taps.context, f"{arch.layers}.{index}"
-    scores, ids, weights = (context.layout.find(n, index) for n in ("router_logits", "topk_ids", "topk_weights"))
+    scores = context.layout.taking("router_logits", index)
+    ids, weights = context.layout.taking("topk_ids", index), context.layout.taking("topk_weights", index)
     scored, chosen = batch.again(), batch.again()
     if scores:
 
         def at_gate(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-            scored.add(scores, output[0] if isinstance(output, tuple) else output)
+            scored.add_all(scores, output[0] if isinstance(output, tuple) else output)
             scored.write(beside=False)
 
         taps.hook(f"{path}.{arch.moe_gate}", at_gate)
-        context.coverage.expect(scores, f"{path}.{arch.moe_gate}")
+        for row_field in scores:
+            context.coverage.expect(row_field, f"{path}.{arch.moe_gate}")
     if ids or weights:
         router: Any = module.get_submodule(arch.moe_experts).router
         select, to_places = router.select_experts, router._apply_eplb_mapping
 
         def apply_eplb_mapping(topk_ids: torch.Tensor) -> torch.Tensor:
             """Takes the model's numbers of experts; with redundant experts the result numbers their places."""
-            chosen.add(ids, topk_ids)
+            chosen.add_all(ids, topk_ids)
             return to_places(topk_ids)
 
         def select_experts(*args: Any, **kwargs: Any) -> Any:
             topk_weights, topk_ids = select(*args, **kwargs)
-            chosen.add(weights, topk_weights)
+            chosen.add_all(weights, topk_weights)
             chosen.write(beside=False)
             return topk_weights, topk_ids
 
         router._apply_eplb_mapping, router.select_experts = apply_eplb_mapping, select_experts
-        for row_field in filter(None, (ids, weights)):
+        for row_field in (*ids, *weights):
             context.coverage.expect(row_field, f"{path}.{arch.moe_experts}.router.select_experts")

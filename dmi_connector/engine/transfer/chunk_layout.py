@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.hooks import HOOKS, hook_dtype
+from dmi_connector.hooks import hook_dtype
 from dmi_connector.layout import HEADER_SENT_BYTES, ArraySpec, PayloadLayout
 from dmi_connector.ranks import shard_of
 
@@ -52,7 +52,7 @@ def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], 
     base = 0
     writer = context.layout.writer
     for name, layers in hooks.items():
-        hook = HOOKS[name]
+        hook = context.dims.hooks[name]
         dtype = hook_dtype(hook, context.dtype)
         if hook.scope == "sampled":
             logits.append(ArraySpec(name, dtype, (), context.dims.width(hook)))
@@ -71,7 +71,8 @@ def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], 
         if reduction is not None:
             reduce = {**reduction.settings(), "dtype": dtype, "width": shard.width * shard.shards}
         width, whole = stored_width * shard.shards, size == len(layers)
-        spec = ArraySpec(name, stored_dtype, layers, width, shard.shards, shard.shard, reduce=reduce)
+        axis = layers if hook.layered else ()
+        spec = ArraySpec(name, stored_dtype, axis, width, shard.shards, shard.shard, reduce=reduce)
         if not whole:
             spec = replace(spec, shards=len(writers[::size]), rank=0, part_layers=size)
         for part in parts:

@@ -8,7 +8,7 @@ import mmap
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ _ADDED = re.compile(r"(_[0-9]+)?(-|\Z)")
 """What vLLM adds behind a request id, up to the end or a dash."""
 _DRAFTS = {"draft_tokens_scheduled": "scheduled", "draft_tokens_accepted": "accepted"}
 """Counts of draft tokens: their names here, and in the attribute `draft_tokens` of a store."""
-_OF_END = ("state", "reason", "finished", "bytes", "num_tokens", "prompt_len", "model", *_DRAFTS)
+SCORES = ("max", "at", "min", "mean", "last")
+"""What the index says of the scores of a probe."""
+_OF_END = ("state", "reason", "finished", "bytes", "num_tokens", "prompt_len", "model", "scores", *_DRAFTS)
 """What the line of a store's end tells of it."""
 _STORES = (".zarr", ".zarr" + PARTIAL_SUFFIX)
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
@@ -41,7 +43,8 @@ class CaptureInfo:
     the finished store without its root `zarr.json`. num_tokens: its rows. prompt_len: tokens of the prompt. model: its
     name. The last two are None before the end, and where a line of format 1.1 or older lacks them; `open_captures`
     fills these in. draft_tokens_scheduled, draft_tokens_accepted: draft tokens of a request with speculative decoding
-    that steps verified, and those that were accepted; None before the end, and without speculative decoding.
+    that steps verified, and those that were accepted; None before the end, and without speculative decoding. scores: of
+    probes, as in the attribute of the store (docs/FORMAT.md, section 5); None before the end, and without probes.
 
     upload: of a server with the option `upload`: "pending", "done" or "failed"; None without it. url: where the store
     is uploaded to. upload_reason: why that failed. remove_local: whether the local copy goes after it. only_complete:
@@ -67,6 +70,7 @@ class CaptureInfo:
     only_complete: bool = False
     draft_tokens_scheduled: int | None = None
     draft_tokens_accepted: int | None = None
+    scores: Mapping[str, Any] | None = field(default=None, compare=False)
 
 
 def read_index(directory: Given, word: str | None = None) -> Iterable[dict[str, Any]]:
@@ -294,6 +298,7 @@ def info_of(store: Place) -> CaptureInfo:
         num_tokens=attrs["num_tokens"],
         prompt_len=attrs["prompt_len"],
         model=attrs.get("model"),
+        scores=attrs.get("scores"),
         **drafts_of(attrs),
     )
 
@@ -332,6 +337,7 @@ def _info(directory: Place, line: Mapping[str, Any]) -> CaptureInfo:
         upload_reason=line.get("upload_reason"),
         remove_local=line.get("remove_local") is True,
         only_complete=line.get("only_complete") is True,
+        scores=line.get("scores"),
         **{name: line.get(name) for name in _DRAFTS},
     )
 

@@ -21,7 +21,8 @@ from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce.basis import load
 from dmi_connector.reduce.pca import fit
-from dmi_connector.store.format.pca_files import find_basis, keep_copy
+from dmi_connector.store.format.kept_files import BASES, keep_copy
+from dmi_connector.store.format.pca_files import find_basis
 from tests import storekit as kit
 
 WIDTH, RANK, TOKENS = 96, 5, 150
@@ -299,7 +300,7 @@ def test_a_store_can_name_its_basis_only_by_its_sha256(tmp_path: Path, basis: Pa
 
 def test_the_copy_of_a_basis_is_private_and_made_once(tmp_path: Path, basis: Path) -> None:
     for _ in range(2):
-        keep_copy(load(basis), str(tmp_path), "private")
+        keep_copy(str(basis), load(basis).sha256, BASES, str(tmp_path), "private")
     [copy] = (tmp_path / "bases").iterdir()
     assert copy.stat().st_mode & 0o777 == 0o600 and copy.parent.stat().st_mode & 0o777 == 0o700
     assert find_basis(load(basis).sha256, tmp_path / "a.zarr").sha256 == load(basis).sha256

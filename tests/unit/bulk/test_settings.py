@@ -8,6 +8,7 @@ import io
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -34,6 +35,7 @@ from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.locks import LIFE_LOCK, lock_alone
 from dmi_connector.store.read.run_manifest import read_manifest
 from tests.bulkkit import Killed, Kills
+from tests.probekit import save_probe
 from tests.storekit import until
 
 NEEDED = ["--model", "m", "--prompts", "p.jsonl", "--out", "o"]
@@ -187,6 +189,22 @@ DEFAULTS += ["--sampling", '{"temperature": 0, "n": 1}']
 def test_a_default_that_is_given_is_no_other_setting(before: list[str], after: list[str], tmp_path: Path) -> None:
     run = settled(tmp_path, *before)
     assert settled(tmp_path, *after) == run
+
+
+def test_a_run_keeps_to_the_content_of_its_probes(tmp_path: Path) -> None:
+    def flags(path: Path) -> tuple[str, ...]:
+        return ("--hooks", "q,probe.p", "--probes", json.dumps({"p": str(path)}))
+
+    (tmp_path / "out").mkdir()
+    one = save_probe(tmp_path / "one.safetensors", "q", (1,), 8, 1)
+    run = settled(tmp_path / "out", *flags(one))
+    (tmp_path / "out" / f"{run}-000000004--a.zarr").mkdir()
+    copy = shutil.copy(one, tmp_path / "copy.safetensors")
+    assert settled(tmp_path / "out", *flags(copy)) == run
+    other = save_probe(tmp_path / "other.safetensors", "q", (2,), 8, 1)
+    with pytest.raises(ValueError, match="was begun with probes"):
+        settled(tmp_path / "out", *flags(other))
+    assert "probes" not in parsed("--hooks", "q").fingerprint(FILES)
 
 
 def test_a_run_that_noted_no_defaults_goes_on(tmp_path: Path) -> None:

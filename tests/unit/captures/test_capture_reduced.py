@@ -21,7 +21,7 @@ from dmi_connector.reduce.basis import METADATA, load
 from dmi_connector.reduce.pca import fit
 from dmi_connector.reduce.projection import matrix
 from dmi_connector.store.format.completeness import Cause, Loss
-from dmi_connector.store.format.pca_files import keep_copy
+from dmi_connector.store.format.kept_files import BASES, keep_copy
 from tests import storekit as kit
 
 HEADS, KV, SIZE, TOKENS = 4, 2, 8, 40
@@ -223,7 +223,7 @@ def test_rows_are_restored_from_principal_components(scores: tuple[Capture, np.n
         cap.restore("mlp_out", 4)
     given = cap.restore("mlp_out", 4, basis=path)
     assert given.shape == (200, WIDTH) and np.abs(given - rows[1]).max() < 0.15
-    keep_copy(load(str(path)), str(cap.path.parent), "private")
+    keep_copy(str(path), load(path).sha256, BASES, str(cap.path.parent), "private")
     np.testing.assert_array_equal(cap.restore("mlp_out", 4), given)
     np.testing.assert_array_equal(cap.restore("mlp_out", -2), given)
     np.testing.assert_array_equal(cap.restore("mlp_out", 4, slice(3, 7)), given[3:7])

@@ -15,7 +15,7 @@ from dmi_connector.engine.model.coverage import Coverage
 from dmi_connector.engine.taps import install, points
 from dmi_connector.engine.taps.batches import ModelTaps, TapBatch
 from dmi_connector.hooks import HOOKS
-from dmi_connector.layout import RowField
+from dmi_connector.layout import RowField, RowLayout
 from dmi_connector.reduce import parse
 from tests import tapkit as kit
 
@@ -76,14 +76,13 @@ class Rotated(torch.nn.Module):
 
 def tap(block: torch.nn.Module, batch: TapBatch, fields: list[RowField], **modules: str) -> None:
     """Install taps of `fields` on a layer that has only these modules."""
-    by_hook = {f.hook: f for f in fields}
     every = {"ln1", "qkv", "attn", "o_proj", "ln2", "mlp", "down_proj"}
     context: Any = SimpleNamespace(
         drafting=None,
         arch=Architecture("Block", "", **{**dict.fromkeys(every, ""), **modules}),
         dims=SimpleNamespace(moe_layers=(), qk_rope_head_dim=0),
         block_scale=1.0,
-        layout=SimpleNamespace(find=lambda name, _layer: by_hook.get(name), fields=fields),
+        layout=RowLayout(tuple(fields), 0, {}),
         cache_layer=kit.CACHE_LAYER,
         coverage=Coverage(),
     )

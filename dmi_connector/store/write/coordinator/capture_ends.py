@@ -51,7 +51,8 @@ def rank_0_end(
     root |= attrs
     specs = [*layout.arrays, *layout.elsewhere]
     if layout.elsewhere:
-        specs.sort(key=lambda spec: list(HOOKS).index(spec.name))
+        known = {name: number for number, name in enumerate(HOOKS)}
+        specs.sort(key=lambda spec: known.get(spec.name, len(known)))  # probes last, as they are
     root |= {"hooks": schema.hooks_attribute(specs), "num_tokens": end.length, "tp": record.ranks}
     root |= {"created": record.created, "request_id": record.request_id, "key": record.key}
     root |= {"chunk_tokens": grid.chunk, "segment_tokens": grid.segment, "codec": layout.codec}

@@ -26,6 +26,7 @@ from dmi_connector.store.read.index import drafts_of
 from dmi_connector.store.read.journal import holds_rows, is_journal
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.write.arrays.array_writer import FileList, plain_array
+from dmi_connector.store.write.finish.scores import scores_of
 from dmi_connector.store.write.messages import Message, unpack_array
 
 Rebuild = Callable[[Message, set[str]], tuple[FileList, list[Loss], int]]
@@ -68,7 +69,8 @@ def finish_line(name: str, attrs: dict[str, Any]) -> dict[str, Any]:
     state = "complete" if attrs["complete"] else "incomplete"
     line = {"event": "finish", "store": name, "state": state, "reason": attrs["reason"]}
     line |= {k: attrs.get(k) for k in ("key", "request_id", "created", "finished", "num_tokens", *FOUND_BY)}
-    return {**line, **drafts_of(attrs), "bytes": schema.listed_bytes(attrs)}
+    scores = {"scores": attrs["scores"]} if "scores" in attrs else {}
+    return {**line, **drafts_of(attrs), **scores, "bytes": schema.listed_bytes(attrs)}
 
 
 def append_finish(final: str, attrs: dict[str, Any], bytes_raw: int) -> None:
@@ -239,6 +241,8 @@ class Commit:
             sweep(partial, files)
         attrs |= {"complete": complete, "reason": completeness.reason(self.losses)}
         attrs |= {"missing": completeness.missing(self.losses), "finished": now(), "files": files}
+        if found := scores_of(partial, attrs):
+            attrs["scores"] = found
         attrs["checksum"] = crc32c(schema.canonical(attrs))
         expect_free(final)
         with open(os.path.join(partial, "zarr.json"), "wb", opener=no_follow) as f:

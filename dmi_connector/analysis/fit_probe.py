@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi fit-probe`: a linear probe from labelled captures, by the difference of their means (Marks and Tegmark, 2023).
+
+Its score is the probability of label 1, if rows of both labels are normally distributed along the difference with equal
+variance: sigmoid((s - 1/2) / variance + log(n1 / n0)), where `MeanDifference.score` s is 1 at one mean, 0 at the other.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.analysis.directions import mean_difference, row_blocks
+from dmi_connector.analysis.new_file import new_file
+from dmi_connector.captures.capture import Capture, open_capture
+from dmi_connector.captures.one_model import OneModel
+from dmi_connector.captures.own_values import check_own_values
+from dmi_connector.reduce import Keeps
+from dmi_connector.reduce.probe_file import ProbeFacts, save
+from dmi_connector.store.format.remote_path import Given, local_path, place_of
+from dmi_connector.wording import show
+
+logger = logging.getLogger(__name__)
+
+NAMES = ("key", "request_id", "store")
+"""Fields of a labels file that name a capture."""
+_LABELS = {"0": False, "false": False, "1": True, "true": True}
+_LEAST = 2
+"""Captures of each label that a fit needs: one to fit on, one held out."""
+
+Labels = dict[tuple[str, str], bool]
+"""(field, name) -> label."""
+
+
+@dataclass(frozen=True)
+class FittedProbe:
+    """What a probe was fitted on, and how it does on captures that it has not seen.
+
+    captures, rows: fitted on. held_out, held_rows: captures and rows of the test. accuracy: share of these rows with
+    the right side of 1/2. baseline: the same for the more frequent label of the fit. auc: probability that a row of
+    label 1 has a higher score than one of label 0.
+    """
+
+    captures: int
+    rows: int
+    held_out: int
+    held_rows: int
+    accuracy: float
+    baseline: float
+    auc: float
+
+
+def read_labels(path: str | os.PathLike[str]) -> Labels:
+    """Labels of a CSV file with a header, or of JSON lines: `label` (0, 1, true or false), and one of NAMES.
+
+    Raises ValueError that names the line, OSError.
+    """
+    file = local_path(path)
+    found: Labels = {}
+    for number, line in _lines(file):
+        name = next((field for field in NAMES if line.get(field) not in (None, "")), None)
+        label = _LABELS.get(str(line.get("label")).lower())
+        if name is None or label is None:
+            raise ValueError(
+                f"--labels {file}: line {number} is {show(line)}; give {', '.join(NAMES[:-1])} or {NAMES[-1]}, and the "
+                "label 0 or 1"
+            )
+        if found.setdefault((name, str(line[name])), label) != label:
+            raise ValueError(f"--labels {file}: {name} {show(line[name])} has both labels; leave one out")
+    if not found:
+        raise ValueError(f"--labels {file} holds no label; give a CSV file with a header, or JSON lines")
+    return found
+
+
+def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, fields) of each line."""
+    text = file.read_text()
+    if not text.lstrip().startswith("{"):
+        for number, row in enumerate(csv.DictReader(text.splitlines()), 2):
+            yield number, {str(name).strip(): value for name, value in row.items()}
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                yield number, dict(json.loads(line))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"--labels {file}: line {number} is no JSON object ({error})") from error
+
+
+class _Stores:
+    """Captures of these stores, each opened for itself: thousands at once would be too many open files."""
+
+    def __init__(self, stores: Sequence[Given]) -> None:
+        self._stores = stores
+
+    def __iter__(self) -> Iterator[Capture]:
+        for store in self._stores:
+            with open_capture(store, 0, allow_incomplete=True) as capture:
+                yield capture
+
+
+def fit_probe(
+    stores: Sequence[Given],
+    labels: Mapping[tuple[str, str], bool],
+    hook: str,
+    out: str | os.PathLike[str],
+    layer: int | None = None,
+    rows: str = "all",
+    held_out: float = 0.2,
+    seed: int = 0,
+) -> FittedProbe:
+    """Fit a probe of one hook and layer, and write it to `out`, a new safetensors file, whose name names the score.
+
+    labels: of captures, see `read_labels`. Captures without one are left out. layer: required where several were
+    captured. rows: as in `mean_difference`. held_out: share of the captures of each label that the probe is tested on
+    and not fitted on, chosen by `seed`.
+
+    Raises ValueError for what `mean_difference` refuses, for a hook that was not stored in full, for stores of several
+    models, for fewer than two captures of a label, KeyError for a hook or layer that was not captured, FileExistsError,
+    OSError.
+    """
+    if not 0 < held_out < 1:
+        raise ValueError(f"--held-out {held_out} is not valid; give a share of the captures between 0 and 1")
+    groups, layer, layered = _by_label(stores, labels, hook, layer)
+    rng = np.random.default_rng(seed)
+    fit: list[list[Given]] = []
+    test: list[list[Given]] = []
+    for group in groups:
+        order = [group[i] for i in rng.permutation(len(group))]
+        count = min(len(group) - 1, max(1, round(held_out * len(group))))
+        test.append(order[:count])
+        fit.append(order[count:])
+    with new_file(local_path(out), "fit-probe") as partial:
+        at = layer if layered else None
+        found = mean_difference(_Stores(fit[1]), _Stores(fit[0]), hook, at, rows)
+        vector = found.first - found.second
+        counts = [len(found.scores[1]), len(found.scores[0])]
+        spread = sum(float(np.square(s - s.mean(dtype=np.float64)).sum()) for s in found.scores)
+        variance = spread / max(1, sum(counts) - 2)
+        if not vector.any() or not variance > 0:
+            raise ValueError(f"fit-probe: rows of {hook} are the same in both labels, or each; give other captures")
+        weight = vector / (vector @ vector) / variance
+        bias = -(found.second @ weight) - 0.5 / variance + np.log(counts[1] / counts[0])
+        held = [_logits(test[label], hook, at, rows, weight, bias) for label in (0, 1)]
+        result = _tested(counts, held, len(stores_of(fit)), len(stores_of(test)))
+        facts = ProbeFacts(hook, (layer,) if layered else (), (local_path(out).stem,), output="sigmoid")
+        about = {"fit": "difference of means", "rows": rows, "captures": str(result.captures)}
+        about |= {"held_out_accuracy": f"{result.accuracy:.4f}", "baseline": f"{result.baseline:.4f}"}
+        save(partial, facts, {layer: [(weight[None], np.array([bias]))]}, about)
+    return result
+
+
+def stores_of(groups: Iterable[Sequence[Given]]) -> list[Given]:
+    """All stores of the groups."""
+    return [store for group in groups for store in group]
+
+
+def _by_label(
+    stores: Sequence[Given], labels: Mapping[tuple[str, str], bool], hook: str, layer: int | None
+) -> tuple[list[list[Given]], int, bool]:
+    """(stores of label 0 and of label 1, the number of the layer, whether the hook has several)."""
+    groups: list[list[Given]] = [[], []]
+    one, used, numbers = OneModel(), set(), set()
+    for store in stores:
+        with open_capture(store, 0, allow_incomplete=True) as capture:
+            names = [(field, str(capture.attrs.get(field))) for field in NAMES[:-1]] + [("store", place_of(store).name)]
+            name = next((name for name in names if name in labels), None)
+            if name is None:
+                continue
+            one.check(capture.path, capture.attrs.get("model"))
+            check_own_values(capture, hook, layer, Keeps.EVERY_VALUE)
+            numbers.add(tuple(source.layer for source in capture.sources(hook, layer)))
+            used.add(name)
+            groups[labels[name]].append(store)
+    if unused := len(labels) - len(used):
+        logger.warning("fit-probe: %d of %d labels name no store", unused, len(labels))
+    if left := len(stores) - sum(map(len, groups)):
+        logger.warning("fit-probe: %d of %d stores have no label; they are left out", left, len(stores))
+    for label, group in enumerate(groups):
+        if len(group) < _LEAST:
+            raise ValueError(f"fit-probe: {len(group)} captures have the label {label}; {_LEAST} or more are needed")
+    first = next(iter(numbers))
+    if len(numbers) > 1 or len(first) > 1:
+        raise ValueError(f"fit-probe: {hook} has several layers; name one with --layer")
+    return groups, first[0] or 0, first[0] is not None
+
+
+def _logits(
+    stores: Sequence[Given], hook: str, layer: int | None, rows: str, weight: np.ndarray, bias: float
+) -> np.ndarray:
+    """Of the rows that count, [n]."""
+    found = [block @ weight + bias for block in row_blocks(_Stores(stores), hook, layer, rows)]
+    return np.concatenate(found) if found else np.zeros(0)
+
+
+def _tested(counts: Sequence[int], held: Sequence[np.ndarray], captures: int, held_out: int) -> FittedProbe:
+    """counts: rows of label 0 and 1 that were fitted on. held: logits of those that were not."""
+    if not all(map(len, held)):
+        raise ValueError("fit-probe: the captures that were held out have no row that counts; give more captures")
+    total = sum(map(len, held))
+    right = int((held[0] < 0).sum() + (held[1] >= 0).sum())
+    usual = len(held[int(counts[1] > counts[0])])
+    ranks = np.searchsorted(np.sort(held[0]), held[1], "left") + np.searchsorted(np.sort(held[0]), held[1], "right")
+    auc = float(ranks.mean() / 2 / len(held[0]))
+    return FittedProbe(captures, sum(counts), held_out, total, right / total, usual / total, auc)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi fit-probe`: a probe from labelled captures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from dmi_connector.cli import places
+
+
+def add_fit_probe(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `dmi fit-probe`."""
+    from dmi_connector.analysis.directions import ROWS
+
+    parser.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="of stores that hold the hook in full")
+    parser.add_argument(
+        "--labels", required=True, metavar="FILE", help="CSV or JSON lines: key (or store) and label 0 or 1"
+    )
+    parser.add_argument("--hook", required=True, metavar="HOOK", help="whose rows the probe scores")
+    parser.add_argument("--layer", type=int, metavar="N", help="required where several were captured")
+    parser.add_argument("--rows", choices=ROWS, default="all", help="which rows have the label (default: all)")
+    parser.add_argument("--held-out", type=float, default=0.2, metavar="SHARE", help="of the captures (default: 0.2)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="chooses these captures (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.add_argument("-o", "--out", required=True, metavar="FILE", help="a new .safetensors file")
+    parser.set_defaults(run=run_fit_probe)
+
+
+def run_fit_probe(options: argparse.Namespace) -> int:
+    """Run the command. Raises what `fit_probe` raises."""
+    from dmi_connector.analysis.fit_probe import fit_probe, read_labels
+
+    labels, stores = read_labels(options.labels), places.stores(options.stores)
+    chosen = (options.layer, options.rows, options.held_out, options.seed)
+    found = fit_probe(stores, labels, options.hook, options.out, *chosen)
+    if options.json:
+        print(json.dumps(asdict(found), indent=1))
+        return 0
+    print(f"fitted on {found.rows} rows of {found.captures} captures")
+    held = f"accuracy {found.accuracy:.3f}, by the more frequent label {found.baseline:.3f}; AUC {found.auc:.3f}"
+    print(f"on {found.held_rows} rows of {found.held_out} others: {held}")
+    return 0

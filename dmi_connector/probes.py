@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The probes of one engine: hooks that taps compute from others. Each is checked against the model.
+
+Nothing here imports torch or vllm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dmi_connector.hooks import ALIASES, HOOKS, PROBE, Hook, ModelDims
+from dmi_connector.option_values import OptionError
+from dmi_connector.ranks import shard_of
+from dmi_connector.reduce import ReduceError, summaries
+from dmi_connector.reduce.latents import Latents
+from dmi_connector.reduce.probe import Probe
+from dmi_connector.reduce.probe_option import parse_probe
+from dmi_connector.wording import suggest
+
+AnyProbe = Probe | Latents
+_RESID_POST = "resid_post"
+
+
+def with_probes(dims: ModelDims, probes: Sequence[tuple[str, str]], tp: int) -> tuple[ModelDims, dict[str, AnyProbe]]:
+    """(the sizes of a model with the hooks of `probes`, what computes each hook).
+
+    probes: name and text of each, as in the option. tp: tensor-parallel size. Raises OptionError for a probe that this
+    model cannot have.
+    """
+    hooks: list[Hook] = []
+    computed: dict[str, AnyProbe] = {}
+    for name, text in probes:
+        try:
+            probe = parse_probe(name, text)
+            hook, layers = _source(name, probe, dims)
+            shard = shard_of(hook, dims, tp, 0)
+            computed[PROBE + name] = probe.bind(hook.name, layers, shard.width, shard.shards)
+        except ReduceError as error:
+            raise OptionError(str(error)) from error
+        hooks.append(replace(hook, name=PROBE + name, doc=f"probe of {hook.name}", source=hook.name, layers=layers))
+    return replace(dims, probes=tuple(hooks)), computed
+
+
+def _source(name: str, probe: AnyProbe, dims: ModelDims) -> tuple[Hook, tuple[int, ...]]:
+    """The hook of the model that a probe takes, and its layers there. Raises ReduceError."""
+    what = f"probes: {name!r} ({probe.path}) is of {probe.source}"
+    source, layers = ALIASES.get(probe.source, probe.source), probe.layers
+    if source == _RESID_POST:
+        if len(layers) != 1:
+            raise ReduceError(f"{what} in {len(layers)} layers; make it of resid_pre, with each layer one larger")
+        source, layers = ("resid_final", (0,)) if layers[0] == dims.layers - 1 else ("resid_pre", (layers[0] + 1,))
+    hook = HOOKS.get(source)
+    if hook is None:
+        raise ReduceError(f"{what}, which is no hook{suggest(source, HOOKS) or ';'} hooks: {', '.join(HOOKS)}")
+    if hook.dtype == "int32" or hook.scope == "sampled" or source in summaries():
+        why = "which holds whole numbers" if hook.dtype == "int32" else "which has no row of values for each token"
+        raise ReduceError(f"{what}, {why}; make a probe of another hook")
+    if hook.scope == "layer" and not layers:
+        raise ReduceError(f"{what}, and names no layer; give one")
+    layers, there = layers or (0,), dims.layers_of(hook)
+    if lacking := [layer for layer in layers if layer not in there]:
+        where = f" in layer {lacking[0]}" if hook.scope == "layer" and there else ""
+        has = f"{source} is in layers {', '.join(map(str, there))}" if where else f"{dims.architecture} has no {source}"
+        raise ReduceError(f"{what}, which does not exist{where}: {has}; give a probe of this model")
+    if probe.width != dims.width(hook):
+        raise ReduceError(
+            f"{what} with {probe.width} values, but here it has {dims.width(hook)}; give a probe of this model"
+        )
+    return hook, layers

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A probe: scores of a row, computed in the tap by a linear head or a small MLP. It has no form in the option `reduce`.
+
+Stored rows are the scores, float32. With tensor parallelism, a rank that has a slice of the hook stores its part of the
+products, and the first one the bias too: the scores are what the output makes of their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from dmi_connector.reduce.base import Keeps, Reduction
+from dmi_connector.reduce.errors import ReduceError
+from dmi_connector.reduce.probe_file import NORM_EPS, load
+from dmi_connector.reduce.statistic import Statistic
+
+if TYPE_CHECKING:
+    import torch
+
+_DEVICE: dict[tuple[str, int, Any], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+"""(weight [in, out], bias [out]) of each matrix by file, layer and device. `prepare` fills it."""
+
+
+@dataclass(frozen=True)
+class Probe(Reduction):
+    """Decoded rows are the scores, one for each of `outputs`.
+
+    source, layers: the hook that is scored, and where; no layers where the file names none, and (0,) once it is bound.
+    sha256, path: hash and path of the file. form, activation, output, norm: see `probe_file.ProbeFacts`. hidden: values
+    between matrices. shards: slices that the hook has.
+    """
+
+    source: str = ""
+    layers: tuple[int, ...] = ()
+    outputs: tuple[str, ...] = ()
+    sha256: str = ""
+    form: str = "linear"
+    activation: str = "relu"
+    output: str = "none"
+    norm: str = "none"
+    path: str = field(default="", compare=False)
+    hidden: int = field(default=0, compare=False)
+    shards: int = field(default=1, compare=False)
+    kind: ClassVar[str] = "probe"
+    keeps: ClassVar[Keeps] = Keeps.NOTHING
+    at_end: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))  # JSON has lists
+        object.__setattr__(self, "outputs", tuple(self.outputs))
+
+    @classmethod
+    def load(cls, path: str) -> Probe:
+        """The probe of a file. Raises ReduceError."""
+        file = load(path)
+        facts = file.facts
+        rest = (facts.activation, facts.output, facts.norm, file.path, file.hidden)
+        return cls(facts.hook, facts.layers, facts.outputs, file.sha256, facts.kind, *rest)
+
+    @property
+    def width(self) -> int:
+        """Values of a row of the hook that the file is for."""
+        return load(self.path).width
+
+    @property
+    def linear(self) -> bool:
+        """Whether the products of slices of a row can be added up."""
+        return self.form == "linear" and self.norm == "none"
+
+    def settings(self) -> dict[str, Any]:
+        values = asdict(self)
+        for name in ("path", "hidden", "shards"):
+            del values[name]
+        return {"kind": self.kind, **values, "layers": list(self.layers), "outputs": list(self.outputs)}
+
+    def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> Probe:
+        """The same for a hook that is named otherwise than in the file, or that has slices."""
+        if shards > 1 and not self.linear:
+            raise ReduceError(
+                f"probes: {self.path} is no linear probe, and each of {shards} ranks has only a slice of {hook}; give "
+                "a linear one without a norm, or a hook that every rank has whole (docs/HOOKS.md), or run on one rank"
+            )
+        return replace(self, source=hook, layers=tuple(layers), shards=shards)
+
+    def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
+        import torch
+
+        file = load(self.path)
+        number = file.facts.layers[self.layers.index(layer)] if file.facts.layers else 0
+        found = []
+        for place, (weight, bias) in enumerate(file.of(number)):
+            if place == 0 and self.shards > 1:
+                weight = weight[:, shard * width : (shard + 1) * width]
+                bias = bias if shard == 0 else np.zeros_like(bias)
+            found.append(
+                (torch.from_numpy(np.ascontiguousarray(weight.T)).to(device), torch.from_numpy(bias).to(device))
+            )
+        _DEVICE[self.sha256, layer, device] = found
+
+    def stored_dtype(self, dtype: str) -> str:
+        return "float32"
+
+    def stored_width(self, width: int, dtype: str) -> int:
+        return len(self.outputs)
+
+    def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
+        return self.before(values, layer)
+
+    def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
+        import torch
+        from torch.nn import functional
+
+        found = values.float()
+        if self.norm == "unit":
+            found = found / found.norm(dim=1, keepdim=True)
+        elif self.norm == "layer":
+            found = functional.layer_norm(found, found.shape[1:], eps=NORM_EPS)
+        for number, (weight, bias) in enumerate(_DEVICE[self.sha256, layer, values.device]):
+            if number:
+                found = torch.tanh(found) if self.activation == "tanh" else getattr(functional, self.activation)(found)
+            found = torch.addmm(bias, found, weight)
+        if self.shards > 1 or self.output == "none":
+            return found
+        return found.sigmoid() if self.output == "sigmoid" else found.softmax(1)
+
+    def before_layers(self, values: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+        import torch
+
+        return torch.stack([self.before(values[:, i], layer) for i, layer in enumerate(layers)], 1)
+
+    def scratch(self, width: int, dtype: str) -> int:
+        copies = 2 if self.norm != "none" else 1
+        return 4 * (copies * width + 2 * self.hidden + 2 * len(self.outputs))
+
+    def fused(self, dtype: str) -> tuple[str, int]:
+        return "copy", 0
+
+    def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
+        return np.asarray(stored, np.float32)
+
+    def merge(self, parts: list[np.ndarray]) -> np.ndarray:
+        """The output of the sum of what the ranks stored. One part holds the scores themselves."""
+        if len(parts) == 1:
+            return parts[0]
+        total = np.asarray(np.sum(parts, axis=0, dtype=np.float32))
+        if self.output == "none":
+            return total
+        if self.output == "sigmoid":
+            return _sigmoid(total)
+        powers = np.exp(total - total.max(-1, keepdims=True))
+        return np.asarray(powers / powers.sum(-1, keepdims=True))
+
+    def statistics(self) -> tuple[Statistic, ...]:
+        return (Statistic("score of", lambda rows, index: rows[:, index], "output", signed=True),)
+
+
+def _sigmoid(values: np.ndarray) -> np.ndarray:
+    """Without overflow: exp of what is not positive alone."""
+    powers = np.exp(-np.abs(values))
+    return np.where(values >= 0, 1 / (1 + powers), powers / (1 + powers))

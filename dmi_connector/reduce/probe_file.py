@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of probes: linear heads and small MLPs on a hook (docs/PROBES.md). The SHA-256 of a file identifies it.
+
+A safetensors file with JSON in its metadata. For each layer and each matrix N of the probe, from 0 on, it holds
+`LAYER.N.weight` [out, in] and `LAYER.N.bias` [out], as in torch's `nn.Linear`. A hook that exists once has layer 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from dmi_connector.reduce.errors import ReduceError
+from dmi_connector.reduce.tensors import FloatTensors
+from dmi_connector.wording import show
+
+METADATA = "dmi_probe"
+"""Key of our JSON in the metadata of the safetensors file."""
+KINDS = ("linear", "mlp")
+ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
+"""Between the matrices of an MLP. gelu is the exact one."""
+OUTPUTS = ("none", "sigmoid", "softmax")
+"""What is done to the outputs of the last matrix."""
+NORMS = ("none", "unit", "layer")
+"""What is done to a row first: "unit" divides it by its norm, "layer" brings it to mean 0 and variance 1."""
+NORM_EPS = 1e-5
+"""Added to the variance, as torch's `layer_norm` does."""
+
+Matrices = list[tuple[np.ndarray, np.ndarray]]
+"""(weight [out, in], bias [out]) of each matrix of a probe, float32."""
+
+
+@dataclass(frozen=True)
+class ProbeFacts:
+    """What the JSON of a file says.
+
+    hook: whose rows are scored. layers: its layers; () for a hook that exists once. outputs: names of the scores. kind:
+    one of KINDS. activation: of an MLP, one of ACTIVATIONS. output, norm: one of OUTPUTS, of NORMS.
+    """
+
+    hook: str
+    layers: tuple[int, ...]
+    outputs: tuple[str, ...]
+    kind: str = "linear"
+    activation: str = "relu"
+    output: str = "none"
+    norm: str = "none"
+
+
+@dataclass(frozen=True)
+class ProbeFile:
+    """One file. width: values of a row of the hook. hidden: values between matrices, all together."""
+
+    path: str
+    sha256: str
+    facts: ProbeFacts
+    width: int
+    hidden: int
+
+    def of(self, layer: int) -> Matrices:
+        """The matrices of one layer. Raises OSError if the file is gone."""
+        return _matrices(FloatTensors(Path(self.path)), layer)
+
+
+def is_probe(path: str | os.PathLike[str]) -> bool:
+    """Whether a path names a file of this kind. Raises nothing: `load` says what is wrong with a file."""
+    try:
+        return METADATA in _metadata(Path(path))
+    except (OSError, ValueError):
+        return False
+
+
+def load(path: str | os.PathLike[str]) -> ProbeFile:
+    """Open a file of a probe. Raises ReduceError if it cannot be read, is no such file, or would give no true score."""
+    path = os.path.expanduser(os.fspath(path))
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise ReduceError(f"probes: {path} cannot be read ({error.strerror}); give a file of a probe") from error
+    return _load(path, found.st_mtime_ns, found.st_size)
+
+
+def save(
+    path: str | os.PathLike[str],
+    facts: ProbeFacts,
+    matrices: Mapping[int, Sequence[tuple[np.ndarray, np.ndarray]]],
+    about: Mapping[str, str] | None = None,
+) -> ProbeFile:
+    """Write a file and read it back. matrices: by layer; key 0 for a hook that exists once. about: of its making.
+
+    Raises ReduceError for what `load` would refuse, OSError.
+    """
+    from safetensors.numpy import save_file
+
+    tensors = {}
+    for layer, stack in matrices.items():
+        for number, (weight, bias) in enumerate(stack):
+            tensors[f"{layer}.{number}.weight"] = np.ascontiguousarray(weight, np.float32)
+            tensors[f"{layer}.{number}.bias"] = np.ascontiguousarray(bias, np.float32)
+    save_file(tensors, path, metadata={METADATA: json.dumps({**asdict(facts), **({"about": about} if about else {})})})
+    return load(path)
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file. Raises OSError, ValueError."""
+    with path.open("rb") as raw:
+        size = int.from_bytes(raw.read(8), "little")
+        header = json.loads(raw.read(min(size, os.stat(path).st_size)))
+    return header.get("__metadata__") or {} if isinstance(header, dict) else {}
+
+
+@lru_cache(maxsize=64)
+def _load(path: str, modified: int, size: int) -> ProbeFile:
+    try:
+        text = _metadata(Path(path)).get(METADATA)
+        tensors = FloatTensors(Path(path))
+        with open(path, "rb") as raw:
+            digest = hashlib.file_digest(raw, "sha256").hexdigest()
+    except (OSError, ValueError) as error:
+        raise ReduceError(f"probes: {path} is no safetensors file ({error}); give a file of a probe") from error
+    if text is None:
+        raise ReduceError(
+            f"probes: {path} has no {METADATA!r} in its metadata; dmi fit-probe and docs/PROBES.md make it"
+        )
+    facts = _facts(path, text)
+    shapes = {layer: _checked(path, tensors, facts, layer) for layer in facts.layers or (0,)}
+    widths = {shape[0] for shape in shapes.values()}
+    if len(widths) > 1:
+        raise ReduceError(
+            f"probes: {path} takes rows of {sorted(widths)} values; one hook has one width, make it again"
+        )
+    return ProbeFile(path, digest, facts, *next(iter(shapes.values())))
+
+
+def _facts(path: str, text: str) -> ProbeFacts:
+    """The JSON of a file. Raises ReduceError."""
+    try:
+        given = json.loads(text)
+        given.pop("about", None)
+        facts = ProbeFacts(**{**given, "layers": tuple(given.get("layers") or ()), "outputs": tuple(given["outputs"])})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ReduceError(
+            f"probes: {path}: its {METADATA} {show(text)} is not valid ({error!r}); make it again"
+        ) from error
+    for name, choices in (("kind", KINDS), ("activation", ACTIVATIONS), ("output", OUTPUTS), ("norm", NORMS)):
+        if (value := getattr(facts, name)) not in choices:
+            raise ReduceError(f"probes: {path}: {name} {show(value)} is unknown; choose one of {', '.join(choices)}")
+    names = facts.outputs
+    if not names or not all(isinstance(n, str) and n for n in names) or len(set(names)) < len(names):
+        raise ReduceError(f"probes: {path}: outputs {show(list(names))} is not valid; give different names of scores")
+    layers = facts.layers
+    if any(type(layer) is not int or layer < 0 for layer in layers) or list(layers) != sorted(set(layers)):
+        raise ReduceError(
+            f"probes: {path}: layers {show(list(layers))} is not valid; give layer numbers, ascending without repeats"
+        )
+    return facts
+
+
+def _matrices(tensors: FloatTensors, layer: int) -> Matrices:
+    found: Matrices = []
+    while (weight := tensors.get(f"{layer}.{len(found)}.weight")) is not None:
+        bias = tensors.get(f"{layer}.{len(found)}.bias")
+        found.append((weight, np.zeros(weight.shape[:1], np.float32) if bias is None else bias))
+    return found
+
+
+def _checked(path: str, tensors: FloatTensors, facts: ProbeFacts, layer: int) -> tuple[int, int]:
+    """(values of a row, values between matrices) of one layer. Raises ReduceError."""
+    stack = _matrices(tensors, layer)
+    if not stack or (len(stack) == 1) != (facts.kind == "linear"):
+        raise ReduceError(
+            f"probes: {path} has {len(stack)} matrices for layer {layer}, named {layer}.0.weight and so on; a linear"
+            f" probe has 1, an mlp 2 or more; this one is {facts.kind}"
+        )
+    shapes = [weight.shape for weight, _ in stack]
+    sizes = [shapes[0][-1], *(bias.shape[0] if bias.ndim == 1 else -1 for _, bias in stack)]
+    if shapes != list(zip(sizes[1:], sizes[:-1], strict=True)) or sizes[-1] != len(facts.outputs):
+        raise ReduceError(
+            f"probes: {path}: matrices of layer {layer} have the shapes {[*map(tuple, shapes)]}; they have to be [out,"
+            " in], as in nn.Linear, each with a bias [out], and the last out is the number of outputs, "
+            f"{len(facts.outputs)}"
+        )
+    if not all(np.isfinite(part).all() for pair in stack for part in pair):
+        raise ReduceError(f"probes: {path} holds values that are not finite in layer {layer}; make it again")
+    return sizes[0], sum(sizes[1:-1])

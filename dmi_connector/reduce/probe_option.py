@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The option `probes`: the file of a probe or of an autoencoder, and what is to be known of it.
+
+"risk.safetensors", "risk.safetensors, sha256=HASH" (that content alone), "sae_dir, hook=resid_pre, layer=12, k=32"
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from dmi_connector.reduce.errors import ReduceError
+from dmi_connector.reduce.latents import Latents
+from dmi_connector.reduce.probe import Probe
+from dmi_connector.reduce.probe_file import is_probe
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_NUMBERS = ("layer", "k")
+_OF_ENCODERS = ("hook", *_NUMBERS)
+"""What may follow an autoencoder alone: the file of a probe has it inside."""
+
+
+def parse_probe(name: str, text: str) -> Probe | Latents:
+    """The probe that an entry {name: text} of the option names. Reads its file. Raises ReduceError."""
+    if not _NAME.fullmatch(name):
+        raise ReduceError(f"probes: the name {name!r} is not valid; use letters, digits, '_' and '-', 64 at most")
+    path, *rest = (part.strip() for part in text.split(","))
+    path = os.path.expanduser(path)
+    encoder = os.path.exists(path) and not is_probe(path)
+    known = ("sha256", *(_OF_ENCODERS if encoder else ()))
+    given: dict[str, str] = {}
+    for part in rest:
+        key, equals, value = part.partition("=")
+        if not equals or key not in known or (key in _NUMBERS and not value.isdecimal()):
+            raise ReduceError(
+                f"probes: {part!r} in {text!r} of {name!r} is not valid; this file may be followed by "
+                + ", ".join(f"{key}={'NUMBER' if key in _NUMBERS else 'NAME'}" for key in known)
+            )
+        given[key] = value
+    layer, k = (int(given[key]) if key in given else None for key in _NUMBERS)
+    probe = Latents.load(path, given.get("hook"), layer, k) if encoder else Probe.load(path)
+    if (wanted := given.get("sha256", probe.sha256)) != probe.sha256:
+        raise ReduceError(
+            f"probes: {path} of {name!r} has the SHA-256 {probe.sha256}, not {wanted}; give the file with that hash, or"
+            " this hash"
+        )
+    return probe

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The encoder of a sparse autoencoder in numpy, from the files of SAELens, sparsify, Gemma Scope or Llama Scope."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.reduce.tensors import FloatTensors
+
+_NAMES = {"b_enc": ("b_enc", "encoder.bias"), "b_dec": ("b_dec", "decoder.bias")}
+"""What is needed -> its names in files, where they have several. encoder.weight is W_enc transposed."""
+_GEMMA_SCOPE = "params.npz"
+"""The file of each encoder of Gemma Scope. All are jumprelu, and no other file says so."""
+_LLAMA_SCOPE = "hyperparams.json"
+"""The settings of an encoder of Llama Scope, beside or above its file."""
+_KINDS = ("standard", "jumprelu", "topk", "gated", "batchtopk", "matryoshka_batchtopk")
+_NORMS = ("constant_norm_rescale", "layer_norm")
+"""How rows are normalised before they are encoded."""
+LAYER_NORM_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class SparseEncoder:
+    """Latents of rows: relu((x - shift) W + b), of which those above `threshold`, or the `k` largest, are kept.
+
+    weight: float32 [d_in, latents]. bias: [latents]. shift: [d_in]. threshold: [latents], or None. k: None for all.
+    norm: what is done to x before: "constant_norm_rescale" (norm sqrt(d_in)), "layer_norm", or None. gate: of a gated
+    encoder, (scale, bias), each [latents]: latents with (x - shift) W + b > 0 are relu((x - shift) W scale + bias).
+    """
+
+    weight: np.ndarray
+    bias: np.ndarray
+    shift: np.ndarray
+    threshold: np.ndarray | None = None
+    k: int | None = None
+    norm: str | None = None
+    gate: tuple[np.ndarray, np.ndarray] | None = None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> SparseEncoder:
+        """Read a safetensors file, or the only one of a directory, and the `cfg.json` beside it; the `params.npz` of
+        Gemma Scope; or the directory of an encoder of Llama Scope, with its `hyperparams.json`.
+
+        SAELens: architectures standard, jumprelu, topk, gated and, as saved in training, batchtopk and
+        matryoshka_batchtopk, with the threshold that training found; activations may be normalised by
+        constant_norm_rescale or layer_norm. sparsify: topk, which its older files do not name. Raises ValueError for
+        others, as for expected_average_only_in, whose factor files lack (fold it into the weights), and where a file or
+        a tensor is missing.
+        """
+        file = weights_file(path)
+        if file.suffix == ".npz":
+            return _of_gemma_scope(file)
+        if (settings := _settings(file, _LLAMA_SCOPE)) is not None:
+            return _of_llama_scope(file, settings)
+        config = file.parent / "cfg.json"
+        if not config.exists():
+            raise ValueError(f"sae: {config} is not there; it says how the encoder works")
+        facts, tensors = _facts(config), FloatTensors(file)
+        unnamed = "topk" if "encoder.weight" in tensors.names or facts.get("k") is not None else "standard"
+        kind = facts.get("architecture", facts.get("activation", unnamed))
+        k = facts.get("k", (facts.get("activation_fn_kwargs") or {}).get("k"))
+        function = facts.get("activation_fn_str", facts.get("activation_fn", "relu"))  # older SAELens
+        if kind == "standard" and function == "topk":
+            kind = "topk"
+        elif (kind == "standard" and function != "relu") or facts.get("finetuning_scaling_factor"):
+            raise ValueError(
+                f"sae: {config} has activation_fn_str {function!r} and finetuning_scaling_factor"
+                f" {facts.get('finetuning_scaling_factor')!r}; relu or topk without the factor work"
+            )
+        if kind == "topk" and (type(k) is not int or k < 1):
+            raise ValueError(f"sae: {config} has k {k!r}; a topk encoder needs a whole number from 1 on")
+        normed = facts.get("normalize_activations", "none")
+        if kind not in _KINDS or normed not in ("none", None, *_NORMS):
+            raise ValueError(
+                f"sae: {config} has architecture {kind!r} and normalize_activations {normed!r}; encoders of"
+                f" {', '.join(_KINDS)} work, without normalisation or with {' or '.join(_NORMS)}"
+            )
+        weight = _get(tensors, "W_enc", file)
+        bias = _get(tensors, "b_gate" if kind == "gated" else "b_enc", file)
+        if facts.get("rescale_acts_by_decoder_norm"):
+            norm = np.linalg.norm(_get(tensors, "W_dec", file), axis=1)
+            weight, bias = weight * norm, bias * norm
+        shifted = facts.get("apply_b_dec_to_input", not facts.get("transcode", False))
+        shift = _get(tensors, "b_dec", file) if shifted else np.zeros(len(weight), np.float32)
+        threshold = _get(tensors, "threshold", file) if kind == "jumprelu" else None
+        if kind.endswith("batchtopk"):
+            threshold = np.full(weight.shape[1], _get(tensors, "topk_threshold", file), np.float32)
+        gate = (np.exp(_get(tensors, "r_mag", file)), _get(tensors, "b_mag", file)) if kind == "gated" else None
+        return cls(
+            weight, bias, shift, threshold, k if kind == "topk" else None, normed if normed in _NORMS else None, gate
+        )
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what it computes."""
+        parts = (self.weight, self.bias, self.shift, self.threshold)
+        data = [b"" if part is None else np.ascontiguousarray(part).tobytes() for part in parts]
+        gate = [part.tobytes() for part in self.gate or ()]
+        return hashlib.sha256(b"".join([*data, repr(self.k).encode(), *gate, (self.norm or "").encode()])).hexdigest()
+
+    @property
+    def latents(self) -> int:
+        """Their number."""
+        return self.weight.shape[1]
+
+    def encode(self, rows: np.ndarray) -> np.ndarray:
+        """float32 [rows, latents] of rows [rows, d_in]. Raises ValueError for rows of another width."""
+        if rows.shape[1] != len(self.weight):
+            raise ValueError(f"sae: it takes rows of {len(self.weight)} values, the hook has {rows.shape[1]}")
+        found = (self._normed(rows) - self.shift) @ self.weight
+        if self.gate is not None:
+            open_ones = found + self.bias > 0
+            found = np.where(open_ones, found * self.gate[0] + self.gate[1], 0)
+        else:
+            found += self.bias
+        np.maximum(found, 0, out=found)
+        if self.threshold is not None:
+            found[found <= self.threshold] = 0
+        if self.k is not None and self.k < self.latents:
+            lower = np.argpartition(found, -self.k, axis=1)[:, : -self.k]
+            np.put_along_axis(found, lower, 0, axis=1)
+        return found
+
+    def _normed(self, rows: np.ndarray) -> np.ndarray:
+        if self.norm == "constant_norm_rescale":
+            return np.asarray(rows * (rows.shape[1] ** 0.5 / np.linalg.norm(rows, axis=1, keepdims=True)))
+        if self.norm == "layer_norm":
+            centred = rows - rows.mean(1, keepdims=True)
+            return np.asarray(centred / (centred.std(1, ddof=1, keepdims=True) + LAYER_NORM_EPS))
+        return rows
+
+
+def _of_gemma_scope(file: Path) -> SparseEncoder:
+    """jumprelu(x W + b), with a threshold for each latent."""
+    tensors = FloatTensors(file)
+    weight, bias, threshold = (_get(tensors, name, file) for name in ("W_enc", "b_enc", "threshold"))
+    return SparseEncoder(weight, bias, np.zeros(len(weight), np.float32), threshold)
+
+
+def _of_llama_scope(file: Path, settings: Path) -> SparseEncoder:
+    """jumprelu(x s W + b) with one threshold, where s brings rows to the norm sqrt(d_in) on average; or the top k."""
+    facts, tensors = _facts(settings), FloatTensors(file)
+    activation, normed = facts.get("act_fn"), facts.get("norm_activation", "dataset-wise")
+    if activation not in ("jumprelu", "topk", "relu") or normed != "dataset-wise":
+        raise ValueError(
+            f"sae: {settings} has act_fn {activation!r} and norm_activation {normed!r}; jumprelu, topk and relu work, "
+            "with dataset-wise"
+        )
+    weight, bias = _get(tensors, "W_enc", file), _get(tensors, "b_enc", file)
+    norm = facts["dataset_average_activation_norm"]["in"]
+    shift = np.zeros(len(weight), np.float32)
+    if facts.get("apply_decoder_bias_to_pre_encoder"):
+        shift = _get(tensors, "b_dec", file)
+    scale = np.float32(len(weight) ** 0.5 / norm)
+    threshold = None
+    if activation == "jumprelu":
+        threshold = np.full(weight.shape[1], facts["jump_relu_threshold"], np.float32)
+    k = facts["top_k"] if activation == "topk" else None
+    return SparseEncoder(weight * scale, bias, shift / scale, threshold, k)
+
+
+def settings_of(given: str | os.PathLike[str]) -> dict[str, Any]:
+    """The settings beside an encoder's weights; {} without any. Raises ValueError."""
+    file = weights_file(given)
+    for name in (_LLAMA_SCOPE, "cfg.json"):
+        if file.suffix != ".npz" and (found := _settings(file, name)) is not None:
+            return _facts(found)
+    return {}
+
+
+def _settings(file: Path, name: str) -> Path | None:
+    """The settings of this name beside a file of weights, or a folder above, as in checkpoints/final.safetensors."""
+    return next((found for folder in (file.parent, file.parent.parent) if (found := folder / name).exists()), None)
+
+
+def _facts(config: Path) -> dict[str, Any]:
+    """What a `cfg.json` says. Raises ValueError that names it."""
+    try:
+        found = json.loads(config.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"sae: {config} is no JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"sae: {config} holds {type(found).__name__}, not an object of settings")
+    return found
+
+
+def weights_file(given: str | os.PathLike[str]) -> Path:
+    """The file of an encoder's weights: the one given, or the only one of a directory. Raises ValueError."""
+    path = Path(os.path.expanduser(given))
+    if not path.is_dir():
+        if not path.exists():
+            raise ValueError(f"sae: {path} is not there; give a safetensors file, or its directory")
+        return path
+    if (path / _GEMMA_SCOPE).exists():
+        return path / _GEMMA_SCOPE
+    found = sorted(path.glob("*.safetensors")) or sorted(path.glob("checkpoints/*.safetensors"))
+    if len(found) != 1:
+        raise ValueError(f"sae: {path} holds {len(found)} safetensors files; name one")
+    return found[0]
+
+
+def _get(tensors: FloatTensors, name: str, file: Path) -> np.ndarray:
+    """A tensor as float32. Raises ValueError where it is missing, or holds no floats."""
+    if name == "W_enc" and name not in tensors.names and "encoder.weight" in tensors.names:
+        return np.ascontiguousarray(_get(tensors, "encoder.weight", file).T)
+    for known in _NAMES.get(name, (name,)):
+        if (found := tensors.get(known)) is not None:
+            return found
+    raise ValueError(f"sae: {file} holds no {name} of floats; it holds {', '.join(tensors.names)}")

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scores of a store in short: what the index says of each probe, so that stores are chosen without opening them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.hook_table import PROBE
+from dmi_connector.reduce.probe import Probe
+from dmi_connector.store.read.arrays.hook_values import HookValues
+from dmi_connector.store.read.files.open_files import files_of
+from dmi_connector.store.read.hook_names import HookTable
+
+
+def scores_of(partial: str, attrs: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """{name of a probe: {one of SCORES: [outputs], or [layers, outputs] for a probe of several layers}}, JSON-ready.
+
+    partial: a store whose arrays are written. attrs: its root attributes. Missing rows do not count. `at`: position of
+    the first row with the largest score. None stands for what is not finite. Autoencoders have none of this. Raises
+    OSError for arrays that cannot be read.
+    """
+    probes = [name for name, hook in attrs["hooks"].items() if hook.get("reduce", {}).get("kind") == Probe.kind]
+    there = np.ones(attrs["num_tokens"], bool)
+    for start, stop in attrs["missing"]:
+        there[start:stop] = False
+    if not probes or not there.any():
+        return {}
+    try:
+        values, table = HookValues(files_of(Path(partial)), attrs), HookTable.of(attrs)
+        found = {name: values.decoded(table.sources(name), None, True)[:, there] for name in probes}
+    except ValueError as error:
+        raise OSError(f"the scores of {partial} cannot be read: {error}") from error
+    positions = int(attrs["start"]) + np.flatnonzero(there)
+    return {
+        name.removeprefix(PROBE): _short(rows if attrs["hooks"][name]["layers"] else rows[0], positions)
+        for name, rows in found.items()
+    }
+
+
+def _short(rows: np.ndarray, positions: np.ndarray) -> dict[str, Any]:
+    """rows: [..., tokens, outputs]."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        found = {
+            "max": rows.max(-2),
+            "at": positions[rows.argmax(-2)],
+            "min": rows.min(-2),
+            "mean": rows.mean(-2, dtype=np.float64),
+            "last": rows[..., -1, :],
+        }
+    return {what: _finite(values) for what, values in found.items()}
+
+
+def _finite(values: np.ndarray) -> Any:
+    kept = values.astype(object)
+    kept[~np.isfinite(values)] = None
+    return kept.tolist()

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Probes alone, without the hooks that they score, against transformers: preemption, prefix hits, chunked prompts and
+drafts, with rows of each owner. tests/engine/test_reduce.py has them compiled, on one rank and on two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dmi_connector import capture_args, open_capture
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
+from dmi_connector.analysis.sparse_encoder import SparseEncoder
+from dmi_connector.reduce.probe_file import load
+from dmi_connector.store.read.verify import verify_store
+from tests.engine.check import reference
+from tests.engine.drafts import NGRAM
+from tests.engine.harness import SMALL, Ask, Run, engine, generate, prompt, watch_scheduler
+from tests.probekit import check_scores, save_encoder, save_probe
+
+K = 20
+ALL = {"include_output_tokens": True}
+# Six blocks of 128 for four requests, of which each ends in its second or third: some are preempted.
+CROWD = {f"crowd{n}": Ask(prompt(n), sampling={"max_tokens": 80}) for n in (90, 100, 110, 200)}
+ASKS = {
+    "one": Ask(prompt(1)),
+    "long": Ask(prompt(300)),
+    "repeated": Ask(prompt(12) * 6, sampling={"max_tokens": 60}),
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "target, few blocks": ("target", {"num_gpu_blocks_override": 7}),
+    "pool, drafts": ("pool", {"speculative_config": NGRAM}),
+}
+
+
+@pytest.fixture(scope="module")
+def probes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("probes")
+    return {
+        "risk": save_probe(folder / "risk.safetensors", "mlp_out", (1,), 64, 3),
+        "many": save_probe(folder / "many.safetensors", "z", (0, 2), 128, 1, output="sigmoid"),
+        "first": save_probe(folder / "first.safetensors", "embed", (), 64, 8, 2, norm="unit"),
+        "last": save_probe(folder / "last.safetensors", "final_ln", (), 64, 2),
+    }
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_encoder(tmp_path_factory.mktemp("sae") / "sae", 64, 300, architecture="jumprelu")
+
+
+@pytest.fixture(scope="module", params=CASES)
+def run(
+    request: pytest.FixtureRequest,
+    tiny_model: Callable[..., Path],
+    probes: dict[str, Path],
+    encoder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Run:
+    run = Run(tmp_path_factory.mktemp("probes"))
+    owner, more = CASES[request.param]
+    given = {name: str(path) for name, path in probes.items()} | {"sae": f"{encoder}, hook=resid_post, layer=1, k={K}"}
+    args: dict[str, Any] = capture_args("probe.*", run.store_dir, owner, probes=given, **SMALL) | more
+    with engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:
+        watch_scheduler(llm, run)
+        generate(llm, run, ASKS)
+        generate(llm, run, {"again": Ask(prompt(300))})  # its first blocks come from the prefix cache
+        generate(llm, run, CROWD)
+        some = {**ALL, "dmi": {"hooks": "probe.many,probe.risk", "layers": [2]}}
+        generate(llm, run, {"some": Ask(prompt(40), some)})
+    assert bool(run.preempted) == ("blocks" in request.param) and bool(run.drafts) == ("drafts" in request.param)
+    return run
+
+
+def test_scores_are_those_of_the_rows_of_transformers(
+    run: Run, oracle: Callable[..., Oracle], probes: dict[str, Path]
+) -> None:
+    for name in (*ASKS, *CROWD, "again"):
+        capture = open_capture(run.store(name), timeout=300)
+        assert verify_store(run.store(name)) == []
+        assert set(capture.attrs["hooks"]) == {f"probe.{probe}" for probe in (*probes, "sae")}
+        check_scores(capture, probes, reference(oracle("qwen3"), tuple(run.tokens(name))))
+
+
+def test_latents_are_the_largest_of_the_rows_of_transformers(
+    run: Run, oracle: Callable[..., Oracle], encoder: Path
+) -> None:
+    for name in (*ASKS, *CROWD, "again"):
+        capture = open_capture(run.store(name), timeout=300)
+        rows = reference(oracle("qwen3"), tuple(run.tokens(name)))["resid_pre"][2, : len(capture.token_ids)]
+        want = SparseEncoder.load(encoder).encode(rows)
+        ids, values = capture.latents("probe.sae")
+        largest = -np.sort(-want, 1)
+        # A latent at its threshold is active in one of two programs and not in the other.
+        same = np.isclose(values, largest[:, :K], rtol=0, atol=1e-5).all(1)
+        assert same.mean() > 0.98, name
+        there = same[:, None] & (ids >= 0)
+        np.testing.assert_allclose(
+            np.take_along_axis(want, np.maximum(ids, 0), 1)[there], values[there], rtol=0, atol=1e-5
+        )
+        assert ((values > 0) == (ids >= 0)).all() and (ids >= 0).any(1).mean() > 0.5
+
+
+def test_tokens_are_the_best_ones_of_transformers(run: Run, oracle: Callable[..., Oracle]) -> None:
+    for name, ask in (ASKS | CROWD).items():
+        tokens = run.tokens(name)
+        best = reference(oracle("qwen3"), tuple(tokens))["logits"].argmax(-1)
+        assert tokens[len(ask.prompt) :] == best[len(ask.prompt) - 1 : -1].tolist(), name
+
+
+def test_a_request_chooses_probes_and_layers(run: Run, probes: dict[str, Path]) -> None:
+    some = open_capture(run.store("some"), timeout=300)
+    assert {name: hook["layers"] for name, hook in some.attrs["hooks"].items()} == {"probe.many": [2], "probe.risk": []}
+    assert some.numpy("probe.many").shape == (1, len(some.token_ids), 1)
+
+
+def test_the_store_names_its_probes_and_copies_lie_beside_it(run: Run, probes: dict[str, Path]) -> None:
+    capture = open_capture(run.store("one"), timeout=300)
+    for name, path in probes.items():
+        file, about = load(path), capture.attrs["hooks"][f"probe.{name}"]["reduce"]
+        assert (about["source"], about["sha256"]) == (file.facts.hook, file.sha256)
+        kept = load(run.store_dir / "probes" / f"{file.sha256}.safetensors")
+        assert kept.facts == file.facts
+        np.testing.assert_array_equal(
+            kept.of((*kept.facts.layers, 0)[0])[0][0], file.of((*kept.facts.layers, 0)[0])[0][0]
+        )

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of probes, and what they compute, in float64."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from dmi_connector import Capture
+from dmi_connector.reduce.probe_file import NORM_EPS, Matrices, ProbeFacts, load, save
+
+
+def matrices(*sizes: int, seed: int = 0) -> Matrices:
+    """Random ones from sizes[0] values to sizes[-1]."""
+    rng = np.random.default_rng(seed)
+    return [
+        ((rng.standard_normal((n, m)) / m**0.5).astype(np.float32), rng.standard_normal(n).astype(np.float32))
+        for m, n in itertools.pairwise(sizes)
+    ]
+
+
+def save_probe(path: Path, hook: str, layers: tuple[int, ...], *sizes: int, **facts: Any) -> Path:
+    """A file with random matrices of these sizes for each layer."""
+    outputs = tuple(f"out{number}" for number in range(sizes[-1]))
+    kind = "linear" if len(sizes) == 2 else "mlp"
+    stacks = {layer: matrices(*sizes, seed=layer) for layer in layers or (0,)}
+    save(path, ProbeFacts(hook, layers, outputs, kind, **facts), stacks)
+    return path
+
+
+def scores(path: Path, rows: np.ndarray, layer: int = 0) -> np.ndarray:
+    """What a probe makes of rows [n, width] of one of its layers, by numpy alone: relu is the only activation."""
+    file = load(path)
+    found = rows.astype(np.float64)
+    if file.facts.norm == "unit":
+        found = found / np.linalg.norm(found, axis=1, keepdims=True)
+    elif file.facts.norm == "layer":
+        found = (found - found.mean(1, keepdims=True)) / np.sqrt(found.var(1, keepdims=True) + NORM_EPS)
+    for number, (weight, bias) in enumerate(file.of(layer)):
+        found = (np.maximum(found, 0) if number else found) @ weight.T.astype(np.float64) + bias
+    if file.facts.output == "sigmoid":
+        return np.asarray(1 / (1 + np.exp(-found)))
+    if file.facts.output == "softmax":
+        return np.asarray(np.exp(found) / np.exp(found).sum(1, keepdims=True))
+    return found
+
+
+def check_scores(capture: Capture, probes: dict[str, Path], want: dict[str, np.ndarray]) -> None:
+    """Fail unless a capture holds what `probes` make of rows `want` of transformers, within 1e-5. Its last row is that
+    of the token before the last.
+    """
+    rows = len(capture.token_ids)
+    for name, path in probes.items():
+        facts, got = load(path).facts, capture.numpy(f"probe.{name}")
+        hook = "resid_final" if facts.hook == "resid_post" else facts.hook  # probes here are behind the last layer
+        every = want[hook].reshape(-1, *want[hook].shape[-2:])
+        exact = every if hook == "resid_final" else every[list(facts.layers or (0,))]
+        shape = (rows, len(facts.outputs)) if len(exact) == 1 else (len(exact), rows, len(facts.outputs))
+        assert got.shape == shape and got.dtype == np.float32, (name, got.shape)
+        for mine, values, layer in zip(got.reshape(-1, *shape[-2:]), exact, facts.layers or (0,), strict=True):
+            np.testing.assert_allclose(mine, scores(path, values[:rows], layer), rtol=0, atol=1e-5, err_msg=name)
+
+
+def save_encoder(folder: Path, width: int, latents: int, shift: float = 0.5, **config: Any) -> Path:
+    """An autoencoder as SAELens saves it, with random weights. shift: how far below 0 its latents are without input."""
+    rng = np.random.default_rng(0)
+    sizes = {"W_enc": (width, latents), "b_dec": (width,)}
+    sizes |= {name: (latents,) for name in ("b_enc", "b_gate", "b_mag", "r_mag", "threshold")}
+    made = {name: rng.standard_normal(size, dtype=np.float32) / width**0.5 for name, size in sizes.items()}
+    made |= {name: made[name] - np.float32(shift) for name in ("b_enc", "b_gate")}
+    folder.mkdir(exist_ok=True)
+    save_file(made, folder / "sae_weights.safetensors")
+    (folder / "cfg.json").write_text(json.dumps({"architecture": "standard", **config}))
+    return folder

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoders as Gemma Scope and Llama Scope publish them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from dmi_connector.analysis.sparse_encoder import SparseEncoder
+
+WIDTH, LATENTS = 8, 23
+RNG = np.random.default_rng(0)
+WEIGHT = RNG.standard_normal((WIDTH, LATENTS), dtype=np.float32)
+BIAS = RNG.standard_normal(LATENTS, dtype=np.float32)
+SHIFT = RNG.standard_normal(WIDTH, dtype=np.float32)
+ROWS = RNG.standard_normal((50, WIDTH), dtype=np.float32)
+HYPERPARAMS: dict[str, Any] = {
+    "act_fn": "jumprelu",
+    "apply_decoder_bias_to_pre_encoder": False,
+    "dataset_average_activation_norm": {"in": 6.3125, "out": 6.3125},
+    "jump_relu_threshold": 0.75,
+    "norm_activation": "dataset-wise",
+    "top_k": 5,
+}
+
+
+def test_gemma_scope_is_jumprelu_without_a_shift(tmp_path: Path) -> None:
+    threshold = RNG.uniform(0, 2, LATENTS).astype(np.float32)
+    arrays = {"W_enc": WEIGHT, "W_dec": WEIGHT.T, "b_enc": BIAS, "b_dec": SHIFT, "threshold": threshold}
+    np.savez(tmp_path / "params.npz", **arrays)
+    want = ROWS.astype("f8") @ WEIGHT + BIAS
+    want = np.where(want > threshold, np.maximum(want, 0), 0)
+    for given in (tmp_path, tmp_path / "params.npz"):
+        np.testing.assert_allclose(SparseEncoder.load(given).encode(ROWS), want, atol=1e-5)
+    np.savez(tmp_path / "params.npz", W_enc=WEIGHT, b_enc=BIAS, threshold=np.arange(LATENTS))
+    with pytest.raises(ValueError, match=r"params\.npz holds no threshold of floats"):
+        SparseEncoder.load(tmp_path)
+    (tmp_path / "params.npz").write_bytes(b"PK\3\4 torn")
+    with pytest.raises(ValueError, match=r"params\.npz holds no tensors .*; give a file of safetensors"):
+        SparseEncoder.load(tmp_path)
+
+
+class Runs:
+    """An object whose unpickling would run code."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pytest.fail, ("code of the file ran",)
+
+
+def test_an_encoder_with_pickled_objects_is_refused(tmp_path: Path) -> None:
+    objects = np.array([Runs()], object)
+    np.savez(tmp_path / "params.npz", W_enc=objects, b_enc=BIAS, threshold=BIAS)
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        SparseEncoder.load(tmp_path)
+
+
+def llama_scope(folder: Path, **settings: Any) -> Path:
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    tensors = {
+        "encoder.weight": np.ascontiguousarray(WEIGHT.T),
+        "encoder.bias": BIAS,
+        "decoder.weight": WEIGHT,
+        "decoder.bias": SHIFT,
+    }
+    save_file(tensors, folder / "checkpoints/final.safetensors")
+    (folder / "hyperparams.json").write_text(json.dumps({**HYPERPARAMS, **settings}))
+    return folder
+
+
+def test_llama_scope_scales_rows_to_their_average_norm(tmp_path: Path) -> None:
+    rows = ROWS.astype("f8") * WIDTH**0.5 / 6.3125
+    plain = rows @ WEIGHT + BIAS
+    found = SparseEncoder.load(llama_scope(tmp_path)).encode(ROWS)
+    np.testing.assert_allclose(found, np.where(plain > 0.75, plain, 0), atol=1e-5)
+    assert (found > 0).any(1).all() and (found == 0).any(1).all()
+    found = SparseEncoder.load(llama_scope(tmp_path, apply_decoder_bias_to_pre_encoder=True)).encode(ROWS)
+    shifted = (rows - SHIFT) @ WEIGHT + BIAS
+    np.testing.assert_allclose(found, np.where(shifted > 0.75, shifted, 0), atol=1e-5)
+    found = SparseEncoder.load(llama_scope(tmp_path, act_fn="topk")).encode(ROWS)
+    fifth = np.sort(plain, 1)[:, -5, None]
+    np.testing.assert_allclose(found, np.where(plain >= fifth, np.maximum(plain, 0), 0), atol=1e-5)
+    with pytest.raises(ValueError, match="norm_activation 'token-wise'; jumprelu, topk and relu work"):
+        SparseEncoder.load(llama_scope(tmp_path, norm_activation="token-wise"))

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores with scores of probes: every command and view reads them as rows of numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dmi_connector import open_capture, open_captures
+from dmi_connector.cli.main import main
+from dmi_connector.layout import ArraySpec
+from dmi_connector.reduce.probe import Probe
+from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.read.metadata import read_attrs
+from tests import storekit as kit
+
+ROWS = 40
+RISK = Probe("resid_pre", (1,), ("yes", "no"), "0" * 64, output="softmax")
+MANY = Probe("z", (0, 2), ("on",), "1" * 64, output="sigmoid")
+
+
+def spec(name: str, probe: Probe, layers: tuple[int, ...], shards: int = 1, rank: int = 0) -> ArraySpec:
+    about = {**probe.settings(), "dtype": "bfloat16", "width": 64}
+    return ArraySpec(name, "float32", layers, len(probe.outputs) * shards, shards, rank, reduce=about)
+
+
+def write(path: Path, seed: int = 0, losses: Sequence[Loss] = (), lost: float | None = None) -> kit.Values:
+    """lost: what is in the rows of `losses`."""
+    owner = kit.Store(1 << 20)
+    rng = np.random.default_rng(seed)
+    hooks = [
+        ArraySpec("resid_pre", "float32", (1,), 64),
+        spec("probe.risk", RISK, ()),
+        spec("probe.many", MANY, (0, 2)),
+    ]
+    values = {
+        "resid_pre": rng.standard_normal((1, ROWS, 64)).astype("f4").view("u4"),
+        "probe.risk": rng.dirichlet((1, 1), (1, ROWS)).astype("f4").view("u4"),
+        "probe.many": rng.standard_normal((2, ROWS, 1)).astype("f4").view("u4"),
+    }
+    if lost is not None:
+        for loss in losses or [Loss.of(Cause.FELL_BEHIND, [(3, 4)])]:
+            for start, stop in loss.rows:
+                values["probe.risk"].view("f4")[:, start:stop] = lost
+    attrs = {"num_layers": 3, "dtype": "bfloat16"}
+    owner.write(path, hooks, ROWS, values=values, attrs=attrs, chunk=16, segment=32, losses=losses)
+    assert owner.shutdown(kit.PATIENCE)
+    return {name: array.view("f4") for name, array in values.items()}
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("captures")
+    for number in range(2):
+        write(folder / f"{number}.zarr", number)
+    return folder
+
+
+def test_scores_have_the_shape_of_the_probe(stores: Path, tmp_path: Path) -> None:
+    want = write(tmp_path / "a.zarr")
+    cap = open_capture(tmp_path / "a.zarr", timeout=0)
+    np.testing.assert_array_equal(cap.numpy("probe.risk"), want["probe.risk"][0])
+    np.testing.assert_array_equal(cap["probe.many@2"], want["probe.many"][1])
+    assert cap.numpy("probe.many").shape == (2, ROWS, 1) and cap.layers["probe.risk"] == []
+    assert cap.reduction("probe.risk") == RISK
+    view = open_captures(stores).rows("probe.risk")
+    assert view.shape == (2 * ROWS, 2)
+    np.testing.assert_array_equal(view[:ROWS], want["probe.risk"][0])
+    assert cap.xarray().sizes["probe.risk_width"] == 2
+    with pytest.raises(ValueError, match=r"hook 'probe\.risk' holds no latents of an autoencoder"):
+        cap.latents("probe.risk")
+    with pytest.raises(ValueError, match=r"'probe\.risk' was stored as probe, which this cannot be worked out from"):
+        cap.tally("probe.risk")
+
+
+def test_commands_take_stores_with_scores(stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = str(stores / "0.zarr"), str(stores / "1.zarr")
+    assert main(["verify", str(stores)]) == 0 and main(["info", one]) == 0
+    assert "probe.risk" in capsys.readouterr().out
+    assert main(["fidelity", one, "--reduce", "int8"]) == 0
+    assert "resid_pre" in capsys.readouterr().out
+    assert main(["diff", one, other, "--json"]) == 1
+    [found] = json.loads(capsys.readouterr().out)
+    compared = [(hook["hook"], hook["layer"]) for hook in found["hooks"]]
+    assert {("resid_pre", 1), ("probe.risk", None), ("probe.many", 0), ("probe.many", 2)} == set(compared)
+    assert main(["diff", one, one, "--hooks", "probe.*"]) == 0
+    out = tmp_path / "text.svg"
+    assert main(["plot", one, "--kind", "text", "--hook", "probe.risk", "-o", str(out)]) == 0
+    assert "score of output 0" in out.read_text()
+
+
+def test_the_index_tells_scores_without_a_store(stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = [write(tmp_path / f"{number}.zarr", number) for number in range(2)]
+    captures = open_captures(tmp_path)
+
+    def opened(*_: Any, **__: Any) -> None:
+        raise AssertionError("a store was opened")
+
+    monkeypatch.setattr("dmi_connector.captures.captures.open_capture", opened)
+    monkeypatch.setattr("dmi_connector.captures.filters.read_attrs", opened)
+    risk = np.stack([values["probe.risk"][0] for values in both])
+    many = np.stack([values["probe.many"] for values in both])
+    found = {what: captures.scores("risk", what) for what in ("max", "min", "mean", "last", "at")}
+    assert found["max"].dtype == np.float32 and found["max"].shape == (2, 2)
+    np.testing.assert_array_equal(found["max"], risk.max(1))
+    np.testing.assert_array_equal(captures.scores("probe.risk"), risk.max(1))
+    np.testing.assert_array_equal(found["min"], risk.min(1))
+    np.testing.assert_allclose(found["mean"], risk.mean(1), rtol=1e-6)
+    np.testing.assert_array_equal(found["last"], risk[:, -1])
+    np.testing.assert_array_equal(found["at"], risk.argmax(1))
+    np.testing.assert_array_equal(captures.scores("many"), many.max(2))
+    assert captures.scores("many", "last").shape == (2, 2, 1)
+    with pytest.raises(KeyError, match="none of 2 stores has scores of a probe 'rsk': did you mean 'risk'"):
+        captures.scores("rsk")
+    with pytest.raises(ValueError, match="what 'median' is not valid; use 'max', 'at', 'min'"):
+        captures.scores("risk", "median")
+
+
+def test_scores_are_of_the_rows_that_are_there(tmp_path: Path) -> None:
+    lost = [Loss.of(Cause.FELL_BEHIND, [(16, 32)])]
+    want = write(tmp_path / "a.zarr", 0, lost, lost=9.0)["probe.risk"][0]
+    there = np.r_[0:16, 32:ROWS]
+    found = open_captures(tmp_path, incomplete=True)
+    np.testing.assert_array_equal(found.scores("risk"), want[there].max(0)[None])
+    np.testing.assert_array_equal(found.scores("risk", "at"), there[want[there].argmax(0)][None])
+    assert found.infos[0].scores == read_attrs(tmp_path / "a.zarr")["scores"]
+    (tmp_path / "index.jsonl").unlink()
+    np.testing.assert_array_equal(open_captures(tmp_path, incomplete=True).scores("risk"), found.scores("risk"))
+
+
+def test_scores_that_are_not_finite_are_nan_and_other_stores_have_none(tmp_path: Path) -> None:
+    write(tmp_path / "a.zarr", 0, lost=float("nan"))
+    owner = kit.Store(1 << 20)
+    owner.write(tmp_path / "b.zarr", [ArraySpec("resid_pre", "float32", (1,), 64)], ROWS, attrs={"num_layers": 3})
+    assert owner.shutdown(kit.PATIENCE)
+    found = open_captures(tmp_path)
+    assert np.isnan(found.scores("risk")).all() and np.isfinite(found.scores("many")[0]).all()
+    assert np.isfinite(found.scores("risk", "last")[0]).all()
+    assert "scores" not in read_attrs(tmp_path / "b.zarr") and np.isnan(found.scores("many")[1]).all()
+    pytest.importorskip("pandas")
+    assert "scores" not in found.table().columns

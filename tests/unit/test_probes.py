@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Probes: their files, the option, the hooks that they become, and what their encoder computes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from dmi_connector import capture_args
+from dmi_connector.hooks import HOOKS, ModelDims, SelectionError, narrow, parse_selection
+from dmi_connector.layout import hook_reductions, row_layouts
+from dmi_connector.option_values import OptionError
+from dmi_connector.probes import with_probes
+from dmi_connector.reduce import ReduceError, from_settings
+from dmi_connector.reduce.probe import Probe
+from dmi_connector.reduce.probe_file import ACTIVATIONS, METADATA, ProbeFacts, load, save
+from dmi_connector.settings import ServerOptions
+from tests.probekit import matrices, save_probe, scores
+
+DIMS = ModelDims("Qwen3ForCausalLM", 4, 32, 4, 2, 8, 64, 512)
+CPU = torch.device("cpu")
+WIDTH = 32
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("probes")
+    made = {
+        "risk": ("resid_pre", (2,), WIDTH, 3),
+        "many": ("z", (0, 1, 3), WIDTH, 1),
+        "last": ("resid_final", (), WIDTH, 2),
+        "post": ("resid_post", (3,), WIDTH, 2),
+        "early": ("resid_post", (1,), WIDTH, 2),
+        "alias": ("mlp_in", (1,), WIDTH, 2),
+    }
+    return {name: save_probe(folder / f"{name}.safetensors", *rest) for name, rest in made.items()}
+
+
+def options(files: dict[str, Path], *names: str) -> list[tuple[str, str]]:
+    return [(name, str(files[name])) for name in names]
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def tensors(*sizes: int) -> dict[str, np.ndarray]:
+    named: dict[str, np.ndarray] = {}
+    for number, (weight, bias) in enumerate(matrices(*sizes)):
+        named |= {f"1.{number}.weight": weight, f"1.{number}.bias": bias}
+    return named
+
+
+GOOD: dict[str, Any] = {"hook": "resid_pre", "layers": [1], "outputs": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("facts", "named", "message"),
+    [
+        ({"kind": "forest"}, tensors(8, 2), "kind 'forest' is unknown; choose one of linear, mlp"),
+        ({"norm": "batch"}, tensors(8, 2), "norm 'batch' is unknown"),
+        ({"outputs": []}, tensors(8, 2), r"outputs \[\] is not valid; give different names"),
+        ({"outputs": ["a", "a"]}, tensors(8, 2), r"outputs \['a', 'a'\] is not valid"),
+        ({"layers": [2, 1]}, tensors(8, 2), r"layers \[2, 1\] is not valid; give layer numbers, ascending"),
+        ({"threshold": 3}, tensors(8, 2), "its dmi_probe .* is not valid"),
+        ({"layers": [1, 2]}, tensors(8, 2), r"has 0 matrices for layer 2, named 2\.0\.weight"),
+        ({"kind": "mlp"}, tensors(8, 2), "has 1 matrices for layer 1.* this one is mlp"),
+        ({}, tensors(8, 4, 2), "has 2 matrices for layer 1.* this one is linear"),
+        ({}, tensors(8, 3), r"have the shapes \[\(3, 8\)\].* the number of outputs, 2"),
+        ({}, {**tensors(8, 2), "1.0.bias": np.zeros(3, np.float32)}, "each with a bias"),
+        ({}, {**tensors(8, 2), "1.0.weight": np.full((2, 8), np.nan, np.float32)}, "not finite in layer 1"),
+    ],
+)
+def test_a_file_that_would_give_no_true_scores_is_refused(
+    facts: dict[str, Any], named: dict[str, np.ndarray], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "probe.safetensors"
+    save_file(named, path, metadata={METADATA: json.dumps({**GOOD, **facts})})
+    with pytest.raises(ReduceError, match=rf"^probes: .*probe\.safetensors.*{message}"):
+        load(path)
+
+
+def test_what_is_no_file_of_a_probe_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ReduceError, match=r"nowhere cannot be read \(No such file"):
+        load(tmp_path / "nowhere")
+    path = tmp_path / "plain.safetensors"
+    save_file(tensors(8, 2), path)
+    with pytest.raises(ReduceError, match="has no 'dmi_probe' in its metadata"):
+        load(path)
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(ReduceError, match="is no safetensors file"):
+        load(path)
+
+
+def test_a_file_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    facts = ProbeFacts("q", (1, 3), ("yes", "no"), "mlp", "tanh", "softmax", "unit")
+    stacks = {layer: matrices(8, 5, 2, seed=layer) for layer in facts.layers}
+    made = save(tmp_path / "a.safetensors", facts, stacks, {"stores": "200"})
+    assert (made.facts, made.width, made.hidden) == (facts, 8, 5)
+    for layer, stack in stacks.items():
+        for (weight, bias), (w, b) in zip(made.of(layer), stack, strict=True):
+            np.testing.assert_array_equal(weight, w)
+            np.testing.assert_array_equal(bias, b)
+
+
+# ---- the option -----------------------------------------------------------------------------------------------------
+
+
+def test_capture_args_refuse_what_the_engine_would(files: dict[str, Path], tmp_path: Path) -> None:
+    def given(hooks: str, **probes: str) -> dict[str, Any]:
+        return capture_args(hooks, tmp_path, probes=probes)
+
+    extra = given("probe.risk", risk=str(files["risk"]))["kv_transfer_config"]["kv_connector_extra_config"]
+    assert ServerOptions.parse(extra).probes == (("risk", str(files["risk"])),)
+    assert (
+        capture_args("probe.risk", tmp_path, probes={"risk": files["risk"]})["kv_transfer_config"]
+        == (given("probe.risk", risk=str(files["risk"]))["kv_transfer_config"])
+    )
+    assert given("probe.*,-probe.last", risk=str(files["risk"]), last=str(files["last"]))
+    with pytest.raises(SelectionError, match=r"'probe\.rsk' is no probe of this server; name its file in probes"):
+        given("probe.rsk", risk=str(files["risk"]))
+    with pytest.raises(SelectionError, match=r"'risk' is computed for nobody; add probe\.risk to hooks"):
+        given("hidden-states", risk=str(files["risk"]))
+    for bad, message in (
+        ({"risk": 3}, r"give \{name: file\}"),
+        ({"a.b": str(files["risk"])}, "the name 'a.b' is not valid"),
+        ({"risk": f"{files['risk']}, k=3"}, "'k=3' in .* is not valid; this file may be followed by sha256="),
+        ({"risk": f"{files['risk']}, fast"}, "'fast' in .* is not valid"),
+        ({"risk": f"{files['risk']}, sha256={'0' * 64}"}, "has the SHA-256 .*, not 0000"),
+        ({"risk": "nowhere"}, "nowhere cannot be read"),
+    ):
+        with pytest.raises(OptionError, match=f"^probes: .*{message}"):
+            ServerOptions.parse({"store_dir": "s", "probes": bad})
+    with_hash = f"{files['risk']}, sha256={load(files['risk']).sha256}"
+    assert given("probe.risk", risk=with_hash)
+
+
+# ---- hooks ----------------------------------------------------------------------------------------------------------
+
+
+def test_probes_are_hooks_of_one_engine(files: dict[str, Path]) -> None:
+    dims, computed = with_probes(DIMS, options(files, "risk", "many", "last"), 1)
+    assert set(dims.hooks) == {*HOOKS, "probe.risk", "probe.many", "probe.last"} and "probe.risk" not in HOOKS
+    assert not any(name.startswith("probe.") for name in DIMS.hooks)
+    served = parse_selection("probe.*,q@1", dims)
+    assert served.hooks == {"q": (1,), "probe.risk": (2,), "probe.many": (0, 1, 3), "probe.last": (0,)}
+    assert str(served) == "q@1,probe.risk@2,probe.many@0+1+3,probe.last@0"
+    assert parse_selection("probe.many@1-3,-probe.many@3", dims).hooks == {"probe.many": (1,)}
+    with pytest.raises(SelectionError, match=r"does not exist in Qwen3ForCausalLM in those layers: .* z@0\+1\+3"):
+        parse_selection("probe.many@2", dims)
+    narrowed = narrow(served, None, [1], dims).hooks  # probes of one layer are kept, as what exists once
+    assert narrowed == {"q": (1,), "probe.risk": (2,), "probe.many": (1,), "probe.last": (0,)}
+    assert narrow(served, ["probe.risk"], None, dims).hooks == {"probe.risk": (2,)}
+    assert hook_reductions([("*", "int8")], served, dims, 1).keys() == {"q"}
+    with pytest.raises(ReduceError, match=r"probe\.risk cannot be reduced so"):
+        hook_reductions([("probe.risk", "int8")], served, dims, 1)
+    (layout,) = row_layouts(served, dims, "bfloat16", 1, dict(computed))
+    risk = layout.find("probe.risk", 2)
+    assert risk is not None and (risk.dtype, risk.width, risk.stored, risk.source) == (
+        *("bfloat16", 32, ("float32", 3)),
+        "resid_pre",
+    )
+    assert [f.hook for f in layout.taking("resid_pre", 2)] == ["probe.risk"] and not layout.taking("resid_pre", 1)
+    assert layout.row_bytes == 256  # header; q; 5 fields of 16 bytes
+
+
+def test_the_residual_stream_behind_a_layer_lies_before_the_next(files: dict[str, Path]) -> None:
+    dims, computed = with_probes(DIMS, options(files, "post", "early", "alias"), 1)
+    sources = {name: (hook.source, hook.layers) for name, hook in dims.hooks.items() if hook.source}
+    assert sources == {
+        "probe.post": ("resid_final", (0,)),
+        "probe.early": ("resid_pre", (2,)),
+        "probe.alias": ("ln2", (1,)),
+    }
+    early = computed["probe.early"]
+    early.prepare(WIDTH, CPU, 2, 0)
+    rows = np.random.default_rng(0).standard_normal((5, WIDTH)).astype(np.float32)
+    got = early.encode(torch.from_numpy(rows), 2).numpy()
+    np.testing.assert_allclose(got, scores(files["early"], rows, 1), atol=1e-5)
+
+
+def test_two_ranks_write_slices_of_what_is_sliced_and_one_rank_the_rest(files: dict[str, Path]) -> None:
+    dims, computed = with_probes(DIMS, options(files, "risk", "many"), 2)
+    selection = parse_selection("probe.*", dims)
+    layouts = row_layouts(selection, dims, "float32", 2, dict(computed))
+    assert sorted(len(layout.fields) for layout in layouts) == [3, 4], "each has its slice of z, one the whole row"
+    assert {layout.find("probe.many", 1).width for layout in layouts} == {16}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("hook", "layers", "width", "message"),
+    [
+        ("resid_prex", (1,), 32, "resid_prex, which is no hook: did you mean 'resid_pre'"),
+        ("topk_ids", (1,), 32, "topk_ids, which holds whole numbers"),
+        ("logits", (), 512, "logits, which has no row of values for each token"),
+        ("pattern", (1,), 4, "pattern, which has no row of values for each token"),
+        ("resid_pre", (7,), 32, r"which does not exist in layer 7: resid_pre is in layers 0, 1, 2, 3"),
+        ("kv_c", (1,), 32, "which does not exist: Qwen3ForCausalLM has no kv_c"),
+        ("resid_pre", (), 32, "resid_pre, and names no layer; give one"),
+        ("resid_pre", (1,), 64, "resid_pre with 64 values, but here it has 32; give a probe of this model"),
+        ("resid_post", (1, 2), 32, "resid_post in 2 layers; make it of resid_pre"),
+    ],
+)
+def test_a_probe_of_another_model_is_refused(
+    hook: str, layers: tuple[int, ...], width: int, message: str, tmp_path: Path
+) -> None:
+    path = save_probe(tmp_path / "p.safetensors", hook, layers, width, 1)
+    with pytest.raises(OptionError, match=rf"^probes: 'p' \(.*p\.safetensors\) is of .*{message}"):
+        with_probes(DIMS, [("p", str(path))], 1)
+
+
+def test_only_linear_probes_can_be_added_up_over_ranks(tmp_path: Path) -> None:
+    deep = save_probe(tmp_path / "deep.safetensors", "z", (1,), WIDTH, 4, 1)
+    normed = save_probe(tmp_path / "normed.safetensors", "z", (1,), WIDTH, 1, norm="unit")
+    for path in (deep, normed):
+        with pytest.raises(OptionError, match=r"is no linear probe, and each of 2 ranks has only a slice of z"):
+            with_probes(DIMS, [("p", str(path))], 2)
+        with_probes(DIMS, [("p", str(path))], 1)
+    whole = save_probe(tmp_path / "whole.safetensors", "resid_pre", (1,), WIDTH, 4, 1)
+    with_probes(DIMS, [("p", str(whole))], 2)
+
+
+# ---- scores ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("sizes", "facts"),
+    [
+        ((WIDTH, 3), {}),
+        ((WIDTH, 3), {"output": "softmax", "norm": "unit"}),
+        ((WIDTH, 1), {"output": "sigmoid", "norm": "layer"}),
+        ((WIDTH, 9, 5, 2), {}),
+    ],
+)
+def test_scores_are_products_in_float32(
+    sizes: tuple[int, ...], facts: dict[str, str], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = save_probe(tmp_path / "p.safetensors", "resid_pre", (1,), *sizes, **facts)
+    probe = Probe.load(str(path)).bind("resid_pre", (1,), WIDTH, 1)
+    probe.prepare(WIDTH, CPU, 1, 0)
+    values = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+    got = probe.encode(values, 1)
+    assert got.dtype == torch.float32 and got.shape == (7, sizes[-1])
+    np.testing.assert_allclose(got.numpy(), scores(path, values.float().numpy(), 1), atol=1e-5)
+    both = probe.before_layers(torch.stack([values, values * 2], 1), [1, 1])
+    assert torch.equal(both[:, 0], got) and torch.equal(both[:, 1], probe.encode(values * 2, 1))
+    again = from_settings(json.loads(json.dumps(probe.settings())))
+    assert again == replace(probe, path="") and hash(again) == hash(replace(probe, path=""))
+    assert "path" not in probe.settings(), "a store tells no paths of the server"
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_are_those_of_torch(activation: str, tmp_path: Path) -> None:
+    path = save_probe(tmp_path / "p.safetensors", "ln1", (1,), WIDTH, 4, 1, activation=activation)
+    probe = Probe.load(str(path))
+    probe.prepare(WIDTH, CPU, 1, 0)
+    values = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(2))
+    (w, b), (v, c) = ((torch.from_numpy(m), torch.from_numpy(n)) for m, n in load(path).of(1))
+    modules = {"relu": torch.nn.ReLU(), "gelu": torch.nn.GELU(), "silu": torch.nn.SiLU(), "tanh": torch.nn.Tanh()}
+    torch.testing.assert_close(probe.encode(values, 1), modules[activation](values @ w.T + b) @ v.T + c)
+
+
+@pytest.mark.parametrize("output", ["none", "sigmoid", "softmax"])
+def test_the_parts_of_two_ranks_add_up_to_the_scores(output: str, tmp_path: Path) -> None:
+    path = save_probe(tmp_path / "p.safetensors", "z", (1,), WIDTH, 3, output=output)
+    rows = 20 * np.random.default_rng(3).standard_normal((6, WIDTH)).astype(np.float32)
+    probe = Probe.load(str(path)).bind("z", (1,), WIDTH // 2, 2)
+    parts = []
+    for shard, part in enumerate(np.split(rows, 2, 1)):
+        probe.prepare(WIDTH // 2, CPU, 1, shard)
+        parts.append(probe.encode(torch.from_numpy(np.ascontiguousarray(part)), 1).numpy())
+    want = scores(path, rows, 1)
+    with np.errstate(all="raise", under="ignore"):
+        np.testing.assert_allclose(probe.merge(parts), want, atol=1e-5)
+    one = Probe.load(str(path))
+    one.prepare(WIDTH, CPU, 1, 0)
+    whole = one.encode(torch.from_numpy(rows), 1).numpy()
+    np.testing.assert_allclose(one.merge([one.decode(whole, WIDTH, "float32")]), want, atol=1e-5)
+
+
+def test_rows_that_are_not_finite_give_scores_that_are_not(files: dict[str, Path]) -> None:
+    probe = Probe.load(str(files["risk"]))
+    probe.prepare(WIDTH, CPU, 2, 0)
+    values = torch.zeros(3, WIDTH)
+    values[0, 5], values[1, 7] = float("nan"), float("inf")
+    assert probe.encode(values, 2).isfinite().all(1).tolist() == [False, False, True]
