@@ -106,8 +106,7 @@ class Captures:
 
         final: path of the store, NAME.zarr. attrs: facts for the root attribute (docs/FORMAT.md, section 5);
         `prompt_len` is required on rank 0, `start` defaults to 0. rank, ranks: tensor-parallel rank and size.
-        most_rows: how many rows may come, None if unknown. borrow: see `check_borrow`. client_number: see
-        CaptureRecord. Raises ValueError.
+        most_rows: how many rows may come, None if unknown. borrow: see `check_borrow`. Raises ValueError.
         """
         final = os.path.abspath(final)
         if not final.endswith(".zarr"):
