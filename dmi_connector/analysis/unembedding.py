@@ -166,7 +166,7 @@ def entropy_of(log_probabilities: np.ndarray) -> np.ndarray:
 
 def _adds_one(model_type: str) -> bool:
     """Whether the norms of these models multiply by 1 + weight."""
-    one_more = ("gemma", "qwen3_next", "qwen3_5")
+    one_more = ("gemma", "qwen3_next", "qwen3_5", "step3p5")
     return (model_type.startswith(one_more) and not model_type.startswith("gemma4")) or model_type == "nemotron"
 
 

@@ -107,5 +107,5 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
 }
 """By `model_type`."""
-CENTRED = ("gemma", "qwen3_next", "qwen3_5")
+CENTRED = ("gemma", "step3p5", "qwen3_next", "qwen3_5")
 """How the types of models begin whose norms multiply by 1 + weight."""

@@ -16,6 +16,7 @@ from dmi_connector.cli import tiny_families
 from dmi_connector.cli.tiny_families import EXPERTS, FULL, ODD, ROPE, WINDOWS
 from dmi_connector.cli.tiny_hybrids import CENTRED, HYBRIDS
 from dmi_connector.cli.tiny_vision import (
+    TEXT_ONLY,
     TOKENS,
     VOCAB,
     WRAPPERS,
@@ -289,19 +290,20 @@ def make_model(arch: str, dir: str | Path, dtype: str = "float32", seed: int = 0
 
     Models of WRAPPERS have a vision tower, and the configuration of an image processor beside them.
     """
-    known = {**ARCHS, **FAMILIES, **HYBRIDS, **WRAPPERS}
+    wrapped = {**WRAPPERS, **TEXT_ONLY}
+    known = {**ARCHS, **FAMILIES, **HYBRIDS, **wrapped}
     if arch not in known:
         raise ValueError(f"arch {arch!r} is unknown: known architectures are {', '.join(known)}")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
-    fields = wrapper_fields(arch, config) if arch in WRAPPERS else {**_COMMON, **known[arch], **config}
-    auto = AutoModelForImageTextToText if arch in WRAPPERS else AutoModelForCausalLM
+    fields = wrapper_fields(arch, config) if arch in wrapped else {**_COMMON, **known[arch], **config}
+    auto = AutoModelForImageTextToText if arch in wrapped else AutoModelForCausalLM
     model = auto.from_config(AutoConfig.for_model(arch, **fields), dtype=torch.float32)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
         _fill(model, generator)
-        if arch in WRAPPERS:
+        if arch in wrapped:
             fill_vision(model, generator)
     model.to(getattr(torch, dtype))
     model.config.dtype = dtype

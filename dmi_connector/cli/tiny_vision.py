@@ -317,9 +317,35 @@ PROCESSORS: dict[str, dict[str, dict[str, Any]]] = {
 """Files beside a model that say how its images are processed."""
 
 
+TEXT_ONLY: dict[str, dict[str, Any]] = {
+    "step3p7": {
+        "text_config": {
+            **_TEXT,
+            "vocab_size": VOCAB,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_sliding_attention_heads": 6,
+            "sliding_window": 32,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "share_expert_dim": 48,
+            "rope_theta": [10000.0] * 4,
+            "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0],
+        },
+        "vision_config": {**_VISION, "image_size": 4 * PATCH, "patch_size": PATCH},
+        "image_token_id": 500,
+        "tie_word_embeddings": False,
+    },
+}
+"""Families whose language model transformers has only inside such a model. No image was tried."""
+
+
 def wrapper_fields(arch: str, changes: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a family with changes, those of an inner configuration field by field."""
-    fields = copy.deepcopy(WRAPPERS[arch])
+    fields = copy.deepcopy((WRAPPERS | TEXT_ONLY)[arch])
     for name, value in changes.items():
         fields[name] = {**fields[name], **value} if name.endswith("_config") else value
     return fields

@@ -171,11 +171,11 @@ def cosines(
     return least
 
 
-def attention_weights(model: Path | Oracle, tokens: list[int]) -> np.ndarray:
-    """Eager attention weights of transformers, [layers, heads, queries, keys]."""
+def attention_weights(model: Path | Oracle, tokens: list[int]) -> list[np.ndarray]:
+    """Eager attention weights of transformers, of each layer [heads, queries, keys]."""
     import torch
 
     twin = model if isinstance(model, Oracle) else Oracle(model)
     with torch.no_grad():
         out = twin.model(torch.tensor([tokens]), output_attentions=True, use_cache=False)
-    return torch.stack(out.attentions)[:, 0].float().numpy()
+    return [weights[0].float().numpy() for weights in out.attentions]

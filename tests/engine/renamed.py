@@ -23,7 +23,7 @@ Weights = dict[str, torch.Tensor]
 class Renamed:
     """A checkpoint of `architecture`, made of one that transformers writes.
 
-    fields: of its config, or what gives them from that of transformers; with `vision_config` the whole config. weights:
+    fields: of its config, or what gives them from that of transformers; with `model_type` the whole config. weights:
     what gives its weights from those of transformers and the config; None: they keep their names, and transformers
     reads the same checkpoint. scaled: whether `topk_weights` hold the factor by which transformers' class says that
     vLLM multiplies their sum. files: further JSON files of the checkpoint.
@@ -43,7 +43,7 @@ class Renamed:
             weights = self.weights(load_file(path / "model.safetensors"), config)
             save_file({k: v.contiguous() for k, v in weights.items()}, path / "model.safetensors", {"format": "pt"})
         more = self.fields(config) if callable(self.fields) else self.fields
-        changed = {**({} if "vision_config" in more else config), **more, "architectures": [self.architecture]}
+        changed = {**({} if "model_type" in more else config), **more, "architectures": [self.architecture]}
         for name, content in {"config.json": changed, **self.files}.items():
             (path / name).write_text(json.dumps(content))
 

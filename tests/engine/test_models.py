@@ -39,7 +39,7 @@ SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
 """With attention sinks, which are not stored."""
 TEXT_ONLY = ("kimi_k25", "interns1", "internvl_chat", "gemma4", "gemma4_unified", "pixtral", "mimo_v2_omni")
 """Models with a vision tower that are started without it."""
-BIASED = ("ernie4_5_moe", "laguna", "minimax_m2")
+BIASED = ("ernie4_5_moe", "laguna", "minimax_m2", "step3p7")
 """With routing that vLLM's CPU router does not have."""
 _ONE_GROUP: dict[str, Any] = {"n_group": 1, "topk_group": 1, "q_lora_rank": None}
 _GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
@@ -86,6 +86,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo_v2": ("mimo_v2_flash", {}),
     "mimo_v2_omni": ("mimo_v2_flash", {}),
     "pixtral": ("deepseek_v3", {}),
+    "step3p5": ("step3p7", {}),
     "interns1": ("qwen3_moe", {}),
     "internvl_chat": ("qwen3", {}),
     "exaone_moe-first": ("exaone_moe", {}),

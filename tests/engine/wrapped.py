@@ -179,7 +179,40 @@ _RADIO: dict[str, Any] = {
 }
 _RADIO_TOWER = {"args": {"model": "vit_base_patch16_224"}, "patch_size": 16, "preferred_resolution": [64, 64]}
 
+
+def _step3p5(config: dict[str, Any]) -> dict[str, Any]:
+    """Step 3.5, from the language model of Step 3.7."""
+    text = config["text_config"]
+    windows = {"num_attention_groups": text["num_key_value_heads"], "head_dim": text["head_dim"]}
+    windows |= {"attention_type": "sliding_attention", "num_attention_heads": text["num_sliding_attention_heads"]}
+    dense = [i for i, kind in enumerate(text["mlp_layer_types"]) if kind == "dense"]
+    return {
+        **{name: text[name] for name in _STEP},
+        "model_type": "step3p5",
+        "num_attention_groups": text["num_key_value_heads"],
+        "attention_other_setting": windows,
+        "use_head_wise_attn_gate": True,
+        "moe_num_experts": text["n_routed_experts"],
+        "moe_top_k": text["num_experts_per_tok"],
+        "moe_layers_enum": ",".join(str(i) for i in range(text["num_hidden_layers"]) if i not in dense),
+        "moe_router_activation": "sigmoid",
+        "rope_theta": [10000.0] * text["num_hidden_layers"],
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0],
+    }
+
+
+def _text_alone(weights: Weights, _config: dict[str, Any]) -> Weights:
+    return {name: weight for name, weight in weights.items() if not name.startswith("vi")}
+
+
+_STEP = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+    *("moe_intermediate_size", "share_expert_dim", "layer_types", "sliding_window", "rms_norm_eps", "dtype"),
+    *("max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings"),
+)
+
 WRAPPED = {
+    "step3p5": Renamed("Step3p5ForCausalLM", _step3p5, _text_alone),
     "kimi_k25": Renamed(
         "KimiK25ForConditionalGeneration",
         _kimi_k25,

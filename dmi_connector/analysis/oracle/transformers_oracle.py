@@ -283,7 +283,7 @@ class _Recorder(ExitStack):
         setattr(module, name, noted)  # on this module, in front of its class's
         self.callback(delattr, module, name)
 
-    def watch_router(self, module: torch.nn.Module, top_k: int, scored: bool) -> None:
+    def watch_router(self, module: torch.nn.Module, top_k: int, scored: bool = True) -> None:
         """Note what a router returns: (scores, weights, experts), or of Llama 4 (weights of all experts, scores).
 
         scored: whether to note the scores.

@@ -15,10 +15,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+from vllm.transformers_utils.configs.step3p5 import Step3p5Config
 
 from dmi_connector.cli.tiny_hybrids import HYBRIDS
 from dmi_connector.cli.tiny_models import _COMMON, ARCHS, FAMILIES
-from dmi_connector.cli.tiny_vision import WRAPPERS, wrapper_fields
+from dmi_connector.cli.tiny_vision import TEXT_ONLY, WRAPPERS, wrapper_fields
 from dmi_connector.engine.model.architectures import ARCHITECTURES, Architecture, Latent, Mixed
 from dmi_connector.engine.model.transformers_backend import generic
 from tests.engine import test_hooks_vs_transformers, test_hybrids, test_models, test_multimodal
@@ -32,6 +33,7 @@ _SIZES = {
     *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "expert_hidden_dim", "moe_k", "moe_topk"),
     *("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim", "layernorm_epsilon"),
+    *("num_sliding_attention_heads", "share_expert_dim"),
     *(
         "top_k_experts",
         "moe_num_experts",
@@ -55,7 +57,7 @@ _SAME = {
     "moe_layer_freq": "first_k_dense_replace",
     **dict.fromkeys(("hybrid_layer_pattern", "sliding_window_size"), "sliding_window_pattern"),
     "add_swa_attention_sink_bias": "sliding_window_pattern",  # sinks, as those of gpt-oss
-    **dict.fromkeys(("swa_rope_theta", "rope_theta", "partial_rotary_factor"), "partial_rotary_factor"),
+    **dict.fromkeys(("swa_rope_theta", "rope_theta", "partial_rotary_factors"), "partial_rotary_factor"),
     "route_norm": "norm_topk_prob",
     "score_func": "scoring_func",
     "use_qkv_bias": "attention_bias",
@@ -72,6 +74,11 @@ def model(name: str) -> tuple[Architecture, Any, dict[str, Any]]:
         architecture = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name]
         return ARCHITECTURES[architecture].fit(config.get_text_config()), config, given["text_config"]
     arch, more = MODELS[name]
+    if arch in TEXT_ONLY:
+        whole = AutoConfig.for_model(arch, **wrapper_fields(arch, {})).to_dict()
+        row = ARCHITECTURES[RENAMED[name].architecture]
+        config = Step3p5Config(**RENAMED[name].fields({**whole, "dtype": "float32"}))
+        return row.fit(config), config, TEXT_ONLY[arch]["text_config"]
     given = {**{**ARCHS, **FAMILIES, **HYBRIDS}[arch], **more}
     config = AutoConfig.for_model(arch, **{**_COMMON, **given})
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # where vLLM was imported, it has classes of its own for some configs

@@ -155,7 +155,7 @@ class Architecture:
         layers = config.num_hidden_layers
         heads = config.num_attention_heads
         hidden = config.hidden_size
-        experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts") or 0
+        experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") or 0
         return ModelDims(
             architecture=self.name,
             layers=layers,

@@ -89,7 +89,38 @@ class MiMo(Mixed):
         return [windows if window else whole for window in config.hybrid_layer_pattern]
 
 
+class Step(Mixed):
+    """Step 3.5: layers with windows have more heads. The final norm runs for sampled tokens alone."""
+
+    def sizes(self, config: Any) -> list[Sizes | None]:
+        usual = Sizes(config.num_attention_heads, config.num_attention_groups, config.head_dim)
+        other = config.attention_other_setting or {}
+        if not other:
+            return [usual] * config.num_hidden_layers
+        names = ("num_attention_heads", "num_attention_groups", "head_dim")
+        windows = Sizes(*(other[name] for name in names))
+        return [windows if kind == other["attention_type"] else usual for kind in config.layer_types]
+
+    def dims(self, config: Any) -> ModelDims:
+        listed = getattr(config, "moe_layers_enum", None)
+        experts = range(1, config.num_hidden_layers) if listed is None else map(int, listed.split(","))
+        return replace(super().dims(config), moe_layers=tuple(experts))
+
+    def of_layer(self, index: int, dims: ModelDims) -> Architecture:
+        row = super().of_layer(index, dims)
+        return replace(row, mlp="moe", down_proj="") if index in dims.moe_layers else row
+
+
 MIXED: tuple[Architecture, ...] = (
+    Step(
+        "Step3p5ForCausalLM",
+        f"{MODELS}.step3p5:Step3p5ForCausalLM",
+        **QK_NORM,
+        final_norm="",
+        moe_gate="moe.gate",
+        moe_experts="moe.experts",
+        lacks=("final_ln",),
+    ),
     MiMo("MiMoV2FlashForCausalLM", f"{MODELS}.mimo_v2:MiMoV2FlashForCausalLM", v_at_attn=True),
     MiMo("MiMoV2ForCausalLM", f"{MODELS}.mimo_v2:MiMoV2ForCausalLM", v_at_attn=True),
     Gemma4(
