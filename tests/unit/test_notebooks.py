@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 pytest.importorskip("vllm")
 
@@ -123,3 +124,31 @@ def test_the_draft_head_learns_from_files_that_are_the_captures(
     assert "120 requests agree with their captures" in text and pictures == 1, text
     right = {name: float(value) for name, value in re.findall(r"^(.+?) +guesses (\d\.\d+)", text, re.M)}
     assert right["most frequent"] < right["bigram"] < right["draft head"], text
+
+
+def test_the_drafter_is_accepted_more_often_after_some_steps(
+    trained: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = oraclestore.write_many(trained, tmp_path, prompts(60, 96).tolist(), ["resid_pre", "resid_final"])
+    plain = "Unembedding.logits = lambda end, rows: rows @ end.weights_of(slice(None)).T"  # without the final norm
+    mistake = Mistake("def serve", plain)
+    text, pictures = many("train_drafter", stores, monkeypatch, ("100, 256, 1", "60, 256, 1"), mistake)
+    ((begin, end),) = re.findall(r"loss (\S+) at first, (\S+) at the end", text)
+    ((before, after),) = re.findall(r"acceptance (\S+) before, (\S+) after 60 steps", text)
+    assert float(end) < 0.7 * float(begin) and float(after) > float(before) + 0.05 and pictures == 1, text
+
+
+def test_two_checkpoints_differ_from_the_changed_matrix_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = ["resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_final"]
+    model = make_model("qwen3", tmp_path / "model", num_hidden_layers=3)
+    for name in ("before", "after"):
+        oraclestore.write_many(Oracle(model), tmp_path / f"captures/{name}", [TOKENS, TOKENS[::-1]], hooks)
+        weights = load_file(model / "model.safetensors")
+        weights["model.layers.2.mlp.down_proj.weight"] *= 1.05
+        save_file(weights, model / "model.safetensors", {"format": "pt"})
+    notebook = notebookkit.read("two_checkpoints")
+    mistake = Mistake("before, after = open_captures", "after = before", "AttributeError")
+    captures = str(tmp_path / "captures")
+    text, pictures = notebookkit.execute(notebook, monkeypatch, [mistake], DMI_CAPTURES=captures)
+    assert "40 rows compared, the first hook that differs is mlp_out@2, position 0" in text and pictures == 1, text
+    assert "hooks agree, 2 differ, from mlp_out@2 on" in text, text
