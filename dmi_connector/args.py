@@ -54,6 +54,8 @@ def capture_args(
         raise OptionError(f"owner: {owner!r} is unknown; choose one of {', '.join(OWNERS)}")
     selection = hooks if isinstance(hooks, str) else list(hooks)
     extra = {"hooks": selection, "store_dir": os.path.abspath(store_dir), **options}
+    if isinstance(given := options.get("probes"), dict):
+        extra["probes"] = {n: os.fspath(file) if isinstance(file, os.PathLike) else file for n, file in given.items()}
     if owner == POOL:
         extra["owner"] = POOL
     parsed = ServerOptions.parse(extra)

@@ -17,6 +17,7 @@ says which start was repeated, of how many.
 from __future__ import annotations
 
 import ctypes
+import json
 import sys
 import warnings
 from collections import Counter
@@ -32,6 +33,7 @@ import torch
 from dmi_connector import Capture, capture_args, open_capture
 from dmi_connector.engine.contract import REUSE
 from tests.engine.harness import ALL_HOOKS, Ask, Run, engine, generate, prompt
+from tests.probekit import save_probe, scores
 
 STREAM = "resid_pre,resid_mid,q,k"
 OWNERS = {ALL_HOOKS: "draft", STREAM: "target"}
@@ -79,12 +81,14 @@ class LateWriter:
 
         self._write = RowWriter(*args)
 
-    def __call__(self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor]) -> None:
+    def __call__(
+        self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], buffer: torch.Tensor | None = None
+    ) -> None:
         if not LateStream.chosen:
-            self._write(rows, slots, values)
+            self._write(rows, slots, values, buffer)
             return
         where = [(v.data_ptr(), v.shape, v.stride(), v.dtype) for v in values]
-        LateStream.chosen[-1].launched.append(lambda: self._write(rows, slots, [in_memory(*w) for w in where]))
+        LateStream.chosen[-1].launched.append(lambda: self._write(rows, slots, [in_memory(*w) for w in where], buffer))
 
 
 def in_memory(address: int, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -158,6 +162,17 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Compiled(model, layers, how)
 
 
+PROBED = {"risk": ("resid_pre", 1), "out": ("mlp_out", 2)}
+"""Probes beside the selection of all hooks, which are computed from values that others read too."""
+
+
+@pytest.fixture(scope="module")
+def probes(compiled: Compiled, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    config, folder = json.loads((compiled.model / "config.json").read_text()), tmp_path_factory.mktemp("probes")
+    width = config.get("hidden_size") or config["n_embd"]
+    return {n: save_probe(folder / f"{n}.safetensors", hook, (layer,), width, 3) for n, (hook, layer) in PROBED.items()}
+
+
 def start_plain(compiled: Compiled, directory: Path) -> Run:
     STARTS["all"] += 1
     run = Run(directory)
@@ -175,7 +190,7 @@ def plain(compiled: Compiled, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return start_plain(compiled, tmp_path_factory.mktemp("plain-compiled"))
 
 
-def start_captured(compiled: Compiled, selection: str, directory: Path) -> tuple[Run, Run]:
+def start_captured(compiled: Compiled, selection: str, probes: dict[str, Path], directory: Path) -> tuple[Run, Run]:
     """What an engine answers, and what it answers again while it writes late. Facts: the layers from whose place in the
     rows on something was written, how often it was written late, how many graphs vLLM compiled, how, and what of this
     went into its compile hash.
@@ -188,7 +203,11 @@ def start_captured(compiled: Compiled, selection: str, directory: Path) -> tuple
     STARTS["all"] += 1
     run, late = Run(directory), Run(directory)
     before, pieces = list(tap_op._PLACES.values()), compilation_counter.num_piecewise_graphs_seen
-    args = capture_args(selection, run.store_dir, owner=OWNERS[selection])
+    if selection == ALL_HOOKS:
+        computed = {name: str(path) for name, path in probes.items()}
+        args = capture_args(f"{selection},probe.*", run.store_dir, owner=OWNERS[selection], probes=computed)
+    else:
+        args = capture_args(selection, run.store_dir, owner=OWNERS[selection])
     with pytest.MonkeyPatch.context() as patch, compiled.how():
         LateStream.written.clear()
         patch.setattr(tap_op, "RowWriter", LateWriter)
@@ -208,14 +227,16 @@ def start_captured(compiled: Compiled, selection: str, directory: Path) -> tuple
 
 
 @pytest.fixture(scope="module")
-def captured(compiled: Compiled, plain: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def captured(
+    compiled: Compiled, plain: Run, probes: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Run]:
     """Each selection, and with "late " before it each written late.
 
     Only the first start with other bits than plain vLLM's is doubted.
     """
     runs, doubted = {}, False
     for name in OWNERS:
-        run, late = start_captured(compiled, name, tmp_path_factory.mktemp("captured-compiled"))
+        run, late = start_captured(compiled, name, probes, tmp_path_factory.mktemp("captured-compiled"))
         if probabilities(run) != probabilities(plain) and not doubted:
             doubted = True
             STARTS["odd"] += 1
@@ -223,7 +244,7 @@ def captured(compiled: Compiled, plain: Run, tmp_path_factory: pytest.TempPathFa
             bits = f"log-probabilities {probabilities(run)}, plain vLLM {probabilities(plain)}"
             warnings.warn(f"{where} is repeated: {bits}", stacklevel=1)
             facts = run.facts
-            run, late = start_captured(compiled, name, tmp_path_factory.mktemp("captured-compiled"))
+            run, late = start_captured(compiled, name, probes, tmp_path_factory.mktemp("captured-compiled"))
             run.facts["pieces"] = facts["pieces"]  # graphs now come from a cache
             if probabilities(run) != probabilities(plain):
                 plain.replies = start_plain(compiled, tmp_path_factory.mktemp("plain-compiled")).replies
@@ -266,10 +287,23 @@ def test_values_last_until_their_branch_is_joined(captured: dict[str, Run], name
     before = 2 if selection == ALL_HOOKS else 1  # ops of the inputs; the last of a forward is waited for by its end
     after = 1 if selection == ALL_HOOKS else 0  # of the final norm
     assert captured[selection].facts["late"] == {} and late["_tap_end"] > 30
-    assert late["_tap"] == (before + layers + after - 1) * late["_tap_end"]
+    joins = len(PROBED) if selection == ALL_HOOKS else 0  # before the attention behind a layer that reduces
+    assert late["_tap"] == (before + layers + after - 1 - joins) * late["_tap_end"]
+    assert late.get("_tap_join", 0) == joins * late["_tap_end"]
     one, other = (stored(captured[run], name) for run in (selection, f"late {selection}"))
     for hook in one.hooks:
         np.testing.assert_array_equal(other.numpy(hook), one.numpy(hook), err_msg=hook)
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_scores_of_bfloat16_rows_are_products_in_float32(
+    captured: dict[str, Run], probes: dict[str, Path], name: str
+) -> None:
+    for run in (ALL_HOOKS, f"late {ALL_HOOKS}"):
+        capture = stored(captured[run], name)
+        for probe, (hook, layer) in PROBED.items():
+            want = scores(probes[probe], capture.numpy(hook, layer), layer)
+            np.testing.assert_allclose(capture.numpy(f"probe.{probe}"), want, rtol=0, atol=1e-5)
 
 
 def stored(run: Run, name: str) -> Capture:

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dmi_connector import Capture, capture_args, open_capture
+from dmi_connector import Capture, capture_args, open_capture, open_captures
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
+from dmi_connector.analysis.sparse_encoder import SparseEncoder
 from dmi_connector.cli.main import main
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
@@ -23,9 +24,10 @@ from dmi_connector.reduce.rounding import Round
 from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.format.pca_files import find_basis
 from dmi_connector.store.read.verify import verify_store
+from dmi_connector.store.read.waiting import wait_for
 from tests.engine.check import attention_weights, hooks_of, reference
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
-from tests.probekit import check_scores, save_probe
+from tests.probekit import check_scores, save_encoder, save_probe
 
 REDUCE = {
     "resid_*": "rp(16,seed=3)",
@@ -79,6 +81,11 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_encoder(tmp_path_factory.mktemp("sae") / "sae", 64, 200)
+
+
 # The ranks first: they are forked, which no process may be that has compiled a model.
 @pytest.fixture(scope="module", params=[2, 1], ids=["tp2", "tp1"])
 def run(
@@ -87,6 +94,7 @@ def run(
     tmp_path_factory: pytest.TempPathFactory,
     basis: Path,
     probes: dict[str, Path],
+    encoder: Path,
 ) -> Run:
     tp = request.param
     if tp > (os.cpu_count() or 1):
@@ -94,6 +102,7 @@ def run(
     run = Run(tmp_path_factory.mktemp(f"reduce-tp{tp}"))
     reduce = REDUCE | {",".join(PCA): f"pca({basis})", "pattern": f"attn({TOP})"}
     computed = {name: str(path) for name, path in probes.items()}
+    computed["sae"] = f"{encoder}, hook=resid_mid, layer=1, k=9"
     args = capture_args(f"{ALL_HOOKS},pattern,probe.*", run.store_dir, reduce=reduce, probes=computed, **SMALL)
     args["max_num_batched_tokens"] = STEP
     with pytest.MonkeyPatch.context() as patch:
@@ -198,6 +207,31 @@ def test_probes_score_the_rows_of_transformers(
         capture = open_capture(run.store(name), timeout=300)
         check_scores(capture, probes, reference(oracle("qwen3"), tuple(run.tokens(name))))
         assert capture.attrs["hooks"]["probe.many"]["shards"] == capture.attrs["tp"]
+
+
+def test_the_index_has_the_scores_of_all_ranks(run: Run, probes: dict[str, Path]) -> None:
+    names = [f"len{n}" for n in LENGTHS]
+    for name in names:
+        wait_for(run.store(name), 300)
+    captures = open_captures(run.store_dir)
+    infos = {info.store.name: number for number, info in enumerate(captures.infos)}
+    for probe in probes:
+        found = captures.scores(probe)
+        for name in names:
+            want = open_capture(run.store(name)).numpy(f"probe.{probe}").max(-2)
+            np.testing.assert_allclose(found[infos[run.store(name).name]], want, rtol=1e-6)
+
+
+def test_latents_are_those_of_the_encoder(run: Run, oracle: Callable[..., Oracle], encoder: Path) -> None:
+    for length in LENGTHS:
+        capture, tokens = open_capture(run.store(f"len{length}"), timeout=300), run.tokens(f"len{length}")
+        rows = reference(oracle("qwen3"), tuple(tokens))["resid_mid"][1, : len(tokens) - 1]
+        want = SparseEncoder.load(encoder).encode(rows)
+        ids, values = capture.latents("probe.sae")
+        np.testing.assert_allclose(values, -np.sort(-want, 1)[:, :9], rtol=0, atol=NOISE)
+        there = ids >= 0
+        at = np.take_along_axis(want, np.maximum(ids, 0), 1)
+        np.testing.assert_allclose(at[there], values[there], rtol=0, atol=NOISE)
 
 
 def test_rows_shrink_as_the_reductions_say(run: Run) -> None:

@@ -25,6 +25,7 @@ from dmi_connector.engine.taps.batches import TapBatch
 from tests.engine.drafts import NGRAM
 from tests.engine.harness import Ask, Run, engine, generate, prompt
 from tests.engine.latent_cpu import KERNEL
+from tests.probekit import save_probe
 
 
 def vllm_config(model: Path, store_dir: Path, extra: dict[str, Any] | None = None, **args: Any) -> Any:
@@ -399,6 +400,18 @@ def test_sleep_mode_is_refused_with_reductions(model: Path, tmp_path: Path, owne
     with pytest.raises(ValueError, match=r"enable_sleep_mode: True .*--enable-sleep-mode, or the options reduce and"):
         capture_context(configs[0])
     assert capture_context(configs[1]).owner.name == owner and capture_context(configs[1]).may_sleep
+
+
+def test_probes_of_another_model_are_refused(model: Path, tmp_path: Path) -> None:
+    good = save_probe(tmp_path / "good.safetensors", "resid_pre", (1,), 64, 2)
+    wide = save_probe(tmp_path / "wide.safetensors", "resid_pre", (1,), 65, 2)
+    config = vllm_config(model, tmp_path, {"hooks": "probe.p", "probes": {"p": str(wide)}})
+    with pytest.raises(ValueError, match=r"^probes: 'p' \(.*wide\.safetensors\) is of resid_pre with 65 values, but"):
+        capture_context(config)
+    context = capture_context(vllm_config(model, tmp_path, {"hooks": "probe.p", "probes": {"p": str(good)}}))
+    assert context.selection.hooks == {"probe.p": (1,)}
+    other = capture_context(vllm_config(model, tmp_path, {"hooks": "resid_pre"}))
+    assert "probe.p" in context.dims.hooks and "probe.p" not in other.dims.hooks, "probes are those of one engine"
 
 
 def test_the_allocator_of_sleep_mode_is_refused_with_reductions(model: Path, tmp_path: Path) -> None:

@@ -118,6 +118,10 @@ def test_capture_args_refuse_what_the_engine_would(files: dict[str, Path], tmp_p
 
     extra = given("probe.risk", risk=str(files["risk"]))["kv_transfer_config"]["kv_connector_extra_config"]
     assert ServerOptions.parse(extra).probes == (("risk", str(files["risk"])),)
+    assert (
+        capture_args("probe.risk", tmp_path, probes={"risk": files["risk"]})["kv_transfer_config"]
+        == (given("probe.risk", risk=str(files["risk"]))["kv_transfer_config"])
+    )
     assert given("probe.*,-probe.last", risk=str(files["risk"]), last=str(files["last"]))
     with pytest.raises(SelectionError, match=r"'probe\.rsk' is no probe of this server; name its file in probes"):
         given("probe.rsk", risk=str(files["risk"]))
