@@ -45,6 +45,20 @@ def test_gemma_scope_is_jumprelu_without_a_shift(tmp_path: Path) -> None:
         SparseEncoder.load(tmp_path)
 
 
+class Runs:
+    """An object whose unpickling would run code."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pytest.fail, ("code of the file ran",)
+
+
+def test_an_encoder_with_pickled_objects_is_refused(tmp_path: Path) -> None:
+    objects = np.array([Runs()], object)
+    np.savez(tmp_path / "params.npz", W_enc=objects, b_enc=BIAS, threshold=BIAS)
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        SparseEncoder.load(tmp_path)
+
+
 def llama_scope(folder: Path, **settings: Any) -> Path:
     (folder / "checkpoints").mkdir(exist_ok=True)
     tensors = {
