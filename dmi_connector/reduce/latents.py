@@ -132,6 +132,8 @@ class Latents(Reduction):
             return torch.from_numpy(np.ascontiguousarray(part)).to(device)
 
         encoder = SparseEncoder.load(self.path)
+        if _facts_of(self.path).sha256 != self.sha256:
+            raise ReduceError(f"probes: {self.path} has changed since the engine started; start it again")
         _DEVICE[self.sha256, device] = _Weights(
             put(encoder.weight),
             put(encoder.bias),

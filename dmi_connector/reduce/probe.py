@@ -90,6 +90,8 @@ class Probe(Reduction):
         import torch
 
         file = load(self.path)
+        if file.sha256 != self.sha256:
+            raise ReduceError(f"probes: {self.path} has changed since the engine started; start it again")
         number = file.facts.layers[self.layers.index(layer)] if file.facts.layers else 0
         found = []
         for place, (weight, bias) in enumerate(file.of(number)):
