@@ -81,6 +81,7 @@ class Latents(Reduction):
     path: str = field(default="", compare=False)
     kind: ClassVar[str] = "latents"
     keeps: ClassVar[Keeps] = Keeps.NOTHING
+    computes: ClassVar[bool] = True
     at_end: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -47,6 +47,7 @@ class Probe(Reduction):
     shards: int = field(default=1, compare=False)
     kind: ClassVar[str] = "probe"
     keeps: ClassVar[Keeps] = Keeps.NOTHING
+    computes: ClassVar[bool] = True
     at_end: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
