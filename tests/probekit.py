@@ -24,11 +24,11 @@ def matrices(*sizes: int, seed: int = 0) -> Matrices:
     ]
 
 
-def save_probe(path: Path, hook: str, layers: tuple[int, ...], *sizes: int, **facts: Any) -> Path:
+def save_probe(path: Path, hook: str, layers: tuple[int, ...], *sizes: int, seed: int = 0, **facts: Any) -> Path:
     """A file with random matrices of these sizes for each layer."""
     outputs = tuple(f"out{number}" for number in range(sizes[-1]))
     kind = "linear" if len(sizes) == 2 else "mlp"
-    stacks = {layer: matrices(*sizes, seed=layer) for layer in layers or (0,)}
+    stacks = {layer: matrices(*sizes, seed=layer + seed) for layer in layers or (0,)}
     save(path, ProbeFacts(hook, layers, outputs, kind, **facts), stacks)
     return path
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from dmi_connector.analysis.texts import find_tokenizer
 from dmi_connector.captures.capture import Capture
+from dmi_connector.hooks import PROBE
 
 _LONGEST_LABEL = 10
 """Characters of a token's label."""
@@ -38,7 +39,11 @@ def labeller(
 
 
 def name_of_values(hook: str) -> str:
-    """The word for one value of a row of this hook: "neuron" for hooks inside the MLP, else "dimension"."""
+    """The word for one value of a row of this hook: "neuron" for hooks inside the MLP, "output" for probes, else
+    "dimension".
+    """
+    if hook.startswith(PROBE):
+        return "output"
     return "neuron" if hook in _NEURONS else "dimension"
 
 

@@ -89,7 +89,9 @@ def _with_values(capture: Capture, found: Activation, hook: str, neuron: int, la
 def check_neuron(capture: Capture, hook: str, neuron: int, layer: int | None) -> None:
     """Raise as `top_tokens` does, for a hook, a layer or a neuron."""
     check_one_layer(capture, hook, layer)
-    check_own_values(capture, hook, layer)
+    reduction = capture.reduction(hook, layer)
+    if reduction is None or not reduction.computes:
+        check_own_values(capture, hook, layer)
     width = capture.shape(hook)[-1]
     if not 0 <= neuron < width:
         raise ValueError(f"neuron {neuron} does not exist: {hook!r} has 0 to {width - 1}")

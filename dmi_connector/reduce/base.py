@@ -66,6 +66,8 @@ class Reduction:
     """What decoded rows keep of the hook's rows."""
     projects: ClassVar[bool] = False
     """Whether decoded rows are projections, so that `project` works."""
+    computes: ClassVar[bool] = False
+    """Whether it computes a probe: decoded rows are the values of that hook, whatever `keeps` says of its source."""
     compared: ClassVar[tuple[str, ...]] = ()
     """What `dmi fidelity` measures of it by default."""
     measured: ClassVar[Mapping[str, str]] = OF_VALUES

@@ -81,6 +81,7 @@ class Latents(Reduction):
     path: str = field(default="", compare=False)
     kind: ClassVar[str] = "latents"
     keeps: ClassVar[Keeps] = Keeps.NOTHING
+    computes: ClassVar[bool] = True
     at_end: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -132,6 +133,8 @@ class Latents(Reduction):
             return torch.from_numpy(np.ascontiguousarray(part)).to(device)
 
         encoder = SparseEncoder.load(self.path)
+        if _facts_of(self.path).sha256 != self.sha256:
+            raise ReduceError(f"probes: {self.path} has changed since the engine started; start it again")
         _DEVICE[self.sha256, device] = _Weights(
             put(encoder.weight),
             put(encoder.bias),

@@ -47,6 +47,7 @@ class Probe(Reduction):
     shards: int = field(default=1, compare=False)
     kind: ClassVar[str] = "probe"
     keeps: ClassVar[Keeps] = Keeps.NOTHING
+    computes: ClassVar[bool] = True
     at_end: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -90,6 +91,8 @@ class Probe(Reduction):
         import torch
 
         file = load(self.path)
+        if file.sha256 != self.sha256:
+            raise ReduceError(f"probes: {self.path} has changed since the engine started; start it again")
         number = file.facts.layers[self.layers.index(layer)] if file.facts.layers else 0
         found = []
         for place, (weight, bias) in enumerate(file.of(number)):

@@ -17,6 +17,7 @@ says which start was repeated, of how many.
 from __future__ import annotations
 
 import ctypes
+import json
 import sys
 import warnings
 from collections import Counter
@@ -166,9 +167,10 @@ PROBED = {"risk": ("resid_pre", 1), "out": ("mlp_out", 2)}
 
 
 @pytest.fixture(scope="module")
-def probes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("probes")
-    return {n: save_probe(folder / f"{n}.safetensors", hook, (layer,), 64, 3) for n, (hook, layer) in PROBED.items()}
+def probes(compiled: Compiled, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    config, folder = json.loads((compiled.model / "config.json").read_text()), tmp_path_factory.mktemp("probes")
+    width = config.get("hidden_size") or config["n_embd"]
+    return {n: save_probe(folder / f"{n}.safetensors", hook, (layer,), width, 3) for n, (hook, layer) in PROBED.items()}
 
 
 def start_plain(compiled: Compiled, directory: Path) -> Run:
@@ -285,7 +287,9 @@ def test_values_last_until_their_branch_is_joined(captured: dict[str, Run], name
     before = 2 if selection == ALL_HOOKS else 1  # ops of the inputs; the last of a forward is waited for by its end
     after = 1 if selection == ALL_HOOKS else 0  # of the final norm
     assert captured[selection].facts["late"] == {} and late["_tap_end"] > 30
-    assert late["_tap"] == (before + layers + after - 1) * late["_tap_end"]
+    joins = len(PROBED) if selection == ALL_HOOKS else 0  # before the attention behind a layer that reduces
+    assert late["_tap"] == (before + layers + after - 1 - joins) * late["_tap_end"]
+    assert late.get("_tap_join", 0) == joins * late["_tap_end"]
     one, other = (stored(captured[run], name) for run in (selection, f"late {selection}"))
     for hook in one.hooks:
         np.testing.assert_array_equal(other.numpy(hook), one.numpy(hook), err_msg=hook)

@@ -428,6 +428,11 @@ def test_probes_of_another_model_are_refused(model: Path, tmp_path: Path) -> Non
         capture_context(config)
     context = capture_context(vllm_config(model, tmp_path, {"hooks": "probe.p", "probes": {"p": str(good)}}))
     assert context.selection.hooks == {"probe.p": (1,)}
+    (tmp_path / "again").mkdir()
+    again = save_probe(tmp_path / "again/good.safetensors", "resid_pre", (1,), 64, 2, seed=7)
+    same = capture_context(vllm_config(model, tmp_path, {"hooks": "probe.p", "probes": {"p": str(again)}}))
+    assert context.fingerprint == same.fingerprint, "other weights have the same graph"
+    assert same.layout.fields[0].reduction != context.layout.fields[0].reduction
     other = capture_context(vllm_config(model, tmp_path, {"hooks": "resid_pre"}))
     assert "probe.p" in context.dims.hooks and "probe.p" not in other.dims.hooks, "probes are those of one engine"
 

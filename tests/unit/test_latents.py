@@ -14,7 +14,7 @@ import torch
 from dmi_connector.hooks import ModelDims
 from dmi_connector.option_values import OptionError
 from dmi_connector.probes import with_probes
-from dmi_connector.reduce import from_settings
+from dmi_connector.reduce import ReduceError, from_settings
 from dmi_connector.reduce.latents import DEFAULT_K, Latents
 from dmi_connector.reduce.sparse_encoder import SparseEncoder
 from dmi_connector.settings import ServerOptions
@@ -123,6 +123,14 @@ def test_what_is_no_encoder_is_refused(tmp_path: Path) -> None:
     (folder / "cfg.json").unlink()
     with pytest.raises(OptionError, match=r"neither .*cfg\.json is not there"):
         parsed(folder, "hook=q", "layer=1")
+
+
+def test_an_encoder_that_changed_since_the_start_is_noticed(tmp_path: Path) -> None:
+    folder = save_encoder(tmp_path, WIDTH, LATENTS)
+    latents = Latents.load(str(folder), "resid_pre", 2, 5)
+    save_encoder(tmp_path, WIDTH, LATENTS, shift=0.25)
+    with pytest.raises(ReduceError, match="has changed since the engine started; start it again"):
+        latents.prepare(WIDTH, CPU, 2, 0)
 
 
 def test_pictures_show_a_latent_or_how_many_are_active() -> None:

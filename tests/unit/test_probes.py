@@ -285,6 +285,15 @@ def test_the_parts_of_two_ranks_add_up_to_the_scores(output: str, tmp_path: Path
     np.testing.assert_allclose(one.merge([one.decode(whole, WIDTH, "float32")]), want, atol=1e-5)
 
 
+def test_a_file_that_changed_since_the_start_is_noticed(tmp_path: Path) -> None:
+    """Stores would name another file than the one that scored their rows."""
+    path = save_probe(tmp_path / "p.safetensors", "q", (1,), WIDTH, 1)
+    probe = Probe.load(str(path))
+    save_probe(path, "q", (2,), WIDTH, 2)
+    with pytest.raises(ReduceError, match=r"p\.safetensors has changed since the engine started; start it again"):
+        probe.prepare(WIDTH, CPU, 1, 0)
+
+
 def test_rows_that_are_not_finite_give_scores_that_are_not(files: dict[str, Path]) -> None:
     probe = Probe.load(str(files["risk"]))
     probe.prepare(WIDTH, CPU, 2, 0)

@@ -10,14 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dmi_connector import open_capture, open_captures
+from dmi_connector.analysis.neurons import top_tokens
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
+from dmi_connector.reduce.latents import Latents
 from dmi_connector.reduce.probe import Probe
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.read.metadata import read_attrs
 from tests import storekit as kit
+from tests.probekit import save_encoder
 
 ROWS = 40
 RISK = Probe("resid_pre", (1,), ("yes", "no"), "0" * 64, output="softmax")
@@ -92,6 +96,9 @@ def test_commands_take_stores_with_scores(stores: Path, tmp_path: Path, capsys: 
     out = tmp_path / "text.svg"
     assert main(["plot", one, "--kind", "text", "--hook", "probe.risk", "-o", str(out)]) == 0
     assert "score of output 0" in out.read_text()
+    best = tmp_path / "best.svg"
+    command = ["plot", str(stores), "--kind", "neuron", "--hook", "probe.risk", "--neuron", "1"]
+    assert main([*command, "-o", str(best)]) == 0 and "probe.risk, output 1" in best.read_text()
 
 
 def test_the_index_tells_scores_without_a_store(stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,3 +151,29 @@ def test_scores_that_are_not_finite_are_nan_and_other_stores_have_none(tmp_path:
     assert "scores" not in read_attrs(tmp_path / "b.zarr") and np.isnan(found.scores("many")[1]).all()
     pytest.importorskip("pandas")
     assert "scores" not in found.table().columns
+
+
+def test_latents_and_scores_have_top_tokens(stores: Path, tmp_path: Path) -> None:
+    latents = Latents.load(str(save_encoder(tmp_path / "sae", 64, 50)), "resid_mid", 1, 6).bind(
+        "resid_mid", (1,), 64, 1
+    )
+    latents.prepare(64, torch.device("cpu"), 1, 0)
+    rows = torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(0))
+    stored = latents.encode(rows, 1).numpy()
+    about = {**latents.settings(), "dtype": "float32", "width": 64}
+    spec = ArraySpec("probe.sae", "uint8", (), stored.shape[1], reduce=about)
+    owner = kit.Store(1 << 20)
+    owner.write(tmp_path / "a.zarr", [spec], ROWS, values={"probe.sae": stored[None]}, attrs={"num_layers": 3})
+    assert owner.shutdown(kit.PATIENCE)
+    cap = open_capture(tmp_path / "a.zarr", timeout=0)
+    dense = cap.numpy("probe.sae")
+    assert dense.shape == (ROWS, 50) and ((dense > 0).sum(1) <= 6).all()
+    ids, values = cap.latents("probe.sae", tokens=[3, 5])
+    np.testing.assert_array_equal(values, -np.sort(-dense[[3, 5]], 1)[:, :6])
+    np.testing.assert_array_equal(np.take_along_axis(dense[[3, 5]], ids, 1), values)
+    latent = int((dense > 0).sum(0).argmax())
+    found = top_tokens(cap, "probe.sae", latent, count=3)
+    np.testing.assert_allclose([one.value for one in found], -np.sort(-dense[:, latent])[:3])
+    risk = np.concatenate([capture.numpy("probe.risk")[:, 1] for capture in open_captures(stores)])
+    best = top_tokens(open_captures(stores), "probe.risk", 1, count=5)
+    np.testing.assert_allclose([one.value for one in best], -np.sort(-risk)[:5])
