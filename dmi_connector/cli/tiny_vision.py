@@ -125,10 +125,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "qwen3_vl": {
-        "text_config": {
-            **_TEXT,
-            **_QWEN3_ROPE,
-        },
+        "text_config": {**_TEXT, **_QWEN3_ROPE},
         "vision_config": _QWEN3_VISION,
         **_QWEN_IDS,
         "tie_word_embeddings": True,
@@ -321,23 +318,16 @@ TEXT_ONLY: dict[str, dict[str, Any]] = {
     "step3p7": {
         "text_config": {
             **_TEXT,
-            "vocab_size": VOCAB,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_sliding_attention_heads": 6,
-            "sliding_window": 32,
+            **{"vocab_size": VOCAB, "num_hidden_layers": 4, "sliding_window": 32},
+            **{"num_attention_heads": 4, "num_sliding_attention_heads": 6},
+            **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "share_expert_dim": 48},
             "layer_types": ["full_attention", *["sliding_attention"] * 3],
             "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 40,
-            "share_expert_dim": 48,
             "rope_theta": [10000.0] * 4,
             "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0],
         },
         "vision_config": {**_VISION, "image_size": 4 * PATCH, "patch_size": PATCH},
-        "image_token_id": 500,
-        "tie_word_embeddings": False,
+        **{"image_token_id": 500, "tie_word_embeddings": False},
     },
 }
 """Families whose language model transformers has only inside such a model. No image was tried."""

@@ -37,7 +37,7 @@ LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 """With latent attention: on vLLM's CPU kernel; "-odd" on a stand-in for it; "-heads" over keys and values of heads."""
 SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
 """With attention sinks, which are not stored."""
-TEXT_ONLY = ("kimi_k25", "interns1", "internvl_chat", "gemma4", "gemma4_unified", "pixtral", "mimo_v2_omni")
+TEXT_ONLY = ("kimi_k25", "interns1", "internvl_chat", "gemma4", "gemma4_unified", "pixtral", "mimo_v2_omni", "step3p7")
 """Models with a vision tower that are started without it."""
 BIASED = ("ernie4_5_moe", "laguna", "minimax_m2", "step3p7")
 """With routing that vLLM's CPU router does not have."""
@@ -87,6 +87,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo_v2_omni": ("mimo_v2_flash", {}),
     "pixtral": ("deepseek_v3", {}),
     "step3p5": ("step3p7", {}),
+    "step3p7": ("step3p7", {}),
     "interns1": ("qwen3_moe", {}),
     "internvl_chat": ("qwen3", {}),
     "exaone_moe-first": ("exaone_moe", {}),

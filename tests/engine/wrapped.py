@@ -130,7 +130,20 @@ class _NemotronVL(_Remote):
     model_type = "NemotronH_Nano_VL_V2"
 
 
-for _config in (_InternVLChat, _NemotronVL, _Pixtral):
+class _Step3p7(_Remote):
+    """As the code beside the checkpoint has it; the class of transformers gives vLLM no fields that it reads."""
+
+    model_type = "step3p7_remote"
+
+    def __post_init__(self, **fields: Any) -> None:
+        from vllm.transformers_utils.configs.step3p5 import Step3p5Config
+
+        if isinstance(self.llm_config, dict):
+            self.llm_config = Step3p5Config(**self.llm_config)
+        super().__post_init__(**fields)
+
+
+for _config in (_InternVLChat, _NemotronVL, _Pixtral, _Step3p7):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
 _VIT = {
     "image_size": 56,
@@ -201,10 +214,20 @@ def _step3p5(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _step3p7(config: dict[str, Any]) -> dict[str, Any]:
+    text = {**_step3p5(config), "architectures": ["Step3p5ForCausalLM"]}
+    return _around(_Step3p7.model_type, _ENCODER, "llm_config", projector_bias=False)(text)
+
+
 def _text_alone(weights: Weights, _config: dict[str, Any]) -> Weights:
     return {name: weight for name, weight in weights.items() if not name.startswith("vi")}
 
 
+_ENCODER = {
+    **{"width": 48, "layers": 2, "heads": 2, "image_size": 56, "patch_size": 14, "output_dim": 48, "mlp_ratio": 2.0},
+    **{"use_abs_posemb": True, "use_cls_token": False, "use_rope2d": True, "use_ln_pre": True, "use_ln_post": False},
+    **{"hidden_act": "quick_gelu", "ls_init_value": 0.1, "hidden_size": 48},
+}
 _STEP = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
     *("moe_intermediate_size", "share_expert_dim", "layer_types", "sliding_window", "rms_norm_eps", "dtype"),
@@ -213,6 +236,7 @@ _STEP = (
 
 WRAPPED = {
     "step3p5": Renamed("Step3p5ForCausalLM", _step3p5, _text_alone),
+    "step3p7": Renamed("Step3p7ForConditionalGeneration", _step3p7, _text_alone),
     "kimi_k25": Renamed(
         "KimiK25ForConditionalGeneration",
         _kimi_k25,

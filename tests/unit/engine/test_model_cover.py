@@ -77,7 +77,8 @@ def model(name: str) -> tuple[Architecture, Any, dict[str, Any]]:
     if arch in TEXT_ONLY:
         whole = AutoConfig.for_model(arch, **wrapper_fields(arch, {})).to_dict()
         row = ARCHITECTURES[RENAMED[name].architecture]
-        config = Step3p5Config(**RENAMED[name].fields({**whole, "dtype": "float32"}))
+        found = RENAMED[name].fields({**whole, "dtype": "float32"})
+        config = Step3p5Config(**found.get("llm_config", found))
         return row.fit(config), config, TEXT_ONLY[arch]["text_config"]
     given = {**{**ARCHS, **FAMILIES, **HYBRIDS}[arch], **more}
     config = AutoConfig.for_model(arch, **{**_COMMON, **given})

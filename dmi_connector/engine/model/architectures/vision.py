@@ -26,6 +26,7 @@ _WRAPPERS = (
     ("InternS2PreviewForConditionalGeneration", "interns2_preview", "Qwen3_5MoeForCausalLM"),
     ("MiniCPMV4_6ForConditionalGeneration", "minicpmv4_6", "Qwen3_5ForCausalLM"),
     ("MiMoV2OmniForCausalLM", "mimo_v2_omni", "MiMoV2FlashForCausalLM"),
+    ("Step3p7ForConditionalGeneration", "step3p7", "Step3p5ForCausalLM"),
 )
 """(vLLM's class, its module, the row of the language model)."""
 
@@ -79,6 +80,7 @@ def wrappers(text: Mapping[str, Architecture]) -> list[Architecture]:
 
 def _wrapper(name: str, module: str, row: Architecture, class_name: str = "") -> Architecture:
     """The row of a model whose language model has `row`. class_name: vLLM's class, if it is not `name`."""
-    paths: dict[str, Any] = {name: f"language_model.{getattr(row, name)}" for name in ("layers", "embed", "final_norm")}
+    given = {name: getattr(row, name) for name in ("layers", "embed", "final_norm")}
+    paths: dict[str, Any] = {name: f"language_model.{path}" for name, path in given.items() if path}
     base = f"{MODELS}.{module}:{class_name or name}"
     return replace(row, name=name, base=base, language="language_model", **paths)
