@@ -149,6 +149,8 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
     reductions = {**chosen, **{name: probe for name, probe in probes.items() if name in selection.hooks}}
     if reductions:
         refusals.check_reductions(vllm_config)
+    if options.probes:
+        refusals.check_precision()
     if options.sink == "disk":
         _keep_files(options, reductions)
     layouts, rank = row_layouts(selection, dims, dtype, tp, reductions), _rank(tp)

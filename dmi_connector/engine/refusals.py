@@ -207,6 +207,16 @@ def check_reductions(vllm_config: VllmConfig) -> None:
         )
 
 
+def check_precision() -> None:
+    """Raises ValueError where torch may compute the products of probes in fewer bits than float32 has."""
+    precision = getattr(envs, "VLLM_FLOAT32_MATMUL_PRECISION", "highest")
+    if precision != "highest":
+        raise ValueError(
+            f"VLLM_FLOAT32_MATMUL_PRECISION: {precision!r} lets a GPU round what it multiplies, and scores with it; "
+            "set it to 'highest', or leave the option probes out"
+        )
+
+
 def replaced_by(name: str) -> ValueError:
     """The error where vLLM puts another connector in the place of ours, which it does with kv_offloading_size."""
     return ValueError(

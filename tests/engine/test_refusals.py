@@ -437,6 +437,17 @@ def test_probes_of_another_model_are_refused(model: Path, tmp_path: Path) -> Non
     assert "probe.p" in context.dims.hooks and "probe.p" not in other.dims.hooks, "probes are those of one engine"
 
 
+def test_products_of_probes_in_fewer_bits_are_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_probe(tmp_path / "p.safetensors", "resid_pre", (1,), 64, 2)
+    monkeypatch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "high")
+    config = vllm_config(model, tmp_path, {"hooks": "probe.p", "probes": {"p": str(path)}})
+    with pytest.raises(ValueError, match=r"^VLLM_FLOAT32_MATMUL_PRECISION: 'high' .*set it to 'highest', or leave the"):
+        capture_context(config)
+    assert capture_context(vllm_config(model, tmp_path, {"hooks": "resid_pre"}))
+
+
 def test_the_allocator_of_sleep_mode_is_refused_with_reductions(model: Path, tmp_path: Path) -> None:
     """vLLM sleeps with it too, without sleep mode."""
     configs = [vllm_config(model, tmp_path, extra) for extra in ({"reduce": {"*": "int8"}}, {}, {})]

@@ -25,7 +25,7 @@ WIDTH = 16
 def fields(tmp_path_factory: pytest.TempPathFactory) -> list[RowField]:
     folder = tmp_path_factory.mktemp("probes")
     many = Probe.load(str(save_probe(folder / "many.safetensors", "resid_pre", (1, 4), WIDTH, 3)))
-    deep = Probe.load(str(save_probe(folder / "deep.safetensors", "q", (1,), WIDTH, 8, 2, norm="unit")))
+    deep = Probe.load(str(save_probe(folder / "deep.safetensors", "q", (1,), WIDTH, 8, 1, norm="unit")))
     sae = Latents.load(str(save_encoder(folder / "sae", WIDTH, 90)), "resid_pre", 4, 7)
 
     def field(name: str, layer: int, offset: int, probe: Probe | Latents) -> RowField:
