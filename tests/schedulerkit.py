@@ -33,7 +33,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 from dmi_connector.engine.connector import DMIConnector
 from dmi_connector.engine.context import Drafting
 from dmi_connector.engine.kernels.lookup import Lookup
-from dmi_connector.engine.owners import pool_sources
 from dmi_connector.engine.owners.paged import PagedSlots
 from dmi_connector.engine.owners.pool_limits import PAGE, StepLimits
 from dmi_connector.engine.owners.pool_pages import PoolSlots
@@ -48,6 +47,19 @@ from tests.storekit import PATIENCE
 BLOCK = 16
 STOP = 2
 """The token that ends a request."""
+
+
+class Held:
+    """Holds of stores that are not on a disk: all of them are there."""
+
+    @staticmethod
+    def hold(store: str) -> str:
+        """The store itself."""
+        return store
+
+    @staticmethod
+    def release(held: str) -> None:
+        """There is nothing to remove."""
 
 
 class SchedulerHalf(DMIConnector):
@@ -196,7 +208,7 @@ class Engine:
             slots = PoolSlots(self.exporter.context, 0, BLOCK, blocks, StepLimits.of(config))
             slots.sized(pages)
             slots.borrowing.sources._enabled = borrows
-            patch.setattr(pool_sources, "lexists", lambda _path: True)
+            slots.borrowing._holds = Held()
             self.pool = self.exporter.layer = Pool(self.exporter.rows, blocks)  # type: ignore[assignment]
         self.tracker = Tracker(self.exporter.context, slots, keep_rows, behind=int(ahead))
         SchedulerHalf.tracker_given = self.tracker

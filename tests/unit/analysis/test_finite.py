@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +46,7 @@ FLAGS: dict[str, list[str]] = {
     "specforge": ["--loss", "all"],
     "numpy": ["--hook", "resid_pre@1"],
     "parquet": ["--hook", "resid_pre@1"],
+    "webdataset": ["--hook", "resid_pre@1", "--shard-size", "1"],
 }
 FORMATS = [name for name in TARGETS if name != "saelens"]
 """saelens needs datasets: tests/types/test_sae_lens.py."""
@@ -127,6 +130,10 @@ def written(to: str, out: Path) -> dict[str, list[np.ndarray]]:
             found[name] = [np.load(path)["resid_pre@1"]]
         elif path.suffix == ".parquet":
             found[name] = [np.array(pq.read_table(path)["resid_pre@1"].to_pylist())]
+        elif path.suffix == ".tar":
+            with tarfile.open(path) as shard:
+                members = [shard.extractfile(member) for member in shard if member.name.endswith("resid_pre@1.npy")]
+                found[name] = [np.load(io.BytesIO(member.read())) for member in members if member]
         elif path.suffix == ".zip":
             with open_capture(path) as capture:
                 found[name] = [capture.numpy(hook) for hook in STREAM]

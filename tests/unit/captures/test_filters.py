@@ -16,7 +16,7 @@ import pytest
 import zarr
 
 from dmi_connector import TokenDataset, find_captures, importance, open_capture, open_captures
-from dmi_connector.analysis.texts import find_tokenizer
+from dmi_connector.analysis.texts import Texts, find_tokenizer
 from dmi_connector.analysis.unembedding import Unembedding
 from dmi_connector.captures.captures import captures_of
 from dmi_connector.captures.lens_names import unlisted
@@ -27,6 +27,7 @@ from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.read.metadata import NotACapture, read_attrs
 from dmi_connector.store.read.verify import verify_dir
 from dmi_connector.view.data import Library
+from dmi_connector.view.texts_index import TextIndex
 from tests import storekit as kit
 
 SPECS = [ArraySpec(name, "float32", (0, 1), 8) for name in ("resid_pre", "q")]
@@ -248,7 +249,8 @@ def test_other_zarr_stores_beside_captures_are_passed_over(parent: Path, tmp_pat
     for find in (find_captures, open_captures):
         found = find(tmp_path)
         assert sorted(i.store.name for i in getattr(found, "infos", found)) == ["a.zarr", "b.zarr"]
-    assert Library.at(tmp_path).page("", 0, 10)["total"] == 2
+    texts = TextIndex(lambda name: Texts(None, name))
+    assert Library.at(tmp_path).page("", 0, 10, texts)["total"] == 2
     (tmp_path / "a.zarr/zarr.json").write_text("{")
     with pytest.raises(ValueError, match=r"a\.zarr is not a capture: zarr\.json cannot be read .*; dmi verify"):
         find_captures(tmp_path)

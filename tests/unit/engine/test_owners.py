@@ -62,7 +62,9 @@ def config(
     speculative = SimpleNamespace(method=method, num_speculative_tokens_per_batch_size=[[1, 8, 0]])
     scheduler = SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=64, enable_chunked_prefill=True)
     sleeps = {"enable_sleep_mode": sleep, "enable_cumem_allocator": False}
-    model = SimpleNamespace(model="m", runner_type=runner, is_hybrid=hybrid, max_model_len=128, **sleeps)
+    model = SimpleNamespace(
+        model="m", runner_type=runner, is_hybrid=hybrid, max_model_len=128, hf_text_config=SimpleNamespace(), **sleeps
+    )
     return SimpleNamespace(
         **{
             "speculative_config": None if method is None else speculative,

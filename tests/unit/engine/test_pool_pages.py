@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 from dmi_connector.engine.connector import DMIConnector
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.messages import Report, RowPages, Rows, StepMetadata
-from dmi_connector.engine.owners import pool_limits, pool_pages, pool_sources
+from dmi_connector.engine.owners import pool_borrowing, pool_limits, pool_pages
 from dmi_connector.engine.owners.pool_limits import StepLimits, page_size, pages_of
 from dmi_connector.engine.owners.pool_pages import Pages, PoolSlots
 from dmi_connector.engine.scheduler.tracker import Tracker
@@ -33,13 +33,28 @@ STORES: set[str] = set()
 """Paths of the stores that are there."""
 
 
+class Held:
+    """Holds of stores that are in STORES."""
+
+    @staticmethod
+    def hold(store: str) -> str:
+        """The store itself."""
+        if store not in STORES:
+            raise FileNotFoundError(store)
+        return store
+
+    @staticmethod
+    def release(held: str) -> None:
+        """There is nothing to remove."""
+
+
 @pytest.fixture(autouse=True, scope="module")
 def small_steps() -> Iterator[None]:
     """The smallest budget is one of these small steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool_limits, "_PROMPT_TOKENS", 6)
         patch.setattr(pool_pages, "_SPARE_REQUESTS", 1)
-        patch.setattr(pool_sources, "lexists", STORES.__contains__)
+        patch.setattr(pool_borrowing, "_WAIT_S", -1.0)
         yield
 
 
@@ -115,6 +130,7 @@ class Model:
         self.over: list[str] = []  # stores that no report names
         self.spoiled: set[str] = set()  # stores that lack rows
         self.slots.borrowing.sources._enabled = True
+        self.slots.borrowing._holds = Held()
         STORES.clear()
 
     # ---- requests ---------------------------------------------------------------------------------------------------
@@ -327,8 +343,7 @@ class Model:
             assert borrow.token_ids.tolist() == life.tokens[life.start : stop]
             assert borrow.path not in self.spoiled
             assert source.handed + source.borrowed >= rows, "rows that were not handed"
-            there = {borrow.path, borrow.path + ".partial"} & STORES
-            assert source.left >= 0 or borrow.path in self.over or there, "its store is gone"
+            assert source.left >= 0 or borrow.path in STORES, "its store is gone"
             life.borrowed = rows
 
     def work(self, message: StepMetadata, tokens: list[tuple[Life, int, int]]) -> None:
@@ -375,7 +390,7 @@ class Model:
             if here and r.random() < 0.03:
                 self.end(r.choice(here))
             if r.random() < 0.5:
-                STORES.update(path + r.choice(["", ".partial"]) for path in self.over)
+                STORES.update(self.over)
                 self.tracker.on_report(Report(self.tracker.gathered, stored=dict.fromkeys(self.over, True)))
                 self.over.clear()
             if STORES and r.random() < 0.03:

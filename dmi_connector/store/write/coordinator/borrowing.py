@@ -102,7 +102,10 @@ class Borrowing:
         ids, rows = np.frombuffer(unpack_array(borrow["token_ids"]), "<i4"), int(borrow["rows"])
         record.check.borrowed(ids)
         final = os.path.abspath(borrow["final"])
-        source = next((other for other in others if other.final == final and other is not record), None)
+        source = next(
+            (other for other in others if other.final == final and other.rank == record.rank and other is not record),
+            None,
+        )
         known = self._open[record.number] = Borrowed(record, final, borrow["request_id"], rows, ids, source)
         known.hold()
         if source is None:
