@@ -51,7 +51,9 @@ SHARE_ENGINES = {
 forked from (programs.py), or what the first compiled engine of a process prepares for all, such as the compiler's
 imports.
 """
-FIRST = tuple(dict.fromkeys((*(f"tests/{name}.py" for name in f"{_PROGRAMS} {_FORKED}".split()), *SHARE_ENGINES)))
+_LONG = [f"tests/unit/{name}.py" for name in ("view/test_browser", "view/test_panels", "test_notebooks")]
+_PROCESSES = [f"tests/{name}.py" for name in f"{_PROGRAMS} {_FORKED}".split()]
+FIRST = tuple(dict.fromkeys((*_PROCESSES, *SHARE_ENGINES, *_LONG)))
 """Files that come before all others: what takes longest, so that no test process is idle at the end. Engines in forked
 processes come before those that are compiled in this one, which may not be forked any more then.
 """
