@@ -76,7 +76,7 @@ LAYERS: dict[str, dict[str, tuple[int, ...]]] = {
 }
 """Those of other models."""
 _ALL = [(name, mode, "pool") for name in MODELS for mode in ("eager", "compiled")]
-SHORT = [(name, "eager", "pool") for name in ("qwen3_next", "nemotron_h", "lfm2")]  # Granite mixes as Nemotron-H
+SHORT = [(name, "eager", "pool") for name in ("qwen3_next", "nemotron_h", "granitemoehybrid", "lfm2")]
 CONFIGURATIONS: list[Any] = [
     *SHORT,
     *(pytest.param(one, marks=pytest.mark.soak) for one in _ALL if one not in SHORT),
