@@ -41,9 +41,9 @@ class CacheReads:
     """What one request reads of the prefix cache.
 
     source: what it is to others. borrow: whose rows it borrows if it is scheduled now, and up to which position. held:
-    links to the store of `held_source`, which has them, "" while its request runs. hit:
-    most cached tokens that vLLM found since it last ran. begun: whether it was ever scheduled. recomputed: cached
-    tokens that were computed again. hidden: hashes that were taken off, behind the first `kept`.
+    links to the store of `held_source`, or "". hit: most cached tokens that vLLM found since it last ran. begun:
+    whether it was ever scheduled. recomputed: cached tokens that were computed again. hidden: hashes that were taken
+    off, behind the first `kept`.
     """
 
     tracked: Captured
@@ -164,10 +164,10 @@ class Borrowing:
         source, stop = reads.borrow
         ids = np.array(reads.request.all_token_ids[source.start : stop], np.int32)
         self.counts["borrowed_tokens"] += len(ids)
+        path = reads.held or source.path
         if reads.held:
             self._lent[reads.tracked.path], reads.held = reads.held, ""
-            return Borrow(self._lent[reads.tracked.path], source.request_id, source.key, ids)
-        return Borrow(source.path, source.request_id, source.key, ids)
+        return Borrow(path, source.request_id, source.key, ids)
 
     def ended(self, reads: CacheReads) -> None:
         """The request has ended."""

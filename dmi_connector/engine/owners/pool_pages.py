@@ -225,9 +225,8 @@ class PoolSlots(RowSlots):
                 rows.seen = computed + scheduled.get(request_id, 0)
                 rows.ahead = rows.seen + self._lookahead
                 placed = (rows.first + len(rows.pages)) * self.size
-                if (
-                    rows.ahead > placed and len(tracked.blocks) * self.block_size > placed
-                ):  # else there is nothing to do
+                # Else `_cover` would find nothing to do.
+                if rows.ahead > placed and len(tracked.blocks) * self.block_size > placed:
                     self._cover(rows, rows.ahead)
 
     def _take_back(self) -> None:
