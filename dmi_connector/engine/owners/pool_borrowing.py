@@ -7,8 +7,8 @@ than a request has hashes. By then the pass has handed rows of requests that beg
 with n > 1 find those of the first one.
 
 A source whose request runs is kept by the coordinator until its rows are copied: it hears of the borrower before it
-hears of the end. A finished store is held by links (pool_holds.py). Between the two, its request has ended and its
-store is still written: then the borrower waits, but not longer than _WAIT_S.
+hears of the end. When that request ends, a borrower of its rows that runs is the source of them. Without one the
+finished store is held by links (pool_holds.py). Until it is finished the borrower waits, but not longer than _WAIT_S.
 """
 
 from __future__ import annotations
@@ -164,6 +164,7 @@ class Borrowing:
         source, stop = reads.borrow
         ids = np.array(reads.request.all_token_ids[source.start : stop], np.int32)
         self.counts["borrowed_tokens"] += len(ids)
+        self.sources.borrowed(source, reads.source, stop)
         path = reads.held or source.path
         if reads.held:
             self._lent[reads.tracked.path], reads.held = reads.held, ""
@@ -172,6 +173,7 @@ class Borrowing:
     def ended(self, reads: CacheReads) -> None:
         """The request has ended."""
         reads.source.ended = time.monotonic()
+        self.sources.ended(reads.source)
         self._release(reads)
 
     def stored(self, path: str, whole: bool) -> None:

@@ -4,13 +4,15 @@
 vLLM's hash of a block covers all tokens before it too, and what else decides their values: salt, LoRA adapter, images.
 So one entry says of a capture that it has all rows from its first one to the end of a chunk. Only whole chunks are
 borrowed, since writers copy them as they are encoded. A hit that ends elsewhere is cut (pool_borrowing.py).
+
+When the request of a source ends, one that borrowed its rows and still runs is the source of them from then on.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 _ENTRIES = 1 << 16
 """Chunks that are remembered, about 20 MB. The one that was not asked for longest is forgotten."""
+_Key = tuple[int, int, bytes]
+"""Kind, position of the first row, hash of a block."""
 _KINDS = 64
 """Selections that are remembered: requests choose hooks and layers, so their number is unbounded."""
 
@@ -31,7 +35,8 @@ class Source:
 
     kind: number of its selection. start: position of its first row. age: resets of the prefix cache before it began.
     ended: when its request did, by the monotonic clock. written: its store is finished, as a worker said. gone: it
-    lacks rows, or its store was removed.
+    lacks rows, or its store was removed. entries: positions up to which others find it, with their keys. borrowers:
+    captures of its kind that borrow its rows, with the positions up to which they do.
     """
 
     capture: int
@@ -44,6 +49,13 @@ class Source:
     ended: float | None = None
     written: bool = False
     gone: bool = False
+    entries: list[tuple[int, _Key]] = field(default_factory=list, repr=False)
+    borrowers: list[tuple[int, Source]] = field(default_factory=list, repr=False)
+
+    @property
+    def runs(self) -> bool:
+        """Whether its store is kept until all that borrow from it have copied its rows."""
+        return self.ended is None and not self.gone
 
 
 class RowSources:
@@ -56,7 +68,7 @@ class RowSources:
     def __init__(self, chunk: int, hash_size: int, alike: bool, enabled: bool, entries: int = _ENTRIES) -> None:
         self.hash_size, self.age = hash_size, 0
         self._chunk, self._alike, self._enabled, self._most = chunk, alike, enabled, entries
-        self._entries: OrderedDict[tuple[int, int, bytes], Source] = OrderedDict()
+        self._entries: OrderedDict[_Key, Source] = OrderedDict()
         self._kinds: OrderedDict[tuple[Any, ...], int] = OrderedDict()
         self._hooks: dict[int, Mapping[str, tuple[int, ...]]] = {}
         self._last = 0
@@ -91,9 +103,36 @@ class RowSources:
             return
         key = (source.kind, source.start, request.block_hashes[stop // self.hash_size - 1])
         self._entries[key] = source
+        source.entries.append((stop, key))
         self._entries.move_to_end(key)
         if len(self._entries) > self._most:
             self._entries.popitem(last=False)
+
+    def borrowed(self, source: Source, by: Source, stop: int) -> None:
+        """`by` borrows the rows of `source` below position `stop`."""
+        if by.kind != source.kind:
+            return
+        if source.ended is None:
+            source.borrowers.append((stop, by))
+        else:
+            self._replace(source, by, stop)
+
+    def ended(self, source: Source) -> None:
+        """The request of `source` has ended. Of the borrowers that run, the last one with most rows replaces it."""
+        running = [(stop, other) for stop, other in source.borrowers if other.runs and other.age == self.age]
+        source.borrowers.clear()
+        if running:
+            running.sort(key=lambda found: found[0])
+            stop, heir = running.pop()
+            heir.borrowers += running
+            self._replace(source, heir, stop)
+
+    def _replace(self, source: Source, by: Source, stop: int) -> None:
+        """Others find `by` for the rows of `source` below position `stop`."""
+        for end, key in source.entries:
+            if end <= stop and self._entries.get(key) is source:
+                self._entries[key] = by
+                by.entries.append((end, key))
 
     def find(self, wants: Source, request: Request, top: int) -> tuple[Source, int] | None:
         """(source, position up to which it has rows that `wants` borrows, at most `top`), None without any."""

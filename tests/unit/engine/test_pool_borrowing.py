@@ -132,6 +132,34 @@ def test_a_capture_that_lacks_rows_is_forgotten() -> None:
     assert len(known) == 8
 
 
+def test_a_borrower_that_runs_takes_the_place_of_a_source_that_ended() -> None:
+    known = sources()
+    first, ended, gone, short, heir, longer = (source(known, number=n) for n in range(1, 7))
+    other = source(known, Selection({"q": (0,)}), number=7)
+    for end in range(CHUNK, 129, CHUNK):
+        known.note(first, request(), end)
+    for by, stop in ((ended, 128), (gone, 128), (short, 32), (longer, 96), (heir, 96), (other, 128)):
+        known.borrowed(first, by, stop)
+    ended.ended, gone.gone, first.ended = 1.0, True, 1.0
+    known.ended(ended)
+    known.ended(first)
+    wants = source(known, number=8)
+    assert known.find(wants, request(), 96) == (heir, 96), "of those with most rows the last one"
+    assert known.find(wants, request(), 200) == (first, 128), "nobody who runs has these"
+    heir.ended = 1.0
+    known.ended(heir)
+    assert known.find(wants, request(), 96) == (longer, 96), "it borrowed from the first one"
+    known.borrowed(first, wants, 128)
+    assert known.find(source(known, number=9), request(), 200) == (wants, 128), "its store need not be held again"
+    wants.age = longer.age = 0
+    known.reset()
+    for end in range(CHUNK, 129, CHUNK):
+        known.note(late := source(known, number=10), request(), end)
+    known.ended(wants)
+    assert not len(known), "all are of before the reset"
+    assert late.entries == []
+
+
 # ---- hits -----------------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +228,20 @@ def test_children_that_begin_together_borrow_from_the_first(tracker: Tracker) ->
     [close] = tracker.pending_closes
     assert close.length == 200 and [(rows.first, len(rows.slots)) for rows in close.rows] == [(192, 8)]
     assert not close.losses and close.token_ids == list(range(200)) and "recomputed_tokens" not in close.attrs
+
+
+def test_nobody_waits_for_the_store_of_a_source_while_a_borrower_runs(tracker: Tracker) -> None:
+    began: set[str] = set()
+    children = [request(200, f"r{n}") for n in range(4)]
+    opens = []
+    for number, one in enumerate(children):
+        tracker.on_new_request(one)
+        opens += passes(tracker, (one, 192 if number else 0), began=began).opens
+        if number > 0:
+            tracker.finish(children[number - 1], [])
+    assert began == {"r0", "r1", "r2", "r3"}, "no store is finished"
+    assert [opened.borrow and opened.borrow.request_id for opened in opens] == [None, "r0", "r1", "r2"]
+    assert tracker.take_counts() == {"borrowed_tokens": 3 * 192}
 
 
 def test_a_hit_is_cut_to_whole_chunks(tracker: Tracker) -> None:
@@ -298,10 +340,9 @@ def test_a_finished_store_is_held_until_that_of_the_borrower_is_finished(tracker
     path = ended_source(tracker, began)
     finish(path, "q/zarr.json")
     two, three = request(200, "r1"), request(200, "r2")
-    opens = []
     for one in (two, three):
         tracker.on_new_request(one)
-        opens += passes(tracker, (one, 192), began=began).opens
+    opens = passes(tracker, (two, 192), (three, 192), began=began).opens
     shutil.rmtree(path)
     tracker.on_report(Report(0, stored={str(path): True}))
     for opened in opens:
@@ -314,6 +355,9 @@ def test_a_finished_store_is_held_until_that_of_the_borrower_is_finished(tracker
     assert len(held_in(path)) == 2
     tracker.on_report(Report(0, stored={opens[1].path: False}))
     assert not [*path.parent.glob(".dmi-held-*")], "the directory is there while there are links"
+    for one in (two, three):
+        tracker.finish(one, [])
+    tracker.on_report(Report(0, lost={2: [[0, 1]], 3: [[0, 1]]}))
     four = request(200, "r3")
     tracker.on_new_request(four)
     passes(tracker, (four, 192), began=began)
@@ -332,7 +376,7 @@ def test_a_request_waits_for_the_store_of_one_that_ended(tracker: Tracker, monke
     finish(path)
     [opened] = passes(tracker, (two, 192), began=began).opens
     assert opened.borrow is not None and len(opened.borrow.token_ids) == 192
-    shutil.rmtree(path)
+    tracker.finish(two, [])
     monkeypatch.setattr(pool_borrowing, "_WAIT_S", -1.0)
     passes(tracker, (late, 192), began=began)
     assert late.skip_reading_prefix_cache, "its writers take too long"

@@ -193,6 +193,32 @@ def test_a_source_is_not_finished_before_its_rows_are_copied(stores: kit.Store, 
         check_equal(tmp_path / f"{name}.zarr", computed(stores, tmp_path / name, 50, ARRAYS, "none"))
 
 
+def test_rows_are_taken_from_where_the_source_takes_them(stores: kit.Store, tmp_path: Path) -> None:
+    """Else, while files lag behind, each copy would wait for that of the source: with each borrower longer."""
+    source = open_source(stores, tmp_path)
+    first = open_borrower(stores, tmp_path, name="b")
+    of_first = {"final": str(tmp_path / "b.zarr"), "request_id": "b"}
+    second = open_borrower(stores, tmp_path, name="d", borrow={**borrow_of(tmp_path), **of_first})
+    longer = open_borrower(stores, tmp_path, name="e", borrow={**borrow_of(tmp_path, 32), **of_first})
+    known = stores.captures._borrowing._open
+    assert known[second.number].source is source and known[longer.number].source is first
+    for at in range(0, 50, CHUNK):
+        stores.put(source, LONG, at, min(CHUNK, 50 - at), IDS)
+    finish(stores, first, 50, ROWS)
+    finish(stores, longer, 50, 32)
+    for name in "be":
+        kit.until((tmp_path / f"{name}.zarr").exists)
+    shutil.rmtree(tmp_path / "b.zarr")
+    assert not (tmp_path / "a.zarr").exists()
+    stores.close(source, 50, ids=IDS[:50])
+    kit.until((tmp_path / "a.zarr").exists)
+    shutil.rmtree(tmp_path / "a.zarr")
+    finish(stores, second, 50, ROWS)
+    assert stores.flush(kit.PATIENCE)
+    for name in "de":
+        check_equal(tmp_path / f"{name}.zarr", computed(stores, tmp_path / name, 50, ARRAYS, "none"))
+
+
 @contextmanager
 def standing(stores: kit.Store) -> Iterator[None]:
     """The writers stand still."""

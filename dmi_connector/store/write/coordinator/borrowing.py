@@ -106,11 +106,23 @@ class Borrowing:
             (other for other in others if other.final == final and other.rank == record.rank and other is not record),
             None,
         )
-        known = self._open[record.number] = Borrowed(record, final, borrow["request_id"], rows, ids, source)
+        known = Borrowed(record, final, borrow["request_id"], rows, ids, source)
+        self._follow(known)
+        self._open[record.number] = known
         known.hold()
         if source is None:
             known.due = True
             self._advance()
+
+    def _follow(self, known: Borrowed) -> None:
+        """Take rows from where the source takes them, while that has not copied them.
+
+        Else copies would wait for each other: in a backlog more and more of them.
+        """
+        while known.source is not None and (its := self._open.get(known.source.number)) is not None:
+            if its.copied or its.source is None or its.rows < known.rows:
+                return
+            known.final, known.request_id, known.source = its.final, its.request_id, its.source
 
     def due(self, record: CaptureRecord) -> None:
         """The first chunk of a capture came."""
