@@ -120,6 +120,15 @@ def test_rows_in_a_pool() -> None:
     assert not any(each[pool]["loads"]["short256"]["lost_rows"] for each in (h100, h200))
 
 
+def test_a_pool_with_shared_prompts() -> None:
+    text = page("PERFORMANCE.md").split("**A pool with shared prompts**")[1].split("\n- ")[0]
+    shared, long = (BUSY[f"h200-pool-{name}"]["engines"] for name in ("shared", "long"))
+    cached, reasoning = shared[f"{ZSTD} pool"]["loads"]["cached64"], long[f"{ZSTD} pool"]["loads"]["reasoning128"]
+    assert f"{median(shared['stock']['loads']['cached64']['tok_per_s']):,.0f} tokens/s" in text
+    same(" ".join(re.findall(r"\d\.\d\d", text)), *ratios([cached]), *ratios([reasoning]))
+    assert not cached["lost_rows"] and not reasoning["lost_rows"]
+
+
 def test_several_gpus() -> None:
     rows = table("PERFORMANCE.md", "| engine | capture |")
 
