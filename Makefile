@@ -91,7 +91,9 @@ $(RAY_STAMP): | env
 	@$(call beside,$(RAY),requirements/ray.txt)
 	@touch $@
 
-# A test process that dies ends the run: xdist would wait for its tests for ever.
+# A test process that dies ends the run: xdist would wait for its tests for ever. Tests start hundreds of processes:
+# Python may keep the bytecode of the package for them, also where the environment says that it shall not.
+test: export PYTHONDONTWRITEBYTECODE =
 test: env
 	@$(MAKE) --no-print-directory s3 || { rm -rf $(S3); echo "the S3 server cannot be installed: its tests are skipped" >&2; }
 	@$(PY) -m pytest tests -n $(JOBS) --dist loadscope --no-loadscope-reorder --max-worker-restart=0 --durations=20
