@@ -19,8 +19,9 @@ from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.captures.one_model import OneModel
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import ITEMSIZE
-from dmi_connector.reduce import KINDS, ReduceError, Reduction, parse
+from dmi_connector.reduce import KINDS, STORED, ReduceError, Reduction, parse
 from dmi_connector.reduce.measures import ReducedRows
+from dmi_connector.reduce.scales import load
 from dmi_connector.store.format.remote_path import Given
 from dmi_connector.wording import suggest
 
@@ -181,6 +182,8 @@ def _measure(
     stored = reduction.encode(values, layer or 0)
     raw = stored.float().numpy() if stored.is_floating_point() else stored.numpy()
     decoded = reduction.decode(raw, width, dtype)
+    if (scales := reduction.scales()) is not None:
+        decoded = decoded * load(scales.source).of(scales.hook, layer or 0)
     size = stored.shape[1] * ITEMSIZE[reduction.stored_dtype(dtype)] / (width * ITEMSIZE[dtype])
     measures = reduction.measures(ReducedRows(rows, raw, decoded, tokens, layer or 0, dtype))
     return Fidelity(hook, layer, spec, len(rows), width, size, {k: round(v, 6) for k, v in measures.items()})
@@ -188,7 +191,7 @@ def _measure(
 
 def markdown(found: Sequence[Fidelity]) -> str:
     """One table: the worst layer of each hook and reduction."""
-    meanings = {name: meaning for kind in KINDS.values() for name, meaning in kind.measured.items()}
+    meanings = {name: meaning for kind in (KINDS | STORED).values() for name, meaning in kind.measured.items()}
     shown = [name for name in meanings if any(name in f.measures for f in found)]
     lines = ["| hook | width | reduction | size | " + " | ".join(n.replace("_", " ") for n in shown) + " |"]
     lines.append("|---" * (4 + len(shown)) + "|")

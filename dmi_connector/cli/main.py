@@ -112,7 +112,9 @@ def make_parser() -> Parser:
     fit.set_defaults(run=_fit_pca)
 
     from dmi_connector.cli.fit_probe import add_fit_probe
+    from dmi_connector.cli.fit_scales import add_fit_scales
 
+    add_fit_scales(commands.add_parser("fit-scales", help="fit scales on stores, for reduce int8(channel=FILE)"))
     add_fit_probe(commands.add_parser("fit-probe", help="fit a probe on labelled captures, for the option probes"))
 
     fidelity = commands.add_parser("fidelity", help="what reductions would keep of the rows of stores")

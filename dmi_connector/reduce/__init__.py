@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions of hook rows. The GPU encodes a value before it is written to its row; the reader decodes it.
 
-parse("int8"), parse("int8(affine)"), parse("int8(32)"), parse("fp8"), parse("round(4)"), parse("topk(64)"),
-parse("topk(64,exact)"), parse("topk(64,sample=0)"), parse("rp(512)"), parse("rp(512,sign,seed=7)"),
-parse("pca(basis.safetensors)"), parse("attn(8)"), parse("none")
+parse("int8"), parse("int8(affine)"), parse("int8(32)"), parse("int8(channel=scales.safetensors)"), parse("fp8"),
+parse("round(4)"), parse("topk(64)"), parse("topk(64,exact)"), parse("topk(64,sample=0)"), parse("rp(512)"),
+parse("rp(512,sign,seed=7)"), parse("pca(basis.safetensors)"), parse("attn(8)"), parse("none")
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from dmi_connector.reduce.attn import AttentionSummary
 from dmi_connector.reduce.base import Keeps, Reduction
+from dmi_connector.reduce.channel import ChannelInt8
 from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
@@ -30,8 +31,8 @@ KINDS: dict[str, type[Reduction]] = {
     c.kind: c for c in (Int8, Fp8, Round, TopK, RandomProjection, Pca, AttentionSummary)
 }
 """All reductions by name."""
-STORED: dict[str, type[Reduction]] = {c.kind: c for c in (Probe, Latents)}
-"""What stores name as a reduction too, and settings do not."""
+STORED: dict[str, type[Reduction]] = {c.kind: c for c in (ChannelInt8, Probe, Latents)}
+"""What stores name as a reduction too, and settings otherwise or not at all."""
 _SPEC = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from dmi_connector.reduce.basis import BasisRef, LayerBasis
+    from dmi_connector.reduce.scales import ScalesRef
 
 
 class Keeps(enum.Flag):
@@ -86,7 +87,7 @@ class Reduction:
     """Fields that are set by name only, as in "seed=7"."""
 
     @classmethod
-    def from_text(cls, inside: str) -> Self:
+    def from_text(cls, inside: str) -> Reduction:
         """The reduction that the text in the brackets of a setting names. Raises ReduceError."""
         return cls(**cls.fields_of(inside))
 
@@ -175,6 +176,12 @@ class Reduction:
     def basis(self) -> BasisRef | None:
         """The basis that it was fitted with; None for a reduction that is not fitted. The server keeps a copy of its
         file beside its stores.
+        """
+        return None
+
+    def scales(self) -> ScalesRef | None:
+        """The file of scales by which a reader multiplies what `decode` gives, each dimension of each layer by its own;
+        None where there is nothing to multiply. The server keeps a copy of the file beside its stores.
         """
         return None
 

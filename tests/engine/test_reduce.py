@@ -16,6 +16,7 @@ from dmi_connector import Capture, capture_args, open_capture, open_captures
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.analysis.sparse_encoder import SparseEncoder
 from dmi_connector.cli.main import main
+from dmi_connector.reduce.channel import ChannelInt8
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.pca import Pca
@@ -23,6 +24,7 @@ from dmi_connector.reduce.projection import RandomProjection, matrix
 from dmi_connector.reduce.rounding import Round
 from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.format.pca_files import find_basis
+from dmi_connector.store.read.scale_files import find_scales
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.read.waiting import wait_for
 from tests.engine.check import attention_weights, hooks_of, reference
@@ -35,13 +37,13 @@ REDUCE = {
     "attn_out": "topk(5,exact)",
     "q,k": "int8",
     "v": "int8(affine)",
-    "z,q_rot": "fp8",
+    "z": "fp8",
     "ln1": "round(8)",
     "mlp_out": "rp(8,sign)",
     "embed": "none",
-    "final*": "int8",
 }
 PCA = ("ln2", "k_rot")  # whole and, with two ranks, in slices
+CHANNEL = ("q_rot", "final_ln")  # in slices with two ranks, and once in the model
 TOP = 8
 KEPT = ("embed", "logits")
 LENGTHS = (1, 33, 300)
@@ -58,6 +60,16 @@ def basis(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.Tem
     out = tmp_path_factory.mktemp("basis") / "basis.safetensors"
     hooks = [word for hook in PCA for word in ("--hook", hook)]
     assert main(["fit-pca", *stores, *hooks, "--rank", "12", "-o", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def scales(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Scales of hooks that an earlier engine captured."""
+    stores = [str(core_run("qwen3", "eager", "draft").store(f"len{n}")) for n in (127, 128, 129)]
+    out = tmp_path_factory.mktemp("scales") / "scales.safetensors"
+    hooks = [word for hook in CHANNEL for word in ("--hook", hook)]
+    assert main(["fit-scales", *stores, *hooks, "--margin", "1", "-o", str(out)]) == 0
     return out
 
 
@@ -93,6 +105,7 @@ def run(
     tiny_model: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
     basis: Path,
+    scales: Path,
     probes: dict[str, Path],
     encoder: Path,
 ) -> Run:
@@ -101,6 +114,7 @@ def run(
         pytest.skip("each rank needs a core")
     run = Run(tmp_path_factory.mktemp(f"reduce-tp{tp}"))
     reduce = REDUCE | {",".join(PCA): f"pca({basis})", "pattern": f"attn({TOP})"}
+    reduce[",".join(CHANNEL)] = f"int8(channel={scales})"
     computed = {name: str(path) for name, path in probes.items()}
     computed["sae"] = f"{encoder}, hook=resid_mid, layer=1, k=9"
     args = capture_args(f"{ALL_HOOKS},pattern,probe.*", run.store_dir, reduce=reduce, probes=computed, **SMALL)
@@ -162,6 +176,14 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray) -> No
             ]
             steps = sum(np.abs(s).max(-1, keepdims=True) / 127 for s in slices)
             assert (np.abs(scores - sum(slices)) <= 0.51 * steps + 100 * NOISE).all(), hook
+        return
+    if isinstance(reduction, ChannelInt8):
+        layers = capture.layers[hook] or [0]
+        scales = np.stack([find_scales(reduction.sha256, capture.path).of(hook, layer) for layer in layers])
+        step = scales[:, None] if capture.layers[hook] else scales
+        inside = np.clip(exact, -127 * step, 127 * step)
+        assert (np.abs(got - inside) <= 0.51 * step + NOISE).all(), hook
+        assert (exact == inside).mean() > 0.99, "what was fitted is the range of these rows too"
         return
     for mine, values in zip(np.split(got, shards, -1), np.split(exact, shards, -1), strict=True):
         if isinstance(reduction, RandomProjection):
