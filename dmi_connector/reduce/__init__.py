@@ -3,7 +3,7 @@
 
 parse("int8"), parse("int8(affine)"), parse("int8(32)"), parse("int8(channel=scales.safetensors)"), parse("fp8"),
 parse("round(4)"), parse("topk(64)"), parse("topk(64,exact)"), parse("topk(64,sample=0)"), parse("rp(512)"),
-parse("rp(512,sign,seed=7)"), parse("pca(basis.safetensors)"), parse("attn(8)"), parse("none")
+parse("rp(512,sign,seed=7)"), parse("cs(512)"), parse("pca(basis.safetensors)"), parse("attn(8)"), parse("none")
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from dmi_connector.reduce.attn import AttentionSummary
 from dmi_connector.reduce.base import Keeps, Reduction
 from dmi_connector.reduce.channel import ChannelInt8
+from dmi_connector.reduce.countsketch import CountSketch
 from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
@@ -28,7 +29,7 @@ from dmi_connector.reduce.topk import TopK
 __all__ = ["KINDS", "Keeps", "ReduceError", "Reduction", "forms", "from_settings", "parse", "summaries"]
 
 KINDS: dict[str, type[Reduction]] = {
-    c.kind: c for c in (Int8, Fp8, Round, TopK, RandomProjection, Pca, AttentionSummary)
+    c.kind: c for c in (Int8, Fp8, Round, TopK, RandomProjection, CountSketch, Pca, AttentionSummary)
 }
 """All reductions by name."""
 STORED: dict[str, type[Reduction]] = {c.kind: c for c in (ChannelInt8, Probe, Latents)}

@@ -69,52 +69,91 @@ def _on_device(
 
 
 @dataclass(frozen=True)
-class RandomProjection(Reduction):
-    """Keeps norms, cosines and dot products approximately: error of a cosine about sqrt(1/k - 1/width) where columns
-    are orthogonal, else 1/sqrt(k). Decoded rows are the k projected values; `project` turns a direction of the hook's
-    space into theirs.
+class SeededProjection(Reduction):
+    """A projection of each row to k values by numbers that a seed gives. Decoded rows are these values; `project` turns
+    a direction of the hook's space into theirs.
     """
 
     k: int = 512
     seed: int = 0
-    distribution: str = "orthogonal"
-    kind: ClassVar[str] = "rp"
-    forms: ClassVar[tuple[str, ...]] = ("rp(k)", "rp(k,gaussian)", "rp(k,sign)", "rp(k,seed=n)")
     keeps: ClassVar[Keeps] = Keeps.NORMS | Keeps.DIRECTIONS
     projects: ClassVar[bool] = True
-    compared: ClassVar[tuple[str, ...]] = ("rp(512)", "rp(512,gaussian)")
     measured: ClassVar[Mapping[str, str]] = {
         "pairs": "correlation of the cosines between rows, before and after",
         "probes": "correlation of probe scores, before and after: the least of the probes",
     }
-    flags: ClassVar[Mapping[str, tuple[str, Any]]] = {name: ("distribution", name) for name in DISTRIBUTIONS}
     number: ClassVar[str] = "k"
     named: ClassVar[tuple[str, ...]] = ("seed",)
     at_end: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.k < 1:
-            raise ReduceError(f"reduce: rp({self.k}) is not valid; project to 1 value or more")
+            raise ReduceError(f"reduce: {self.kind}({self.k}) is not valid; project to 1 value or more")
         if not 0 <= self.seed < 1 << 64:
-            raise ReduceError(f"reduce: the seed {self.seed} of rp is not valid; give 0 to 2**64 - 1")
-        if self.distribution not in DISTRIBUTIONS:
-            raise ReduceError(f"reduce: rp has no distribution {self.distribution!r}; use {' or '.join(DISTRIBUTIONS)}")
+            raise ReduceError(f"reduce: the seed {self.seed} of {self.kind} is not valid; give 0 to 2**64 - 1")
 
     def check(self, width: int) -> None:
         if self.k > width:
-            raise ReduceError(f"reduce: rp({self.k}) is wider than the {width} values of a row; give a smaller k")
+            raise ReduceError(
+                f"reduce: {self.kind}({self.k}) is wider than the {width} values of a row; give a smaller k"
+            )
 
-    def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
-        import torch
-
-        for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
-            _on_device(width, self.k, self.seed, self.distribution, device, dtype)
+    def slice_projected(self, values: np.ndarray) -> np.ndarray:
+        """A slice [width] of a direction as float32 [k]: what `before` does to a row."""
+        raise NotImplementedError
 
     def stored_width(self, width: int, dtype: str) -> int:
         return Int8().stored_width(self.k, dtype)
 
     def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
         return Int8().encode(self.before(values))
+
+    def fused(self, dtype: str) -> tuple[str, int]:
+        return Int8().fused(dtype)
+
+    def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
+        return Int8().decode(stored, self.k, dtype)
+
+    def merge(self, parts: list[np.ndarray]) -> np.ndarray:
+        """Slices of a row are projected by themselves, so the values stay side by side."""
+        return np.concatenate(parts, axis=-1)
+
+    def measures(self, rows: ReducedRows) -> dict[str, float]:
+        return {"pairs": pairs(rows), "probes": probes(rows, self.project)}
+
+    def project(self, direction: np.ndarray, basis: LayerBasis | None = None, shards: int = 1) -> np.ndarray:
+        """A direction [width] of the hook's space as float32 [k]: decoded rows @ this approximates rows @ direction.
+
+        Each slice of the direction is projected by itself, as rows are.
+        """
+        return self.merge([self.slice_projected(part) for part in np.split(np.asarray(direction, np.float32), shards)])
+
+
+@dataclass(frozen=True)
+class RandomProjection(SeededProjection):
+    """Keeps norms, cosines and dot products approximately: error of a cosine about sqrt(1/k - 1/width) where columns
+    are orthogonal, else 1/sqrt(k).
+    """
+
+    distribution: str = "orthogonal"
+    kind: ClassVar[str] = "rp"
+    forms: ClassVar[tuple[str, ...]] = ("rp(k)", "rp(k,gaussian)", "rp(k,sign)", "rp(k,seed=n)")
+    compared: ClassVar[tuple[str, ...]] = ("rp(512)", "rp(512,gaussian)")
+    flags: ClassVar[Mapping[str, tuple[str, Any]]] = {name: ("distribution", name) for name in DISTRIBUTIONS}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.distribution not in DISTRIBUTIONS:
+            raise ReduceError(f"reduce: rp has no distribution {self.distribution!r}; use {' or '.join(DISTRIBUTIONS)}")
+
+    def slice_projected(self, values: np.ndarray) -> np.ndarray:
+        return np.asarray(values @ matrix(len(values), self.k, self.seed, self.distribution))
+
+    def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
+        import torch
+
+        for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
+            _on_device(width, self.k, self.seed, self.distribution, device, dtype)
 
     def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
         import torch
@@ -139,24 +178,3 @@ class RandomProjection(Reduction):
         if dtype == "bfloat16":
             return 4 * self.k
         return 4 * self.k + 4 * width + (2 * width if dtype == "float16" else 4 * width)  # one copy to join layers
-
-    def fused(self, dtype: str) -> tuple[str, int]:
-        return Int8().fused(dtype)
-
-    def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
-        return Int8().decode(stored, self.k, dtype)
-
-    def merge(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Slices of a row are projected by themselves, so the values stay side by side."""
-        return np.concatenate(parts, axis=-1)
-
-    def measures(self, rows: ReducedRows) -> dict[str, float]:
-        return {"pairs": pairs(rows), "probes": probes(rows, self.project)}
-
-    def project(self, direction: np.ndarray, basis: LayerBasis | None = None, shards: int = 1) -> np.ndarray:
-        """A direction [width] of the hook's space as float32 [k]: decoded rows @ this approximates rows @ direction.
-
-        Each slice of the direction is projected by itself, as rows are.
-        """
-        slices = np.split(np.asarray(direction, np.float32), shards)
-        return self.merge([part @ matrix(len(part), self.k, self.seed, self.distribution) for part in slices])

@@ -17,10 +17,11 @@ from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.analysis.sparse_encoder import SparseEncoder
 from dmi_connector.cli.main import main
 from dmi_connector.reduce.channel import ChannelInt8
+from dmi_connector.reduce.countsketch import CountSketch
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.pca import Pca
-from dmi_connector.reduce.projection import RandomProjection, matrix
+from dmi_connector.reduce.projection import RandomProjection, SeededProjection, matrix
 from dmi_connector.reduce.rounding import Round
 from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.format.pca_files import find_basis
@@ -35,7 +36,8 @@ REDUCE = {
     "resid_*": "rp(16,seed=3)",
     "mlp_post": "topk(8)",
     "attn_out": "topk(5,exact)",
-    "q,k": "int8",
+    "q": "int8",
+    "k": "cs(6,exact,seed=5)",
     "v": "int8(affine)",
     "z": "fp8",
     "ln1": "round(8)",
@@ -186,13 +188,17 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray) -> No
         assert (exact == inside).mean() > 0.99, "what was fitted is the range of these rows too"
         return
     for mine, values in zip(np.split(got, shards, -1), np.split(exact, shards, -1), strict=True):
-        if isinstance(reduction, RandomProjection):
-            values = values @ matrix(values.shape[-1], reduction.k, reduction.seed, reduction.distribution)
+        width = values.shape[-1]
+        if isinstance(reduction, SeededProjection):
+            values = values @ np.stack([reduction.slice_projected(unit) for unit in np.eye(values.shape[-1])])
         largest = np.abs(values).max(-1, keepdims=True)
         if isinstance(reduction, Int8 | RandomProjection):
             affine = isinstance(reduction, Int8) and reduction.affine
             step = (values.max(-1, keepdims=True) - values.min(-1, keepdims=True)) / 254 if affine else largest / 127
             allowed = 0.51 * step
+        elif isinstance(reduction, CountSketch):
+            assert reduction.exact
+            allowed = np.full(1, NOISE * width / reduction.k)  # of each value of a sum
         elif isinstance(reduction, Fp8):
             allowed = np.abs(values) * 2.0**-4 + largest / 448 * 2.0**-9
         elif isinstance(reduction, Round):

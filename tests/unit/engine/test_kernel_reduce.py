@@ -38,8 +38,8 @@ CASES = [
     ),
     (
         "float32",
-        ["topk(7)", "topk(3,exact,sample=5)", "topk(1)", "round(23)", "rp(9,sign)", "topk(2,sample=66)"],
-        [100, 128, 5, 12, 64, 150],
+        ["topk(7)", "topk(3,exact,sample=5)", "topk(1)", "round(23)", "rp(9,sign)", "topk(2,sample=66)", "cs(9,exact)"],
+        [100, 128, 5, 12, 64, 150, 60],
         4,
     ),
     ("float32", ["int8(32)", "int8(16)", "int8(1024)", "int8(64)", "int8(128)"], [2050, 17, 1030, 64, 500], 5),
@@ -113,7 +113,11 @@ def test_reduced_rows_equal_those_of_the_torch_twin(
 
 LAYERS_DTYPE = "bfloat16" if kit.NARROW == "bfloat16" else "float32"
 LAYERS_CASES = [
-    *((spec, 200, 4, 5) for spec in ("topk(8)", "topk(5,exact,sample=9)", "rp(16)", "int8", "pca(8)", "int8(channel)")),
+    *(
+        (spec, 200, 4, 5)
+        for spec in ("topk(8)", "topk(5,exact,sample=9)", "rp(16)", "int8", "pca(8)", "int8(channel)", "cs(16)")
+    ),
+    ("cs(16,exact)", 200, 3, 5),
     ("int8(channel)", 33, 3, 5),
     *((spec, 2050, 2, 4) for spec in ("topk(64)", "topk(7,exact,sample=9)", "topk(128)", "topk(129)")),
 ]
