@@ -147,7 +147,7 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
     chosen = hook_reductions(options.reduce, selection, dims, tp)
     reductions = {**chosen, **{name: probe for name, probe in probes.items() if name in selection.hooks}}
     if reductions:
-        refusals.check_reductions(vllm_config)
+        refusals.check_reductions(vllm_config, reductions)
     if options.probes:
         refusals.check_precision()
     if options.sink == "disk":

@@ -118,6 +118,9 @@ class Reduction:
     def check(self, width: int) -> None:
         """Check that rows of `width` values can be reduced. Raises ReduceError."""
 
+    def check_context(self, tokens: int) -> None:
+        """Check that requests of up to `tokens` tokens can be reduced. Raises ReduceError."""
+
     def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> Reduction:
         """This reduction for one hook. shards: slices of its width. width: values of one slice. Raises ReduceError."""
         self.check(width)

@@ -373,7 +373,7 @@ DIGESTS = ["955a41009337fc32", "2961c6e7fcac72b7", "078c1c37c0023d58"]
         ("cs(0)", r"cs\(0\) is not valid; project to 1 value or more"),
         ("cs(4,gaussian)", "'gaussian' in"),
         ("attn(0)", "keep 1 to 64 positions"),
-        ("attn(few)", r"attn takes a number \(m\)"),
+        ("attn(few)", r"attn takes half, a number \(m\)"),
         (7, "not valid"),
     ],
 )
