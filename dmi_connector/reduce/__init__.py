@@ -20,13 +20,14 @@ from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.latents import Latents
+from dmi_connector.reduce.modes import MODES
 from dmi_connector.reduce.pca import Pca
 from dmi_connector.reduce.probe import Probe
 from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.rounding import Round
 from dmi_connector.reduce.topk import TopK
 
-__all__ = ["KINDS", "Keeps", "ReduceError", "Reduction", "forms", "from_settings", "parse", "summaries"]
+__all__ = ["KINDS", "MODES", "Keeps", "ReduceError", "Reduction", "forms", "from_settings", "parse", "summaries"]
 
 KINDS: dict[str, type[Reduction]] = {
     c.kind: c for c in (Int8, Fp8, Round, TopK, RandomProjection, CountSketch, Pca, AttentionSummary)
@@ -38,15 +39,20 @@ _SPEC = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 
 def parse(spec: str) -> Reduction | None:
-    """The reduction that a setting names; None for "none". Raises ReduceError that names the error and the choices."""
+    """The reduction that a setting names; None for "none". That of a mode says in `bind` which one it is.
+
+    Raises ReduceError that names the error and the choices.
+    """
     match = _SPEC.fullmatch(spec) if isinstance(spec, str) else None
     if match is None:
         raise ReduceError(f"reduce: {spec!r} is not valid; write one of none, {', '.join(KINDS)}, as in 'topk(64)'")
     kind, inside = match[1], match[2]
+    if kind in MODES and inside is None:
+        return MODES[kind]
     if kind == "none" and inside is None:
         return None
     if kind not in KINDS:
-        raise ReduceError(f"reduce: {kind!r} is unknown; use one of none, {', '.join(KINDS)}")
+        raise ReduceError(f"reduce: {kind!r} is unknown; use one of none, {', '.join([*KINDS, *MODES])}")
     return KINDS[kind].from_text(inside or "")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dmi_connector.reduce import KINDS, forms, parse
+from dmi_connector.reduce import KINDS, MODES, forms, parse
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/REDUCTIONS.md").read_text()
@@ -98,6 +98,18 @@ def test_figures_in_the_text_are_as_measured() -> None:
     assert f"keeps {kept[0]} of the variance of `resid_mid` (random weights: {kept[1]})" in text
     alone = down(min(layers("trained", "mlp_post", "topk(64,sample=0)", "importance")), 4)
     assert f"it is {alone} for `mlp_post`" in text
+
+
+def test_the_table_of_modes_says_what_they_choose() -> None:
+    table = PAGE.split("## By name")[1].split("##")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", table, re.MULTILINE)
+    assert [name for name, *_ in rows] == [*MODES]
+    for name, wide, neurons in rows:
+        mode = MODES[name]
+        assert mode.bind("resid_pre", [0], 4096, 1) == parse(wide.strip("`"))
+        assert mode.bind("mlp_post", [0], 4096, 1) == parse(neurons.strip("`"))
+        narrow = [width for width in (64, 500) if mode.bind("resid_pre", [0], width, 1) == parse("int8(32)")]
+        assert narrow == ([64, 500] if name != "topk8" else [])
 
 
 def test_every_form_is_described_and_every_kind_has_its_bytes() -> None:
