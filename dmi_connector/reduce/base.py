@@ -211,6 +211,10 @@ class Reduction:
         """What `dmi fidelity` says of it, by the names of `measured`."""
         return of_values(rows)
 
+    def restored(self, rows: ReducedRows) -> np.ndarray | None:
+        """Decoded rows in the hook's own space, float32 [n, width], for the logit lens; None where that is lost."""
+        return rows.decoded if Keeps.VALUES in self.keeps else None
+
     def statistics(self) -> tuple[Statistic, ...] | None:
         """The statistics of decoded rows, the default first. None: those that any rows of numbers have."""
         return None
