@@ -80,7 +80,7 @@ class Int8(Reduction):
         width = x.shape[1]
         if self.group:
             groups = torch.nn.functional.pad(x, (0, self._groups(width) * self.group - width))
-            groups = groups.view(x.shape[0], -1, self.group)
+            groups = groups.unflatten(1, (-1, self.group))
             stored = over(groups.abs().amax(2, keepdim=True), 127).bfloat16()
             inverse, centred, ends = steps_over(1, stored.float()), groups, [stored[..., 0]]
             if stored.shape[1] % 2:
@@ -93,7 +93,7 @@ class Int8(Reduction):
             largest = x.abs().amax(1, keepdim=True)
             inverse, centred, ends = steps_over(127, largest), x, [over(largest, 127)]
         quantised = (centred * inverse).round().clamp(-127, 127).to(torch.int8)
-        quantised = quantised.reshape(x.shape[0], -1)[:, :width]
+        quantised = quantised.flatten(1)[:, :width]
         if extra := pad(width) - width:
             quantised = torch.nn.functional.pad(quantised, (0, extra))
         return as_bytes(quantised, *ends)

@@ -32,6 +32,7 @@ SPECS = [
     "topk(8,exact,sample=0)",
     "rp(16)",
     "rp(16,sign,seed=7)",
+    "rp(3,group=10)",
     "cs(16)",
     "cs(16,exact,seed=7)",
 ]
@@ -74,11 +75,19 @@ def test_each_kind_is_in_the_list() -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
+def test_no_rows_are_no_rows(spec: str) -> None:
+    reduction = parse(spec)
+    assert reduction is not None
+    assert len(roundtrip(reduction, torch.zeros(0, 50))) == 0
+    assert reduction.before_layers(torch.zeros(0, 2, 50), [0, 1]).shape[:2] == (0, 2)
+
+
+@pytest.mark.parametrize("spec", SPECS)
 def test_rows_of_bytes_are_a_multiple_of_4_long(spec: str) -> None:
     reduction = parse(spec)
     assert reduction is not None
     if reduction.stored_dtype("float32") == "uint8":
-        for width in range(16, 80):
+        for width in range(20, 80, 10) if "group" in spec else range(16, 80):
             assert reduction.stored_width(width, "float32") % 4 == 0, width
             roundtrip(reduction, rows(width=width, dtype=torch.float32))
 
@@ -293,6 +302,36 @@ def test_projections_nearly_keep_angles_and_lengths(distribution: str) -> None:
     assert np.abs(np.linalg.norm(y, axis=1) / np.linalg.norm(exact, axis=1) - 1).max() < 0.15
     direction = exact[0] + exact[1]
     assert np.corrcoef(y @ reduction.project(direction), exact @ direction)[0, 1] >= 0.95
+
+
+def test_a_projection_of_heads_keeps_each_head_by_itself() -> None:
+    """Norms of heads, and products of heads of two rows. Ranks project their heads as one rank projects all."""
+    reduction, heads, size = RandomProjection(48, group=64), 6, 64
+    x = torch.randn(40, heads * size, generator=torch.Generator().manual_seed(0))
+    x.view(40, heads, size)[:, 2] *= 10
+    y, exact = roundtrip(reduction, x), x.numpy().reshape(40, heads, size)
+    assert y.shape == (40, heads * 48)
+    mine = y.reshape(40, heads, 48)
+    basis = matrix(size, 48, 0, "orthogonal")
+    step = np.abs(exact @ basis).max((1, 2), keepdims=True) / 127
+    assert (np.abs(mine - exact @ basis) <= 0.51 * step).all()
+    for head in range(heads):
+        products = [part[:, head] @ part[:, head].T for part in (exact, mine)]
+        assert np.corrcoef(*(p[np.triu_indices(40, 1)] for p in products))[0, 1] > 0.8, head
+    np.testing.assert_allclose(reduction.project(x[3].numpy()), (exact[3] @ basis).ravel(), rtol=1e-5)
+    np.testing.assert_allclose(reduction.project(x[3].numpy(), shards=2), reduction.project(x[3].numpy()), rtol=1e-5)
+    layers = reduction.before_layers(x.view(20, 2, -1), [0, 1])
+    np.testing.assert_allclose(layers.reshape(40, -1), reduction.before(x), rtol=1e-6)
+    reduction.check(128)
+    for width, k in ((100, 48), (32, 48), (128, 65)):
+        with pytest.raises(ReduceError, match=f"group=64.* does not fit the {width} values of a row"):
+            RandomProjection(k, group=64).check(width)
+
+
+def test_settings_of_projections_without_groups_are_as_before() -> None:
+    """Readers that know no groups open these stores."""
+    assert RandomProjection(9).settings() == {"kind": "rp", "k": 9, "seed": 0, "distribution": "orthogonal"}
+    assert parse("rp(9,group=64)").settings()["group"] == 64  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("width", [2560, 2500])

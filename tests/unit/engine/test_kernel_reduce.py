@@ -118,6 +118,7 @@ LAYERS_CASES = [
         for spec in ("topk(8)", "topk(5,exact,sample=9)", "rp(16)", "int8", "pca(8)", "int8(channel)", "cs(16)")
     ),
     ("cs(16,exact)", 200, 3, 5),
+    ("rp(16,group=50)", 200, 3, 5),
     ("int8(channel)", 33, 3, 5),
     *((spec, 2050, 2, 4) for spec in ("topk(64)", "topk(7,exact,sample=9)", "topk(128)", "topk(129)")),
 ]
