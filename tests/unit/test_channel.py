@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from dmi_connector import open_capture, open_captures
+from dmi_connector import TokenDataset, open_capture, open_captures
 from dmi_connector.analysis.fidelity import fidelity, markdown
 from dmi_connector.analysis.importance import importance
 from dmi_connector.cli.main import main
@@ -128,8 +128,11 @@ def test_rows_of_many_stores_are_read_as_floats(captured: Path, scales: Path) ->
     data = open_captures(captured.parent).rows("resid_pre", 4)
     want = [open_capture(captured.with_name(name), timeout=0).numpy("resid_pre", 4) for name in ("a.zarr", "b.zarr")]
     assert sorted(map(bytes, data.read(slice(None)))) == sorted(map(bytes, np.concatenate(want)))
-    both = open_captures(captured.parent).rows("resid_pre", [4, 1])
+    both = open_captures(captured.parent).rows("resid_pre", [4, 1]).read(slice(None))
     np.testing.assert_array_equal(both[0], data.read(slice(None)))
+    np.testing.assert_array_equal(both[1], open_captures(captured.parent).rows("resid_pre", 1).read(slice(None)))
+    batches = torch.cat(list(TokenDataset(captured.parent, "resid_pre@4", 16, shuffle=False)))
+    np.testing.assert_array_equal(batches, data.read(slice(None)))
 
 
 def test_two_ranks_store_what_one_does(captured: Path, scales: Path) -> None:
