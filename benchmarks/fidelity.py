@@ -14,11 +14,14 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import common
 from dmi_connector.cli.tiny_models import ENV, make_model, make_tokenizer
 from dmi_connector.cli.tiny_training import texts, train
+
+if TYPE_CHECKING:
+    from dmi_connector.analysis.fidelity import Fidelity
 
 WIDTH, TOKENS, PROMPTS = 2560, 128, 64
 SIZES: dict[str, Any] = {
@@ -31,6 +34,8 @@ SIZES: dict[str, Any] = {
 }
 MORE = ("rp(1024)", "rp(1280)")
 """Wider projections, beside what `dmi fidelity` measures by default."""
+COMPARED = ("int8", "int8(32)", "rp(512)", "cs(512)", "topk(64)")
+"""What is compared with int8(channel=file) by what analyses find, on the trained model."""
 HOOKS = "resid_pre,resid_mid,resid_final,q,k,v,z,mlp_post,mlp_out"
 
 
@@ -51,6 +56,19 @@ def capture(model: Path, folder: Path) -> list[Path]:
         open_capture(store, timeout=60).close()
     llm.llm_engine.engine_core.shutdown()
     return stores
+
+
+def downstream(model: Path, stores: list[Path], scales: Path) -> list[Fidelity]:
+    """What `dmi fidelity --labels tokens --model MODEL` measures. Scales are fitted on the first half of the stores."""
+    from dmi_connector.analysis.fidelity import fidelity
+    from dmi_connector.analysis.fit_scales import fit_scales
+    from dmi_connector.analysis.unembedding import Unembedding
+
+    scales.unlink(missing_ok=True)
+    fit_scales(stores[: PROMPTS // 2], HOOKS.split(","), scales)
+    specs = [*COMPARED, f"int8(channel={scales})"]
+    found = fidelity(stores[PROMPTS // 2 :], specs, labels="tokens", unembedding=Unembedding.load(model))
+    return [replace(f, reduction="int8(channel=file)") if f.reduction == specs[-1] else f for f in found]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -81,6 +99,11 @@ def main(argv: list[str] | None = None) -> None:
         projected = fidelity(stores[PROMPTS // 2 :], [f"pca({basis})"], "resid_mid")
         found += [replace(one, reduction="pca(256 components)") for one in projected]
         result[kind] = [asdict(one) for one in found]
+        if kind == "trained":
+            more = downstream(model, stores, options.out / "scales.safetensors")
+            print(f"\nwhat analyses find\n\n{markdown(more, 0.95)}")
+            header = {"header": common.header("benchmarks.fidelity", argv)}
+            common.save(options.out / "downstream.json", {**header, kind: [asdict(one) for one in more]})
         print(f"\n{kind}\n\n{markdown(found)}\n")
     common.save(options.out / "fidelity.json", result)
 

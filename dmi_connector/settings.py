@@ -21,6 +21,7 @@ from dmi_connector.option_values import (
     refuse,
 )
 from dmi_connector.reduce import ReduceError, parse
+from dmi_connector.reduce.modes import rules_of
 from dmi_connector.reduce.probe_option import parse_probe
 from dmi_connector.urls import parse_url
 
@@ -71,6 +72,11 @@ def _upload(value: object) -> str:
 
 
 def _reduce(value: object) -> tuple[tuple[str, str], ...]:
+    if isinstance(value, str):
+        try:
+            value = rules_of(value)
+        except ReduceError as error:
+            raise OptionError(str(error)) from error
     if not isinstance(value, Mapping) or not all(isinstance(x, str) for item in value.items() for x in item):
         raise refuse("reduce", value, 'is not valid; give {patterns: reduction}, as in {"resid_*": "rp(512)"}')
     for spec in value.values():
@@ -111,7 +117,8 @@ class ServerOptions:
     max_total_bytes of all stores, min_free_bytes of the file system. Stores older than retain_seconds are removed, and
     the oldest ones while finished stores take more than retain_bytes; 0 keeps all.
     shutdown_seconds: how long finishing what is under way may take when the engine ends.
-    reduce: {hook patterns: reduction}, the first that matches a hook counts (docs/REDUCTIONS.md).
+    reduce: {hook patterns: reduction}, the first that matches a hook counts; or the name of a mode
+    (docs/REDUCTIONS.md).
     probes: {name: file}, each computed in the forward and captured as the hook probe.NAME (docs/PROBES.md).
     check: "poison" fills rows with a pattern before each forward and lists rows as missing in which some of it is left.
     Slow, for tests of new models and engine features.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,12 +15,17 @@ try:
 except ImportError as error:
     raise ImportError("fidelity: torch is not installed; install dmi_connector[torch]") from error
 
+from dmi_connector.analysis.downstream import LENS_HOOKS, Downstream, concepts_of
+from dmi_connector.analysis.downstream import MEANINGS as DOWNSTREAM
+from dmi_connector.analysis.fit_probe import Labels
+from dmi_connector.analysis.unembedding import Unembedding
 from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.captures.one_model import OneModel
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import ITEMSIZE
-from dmi_connector.reduce import KINDS, ReduceError, Reduction, parse
+from dmi_connector.reduce import KINDS, STORED, ReduceError, Reduction, parse
 from dmi_connector.reduce.measures import ReducedRows
+from dmi_connector.reduce.scales import load
 from dmi_connector.store.format.remote_path import Given
 from dmi_connector.wording import suggest
 
@@ -50,12 +55,16 @@ def fidelity(
     specs: Sequence[str] = DEFAULT,
     hooks: str = "*",
     layers: Sequence[int] | None = None,
+    labels: Labels | str | None = None,
+    unembedding: Unembedding | None = None,
 ) -> list[Fidelity]:
     """Reduce the rows of `stores` by each of `specs`, and compare the decoded rows with the full ones.
 
     specs: reductions as in server options. One that needs more values than a hook has is left out for that hook. hooks:
     names or wildcards, separated by commas. layers: numbers of the model's layers, negative from its last; None: all.
-    Hooks that exist once are measured with any. Stores without rows are left out.
+    Hooks that exist once are measured with any. Stores without rows are left out. labels: of captures, for the measure
+    `concepts`; "tokens" stands for the most frequent tokens. unembedding: of the model, for the logit lens of the
+    residual stream (see `downstream.MEANINGS`).
 
     Raises ValueError for stores that hold none of the hooks in full, or no rows, for stores of several models, for a
     hook that only the first holds in full, for a layer that none of the hooks has, and where every reduction is left
@@ -66,16 +75,18 @@ def fidelity(
         wanted, reductions = _numbers(first, names, layers), {spec: parse(spec) for spec in specs}
         layers_of: dict[str, list[int | None]] = {hook: [*first.layers[hook]] or [None] for hook in names}
         dtypes = {hook: _dtype(first, hook) for hook in names}
+    concepts = concepts_of(kept, labels) if labels is not None else None
     found, reasons = [], []
     for hook in names:
         for layer in layers_of[hook]:
             if wanted is None or layer is None or layer in wanted:
                 rows, tokens = _rows(kept, hook, layer)
+                downstream = Downstream(rows, concepts, unembedding if hook in LENS_HOOKS else None)
                 for spec, reduction in reductions.items():
                     if reduction is None or (why := _unfit(reduction, rows.shape[1])):
                         reasons.append("none keeps rows as they are" if reduction is None else why)
                     else:
-                        found.append(_measure(spec, reduction, hook, layer, rows, tokens, dtypes[hook]))
+                        found.append(_measure(spec, reduction, hook, layer, rows, tokens, dtypes[hook], downstream))
     if not found:
         why = "; ".join(dict.fromkeys(reasons)) or "none was given"
         raise ValueError(f"fidelity: no reduction can be measured ({why}); give another --reduce")
@@ -173,6 +184,7 @@ def _measure(
     rows: np.ndarray,
     tokens: np.ndarray,
     dtype: str,
+    downstream: Downstream,
 ) -> Fidelity:
     width = rows.shape[1]
     reduction = reduction.bind(hook, [layer or 0], width, 1)
@@ -181,24 +193,38 @@ def _measure(
     stored = reduction.encode(values, layer or 0)
     raw = stored.float().numpy() if stored.is_floating_point() else stored.numpy()
     decoded = reduction.decode(raw, width, dtype)
+    if (scales := reduction.scales()) is not None:
+        decoded = decoded * load(scales.source).of(scales.hook, layer or 0)
     size = stored.shape[1] * ITEMSIZE[reduction.stored_dtype(dtype)] / (width * ITEMSIZE[dtype])
-    measures = reduction.measures(ReducedRows(rows, raw, decoded, tokens, layer or 0, dtype))
+    both = ReducedRows(rows, raw, decoded, tokens, layer or 0, dtype)
+    measures = {**reduction.measures(both), **downstream.measures(decoded, reduction.restored(both))}
     return Fidelity(hook, layer, spec, len(rows), width, size, {k: round(v, 6) for k, v in measures.items()})
 
 
-def markdown(found: Sequence[Fidelity]) -> str:
-    """One table: the worst layer of each hook and reduction."""
-    meanings = {name: meaning for kind in KINDS.values() for name, meaning in kind.measured.items()}
+LARGER_IS_WORSE = ("error", "lens_kl")
+"""Measures that no bar applies to."""
+
+
+def below(measures: Mapping[str, float], bar: float) -> list[str]:
+    """The measures that do not reach a bar. NaN does not. Of LARGER_IS_WORSE none counts."""
+    return [name for name, value in measures.items() if name not in LARGER_IS_WORSE and not value >= bar]
+
+
+def markdown(found: Sequence[Fidelity], bar: float | None = None) -> str:
+    """One table: the worst layer of each hook and reduction. bar: adds a column that says which measures are below."""
+    meanings = {name: meaning for kind in (KINDS | STORED).values() for name, meaning in kind.measured.items()}
+    meanings |= DOWNSTREAM
     shown = [name for name in meanings if any(name in f.measures for f in found)]
-    lines = ["| hook | width | reduction | size | " + " | ".join(n.replace("_", " ") for n in shown) + " |"]
-    lines.append("|---" * (4 + len(shown)) + "|")
+    titles = ["hook", "width", "reduction", "size", *(n.replace("_", " ") for n in shown)]
+    titles += [] if bar is None else [f"bar {bar:g}"]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for hook, width, spec in dict.fromkeys((f.hook, f.width, f.reduction) for f in found):
         own = [f for f in found if (f.hook, f.reduction) == (hook, spec)]
-        cells = []
-        for name in shown:
-            values = [f.measures[name] for f in own if name in f.measures]
-            worst = (max if name == "error" else min)(values, default=None)
-            cells.append("" if worst is None else f"{worst:.5f}")
+        worst = {name: _worst(name, [f.measures[name] for f in own]) for name in shown if name in own[0].measures}
+        cells = [f"{worst[name]:.5f}" if name in worst else "" for name in shown]
+        if bar is not None:
+            failed = below(worst, bar)
+            cells.append(f"below: {', '.join(failed).replace('_', ' ')}" if failed else "pass")
         lines.append(f"| {hook} | {width} | `{spec}` | {own[0].size:.4f} | " + " | ".join(cells) + " |")
     meaning = [f"- {name.replace('_', ' ')}: {meanings[name]}" for name in shown]
     return "\n".join(
@@ -209,3 +235,8 @@ def markdown(found: Sequence[Fidelity]) -> str:
             *meaning,
         ]
     )
+
+
+def _worst(name: str, values: Sequence[float]) -> float:
+    """The worst of the layers. NaN is worse than any number."""
+    return float((np.max if name in LARGER_IS_WORSE else np.min)(values))

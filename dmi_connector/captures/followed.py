@@ -128,7 +128,7 @@ class FollowedCapture(Generic[Reader]):
         sources = HookTable.of(self.attrs).chosen(hook, layer)
         if hook != name.partition("@")[0]:  # a name of TransformerLens means the values before reduction
             for array in {source.array for source in sources}:
-                reduced = StoredReduction.of(self.attrs["hooks"][array])
+                reduced = StoredReduction.of(self.attrs["hooks"][array], self.path)
                 check_keeps(hook, reduced.reduction if reduced is not None else None)
         return _Named(hook, layer, sources)
 

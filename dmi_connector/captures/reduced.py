@@ -79,7 +79,7 @@ def tally(capture: StoreReader, hook: str, layer: int | None = None, tokens: Tok
         raise ValueError(f"{hook!r} holds whole numbers, which have no magnitude to average; name another hook")
     if reduced is None:
         return Tally.of(rows.astype(np.float32))
-    return reduced.reduction.tally_slices(reduced.slices(rows), reduced.width, reduced.dtype)
+    return reduced.tally(rows, (capture.attrs["hooks"][source.array]["layers"] or [0])[source.index])
 
 
 def _basis(

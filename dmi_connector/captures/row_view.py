@@ -77,7 +77,7 @@ class RowView:
         self._lock = threading.Lock()
         with open_reader(self.stores[0], timeout=0, allow_incomplete=True) as first:
             self._array, self._layers, self.layers = _source(first, hook, layer)
-            self._reduced = StoredReduction.of(first.attrs["hooks"][self._array])
+            self._reduced = StoredReduction.of(first.attrs["hooks"][self._array], first.path)
             counted = hook == "resid_post" or (layer is not None and np.min(layer) < 0)
             self._depth = HookTable.of(first.attrs).num_layers if counted else None
         array, _ = self._of(0)
@@ -186,7 +186,7 @@ class RowView:
         if out.size:
             read_pieces(self._plan(numbers, out, layers))
         values = out if widened else out.view(dtype)
-        return values if self._reduced is None else self._reduced.decode(values)
+        return values if self._reduced is None else self._reduced.decode(values, [self._layers[i] for i in layers])
 
     def torch(self, rows: slice | Sequence[int] | np.ndarray) -> torch.Tensor:
         """Like `read`, as a torch tensor in the stored dtype."""
@@ -284,7 +284,7 @@ class RowView:
     def decoded(self, rows: np.ndarray) -> np.ndarray:
         """Rows of a `buffer`, [layers, n, stored width] -> values in the stored dtype; reduced hooks as float32."""
         values = rows.view(self.stored_dtype)
-        values = values if self._reduced is None else self._reduced.decode(values)
+        values = values if self._reduced is None else self._reduced.decode(values, self._layers)
         return values if self._stacked else values[0]
 
     def _numbers(self, rows: slice | Sequence[int] | np.ndarray) -> np.ndarray:

@@ -76,6 +76,10 @@ COMMANDS = {
         "Fit principal components on the rows of stores, for the reduction pca(FILE).",
         ("dmi fit-pca captures/*.zarr --hook mlp_out --rank 256 -o mlp_out.safetensors",),
     ),
+    "fit-scales": Help(
+        "Fit a scale for each dimension of hooks on the rows of stores, for the reduction int8(channel=FILE).",
+        ("dmi fit-scales captures/*.zarr --hook resid_pre --hook mlp_post -o scales.safetensors",),
+    ),
     "fit-probe": Help(
         "Fit a linear probe on labelled captures, and test it on some that are held out.",
         ("dmi fit-probe captures --labels labels.csv --hook resid_pre --layer 20 -o risk.safetensors",),

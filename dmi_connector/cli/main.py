@@ -112,16 +112,16 @@ def make_parser() -> Parser:
     fit.set_defaults(run=_fit_pca)
 
     from dmi_connector.cli.fit_probe import add_fit_probe
+    from dmi_connector.cli.fit_scales import add_fit_scales
 
+    add_fit_scales(commands.add_parser("fit-scales", help="fit scales on stores, for reduce int8(channel=FILE)"))
     add_fit_probe(commands.add_parser("fit-probe", help="fit a probe on labelled captures, for the option probes"))
 
-    fidelity = commands.add_parser("fidelity", help="what reductions would keep of the rows of stores")
-    fidelity.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="of stores that hold hooks in full")
-    fidelity.add_argument("--reduce", action="append", metavar="SPEC", help="as in server options; can be repeated")
-    fidelity.add_argument("--hooks", default="*", help="names or wildcards, separated by commas (default: all)")
-    fidelity.add_argument("--layer", action="append", type=int, metavar="N", help="only this one; can be repeated")
-    fidelity.add_argument("--json", action="store_true", help="print a JSON list, one entry a layer")
-    fidelity.set_defaults(run=_fidelity)
+    from dmi_connector.cli.fidelity import add_fidelity
+
+    add_fidelity(
+        commands.add_parser("fidelity", help="what reductions would keep of the rows of stores; exit 1: below --bar")
+    )
 
     plot = commands.add_parser("plot", help="draw stores as PNG or SVG: norms, logit lens, attention and others")
     add_plot_options(plot)
@@ -331,17 +331,6 @@ def _fit_pca(options: argparse.Namespace) -> int:
     shares = fit_pca(stores, options.hook, options.rank, options.out, options.layer, options.model)
     for name, share in shares.items():
         print(f"{name}: {100 * share:.2f} % of the variance")
-    return 0
-
-
-def _fidelity(options: argparse.Namespace) -> int:
-    from dmi_connector.analysis.fidelity import DEFAULT, fidelity, markdown
-
-    stores = places.stores(options.stores, complete=True)
-    if not stores:
-        raise ValueError("fidelity: every store lacks rows (dmi ls says which); capture them again")
-    found = fidelity(stores, options.reduce or DEFAULT, options.hooks, options.layer)
-    print(json.dumps([asdict(one) for one in found], indent=1) if options.json else markdown(found))
     return 0
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ from dmi_connector.args import OWNERS, capture_args
 from dmi_connector.cli import units
 from dmi_connector.codecs import CODECS
 from dmi_connector.option_values import OptionError
-from dmi_connector.reduce import forms
+from dmi_connector.reduce import MODES, forms
 from dmi_connector.settings import CHECKS, CUDA_GRAPHS, FILE_MODES, POLICIES, SINKS, ServerOptions
 from dmi_connector.store.write.coordinator.directories import check_directories
 
@@ -77,7 +77,8 @@ def add_options(parser: argparse._ActionsContainer, leave_out: Sequence[str] = (
             parser.add_argument(flag, nargs="?", type=_boolean, const=True, metavar="true|false", help=said)
             continue
         if option.name in _JSON:
-            parser.add_argument(flag, type=_rules(_JSON[option.name]), metavar="JSON", help=_said(option.name))
+            names, metavar = (MODES, "MODE|JSON") if option.name == "reduce" else ((), "JSON")
+            parser.add_argument(flag, type=_rules(_JSON[option.name], names), metavar=metavar, help=_said(option.name))
             continue
         parser.add_argument(flag, type=_kind(option), choices=_CHOICES.get(option.name), help=f"default {default}")
 
@@ -95,22 +96,28 @@ def _boolean(text: str) -> bool:
     return text.lower() == "true"
 
 
-def _rules(example: str) -> Callable[[str], dict[str, str]]:
-    def parse(text: str) -> dict[str, str]:
+def _rules(example: str, names: Collection[str]) -> Callable[[str], dict[str, str] | str]:
+    """A parser of JSON objects. names: texts that are taken as they are."""
+
+    def parse(text: str) -> dict[str, str] | str:
+        if text in names:
+            return text
         try:
             value = json.loads(text)
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise argparse.ArgumentTypeError(f"{text!r} is not valid; give JSON, as in {example}")
+            either = f"one of {', '.join(names)}, or " if names else ""
+            raise argparse.ArgumentTypeError(f"{text!r} is not valid; give {either}JSON, as in {example}")
         return value
 
     return parse
 
 
 def _said(option: str) -> str:
-    more = f"; reductions: {', '.join(forms())}" if option == "reduce" else "; captured as the hook probe.NAME"
-    return f"as in '{_JSON[option]}'{more}"
+    if option == "reduce":
+        return f"{', '.join(MODES)}, or as in '{_JSON[option]}'; reductions: {', '.join(forms())}"
+    return f"as in '{_JSON[option]}'; captured as the hook probe.NAME"
 
 
 def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], ServerOptions | None]:

@@ -18,7 +18,6 @@ from dmi_connector.engine.owners import owner_of
 from dmi_connector.hooks import ModelDims, Selection, check_names, parse_selection
 from dmi_connector.layout import Reductions, RowField, RowLayout, hook_reductions, row_layouts
 from dmi_connector.probes import with_probes
-from dmi_connector.reduce.basis import load
 from dmi_connector.reduce.probe import Probe
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.kept_files import BASES, PROBES, keep_copy
@@ -148,7 +147,7 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
     chosen = hook_reductions(options.reduce, selection, dims, tp)
     reductions = {**chosen, **{name: probe for name, probe in probes.items() if name in selection.hooks}}
     if reductions:
-        refusals.check_reductions(vllm_config)
+        refusals.check_reductions(vllm_config, reductions)
     if options.probes:
         refusals.check_precision()
     if options.sink == "disk":
@@ -182,11 +181,11 @@ def _drafting(vllm_config: VllmConfig) -> Drafting | None:
 
 
 def _keep_files(options: ServerOptions, reductions: Reductions) -> None:
-    """Put copies of the PCA bases and the probes in use beside the stores. Autoencoders are large: these are not
-    copied.
+    """Put copies of the PCA bases, the scales and the probes in use beside the stores. Autoencoders are large: these
+    are not copied.
     """
-    bases = {fitted.source for r in reductions.values() if (fitted := r.basis()) is not None}
-    kept = [("reduce", BASES, source, load(source).sha256) for source in sorted(bases)]
+    fitted = [f for r in reductions.values() for f in (r.basis(), r.scales()) if f is not None]
+    kept = [("reduce", BASES, *file) for file in sorted({(f.source, f.sha256) for f in fitted})]
     kept += [("probes", PROBES, r.path, r.sha256) for r in reductions.values() if isinstance(r, Probe)]
     for option, folder, source, sha256 in kept:
         try:

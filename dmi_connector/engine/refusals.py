@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
     from dmi_connector.engine.model.architectures import Architecture
+    from dmi_connector.layout import Reductions
 
 
 def check(vllm_config: VllmConfig) -> None:
@@ -193,8 +194,10 @@ def _check_sleep(vllm_config: VllmConfig) -> None:
         )
 
 
-def check_reductions(vllm_config: VllmConfig) -> None:
+def check_reductions(vllm_config: VllmConfig, reductions: Reductions) -> None:
     """Raises ValueError for configurations in which rows could not be reduced."""
+    for reduction in reductions.values():
+        reduction.check_context(vllm_config.model_config.max_model_len)
     if vllm_config.model_config.enable_sleep_mode:
         raise ValueError(
             "enable_sleep_mode: True gives up GPU memory in which reductions keep their matrices and places; remove "

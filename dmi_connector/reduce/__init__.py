@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions of hook rows. The GPU encodes a value before it is written to its row; the reader decodes it.
 
-parse("int8"), parse("int8(affine)"), parse("int8(32)"), parse("fp8"), parse("round(4)"), parse("topk(64)"),
-parse("topk(64,exact)"), parse("topk(64,sample=0)"), parse("rp(512)"), parse("rp(512,sign,seed=7)"),
-parse("pca(basis.safetensors)"), parse("attn(8)"), parse("none")
+parse("int8"), parse("int8(affine)"), parse("int8(32)"), parse("int8(channel=scales.safetensors)"), parse("fp8"),
+parse("round(4)"), parse("topk(64)"), parse("topk(64,exact)"), parse("topk(64,sample=0)"), parse("rp(512)"),
+parse("rp(512,sign,seed=7)"), parse("cs(512)"), parse("pca(basis.safetensors)"), parse("attn(8)"), parse("none")
 """
 
 from __future__ import annotations
@@ -14,37 +14,45 @@ from typing import Any
 
 from dmi_connector.reduce.attn import AttentionSummary
 from dmi_connector.reduce.base import Keeps, Reduction
+from dmi_connector.reduce.channel import ChannelInt8
+from dmi_connector.reduce.countsketch import CountSketch
 from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.latents import Latents
+from dmi_connector.reduce.modes import MODES
 from dmi_connector.reduce.pca import Pca
 from dmi_connector.reduce.probe import Probe
 from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.rounding import Round
 from dmi_connector.reduce.topk import TopK
 
-__all__ = ["KINDS", "Keeps", "ReduceError", "Reduction", "forms", "from_settings", "parse", "summaries"]
+__all__ = ["KINDS", "MODES", "Keeps", "ReduceError", "Reduction", "forms", "from_settings", "parse", "summaries"]
 
 KINDS: dict[str, type[Reduction]] = {
-    c.kind: c for c in (Int8, Fp8, Round, TopK, RandomProjection, Pca, AttentionSummary)
+    c.kind: c for c in (Int8, Fp8, Round, TopK, RandomProjection, CountSketch, Pca, AttentionSummary)
 }
 """All reductions by name."""
-STORED: dict[str, type[Reduction]] = {c.kind: c for c in (Probe, Latents)}
-"""What stores name as a reduction too, and settings do not."""
+STORED: dict[str, type[Reduction]] = {c.kind: c for c in (ChannelInt8, Probe, Latents)}
+"""What stores name as a reduction too, and settings otherwise or not at all."""
 _SPEC = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 
 def parse(spec: str) -> Reduction | None:
-    """The reduction that a setting names; None for "none". Raises ReduceError that names the error and the choices."""
+    """The reduction that a setting names; None for "none". That of a mode says in `bind` which one it is.
+
+    Raises ReduceError that names the error and the choices.
+    """
     match = _SPEC.fullmatch(spec) if isinstance(spec, str) else None
     if match is None:
         raise ReduceError(f"reduce: {spec!r} is not valid; write one of none, {', '.join(KINDS)}, as in 'topk(64)'")
     kind, inside = match[1], match[2]
+    if kind in MODES and inside is None:
+        return MODES[kind]
     if kind == "none" and inside is None:
         return None
     if kind not in KINDS:
-        raise ReduceError(f"reduce: {kind!r} is unknown; use one of none, {', '.join(KINDS)}")
+        raise ReduceError(f"reduce: {kind!r} is unknown; use one of none, {', '.join([*KINDS, *MODES])}")
     return KINDS[kind].from_text(inside or "")
 
 

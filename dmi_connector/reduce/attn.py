@@ -3,12 +3,15 @@
 
 Row, for each head: m positions (int32) by falling weight, ties by lowest position; m weights (float32); the entropy of
 all weights in nats (float32). Where a token sees fewer than m, the rest are position -1 and weight 0.
+
+With `half` positions are uint16 (65,535 stands for -1) and weights float16; the entropy stays float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
 LARGEST = 64
 """Largest m. The kernel keeps m scores of each head in registers."""
+NOWHERE = (1 << 16) - 1
+"""The position that stands for none in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +36,11 @@ class AttentionSummary(Reduction):
     """
 
     m: int = 8
+    half: bool = False
     kind: ClassVar[str] = "attn"
-    forms: ClassVar[tuple[str, ...]] = ("attn(m)",)
+    forms: ClassVar[tuple[str, ...]] = ("attn(m)", "attn(m,half)")
     example: ClassVar[str] = "attn(8)"
+    flags: ClassVar[Mapping[str, tuple[str, Any]]] = {"half": ("half", True)}
     number: ClassVar[str] = "m"
     only: ClassVar[frozenset[str]] = frozenset({"pattern"})
     keeps: ClassVar[Keeps] = Keeps.NOTHING
@@ -44,17 +51,40 @@ class AttentionSummary(Reduction):
 
     @property
     def words(self) -> int:
-        """Four-byte words of one head."""
+        """Decoded values of one head."""
         return 2 * self.m + 1
 
+    @property
+    def stored_words(self) -> int:
+        """Four-byte words of one head, as it is stored."""
+        return (self.m if self.half else 2 * self.m) + 1
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() if self.half else {"kind": self.kind, "m": self.m}
+
+    def check_context(self, tokens: int) -> None:
+        if self.half and tokens > NOWHERE:
+            raise ReduceError(
+                f"reduce: attn({self.m},half) has room for positions below {NOWHERE}, but max_model_len is {tokens};"
+                f" use attn({self.m}), or lower max_model_len"
+            )
+
     def stored_width(self, width: int, dtype: str) -> int:
-        return 4 * self.words * width
+        return 4 * self.stored_words * width
 
     def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
         raise ReduceError("reduce: attn(m) summarises attention as it runs; stored values cannot be reduced so")
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
-        words = unpack(stored, 0, self.words * width, "int32").reshape(*stored.shape[:-1], width, self.words)
+        heads = (*stored.shape[:-1], width)
+        if self.half:
+            halves = unpack(stored, 0, 2 * self.stored_words * width, "uint16")
+            halves = halves.reshape(*heads, 2 * self.stored_words)
+            parts = [halves[..., : self.m].astype(np.float32), halves[..., self.m : -2].view("<f2").astype(np.float32)]
+            parts[0][parts[0] == NOWHERE] = -1
+            entropy = np.ascontiguousarray(halves[..., -2:]).view("<f4")
+            return np.concatenate([*parts, entropy], -1).reshape(*stored.shape[:-1], width * self.words)
+        words = unpack(stored, 0, self.words * width, "int32").reshape(*heads, self.words)
         values = words.view("<f4").copy()
         values[..., : self.m] = words[..., : self.m]  # exact up to 2**24
         return values.reshape(*stored.shape[:-1], width * self.words)

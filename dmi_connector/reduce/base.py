@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from dmi_connector.reduce.basis import BasisRef, LayerBasis
+    from dmi_connector.reduce.scales import ScalesRef
 
 
 class Keeps(enum.Flag):
@@ -86,7 +87,7 @@ class Reduction:
     """Fields that are set by name only, as in "seed=7"."""
 
     @classmethod
-    def from_text(cls, inside: str) -> Self:
+    def from_text(cls, inside: str) -> Reduction:
         """The reduction that the text in the brackets of a setting names. Raises ReduceError."""
         return cls(**cls.fields_of(inside))
 
@@ -116,6 +117,9 @@ class Reduction:
 
     def check(self, width: int) -> None:
         """Check that rows of `width` values can be reduced. Raises ReduceError."""
+
+    def check_context(self, tokens: int) -> None:
+        """Check that requests of up to `tokens` tokens can be reduced. Raises ReduceError."""
 
     def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> Reduction:
         """This reduction for one hook. shards: slices of its width. width: values of one slice. Raises ReduceError."""
@@ -178,6 +182,12 @@ class Reduction:
         """
         return None
 
+    def scales(self) -> ScalesRef | None:
+        """The file of scales by which a reader multiplies what `decode` gives, each dimension of each layer by its own;
+        None where there is nothing to multiply. The server keeps a copy of the file beside its stores.
+        """
+        return None
+
     def project(self, direction: np.ndarray, basis: LayerBasis | None = None, shards: int = 1) -> np.ndarray:
         """A direction [width] of the hook's space as float32 [k], in the space of decoded rows.
 
@@ -200,6 +210,10 @@ class Reduction:
     def measures(self, rows: ReducedRows) -> dict[str, float]:
         """What `dmi fidelity` says of it, by the names of `measured`."""
         return of_values(rows)
+
+    def restored(self, rows: ReducedRows) -> np.ndarray | None:
+        """Decoded rows in the hook's own space, float32 [n, width], for the logit lens; None where that is lost."""
+        return rows.decoded if Keeps.VALUES in self.keeps else None
 
     def statistics(self) -> tuple[Statistic, ...] | None:
         """The statistics of decoded rows, the default first. None: those that any rows of numbers have."""

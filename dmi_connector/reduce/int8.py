@@ -8,6 +8,7 @@ a multiple of 4.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,10 +25,12 @@ from dmi_connector.reduce.base import (
     unpack,
     unpack_floats,
 )
+from dmi_connector.reduce.channel import ChannelInt8
 
 if TYPE_CHECKING:
     import torch
 
+_CHANNEL = re.compile(r"\s*channel\s*(=|$)")
 GROUPS = (16, 32, 64, 128, 256, 512, 1024)
 """Group sizes that the kernel takes."""
 
@@ -46,10 +49,15 @@ class Int8(Reduction):
     affine: bool = False
     group: int = 0
     kind: ClassVar[str] = "int8"
-    forms: ClassVar[tuple[str, ...]] = ("int8", "int8(affine)", "int8(g)")
+    forms: ClassVar[tuple[str, ...]] = ("int8", "int8(affine)", "int8(g)", "int8(channel=file)")
     compared: ClassVar[tuple[str, ...]] = ("int8", "int8(affine)", "int8(32)")
     flags: ClassVar[Mapping[str, tuple[str, Any]]] = {"affine": ("affine", True), "symmetric": ("affine", False)}
     number: ClassVar[str] = "group"
+
+    @classmethod
+    def from_text(cls, inside: str) -> Reduction:
+        """With "channel=FILE" the reduction of channel.py: its rows have no scale, so stores name another kind."""
+        return ChannelInt8.from_text(inside) if _CHANNEL.match(inside) else super().from_text(inside)
 
     def __post_init__(self) -> None:
         if self.group and self.group not in GROUPS:
@@ -72,7 +80,7 @@ class Int8(Reduction):
         width = x.shape[1]
         if self.group:
             groups = torch.nn.functional.pad(x, (0, self._groups(width) * self.group - width))
-            groups = groups.view(x.shape[0], -1, self.group)
+            groups = groups.unflatten(1, (-1, self.group))
             stored = over(groups.abs().amax(2, keepdim=True), 127).bfloat16()
             inverse, centred, ends = steps_over(1, stored.float()), groups, [stored[..., 0]]
             if stored.shape[1] % 2:
@@ -85,7 +93,7 @@ class Int8(Reduction):
             largest = x.abs().amax(1, keepdim=True)
             inverse, centred, ends = steps_over(127, largest), x, [over(largest, 127)]
         quantised = (centred * inverse).round().clamp(-127, 127).to(torch.int8)
-        quantised = quantised.reshape(x.shape[0], -1)[:, :width]
+        quantised = quantised.flatten(1)[:, :width]
         if extra := pad(width) - width:
             quantised = torch.nn.functional.pad(quantised, (0, extra))
         return as_bytes(quantised, *ends)

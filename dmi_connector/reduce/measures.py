@@ -15,6 +15,7 @@ PROBES = 16
 OF_VALUES = {
     "cosine_least": "least cosine between a row and what is read back",
     "cosine_median": "median of these",
+    "importance": "Spearman correlation of mean |x| by neuron over all rows, before and after",
     "error": "norm of the difference as a share of the norm, all rows together",
 }
 """The measures of `of_values`, with their meaning."""
@@ -39,8 +40,8 @@ class ReducedRows:
 def of_values(rows: ReducedRows) -> dict[str, float]:
     """Of a reduction that keeps every value: cosines of rows, and the error."""
     cosines = _row_cosines(rows.rows, rows.decoded)
-    least, median = float(cosines.min()), float(np.median(cosines))
-    return {"cosine_least": least, "cosine_median": median, "error": error(rows.rows, rows.decoded)}
+    found = {"cosine_least": float(cosines.min()), "cosine_median": float(np.median(cosines))}
+    return {**found, "importance": importance(rows.rows, rows.decoded), "error": error(rows.rows, rows.decoded)}
 
 
 def _row_cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -54,6 +55,11 @@ def _row_cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def error(a: np.ndarray, b: np.ndarray) -> float:
     """Norm of the difference as a share of the norm of `a`, all rows together."""
     return float(np.linalg.norm(a - b) / np.linalg.norm(a))
+
+
+def importance(a: np.ndarray, b: np.ndarray) -> float:
+    """Spearman correlation of the mean |x| of each neuron in rows `a` and `b`."""
+    return spearman(np.abs(a).mean(0), np.abs(b).mean(0))
 
 
 def _unit(rows: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from dmi_connector.reduce.base import Keeps, Reduction
 from dmi_connector.reduce.basis import BasisRef, LayerBasis, load
 from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.int8 import Int8
-from dmi_connector.reduce.measures import OF_VALUES, ReducedRows, error
+from dmi_connector.reduce.measures import OF_VALUES, ReducedRows, error, importance
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +47,7 @@ class Pca(Reduction):
     projects: ClassVar[bool] = True
     measured: ClassVar[Mapping[str, str]] = {
         "variance": "share of the variance about the mean that is read back",
+        "importance": OF_VALUES["importance"],
         "error": OF_VALUES["error"],
     }
     at_end: ClassVar[bool] = True
@@ -131,10 +132,14 @@ class Pca(Reduction):
         return BasisRef(self.sha256, self.source, self.hook, self.k)
 
     def measures(self, rows: ReducedRows) -> dict[str, float]:
-        restored = self.restore(rows.decoded, load(self.source).of(self.hook, rows.layer, self.k))
+        restored = self.restored(rows)
         spread = ((rows.rows - rows.rows.mean(0)) ** 2).sum()
         variance = 1 - ((rows.rows - restored) ** 2).sum() / spread
-        return {"variance": float(variance), "error": error(rows.rows, restored)}
+        found = {"variance": float(variance), "importance": importance(rows.rows, restored)}
+        return {**found, "error": error(rows.rows, restored)}
+
+    def restored(self, rows: ReducedRows) -> np.ndarray:
+        return self.restore(rows.decoded, load(self.source).of(self.hook, rows.layer, self.k))
 
     def project(self, direction: np.ndarray, basis: LayerBasis | None = None, shards: int = 1) -> np.ndarray:
         """A direction [width] of the hook's space as float32 [k] in the space of the scores.

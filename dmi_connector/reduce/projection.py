@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """rp(k): each row times a fixed random matrix [width, k], stored as int8 with a row scale (see int8.py).
 
+With `group` each so many values of a row are projected by themselves, with one matrix [group, k]: a head's, where the
+group is head_dim. The results lie side by side.
+
 The CPU makes the matrix from the seed with numpy's Philox generator, in float64, and rounds it to bfloat16. The GPU
 gets a copy, so the matrix is equal to the bit everywhere. E|R'x|^2 = |x|^2.
 """
@@ -69,82 +72,54 @@ def _on_device(
 
 
 @dataclass(frozen=True)
-class RandomProjection(Reduction):
-    """Keeps norms, cosines and dot products approximately: error of a cosine about sqrt(1/k - 1/width) where columns
-    are orthogonal, else 1/sqrt(k). Decoded rows are the k projected values; `project` turns a direction of the hook's
-    space into theirs.
+class SeededProjection(Reduction):
+    """A projection of each row to k values by numbers that a seed gives. Decoded rows are these values; `project` turns
+    a direction of the hook's space into theirs.
     """
 
     k: int = 512
     seed: int = 0
-    distribution: str = "orthogonal"
-    kind: ClassVar[str] = "rp"
-    forms: ClassVar[tuple[str, ...]] = ("rp(k)", "rp(k,gaussian)", "rp(k,sign)", "rp(k,seed=n)")
     keeps: ClassVar[Keeps] = Keeps.NORMS | Keeps.DIRECTIONS
     projects: ClassVar[bool] = True
-    compared: ClassVar[tuple[str, ...]] = ("rp(512)", "rp(512,gaussian)")
     measured: ClassVar[Mapping[str, str]] = {
         "pairs": "correlation of the cosines between rows, before and after",
         "probes": "correlation of probe scores, before and after: the least of the probes",
     }
-    flags: ClassVar[Mapping[str, tuple[str, Any]]] = {name: ("distribution", name) for name in DISTRIBUTIONS}
     number: ClassVar[str] = "k"
     named: ClassVar[tuple[str, ...]] = ("seed",)
     at_end: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.k < 1:
-            raise ReduceError(f"reduce: rp({self.k}) is not valid; project to 1 value or more")
+            raise ReduceError(f"reduce: {self.kind}({self.k}) is not valid; project to 1 value or more")
         if not 0 <= self.seed < 1 << 64:
-            raise ReduceError(f"reduce: the seed {self.seed} of rp is not valid; give 0 to 2**64 - 1")
-        if self.distribution not in DISTRIBUTIONS:
-            raise ReduceError(f"reduce: rp has no distribution {self.distribution!r}; use {' or '.join(DISTRIBUTIONS)}")
+            raise ReduceError(f"reduce: the seed {self.seed} of {self.kind} is not valid; give 0 to 2**64 - 1")
 
     def check(self, width: int) -> None:
         if self.k > width:
-            raise ReduceError(f"reduce: rp({self.k}) is wider than the {width} values of a row; give a smaller k")
+            raise ReduceError(
+                f"reduce: {self.kind}({self.k}) is wider than the {width} values of a row; give a smaller k"
+            )
 
-    def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
-        import torch
+    def projected(self, width: int) -> int:
+        """Values that a slice of `width` values is projected to."""
+        return self.k
 
-        for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
-            _on_device(width, self.k, self.seed, self.distribution, device, dtype)
+    def slice_projected(self, values: np.ndarray) -> np.ndarray:
+        """A slice [width] of a direction as float32 [projected(width)]: what `before` does to a row."""
+        raise NotImplementedError
 
     def stored_width(self, width: int, dtype: str) -> int:
-        return Int8().stored_width(self.k, dtype)
+        return Int8().stored_width(self.projected(width), dtype)
 
     def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
         return Int8().encode(self.before(values))
-
-    def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
-        import torch
-
-        if values.is_cuda and values.dtype == torch.bfloat16:
-            basis = _on_device(values.shape[1], self.k, self.seed, self.distribution, values.device, values.dtype)
-            return torch.mm(values, basis, out_dtype=torch.float32)  # exact products, summed in float32
-        basis = _on_device(values.shape[1], self.k, self.seed, self.distribution, values.device, torch.float32)
-        return values.float() @ basis
-
-    def before_layers(self, values: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
-        import torch
-
-        tokens, count, width = values.shape
-        if not values.is_cuda or values.dtype != torch.bfloat16:
-            return self.before(values.reshape(-1, width)).view(tokens, count, self.k)
-        basis = _on_device(width, self.k, self.seed, self.distribution, values.device, values.dtype)
-        products = torch.bmm(values.transpose(0, 1), basis.expand(count, -1, -1), out_dtype=torch.float32)
-        return products.transpose(0, 1)
-
-    def scratch(self, width: int, dtype: str) -> int:
-        if dtype == "bfloat16":
-            return 4 * self.k
-        return 4 * self.k + 4 * width + (2 * width if dtype == "float16" else 4 * width)  # one copy to join layers
 
     def fused(self, dtype: str) -> tuple[str, int]:
         return Int8().fused(dtype)
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
-        return Int8().decode(stored, self.k, dtype)
+        return Int8().decode(stored, self.projected(width), dtype)
 
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
         """Slices of a row are projected by themselves, so the values stay side by side."""
@@ -158,5 +133,79 @@ class RandomProjection(Reduction):
 
         Each slice of the direction is projected by itself, as rows are.
         """
-        slices = np.split(np.asarray(direction, np.float32), shards)
-        return self.merge([part @ matrix(len(part), self.k, self.seed, self.distribution) for part in slices])
+        return self.merge([self.slice_projected(part) for part in np.split(np.asarray(direction, np.float32), shards)])
+
+
+@dataclass(frozen=True)
+class RandomProjection(SeededProjection):
+    """Keeps norms, cosines and dot products approximately: error of a cosine about sqrt(1/k - 1/width) where columns
+    are orthogonal, else 1/sqrt(k). With a group these are of each group, and the width is the group's.
+    """
+
+    distribution: str = "orthogonal"
+    group: int = 0
+    kind: ClassVar[str] = "rp"
+    forms: ClassVar[tuple[str, ...]] = ("rp(k)", "rp(k,gaussian)", "rp(k,sign)", "rp(k,seed=n)", "rp(k,group=d)")
+    compared: ClassVar[tuple[str, ...]] = ("rp(512)", "rp(512,gaussian)")
+    flags: ClassVar[Mapping[str, tuple[str, Any]]] = {name: ("distribution", name) for name in DISTRIBUTIONS}
+    named: ClassVar[tuple[str, ...]] = ("seed", "group")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.distribution not in DISTRIBUTIONS:
+            raise ReduceError(f"reduce: rp has no distribution {self.distribution!r}; use {' or '.join(DISTRIBUTIONS)}")
+
+    def settings(self) -> dict[str, Any]:
+        values = super().settings()
+        if not self.group:  # readers of before groups know no such setting
+            del values["group"]
+        return values
+
+    def check(self, width: int) -> None:
+        if self.group and (width % self.group or self.k > self.group):
+            raise ReduceError(
+                f"reduce: rp({self.k},group={self.group}) does not fit the {width} values of a row; give a group that"
+                " divides them, such as head_dim, and a k of at most the group"
+            )
+        super().check(width)
+
+    def projected(self, width: int) -> int:
+        return self.k * (width // self.group if self.group else 1)
+
+    def slice_projected(self, values: np.ndarray) -> np.ndarray:
+        groups = values.reshape(-1, self.group or len(values))
+        return np.asarray((groups @ matrix(groups.shape[1], self.k, self.seed, self.distribution)).ravel())
+
+    def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
+        import torch
+
+        for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
+            _on_device(self.group or width, self.k, self.seed, self.distribution, device, dtype)
+
+    def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
+        import torch
+
+        if self.group and values.shape[1] > self.group:
+            return self.before(values.reshape(-1, self.group)).view(len(values), self.projected(values.shape[1]))
+        if values.is_cuda and values.dtype == torch.bfloat16:
+            basis = _on_device(values.shape[1], self.k, self.seed, self.distribution, values.device, values.dtype)
+            return torch.mm(values, basis, out_dtype=torch.float32)  # exact products, summed in float32
+        basis = _on_device(values.shape[1], self.k, self.seed, self.distribution, values.device, torch.float32)
+        return values.float() @ basis
+
+    def before_layers(self, values: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+        import torch
+
+        tokens, count, width = values.shape
+        if self.group or not values.is_cuda or values.dtype != torch.bfloat16:
+            return self.before(values.reshape(-1, width)).view(tokens, count, self.projected(width))
+        basis = _on_device(width, self.k, self.seed, self.distribution, values.device, values.dtype)
+        products = torch.bmm(values.transpose(0, 1), basis.expand(count, -1, -1), out_dtype=torch.float32)
+        return products.transpose(0, 1)
+
+    def scratch(self, width: int, dtype: str) -> int:
+        if dtype == "bfloat16":
+            return 4 * self.projected(width) + (2 * width if self.group else 0)
+        return (
+            4 * self.projected(width) + 4 * width + (2 * width if dtype == "float16" else 4 * width)
+        )  # one copy to join layers

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -14,7 +14,8 @@ class Tally:
     """Sums of |x| over `rows` rows. All arrays are float64 [width].
 
     kept, kept_rows: sum where the value was stored, and in how many rows it was. sampled, sampled_rows,
-    sampled_squares: the same where it was not stored but sampled, with the sum of squares.
+    sampled_squares: the same where it was not stored but sampled, with the sum of squares. clipped: in how many rows it
+    was beyond the range of its scale (`int8(channel=file)`); 0 with other reductions.
     """
 
     rows: int
@@ -23,6 +24,10 @@ class Tally:
     sampled: np.ndarray
     sampled_rows: np.ndarray
     sampled_squares: np.ndarray
+    clipped: np.ndarray = field(default_factory=lambda: np.zeros(()))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "clipped", np.broadcast_to(self.clipped, self.kept.shape))
 
     @classmethod
     def of(cls, values: np.ndarray) -> Tally:
@@ -37,6 +42,11 @@ class Tally:
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(self.rows + other.rows, *(getattr(self, f) + getattr(other, f) for f in _SUMS))
+
+    def scaled(self, scales: np.ndarray) -> Tally:
+        """The tally of the values times `scales` [width], all above 0."""
+        kept, sampled, squares = self.kept * scales, self.sampled * scales, self.sampled_squares * scales**2
+        return replace(self, kept=kept, sampled=sampled, sampled_squares=squares)
 
     def mean(self) -> np.ndarray:
         """Mean |x|, float64 [width].

@@ -65,7 +65,7 @@ class TopK(Reduction):
     compared: ClassVar[tuple[str, ...]] = ("topk(64)", "topk(64,sample=0)")
     measured: ClassVar[Mapping[str, str]] = {
         "recall": "share of the places of the largest values that were kept",
-        "importance": "Spearman correlation of mean |x| by neuron over all rows, before and after",
+        "importance": OF_VALUES["importance"],
         "error": OF_VALUES["error"],
     }
     at_end: ClassVar[bool] = True

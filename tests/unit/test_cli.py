@@ -356,6 +356,16 @@ def test_serve_has_a_flag_for_every_server_option() -> None:
     assert (extra["fsync"], extra["writers"], extra["policy"]) == (True, 2, "drop")
 
 
+def test_serve_takes_a_mode_or_rules_for_reduce(capsys: pytest.CaptureFixture[str]) -> None:
+    for text, wanted in (("summary", "summary"), ('{"resid_*": "rp8"}', {"resid_*": "rp8"})):
+        command = serve("m", "--reduce", text)
+        extra = json.loads(command[command.index("--kv_transfer_config") + 1])["kv_connector_extra_config"]
+        assert extra["reduce"] == wanted
+    with pytest.raises(SystemExit):
+        serve("m", "--reduce", "rp9")
+    assert "'rp9' is not valid; give one of full8, rp8, topk8, summary, or JSON, as in" in capsys.readouterr().err
+
+
 def test_serve_takes_probes_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = json.dumps({"risk": str(save_probe(tmp_path / "risk.safetensors", "q", (1,), 8, 1))})
     command = serve("m", "--hooks", "probe.risk", "--probes", given)

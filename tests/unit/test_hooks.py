@@ -32,7 +32,8 @@ from dmi_connector.layout import (
     row_layouts,
 )
 from dmi_connector.ranks import shard_of
-from dmi_connector.reduce import ReduceError
+from dmi_connector.reduce import ReduceError, from_settings, parse
+from dmi_connector.settings import ServerOptions
 from dmi_connector.wording import suggest
 
 DENSE = ModelDims("Dense", 8, hidden=64, heads=4, kv_heads=2, head_dim=32, intermediate=96, vocab=512)
@@ -350,6 +351,36 @@ def test_reductions_that_cannot_be_applied_are_refused(rules: list[tuple[str, st
     selection = parse_selection("vllm-full", MIXED)
     with pytest.raises(ReduceError, match=message):
         hook_reductions(rules, selection, MIXED, 1)
+
+
+WIDE = ModelDims("Wide", 2, hidden=1024, heads=8, kv_heads=2, head_dim=32, intermediate=2048, vocab=512)
+
+
+@pytest.mark.parametrize(
+    ("mode", "chosen_for"),
+    [
+        ("full8", {"resid_pre": "int8(32)", "k": "int8(32)", "mlp_post": "int8(32)"}),
+        ("rp8", {"resid_pre": "rp(512)", "k": "int8(32)", "mlp_post": "rp(512)"}),
+        ("topk8", {"resid_pre": "topk(64)", "k": "topk(64)", "mlp_post": "topk(64)"}),
+        ("summary", {"resid_pre": "rp(512)", "k": "int8(32)", "mlp_post": "topk(64)"}),
+    ],
+)
+def test_a_mode_chooses_by_the_name_and_the_width_of_a_hook(mode: str, chosen_for: dict[str, str]) -> None:
+    """What stores name is what was chosen. `pattern` has its summary, where it is captured."""
+    options = ServerOptions.parse({"store_dir": "/x", "reduce": mode})
+    selection = parse_selection("vllm-full,pattern", WIDE)
+    found = hook_reductions(options.reduce, selection, WIDE, 1)
+    assert {name: found[name] for name in chosen_for} == {name: parse(spec) for name, spec in chosen_for.items()}
+    assert found["pattern"] == parse("attn(8)") and "logits" not in found
+    assert set(found) == set(selection.hooks) - {"logits"}
+    for reduction in found.values():
+        assert from_settings(reduction.settings()) == reduction
+    narrow_slices = hook_reductions(options.reduce, selection, WIDE, 8)
+    assert narrow_slices["mlp_post"] == parse("topk(64)" if mode in ("topk8", "summary") else "int8(32)")
+    without = parse_selection("resid_pre", WIDE)
+    assert set(hook_reductions(options.reduce, without, WIDE, 1)) == {"resid_pre"}
+    own = hook_reductions([("resid_pre", "fp8"), ("*", mode)], parse_selection("resid_*", WIDE), WIDE, 1)
+    assert own["resid_pre"] == parse("fp8") and own["resid_mid"] == found["resid_mid"]
 
 
 def test_the_hook_pattern_must_be_named_and_reduced_to_a_summary() -> None:

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from dmi_connector.reduce import KINDS, ReduceError, from_settings, parse
 from dmi_connector.reduce.base import Reduction
 from dmi_connector.reduce.basis import METADATA, load
+from dmi_connector.reduce.countsketch import CountSketch, table
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.pca import Pca, fit
@@ -31,10 +32,15 @@ SPECS = [
     "topk(8,exact,sample=0)",
     "rp(16)",
     "rp(16,sign,seed=7)",
+    "rp(3,group=10)",
+    "cs(16)",
+    "cs(16,exact,seed=7)",
 ]
 """Each kind but those that need a file or a hook of their own."""
-IN_PART = ("int8(32)", "round", "topk")
-"""In a row that is not finite, these read as NaN or as the value itself only where the value was, or in its group."""
+IN_PART = ("int8(32)", "round", "topk", "cs(16,exact")
+"""In a row that is not finite, these read as NaN or as the value itself only where the value was, or in its group or
+bucket.
+"""
 
 
 def rows(tokens: int = 9, width: int = 50, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -69,11 +75,19 @@ def test_each_kind_is_in_the_list() -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
+def test_no_rows_are_no_rows(spec: str) -> None:
+    reduction = parse(spec)
+    assert reduction is not None
+    assert len(roundtrip(reduction, torch.zeros(0, 50))) == 0
+    assert reduction.before_layers(torch.zeros(0, 2, 50), [0, 1]).shape[:2] == (0, 2)
+
+
+@pytest.mark.parametrize("spec", SPECS)
 def test_rows_of_bytes_are_a_multiple_of_4_long(spec: str) -> None:
     reduction = parse(spec)
     assert reduction is not None
     if reduction.stored_dtype("float32") == "uint8":
-        for width in range(16, 80):
+        for width in range(20, 80, 10) if "group" in spec else range(16, 80):
             assert reduction.stored_width(width, "float32") % 4 == 0, width
             roundtrip(reduction, rows(width=width, dtype=torch.float32))
 
@@ -290,6 +304,79 @@ def test_projections_nearly_keep_angles_and_lengths(distribution: str) -> None:
     assert np.corrcoef(y @ reduction.project(direction), exact @ direction)[0, 1] >= 0.95
 
 
+def test_a_projection_of_heads_keeps_each_head_by_itself() -> None:
+    """Norms of heads, and products of heads of two rows. Ranks project their heads as one rank projects all."""
+    reduction, heads, size = RandomProjection(48, group=64), 6, 64
+    x = torch.randn(40, heads * size, generator=torch.Generator().manual_seed(0))
+    x.view(40, heads, size)[:, 2] *= 10
+    y, exact = roundtrip(reduction, x), x.numpy().reshape(40, heads, size)
+    assert y.shape == (40, heads * 48)
+    mine = y.reshape(40, heads, 48)
+    basis = matrix(size, 48, 0, "orthogonal")
+    step = np.abs(exact @ basis).max((1, 2), keepdims=True) / 127
+    assert (np.abs(mine - exact @ basis) <= 0.51 * step).all()
+    for head in range(heads):
+        products = [part[:, head] @ part[:, head].T for part in (exact, mine)]
+        assert np.corrcoef(*(p[np.triu_indices(40, 1)] for p in products))[0, 1] > 0.8, head
+    np.testing.assert_allclose(reduction.project(x[3].numpy()), (exact[3] @ basis).ravel(), rtol=1e-5)
+    np.testing.assert_allclose(reduction.project(x[3].numpy(), shards=2), reduction.project(x[3].numpy()), rtol=1e-5)
+    layers = reduction.before_layers(x.view(20, 2, -1), [0, 1])
+    np.testing.assert_allclose(layers.reshape(40, -1), reduction.before(x), rtol=1e-6)
+    reduction.check(128)
+    for width, k in ((100, 48), (32, 48), (128, 65)):
+        with pytest.raises(ReduceError, match=f"group=64.* does not fit the {width} values of a row"):
+            RandomProjection(k, group=64).check(width)
+
+
+def test_settings_of_projections_without_groups_are_as_before() -> None:
+    """Readers that know no groups open these stores."""
+    assert RandomProjection(9).settings() == {"kind": "rp", "k": 9, "seed": 0, "distribution": "orthogonal"}
+    assert parse("rp(9,group=64)").settings()["group"] == 64  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("width", [2560, 2500])
+def test_a_sketch_sums_each_dimension_in_one_bucket(width: int) -> None:
+    """Against a matrix with one 1 or -1 in each row. Directions are projected in the same way."""
+    reduction, k = parse("cs(512,exact,seed=3)"), 512
+    assert isinstance(reduction, CountSketch)
+    basis = _dense(width, k, 3)
+    counts = np.abs(basis).sum(0)
+    assert (
+        (np.abs(basis).sum(1) == 1).all() and counts.max() - counts.min() <= 1 and 0.4 < (basis > 0).sum() / width < 0.6
+    )
+    x = torch.randn(60, 20, generator=torch.Generator().manual_seed(0)) @ torch.randn(20, width)
+    exact, y = x.numpy(), roundtrip(reduction, x)
+    np.testing.assert_allclose(y, exact @ basis, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(reduction.project(exact[3]), exact[3] @ basis, rtol=1e-4, atol=1e-4)
+    halves = np.concatenate([half @ _dense(width // 2, k, 3) for half in np.split(exact[3], 2)])
+    np.testing.assert_allclose(reduction.project(exact[3], shards=2), halves, rtol=1e-4, atol=1e-4)
+    assert np.abs(np.linalg.norm(y, axis=1) / np.linalg.norm(exact, axis=1) - 1).max() < 0.15
+    rounded = roundtrip(CountSketch(k, 3), x)
+    assert (np.abs(rounded - y) <= 0.51 * np.abs(y).max(1, keepdims=True) / 127).all()
+
+
+def test_a_value_that_is_not_finite_is_lost_in_its_bucket_alone() -> None:
+    """Where buckets are filled up, too."""
+    x = torch.ones(50, 50)
+    x.fill_diagonal_(float("inf"))
+    y = roundtrip(CountSketch(16, exact=True), x)
+    assert (np.isfinite(y).sum(1) == 15).all()
+
+
+def _dense(width: int, k: int, seed: int) -> np.ndarray:
+    order, signs = table(width, k, seed)
+    basis = np.zeros((width, k), np.float32)
+    basis[order, np.arange(width) % k] = signs
+    return basis
+
+
+def test_sketches_never_change() -> None:
+    """Old stores are projected with them."""
+    order, signs = table(12, 4, 7)
+    assert (order.tolist(), signs.astype(int).tolist()) == SKETCH
+    assert not np.array_equal(table(12, 4, 8)[0], order)
+
+
 def test_projection_matrices_never_change() -> None:
     """Old stores are decoded with them."""
     import hashlib
@@ -303,6 +390,7 @@ def test_projection_matrices_never_change() -> None:
     assert [digest(64, 16, 7, distribution=d) for d in DISTRIBUTIONS] == DIGESTS
 
 
+SKETCH = ([0, 8, 6, 10, 11, 5, 9, 4, 2, 3, 7, 1], [1, -1, 1, -1, -1, 1, 1, -1, 1, -1, 1, 1])
 DIGESTS = ["955a41009337fc32", "2961c6e7fcac72b7", "078c1c37c0023d58"]
 
 
@@ -321,8 +409,10 @@ DIGESTS = ["955a41009337fc32", "2961c6e7fcac72b7", "078c1c37c0023d58"]
         ("round(99)", "1 to 23 mantissa bits"),
         ("rp(4,cauchy)", "'cauchy' in"),
         ("rp(4", "not valid"),
+        ("cs(0)", r"cs\(0\) is not valid; project to 1 value or more"),
+        ("cs(4,gaussian)", "'gaussian' in"),
         ("attn(0)", "keep 1 to 64 positions"),
-        ("attn(few)", r"attn takes a number \(m\)"),
+        ("attn(few)", r"attn takes half, a number \(m\)"),
         (7, "not valid"),
     ],
 )
@@ -334,7 +424,7 @@ def test_bad_reduction_specs_are_refused(spec: str, message: str | None) -> None
         parse(spec)
 
 
-@pytest.mark.parametrize("spec", ["topk(65)", "rp(65)"])
+@pytest.mark.parametrize("spec", ["topk(65)", "rp(65)", "cs(65)"])
 def test_a_reduction_wider_than_the_row_is_refused(spec: str) -> None:
     reduction = parse(spec)
     assert reduction is not None

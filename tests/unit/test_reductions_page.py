@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from dmi_connector.reduce import KINDS, forms, parse
+from dmi_connector.reduce import KINDS, MODES, forms, parse
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/REDUCTIONS.md").read_text()
 RESULTS = json.loads((ROOT / "benchmarks/results/cpu-fidelity.json").read_text())
+DOWNSTREAM = json.loads((ROOT / "benchmarks/results/cpu-downstream.json").read_text())["trained"]
 COLUMNS = (
     ("int8", "cosine_least"),
     ("int8(32)", "cosine_least"),
@@ -98,6 +99,65 @@ def test_figures_in_the_text_are_as_measured() -> None:
     assert f"keeps {kept[0]} of the variance of `resid_mid` (random weights: {kept[1]})" in text
     alone = down(min(layers("trained", "mlp_post", "topk(64,sample=0)", "importance")), 4)
     assert f"it is {alone} for `mlp_post`" in text
+
+
+def found(hook: str, reduction: str, measure: str) -> list[float]:
+    """A measure of each layer of a hook, of what analyses find."""
+    own = [one["measures"] for one in DOWNSTREAM if (one["hook"], one["reduction"]) == (hook, reduction)]
+    return [measures[measure] for measures in own if measure in measures]
+
+
+@pytest.mark.parametrize(
+    ("title", "measure"),
+    [
+        ("importance", "importance"),
+        ("concept scores", "concepts"),
+        ("top token", "lens_top"),
+        ("KL divergence", "lens_kl"),
+    ],
+)
+def test_what_analyses_find_is_as_measured(title: str, measure: str) -> None:
+    head, _, *lines = PAGE.split(f"| {title} | int8 ")[1].split("\n\n")[0].splitlines()
+    reductions = ["int8", *(cell.strip() for cell in head.split("|")[1:-1])]
+    rows = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in row.split("|")[1:-1]] for row in lines)}
+    assert set(rows) == {one["hook"] for one in DOWNSTREAM if measure in one["measures"]}
+    for hook, cells in rows.items():
+        for reduction, cell in zip(reductions, cells, strict=True):
+            values = found(hook, reduction, measure)
+            assert cell == ("" if not values else _up(max(values)) if measure == "lens_kl" else down(min(values), 4))
+
+
+def _up(value: float) -> str:
+    return f"{math.ceil(round(value * 10**4, 3)) / 10**4:.4f}"
+
+
+def test_figures_of_scales_and_sketches_are_as_measured() -> None:
+    text = " ".join(PAGE.split())
+    hooks = {one["hook"] for one in DOWNSTREAM}
+    channel = "int8(channel=file)"
+    least = {hook: down(min(found(hook, channel, "cosine_least")), 4) for hook in hooks}
+    others = min(value for hook, value in least.items() if hook != "mlp_post")
+    assert f"of `mlp_post` is {least['mlp_post']}, and {others} or more for the other hooks" in text
+    beyond = [round(10_000 * (1 - share)) for hook in hooks for share in found(hook, channel, "in_range")]
+    assert set(beyond) <= {0, 1, 2} and "1 or 2 of 10,000 values lay beyond" in text
+    wide = [hook for hook in hooks if hook.startswith(("resid", "mlp"))]
+    pairs, probes = ([min(found(hook, "cs(512)", what)) for hook in wide] for what in ("pairs", "probes"))
+    assert f"pairs are {down(min(pairs), 4)} to {down(max(pairs), 4)} on hooks wider than 512" in text
+    assert f"probe scores {down(min(probes), 4)} to {down(max(probes), 4)}" in text
+    topk = {hook for hook in hooks if min(found(hook, "topk(64)", "concepts")) >= 0.95}
+    assert topk == {"mlp_post"}, "the only one that is not below"
+
+
+def test_the_table_of_modes_says_what_they_choose() -> None:
+    table = PAGE.split("## By name")[1].split("##")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", table, re.MULTILINE)
+    assert [name for name, *_ in rows] == [*MODES]
+    for name, wide, neurons in rows:
+        mode = MODES[name]
+        assert mode.bind("resid_pre", [0], 4096, 1) == parse(wide.strip("`"))
+        assert mode.bind("mlp_post", [0], 4096, 1) == parse(neurons.strip("`"))
+        narrow = [width for width in (64, 500) if mode.bind("resid_pre", [0], width, 1) == parse("int8(32)")]
+        assert narrow == ([64, 500] if name != "topk8" else [])
 
 
 def test_every_form_is_described_and_every_kind_has_its_bytes() -> None:

@@ -31,12 +31,14 @@ def summarise(
     offset: int,
     m: int,
     scale: float,
+    half: bool = False,
 ) -> None:
     """Write the summary of each query at byte `offset` (a multiple of 4) of its row. The kernel's launch.
 
     query: [tokens, heads, head_dim], last dimension contiguous. keys: [blocks, kv heads, block, head_dim], last
     dimension contiguous, of the queries' dtype. block_table, query_start_loc, seq_lens: int32, as in vLLM's attention
     metadata. slots: int64; negative ones are padding. rows: uint8 [slots, row bytes], contiguous. scale: of the scores.
+    half: positions and weights take 16 bits each (`AttentionSummary.half`).
 
     Every query looks at all keys up to its own: heads x head_dim x context multiply-adds, once more than attention.
     """
@@ -48,12 +50,12 @@ def summarise(
     group = heads // kv_heads
     tile = max(1, _ROWS // group)
     requests = query_start_loc.shape[0] - 1
-    words = rows.view(torch.int32)
+    words = rows.view(torch.int16 if half else torch.int32)
     summary_kernel[(tokens // tile + requests, kv_heads)](
         query, keys, block_table, query_start_loc, seq_lens, slots, words,
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), block_table.stride(0),
-        words.stride(0), offset // 4, requests, slots.shape[0], scale,
-        M=m, TOP=triton.next_power_of_2(m), GROUP=group, TILE=tile,
+        words.stride(0), offset // words.itemsize, requests, slots.shape[0], scale,
+        M=m, HALF=half, TOP=triton.next_power_of_2(m), GROUP=group, TILE=tile,
         ROWS=max(_ROWS, triton.next_power_of_2(tile * group)), SIZE=size, WIDE=max(16, triton.next_power_of_2(size)),
         BLOCK=block, KEYS=_KEYS, EXACT=query.dtype == torch.float32, num_warps=4,
     )  # fmt: skip
@@ -67,14 +69,16 @@ def summaries_torch(
     block_table: torch.Tensor,
     m: int,
     scale: float,
+    half: bool = False,
 ) -> torch.Tensor:
-    """The kernel's twin in plain torch. Returns the summaries, int32 [tokens, heads * (2 m + 1)] (see reduce/attn.py).
+    """The kernel's twin in plain torch. Returns the summaries, int32 [tokens, heads * (2 m + 1)], with `half`
+    [tokens, heads * (m + 1)] (see reduce/attn.py).
 
     keys_of: block numbers -> keys [blocks, kv heads, block, head_dim]. The other arguments are those of `summarise`.
     """
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     heads, size = query.shape[1:]
-    out = torch.zeros(query.shape[0], heads, 2 * m + 1, dtype=torch.int32)
+    out = torch.zeros(query.shape[0], heads, (m if half else 2 * m) + 1, dtype=torch.int32)
     for request, (start, stop) in enumerate(itertools.pairwise(starts)):
         length = lengths[request] if stop > start else 0
         if not length:
@@ -89,12 +93,12 @@ def summaries_torch(
             scores = torch.einsum("tkgd,knd->tkgn", q, keys).reshape(last - first, heads, length) * scale
             position = torch.arange(length - (stop - first), length - (stop - last))
             scores.masked_fill_(torch.arange(length) > position[:, None, None], -torch.inf)
-            out[first:last] = _words(scores, position, m)
-    return out.view(query.shape[0], heads * (2 * m + 1))
+            out[first:last] = _words(scores, position, m, half)
+    return out.view(query.shape[0], -1)
 
 
-def _words(scores: torch.Tensor, position: torch.Tensor, m: int) -> torch.Tensor:
-    """Masked scores [tokens, heads, keys] -> int32 [tokens, heads, 2 m + 1]."""
+def _words(scores: torch.Tensor, position: torch.Tensor, m: int, half: bool) -> torch.Tensor:
+    """Masked scores [tokens, heads, keys] -> int32 [tokens, heads, 2 m + 1], or m + 1 with `half`."""
     log_weights = scores.log_softmax(-1)
     weights = log_weights.exp()
     entropy = -(weights * log_weights.nan_to_num(neginf=0)).sum(-1)
@@ -105,6 +109,11 @@ def _words(scores: torch.Tensor, position: torch.Tensor, m: int) -> torch.Tensor
     lacking = m - order.shape[-1]
     order = torch.nn.functional.pad(order, (0, lacking), value=-1)
     kept = torch.nn.functional.pad(kept, (0, lacking)).masked_fill(order < 0, 0)
+    if half:
+        # The last 16 bits of a position: int16 has no numbers above 32,767.
+        places = order.int().view(torch.int16)[..., ::2]
+        parts = [places, kept.half().view(torch.int16), entropy[..., None].view(torch.int16)]
+        return torch.cat(parts, -1).contiguous().view(torch.int32)
     return torch.cat([order.int(), kept.view(torch.int32), entropy[..., None].view(torch.int32)], -1)
 
 
@@ -114,6 +123,7 @@ def summary_kernel(
     q_token, q_head, k_block, k_head, k_token, table_row, row_words, offset, requests, slot_count, scale,
     M: tl.constexpr, TOP: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
+    HALF: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of queries, kv heads). Request r has the tiles from starts[r] // TILE + r on, so that none is shared.
 
@@ -187,9 +197,13 @@ def summary_kernel(
                 worst = tl.min(top, 1)
         slot = tl.load(slots + token, mask=real & (token < slot_count), other=-1)
         keep = real & (slot >= 0)
-        out = rows + slot * row_words + offset + head * (2 * M + 1)
-        entropy = tl.log(total) - moment / total
-        tl.store(out + 2 * M, entropy.to(tl.int32, bitcast=True), mask=keep)
+        out = rows + slot * row_words + offset + head * (2 * M + (2 if HALF else 1))
+        entropy = (tl.log(total) - moment / total).to(tl.int32, bitcast=True)
+        if HALF:
+            tl.store(out + 2 * M, (entropy & 0xFFFF).to(tl.int16), mask=keep)
+            tl.store(out + 2 * M + 1, (entropy >> 16).to(tl.int16), mask=keep)
+        else:
+            tl.store(out + 2 * M, entropy, mask=keep)
         # TOP - M of those kept are not wanted: the smallest.
         for i in tl.static_range(M):
             best = tl.max(top, 1)
@@ -199,5 +213,9 @@ def summary_kernel(
             score = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
             weight = tl.where(held, tl.exp(score - largest) / total, 0.0)
             where = tl.where(held, LAST - (best & 0xFFFFFFFF).to(tl.int32), -1)
-            tl.store(out + i, where, mask=keep)
-            tl.store(out + M + i, weight.to(tl.int32, bitcast=True), mask=keep)
+            if HALF:
+                tl.store(out + i, where.to(tl.int16), mask=keep)
+                tl.store(out + M + i, weight.to(tl.float16).to(tl.int16, bitcast=True), mask=keep)
+            else:
+                tl.store(out + i, where, mask=keep)
+                tl.store(out + M + i, weight.to(tl.int32, bitcast=True), mask=keep)

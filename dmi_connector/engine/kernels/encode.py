@@ -25,8 +25,20 @@ from dmi_connector.engine.kernels.arithmetic import (
     size_of,
     steps_over,
 )
+from dmi_connector.reduce.channel import LOST
 
-MODES = {"copy": 0, "int8": 1, "affine": 2, "fp8": 3, "round": 4, "topk": 5, "exact": 6, "groups": 7, "deferred": 8}
+MODES = {
+    "copy": 0,
+    "int8": 1,
+    "affine": 2,
+    "fp8": 3,
+    "round": 4,
+    "topk": 5,
+    "exact": 6,
+    "groups": 7,
+    "channel": 8,
+    "deferred": 9,
+}
 """Modes of `Reduction.fused`, and "deferred": written to a buffer as it is, to be reduced at the end of the step."""
 COPY = tl.constexpr(MODES["copy"])
 INT8 = tl.constexpr(MODES["int8"])
@@ -34,9 +46,12 @@ AFFINE = tl.constexpr(MODES["affine"])
 FP8 = tl.constexpr(MODES["fp8"])
 ROUND = tl.constexpr(MODES["round"])
 GROUPS = tl.constexpr(MODES["groups"])
+CHANNEL = tl.constexpr(MODES["channel"])
 TOPK = tl.constexpr(MODES["topk"])
 EXACT = tl.constexpr(MODES["exact"])
 DEFERRED = tl.constexpr(MODES["deferred"])
+LOST_STEP = tl.constexpr(LOST)
+"""What int8(channel=file) stores for a value that is not finite."""
 
 
 @triton.jit
@@ -54,6 +69,8 @@ def encode(row, x, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr
         _int8(row, x, width, BLOCK)
     elif MODE == GROUPS:
         _groups(row, x, width, NUMBER, NUMBER if BLOCK < NUMBER else BLOCK)
+    elif MODE == CHANNEL:
+        _channel(row, x, width, BLOCK)
     elif MODE == AFFINE:
         _affine(row, x, width, BLOCK)
     else:
@@ -116,6 +133,19 @@ def _groups(row, x, width: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexp
         tl.store(scales + numbers, bits.to(tl.uint16), mask=numbers < count)
     if count % 2:
         tl.store(scales + count, 0)
+
+
+@triton.jit
+def _channel(row, x, width: tl.constexpr, BLOCK: tl.constexpr):
+    """x: in steps of the scales of their dimensions."""
+    padded: tl.constexpr = (width + 3) // 4 * 4
+    out = row.to(tl.pointer_type(tl.int8))
+    for start in tl.static_range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        value = load_row(x, columns, width)
+        finite = size_of(value) < INFINITE
+        stored = quantise(tl.where(finite, value, 0.0), 1.0)
+        tl.store(out + columns, tl.where(finite, stored, LOST_STEP), mask=columns < padded)
 
 
 @triton.jit

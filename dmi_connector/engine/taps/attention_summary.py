@@ -68,7 +68,7 @@ def install(attn: nn.Module, field: RowField, cache_layer: str, coverage: Covera
             coverage.wrote(0, (field.offset,), query.shape[0], forward_context.get_forward_context())
         found = rows_and_slots(cache_layer)
         if metadata is not None and found is not None:
-            _write(layer, query, kv_cache, metadata, *found, field.offset, reduction.m)
+            _write(layer, query, kv_cache, metadata, *found, field.offset, reduction)
         return result
 
     impl.forward = forward
@@ -82,15 +82,16 @@ def _write(
     rows: torch.Tensor,
     slots: torch.Tensor,
     offset: int,
-    m: int,
+    reduction: AttentionSummary,
 ) -> None:
     """Write the summary of this step at byte `offset` of its rows."""
     scale, where = float(attn.impl.scale), (metadata.query_start_loc, metadata.seq_lens)
     if rows.is_cuda:
         keys = kv_cache[..., : query.shape[-1]]
-        summarise(query, keys, metadata.block_table, *where, slots, rows, offset, m, scale)
+        summarise(query, keys, metadata.block_table, *where, slots, rows, offset, reduction.m, scale, reduction.half)
     else:
-        words = summaries_torch(query, _cpu_keys(attn, kv_cache), *where, metadata.block_table, m, scale)
+        keys_of, table = _cpu_keys(attn, kv_cache), metadata.block_table
+        words = summaries_torch(query, keys_of, *where, table, reduction.m, scale, reduction.half)
         copy_rows_torch(rows, slots[: len(words)], [words], [offset])
 
 

@@ -4,12 +4,22 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 
 from dmi_connector.store.format.paths import make_directory, umask_of
+from dmi_connector.store.format.remote_path import Place
 
 BASES, PROBES = "bases", "probes"
-"""Folders in a store directory with a copy of every PCA basis and probe used there, as SHA256.safetensors."""
+"""Folders in a store directory with a copy of every fitted file (PCA bases, scales) and of every probe used there, as
+SHA256.safetensors.
+"""
+
+
+def check_sha256(sha256: str, store: Place) -> None:
+    """Raise ValueError for what a store names and is no SHA-256: it becomes part of a path."""
+    if re.fullmatch("[0-9a-f]{64}", sha256) is None:
+        raise ValueError(f"{store} names the file {sha256!r}, which is no SHA-256")
 
 
 def keep_copy(source: str, sha256: str, folder: str, store_dir: str, file_mode: str) -> None:

@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from dmi_connector.reduce.basis import Basis, load
-from dmi_connector.store.format.kept_files import BASES
+from dmi_connector.store.format.kept_files import BASES, check_sha256
 from dmi_connector.store.format.remote_path import Place, local_path
 
 
 def find_basis(sha256: str, store: Place, given: str | os.PathLike[str] | None = None) -> Basis:
     """The basis with this hash: `given`, or the copy beside the store. Raises FileNotFoundError or ValueError."""
-    if re.fullmatch("[0-9a-f]{64}", sha256) is None:
-        raise ValueError(f"{store} names the basis {sha256!r}, which is no SHA-256")  # it becomes part of a path
+    check_sha256(sha256, store)
     path = local_path(given) if given is not None else store.absolute().parent / BASES / f"{sha256}.safetensors"
     if not isinstance(path, Path):
         raise FileNotFoundError(f"the basis of {store} is read from a file alone; give basis=, with SHA-256 {sha256}")

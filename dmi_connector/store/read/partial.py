@@ -84,9 +84,9 @@ class PartialStore:
             return None
         parts = [self._part(array, source.index, first, count) for array in arrays if array is not None]
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
-        reduced = StoredReduction.of(schema.hooks_attribute([spec])[spec.name])
+        reduced = StoredReduction.of(schema.hooks_attribute([spec])[spec.name], self.path)
         if reduced is not None:
-            return reduced.decode(rows)
+            return reduced.decode(rows[None], [spec.layers[source.index] if spec.layers else None])[0]
         return rows if rows.dtype.kind in "iu" else rows.astype(np.float32)
 
     def _part(self, array: JournalArray, layer: int, first: int, count: int) -> np.ndarray:

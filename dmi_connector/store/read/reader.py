@@ -88,7 +88,7 @@ class StoreReader:
         held = share(path) if isinstance(path, Path) and not path.is_file() else None
         self._release = weakref.finalize(self, _close, held)
         self.files = files_of(path)
-        self._values = HookValues(self.files, attrs)
+        self._values = HookValues(self.files, attrs, path)
         self._table = HookTable.of(attrs)
         self.num_layers = self._table.num_layers
         self.hooks: list[str] = self._table.names

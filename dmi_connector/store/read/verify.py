@@ -167,11 +167,13 @@ class _Check:
                     yield self.problem(name, f"its array {hook['array']!r} is no hook")
                 continue
             try:
-                array, self.reduced[name] = self._open(attrs, name, hook), StoredReduction.of(hook)
+                array, reduced = self._open(attrs, name, hook), StoredReduction.of(hook, self.store)
+                if reduced is not None:
+                    reduced.check_files()
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 yield self.problem(name, f"the array cannot be read: {error}")
                 continue
-            self.arrays[name] = array
+            self.arrays[name], self.reduced[name] = array, reduced
             places = [(array.path(n, shard), n, shard) for n in range(array.segments) for shard in range(array.shards)]
             for path, segment, shard in places:
                 yield from self._shard(attrs, array, path, segment, shard)

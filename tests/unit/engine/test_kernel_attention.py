@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 from dmi_connector.engine.kernels.attention import summaries_torch, summarise
+from dmi_connector.reduce import ReduceError, from_settings
 from dmi_connector.reduce.attn import AttentionSummary
 from tests import kernelkit as kit
 
@@ -42,15 +43,17 @@ def scene(heads: int, kv_heads: int, size: int, spans: Spans, dtype: str = "floa
     return query, keys, table, starts, lengths
 
 
+@pytest.mark.parametrize("half", [False, True], ids=["", "half"])
 @pytest.mark.parametrize(NAMES, CASES)
 def test_summaries_equal_those_of_the_torch_twin(
-    heads: int, kv_heads: int, size: int, spans: Spans, dtype: str, m: int
+    heads: int, kv_heads: int, size: int, spans: Spans, dtype: str, m: int, half: bool
 ) -> None:
     """Inputs are padded as a CUDA graph pads: more queries than tokens, more requests than there are."""
     torch.manual_seed(0)
     parts = scene(heads, kv_heads, size, spans, dtype)
-    words = heads * (2 * m + 1)
-    want = summaries_torch(parts[0], lambda n: parts[1][n.long()], parts[3], parts[4], parts[2], m, size**-0.5)
+    reduction = AttentionSummary(m, half)
+    words = heads * reduction.stored_words
+    want = summaries_torch(parts[0], lambda n: parts[1][n.long()], parts[3], parts[4], parts[2], m, size**-0.5, half)
     query, keys, table, starts, lengths = (part.to(kit.DEVICE) for part in parts)
     tokens = len(query)
     slots = torch.randperm(tokens + 4, device=kit.DEVICE)[:tokens]
@@ -69,18 +72,20 @@ def test_summaries_equal_those_of_the_torch_twin(
         OFFSET,
         m,
         size**-0.5,
+        half,
     )
     got = rows[:, OFFSET : OFFSET + 4 * words].contiguous().view(torch.int32).cpu()
     numbers = slots.tolist()
     for token, slot in enumerate(numbers):
         if slot < 0:
             continue
-        mine, other = (x.view(heads, 2 * m + 1) for x in (got[slot], want[token]))
-        floats = [x[:, m:].contiguous().view(torch.float32) for x in (mine, other)]
-        assert torch.allclose(*floats, atol=2e-5), (token, *floats)
+        stored = [x.view(1, -1).numpy().view(np.uint8) for x in (got[slot], want[token])]
+        mine, other = (torch.from_numpy(reduction.decode(x, heads, dtype)).view(heads, 2 * m + 1) for x in stored)
+        floats = [x[:, m:] for x in (mine, other)]
+        assert torch.allclose(*floats, atol=2e-5, rtol=2e-3 if half else 1e-5), (token, *floats)
         # Two programs may order weights that differ by rounding either way.
         same = mine[:, :m] == other[:, :m]
-        close = (floats[0][:, :m] - floats[1][:, :m]).abs() < 2e-6
+        close = (floats[0][:, :m] - floats[1][:, :m]).abs() < (1e-3 if half else 2e-6)
         assert (same | close).all() and same.float().mean() > 0.95, (mine, other)
         if dtype == "float32" and m == 8 and size == 32:
             assert same.all(), (mine, other)
@@ -88,6 +93,39 @@ def test_summaries_equal_those_of_the_torch_twin(
     assert (rows[unused] == kit.UNTOUCHED).all()
     rows[:, OFFSET : OFFSET + 4 * words] = kit.UNTOUCHED
     assert (rows == kit.UNTOUCHED).all(), "nothing else is written"
+
+
+def test_sixteen_bits_hold_positions_below_65535() -> None:
+    """The last key of a long context has the largest weight; the others are equal, so the lowest positions follow."""
+    summary, length = AttentionSummary(3, half=True), 65_535
+    keys = torch.zeros(1, 1, length, 16)
+    keys[0, 0, -1, 0] = 20
+    query = torch.zeros(1, 1, 16)
+    query[0, 0, 0] = 1
+    starts, lengths, table = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [length], [[0]]))
+    words = summaries_torch(query, lambda n: keys[n.long()], starts, lengths, table, 3, 1.0, half=True)
+    positions, weights, entropy = summary.split(summary.decode(words.numpy().view(np.uint8), 1, "float32"))
+    assert positions.tolist() == [[[65_534, 0, 1]]]
+    np.testing.assert_allclose(weights[0, 0, 0], 1 / (1 + 65_534 * np.exp(-20)), rtol=1e-3)
+    assert entropy[0, 0] > 0
+    summary.check_context(65_535)
+    with pytest.raises(ReduceError, match=r"room for positions below 65535, but max_model_len is 65536; use attn\(3\)"):
+        summary.check_context(65_536)
+    AttentionSummary(3).check_context(1 << 20)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_no_rows_are_decoded_to_no_rows(half: bool) -> None:
+    summary = AttentionSummary(3, half)
+    stored = np.zeros((1, 0, summary.stored_width(2, "float32")), np.uint8)
+    assert summary.decode(stored, 2, "float32").shape == (1, 0, 14)
+
+
+def test_stores_of_before_are_read() -> None:
+    """Their attributes know of no 16 bits, and those of summaries in 32 bits are as they were."""
+    assert from_settings({"kind": "attn", "m": 3}) == AttentionSummary(3)
+    assert AttentionSummary(3).settings() == {"kind": "attn", "m": 3}
+    assert from_settings(AttentionSummary(3, half=True).settings()) == AttentionSummary(3, half=True)
 
 
 @pytest.mark.parametrize(NAMES, CASES[:2])

@@ -23,6 +23,7 @@ from dmi_connector.reduce.basis import METADATA
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.rounding import Round
+from dmi_connector.reduce.scales import METADATA as SCALES
 from tests import kernelkit as kit
 
 FAR = 60_000
@@ -37,8 +38,8 @@ CASES = [
     ),
     (
         "float32",
-        ["topk(7)", "topk(3,exact,sample=5)", "topk(1)", "round(23)", "rp(9,sign)", "topk(2,sample=66)"],
-        [100, 128, 5, 12, 64, 150],
+        ["topk(7)", "topk(3,exact,sample=5)", "topk(1)", "round(23)", "rp(9,sign)", "topk(2,sample=66)", "cs(9,exact)"],
+        [100, 128, 5, 12, 64, 150, 60],
         4,
     ),
     ("float32", ["int8(32)", "int8(16)", "int8(1024)", "int8(64)", "int8(128)"], [2050, 17, 1030, 64, 500], 5),
@@ -112,7 +113,13 @@ def test_reduced_rows_equal_those_of_the_torch_twin(
 
 LAYERS_DTYPE = "bfloat16" if kit.NARROW == "bfloat16" else "float32"
 LAYERS_CASES = [
-    *((spec, 200, 4, 5) for spec in ("topk(8)", "topk(5,exact,sample=9)", "rp(16)", "int8", "pca(8)")),
+    *(
+        (spec, 200, 4, 5)
+        for spec in ("topk(8)", "topk(5,exact,sample=9)", "rp(16)", "int8", "pca(8)", "int8(channel)", "cs(16)")
+    ),
+    ("cs(16,exact)", 200, 3, 5),
+    ("rp(16,group=50)", 200, 3, 5),
+    ("int8(channel)", 33, 3, 5),
     *((spec, 2050, 2, 4) for spec in ("topk(64)", "topk(7,exact,sample=9)", "topk(128)", "topk(129)")),
 ]
 
@@ -131,6 +138,23 @@ def pca(k: int, width: int, layers: list[int], folder: Path) -> Reduction:
     return reduction.bind("mlp_out", layers, width, 1)
 
 
+def channel(width: int, layers: list[int], folder: Path) -> Reduction:
+    """An int8 whose scales are random, so that some values lie beyond the range."""
+    tensors = {f"mlp_out.{n}.scale": np.random.default_rng(n).uniform(0.01, 0.03, width).astype("f4") for n in layers}
+    about = {"mlp_out": {"width": width, "layers": layers}}
+    save_file(tensors, folder / "scales", metadata={SCALES: json.dumps({"hooks": about, "stores": 1})})
+    reduction = parse(f"int8(channel={folder / 'scales'})")
+    assert reduction is not None
+    return reduction.bind("mlp_out", layers, width, 1)
+
+
+def fitted(spec: str, width: int, layers: list[int], folder: Path) -> Reduction | None:
+    """The reduction of a setting, with a file where it needs one."""
+    if spec.startswith("pca"):
+        return pca(int(spec[4:-1]), width, layers, folder)
+    return channel(width, layers, folder) if spec == "int8(channel)" else parse(spec)
+
+
 @pytest.mark.parametrize(
     ("spec", "width", "count", "tokens"), LAYERS_CASES, ids=[f"{spec}-{width}" for spec, width, *_ in LAYERS_CASES]
 )
@@ -139,13 +163,15 @@ def test_layers_reduced_at_once_equal_those_of_the_torch_twin(
 ) -> None:
     torch.manual_seed(0)
     layers = [2 * i + 1 for i in range(count)]
-    reduction = pca(int(spec[4:-1]), width, layers, tmp_path) if spec.startswith("pca") else parse(spec)
+    reduction = fitted(spec, width, layers, tmp_path)
     assert reduction is not None
     for layer in layers:
         reduction.prepare(width, kit.DEVICE, layer, 0)
     wide = torch.randn(tokens, 3 + (count + 1) * width, device=kit.DEVICE).to(getattr(torch, LAYERS_DTYPE))
     wide[1] = wide[1].round()  # ties
     wide[2] = 0
+    if spec == "int8(channel)":
+        wide[3, 5:9] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30])
     values = wide[:, 2 : 2 + count * width].unflatten(1, (count, width))
     step = -(-reduction.stored_width(width, LAYERS_DTYPE) // 16) * 16
     offsets = 64 + step * torch.randperm(count, device=kit.DEVICE)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from dmi_connector.bulk.engine_process import Inbox, serve
 from dmi_connector.bulk.order import Order
@@ -25,9 +26,12 @@ from dmi_connector.captures.captures import open_captures
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.option_values import OptionError
+from dmi_connector.reduce.channel import ChannelInt8
+from dmi_connector.reduce.scales import METADATA, load
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format import object_store
 from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.format.kept_files import BASES, keep_copy
 from dmi_connector.store.format.locks import is_to_be_uploaded
 from dmi_connector.store.format.object_store import RemoteDenied
 from dmi_connector.store.format.remote_path import RemotePath, place_of
@@ -140,6 +144,32 @@ def test_stores_are_uploaded_and_the_indexes_say_where(
     assert np.array_equal(kit.bits(found[1].numpy("q")), kit.VALUES)
     assert verify_store(f"{BUCKET}/{prefix}/a.zarr") == []
     assert repair(tmp_path / "s") == []
+
+
+def test_scales_that_rows_are_decoded_with_go_too(s3: s3kit.Proxy, prefix: str, tmp_path: Path) -> None:
+    """A reader of the bucket alone has the values."""
+    scales = {"q.0.scale": np.linspace(0.1, 2, 8, dtype="f4")}
+    about = {"hooks": {"q": {"width": 8, "layers": [0]}}}
+    save_file(scales, tmp_path / "scales", metadata={METADATA: json.dumps(about)})
+    settings = {**ChannelInt8(load(tmp_path / "scales").sha256, "q").settings(), "dtype": "float32", "width": 8}
+    owner, store, to = kit.Store(), tmp_path / "stores/a.zarr", RemotePath(s3kit.BUCKET, f"{prefix}/deep/a.zarr")
+    store.parent.mkdir()
+    owner.write(store, [ArraySpec("q", "uint8", (0,), 8, reduce=settings)], 20)
+    assert owner.shutdown(kit.PATIENCE)
+    with pytest.raises(FileNotFoundError, match=r"the scales of .* are not beside it"):
+        upload_store(store, to, 0)
+    keep_copy(str(tmp_path / "scales"), settings["sha256"], BASES, str(store.parent), "private")
+    for _ in range(2):  # the second time they are there
+        upload_store(store, to, 0)
+    with open_capture(str(to), 0) as remote, open_capture(store, 0) as local:
+        np.testing.assert_array_equal(remote.numpy("q"), local.numpy("q"))
+    moved = RemotePath(s3kit.BUCKET, f"{prefix}/elsewhere/b.zarr")
+    upload_store(store, moved, 0)
+    beside = moved.parent / BASES / f"{settings['sha256']}.safetensors"
+    with object_store.requests_for(beside) as obstore:
+        obstore.delete(object_store.bucket_store(beside), beside.key)
+    with open_capture(str(moved), 0) as remote, pytest.raises(FileNotFoundError, match=f"to {beside}"):
+        remote.numpy("q")
 
 
 def test_the_root_document_is_sent_last(s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path) -> None:

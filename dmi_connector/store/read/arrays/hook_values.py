@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.reduce import Keeps, Reduction
+from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.arrays.chunk_reader import read_pieces
 from dmi_connector.store.read.arrays.hook_array import HookArray, ShardPieces
 from dmi_connector.store.read.arrays.stored_reduction import StoredReduction
@@ -31,10 +32,13 @@ def _check_one(hook: str, ways: int) -> None:
 
 
 class HookValues:
-    """Reads the hooks of one store. attrs: its root attribute. Raises ValueError for arrays that the format lacks."""
+    """Reads the hooks of one store. attrs: its root attribute. store: where it lies.
 
-    def __init__(self, files: StoreFiles, attrs: dict[str, Any]) -> None:
-        self._files, self._attrs = files, attrs
+    Raises ValueError for arrays that the format lacks.
+    """
+
+    def __init__(self, files: StoreFiles, attrs: dict[str, Any], store: Place) -> None:
+        self._files, self._attrs, self._store = files, attrs, store
         self._documents = check_arrays(files, attrs)
         self._arrays: dict[str, HookArray] = {}
 
@@ -71,7 +75,12 @@ class HookValues:
 
     def reduced(self, name: str) -> StoredReduction | None:
         """The reduction of an array, None without one."""
-        return StoredReduction.of(self._attrs["hooks"][name])
+        return StoredReduction.of(self._attrs["hooks"][name], self._store)
+
+    def layers(self, name: str, indexes: Sequence[int]) -> list[int]:
+        """Numbers of layers by their indexes along the layer axis of an array; 0 for a hook that exists once."""
+        own = self._attrs["hooks"][name]["layers"]
+        return [own[index] if own else 0 for index in indexes]
 
     def reduction(self, hook: str, sources: Sequence[Source]) -> Reduction | None:
         """That of the arrays of a hook. Raises ValueError where they have different ones."""
@@ -107,4 +116,4 @@ class HookValues:
     def _decoded(self, name: str, indexes: list[int], tokens: Tokens) -> np.ndarray:
         reduced = self.reduced(name)
         rows = self.stored({name: indexes}, tokens)
-        return rows.astype(np.float32) if reduced is None else reduced.decode(rows)
+        return rows.astype(np.float32) if reduced is None else reduced.decode(rows, self.layers(name, indexes))

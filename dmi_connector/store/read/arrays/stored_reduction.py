@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,9 @@ import numpy as np
 
 from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.reduce import Reduction, from_settings
+from dmi_connector.reduce.tally import Tally
+from dmi_connector.store.format.remote_path import Place
+from dmi_connector.store.read.scale_files import find_scales
 
 _OF_VALUES = ("dtype", "width")
 """Entries of a `reduce` attribute that describe the values before reduction."""
@@ -22,7 +25,8 @@ class StoredReduction:
     """The reduction of an array.
 
     width: of the values of one slice, before reduction. dtype: theirs. shards: tensor-parallel slices, which were
-    reduced apart. stored_width, stored_dtype: of a whole stored row.
+    reduced apart. stored_width, stored_dtype: of a whole stored row. store: beside it lie the scales of
+    int8(channel=file).
     """
 
     reduction: Reduction
@@ -31,9 +35,10 @@ class StoredReduction:
     shards: int
     stored_width: int
     stored_dtype: str
+    store: Place
 
     @classmethod
-    def of(cls, hook: Mapping[str, Any]) -> StoredReduction | None:
+    def of(cls, hook: Mapping[str, Any], store: Place) -> StoredReduction | None:
         """That of an entry of the attribute `hooks`; None without one. Raises ReduceError for an unknown one."""
         settings = hook.get("reduce")
         if settings is None:
@@ -47,18 +52,46 @@ class StoredReduction:
             shards,
             int(hook["width"]),
             str(hook["dtype"]),
+            store,
         )
 
     def slices(self, rows: np.ndarray) -> list[np.ndarray]:
         """What each tensor-parallel rank stored of rows [..., stored width]."""
         return np.split(rows, self.shards, axis=-1)
 
-    def decode(self, rows: np.ndarray) -> np.ndarray:
-        """Stored rows [..., stored width] -> float32 [..., decoded width]."""
+    def decode(self, rows: np.ndarray, layers: Sequence[int | None]) -> np.ndarray:
+        """Stored rows [layers, tokens, stored width] -> float32 [layers, tokens, decoded width].
+
+        layers: numbers of the model's layers, None for a hook that exists once. Raises FileNotFoundError for scales
+        that are not beside the store.
+        """
+        decoded = self._unscaled(rows)
+        for values, layer in zip(decoded, layers, strict=True):
+            scales = self._scales(layer)
+            if scales is not None:
+                values *= scales
+        return decoded
+
+    def tally(self, rows: np.ndarray, layer: int | None) -> Tally:
+        """Sums of |x| over stored rows [tokens, stored width] of one layer. Raises as `decode`."""
+        tally, scales = self.reduction.tally_slices(self.slices(rows), self.width, self.dtype), self._scales(layer)
+        return tally if scales is None else tally.scaled(scales)
+
+    def check_files(self) -> None:
+        """Raise what `decode` would for a file that is not beside the store."""
+        if (ref := self.reduction.scales()) is not None:
+            find_scales(ref.sha256, self.store)
+
+    def _scales(self, layer: int | None) -> np.ndarray | None:
+        """What decoded rows of a layer are multiplied by, float32 [width]; None: nothing."""
+        ref = self.reduction.scales()
+        return None if ref is None else find_scales(ref.sha256, self.store).of(ref.hook, layer or 0)
+
+    def _unscaled(self, rows: np.ndarray) -> np.ndarray:
         parts = [self.reduction.decode(part, self.width, self.dtype) for part in self.slices(rows)]
         return self.reduction.merge(parts).astype(np.float32, copy=False)
 
     @functools.cached_property
     def decoded_width(self) -> int:
         """Values of a decoded row: those of a projection or a summary are not as many as the hook's."""
-        return int(self.decode(np.zeros((1, self.stored_width), numpy_dtype(self.stored_dtype))).shape[-1])
+        return int(self._unscaled(np.zeros((1, self.stored_width), numpy_dtype(self.stored_dtype))).shape[-1])

@@ -29,7 +29,7 @@ def scores_of(partial: str, attrs: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if not probes or not there.any():
         return {}
     try:
-        values, table = HookValues(files_of(Path(partial)), attrs), HookTable.of(attrs)
+        values, table = HookValues(files_of(Path(partial)), attrs, Path(partial)), HookTable.of(attrs)
         found = {name: values.decoded(table.sources(name), None, True)[:, there] for name in probes}
     except ValueError as error:
         raise OSError(f"the scores of {partial} cannot be read: {error}") from error

@@ -21,7 +21,10 @@ from dmi_connector.store.format.object_store import RemoteError, bucket_store, r
 from dmi_connector.store.format.paths import leaves_store
 from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.format.schema import INDEX_FOLDER
+from dmi_connector.store.read.arrays.stored_reduction import StoredReduction
+from dmi_connector.store.read.files.remote_files import look
 from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.store.read.scale_files import find_scales
 from dmi_connector.store.write.finish.commit import append_index, finish_line, now
 from dmi_connector.store.write.finish.retention import remove_store
 from dmi_connector.urls import parse_url
@@ -106,11 +109,33 @@ def upload_store(store: Path, to: RemotePath, retry_seconds: float) -> dict[str,
         if there.get(name) != (store / name).stat().st_size or not _same_etag(store / name, to / name):
             patiently(lambda: upload_file(store / name, to / name), deadline)
 
+    for path in _scale_files(store, attrs):  # its readers need them, so first
+        beside = to.parent / path.parent.name / path.name
+        patiently(lambda path=path, beside=beside: _send_once(path, beside), deadline)  # type: ignore[misc]
     with ThreadPoolExecutor(_FILES_AT_ONCE, "dmi-put") as pool:
         for _ in pool.map(send, names):  # the first error drops what has not begun
             pass
     patiently(lambda: upload_file(store / "zarr.json", to / "zarr.json"), deadline)
     return attrs
+
+
+def _scale_files(store: Path, attrs: dict[str, Any]) -> list[Path]:
+    """The files beside a store that its rows cannot be decoded without. Raises OSError and ValueError for one that
+    lacks or is another.
+    """
+    reductions = [StoredReduction.of(hook, store) for hook in attrs["hooks"].values()]
+    refs = [ref for one in reductions if one is not None and (ref := one.reduction.scales()) is not None]
+    return [Path(find_scales(sha256, store).path) for sha256 in sorted({ref.sha256 for ref in refs})]
+
+
+def _send_once(path: Path, to: RemotePath) -> None:
+    """Upload a file whose name is its hash, unless it is there."""
+    try:
+        there, _ = look(to)
+    except FileNotFoundError:
+        there = -1
+    if there != path.stat().st_size:
+        upload_file(path, to)
 
 
 def check_upload(url: str) -> None:

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What analyses find in reduced rows, for `dmi fidelity`: scores of concepts, and the logit lens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dmi_connector.analysis.fit_probe import NAMES, Labels
+from dmi_connector.analysis.unembedding import Unembedding, log_softmax
+from dmi_connector.captures.capture import Capture, open_capture
+from dmi_connector.reduce.measures import PROBES
+from dmi_connector.store.format.remote_path import Given, place_of
+
+MEANINGS: Mapping[str, str] = {
+    "concepts": "correlation of the scores of ridge regressions on labels, one fitted on full rows and one on reduced"
+    " ones, for rows that neither saw: the least of the labels",
+    "lens_top": "share of the rows for which the logit lens gives the same likeliest next token",
+    "lens_kl": "mean KL divergence of the next token's distribution in the logit lens, full || reduced, in nats",
+}
+"""The measures that need labels or a model, with their meaning. A larger `lens_kl` is worse."""
+LENS_HOOKS = ("resid_pre", "resid_mid", "resid_final")
+"""The residual stream, which the logit lens takes to predictions."""
+TOKENS = "tokens"
+"""In the place of labels: whether a row's token is one of the most frequent ones."""
+_ROWS = 2048
+"""Rows that are fitted on, and scored, at most."""
+_LEAST = 8
+"""Rows of each side that a label needs, to fit on and to score."""
+_RIDGE = 0.01
+"""Weight of the penalty, as a share of the mean squared norm of the rows times their number."""
+
+
+@dataclass(frozen=True)
+class Concepts:
+    """Labels of rows. fit, test: numbers of rows, int64, of those that are fitted on and those that are scored.
+    targets: bool [rows, labels].
+    """
+
+    fit: np.ndarray
+    test: np.ndarray
+    targets: np.ndarray
+
+
+def concepts_of(stores: Sequence[Given], labels: Labels | str) -> Concepts:
+    """The concepts of all rows of `stores`.
+
+    labels: of captures (`read_labels`), or TOKENS. Captures without a label are left out. Half of the captures of each
+    label are fitted on; with TOKENS half of the rows. Raises ValueError where these are too few.
+    """
+    tokens, own = [], []
+    for store in stores:
+        with open_capture(store, 0) as capture:
+            tokens.append(capture.token_ids)
+            own.append(_label_of(capture, labels) if not isinstance(labels, str) else None)
+    counts = [len(ids) for ids in tokens]
+    rng = np.random.default_rng(0)
+    if isinstance(labels, str):
+        ids, frequency = np.unique(np.concatenate(tokens), return_counts=True)
+        frequent = ids[np.argsort(-frequency, kind="stable")][:PROBES]
+        targets = np.concatenate(tokens)[:, None] == frequent
+        order = rng.permutation(sum(counts))
+        fit, test = order[::2], order[1::2]
+    else:
+        targets = np.repeat(np.array([bool(label) for label in own]), counts)[:, None]
+        side = np.full(len(own), -1)  # 0: fitted on, 1: scored
+        for label in (False, True):
+            mine = np.array([i for i, found in enumerate(own) if found is label], int)
+            side[rng.permutation(mine)] = np.arange(len(mine)) % 2
+        sides = np.repeat(side, counts)
+        fit, test = (rng.permutation(np.flatnonzero(sides == number)) for number in (0, 1))
+    fit, test = fit[:_ROWS], test[:_ROWS]
+    sizes = [np.minimum(targets[part].sum(0), (~targets[part]).sum(0)) for part in (fit, test)]
+    enough = np.minimum(*sizes) >= _LEAST
+    if not enough.any():
+        raise ValueError(
+            f"--labels: no label has {_LEAST} rows on each side in both halves of the captures; give more captures"
+        )
+    return Concepts(fit, test, targets[:, enough])
+
+
+def _label_of(capture: Capture, labels: Labels) -> bool | None:
+    names = [(field, str(capture.attrs.get(field))) for field in NAMES[:-1]] + [("store", place_of(capture.path).name)]
+    return next((labels[name] for name in names if name in labels), None)
+
+
+class Downstream:
+    """What is measured of one layer of a hook. rows: full, float32 [n, width]. unembedding: for the residual stream."""
+
+    def __init__(self, rows: np.ndarray, concepts: Concepts | None, unembedding: Unembedding | None) -> None:
+        self._rows, self._concepts, self._unembedding = rows, concepts, unembedding
+        self._scores = None if concepts is None else _scores(rows, concepts)
+
+    def measures(self, decoded: np.ndarray, restored: np.ndarray | None) -> dict[str, float]:
+        """Those of MEANINGS that can be measured. decoded: [n, any width]. restored: [n, width], None where that is
+        lost. Raises ValueError for rows of another width than the model's.
+        """
+        found = {}
+        if self._concepts is not None and self._scores is not None:
+            found["concepts"] = _agreement(self._scores, _scores(decoded, self._concepts))
+        if self._unembedding is not None and restored is not None:
+            found |= _lens_agreement(self._rows, restored, self._unembedding)
+        return found
+
+
+def _agreement(full: np.ndarray, reduced: np.ndarray) -> float:
+    """The least correlation of a column with its counterpart. Scores that are all equal correlate with nothing."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found = [np.corrcoef(a, b)[0, 1] for a, b in zip(full.T, reduced.T, strict=True)]
+    return float(np.nan_to_num(found).min())
+
+
+def _scores(rows: np.ndarray, concepts: Concepts) -> np.ndarray:
+    """Scores [test rows, labels] of a ridge regression on unit rows, in its dual form: rows may be wider than many."""
+    fit, test = (_unit(rows[part].astype(np.float64)) for part in (concepts.fit, concepts.test))
+    mean, targets = fit.mean(0), concepts.targets[concepts.fit].astype(np.float64)
+    fit, test = fit - mean, test - mean
+    products = fit @ fit.T
+    penalty = _RIDGE * np.trace(products)
+    weights = np.linalg.solve(products + penalty * np.eye(len(fit)), targets - targets.mean(0))
+    return np.asarray(test @ (fit.T @ weights))
+
+
+def _unit(rows: np.ndarray) -> np.ndarray:
+    return np.asarray(rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-30))
+
+
+def _lens_agreement(rows: np.ndarray, restored: np.ndarray, unembedding: Unembedding) -> dict[str, float]:
+    """`lens_top` and `lens_kl` of MEANINGS, over at most 2,048 rows. Both [n, width], of the residual stream.
+
+    Raises ValueError for rows of another width than the model's.
+    """
+    chosen = np.random.default_rng(0).permutation(len(rows))[:_ROWS]
+    same, divergence = 0, 0.0
+    for first in range(0, len(chosen), unembedding.block):
+        part = chosen[first : first + unembedding.block]
+        full, reduced = (log_softmax(unembedding.logits(x[part])) for x in (rows, restored))
+        same += int((full.argmax(-1) == reduced.argmax(-1)).sum())
+        divergence += float((np.exp(full) * (full - reduced)).sum(dtype=np.float64))
+    return {"lens_top": same / len(chosen), "lens_kl": divergence / len(chosen)}

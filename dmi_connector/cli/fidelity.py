@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi fidelity`: what reductions would keep of the rows of stores."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from dmi_connector.cli import places
+
+
+def add_fidelity(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `dmi fidelity`."""
+    parser.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="of stores that hold hooks in full")
+    parser.add_argument("--reduce", action="append", metavar="SPEC", help="as in server options; can be repeated")
+    parser.add_argument("--hooks", default="*", help="names or wildcards, separated by commas (default: all)")
+    parser.add_argument("--layer", action="append", type=int, metavar="N", help="only this one; can be repeated")
+    parser.add_argument(
+        "--labels",
+        metavar="FILE|tokens",
+        help="measure concept scores: CSV or JSON lines with key (or store) and label 0 or 1, or the frequent tokens",
+    )
+    parser.add_argument("--model", metavar="DIR", help="measure the logit lens with the weights of this model")
+    parser.add_argument(
+        "--bar", type=float, metavar="VALUE", help="say which measures are below it, and exit with 1 if any is"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON list, one entry a layer")
+    parser.set_defaults(run=run_fidelity)
+
+
+def run_fidelity(options: argparse.Namespace) -> int:
+    """Run the command. Raises what `fidelity` raises."""
+    from dmi_connector.analysis.downstream import TOKENS
+    from dmi_connector.analysis.fidelity import DEFAULT, below, fidelity, markdown
+    from dmi_connector.analysis.fit_probe import read_labels
+    from dmi_connector.analysis.unembedding import Unembedding
+
+    bar = options.bar
+    if bar is not None and not 0 < bar <= 1:
+        raise ValueError(f"--bar {bar} is not valid; give a number above 0, at most 1, as in --bar 0.95")
+    stores = places.stores(options.stores, complete=True)
+    if not stores:
+        raise ValueError("fidelity: every store lacks rows (dmi ls says which); capture them again")
+    labels = options.labels if options.labels in (None, TOKENS) else read_labels(options.labels)
+    unembedding = None if options.model is None else Unembedding.load(options.model)
+    found = fidelity(stores, options.reduce or DEFAULT, options.hooks, options.layer, labels, unembedding)
+    failed = [[] if bar is None else below(one.measures, bar) for one in found]
+    if options.json:
+        listed = [asdict(one) for one in found]
+        if bar is not None:
+            listed = [{**one, "below": names} for one, names in zip(listed, failed, strict=True)]
+        print(json.dumps(listed, indent=1))
+    else:
+        print(markdown(found, bar))
+        if bar is not None:
+            right = sum(not names for names in failed)
+            print(f"\n{right} of {len(found)} reductions of a layer reach {bar:g} in each measure but those of which")
+            print("a larger value is worse.")
+    return int(any(failed))

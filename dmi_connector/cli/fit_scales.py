@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dmi fit-scales`: scales for int8(channel=FILE)."""
+
+from __future__ import annotations
+
+import argparse
+
+from dmi_connector.cli import places
+
+
+def add_fit_scales(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `dmi fit-scales`."""
+    parser.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="of stores that hold the hooks in full")
+    parser.add_argument("--hook", action="append", required=True, metavar="HOOK", help="can be repeated")
+    parser.add_argument("--layer", action="append", type=int, metavar="N", help="only this one; can be repeated")
+    parser.add_argument("--model", help="only stores of this model: its name, or the last part of its path")
+    parser.add_argument(
+        "--margin",
+        type=float,
+        default=1.1,
+        metavar="FACTOR",
+        help="how far beyond the largest values of these stores the range goes (default: 1.1)",
+    )
+    parser.add_argument("-o", "--out", required=True, metavar="FILE", help="a new .safetensors file")
+    parser.set_defaults(run=run_fit_scales)
+
+
+def run_fit_scales(options: argparse.Namespace) -> int:
+    """Run the command. Raises what `fit_scales` raises."""
+    from dmi_connector.analysis.fit_scales import fit_scales
+
+    stores = places.stores(options.stores)
+    rows = fit_scales(stores, options.hook, options.out, options.layer, options.model, options.margin)
+    for name, count in rows.items():
+        print(f"{name}: fitted on {count} rows")
+    return 0

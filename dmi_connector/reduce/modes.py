@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modes: reductions by name, which choose for each hook by its name and width. Stores name what was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dmi_connector.reduce.attn import AttentionSummary
+from dmi_connector.reduce.base import Reduction
+from dmi_connector.reduce.errors import ReduceError
+from dmi_connector.reduce.int8 import Int8
+from dmi_connector.reduce.projection import RandomProjection
+from dmi_connector.reduce.topk import TopK
+
+
+@dataclass(frozen=True)
+class Mode(Reduction):
+    """Stands for other reductions until `bind`, which returns the first of `choices` that fits the rows.
+
+    of_hook: for particular hooks instead of `choices`, as (hook, reduction); the others follow where it does not fit.
+    """
+
+    name: str
+    choices: tuple[Reduction, ...]
+    of_hook: tuple[tuple[str, Reduction], ...] = ()
+
+    def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> Reduction:
+        own = [reduction for name, reduction in self.of_hook if name == hook]
+        *others, last = [*own, *self.choices]
+        for reduction in others:
+            try:
+                return reduction.bind(hook, layers, width, shards)
+            except ReduceError:  # too narrow a row
+                continue
+        return last.bind(hook, layers, width, shards)
+
+
+_ALL, _PROJECTED, _LARGEST = Int8(group=32), RandomProjection(512), TopK(64, sample=16)
+MODES: Mapping[str, Mode] = {
+    mode.name: mode
+    for mode in (
+        Mode("full8", (_ALL,)),
+        Mode("rp8", (_PROJECTED, _ALL)),
+        Mode("topk8", (_LARGEST, _ALL)),
+        Mode("summary", (_PROJECTED, _ALL), (("mlp_post", _LARGEST),)),
+    )
+}
+"""By name. docs/REDUCTIONS.md says what each is for."""
+
+
+def rules_of(mode: str) -> dict[str, str]:
+    """The option `reduce` that a mode alone stands for. Raises ReduceError for an unknown one."""
+    if mode not in MODES:
+        raise ReduceError(
+            f"reduce: the mode {mode!r} is unknown; use one of {', '.join(MODES)}, or give {{patterns: reduction}}"
+        )
+    return {f"{hook}*": AttentionSummary.example for hook in sorted(AttentionSummary.only)} | {"*": mode}
