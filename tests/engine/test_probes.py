@@ -20,16 +20,17 @@ from dmi_connector.store.read.verify import verify_store
 from tests.engine.check import reference
 from tests.engine.drafts import NGRAM
 from tests.engine.harness import SMALL, Ask, Run, engine, generate, prompt, watch_scheduler
-from tests.probekit import check_scores, save_encoder, save_probe
+from tests.probekit import check_inline, check_scores, save_encoder, save_probe
 
 K = 20
 ALL = {"include_output_tokens": True}
+INLINE = {**ALL, "dmi": {"probes": {name: {"inline": ["max", "mean"]} for name in ("risk", "many", "first", "last")}}}
 # Six blocks of 128 for four requests, of which each ends in its second or third: some are preempted.
-CROWD = {f"crowd{n}": Ask(prompt(n), sampling={"max_tokens": 80}) for n in (90, 100, 110, 200)}
+CROWD = {f"crowd{n}": Ask(prompt(n), INLINE, {"max_tokens": 80}) for n in (90, 100, 110, 200)}
 ASKS = {
-    "one": Ask(prompt(1)),
-    "long": Ask(prompt(300)),
-    "repeated": Ask(prompt(12) * 6, sampling={"max_tokens": 60}),
+    "one": Ask(prompt(1), INLINE),
+    "long": Ask(prompt(300), INLINE),
+    "repeated": Ask(prompt(12) * 6, INLINE, {"max_tokens": 60}),
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "target, few blocks": ("target", {"num_gpu_blocks_override": 7}),
@@ -68,7 +69,7 @@ def run(
     with engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:
         watch_scheduler(llm, run)
         generate(llm, run, ASKS)
-        generate(llm, run, {"again": Ask(prompt(300))})  # its first blocks come from the prefix cache
+        generate(llm, run, {"again": Ask(prompt(300), INLINE)})  # its first blocks come from the prefix cache
         generate(llm, run, CROWD)
         some = {**ALL, "dmi": {"hooks": "probe.many,probe.risk", "layers": [2]}}
         generate(llm, run, {"some": Ask(prompt(40), some)})
@@ -84,6 +85,14 @@ def test_scores_are_those_of_the_rows_of_transformers(
         assert verify_store(run.store(name)) == []
         assert set(capture.attrs["hooks"]) == {f"probe.{probe}" for probe in (*probes, "sae")}
         check_scores(capture, probes, reference(oracle("qwen3"), tuple(run.tokens(name))))
+
+
+def test_responses_have_the_scores_of_their_stores(run: Run, probes: dict[str, Path]) -> None:
+    for name in (*ASKS, *CROWD, "again"):
+        capture = open_capture(run.store(name), timeout=300)
+        for probe in probes:
+            check_inline(capture, probe, run.replies[name].kv_transfer_params["dmi_probe"][probe])
+    assert "dmi_probe" not in run.replies["some"].kv_transfer_params, "it did not ask"
 
 
 def test_latents_are_the_largest_of_the_rows_of_transformers(

@@ -17,6 +17,8 @@ from dmi_connector.engine.scheduler.ignored import ignored_path
 from dmi_connector.engine.scheduler.media import later_media, media_attributes
 from dmi_connector.engine.scheduler.quota import UNLIMITED, Quota, RequestBytes, row_bytes
 from dmi_connector.engine.scheduler.refused_requests import RefusedRequests
+from dmi_connector.engine.scheduler.responses import response
+from dmi_connector.engine.scheduler.scores import ProbeScores
 from dmi_connector.engine.scheduler.tracked_request import Tracked
 from dmi_connector.hooks import SelectionError, narrow
 from dmi_connector.option_values import OptionError
@@ -72,6 +74,7 @@ class Tracker:
         self.lost: dict[int, list[list[int]]] = {}
         self.unborrowed: dict[int, list[Loss]] = {}
         self._captures = 0
+        self.scores = ProbeScores(context, slots, self._drafts is not None)
         self._counts: Counter[str] = Counter()  # requests that ended without a capture, since they were last taken
         self.warning = ""  # of all responses: what of the engine's configuration is ignored
         self._path_told = False  # whether the log says that paths of requests are ignored
@@ -93,8 +96,10 @@ class Tracker:
                 raise OptionError(
                     "prompt_embeds: requests without token ids cannot be captured; send token ids or text"
                 )
+            self.scores.check(params)
             self.tracked[request_id] = self._track(request, params)
             self.slots.arrived(self.tracked[request_id])
+            self.scores.arrived(self.tracked[request_id])
         except (OptionError, SelectionError) as error:
             self.refused.add(request_id, str(error))
         except Exception as error:  # whatever a client sent, the engine goes on
@@ -185,7 +190,10 @@ class Tracker:
                         if self._with_logits and request_id in scheduled:
                             take = self._take_sample if self._drafts is None else self._drafts.want_logits
                             take(tracked, computed, metadata)
-        for prompt, computed in prompts:
+        if self.scores.running:
+            self._take_blocks()
+            metadata.scores = self.scores.ask(scheduled)
+        for prompt, computed in prompts:  # after that, as these rows leave their places
             self._export_chunks(self.tracked[prompt.request.request_id], computed, metadata.chunks)
         self._plan(metadata)
         self.slots.plan(output, metadata)
@@ -202,7 +210,7 @@ class Tracker:
             self._waited, self._left = 0, self.handed
         self._unreported += 1
         short = self.handed - self.gathered > self.keep_rows or self.context.options.policy == "drop"
-        now = metadata.gather or metadata.idle or metadata.release or short
+        now = metadata.gather or metadata.idle or metadata.release or short or bool(metadata.scores)
         if now or self._unreported >= self._steps:
             metadata.report, self._unreported = True, 0
 
@@ -322,6 +330,7 @@ class Tracker:
         tracked = self.tracked.pop(request_id, None)
         if tracked is None:
             return False, None
+        self.scores.ended(tracked)
         self.quota.ended(tracked.path, nothing=not tracked.opened)
         if not tracked.opened:
             self.slots.forget(tracked)
@@ -337,30 +346,18 @@ class Tracker:
         self.slots.forget(tracked)
         return keep, self._response(tracked, close)
 
+    def _response(self, tracked: Tracked, close: Close) -> dict[str, Any]:
+        """What the response says in `kv_transfer_params`."""
+        lost, unborrowed = self.lost.pop(tracked.capture, []), self.unborrowed.pop(tracked.capture, [])
+        said = response(tracked, close, self.context.options, lost, unborrowed, self.warning)
+        if scores := self.scores.answer(tracked, tracked.params.start + close.length):
+            said["dmi_probe"] = scores
+        return said
+
     def take_counts(self) -> dict[str, int]:
         """Requests that ended without a capture since the last call, by key of `metrics.COUNTERS`."""
         counts, self._counts = self._counts, Counter()
         return dict(counts + Counter(self.slots.take_counts()))
-
-    def _response(self, tracked: Tracked, close: Close) -> dict[str, Any]:
-        """What the response says in `kv_transfer_params`."""
-        store = tracked.path if self.context.options.sink == "disk" else None
-        response: dict[str, Any] = {"dmi_store": store, "dmi_request_id": tracked.request.request_id}
-        if store is not None and self.context.options.upload:
-            response["dmi_url"] = f"{self.context.options.upload}/{os.path.basename(store)}"
-        if tracked.params.key is not None:
-            response["dmi_key"] = tracked.params.key
-        lost = self.lost.pop(tracked.capture, [])
-        if losses := close.losses + self.unborrowed.pop(tracked.capture, []):
-            lost = lost + completeness.missing(losses)
-            response["dmi_reason"] = completeness.reason(losses)
-        if lost:
-            response["dmi_missing"] = sorted(lost)
-        if not close.length and not close.losses:
-            response["dmi_reason"] = tracked.why_empty()
-        if warnings := [text for text in (self.warning, tracked.ignored) if text]:
-            response["dmi_warning"] = "; ".join(warnings)
-        return response
 
     def _close(self, tracked: Tracked) -> Close:
         """The end of a capture. The last sampled token was never an input and has no row."""

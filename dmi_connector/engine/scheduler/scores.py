@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of running requests: which rows the workers report them of in a step, and what responses say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dmi_connector.engine.messages import Rows, StepScores
+from dmi_connector.engine.scheduler.request_scores import RequestScores
+from dmi_connector.hook_table import PROBE
+from dmi_connector.reduce.probe import Probe
+
+if TYPE_CHECKING:
+    from dmi_connector.engine.context import CaptureContext
+    from dmi_connector.engine.owners.base import RowSlots
+    from dmi_connector.engine.scheduler.tracked_request import Tracked
+    from dmi_connector.request_options import CaptureParams
+
+_AGGREGATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "max": lambda rows: rows.max(0),
+    "min": lambda rows: rows.min(0),
+    "mean": lambda rows: rows.mean(0, dtype=np.float64),
+    "last": lambda rows: rows[-1],
+}
+"""Of scores [rows, values]."""
+
+
+class ProbeScores:
+    """The scores of all running requests that need them here. slots: where their rows lie. drafts: whether steps
+    compute rows of draft tokens.
+    """
+
+    def __init__(self, context: CaptureContext, slots: RowSlots, drafts: bool) -> None:
+        self._slots, self._drafts = slots, drafts
+        self._probes: dict[str, Probe] = {}
+        self._places: dict[str, dict[int, list[tuple[int, slice]]]] = {}  # probe, layer -> where ranks have its values
+        for rank, layout in enumerate(context.layouts):
+            at = 0
+            for one in layout.scored:
+                name, width = one.hook.removeprefix(PROBE), one.stored[1]
+                assert isinstance(one.reduction, Probe)
+                self._probes[name] = one.reduction
+                self._places.setdefault(name, {}).setdefault(one.layer, []).append((rank, slice(at, at + width)))
+                at += width
+        self._others = [name for name, _ in context.options.probes if name not in self._probes]
+        self.running: dict[int, Tracked] = {}
+
+    # ---- arrival and end --------------------------------------------------------------------------------------------
+
+    def check(self, params: CaptureParams) -> None:
+        """Raises OptionError for a probe that has no scores here."""
+        params.check_probes(self._probes, self._others)
+
+    def arrived(self, tracked: Tracked) -> None:
+        """A request is to be captured."""
+        if self._wanted(tracked):
+            tracked.scores = RequestScores()
+            self.running[tracked.capture] = tracked
+
+    @staticmethod
+    def _wanted(tracked: Tracked) -> set[str]:
+        """The probes whose scores a request needs here."""
+        return {*(tracked.params.probes or ())}
+
+    def ended(self, tracked: Tracked) -> None:
+        """A request ended."""
+        self.running.pop(tracked.capture, None)
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def ask(self, scheduled: Mapping[str, int]) -> list[Rows]:
+        """The rows whose scores the workers report after this step. scheduled: its tokens by request.
+
+        Rows of draft tokens count as those of any token: which are accepted is known later. With asynchronous
+        scheduling it is not even known which of the step before were accepted. So all rows from the last known token
+        on are asked for. `Tracked.blocks` must include the blocks of this step.
+        """
+        found = []
+        for tracked in self.running.values():
+            request, scores = tracked.request, tracked.scores
+            count = scheduled.get(request.request_id)
+            if count is None or scores is None or not tracked.opened:
+                continue
+            computed = request.num_computed_tokens
+            first = min(computed, request.num_tokens - 1) if self._drafts else computed
+            if scores.first < 0:
+                first = 0  # rows of cached tokens lie in their blocks
+            # Rows that were handed to workers before the step are final, and keep no place in a pool.
+            least = tracked.exported if self._slots.eager else tracked.params.start
+            first = max(min(first, scores.asked), least, self._slots.captured(tracked))
+            stop = min(computed + count, tracked.limit)
+            if first < stop:
+                slots = self._slots.of(tracked, first, stop)
+                found.append(Rows(tracked.capture, first, slots))
+                if scores.first < 0:
+                    scores.first = first
+                scores.asked = max(scores.asked, first + len(slots))
+        return found
+
+    def take(self, answers: Sequence[StepScores]) -> None:
+        """Scores of a step have come, from one rank or from each."""
+        values = {answer.rank: answer.values for answer in answers}
+        merged: dict[str, np.ndarray] = {}
+        at = 0
+        for capture, first, count in answers[0].parts:
+            if (tracked := self.running.get(capture)) is not None and tracked.scores is not None:
+                for name in self._wanted(tracked):
+                    if name not in merged:
+                        merged[name] = self._merge(name, values)
+                    tracked.scores.put(name, first, merged[name][at : at + count])
+            at += count
+
+    def _merge(self, name: str, values: Mapping[int, np.ndarray]) -> np.ndarray:
+        """The scores of one probe, layer after layer, [rows, values]. values: by rank."""
+        layers = [[values[rank][:, at] for rank, at in places] for places in self._places[name].values()]
+        return np.concatenate([self._probes[name].merge(parts) for parts in layers], 1)
+
+    # ---- responses --------------------------------------------------------------------------------------------------
+
+    def answer(self, tracked: Tracked, end: int) -> dict[str, Any]:
+        """What the response says of the scores that the request asks for. end: position behind its last row."""
+        scores = tracked.scores
+        asked = tracked.params.probes
+        if scores is None or asked is None:
+            return {}
+        return {name: self._inline(name, scores, whats, end) for name, whats in asked.items()}
+
+    def _inline(self, name: str, scores: RequestScores, asked: Sequence[str], end: int) -> dict[str, Any]:
+        rows = scores.of(name, end)
+        if not len(rows):
+            return {"tokens": 0}
+        found: dict[str, Any] = {}
+        for what in dict.fromkeys([*asked, "last"]):
+            found[what] = self._plain(name, _AGGREGATES[what](rows))
+            if what == "max":
+                found["at"] = self._plain(name, scores.first + rows.argmax(0))
+        return {**found, "from": scores.first, "through": scores.first + len(rows) - 1}
+
+    def _plain(self, name: str, values: np.ndarray) -> Any:
+        """JSON: a number, a list of one for each output, or of one such list for each layer; null if not finite."""
+        outputs = len(self._probes[name].outputs)
+        kept = values.astype(object)
+        kept[~np.isfinite(values.astype(float))] = None
+        layers = [kept[at : at + outputs].tolist() for at in range(0, len(kept), outputs)]
+        if outputs == 1:
+            layers = [only for (only,) in layers]
+        return layers[0] if len(layers) == 1 else layers
