@@ -146,7 +146,8 @@ class Engine:
     on_gpu: rows leave by the lane, over CPU memory (lanekit.py). sleeps: whether it may sleep. tokens: each next token,
     random without it. drafts: draft tokens per request in a step; most are accepted. pages: of a pool for the rows; 0
     for rows in vLLM's blocks. borrows: whether requests borrow rows from earlier ones, whose stores all stay. scored:
-    whether rows have a score of the probe "risk" (`score`). Requests ask for it in `dmi`.
+    whether rows have a score of the probe "risk" (`score`). Requests ask for it in `dmi`. alerts: the option
+    `probe_alerts`.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class Engine:
         borrows: bool = False,
         policy: str = "block",
         scored: bool = False,
+        alerts: dict[str, float] | None = None,
         tokens: Callable[[], int] | None = None,
     ) -> None:
         self.random = random.Random(seed)
@@ -175,7 +177,7 @@ class Engine:
         options: dict[str, Any] = {"chunk_tokens": chunk, "hooks": hooks, "sink": "host", "policy": policy}
         if scored:
             probe = save_probe(store_dir / "risk.safetensors", "mlp_out", (1,), SMALL.hidden, 1)
-            options |= {"hooks": f"{hooks},probe.risk", "probes": {"risk": str(probe)}}
+            options |= {"hooks": f"{hooks},probe.risk", "probes": {"risk": str(probe)}, "probe_alerts": alerts or {}}
             patch.setattr(Scheduler, "update_from_output", Scheduler.update_from_output)  # undone later
             scores_before_ends()
         if on_gpu:

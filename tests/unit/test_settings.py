@@ -101,6 +101,7 @@ def test_each_server_option_is_read(tmp_path: Path) -> None:
         "shutdown_seconds": 11,
         "reduce": {"q": "int8", "resid_*": "rp(8)"},
         "probes": {"p": probe},
+        "probe_alerts": {"p": 0.5},
         "check": "poison",
         "cuda_graphs": "vllm",
         "upload": "s3://bucket/a/",
@@ -116,6 +117,7 @@ def test_each_server_option_is_read(tmp_path: Path) -> None:
         "save_path_roots": ("/a/b", "/c"),
         "reduce": (("q", "int8"), ("resid_*", "rp(8)")),
         "probes": (("p", probe),),
+        "probe_alerts": (("p", 0.5),),
         "upload": "s3://bucket/a",
     }
     assert vars(ServerOptions.parse(given)) == read
@@ -125,6 +127,27 @@ def test_each_server_option_is_read(tmp_path: Path) -> None:
     assert ServerOptions.parse({"store_dir": "/x", "sink": "null"}).sink == "null"
     assert vars(ServerOptions.parse({"store_dir": "/x"})) == defaults
     assert ServerOptions.parse({"store_dir": "/x", "save_path_roots": " /a , /b/c "}).save_path_roots == ("/a", "/b/c")
+
+
+@pytest.mark.parametrize(
+    "value, says",
+    [
+        (0.5, "probe_alerts: 0.5 is not valid; give {name: score}"),
+        ({"q": 0.5}, "probe_alerts: 'q' is no probe; probes: p, wide"),
+        ({"p": True}, "probe_alerts: {'p': True} is not valid; give a number"),
+        ({"p": float("nan")}, "probe_alerts: {'p': nan} is not valid; give a number"),
+        (
+            {"wide": 0.5},
+            "probe_alerts: 'wide' does not have one score per row; name a probe of one output in one layer",
+        ),
+    ],
+)
+def test_a_bad_alert_names_the_fix(tmp_path: Path, value: object, says: str) -> None:
+    sizes = {"p": 1, "wide": 2}
+    probes = {name: str(save_probe(tmp_path / f"{name}.safetensors", "q", (1,), 8, n)) for name, n in sizes.items()}
+    with pytest.raises(OptionError) as caught:
+        ServerOptions.parse({"store_dir": "/x", "probes": probes, "probe_alerts": value})
+    assert str(caught.value).startswith(says)
 
 
 def test_local_copies_go_only_after_an_upload() -> None:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dmi_connector.engine.messages import Rows, StepScores
+from dmi_connector.engine.metrics import ALERTS, SCORE
 from dmi_connector.engine.scheduler.request_scores import RequestScores
 from dmi_connector.hook_table import PROBE
 from dmi_connector.reduce.probe import Probe
@@ -46,6 +48,8 @@ class ProbeScores:
                 self._places.setdefault(name, {}).setdefault(one.layer, []).append((rank, slice(at, at + width)))
                 at += width
         self._others = [name for name, _ in context.options.probes if name not in self._probes]
+        self._alerts = dict(context.options.probe_alerts)
+        self._counts: dict[str, Any] = {f"{ALERTS}.{name}": 0 for name in self._alerts}  # 0: the series exist
         self.running: dict[int, Tracked] = {}
 
     # ---- arrival and end --------------------------------------------------------------------------------------------
@@ -60,14 +64,28 @@ class ProbeScores:
             tracked.scores = RequestScores()
             self.running[tracked.capture] = tracked
 
-    @staticmethod
-    def _wanted(tracked: Tracked) -> set[str]:
+    def _wanted(self, tracked: Tracked) -> set[str]:
         """The probes whose scores a request needs here."""
-        return {*(tracked.params.probes or ())}
+        return {*(tracked.params.probes or ()), *self._alerts}
 
-    def ended(self, tracked: Tracked) -> None:
-        """A request ended."""
+    def ended(self, tracked: Tracked, end: int) -> None:
+        """A request ended. end: position behind its last row."""
         self.running.pop(tracked.capture, None)
+        if (scores := tracked.scores) is None:
+            return
+        for name in self._wanted(tracked):
+            rows = scores.of(name, end)
+            if self._probes[name].one_score and len(rows):
+                most = float(rows.max())
+                if math.isfinite(most):
+                    self._counts.setdefault(f"{SCORE}.{name}", []).append(most)
+                if most > self._alerts.get(name, math.inf):
+                    self._counts[f"{ALERTS}.{name}"] = self._counts.get(f"{ALERTS}.{name}", 0) + 1
+
+    def take_counts(self) -> dict[str, Any]:
+        """What is new for the metrics, by key of `CaptureStats.data`."""
+        counts, self._counts = self._counts, {}
+        return counts
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 

@@ -330,9 +330,9 @@ class Tracker:
         tracked = self.tracked.pop(request_id, None)
         if tracked is None:
             return False, None
-        self.scores.ended(tracked)
         self.quota.ended(tracked.path, nothing=not tracked.opened)
         if not tracked.opened:
+            self.scores.ended(tracked, 0)
             self.slots.forget(tracked)
             self._counts["cancelled"] += 1
             return False, {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
@@ -350,14 +350,16 @@ class Tracker:
         """What the response says in `kv_transfer_params`."""
         lost, unborrowed = self.lost.pop(tracked.capture, []), self.unborrowed.pop(tracked.capture, [])
         said = response(tracked, close, self.context.options, lost, unborrowed, self.warning)
-        if scores := self.scores.answer(tracked, tracked.params.start + close.length):
+        end = tracked.params.start + close.length
+        self.scores.ended(tracked, end)
+        if scores := self.scores.answer(tracked, end):
             said["dmi_probe"] = scores
         return said
 
-    def take_counts(self) -> dict[str, int]:
-        """Requests that ended without a capture since the last call, by key of `metrics.COUNTERS`."""
+    def take_counts(self) -> dict[str, Any]:
+        """What changed since the last call, by key of `CaptureStats.data`."""
         counts, self._counts = self._counts, Counter()
-        return dict(counts + Counter(self.slots.take_counts()))
+        return dict(counts + Counter(self.slots.take_counts())) | self.scores.take_counts()
 
     def _close(self, tracked: Tracked) -> Close:
         """The end of a capture. The last sampled token was never an input and has no row."""

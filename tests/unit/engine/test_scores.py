@@ -164,6 +164,29 @@ def test_scores_that_are_not_finite_are_null(make: Make, monkeypatch: pytest.Mon
     assert engine.faults() == []
 
 
+def test_requests_with_a_score_above_the_threshold_are_counted(make: Make) -> None:
+    """Of all captured requests, whether they ask for scores or not. One sample of each."""
+    engine = make(alerts={"risk": 20_000.0}, tokens=lambda: 9)
+    taken: list[dict[str, Any]] = [engine.tracker.take_counts()]
+    take = engine.tracker.take_counts
+    engine.tracker.take_counts = lambda: taken.append(take()) or {}  # type: ignore[func-returns-value,method-assign]
+    names = [engine.add([token] * 5, 3, dmi) for token, dmi in ((7, None), (21, None), (30, RISK))]
+    engine.add([30] * 5, 3, {"enabled": False})
+    engine.drain()
+    engine.drain()
+    seen: dict[str, Any] = {"probe_alerts.risk": 0, "probe_score.risk": []}
+    for counts in taken:
+        for key, value in counts.items():
+            seen[key] += value
+    most = [
+        max(score(token, at) for at, token in enumerate(engine.requests[name].all_token_ids[:-1])) for name in names
+    ]
+    assert taken[0] == {"probe_alerts.risk": 0}, "the series is there before the first alert"
+    assert seen == {"probe_alerts.risk": 2, "probe_score.risk": most}
+    assert "dmi_probe" not in engine.replies["r0"] and "dmi_probe" in engine.replies["r2"]
+    assert engine.faults() == []
+
+
 @pytest.mark.parametrize(
     ("probes", "says"),
     [
