@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import Any
 
+from dmi_connector.conditions import AGGREGATES, Condition, keep_if, stop_if
 from dmi_connector.hook_table import PROBE
 from dmi_connector.option_values import (
     SUGGEST_FROM,
@@ -22,9 +23,10 @@ from dmi_connector.option_values import (
     one_of,
     refuse,
 )
+from dmi_connector.reduce.probe import Probe
 from dmi_connector.wording import suggest
 
-INLINE = ("max", "min", "mean", "last")
+INLINE = tuple(AGGREGATES)
 """What a response may have of the scores of a request's rows."""
 MOST_SPANS = 4096
 """Spans of `dmi.loss_spans`, at most."""
@@ -43,6 +45,7 @@ _ANSWERED = (
     "dmi_key",
     "dmi_reason",
     "dmi_probe",
+    "dmi_stop",
     "dmi_missing",
     "dmi_warning",
     "dmi_error",
@@ -83,7 +86,8 @@ class CaptureParams:
     name for the store. hooks, layers: narrow the server's selection. tokens: positions [start, stop) to keep, stop
     None for all. enabled: False skips the capture. save_path: the directory to write to, if the server allows it.
     loss_spans: [start, stop) positions of the prompt that a trainer learns from; kept for `dmi export`. probes: name of
-    each probe whose scores the response has, and which of INLINE.
+    each probe whose scores the response has, and which of INLINE. keep_if: nothing is stored unless it holds at the
+    end. stop_if: the request ends once it holds for a row.
     """
 
     include_output_tokens: bool = False
@@ -96,6 +100,8 @@ class CaptureParams:
     save_path: str | None = None
     loss_spans: tuple[tuple[int, int], ...] | None = None
     probes: dict[str, tuple[str, ...]] | None = None
+    keep_if: Condition | None = None
+    stop_if: Condition | None = None
 
     @classmethod
     def parse(cls, params: object) -> CaptureParams:
@@ -134,15 +140,47 @@ class CaptureParams:
                 f"reaches beyond the {prompt_len} tokens of the prompt; give the spans of this prompt's own tokens",
             )
 
-    def check_probes(self, known: Collection[str], others: Collection[str]) -> None:
+    @property
+    def scored(self) -> set[str]:
+        """The probes whose scores are needed while the request runs."""
+        conditions = [one.probe for one in (self.keep_if, self.stop_if) if one is not None]
+        return {*(self.probes or ()), *conditions}
+
+    def check_probes(self, known: Mapping[str, Probe], others: Collection[str]) -> None:
         """Raise OptionError for a probe that has no scores. known: probes that have. others: autoencoders."""
-        for name in self.probes or ():
+        conditions = {"dmi.keep_if": self.keep_if, "dmi.stop_if": self.stop_if}
+        asked = [("dmi.probes", name) for name in self.probes or ()]
+        asked += [(option, condition.probe) for option, condition in conditions.items() if condition is not None]
+        for option, name in asked:
             if name in others:
-                raise refuse("dmi.probes", name, "is an autoencoder, which has no score; name a probe")
+                raise refuse(option, name, "is an autoencoder, which has no score; name a probe")
             if name not in known:
                 near = suggest(name[:SUGGEST_FROM], known) or ";"
                 has = ", ".join(known) or "none (start it with the option probes)"
-                raise refuse("dmi.probes", name, f"is no probe of this server{near} it has: {has}")
+                raise refuse(option, name, f"is no probe of this server{near} it has: {has}")
+            if option in conditions and not known[name].one_score:
+                raise refuse(option, name, "has several scores per row; name a probe of one output in one layer")
+
+    def check_waits(self, stays: bool, hooks: Collection[str]) -> None:
+        """Raise OptionError for `keep_if` where rows cannot wait for the end of the request.
+
+        stays: rows lie in a pool. hooks: that are captured.
+        """
+        if self.keep_if is None:
+            return
+        if stays:
+            raise refuse(
+                "dmi.keep_if",
+                self.keep_if.text,
+                "needs all rows of a request to wait for its end, and owner 'pool' has no room for them; leave it out, "
+                "or start the server with another owner",
+            )
+        if "logits" in hooks:
+            raise refuse(
+                "dmi.keep_if",
+                self.keep_if.text,
+                "cannot hold back logits, which leave with each step; leave logits out of dmi.hooks",
+            )
 
     @staticmethod
     def _check_places(params: Mapping[Any, Any], known: Sequence[str]) -> None:
@@ -260,6 +298,8 @@ _OPTIONS: dict[str, Callable[[object], Any]] = {
     "save_path": _save_path,
     "loss_spans": _loss_spans,
     "probes": _probes,
+    "keep_if": keep_if,
+    "stop_if": stop_if,
 }
 """The options under `dmi`, each with the function that reads its value. The result is the field of that name, for
 "tokens" the fields `start` and `stop`.

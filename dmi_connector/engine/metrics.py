@@ -28,6 +28,7 @@ COUNTERS = {
         "captures_cancelled",
         "Requests that ended before their first step, such as those aborted in the queue",
     ),
+    "not_kept": ("captures_not_kept", "Requests without a store because keep_if did not hold"),
     "recomputed_tokens": (
         "recomputed_tokens",
         "Cached tokens that were computed again for their rows",

@@ -24,7 +24,13 @@ from tests.probekit import check_inline, check_scores, save_encoder, save_probe
 
 K = 20
 ALL = {"include_output_tokens": True}
-INLINE = {**ALL, "dmi": {"probes": {name: {"inline": ["max", "mean"]} for name in ("risk", "many", "first", "last")}}}
+ASKED = {name: {"inline": ["max", "mean"]} for name in ("risk", "many", "first", "last", "one")}
+INLINE = {**ALL, "dmi": {"probes": ASKED}}
+CONDITIONS = {
+    "kept": Ask(prompt(50), {**ALL, "dmi": {"key": "kept", "keep_if": "max(one) > -1e9"}}),
+    "dropped": Ask(prompt(50), {**ALL, "dmi": {"key": "dropped", "keep_if": "max(one) > 1e9", "probes": ASKED}}),
+    "stopped": Ask(prompt(50), {**ALL, "dmi": {"key": "stopped", "stop_if": "one < 1e9"}}),
+}
 # Six blocks of 128 for four requests, of which each ends in its second or third: some are preempted.
 CROWD = {f"crowd{n}": Ask(prompt(n), INLINE, {"max_tokens": 80}) for n in (90, 100, 110, 200)}
 ASKS = {
@@ -46,6 +52,7 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "many": save_probe(folder / "many.safetensors", "z", (0, 2), 128, 1, output="sigmoid"),
         "first": save_probe(folder / "first.safetensors", "embed", (), 64, 8, 2, norm="unit"),
         "last": save_probe(folder / "last.safetensors", "final_ln", (), 64, 2),
+        "one": save_probe(folder / "one.safetensors", "attn_out", (2,), 64, 1),
     }
 
 
@@ -72,7 +79,7 @@ def run(
         generate(llm, run, {"again": Ask(prompt(300), INLINE)})  # its first blocks come from the prefix cache
         generate(llm, run, CROWD)
         some = {**ALL, "dmi": {"hooks": "probe.many,probe.risk", "layers": [2]}}
-        generate(llm, run, {"some": Ask(prompt(40), some)})
+        generate(llm, run, {"some": Ask(prompt(40), some), **CONDITIONS})
     assert bool(run.preempted) == ("blocks" in request.param) and bool(run.drafts) == ("drafts" in request.param)
     return run
 
@@ -93,6 +100,31 @@ def test_responses_have_the_scores_of_their_stores(run: Run, probes: dict[str, P
         for probe in probes:
             check_inline(capture, probe, run.replies[name].kv_transfer_params["dmi_probe"][probe])
     assert "dmi_probe" not in run.replies["some"].kv_transfer_params, "it did not ask"
+
+
+def test_keep_if_stores_only_requests_for_which_it_holds(run: Run, probes: dict[str, Path]) -> None:
+    kept, dropped = (run.replies[name].kv_transfer_params for name in ("kept", "dropped"))
+    if run.drafts:  # rows in a pool
+        assert all("owner 'pool' has no room" in said["dmi_error"] for said in (kept, dropped))
+        return
+    capture = open_capture(run.store("kept"), timeout=300)
+    assert verify_store(run.store("kept")) == [] and len(capture.token_ids) == 50 + 11
+    assert dropped["dmi_store"] is None and dropped["dmi_reason"].startswith(
+        "dmi.keep_if: max(one) > 1e9 does not hold"
+    )
+    for name in probes:
+        check_inline(capture, name, dropped["dmi_probe"][name])
+    assert run.tokens("dropped") == run.tokens("kept") == [*capture.token_ids, run.tokens("kept")[-1]]
+    assert [path for path in run.store_dir.rglob("*") if path.name.startswith("dropped")] == []
+    assert "dropped" not in (run.store_dir / "index.jsonl").read_text()
+
+
+def test_stop_if_ends_a_request(run: Run, oracle: Callable[..., Oracle]) -> None:
+    reply, tokens = run.replies["stopped"], run.tokens("stopped")
+    assert reply.kv_transfer_params["dmi_stop"].startswith("dmi.stop_if: one < 1e9 holds at position 0, where it is ")
+    assert len(tokens) == 51 and reply.outputs[0].finish_reason == "length"
+    assert tokens[-1] == reference(oracle("qwen3"), tuple(tokens))["logits"].argmax(-1)[49]
+    assert len(open_capture(run.store("stopped"), timeout=300).token_ids) == 50
 
 
 def test_latents_are_the_largest_of_the_rows_of_transformers(

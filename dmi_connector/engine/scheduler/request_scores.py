@@ -18,13 +18,16 @@ class RequestScores:
     A row that is computed again, after a preemption or in the place of a rejected draft token, replaces the one before.
     So all below the end of the request are final at its end.
 
-    first: position of the first row, -1 before there is one. asked: position up to which the workers were asked.
-    stop: position up to which they have answered. rows: float32 [room, values] of each probe, from position `first` on.
+    wanted: the probes. first: position of the first row, -1 before there is one. asked: position up to which the
+    workers were asked. stop: position up to which they have answered. checked: position up to which rows were compared
+    with `stop_if`. rows: float32 [room, values] of each probe, from position `first` on.
     """
 
+    wanted: tuple[str, ...]
     first: int = -1
     asked: int = 0
     stop: int = 0
+    checked: int = 0
     rows: dict[str, np.ndarray] = field(default_factory=dict)
 
     def put(self, name: str, position: int, rows: np.ndarray) -> None:
@@ -32,11 +35,11 @@ class RequestScores:
         known = self.rows.get(name)
         start, stop = position - self.first, position - self.first + len(rows)
         if known is None or len(known) < stop:
-            room = max(_LEAST_ROWS, 2 * stop)
-            self.rows[name] = np.full((room, rows.shape[1]), np.nan, np.float32)
+            grown = np.full((max(_LEAST_ROWS, 2 * stop), rows.shape[1]), np.nan, np.float32)
             if known is not None:
-                self.rows[name][: len(known)] = known
-        self.rows[name][start:stop] = rows
+                grown[: len(known)] = known
+            known = self.rows[name] = grown
+        known[start:stop] = rows
         self.stop = max(self.stop, position + len(rows))
 
     def of(self, name: str, end: int) -> np.ndarray:

@@ -27,11 +27,9 @@ def response(
     lost: row ranges that were given up. unborrowed: rows that could not be borrowed. warning: of all responses.
     """
     store = tracked.path if options.sink == "disk" else None
-    said: dict[str, Any] = {"dmi_store": store, "dmi_request_id": tracked.request.request_id}
+    said = {**dropped(tracked), "dmi_store": store}
     if store is not None and options.upload:
         said["dmi_url"] = f"{options.upload}/{os.path.basename(store)}"
-    if tracked.params.key is not None:
-        said["dmi_key"] = tracked.params.key
     missing = [*lost]
     if losses := [*close.losses, *unborrowed]:
         missing += completeness.missing(losses)
@@ -43,3 +41,9 @@ def response(
     if warnings := [text for text in (warning, tracked.ignored) if text]:
         said["dmi_warning"] = "; ".join(warnings)
     return said
+
+
+def dropped(tracked: Tracked) -> dict[str, Any]:
+    """What the response says of a request without a store."""
+    key = {} if tracked.params.key is None else {"dmi_key": tracked.params.key}
+    return {"dmi_store": None, "dmi_request_id": tracked.request.request_id, **key}

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dmi_connector.conditions import AGGREGATES, Condition
 from dmi_connector.engine.messages import Rows, StepScores
 from dmi_connector.engine.metrics import ALERTS, SCORE
 from dmi_connector.engine.scheduler.request_scores import RequestScores
@@ -20,14 +21,6 @@ if TYPE_CHECKING:
     from dmi_connector.engine.owners.base import RowSlots
     from dmi_connector.engine.scheduler.tracked_request import Tracked
     from dmi_connector.request_options import CaptureParams
-
-_AGGREGATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "max": lambda rows: rows.max(0),
-    "min": lambda rows: rows.min(0),
-    "mean": lambda rows: rows.mean(0, dtype=np.float64),
-    "last": lambda rows: rows[-1],
-}
-"""Of scores [rows, values]."""
 
 
 class ProbeScores:
@@ -60,20 +53,16 @@ class ProbeScores:
 
     def arrived(self, tracked: Tracked) -> None:
         """A request is to be captured."""
-        if self._wanted(tracked):
-            tracked.scores = RequestScores()
+        if wanted := {*tracked.params.scored, *self._alerts}:
+            tracked.scores = RequestScores(tuple(wanted))
             self.running[tracked.capture] = tracked
-
-    def _wanted(self, tracked: Tracked) -> set[str]:
-        """The probes whose scores a request needs here."""
-        return {*(tracked.params.probes or ()), *self._alerts}
 
     def ended(self, tracked: Tracked, end: int) -> None:
         """A request ended. end: position behind its last row."""
         self.running.pop(tracked.capture, None)
         if (scores := tracked.scores) is None:
             return
-        for name in self._wanted(tracked):
+        for name in scores.wanted:
             rows = scores.of(name, end)
             if self._probes[name].one_score and len(rows):
                 most = float(rows.max())
@@ -124,17 +113,48 @@ class ProbeScores:
         merged: dict[str, np.ndarray] = {}
         at = 0
         for capture, first, count in answers[0].parts:
-            if (tracked := self.running.get(capture)) is not None and tracked.scores is not None:
-                for name in self._wanted(tracked):
+            tracked = self.running.get(capture)
+            if tracked is not None and (scores := tracked.scores) is not None:
+                for name in scores.wanted:
                     if name not in merged:
                         merged[name] = self._merge(name, values)
-                    tracked.scores.put(name, first, merged[name][at : at + count])
+                    scores.put(name, first, merged[name][at : at + count])
+                if tracked.params.stop_if is not None and not tracked.stopped:
+                    self._stop(tracked, tracked.params.stop_if, scores)
             at += count
 
     def _merge(self, name: str, values: Mapping[int, np.ndarray]) -> np.ndarray:
         """The scores of one probe, layer after layer, [rows, values]. values: by rank."""
         layers = [[values[rank][:, at] for rank, at in places] for places in self._places[name].values()]
         return np.concatenate([self._probes[name].merge(parts) for parts in layers], 1)
+
+    # ---- conditions -------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def why_dropped(tracked: Tracked, end: int) -> str:
+        """Why a request that ended is not kept; "" if it is: `keep_if` holds, or there is no score to decide by."""
+        condition, scores = tracked.params.keep_if, tracked.scores
+        if condition is None or scores is None or not len(rows := scores.of(condition.probe, end)):
+            return ""
+        measure = condition.measure(rows[:, 0])
+        if not condition.refutes(measure):
+            return ""
+        return f"dmi.keep_if: {condition.text} does not hold ({condition.what} is {measure:.6g}), so nothing is stored"
+
+    @staticmethod
+    def _stop(tracked: Tracked, condition: Condition, scores: RequestScores) -> None:
+        """End a request if `stop_if` holds for a row of a token that is known. vLLM then takes one more token."""
+        request = tracked.request
+        rows = scores.of(condition.probe, min(request.num_tokens, tracked.limit))[:, 0]
+        since = max(0, scores.checked - scores.first)
+        found = np.flatnonzero(condition.of_rows(rows[since:]))
+        scores.checked = scores.first + len(rows)
+        if len(found):
+            at = since + int(found[0])
+            tracked.stopped = (
+                f"dmi.stop_if: {condition.text} holds at position {scores.first + at}, where it is {rows[at]:.6g}"
+            )
+            request.max_tokens = min(request.max_tokens, request.num_output_tokens + 1)
 
     # ---- responses --------------------------------------------------------------------------------------------------
 
@@ -152,7 +172,7 @@ class ProbeScores:
             return {"tokens": 0}
         found: dict[str, Any] = {}
         for what in dict.fromkeys([*asked, "last"]):
-            found[what] = self._plain(name, _AGGREGATES[what](rows))
+            found[what] = self._plain(name, AGGREGATES[what](rows))
             if what == "max":
                 found["at"] = self._plain(name, scores.first + rows.argmax(0))
         return {**found, "from": scores.first, "through": scores.first + len(rows) - 1}

@@ -11,13 +11,14 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.messages import STEPS_TOGETHER, Borrow, Close, Open, Report, Rows, Sample, StepMetadata
+from dmi_connector.engine.messages import STEPS_TOGETHER, Close, Open, Report, Rows, Sample, StepMetadata
 from dmi_connector.engine.scheduler.draft_tokens import DraftTokens
 from dmi_connector.engine.scheduler.ignored import ignored_path
-from dmi_connector.engine.scheduler.media import later_media, media_attributes
+from dmi_connector.engine.scheduler.media import later_media
+from dmi_connector.engine.scheduler.opening import opening
 from dmi_connector.engine.scheduler.quota import UNLIMITED, Quota, RequestBytes, row_bytes
 from dmi_connector.engine.scheduler.refused_requests import RefusedRequests
-from dmi_connector.engine.scheduler.responses import response
+from dmi_connector.engine.scheduler.responses import dropped, response
 from dmi_connector.engine.scheduler.scores import ProbeScores
 from dmi_connector.engine.scheduler.tracked_request import Tracked
 from dmi_connector.hooks import SelectionError, narrow
@@ -59,6 +60,7 @@ class Tracker:
         self.keep_rows = keep_rows
         self.tracked: dict[str, Tracked] = {}
         self.refused = RefusedRequests()
+        self.pending_opens: list[Open] = []  # of ended requests that were kept
         self.pending_closes: list[Close] = []
         self._since: list[SchedulerOutput] = []  # steps since the last look for chunks
         self._before: list[SchedulerOutput] = []  # the step of that look
@@ -129,7 +131,8 @@ class Tracker:
         if ignored and not self._path_told:
             logger.warning("dmi: ignored in request %s: %s", show(request.request_id), ignored)
             self._path_told = True
-        due = params.start + options.chunk_tokens
+        params.check_waits(self.slots.stays, selection.hooks)
+        due = params.start + options.chunk_tokens if params.keep_if is None else UNLIMITED
         return Tracked(request, params, self._captures, path, selection, quota_end, params.start, due, ignored)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
@@ -137,8 +140,8 @@ class Tracker:
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """The message for the step that `output` describes."""
         scheduled = output.num_scheduled_tokens
-        metadata = StepMetadata(closes=self.pending_closes, idle=not scheduled)
-        self.pending_closes = []
+        metadata = StepMetadata(self.pending_opens, self.pending_closes, idle=not scheduled)
+        self.pending_opens, self.pending_closes = [], []
         metadata.release = self.slots.take_release()
         if self._drafts is not None:
             if self._with_logits:
@@ -165,7 +168,11 @@ class Tracker:
                 if not tracked.opened:
                     tracked.opened = True
                     self._with_logits += tracked.has_logits
-                    metadata.opens.append(self._open(tracked, self.slots.begin(tracked)))
+                    message = opening(tracked, self.slots.begin(tracked), self.context)
+                    if tracked.params.keep_if is None:
+                        metadata.opens.append(message)
+                    else:
+                        tracked.opening = message
         prompts: Iterable[tuple[Captured, int]] = ()
         if self.slots.eager:
             self._take_blocks()
@@ -272,31 +279,6 @@ class Tracker:
         self.slots.handed(tracked, stop, self.handed)
         return rows
 
-    def _open(self, tracked: Tracked, borrow: Borrow | None) -> Open:
-        request = tracked.request
-        tracked.skip(0 if borrow is None else len(borrow.token_ids))
-        sampling = request.sampling_params
-        end = min(request.num_prompt_tokens + request.max_tokens, tracked.limit)
-        tracked.media = len(request.mm_features)
-        return Open(
-            capture=tracked.capture,
-            path=tracked.path,
-            hooks=dict(tracked.selection.hooks),
-            request_id=request.request_id,
-            key=tracked.params.key,
-            start=tracked.params.start,
-            most_rows=max(0, end - tracked.params.start),
-            attrs={
-                "prompt_len": request.num_prompt_tokens,
-                "seed": None if sampling is None else sampling.seed,
-                **tracked.params.store_attributes,
-                "adapter": None if request.lora_request is None else request.lora_request.lora_name,
-                **media_attributes(request, self.context),
-                **({} if borrow is None else borrow.attributes),
-            },
-            borrow=borrow,
-        )
-
     def on_report(self, report: Report) -> None:
         """Take in what the workers report."""
         self.gathered, self._staged = report.gathered, report.staged
@@ -330,7 +312,8 @@ class Tracker:
         tracked = self.tracked.pop(request_id, None)
         if tracked is None:
             return False, None
-        self.quota.ended(tracked.path, nothing=not tracked.opened)
+        why = self.scores.why_dropped(tracked, self._inputs(tracked)) if tracked.opened else ""
+        self.quota.ended(tracked.path, nothing=bool(why) or not tracked.opened)
         if not tracked.opened:
             self.scores.ended(tracked, 0)
             self.slots.forget(tracked)
@@ -338,6 +321,12 @@ class Tracker:
             return False, {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
         self._with_logits -= tracked.has_logits
         tracked.blocks = blocks or tracked.blocks  # a preempted request has none, and its last ones had its logits
+        if why:
+            self.slots.forget(tracked)
+            self._counts["not_kept"] += 1
+            return False, self._scored(tracked, {**dropped(tracked), "dmi_reason": why})
+        if tracked.opening is not None:
+            self.pending_opens.append(tracked.opening)
         close = self._close(tracked)
         self.pending_closes.append(close)
         waiting = self.handed - self.gathered > self.keep_rows
@@ -350,11 +339,23 @@ class Tracker:
         """What the response says in `kv_transfer_params`."""
         lost, unborrowed = self.lost.pop(tracked.capture, []), self.unborrowed.pop(tracked.capture, [])
         said = response(tracked, close, self.context.options, lost, unborrowed, self.warning)
-        end = tracked.params.start + close.length
+        return self._scored(tracked, said)
+
+    def _scored(self, tracked: Tracked, said: dict[str, Any]) -> dict[str, Any]:
+        """A response with what there is to say of scores. The request has ended."""
+        end = self._inputs(tracked)
         self.scores.ended(tracked, end)
         if scores := self.scores.answer(tracked, end):
             said["dmi_probe"] = scores
+        if tracked.stopped:
+            said["dmi_stop"] = tracked.stopped
         return said
+
+    @staticmethod
+    def _inputs(tracked: Tracked) -> int:
+        """Position behind the last row that an ended request may have. The last sampled token was never an input."""
+        request = tracked.request
+        return min(max(request.num_prompt_tokens, request.num_tokens - 1), tracked.limit)
 
     def take_counts(self) -> dict[str, Any]:
         """What changed since the last call, by key of `CaptureStats.data`."""

@@ -187,6 +187,105 @@ def test_requests_with_a_score_above_the_threshold_are_counted(make: Make) -> No
     assert engine.faults() == []
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "pages" not in kind], ids=lambda kind: str(kind))
+def test_only_requests_whose_condition_holds_are_kept_in_random_lives(make: Make, kind: dict[str, Any]) -> None:
+    """Of the others the workers hear nothing but which scores to read."""
+    engine = make(seed=5, **{**kind, "hooks": "q"})
+    said, random, asked = responses(engine), engine.random, {}
+    for _ in range(100):
+        if random.random() < 0.35 and len(engine.requests) - len(said) < 12:
+            first = random.choice([3, 4, 5])
+            prompt = [first + n % 20 for n in range(random.randrange(1, 120))]
+            asked[engine.add(prompt, random.randrange(1, 60), {**RISK, "keep_if": "max(risk) > 28500"})] = prompt
+        running = [name for name, request in engine.requests.items() if not request.is_finished()]
+        if running and random.random() < 0.05:
+            engine.abort(random.choice(running))
+        engine.step()
+    engine.drain()
+    assert engine.faults() == []
+    dropped = [name for name, found in said.items() if "does not hold" in found.get("dmi_reason", "")]
+    whole = 0
+    for name in asked:
+        tokens = engine.requests[name].all_token_ids[:-1]
+        scores = [score(token, at) for at, token in enumerate(tokens)]
+        ended = name not in engine.aborted
+        if name in dropped:
+            assert said[name]["dmi_store"] is None and name not in engine.stored
+            assert not ended or max(scores) <= 28500
+        elif "dmi_error" not in said[name]:
+            assert name in engine.stored and (not ended or max(scores) > 28500)
+            if ended and "dmi_missing" in said[name]:  # its last token came when it was preempted
+                assert said[name]["dmi_missing"] == [[0, len(tokens)]] and not engine.stored[name].rows
+            elif ended:
+                assert engine.stored[name].rows == {at: (token, at) for at, token in enumerate(tokens)}
+                whole += 1
+    assert len(dropped) > 3 and whole > 3
+
+
+def test_a_request_that_is_not_kept_says_so_and_is_counted(make: Make) -> None:
+    engine = make(tokens=lambda: 9)
+    taken: dict[str, Any] = {}
+    take = engine.tracker.take_counts
+    engine.tracker.take_counts = lambda: taken.update(take()) or {}  # type: ignore[func-returns-value,method-assign]
+    engine.add([7] * 5, 3, {"keep_if": "count(risk > 8999) > 3", "key": "mine"})
+    engine.drain()
+    reply = engine.replies["r0"]
+    assert reply == {
+        "dmi_store": None,
+        "dmi_request_id": "r0",
+        "dmi_key": "mine",
+        "dmi_reason": "dmi.keep_if: count(risk > 8999) > 3 does not hold (count is 2), so nothing is stored",
+    }
+    assert taken["not_kept"] == 1 and engine.tracker.handed == 0
+    assert not engine.stored and engine.faults() == []
+
+
+def test_a_request_whose_score_is_not_a_number_is_kept(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    monkeypatch.setattr(schedulerkit, "score", lambda token, position: float("nan") if position == 3 else position)
+    engine.add(range(5, 25), 3, {"keep_if": "max(risk) > 1e9"})
+    engine.drain()
+    assert list(engine.stored) == ["r0"] and "dmi_reason" not in engine.replies["r0"]
+    assert engine.faults() == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "dmi", "says"),
+    [
+        ({"pages": 60}, {}, "owner 'pool' has no room for them; leave it out, or start the server with another owner"),
+        (
+            {"hooks": "q,logits"},
+            {},
+            "cannot hold back logits, which leave with each step; leave logits out of dmi.hooks",
+        ),
+    ],
+)
+def test_rows_that_cannot_wait_are_refused(make: Make, kind: dict[str, Any], dmi: dict[str, Any], says: str) -> None:
+    engine = make(**kind)
+    engine.add([7] * 5, 3, {**dmi, "keep_if": "max(risk) > 1"})
+    engine.drain()
+    assert engine.replies["r0"]["dmi_error"].startswith("dmi.keep_if: 'max(risk) > 1' ")
+    assert engine.replies["r0"]["dmi_error"].endswith(says)
+    assert engine.faults() == []
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_request_ends_soon_after_a_score(make: Make, kind: dict[str, Any]) -> None:
+    """Its score passes the threshold at position 30, of a generated token; that of another in its prompt."""
+    engine = make(tokens=lambda: 9, **{**kind, "blocks": 60})
+    late = engine.add([9] * 20, 60, {"stop_if": "risk > 9029"})
+    never = engine.add([9] * 20, 60, {"stop_if": "risk < 9000"})
+    early = engine.add([9] * 40, 60, {"stop_if": "risk > 9029"})
+    engine.drain()
+    lengths = {name: engine.requests[name].num_output_tokens for name in (late, never, early)}
+    drafts = kind.get("drafts", 0)
+    assert 11 <= lengths[late] <= 13 + 2 * drafts, "positions 20 to 30, and those behind it of two steps"
+    assert lengths[never] == 60 and lengths[early] == 1
+    assert engine.replies[late]["dmi_stop"] == "dmi.stop_if: risk > 9029 holds at position 30, where it is 9030"
+    assert "dmi_stop" not in engine.replies[never] and "position 30" in engine.replies[early]["dmi_stop"]
+    assert engine.faults() == []
+
+
 @pytest.mark.parametrize(
     ("probes", "says"),
     [
