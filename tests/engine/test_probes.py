@@ -38,6 +38,7 @@ ASKS = {
     "long": Ask(prompt(300), INLINE),
     "repeated": Ask(prompt(12) * 6, INLINE, {"max_tokens": 60}),
 }
+ALERTS = {"one": -1e9}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "target, few blocks": ("target", {"num_gpu_blocks_override": 7}),
     "pool, drafts": ("pool", {"speculative_config": NGRAM}),
@@ -72,7 +73,8 @@ def run(
     run = Run(tmp_path_factory.mktemp("probes"))
     owner, more = CASES[request.param]
     given = {name: str(path) for name, path in probes.items()} | {"sae": f"{encoder}, hook=resid_post, layer=1, k={K}"}
-    args: dict[str, Any] = capture_args("probe.*", run.store_dir, owner, probes=given, **SMALL) | more
+    args: dict[str, Any] = capture_args("probe.*", run.store_dir, owner, probes=given, probe_alerts=ALERTS, **SMALL)
+    args |= {**more, "disable_log_stats": False}
     with engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:
         watch_scheduler(llm, run)
         generate(llm, run, ASKS)
@@ -80,6 +82,10 @@ def run(
         generate(llm, run, CROWD)
         some = {**ALL, "dmi": {"hooks": "probe.many,probe.risk", "layers": [2]}}
         generate(llm, run, {"some": Ask(prompt(40), some), **CONDITIONS})
+        for _ in range(3):
+            llm.llm_engine.step()
+        run.facts["metrics"] = {metric.name: metric for metric in llm.get_metrics() if "dmi_probe" in metric.name}
+        run.facts["requests"] = len(run.replies) - 2 * bool(run.drafts)  # those with keep_if are refused in a pool
     assert bool(run.preempted) == ("blocks" in request.param) and bool(run.drafts) == ("drafts" in request.param)
     return run
 
@@ -125,6 +131,12 @@ def test_stop_if_ends_a_request(run: Run, oracle: Callable[..., Oracle]) -> None
     assert len(tokens) == 51 and reply.outputs[0].finish_reason == "length"
     assert tokens[-1] == reference(oracle("qwen3"), tuple(tokens))["logits"].argmax(-1)[49]
     assert len(open_capture(run.store("stopped"), timeout=300).token_ids) == 50
+
+
+def test_metrics_have_a_score_and_an_alert_for_each_request(run: Run) -> None:
+    alerts, scores = run.facts["metrics"]["vllm:dmi_probe_alerts"], run.facts["metrics"]["vllm:dmi_probe_score"]
+    assert alerts.labels["probe"] == scores.labels["probe"] == "one"
+    assert alerts.value == scores.count == run.facts["requests"]
 
 
 def test_latents_are_the_largest_of_the_rows_of_transformers(
