@@ -20,6 +20,7 @@ from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.hooks import ALIASES, HOOKS, ModelDims, Selection, hook_dtype
 from dmi_connector.ranks import Place, shard_of, writers_of_whole
 from dmi_connector.reduce import ReduceError, Reduction, parse, summaries
+from dmi_connector.reduce.probe import Probe
 from dmi_connector.wording import suggest
 
 Reductions = Mapping[str, Reduction]
@@ -111,6 +112,11 @@ class RowLayout:
     def taking(self, hook: str, layer: int) -> list[RowField]:
         """The fields that take the values of one hook and layer: its own, and those of probes."""
         return self._by_tap.get((hook, layer), [])
+
+    @cached_property
+    def scored(self) -> list[RowField]:
+        """The fields that hold scores of probes, float32, in the order of the row. Latents of autoencoders are none."""
+        return [f for f in self.fields if isinstance(f.reduction, Probe)]
 
     @cached_property
     def _by_name(self) -> dict[tuple[str, int], RowField]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
 from typing import Any
 
+from dmi_connector.conditions import AGGREGATES, Condition, keep_if, stop_if
+from dmi_connector.hook_table import PROBE
 from dmi_connector.option_values import (
     SUGGEST_FROM,
     boolean,
@@ -18,9 +20,14 @@ from dmi_connector.option_values import (
     hook_items,
     integer,
     is_directory_name,
+    one_of,
     refuse,
 )
+from dmi_connector.reduce.probe import Probe
+from dmi_connector.wording import suggest
 
+INLINE = tuple(AGGREGATES)
+"""What a response may have of the scores of a request's rows."""
 MOST_SPANS = 4096
 """Spans of `dmi.loss_spans`, at most."""
 _MOST_TOKENS = 1 << 40
@@ -37,6 +44,8 @@ _ANSWERED = (
     "dmi_url",
     "dmi_key",
     "dmi_reason",
+    "dmi_probe",
+    "dmi_stop",
     "dmi_missing",
     "dmi_warning",
     "dmi_error",
@@ -76,7 +85,9 @@ class CaptureParams:
     include_output_tokens: rows of generated tokens too (False: prompt rows only, as in vLLM). key: the client's own
     name for the store. hooks, layers: narrow the server's selection. tokens: positions [start, stop) to keep, stop
     None for all. enabled: False skips the capture. save_path: the directory to write to, if the server allows it.
-    loss_spans: [start, stop) positions of the prompt that a trainer learns from; kept for `dmi export`.
+    loss_spans: [start, stop) positions of the prompt that a trainer learns from; kept for `dmi export`. probes: name of
+    each probe whose scores the response has, and which of INLINE. keep_if: nothing is stored unless it holds at the
+    end. stop_if: the request ends once it holds for a row.
     """
 
     include_output_tokens: bool = False
@@ -88,6 +99,9 @@ class CaptureParams:
     enabled: bool = True
     save_path: str | None = None
     loss_spans: tuple[tuple[int, int], ...] | None = None
+    probes: dict[str, tuple[str, ...]] | None = None
+    keep_if: Condition | None = None
+    stop_if: Condition | None = None
 
     @classmethod
     def parse(cls, params: object) -> CaptureParams:
@@ -124,6 +138,48 @@ class CaptureParams:
                 "dmi.loss_spans",
                 list(self.loss_spans[-1]),
                 f"reaches beyond the {prompt_len} tokens of the prompt; give the spans of this prompt's own tokens",
+            )
+
+    @property
+    def scored(self) -> set[str]:
+        """The probes whose scores are needed while the request runs."""
+        conditions = [one.probe for one in (self.keep_if, self.stop_if) if one is not None]
+        return {*(self.probes or ()), *conditions}
+
+    def check_probes(self, known: Mapping[str, Probe], others: Collection[str]) -> None:
+        """Raise OptionError for a probe that has no scores. known: probes that have. others: autoencoders."""
+        conditions = {"dmi.keep_if": self.keep_if, "dmi.stop_if": self.stop_if}
+        asked = [("dmi.probes", name) for name in self.probes or ()]
+        asked += [(option, condition.probe) for option, condition in conditions.items() if condition is not None]
+        for option, name in asked:
+            if name in others:
+                raise refuse(option, name, "is an autoencoder, which has no score; name a probe")
+            if name not in known:
+                near = suggest(name[:SUGGEST_FROM], known) or ";"
+                has = ", ".join(known) or "none (start it with the option probes)"
+                raise refuse(option, name, f"is no probe of this server{near} it has: {has}")
+            if option in conditions and not known[name].one_score:
+                raise refuse(option, name, "has several scores per row; name a probe of one output in one layer")
+
+    def check_waits(self, stays: bool, hooks: Collection[str]) -> None:
+        """Raise OptionError for `keep_if` where rows cannot wait for the end of the request.
+
+        stays: rows lie in a pool. hooks: that are captured.
+        """
+        if self.keep_if is None:
+            return
+        if stays:
+            raise refuse(
+                "dmi.keep_if",
+                self.keep_if.text,
+                "needs all rows of a request to wait for its end, and owner 'pool' has no room for them; leave it out, "
+                "or start the server with another owner",
+            )
+        if "logits" in hooks:
+            raise refuse(
+                "dmi.keep_if",
+                self.keep_if.text,
+                "cannot hold back logits, which leave with each step; leave logits out of dmi.hooks",
             )
 
     @staticmethod
@@ -215,6 +271,24 @@ def _loss_spans(value: object) -> tuple[tuple[int, int], ...] | None:
     return tuple((start, stop) for start, stop in value)
 
 
+def _probes(value: object) -> dict[str, tuple[str, ...]] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise refuse("dmi.probes", value, 'is not valid; give {name: {"inline": "max"}}')
+    return {name.removeprefix(PROBE): _inline(name, asked) for name, asked in value.items()}
+
+
+def _inline(name: str, asked: object) -> tuple[str, ...]:
+    """What of the scores of one probe the response has. asked: {"inline": one of INLINE, or a list of them}."""
+    if not isinstance(asked, Mapping):
+        raise refuse("dmi.probes", {name: asked}, 'is not valid; give {name: {"inline": "max"}}')
+    check_names("dmi.probes", asked, ["inline"])
+    value = asked.get("inline")
+    items = value if isinstance(value, list | tuple) and value else [value]
+    return tuple(dict.fromkeys(one_of("dmi.probes inline", item, INLINE) for item in items))
+
+
 _OPTIONS: dict[str, Callable[[object], Any]] = {
     "key": _key,
     "hooks": _hooks,
@@ -223,6 +297,9 @@ _OPTIONS: dict[str, Callable[[object], Any]] = {
     "enabled": _enabled,
     "save_path": _save_path,
     "loss_spans": _loss_spans,
+    "probes": _probes,
+    "keep_if": keep_if,
+    "stop_if": stop_if,
 }
 """The options under `dmi`, each with the function that reads its value. The result is the field of that name, for
 "tokens" the fields `start` and `stop`.

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,8 +23,10 @@ from dmi_connector.option_values import (
 )
 from dmi_connector.reduce import ReduceError, parse
 from dmi_connector.reduce.modes import rules_of
+from dmi_connector.reduce.probe import Probe
 from dmi_connector.reduce.probe_option import parse_probe
 from dmi_connector.urls import parse_url
+from dmi_connector.wording import suggest
 
 POLICIES = ("block", "drop")
 SINKS = ("disk", "host", "null")
@@ -98,6 +101,25 @@ def _probes(value: object) -> tuple[tuple[str, str], ...]:
     return tuple(value.items())
 
 
+def _alerts(value: object, probes: Sequence[tuple[str, str]]) -> tuple[tuple[str, float], ...]:
+    """Thresholds of scores. The probes are known to be readable."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise refuse("probe_alerts", value, 'is not valid; give {name: score}, as in {"risk": 0.8}')
+    files = dict(probes)
+    for name, least in value.items():
+        if name not in files:
+            known = ", ".join(files) or "none"
+            raise refuse("probe_alerts", name, f"is no probe{suggest(name, files) or ';'} probes: {known}")
+        if isinstance(least, bool) or not isinstance(least, int | float) or not math.isfinite(least):
+            raise refuse("probe_alerts", {name: least}, "is not valid; give a number, above which a score is counted")
+        probe = parse_probe(name, files[name])
+        if not isinstance(probe, Probe) or not probe.one_score:
+            raise refuse(
+                "probe_alerts", name, "does not have one score per row; name a probe of one output in one layer"
+            )
+    return tuple((name, float(least)) for name, least in value.items())
+
+
 @dataclass(frozen=True)
 class ServerOptions:
     """What one server captures and how it stores it.
@@ -120,6 +142,7 @@ class ServerOptions:
     reduce: {hook patterns: reduction}, the first that matches a hook counts; or the name of a mode
     (docs/REDUCTIONS.md).
     probes: {name: file}, each computed in the forward and captured as the hook probe.NAME (docs/PROBES.md).
+    probe_alerts: {name: score}, requests with a larger score of that probe are counted.
     check: "poison" fills rows with a pattern before each forward and lists rows as missing in which some of it is left.
     Slow, for tests of new models and engine features.
     upload: s3://bucket/prefix where finished stores are uploaded to, "" for none. upload_remove_local: remove the local
@@ -155,6 +178,7 @@ class ServerOptions:
     shutdown_seconds: int = 60
     reduce: tuple[tuple[str, str], ...] = ()
     probes: tuple[tuple[str, str], ...] = ()
+    probe_alerts: tuple[tuple[str, float], ...] = ()
     check: str = "none"
     cuda_graphs: str = "auto"
     upload: str = ""
@@ -197,6 +221,7 @@ class ServerOptions:
         pool_bytes = integer("pool_bytes", extra.get("pool_bytes", 0), 0, _MOST_BYTES)
         if pool_bytes and owner != POOL:
             raise refuse("pool_bytes", pool_bytes, f"is of a pool, and there is none; give owner {POOL!r}")
+        probes = _probes(extra.get("probes", {}))
         numbers = ("max_request_bytes", "max_total_bytes", "min_free_bytes", "retain_seconds", "retain_bytes")
         return cls(
             store_dir=_path("store_dir", extra.get("store_dir")),
@@ -218,7 +243,8 @@ class ServerOptions:
             save_path_roots=roots,
             shutdown_seconds=integer("shutdown_seconds", extra.get("shutdown_seconds", cls.shutdown_seconds), 1, 86400),
             reduce=_reduce(extra.get("reduce", {})),
-            probes=_probes(extra.get("probes", {})),
+            probes=probes,
+            probe_alerts=_alerts(extra.get("probe_alerts", {}), probes),
             check=one_of("check", extra.get("check", cls.check), CHECKS),
             cuda_graphs=one_of("cuda_graphs", extra.get("cuda_graphs", cls.cuda_graphs), CUDA_GRAPHS),
             upload=upload,

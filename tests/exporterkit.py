@@ -16,6 +16,7 @@ from dmi_connector.engine.owners import OWNERS
 from dmi_connector.engine.transfer.exporter import Exporter
 from dmi_connector.hooks import ModelDims, parse_selection
 from dmi_connector.layout import hook_reductions, row_layouts
+from dmi_connector.probes import with_probes
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.write.ring import Extent, Ring
 
@@ -29,8 +30,9 @@ def make_exporter(
     """An exporter over `tokens` slots, whose rows carry their slot as token id and position."""
     extra = {"store_dir": str(store_dir), "hooks": "q", "codec": "none", "writers": 1, **options}
     parsed = ServerOptions.parse(extra)
+    dims, probes = with_probes(dims, parsed.probes, tp)
     selection = parse_selection(parsed.hooks, dims)
-    reductions = hook_reductions(parsed.reduce, selection, dims, tp)
+    reductions = {**hook_reductions(parsed.reduce, selection, dims, tp), **probes}
     layouts = row_layouts(selection, dims, "float32", tp, reductions)
     arch = ARCHITECTURES[dims.architecture]
     context = CaptureContext(parsed, arch, dims, selection, layouts, "float32", tp, OWNERS["target"], rank)

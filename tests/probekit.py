@@ -66,6 +66,21 @@ def check_scores(capture: Capture, probes: dict[str, Path], want: dict[str, np.n
             np.testing.assert_allclose(mine, scores(path, values[:rows], layer), rtol=0, atol=1e-5, err_msg=name)
 
 
+def check_inline(capture: Capture, name: str, found: dict[str, Any]) -> None:
+    """Fail unless `found`, which a response says of a probe (max and mean asked), is what its store holds. Rows that it
+    has borrowed do not count.
+    """
+    borrowed = capture.attrs.get("borrowed_tokens", 0)
+    stored = capture.numpy(f"probe.{name}")[..., borrowed:, :]
+    start = int(capture.attrs["start"]) + borrowed
+    squeezed = lambda values: values[..., 0] if stored.shape[-1] == 1 else values  # noqa: E731
+    want = {"max": stored.max(-2), "at": start + stored.argmax(-2), "last": stored[..., -1, :], "mean": stored.mean(-2)}
+    assert set(found) == {*want, "from", "through"}
+    assert (found["from"], found["through"]) == (start, start + stored.shape[-2] - 1)
+    for what, values in want.items():
+        np.testing.assert_allclose(found[what], squeezed(values), rtol=1e-6, atol=1e-6, err_msg=f"{name} {what}")
+
+
 def save_encoder(folder: Path, width: int, latents: int, shift: float = 0.5, **config: Any) -> Path:
     """An autoencoder as SAELens saves it, with random weights. shift: how far below 0 its latents are without input."""
     rng = np.random.default_rng(0)

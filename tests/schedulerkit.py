@@ -36,12 +36,14 @@ from dmi_connector.engine.kernels.lookup import Lookup
 from dmi_connector.engine.owners.paged import PagedSlots
 from dmi_connector.engine.owners.pool_limits import PAGE, StepLimits
 from dmi_connector.engine.owners.pool_pages import PoolSlots
+from dmi_connector.engine.replaced import scores_before_ends
 from dmi_connector.engine.scheduler.tracker import Tracker
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 from dmi_connector.engine.transfer.logits import LogitsExport
 from dmi_connector.store.write.ring import Extent, Ring
 from tests.exporterkit import SMALL, make_exporter
 from tests.lanekit import Event, simulate
+from tests.probekit import save_probe
 from tests.storekit import PATIENCE
 
 BLOCK = 16
@@ -133,12 +135,19 @@ class Pool:
         return found.tolist()
 
 
+def score(token: int, position: int) -> int:
+    """The score of a row here: exact in float32, and different for each row of a request."""
+    return 1000 * token + position
+
+
 class Engine:
     """An engine of one rank. Use it as vLLM's: `add`, `step`, `abort`.
 
     on_gpu: rows leave by the lane, over CPU memory (lanekit.py). sleeps: whether it may sleep. tokens: each next token,
     random without it. drafts: draft tokens per request in a step; most are accepted. pages: of a pool for the rows; 0
-    for rows in vLLM's blocks. borrows: whether requests borrow rows from earlier ones, whose stores all stay.
+    for rows in vLLM's blocks. borrows: whether requests borrow rows from earlier ones, whose stores all stay. scored:
+    whether rows have a score of the probe "risk" (`score`). Requests ask for it in `dmi`. alerts: the option
+    `probe_alerts`.
     """
 
     def __init__(
@@ -159,11 +168,18 @@ class Engine:
         pages: int = 0,
         borrows: bool = False,
         policy: str = "block",
+        scored: bool = False,
+        alerts: dict[str, float] | None = None,
         tokens: Callable[[], int] | None = None,
     ) -> None:
         self.random = random.Random(seed)
         self._token = tokens or (lambda: STOP if self.random.random() < 0.03 else self.random.randrange(5, 30))
-        options = {"chunk_tokens": chunk, "hooks": hooks, "sink": "host", "policy": policy}
+        options: dict[str, Any] = {"chunk_tokens": chunk, "hooks": hooks, "sink": "host", "policy": policy}
+        if scored:
+            probe = save_probe(store_dir / "risk.safetensors", "mlp_out", (1,), SMALL.hidden, 1)
+            options |= {"hooks": f"{hooks},probe.risk", "probes": {"risk": str(probe)}, "probe_alerts": alerts or {}}
+            patch.setattr(Scheduler, "update_from_output", Scheduler.update_from_output)  # undone later
+            scores_before_ends()
         if on_gpu:
             simulate(patch)
             Event.link.set()
@@ -225,6 +241,8 @@ class Engine:
         self.worker = DMIConnector.__new__(DMIConnector)
         KVConnectorBase_V1.__init__(self.worker, vllm_config=config, role=KVConnectorRole.WORKER, kv_cache_config=cache)
         self.worker.context, self.worker.exporter = self.exporter.context, self.exporter
+        found = self.exporter.context.layout.find("probe.risk", 1)
+        self._score_at = None if found is None else found.offset // 4
         self.stored: dict[str, Stored] = {}
         self._note_opened()
         init_none_hash(sha256)
@@ -361,6 +379,7 @@ class Engine:
         self.worker.handle_preemptions(message)
         self.worker.bind_connector_metadata(message)
         headers, sampled = self.exporter.rows.view(torch.int32), {}
+        values = self.exporter.rows.view(torch.float32)
         counts: list[tuple[int, int]] = []
         slots: list[int] = []
         tokens: list[tuple[int, int]] = []
@@ -374,6 +393,8 @@ class Engine:
                 row = slot if self.pool is None else self.pool.places([slot])[0]
                 if row >= 0:
                     headers[row, 0], headers[row, 1] = inputs[position], position
+                    if self._score_at is not None:
+                        values[row, self._score_at] = score(inputs[position], position)
                 slots.append(slot)
                 tokens.append((inputs[position], position))
             last = known["at"] + count >= len(inputs)

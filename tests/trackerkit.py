@@ -69,8 +69,13 @@ def ask(kv: object, prompt: int = 40, request_id: str = "cmpl-1") -> FakeRequest
     return FakeRequest(request_id, kv, list(range(prompt)), prompt)
 
 
-def generate(tracker: Tracker, request: FakeRequest, count: int) -> tuple[list[Any], dict[str, Any] | None]:
-    """Run a request to its end, one prefill step and `count` tokens. Returns (all step metadata, its response)."""
+def generate(
+    tracker: Tracker, request: FakeRequest, count: int, ended: bool = True
+) -> tuple[list[Any], dict[str, Any] | None]:
+    """Run a request to its end, one prefill step and `count` tokens. Returns (all step metadata, its response).
+
+    ended: False leaves its end to the caller.
+    """
     blocks = list(range(1, (request.num_tokens + count) // 16 + 2))
     cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[])
     new = [SimpleNamespace(req_id=request.request_id, block_ids=(blocks,), num_computed_tokens=0)]
@@ -93,5 +98,4 @@ def generate(tracker: Tracker, request: FakeRequest, count: int) -> tuple[list[A
             resumed_req_ids=set(),
             num_computed_tokens=[request.num_computed_tokens],
         )
-    _, response = tracker.finish(request, blocks)
-    return steps, response
+    return steps, tracker.finish(request, blocks)[1] if ended else None

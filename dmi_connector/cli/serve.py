@@ -49,7 +49,11 @@ _ZERO = {
     "retain_bytes": "no removal",
 }
 """What 0 means where it is the default."""
-_JSON = {"reduce": '{"resid_*": "rp(512)", "*": "int8"}', "probes": '{"risk": "risk.safetensors"}'}
+_JSON = {
+    "reduce": '{"resid_*": "rp(512)", "*": "int8"}',
+    "probes": '{"risk": "risk.safetensors"}',
+    "probe_alerts": '{"risk": 0.8}',
+}
 """Options whose flags take a JSON object, each with an example."""
 _GRAPHS = re.compile(r"^(--compilation[-_]config|-cc)([.=]|$)")
 """Flags of vLLM with which a user says how CUDA graphs are made."""

@@ -51,11 +51,13 @@ class DMIConnector(KVConnectorBase_V1):
         slots = self.context.owner.row_slots(self.context, kv_cache_config, vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             from dmi_connector.engine import sizing
-            from dmi_connector.engine.replaced import ask_one_rank
+            from dmi_connector.engine.replaced import ask_one_rank, scores_before_ends
             from dmi_connector.engine.scheduler.tracker import Tracker
 
             if self.context.tp > 1:
                 ask_one_rank()
+            if self.context.scored:
+                scores_before_ends()
             behind = int(bool(vllm_config.scheduler_config.async_scheduling))
             self.tracker = Tracker(self.context, slots, sizing.keep_rows(self.context, vllm_config), behind)
             self.tracker.warning = self.context.owner.ignored(vllm_config, self.context)
@@ -94,6 +96,12 @@ class DMIConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.tracker.finish(request, block_ids)
+
+    def take_scores(self, output: KVConnectorOutput | None) -> None:
+        """Called with what the workers say of a step, before requests end in it (`replaced.scores_before_ends`)."""
+        report = None if output is None else output.kv_connector_worker_meta
+        if isinstance(report, Report) and report.scores:
+            self.tracker.scores.take(report.scores)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
@@ -215,8 +223,11 @@ class DMIConnector(KVConnectorBase_V1):
         return (None if exporter is None else exporter.take_finished() or None), None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        exporter = self._reporting()
-        return None if exporter is None else exporter.take_report()
+        """Called after the forward. Beside a draft, `wait_for_save` may come later: here rows of the step are there."""
+        exporter, metadata = self._reporting(), self._connector_metadata
+        if exporter is None:
+            return None
+        return exporter.take_report(metadata.scores if isinstance(metadata, StepMetadata) else ())
 
     def shutdown(self) -> None:
         exporter = getattr(self, "exporter", None)

@@ -75,6 +75,11 @@ class CaptureContext:
         return f"dmi_rows.{self.dims.layers}"
 
     @property
+    def scored(self) -> bool:
+        """Whether rows hold scores of a probe."""
+        return any(layout.scored for layout in self.layouts)
+
+    @property
     def layout(self) -> RowLayout:
         """The rows of this process's rank."""
         return self.layouts[self.rank]
@@ -150,6 +155,8 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
         refusals.check_reductions(vllm_config, reductions)
     if options.probes:
         refusals.check_precision()
+    if any(isinstance(probe, Probe) for probe in probes.values()):
+        contract.check_names(["scores in responses"])
     if options.sink == "disk":
         _keep_files(options, reductions)
     layouts, rank = row_layouts(selection, dims, dtype, tp, reductions), _rank(tp)

@@ -271,6 +271,12 @@ NAMES: dict[str, dict[str, Name]] = {
             "several ranks: asked for one rank's answer in steps in which the others have nothing to say",
         ),
     },
+    "scores in responses": {
+        "step_result": Name(
+            "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+            "wrapped, so that the scores of a step are known before requests end in it",
+        ),
+    },
     "expert parallelism": {
         "shared_tokens": Name(
             "vllm.config:ParallelConfig.use_sequence_parallel_moe",

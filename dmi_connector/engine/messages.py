@@ -34,6 +34,31 @@ class Rows:
 
 
 @dataclass
+class StepScores:
+    """Scores of the rows of one step, as one rank has them. Pickles once they are there.
+
+    rank: of the worker. parts: (capture, position of the first row, rows), in order. late: float32 [rows, values], the
+    values of `RowLayout.scored` side by side: in the worker's process a torch tensor in host memory. ready: the CUDA
+    event after which they are there; None where they are.
+    """
+
+    rank: int
+    parts: list[tuple[int, int, int]]
+    late: Any
+    ready: Any = None
+
+    @property
+    def values(self) -> np.ndarray:
+        """`late` as an array. It waits for `ready`, which precedes the sampled tokens of the step on its stream."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return np.asarray(self.late)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepScores, (self.rank, self.parts, self.values)
+
+
+@dataclass
 class Borrow:
     """Rows that a capture takes from the store of an earlier one: its tokens were in the prefix cache.
 
@@ -128,7 +153,8 @@ class StepMetadata(KVConnectorMetadata):
     keep theirs. chunks: exported after it. preempted: captures whose blocks were taken away since the last step.
     leaving: their whole chunks, exported before the forward. idle: nothing is computed, and no other step may follow.
     gather: rows that wait for others leave now, those of this step too. report: each rank says what is new. release:
-    kept blocks were given back, so their rows and all that wait leave before the forward.
+    kept blocks were given back, so their rows and all that wait leave before the forward. scores: rows whose scores of
+    probes are reported after it; `first` of these is a position.
 
     Of rows in a pool of pages. table: entries of its table that change before the forward and their pages, int64
     [2, entries]; None if none does. need: so many rows since the start are gathered before that, because their pages
@@ -155,6 +181,7 @@ class StepMetadata(KVConnectorMetadata):
     gather: bool = False
     report: bool = False
     release: bool = False
+    scores: list[Rows] = field(default_factory=list)
     table: np.ndarray | None = None
     need: int = 0
 
@@ -173,6 +200,7 @@ class Report(KVConnectorWorkerMetadata):
     gathered: rows gathered since the start. lost: row ranges given up since its last report, by capture. staged:
     whether some of what is gathered lies in staging memory. Only said in an engine that may sleep. stored: paths of
     stores that are finished, and whether they have all rows. unborrowed: rows that could not be borrowed, by capture.
+    scores: of each rank, in a step that asks for them.
     """
 
     gathered: int = 0
@@ -180,6 +208,7 @@ class Report(KVConnectorWorkerMetadata):
     staged: bool = False
     stored: dict[str, bool] = field(default_factory=dict)
     unborrowed: dict[int, list[Loss]] = field(default_factory=dict)
+    scores: list[StepScores] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Join the reports of two ranks: the slower one counts."""
@@ -190,7 +219,8 @@ class Report(KVConnectorWorkerMetadata):
             **self.stored,
             **{path: whole and self.stored.get(path, True) for path, whole in other.stored.items()},
         }
-        return Report(min(self.gathered, other.gathered), lost, self.staged or other.staged, stored, unborrowed)
+        gathered, scores = min(self.gathered, other.gathered), self.scores + other.scores
+        return Report(gathered, lost, self.staged or other.staged, stored, unborrowed, scores)
 
 
 def _joined(one: dict[int, list[T]], other: dict[int, list[T]]) -> dict[int, list[T]]:

@@ -28,6 +28,7 @@ COUNTERS = {
         "captures_cancelled",
         "Requests that ended before their first step, such as those aborted in the queue",
     ),
+    "not_kept": ("captures_not_kept", "Requests without a store because keep_if did not hold"),
     "recomputed_tokens": (
         "recomputed_tokens",
         "Cached tokens that were computed again for their rows",
@@ -51,8 +52,20 @@ BACKLOG = "backlog_bytes"
 """Gauge: bytes of the host buffer in use. Its key in CaptureStats ends with the rank."""
 
 
+SCORE = "probe_score"
+"""Histogram: the largest score of each request. Its key in CaptureStats ends with the probe, its value is a list."""
+ALERTS = "probe_alerts"
+"""Counter: requests with a score above the threshold of `probe_alerts`. Its key in CaptureStats ends with the probe."""
+_BUCKETS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1, 2, 5, 10)
+"""Of scores: most are probabilities. Beside a negative bucket there would be no sum, which `LLM.get_metrics` needs."""
+
+
 class CaptureStats(KVConnectorStats):
-    """Changes since the last step. data: {key of COUNTERS: increase, "backlog_bytes.RANK": level}."""
+    """Changes since the last step.
+
+    data: {key of COUNTERS: increase, "backlog_bytes.RANK": level, "probe_score.NAME": scores, "probe_alerts.NAME":
+    increase}.
+    """
 
     def reset(self) -> None:
         self.data.clear()
@@ -63,17 +76,18 @@ class CaptureStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add the stats of another rank, of the connector's other half, or of a later step."""
         for key, value in other.data.items():
-            self.data[key] = value if key.startswith(BACKLOG) else self.data.get(key, 0) + value
+            self.data[key] = self.data[key] + value if key in self.data and not key.startswith(BACKLOG) else value
         return self
 
     def reduce(self) -> Numbers:
         """The numbers that vLLM logs, by metric name. The backlog is the largest of all ranks."""
         levels = [value for key, value in self.data.items() if key.startswith(BACKLOG)]
-        return described(self.data) | ({BACKLOG: max(levels)} if levels else {})
+        alerts = {key: value for key, value in self.data.items() if key.startswith(ALERTS) and value}
+        return described(self.data) | alerts | ({BACKLOG: max(levels)} if levels else {})
 
 
 class CaptureProm(KVConnectorPromMetrics):
-    """The Prometheus series: one for each counter and reason, and a backlog for each rank."""
+    """The Prometheus series: one for each counter and reason, a backlog for each rank, and two for each probe."""
 
     def __init__(
         self,
@@ -93,6 +107,13 @@ class CaptureProm(KVConnectorPromMetrics):
                 families[name] = self._counter_cls(name=f"vllm:dmi_{name}", documentation=text, labelnames=labels)
             for engine, values in per_engine_labelvalues.items():
                 self._counters[engine, key] = families[name].labels(*values, *reason)
+        of_probe = {"labelnames": [*labelnames, "probe"]}
+        self._scores = self._histogram_cls(
+            name=f"vllm:dmi_{SCORE}", documentation="Largest score of each request", buckets=_BUCKETS, **of_probe
+        )
+        self._alerts = self._counter_cls(
+            name=f"vllm:dmi_{ALERTS}", documentation="Requests with a score above the threshold", **of_probe
+        )
         backlog = self._gauge_cls(
             name=f"vllm:dmi_{BACKLOG}",
             documentation="Bytes of the host buffer that are not written yet",
@@ -106,8 +127,16 @@ class CaptureProm(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take in the data of one CaptureStats."""
         for key, value in transfer_stats_data.items():
-            if key.startswith(BACKLOG):
+            name, _, probe = key.partition(".")
+            labels = (*self.per_engine_labelvalues[engine_idx], probe)
+            if name == BACKLOG:
                 self._gauges[engine_idx, key].set(value)
+            elif name == ALERTS:
+                self._alerts.labels(*labels).inc(value)
+            elif name == SCORE:
+                series = self._scores.labels(*labels)
+                for score in value:
+                    series.observe(score)
             else:
                 self._counters[engine_idx, key].inc(value)
 

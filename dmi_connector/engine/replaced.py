@@ -101,6 +101,22 @@ def ask_one_rank() -> None:
     calls = _replace(MultiprocExecutor, collective_rpc)
 
 
+def scores_before_ends() -> None:
+    """Scheduler: hand our connector the scores of a step before it ends requests, so that their responses have them.
+
+    vLLM calls the connector's `update_connector_output` only after that. The scheduler half calls this.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """What vLLM's own method returns."""
+        if take := getattr(self.connector, "take_scores", None):
+            take(model_runner_output.kv_connector_output)
+        return updates(self, scheduler_output, model_runner_output)
+
+    updates = _replace(Scheduler, update_from_output)
+
+
 @contextmanager
 def decomposed_experts() -> Iterator[None]:
     """Let vLLM build expert layers whose kernels do not route inside themselves, where it can be asked (from 0.33 on).

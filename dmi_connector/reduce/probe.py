@@ -72,6 +72,11 @@ class Probe(Reduction):
         """Whether the products of slices of a row can be added up."""
         return self.form == "linear" and self.norm == "none"
 
+    @property
+    def one_score(self) -> bool:
+        """Whether a row has a single score."""
+        return len(self.outputs) * max(1, len(self.layers)) == 1
+
     def settings(self) -> dict[str, Any]:
         values = asdict(self)
         for name in ("path", "hidden", "shards"):

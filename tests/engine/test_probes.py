@@ -20,17 +20,25 @@ from dmi_connector.store.read.verify import verify_store
 from tests.engine.check import reference
 from tests.engine.drafts import NGRAM
 from tests.engine.harness import SMALL, Ask, Run, engine, generate, prompt, watch_scheduler
-from tests.probekit import check_scores, save_encoder, save_probe
+from tests.probekit import check_inline, check_scores, save_encoder, save_probe
 
 K = 20
 ALL = {"include_output_tokens": True}
-# Six blocks of 128 for four requests, of which each ends in its second or third: some are preempted.
-CROWD = {f"crowd{n}": Ask(prompt(n), sampling={"max_tokens": 80}) for n in (90, 100, 110, 200)}
-ASKS = {
-    "one": Ask(prompt(1)),
-    "long": Ask(prompt(300)),
-    "repeated": Ask(prompt(12) * 6, sampling={"max_tokens": 60}),
+ASKED = {name: {"inline": ["max", "mean"]} for name in ("risk", "many", "first", "last", "one")}
+INLINE = {**ALL, "dmi": {"probes": ASKED}}
+CONDITIONS = {
+    "kept": Ask(prompt(50), {**ALL, "dmi": {"key": "kept", "keep_if": "max(one) > -1e9"}}),
+    "dropped": Ask(prompt(50), {**ALL, "dmi": {"key": "dropped", "keep_if": "max(one) > 1e9", "probes": ASKED}}),
+    "stopped": Ask(prompt(50), {**ALL, "dmi": {"key": "stopped", "stop_if": "one < 1e9"}}),
 }
+# Six blocks of 128 for four requests, of which each ends in its second or third: some are preempted.
+CROWD = {f"crowd{n}": Ask(prompt(n), INLINE, {"max_tokens": 80}) for n in (90, 100, 110, 200)}
+ASKS = {
+    "one": Ask(prompt(1), INLINE),
+    "long": Ask(prompt(300), INLINE),
+    "repeated": Ask(prompt(12) * 6, INLINE, {"max_tokens": 60}),
+}
+ALERTS = {"one": -1e9}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "target, few blocks": ("target", {"num_gpu_blocks_override": 7}),
     "pool, drafts": ("pool", {"speculative_config": NGRAM}),
@@ -45,6 +53,7 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "many": save_probe(folder / "many.safetensors", "z", (0, 2), 128, 1, output="sigmoid"),
         "first": save_probe(folder / "first.safetensors", "embed", (), 64, 8, 2, norm="unit"),
         "last": save_probe(folder / "last.safetensors", "final_ln", (), 64, 2),
+        "one": save_probe(folder / "one.safetensors", "attn_out", (2,), 64, 1),
     }
 
 
@@ -64,14 +73,19 @@ def run(
     run = Run(tmp_path_factory.mktemp("probes"))
     owner, more = CASES[request.param]
     given = {name: str(path) for name, path in probes.items()} | {"sae": f"{encoder}, hook=resid_post, layer=1, k={K}"}
-    args: dict[str, Any] = capture_args("probe.*", run.store_dir, owner, probes=given, **SMALL) | more
+    args: dict[str, Any] = capture_args("probe.*", run.store_dir, owner, probes=given, probe_alerts=ALERTS, **SMALL)
+    args |= {**more, "disable_log_stats": False}
     with engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:
         watch_scheduler(llm, run)
         generate(llm, run, ASKS)
-        generate(llm, run, {"again": Ask(prompt(300))})  # its first blocks come from the prefix cache
+        generate(llm, run, {"again": Ask(prompt(300), INLINE)})  # its first blocks come from the prefix cache
         generate(llm, run, CROWD)
         some = {**ALL, "dmi": {"hooks": "probe.many,probe.risk", "layers": [2]}}
-        generate(llm, run, {"some": Ask(prompt(40), some)})
+        generate(llm, run, {"some": Ask(prompt(40), some), **CONDITIONS})
+        for _ in range(3):
+            llm.llm_engine.step()
+        run.facts["metrics"] = {metric.name: metric for metric in llm.get_metrics() if "dmi_probe" in metric.name}
+        run.facts["requests"] = len(run.replies) - 2 * bool(run.drafts)  # those with keep_if are refused in a pool
     assert bool(run.preempted) == ("blocks" in request.param) and bool(run.drafts) == ("drafts" in request.param)
     return run
 
@@ -84,6 +98,45 @@ def test_scores_are_those_of_the_rows_of_transformers(
         assert verify_store(run.store(name)) == []
         assert set(capture.attrs["hooks"]) == {f"probe.{probe}" for probe in (*probes, "sae")}
         check_scores(capture, probes, reference(oracle("qwen3"), tuple(run.tokens(name))))
+
+
+def test_responses_have_the_scores_of_their_stores(run: Run, probes: dict[str, Path]) -> None:
+    for name in (*ASKS, *CROWD, "again"):
+        capture = open_capture(run.store(name), timeout=300)
+        for probe in probes:
+            check_inline(capture, probe, run.replies[name].kv_transfer_params["dmi_probe"][probe])
+    assert "dmi_probe" not in run.replies["some"].kv_transfer_params, "it did not ask"
+
+
+def test_keep_if_stores_only_requests_for_which_it_holds(run: Run, probes: dict[str, Path]) -> None:
+    kept, dropped = (run.replies[name].kv_transfer_params for name in ("kept", "dropped"))
+    if run.drafts:  # rows in a pool
+        assert all("owner 'pool' has no room" in said["dmi_error"] for said in (kept, dropped))
+        return
+    capture = open_capture(run.store("kept"), timeout=300)
+    assert verify_store(run.store("kept")) == [] and len(capture.token_ids) == 50 + 11
+    assert dropped["dmi_store"] is None and dropped["dmi_reason"].startswith(
+        "dmi.keep_if: max(one) > 1e9 does not hold"
+    )
+    for name in probes:
+        check_inline(capture, name, dropped["dmi_probe"][name])
+    assert run.tokens("dropped") == run.tokens("kept") == [*capture.token_ids, run.tokens("kept")[-1]]
+    assert [path for path in run.store_dir.rglob("*") if path.name.startswith("dropped")] == []
+    assert "dropped" not in (run.store_dir / "index.jsonl").read_text()
+
+
+def test_stop_if_ends_a_request(run: Run, oracle: Callable[..., Oracle]) -> None:
+    reply, tokens = run.replies["stopped"], run.tokens("stopped")
+    assert reply.kv_transfer_params["dmi_stop"].startswith("dmi.stop_if: one < 1e9 holds at position 0, where it is ")
+    assert len(tokens) == 51 and reply.outputs[0].finish_reason == "length"
+    assert tokens[-1] == reference(oracle("qwen3"), tuple(tokens))["logits"].argmax(-1)[49]
+    assert len(open_capture(run.store("stopped"), timeout=300).token_ids) == 50
+
+
+def test_metrics_have_a_score_and_an_alert_for_each_request(run: Run) -> None:
+    alerts, scores = run.facts["metrics"]["vllm:dmi_probe_alerts"], run.facts["metrics"]["vllm:dmi_probe_score"]
+    assert alerts.labels["probe"] == scores.labels["probe"] == "one"
+    assert alerts.value == scores.count == run.facts["requests"]
 
 
 def test_latents_are_the_largest_of_the_rows_of_transformers(

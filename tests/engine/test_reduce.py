@@ -30,7 +30,7 @@ from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.read.waiting import wait_for
 from tests.engine.check import attention_weights, hooks_of, reference
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
-from tests.probekit import check_scores, save_encoder, save_probe
+from tests.probekit import check_inline, check_scores, save_encoder, save_probe
 
 REDUCE = {
     "resid_*": "rp(16,seed=3)",
@@ -128,8 +128,10 @@ def run(
         else:
             run.facts["ops"] = watch_branches(patch)
         with engine(tiny_model("qwen3"), in_process=tp == 1, fork=tp > 1, **args) as llm:
-            generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})
-            generate(llm, run, {"again": Ask(prompt(300))})  # its first blocks come from the prefix cache
+            inline = {name: {"inline": ["max", "mean"]} for name in probes}
+            asked = {"include_output_tokens": True, "dmi": {"probes": inline}}
+            generate(llm, run, {f"len{n}": Ask(prompt(n), asked) for n in LENGTHS})
+            generate(llm, run, {"again": Ask(prompt(300), asked)})  # its first blocks come from the prefix cache
     return run
 
 
@@ -235,6 +237,15 @@ def test_probes_score_the_rows_of_transformers(
         capture = open_capture(run.store(name), timeout=300)
         check_scores(capture, probes, reference(oracle("qwen3"), tuple(run.tokens(name))))
         assert capture.attrs["hooks"]["probe.many"]["shards"] == capture.attrs["tp"]
+
+
+def test_responses_have_the_scores_of_all_ranks(run: Run, probes: dict[str, Path]) -> None:
+    for name in (*(f"len{n}" for n in LENGTHS), "again"):
+        capture = open_capture(run.store(name), timeout=300)
+        found = run.replies[name].kv_transfer_params["dmi_probe"]
+        assert list(found) == list(probes)
+        for probe in probes:
+            check_inline(capture, probe, found[probe])
 
 
 def test_the_index_has_the_scores_of_all_ranks(run: Run, probes: dict[str, Path]) -> None:

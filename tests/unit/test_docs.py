@@ -339,7 +339,8 @@ def test_capturing_has_every_server_option_with_its_default() -> None:
     table = rows("CAPTURING.md", "Server options")
     parsed = ServerOptions.parse({"store_dir": "s"})
     assert (parsed.hooks, parsed.reduce, parsed.probes) == (("hidden-states",), (), ())
-    shown = {"store_dir": "required", "hooks": '`"hidden-states"`', "reduce": "`{}`", "probes": "`{}`"}
+    shown = {"store_dir": "required", "hooks": '`"hidden-states"`'}
+    shown |= dict.fromkeys(("reduce", "probes", "probe_alerts"), "`{}`")
     for option in fields(ServerOptions):
         assert option.name in table, f"docs/CAPTURING.md has no row for {option.name}"
         default = shown.get(option.name) or f"`{json.dumps(getattr(parsed, option.name))}`"
@@ -385,11 +386,13 @@ def test_hooks_has_every_field_of_an_architecture_with_its_default() -> None:
 
 
 def test_operations_has_every_metric_and_reason() -> None:
-    from dmi_connector.engine.metrics import BACKLOG, COUNTERS
+    from dmi_connector.engine.metrics import ALERTS, BACKLOG, COUNTERS, SCORE
 
     table = rows("OPERATIONS.md")
     named = {re.sub(r"\{.*|_total.*", "", name) for name in table if name.startswith("vllm:dmi_")}
-    assert named == {f"vllm:dmi_{name}" for name, _ in COUNTERS.values()} | {f"vllm:dmi_{BACKLOG}"}
+    assert named == {f"vllm:dmi_{name}" for name, _ in COUNTERS.values()} | {
+        f"vllm:dmi_{name}" for name in (ALERTS, BACKLOG, SCORE)
+    }
     assert set(LABELS) <= set(table), set(LABELS) - set(table)
 
 

@@ -101,6 +101,7 @@ def test_each_server_option_is_read(tmp_path: Path) -> None:
         "shutdown_seconds": 11,
         "reduce": {"q": "int8", "resid_*": "rp(8)"},
         "probes": {"p": probe},
+        "probe_alerts": {"p": 0.5},
         "check": "poison",
         "cuda_graphs": "vllm",
         "upload": "s3://bucket/a/",
@@ -116,6 +117,7 @@ def test_each_server_option_is_read(tmp_path: Path) -> None:
         "save_path_roots": ("/a/b", "/c"),
         "reduce": (("q", "int8"), ("resid_*", "rp(8)")),
         "probes": (("p", probe),),
+        "probe_alerts": (("p", 0.5),),
         "upload": "s3://bucket/a",
     }
     assert vars(ServerOptions.parse(given)) == read
@@ -130,6 +132,27 @@ def test_each_server_option_is_read(tmp_path: Path) -> None:
         ServerOptions.parse({"store_dir": "/x", "reduce": "rp9"})
     assert vars(ServerOptions.parse({"store_dir": "/x"})) == defaults
     assert ServerOptions.parse({"store_dir": "/x", "save_path_roots": " /a , /b/c "}).save_path_roots == ("/a", "/b/c")
+
+
+@pytest.mark.parametrize(
+    "value, says",
+    [
+        (0.5, "probe_alerts: 0.5 is not valid; give {name: score}"),
+        ({"q": 0.5}, "probe_alerts: 'q' is no probe; probes: p, wide"),
+        ({"p": True}, "probe_alerts: {'p': True} is not valid; give a number"),
+        ({"p": float("nan")}, "probe_alerts: {'p': nan} is not valid; give a number"),
+        (
+            {"wide": 0.5},
+            "probe_alerts: 'wide' does not have one score per row; name a probe of one output in one layer",
+        ),
+    ],
+)
+def test_a_bad_alert_names_the_fix(tmp_path: Path, value: object, says: str) -> None:
+    sizes = {"p": 1, "wide": 2}
+    probes = {name: str(save_probe(tmp_path / f"{name}.safetensors", "q", (1,), 8, n)) for name, n in sizes.items()}
+    with pytest.raises(OptionError) as caught:
+        ServerOptions.parse({"store_dir": "/x", "probes": probes, "probe_alerts": value})
+    assert str(caught.value).startswith(says)
 
 
 def test_local_copies_go_only_after_an_upload() -> None:
@@ -235,6 +258,18 @@ def test_request_options_are_read_and_foreign_ones_are_ignored() -> None:
         ({"dmi": {"tokens": [-1, 5]}}, ["dmi.tokens start", "-1"]),
         ({"dmi": {"tokens": [0, 1 << 60]}}, ["dmi.tokens stop", "whole number"]),
         ({"dmi": {"enabled": None}}, ["dmi.enabled", "None"]),
+        ({"dmi": {"probes": ["risk"]}}, ["dmi.probes: ['risk']", '{"inline": "max"}']),
+        ({"dmi": {"probes": {"risk": "max"}}}, ["dmi.probes: {'risk': 'max'}", '{"inline": "max"}']),
+        ({"dmi": {"probes": {"risk": {}}}}, ["dmi.probes inline: None", "choose one of max, min, mean, last"]),
+        ({"dmi": {"probes": {"risk": {"inline": ["maxx"]}}}}, ["dmi.probes inline: 'maxx'", "mean 'max'"]),
+        ({"dmi": {"probes": {"risk": {"inlin": "max"}}}}, ["dmi.probes: option 'inlin'", "mean 'inline'"]),
+        ({"dmi": {"keep_if": 5}}, ["dmi.keep_if: 5 is not valid; give max(NAME) > 0.8, also with min, mean"]),
+        ({"dmi": {"keep_if": "max(risk) >= 0.8"}}, ["dmi.keep_if: 'max(risk) >= 0.8' is not valid; give max(NAME)"]),
+        ({"dmi": {"keep_if": "sum(risk) > 0.8"}}, ["dmi.keep_if: 'sum(risk) > 0.8' is not valid"]),
+        ({"dmi": {"keep_if": "risk > 0.8"}}, ["dmi.keep_if: 'risk > 0.8' is not valid"]),
+        ({"dmi": {"keep_if": "max(risk) > 1.2.3"}}, ["dmi.keep_if: 'max(risk) > 1.2.3' is not valid"]),
+        ({"dmi": {"keep_if": "count(risk) > 3"}}, ["dmi.keep_if: 'count(risk) > 3' is not valid"]),
+        ({"dmi": {"stop_if": "max(risk) > 0.8"}}, ["dmi.stop_if: 'max(risk) > 0.8' is not valid; give NAME > 0.95"]),
         ({"dmi": {"loss_spans": "1:5"}}, ["dmi.loss_spans", "'1:5'", "as in [[12, 80], [95, 130]]"]),
         ({"dmi": {"loss_spans": [[0, 1]] * 4097}}, ["dmi.loss_spans", "at most 4096"]),
         ({"dmi": {"loss_spans": [3, 5]}}, ["dmi.loss_spans: 3", "start below stop"]),

@@ -61,7 +61,9 @@ def test_any_value_of_a_server_option_is_parsed_or_refused(name: str, value: obj
     except OptionError as error:
         check_message(error, {name, RELATED.get(name, name)})
         return
-    again = {name: dict(v) if name in ("reduce", "probes") else v for name, v in asdict(options).items()}
+    again = {
+        name: dict(v) if name in ("reduce", "probes", "probe_alerts") else v for name, v in asdict(options).items()
+    }
     assert ServerOptions.parse(again) == options, "what was parsed is itself valid"
     assert again.keys() == set(SERVER) and json.dumps(again)
 

@@ -16,6 +16,9 @@ from dmi_connector.request_options import CaptureParams
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from dmi_connector.engine.messages import Open
+    from dmi_connector.engine.scheduler.request_scores import RequestScores
+
 _NUMBERS = bytes(range(1, DRAFT_UNKNOWN))
 """Numbers of the draft tokens of a step."""
 _UNKNOWN = bytes([DRAFT_UNKNOWN])
@@ -28,7 +31,9 @@ class Tracked:
     quota_end: first position that `max_request_bytes` has no room for. exported: position up to which rows were handed
     to the workers. due: number of computed tokens at which the next chunk is ready. ignored: which of its options are
     ignored, in words. opened: whether it was ever scheduled. media: images and the like of its first turn. blocks: its
-    blocks in the cache group of the rows.
+    blocks in the cache group of the rows. scores: of probes, if they are needed while it runs.
+    opening: with `keep_if` the message that begins its capture, sent when the request has ended. stopped: why `stop_if`
+    ended it.
 
     Beside speculative decoding. last_step: the last step that computed tokens of it. decided: position up to which
     logits were accepted. drafted: for each position which draft token of its step it was, as in `Close.draft_index`, up
@@ -48,6 +53,9 @@ class Tracked:
     opened: bool = False
     media: int = 0
     blocks: list[int] = field(default_factory=list)
+    scores: RequestScores | None = None
+    opening: Open | None = None
+    stopped: str = ""
     last_step: int = 0
     decided: int = 0
     drafted: bytearray = field(default_factory=bytearray)

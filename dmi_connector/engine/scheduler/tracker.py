@@ -11,12 +11,15 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.messages import STEPS_TOGETHER, Borrow, Close, Open, Report, Rows, Sample, StepMetadata
+from dmi_connector.engine.messages import STEPS_TOGETHER, Close, Open, Report, Rows, Sample, StepMetadata
 from dmi_connector.engine.scheduler.draft_tokens import DraftTokens
 from dmi_connector.engine.scheduler.ignored import ignored_path
-from dmi_connector.engine.scheduler.media import later_media, media_attributes
+from dmi_connector.engine.scheduler.media import later_media
+from dmi_connector.engine.scheduler.opening import opening
 from dmi_connector.engine.scheduler.quota import UNLIMITED, Quota, RequestBytes, row_bytes
 from dmi_connector.engine.scheduler.refused_requests import RefusedRequests
+from dmi_connector.engine.scheduler.responses import dropped, response
+from dmi_connector.engine.scheduler.scores import ProbeScores
 from dmi_connector.engine.scheduler.tracked_request import Tracked
 from dmi_connector.hooks import SelectionError, narrow
 from dmi_connector.option_values import OptionError
@@ -57,6 +60,7 @@ class Tracker:
         self.keep_rows = keep_rows
         self.tracked: dict[str, Tracked] = {}
         self.refused = RefusedRequests()
+        self.pending_opens: list[Open] = []  # of ended requests that were kept
         self.pending_closes: list[Close] = []
         self._since: list[SchedulerOutput] = []  # steps since the last look for chunks
         self._before: list[SchedulerOutput] = []  # the step of that look
@@ -72,6 +76,7 @@ class Tracker:
         self.lost: dict[int, list[list[int]]] = {}
         self.unborrowed: dict[int, list[Loss]] = {}
         self._captures = 0
+        self.scores = ProbeScores(context, slots, self._drafts is not None)
         self._counts: Counter[str] = Counter()  # requests that ended without a capture, since they were last taken
         self.warning = ""  # of all responses: what of the engine's configuration is ignored
         self._path_told = False  # whether the log says that paths of requests are ignored
@@ -93,8 +98,10 @@ class Tracker:
                 raise OptionError(
                     "prompt_embeds: requests without token ids cannot be captured; send token ids or text"
                 )
+            self.scores.check(params)
             self.tracked[request_id] = self._track(request, params)
             self.slots.arrived(self.tracked[request_id])
+            self.scores.arrived(self.tracked[request_id])
         except (OptionError, SelectionError) as error:
             self.refused.add(request_id, str(error))
         except Exception as error:  # whatever a client sent, the engine goes on
@@ -124,7 +131,8 @@ class Tracker:
         if ignored and not self._path_told:
             logger.warning("dmi: ignored in request %s: %s", show(request.request_id), ignored)
             self._path_told = True
-        due = params.start + options.chunk_tokens
+        params.check_waits(self.slots.stays, selection.hooks)
+        due = params.start + options.chunk_tokens if params.keep_if is None else UNLIMITED
         return Tracked(request, params, self._captures, path, selection, quota_end, params.start, due, ignored)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
@@ -132,8 +140,8 @@ class Tracker:
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """The message for the step that `output` describes."""
         scheduled = output.num_scheduled_tokens
-        metadata = StepMetadata(closes=self.pending_closes, idle=not scheduled)
-        self.pending_closes = []
+        metadata = StepMetadata(self.pending_opens, self.pending_closes, idle=not scheduled)
+        self.pending_opens, self.pending_closes = [], []
         metadata.release = self.slots.take_release()
         if self._drafts is not None:
             if self._with_logits:
@@ -160,7 +168,11 @@ class Tracker:
                 if not tracked.opened:
                     tracked.opened = True
                     self._with_logits += tracked.has_logits
-                    metadata.opens.append(self._open(tracked, self.slots.begin(tracked)))
+                    message = opening(tracked, self.slots.begin(tracked), self.context)
+                    if tracked.params.keep_if is None:
+                        metadata.opens.append(message)
+                    else:
+                        tracked.opening = message
         prompts: Iterable[tuple[Captured, int]] = ()
         if self.slots.eager:
             self._take_blocks()
@@ -185,7 +197,10 @@ class Tracker:
                         if self._with_logits and request_id in scheduled:
                             take = self._take_sample if self._drafts is None else self._drafts.want_logits
                             take(tracked, computed, metadata)
-        for prompt, computed in prompts:
+        if self.scores.running:
+            self._take_blocks()
+            metadata.scores = self.scores.ask(scheduled)
+        for prompt, computed in prompts:  # after that, as these rows leave their places
             self._export_chunks(self.tracked[prompt.request.request_id], computed, metadata.chunks)
         self._plan(metadata)
         self.slots.plan(output, metadata)
@@ -202,7 +217,7 @@ class Tracker:
             self._waited, self._left = 0, self.handed
         self._unreported += 1
         short = self.handed - self.gathered > self.keep_rows or self.context.options.policy == "drop"
-        now = metadata.gather or metadata.idle or metadata.release or short
+        now = metadata.gather or metadata.idle or metadata.release or short or bool(metadata.scores)
         if now or self._unreported >= self._steps:
             metadata.report, self._unreported = True, 0
 
@@ -264,31 +279,6 @@ class Tracker:
         self.slots.handed(tracked, stop, self.handed)
         return rows
 
-    def _open(self, tracked: Tracked, borrow: Borrow | None) -> Open:
-        request = tracked.request
-        tracked.skip(0 if borrow is None else len(borrow.token_ids))
-        sampling = request.sampling_params
-        end = min(request.num_prompt_tokens + request.max_tokens, tracked.limit)
-        tracked.media = len(request.mm_features)
-        return Open(
-            capture=tracked.capture,
-            path=tracked.path,
-            hooks=dict(tracked.selection.hooks),
-            request_id=request.request_id,
-            key=tracked.params.key,
-            start=tracked.params.start,
-            most_rows=max(0, end - tracked.params.start),
-            attrs={
-                "prompt_len": request.num_prompt_tokens,
-                "seed": None if sampling is None else sampling.seed,
-                **tracked.params.store_attributes,
-                "adapter": None if request.lora_request is None else request.lora_request.lora_name,
-                **media_attributes(request, self.context),
-                **({} if borrow is None else borrow.attributes),
-            },
-            borrow=borrow,
-        )
-
     def on_report(self, report: Report) -> None:
         """Take in what the workers report."""
         self.gathered, self._staged = report.gathered, report.staged
@@ -322,13 +312,21 @@ class Tracker:
         tracked = self.tracked.pop(request_id, None)
         if tracked is None:
             return False, None
-        self.quota.ended(tracked.path, nothing=not tracked.opened)
+        why = self.scores.why_dropped(tracked, self._inputs(tracked)) if tracked.opened else ""
+        self.quota.ended(tracked.path, nothing=bool(why) or not tracked.opened)
         if not tracked.opened:
+            self.scores.ended(tracked, 0)
             self.slots.forget(tracked)
             self._counts["cancelled"] += 1
             return False, {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
         self._with_logits -= tracked.has_logits
         tracked.blocks = blocks or tracked.blocks  # a preempted request has none, and its last ones had its logits
+        if why:
+            self.slots.forget(tracked)
+            self._counts["not_kept"] += 1
+            return False, self._scored(tracked, {**dropped(tracked), "dmi_reason": why})
+        if tracked.opening is not None:
+            self.pending_opens.append(tracked.opening)
         close = self._close(tracked)
         self.pending_closes.append(close)
         waiting = self.handed - self.gathered > self.keep_rows
@@ -337,30 +335,32 @@ class Tracker:
         self.slots.forget(tracked)
         return keep, self._response(tracked, close)
 
-    def take_counts(self) -> dict[str, int]:
-        """Requests that ended without a capture since the last call, by key of `metrics.COUNTERS`."""
-        counts, self._counts = self._counts, Counter()
-        return dict(counts + Counter(self.slots.take_counts()))
-
     def _response(self, tracked: Tracked, close: Close) -> dict[str, Any]:
         """What the response says in `kv_transfer_params`."""
-        store = tracked.path if self.context.options.sink == "disk" else None
-        response: dict[str, Any] = {"dmi_store": store, "dmi_request_id": tracked.request.request_id}
-        if store is not None and self.context.options.upload:
-            response["dmi_url"] = f"{self.context.options.upload}/{os.path.basename(store)}"
-        if tracked.params.key is not None:
-            response["dmi_key"] = tracked.params.key
-        lost = self.lost.pop(tracked.capture, [])
-        if losses := close.losses + self.unborrowed.pop(tracked.capture, []):
-            lost = lost + completeness.missing(losses)
-            response["dmi_reason"] = completeness.reason(losses)
-        if lost:
-            response["dmi_missing"] = sorted(lost)
-        if not close.length and not close.losses:
-            response["dmi_reason"] = tracked.why_empty()
-        if warnings := [text for text in (self.warning, tracked.ignored) if text]:
-            response["dmi_warning"] = "; ".join(warnings)
-        return response
+        lost, unborrowed = self.lost.pop(tracked.capture, []), self.unborrowed.pop(tracked.capture, [])
+        said = response(tracked, close, self.context.options, lost, unborrowed, self.warning)
+        return self._scored(tracked, said)
+
+    def _scored(self, tracked: Tracked, said: dict[str, Any]) -> dict[str, Any]:
+        """A response with what there is to say of scores. The request has ended."""
+        end = self._inputs(tracked)
+        self.scores.ended(tracked, end)
+        if scores := self.scores.answer(tracked, end):
+            said["dmi_probe"] = scores
+        if tracked.stopped:
+            said["dmi_stop"] = tracked.stopped
+        return said
+
+    @staticmethod
+    def _inputs(tracked: Tracked) -> int:
+        """Position behind the last row that an ended request may have. The last sampled token was never an input."""
+        request = tracked.request
+        return min(max(request.num_prompt_tokens, request.num_tokens - 1), tracked.limit)
+
+    def take_counts(self) -> dict[str, Any]:
+        """What changed since the last call, by key of `CaptureStats.data`."""
+        counts, self._counts = self._counts, Counter()
+        return dict(counts + Counter(self.slots.take_counts())) | self.scores.take_counts()
 
     def _close(self, tracked: Tracked) -> Close:
         """The end of a capture. The last sampled token was never an input and has no row."""

@@ -21,6 +21,7 @@ from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTra
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 from dmi_connector.engine.transfer.logits import LogitsExport, step_bytes
 from dmi_connector.engine.transfer.meter import Meter
+from dmi_connector.engine.transfer.scores import ScoreReader
 from dmi_connector.store.format.completeness import Cause
 from dmi_connector.store.write.client import StoreClient
 from dmi_connector.store.write.messages import pack_array
@@ -79,6 +80,7 @@ class Exporter:
         self.ring = self.client.ring if self.client else Ring(sizes.host)
         post = None if self.client is None or full.logits is None else self.client.rows
         self.logits = LogitsExport(self, post, drafts > 0)
+        self.scores = ScoreReader(context.layout, rank, self.rows.device)
         self.meter = Meter(self.progress, self.client, self.ring, rank)
         self.lane: DeviceLane | None = None
         if gpu and options.sink != "null":
@@ -181,9 +183,11 @@ class Exporter:
             self.lane.drain()
         self._end_gathered()
 
-    def take_report(self) -> Report:
-        """What is new for the scheduler."""
+    def take_report(self, scores: Sequence[Rows] = ()) -> Report:
+        """What is new for the scheduler. scores: rows of this step whose scores it asks for."""
         report = self.progress.report()
+        if scores:
+            report.scores.append(self.scores.read(self.rows, scores))
         report.staged = self.context.may_sleep and self.lane is not None and self.lane.staged
         if self.client is not None:
             report.stored, losses = self.client.take_news()

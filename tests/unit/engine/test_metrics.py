@@ -240,8 +240,9 @@ def test_vllm_shows_our_counts_on_its_endpoint_and_in_its_log() -> None:
     config: Any = SimpleNamespace(kv_transfer_config=transfer, parallel_config=SimpleNamespace(tensor_parallel_size=2))
     ranks = CaptureStats({"started": 2, "bytes_raw": 100, "backlog_bytes.0": 7})
     first = ranks.aggregate(CaptureStats({"bytes_raw": 50, "backlog_bytes.1": 9})).aggregate(
-        CaptureStats({"refused": 1, "cancelled": 168})
+        CaptureStats({"refused": 1, "cancelled": 168, "probe_score.risk": [0.25], "probe_alerts.risk": 0})
     )
+    first.aggregate(CaptureStats({"probe_score.risk": [0.75, 30.0], "probe_alerts.risk": 2}))
     second = CaptureStats({"complete": 1, "incomplete.dropped": 1, "backlog_bytes.1": 3, "blocked_seconds": 0.25})
     prom, log, lines = KVConnectorProm(config, ["engine"], {0: ["0"]}), KVConnectorLogging(transfer), []
     try:
@@ -261,11 +262,15 @@ def test_vllm_shows_our_counts_on_its_endpoint_and_in_its_log() -> None:
         assert value("captures_incomplete_total", reason="aborted") == 0
         assert value("backlog_bytes", rank="0") == 7 and value("backlog_bytes", rank="1") == 3
         assert value("blocked_seconds_total") == 0.25
+        assert value("probe_alerts_total", probe="risk") == 2 and value("probe_score_sum", probe="risk") == 31
+        below = {le: value("probe_score_bucket", probe="risk", le=le) for le in ("0.2", "0.3", "0.8", "10.0", "+Inf")}
+        assert list(below.values()) == [0, 1, 2, 2, 3]
     finally:
         unregister_vllm_metrics()
     assert lines == [
         "KV Transfer metrics: captures_started=2, captures_complete=1, captures_incomplete.dropped=1, "
-        "captures_refused=1, captures_cancelled=168, raw_bytes=150, blocked_seconds=0.25, backlog_bytes=7"
+        "captures_refused=1, captures_cancelled=168, raw_bytes=150, blocked_seconds=0.25, probe_alerts.risk=2, "
+        "backlog_bytes=7"
     ]
 
 

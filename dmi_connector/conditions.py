@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conditions on the scores of a probe, as requests give them: `keep_if` and `stop_if` (docs/PROBES.md)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dmi_connector.option_values import refuse
+
+AGGREGATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "max": lambda rows: rows.max(0),
+    "min": lambda rows: rows.min(0),
+    "mean": lambda rows: rows.mean(0, dtype=np.float64),
+    "last": lambda rows: rows[-1],
+}
+"""Of scores [rows, ...]."""
+_LONGEST = 200
+_NAME = r"(?P<probe>[A-Za-z0-9][A-Za-z0-9_-]*)"
+_SIGN, _NUMBER = r"(?P<{}>[<>])", r"(?P<{}>[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)"
+_OF_ROW = rf"{_NAME}\s*{_SIGN.format('row_sign')}\s*{_NUMBER.format('row_value')}"
+_OF_ALL = rf"\s*{_SIGN.format('sign')}\s*{_NUMBER.format('value')}"
+_AGGREGATE = re.compile(rf"(?P<what>{'|'.join(AGGREGATES)})\s*\(\s*{_NAME}\s*\)" + _OF_ALL)
+_COUNT = re.compile(rf"(?P<what>count)\s*\(\s*{_OF_ROW}\s*\)" + _OF_ALL)
+_ROW = re.compile(_OF_ROW)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A comparison of the scores of one probe with a number.
+
+    text: as it was given. what: one of AGGREGATES, or "count": of rows that compare so with `row_value`; "" in a
+    condition on each row. sign, row_sign: "<" or ">".
+    """
+
+    text: str
+    probe: str
+    what: str = ""
+    sign: str = ">"
+    value: float = 0.0
+    row_sign: str = ">"
+    row_value: float = 0.0
+
+    def measure(self, rows: np.ndarray) -> float:
+        """What is compared with `value`. rows: scores, float32 [rows], at least one. NaN if one of them is."""
+        if self.what != "count":
+            return float(AGGREGATES[self.what](rows))
+        return float("nan") if np.isnan(rows).any() else int(self.of_rows(rows).sum())
+
+    def of_rows(self, rows: np.ndarray) -> np.ndarray:
+        """For which rows `row_sign` and `row_value` hold, bool [rows]. For none that is NaN."""
+        return np.asarray(rows > self.row_value if self.row_sign == ">" else rows < self.row_value)
+
+    def refutes(self, measure: float) -> bool:
+        """Whether the condition is known not to hold. Nothing is known of NaN."""
+        return measure <= self.value if self.sign == ">" else measure >= self.value
+
+
+def keep_if(value: object) -> Condition | None:
+    """The condition of `dmi.keep_if`. Raises OptionError."""
+    return _parse("dmi.keep_if", value, "max(NAME) > 0.8, also with min, mean, last, count(NAME > 0.5), and <")
+
+
+def stop_if(value: object) -> Condition | None:
+    """The condition of `dmi.stop_if`, on each row. Raises OptionError."""
+    return _parse("dmi.stop_if", value, "NAME > 0.95, or NAME < 0.05")
+
+
+def _parse(option: str, value: object, forms: str) -> Condition | None:
+    if value is None:
+        return None
+    text = value.strip() if isinstance(value, str) and len(value) <= _LONGEST else ""
+    patterns = (_ROW,) if option == "dmi.stop_if" else (_AGGREGATE, _COUNT)
+    found = next(filter(None, (pattern.fullmatch(text) for pattern in patterns)), None)
+    if found is None:
+        raise refuse(option, value, f"is not valid; give {forms}, with the name of a probe")
+    given: dict[str, Any] = {
+        name: float(part) if name.endswith("value") else part for name, part in found.groupdict().items()
+    }
+    return Condition(text, **given)

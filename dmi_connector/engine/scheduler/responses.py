@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the response of a captured request says of its store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from dmi_connector.engine.messages import Close
+from dmi_connector.engine.scheduler.tracked_request import Tracked
+from dmi_connector.settings import ServerOptions
+from dmi_connector.store.format import completeness
+from dmi_connector.store.format.completeness import Loss
+
+
+def response(
+    tracked: Tracked,
+    close: Close,
+    options: ServerOptions,
+    lost: Sequence[list[int]],
+    unborrowed: Sequence[Loss],
+    warning: str,
+) -> dict[str, Any]:
+    """The `kv_transfer_params` of a response.
+
+    lost: row ranges that were given up. unborrowed: rows that could not be borrowed. warning: of all responses.
+    """
+    store = tracked.path if options.sink == "disk" else None
+    said = {**dropped(tracked), "dmi_store": store}
+    if store is not None and options.upload:
+        said["dmi_url"] = f"{options.upload}/{os.path.basename(store)}"
+    missing = [*lost]
+    if losses := [*close.losses, *unborrowed]:
+        missing += completeness.missing(losses)
+        said["dmi_reason"] = completeness.reason(losses)
+    if missing:
+        said["dmi_missing"] = sorted(missing)
+    if not close.length and not close.losses:
+        said["dmi_reason"] = tracked.why_empty()
+    if warnings := [text for text in (warning, tracked.ignored) if text]:
+        said["dmi_warning"] = "; ".join(warnings)
+    return said
+
+
+def dropped(tracked: Tracked) -> dict[str, Any]:
+    """What the response says of a request without a store."""
+    key = {} if tracked.params.key is None else {"dmi_key": tracked.params.key}
+    return {"dmi_store": None, "dmi_request_id": tracked.request.request_id, **key}

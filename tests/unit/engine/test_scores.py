@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of probes in responses, under vLLM's own scheduler: of every row, whatever happens to a request."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from dmi_connector.engine.messages import StepScores
+from dmi_connector.engine.owners.paged import PagedSlots
+from dmi_connector.engine.scheduler.tracker import Tracker
+from tests import schedulerkit
+from tests.exporterkit import SMALL, make_exporter
+from tests.probekit import save_encoder, save_probe
+from tests.schedulerkit import Engine, score
+from tests.trackerkit import ask, generate
+
+Make = Callable[..., Engine]
+RISK = {"probes": {"risk": {"inline": ["max", "min", "mean"]}}}
+
+
+@pytest.fixture
+def make(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # asked when the configuration is made; there is no runner
+    return lambda **more: Engine(tiny_model("qwen3"), tmp_path, monkeypatch, scored=True, **more)
+
+
+def responses(engine: Engine) -> dict[str, dict[str, Any]]:
+    """What the tracker says at the end of each request, of aborted ones too."""
+    said: dict[str, dict[str, Any]] = {}
+    finish = engine.tracker.finish
+
+    def noted(request: Any, blocks: Any) -> Any:
+        keep, response = finish(request, blocks)
+        said[request.request_id] = response or {}
+        return keep, response
+
+    engine.tracker.finish = noted  # type: ignore[method-assign]
+    return said
+
+
+def want(engine: Engine, name: str, first: int, last: int) -> dict[str, Any]:
+    """The answer for rows of positions from `first` to `last`."""
+    tokens = engine.requests[name].all_token_ids
+    rows = [score(tokens[at], at) for at in range(first, last + 1)]
+    found = {"max": max(rows), "at": first + rows.index(max(rows)), "min": min(rows), "last": rows[-1]}
+    return {**found, "mean": pytest.approx(sum(rows) / len(rows)), "from": first, "through": last}
+
+
+KINDS: list[dict[str, Any]] = [
+    {"blocks": 24, "ahead": False},
+    {"blocks": 24},
+    {"blocks": 40, "late": True},
+    {"blocks": 24, "drafts": 3, "ahead": False, "hooks": "q,logits"},
+    {"blocks": 24, "drafts": 3, "hooks": "q,logits"},
+    {"blocks": 24, "pages": 12},
+    {"blocks": 40, "pages": 20, "ahead": False, "borrows": True},
+    {"blocks": 24, "pages": 30, "drafts": 3},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: ",".join(map(str, kind.items())))
+@pytest.mark.parametrize("seed", range(2))
+def test_responses_have_the_scores_of_all_rows_in_random_lives(make: Make, kind: dict[str, Any], seed: int) -> None:
+    """Arrivals, prefix hits, preemptions, rejected drafts, aborts."""
+    engine = make(seed=seed, **kind)
+    said, random = responses(engine), engine.random
+    for _ in range(100):
+        if random.random() < 0.35 and len(engine.requests) - len(said) < 12:
+            first, start = random.choice([3, 4, 5]), random.choice([0, 0, 5, 20, 300])
+            prompt = [first + n % 20 for n in range(random.randrange(1, 120))]
+            engine.add(prompt, random.randrange(1, 60), {**RISK, "tokens": [start, None]})
+        running = [name for name, request in engine.requests.items() if not request.is_finished()]
+        if running and random.random() < 0.05:
+            engine.abort(random.choice(running))
+        engine.step()
+    engine.drain()
+    assert engine.faults() == []
+    scored = 0
+    for name, stored in engine.stored.items():
+        found, length = said[name]["dmi_probe"]["risk"], stored.ends[0][0]
+        if not length:
+            assert found == {"tokens": 0}
+        elif name not in engine.aborted:
+            assert found == want(engine, name, stored.start + stored.borrowed, stored.start + length - 1), name
+            scored += 1
+        elif "max" in found:  # steps that were running when it ended are not in it
+            assert found["through"] < stored.start + length
+            assert found == want(engine, name, found["from"], found["through"]), name
+    assert scored > 5
+
+
+def test_parts_of_ranks_are_added_up_and_layers_stay_apart(tmp_path: Path) -> None:
+    """Two ranks: each has half of z, of which "two" scores two layers. One rank alone writes "whole"."""
+    two = save_probe(tmp_path / "two.safetensors", "z", (0, 1), SMALL.heads * SMALL.head_dim, 2, output="sigmoid")
+    whole = save_probe(tmp_path / "whole.safetensors", "mlp_out", (1,), SMALL.hidden, 1)
+    given = {"probes": {"two": str(two), "whole": str(whole)}, "hooks": "probe.*", "sink": "host"}
+    exporters = [make_exporter(tmp_path, 32, SMALL, rank, 2, **given) for rank in range(2)]
+    rng = np.random.default_rng(0)
+    stored: dict[str, list[np.ndarray]] = {"probe.two": [], "probe.whole": []}
+    for exporter in exporters:
+        for one in exporter.context.layout.fields:
+            values = rng.standard_normal((32, one.stored[1])).astype(np.float32)
+            words = exporter.rows.view(torch.float32)
+            words[:, one.offset // 4 : one.offset // 4 + values.shape[1]] = torch.from_numpy(values)
+            stored[one.hook].append(values)
+    assert [len(values) for values in stored.values()] == [4, 1]
+    request = ask({"dmi": {"probes": {"two": {"inline": "max"}, "whole": {"inline": "mean"}}}}, prompt=5)
+    context = exporters[0].context
+    tracker = Tracker(context, PagedSlots(context, 16, 8), 1 << 60)
+    tracker.on_new_request(request)  # type: ignore[arg-type]
+    steps, _ = generate(tracker, request, 1, ended=False)
+    assert steps[0].report, "all ranks answer"
+    first, second = (pickle.loads(pickle.dumps(exporter.take_report(steps[0].scores))) for exporter in exporters)
+    tracker.scores.take(first.aggregate(second).scores)
+    _, response = tracker.finish(request, [1])  # type: ignore[arg-type]
+    slots = np.arange(16, 21)
+    a, b, c, d = stored["probe.two"]  # layers 0 and 1 of rank 0, then of rank 1
+    two_scores = [1 / (1 + np.exp(-(x + y)[slots])) for x, y in ((a, c), (b, d))]
+    found = response["dmi_probe"]
+    np.testing.assert_allclose(found["two"]["max"], [rows.max(0) for rows in two_scores], rtol=1e-6)
+    np.testing.assert_allclose(found["two"]["last"], [rows[-1] for rows in two_scores], rtol=1e-6)
+    assert found["two"]["at"] == [rows.argmax(0).tolist() for rows in two_scores]
+    np.testing.assert_allclose(found["whole"]["mean"], stored["probe.whole"][0][slots].mean(), rtol=1e-6)
+    for exporter in exporters:
+        exporter.shutdown()
+
+
+def test_scores_that_are_still_being_copied_are_waited_for_where_they_are_read() -> None:
+    class Late:
+        """An event after which `values` are there."""
+
+        def synchronize(self) -> None:
+            values[:] = 7
+
+    values = torch.zeros(2, 1)
+    scores = StepScores(0, [(1, 0, 2)], values, Late())
+    assert values.tolist() == [[0], [0]], "making the report waits for nothing"
+    copy = pickle.loads(pickle.dumps(scores))
+    assert copy.ready is None and copy.values.tolist() == [[7], [7]] == scores.values.tolist()
+
+
+def test_scores_that_are_not_finite_are_null(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    monkeypatch.setattr(schedulerkit, "score", lambda token, position: float("nan") if position == 3 else position)
+    engine.add(range(5, 25), 3, {"probes": {"risk": {"inline": ["max", "min"]}}})
+    engine.drain()
+    assert engine.replies["r0"]["dmi_probe"]["risk"] == {
+        "max": None,
+        "at": 3,
+        "min": None,
+        "last": 21,
+        "from": 0,
+        "through": 21,
+    }
+    assert engine.faults() == []
+
+
+def test_requests_with_a_score_above_the_threshold_are_counted(make: Make) -> None:
+    """Of all captured requests, whether they ask for scores or not. One sample of each."""
+    engine = make(alerts={"risk": 20_000.0}, tokens=lambda: 9)
+    taken: list[dict[str, Any]] = [engine.tracker.take_counts()]
+    take = engine.tracker.take_counts
+    engine.tracker.take_counts = lambda: taken.append(take()) or {}  # type: ignore[func-returns-value,method-assign]
+    names = [engine.add([token] * 5, 3, dmi) for token, dmi in ((7, None), (21, None), (30, RISK))]
+    engine.add([30] * 5, 3, {"enabled": False})
+    engine.drain()
+    engine.drain()
+    seen: dict[str, Any] = {"probe_alerts.risk": 0, "probe_score.risk": []}
+    for counts in taken:
+        for key, value in counts.items():
+            seen[key] += value
+    most = [
+        max(score(token, at) for at, token in enumerate(engine.requests[name].all_token_ids[:-1])) for name in names
+    ]
+    assert taken[0] == {"probe_alerts.risk": 0}, "the series is there before the first alert"
+    assert seen == {"probe_alerts.risk": 2, "probe_score.risk": most}
+    assert "dmi_probe" not in engine.replies["r0"] and "dmi_probe" in engine.replies["r2"]
+    assert engine.faults() == []
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "pages" not in kind], ids=lambda kind: str(kind))
+def test_only_requests_whose_condition_holds_are_kept_in_random_lives(make: Make, kind: dict[str, Any]) -> None:
+    """Of the others the workers hear nothing but which scores to read."""
+    engine = make(seed=5, **{**kind, "hooks": "q"})
+    said, random, asked = responses(engine), engine.random, {}
+    for _ in range(100):
+        if random.random() < 0.35 and len(engine.requests) - len(said) < 12:
+            first = random.choice([3, 4, 5])
+            prompt = [first + n % 20 for n in range(random.randrange(1, 120))]
+            asked[engine.add(prompt, random.randrange(1, 60), {**RISK, "keep_if": "max(risk) > 28500"})] = prompt
+        running = [name for name, request in engine.requests.items() if not request.is_finished()]
+        if running and random.random() < 0.05:
+            engine.abort(random.choice(running))
+        engine.step()
+    engine.drain()
+    assert engine.faults() == []
+    dropped = [name for name, found in said.items() if "does not hold" in found.get("dmi_reason", "")]
+    whole = 0
+    for name in asked:
+        tokens = engine.requests[name].all_token_ids[:-1]
+        scores = [score(token, at) for at, token in enumerate(tokens)]
+        ended = name not in engine.aborted
+        if name in dropped:
+            assert said[name]["dmi_store"] is None and name not in engine.stored
+            assert not ended or max(scores) <= 28500
+        elif "dmi_error" not in said[name]:
+            assert name in engine.stored and (not ended or max(scores) > 28500)
+            if ended and "dmi_missing" in said[name]:  # its last token came when it was preempted
+                assert said[name]["dmi_missing"] == [[0, len(tokens)]] and not engine.stored[name].rows
+            elif ended:
+                assert engine.stored[name].rows == {at: (token, at) for at, token in enumerate(tokens)}
+                whole += 1
+    assert len(dropped) > 3 and whole > 3
+
+
+def test_a_request_that_is_not_kept_says_so_and_is_counted(make: Make) -> None:
+    engine = make(tokens=lambda: 9)
+    taken: dict[str, Any] = {}
+    take = engine.tracker.take_counts
+    engine.tracker.take_counts = lambda: taken.update(take()) or {}  # type: ignore[func-returns-value,method-assign]
+    engine.add([7] * 5, 3, {"keep_if": "count(risk > 8999) > 3", "key": "mine"})
+    engine.drain()
+    reply = engine.replies["r0"]
+    assert reply == {
+        "dmi_store": None,
+        "dmi_request_id": "r0",
+        "dmi_key": "mine",
+        "dmi_reason": "dmi.keep_if: count(risk > 8999) > 3 does not hold (count is 2), so nothing is stored",
+    }
+    assert taken["not_kept"] == 1 and engine.tracker.handed == 0
+    assert not engine.stored and engine.faults() == []
+
+
+def test_a_request_whose_score_is_not_a_number_is_kept(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    monkeypatch.setattr(schedulerkit, "score", lambda token, position: float("nan") if position == 3 else position)
+    engine.add(range(5, 25), 3, {"keep_if": "max(risk) > 1e9"})
+    engine.drain()
+    assert list(engine.stored) == ["r0"] and "dmi_reason" not in engine.replies["r0"]
+    assert engine.faults() == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "dmi", "says"),
+    [
+        ({"pages": 60}, {}, "owner 'pool' has no room for them; leave it out, or start the server with another owner"),
+        (
+            {"hooks": "q,logits"},
+            {},
+            "cannot hold back logits, which leave with each step; leave logits out of dmi.hooks",
+        ),
+    ],
+)
+def test_rows_that_cannot_wait_are_refused(make: Make, kind: dict[str, Any], dmi: dict[str, Any], says: str) -> None:
+    engine = make(**kind)
+    engine.add([7] * 5, 3, {**dmi, "keep_if": "max(risk) > 1"})
+    engine.drain()
+    assert engine.replies["r0"]["dmi_error"].startswith("dmi.keep_if: 'max(risk) > 1' ")
+    assert engine.replies["r0"]["dmi_error"].endswith(says)
+    assert engine.faults() == []
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_request_ends_soon_after_a_score(make: Make, kind: dict[str, Any]) -> None:
+    """Its score passes the threshold at position 30, of a generated token; that of another in its prompt."""
+    engine = make(tokens=lambda: 9, **{**kind, "blocks": 60})
+    late = engine.add([9] * 20, 60, {"stop_if": "risk > 9029"})
+    never = engine.add([9] * 20, 60, {"stop_if": "risk < 9000"})
+    early = engine.add([9] * 40, 60, {"stop_if": "risk > 9029"})
+    engine.drain()
+    lengths = {name: engine.requests[name].num_output_tokens for name in (late, never, early)}
+    drafts = kind.get("drafts", 0)
+    assert 11 <= lengths[late] <= 13 + 2 * drafts, "positions 20 to 30, and those behind it of two steps"
+    assert lengths[never] == 60 and lengths[early] == 1
+    assert engine.replies[late]["dmi_stop"] == "dmi.stop_if: risk > 9029 holds at position 30, where it is 9030"
+    assert "dmi_stop" not in engine.replies[never] and "position 30" in engine.replies[early]["dmi_stop"]
+    assert engine.faults() == []
+
+
+@pytest.mark.parametrize(
+    ("probes", "says"),
+    [
+        (
+            {"risc": {"inline": "max"}},
+            "dmi.probes: 'risc' is no probe of this server: did you mean 'risk'? it has: risk",
+        ),
+        ({"sae": {"inline": "max"}}, "dmi.probes: 'sae' is an autoencoder, which has no score; name a probe"),
+    ],
+)
+def test_only_probes_of_the_server_have_scores(tmp_path: Path, probes: Any, says: str) -> None:
+    files = {
+        "risk": str(save_probe(tmp_path / "risk.safetensors", "mlp_out", (1,), SMALL.hidden, 1)),
+        "sae": f"{save_encoder(tmp_path / 'sae', SMALL.hidden, 16)}, hook=mlp_out, layer=1",
+    }
+    exporter = make_exporter(tmp_path, 32, SMALL, probes=files, hooks="probe.*", sink="host")
+    tracker = Tracker(exporter.context, PagedSlots(exporter.context, 16, 8), 1 << 60)
+    request = ask({"dmi": {"probes": probes}})
+    tracker.on_new_request(request)  # type: ignore[arg-type]
+    assert tracker.finish(request, []) == (False, {"dmi_error": says})  # type: ignore[arg-type]
+    exporter.shutdown()
