@@ -227,7 +227,7 @@ class DMIConnector(KVConnectorBase_V1):
         exporter, metadata = self._reporting(), self._connector_metadata
         if exporter is None:
             return None
-        return exporter.take_report(metadata.scores if isinstance(metadata, StepMetadata) else ())
+        return exporter.take_report(metadata.scores if isinstance(metadata, StepMetadata) else None)
 
     def shutdown(self) -> None:
         exporter = getattr(self, "exporter", None)

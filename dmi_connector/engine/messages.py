@@ -34,10 +34,21 @@ class Rows:
 
 
 @dataclass
+class ScoreRows:
+    """Rows of a step whose scores the workers report after it.
+
+    parts: (capture, position of the first row, rows), in order. slots: where these rows lie, one after the other.
+    """
+
+    parts: list[tuple[int, int, int]] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+
+
+@dataclass
 class StepScores:
     """Scores of the rows of one step, as one rank has them. Pickles once they are there.
 
-    rank: of the worker. parts: (capture, position of the first row, rows), in order. late: float32 [rows, values], the
+    rank: of the worker. parts: as they were asked for. late: float32 [rows, values], the
     values of `RowLayout.scored` side by side: in the worker's process a torch tensor in host memory. ready: the CUDA
     event after which they are there; None where they are.
     """
@@ -154,7 +165,7 @@ class StepMetadata(KVConnectorMetadata):
     leaving: their whole chunks, exported before the forward. idle: nothing is computed, and no other step may follow.
     gather: rows that wait for others leave now, those of this step too. report: each rank says what is new. release:
     kept blocks were given back, so their rows and all that wait leave before the forward. scores: rows whose scores of
-    probes are reported after it; `first` of these is a position.
+    probes are reported after it.
 
     Of rows in a pool of pages. table: entries of its table that change before the forward and their pages, int64
     [2, entries]; None if none does. need: so many rows since the start are gathered before that, because their pages
@@ -181,7 +192,7 @@ class StepMetadata(KVConnectorMetadata):
     gather: bool = False
     report: bool = False
     release: bool = False
-    scores: list[Rows] = field(default_factory=list)
+    scores: ScoreRows | None = None
     table: np.ndarray | None = None
     need: int = 0
 

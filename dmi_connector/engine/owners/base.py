@@ -122,6 +122,10 @@ class RowSlots(ABC):
         """vLLM's slot of a token, by which the workers find its row of logits."""
         return tracked.blocks[position // self.block_size] * self.block_size + position % self.block_size
 
+    def row_slot(self, tracked: Captured, position: int) -> int:
+        """Where the row of one position lies. Faster than `of`."""
+        return self.sample_slot(tracked, position)
+
     @abstractmethod
     def of(self, tracked: Captured, start: int, stop: int) -> np.ndarray:
         """Where the rows of positions [start, stop) lie, int64 [stop - start]."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dmi_connector.conditions import AGGREGATES, Condition
-from dmi_connector.engine.messages import Rows, StepScores
+from dmi_connector.engine.messages import ScoreRows, StepScores
 from dmi_connector.engine.metrics import ALERTS, SCORE
 from dmi_connector.engine.scheduler.request_scores import RequestScores
 from dmi_connector.hook_table import PROBE
@@ -78,34 +78,46 @@ class ProbeScores:
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
-    def ask(self, scheduled: Mapping[str, int]) -> list[Rows]:
+    def ask(self, scheduled: Mapping[str, int]) -> ScoreRows | None:
         """The rows whose scores the workers report after this step. scheduled: its tokens by request.
 
         Rows of draft tokens count as those of any token: which are accepted is known later. With asynchronous
         scheduling it is not even known which of the step before were accepted. So all rows from the last known token
         on are asked for. `Tracked.blocks` must include the blocks of this step.
         """
-        found = []
+        found = ScoreRows()
         for tracked in self.running.values():
             request, scores = tracked.request, tracked.scores
             count = scheduled.get(request.request_id)
-            if count is None or scores is None or not tracked.opened:
+            if count is None or scores is None:
                 continue
             computed = request.num_computed_tokens
-            first = min(computed, request.num_tokens - 1) if self._drafts else computed
+            fresh = computed == scores.asked and scores.first >= 0 and not self._drafts
+            if fresh and count == 1 and computed < tracked.limit:  # as most are, in decode
+                scores.asked = computed + 1
+                found.parts.append((tracked.capture, computed, 1))
+                found.slots.append(self._slots.row_slot(tracked, computed))
+            elif tracked.opened:
+                self._ask_rows(found, tracked, scores, count)
+        return found if found.parts else None
+
+    def _ask_rows(self, found: ScoreRows, tracked: Tracked, scores: RequestScores, count: int) -> None:
+        """Ask for the rows of a request in a step of `count` tokens of it."""
+        request = tracked.request
+        computed = request.num_computed_tokens
+        first = min(computed, request.num_tokens - 1) if self._drafts else computed
+        if scores.first < 0:
+            first = 0  # rows of cached tokens lie in their blocks
+        # Rows that were handed to workers before the step are final, and keep no place in a pool.
+        least = tracked.exported if self._slots.eager else tracked.params.start
+        first = max(min(first, scores.asked), least, self._slots.captured(tracked))
+        stop = min(computed + count, tracked.limit)
+        if first < stop:
+            found.parts.append((tracked.capture, first, stop - first))
+            found.slots += self._slots.of(tracked, first, stop).tolist()
             if scores.first < 0:
-                first = 0  # rows of cached tokens lie in their blocks
-            # Rows that were handed to workers before the step are final, and keep no place in a pool.
-            least = tracked.exported if self._slots.eager else tracked.params.start
-            first = max(min(first, scores.asked), least, self._slots.captured(tracked))
-            stop = min(computed + count, tracked.limit)
-            if first < stop:
-                slots = self._slots.of(tracked, first, stop)
-                found.append(Rows(tracked.capture, first, slots))
-                if scores.first < 0:
-                    scores.first = first
-                scores.asked = max(scores.asked, first + len(slots))
-        return found
+                scores.first = first
+            scores.asked = max(scores.asked, stop)
 
     def take(self, answers: Sequence[StepScores]) -> None:
         """Scores of a step have come, from one rank or from each."""

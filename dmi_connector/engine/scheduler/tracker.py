@@ -217,7 +217,7 @@ class Tracker:
             self._waited, self._left = 0, self.handed
         self._unreported += 1
         short = self.handed - self.gathered > self.keep_rows or self.context.options.policy == "drop"
-        now = metadata.gather or metadata.idle or metadata.release or short or bool(metadata.scores)
+        now = metadata.gather or metadata.idle or metadata.release or short or metadata.scores is not None
         if now or self._unreported >= self._steps:
             metadata.report, self._unreported = True, 0
 

@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from dmi_connector.engine import contract, sizing
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.kernels.gather import gather_index, gather_rows_torch
-from dmi_connector.engine.messages import Borrow, Close, Open, Report, Rows, StepMetadata
+from dmi_connector.engine.messages import Borrow, Close, Open, Report, Rows, ScoreRows, StepMetadata
 from dmi_connector.engine.store_attributes import store_attributes
 from dmi_connector.engine.transfer.announcement import announce
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
@@ -183,10 +183,10 @@ class Exporter:
             self.lane.drain()
         self._end_gathered()
 
-    def take_report(self, scores: Sequence[Rows] = ()) -> Report:
+    def take_report(self, scores: ScoreRows | None = None) -> Report:
         """What is new for the scheduler. scores: rows of this step whose scores it asks for."""
         report = self.progress.report()
-        if scores:
+        if scores is not None:
             report.scores.append(self.scores.read(self.rows, scores))
         report.staged = self.context.may_sleep and self.lane is not None and self.lane.staged
         if self.client is not None:

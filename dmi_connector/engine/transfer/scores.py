@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 
-from dmi_connector.engine.messages import Rows, StepScores
+from dmi_connector.engine.messages import ScoreRows, StepScores
 from dmi_connector.layout import RowLayout
 
 
@@ -20,12 +17,12 @@ class ScoreReader:
         places = [f.offset // 4 + i for f in layout.scored for i in range(f.stored[1])]
         self._places = torch.tensor(places, dtype=torch.int64, device=device)
 
-    def read(self, rows: torch.Tensor, asked: Sequence[Rows]) -> StepScores:
+    def read(self, rows: torch.Tensor, asked: ScoreRows) -> StepScores:
         """The scores of rows that this step wrote. rows: uint8 [slots, row_bytes].
 
         On a GPU they are copied to pinned memory on the current stream, behind the forward.
         """
-        slots = torch.from_numpy(np.concatenate([one.slots for one in asked]))
+        slots = torch.tensor(asked.slots)
         if rows.is_cuda:
             slots = slots.pin_memory().to(rows.device, non_blocking=True)
         found, ready = rows.view(torch.float32)[slots[:, None], self._places], None
@@ -33,4 +30,4 @@ class ScoreReader:
             found = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-        return StepScores(self._rank, [(one.capture, one.first, len(one.slots)) for one in asked], found, ready)
+        return StepScores(self._rank, asked.parts, found, ready)
