@@ -111,6 +111,7 @@ def engine(
     """
     global _compiled
     from vllm import LLM
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
     _find_kernels_once()
     with _classes_as_before(), _garbage_of_the_engine_alone():
@@ -136,6 +137,7 @@ def engine(
                     llm.llm_engine.step()
         finally:
             llm.llm_engine.engine_core.shutdown(**({} if in_process else {"timeout": end_seconds}))
+            unregister_vllm_metrics()  # which the next engine with metrics in this process registers again
             del llm
             gc.collect()
 
