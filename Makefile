@@ -91,8 +91,8 @@ $(RAY_STAMP): | env
 	@$(call beside,$(RAY),requirements/ray.txt)
 	@touch $@
 
-# A test process that dies ends the run: xdist would wait for its tests for ever. Tests start hundreds of processes:
-# Python may keep the bytecode of the package for them, also where the environment says that it shall not.
+# A test process that dies ends the run: xdist would wait for its tests for ever. Tests start many processes:
+# Python may keep the bytecode of the package for them, even where the environment says otherwise.
 test: export PYTHONDONTWRITEBYTECODE =
 test: env
 	@$(MAKE) --no-print-directory s3 || { rm -rf $(S3); echo "the S3 server cannot be installed: its tests are skipped" >&2; }

@@ -115,9 +115,9 @@ class Borrowing:
             self._advance()
 
     def _follow(self, known: Borrowed) -> None:
-        """Take rows from where the source takes them, while that has not copied them.
+        """While the source has not copied its own borrowed rows, take them from where it takes them.
 
-        Else copies would wait for each other: in a backlog more and more of them.
+        Else each copy would wait for the one before: in a backlog without end.
         """
         while known.source is not None and (its := self._open.get(known.source.number)) is not None:
             if its.copied or its.source is None or its.rows < known.rows:
