@@ -125,6 +125,8 @@ def run(
         finish((llm, run))
         storm(llm, run)
         generate(llm, run, {"twin0": TWINS["twin0"]})
+        while not run.store("twin0").exists():  # else its borrowers begin when it does, not beside the other request
+            step(llm, run)
         before = len(run.facts["preempted"])
         submit(llm, BESIDE | {name: TWINS[name] for name in ("twin1", "twin2")})
         finish((llm, run))
