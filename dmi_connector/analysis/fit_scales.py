@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dmi_connector.analysis.fit_rows import finite_rows, layers_of, stores_of
-from dmi_connector.analysis.new_file import new_file
-from dmi_connector.reduce.scales import METADATA, scales_of
-from dmi_connector.store.format.remote_path import Given, local_path
+from dmi_connector.analysis.fit_rows import LayerFit, fit_file
+from dmi_connector.reduce.scales import Scales, scales_of
+from dmi_connector.store.format.remote_path import Given
 
 MARGIN = 1.1
 """By how much the range is wider than the rows that it is fitted on, as a factor."""
@@ -40,32 +37,18 @@ def fit_scales(
     """
     if not 1 <= margin < float("inf"):
         raise ValueError(f"--margin {margin} is not valid; give a factor of 1 or more")
-    kept = stores_of(stores, hooks, model, "fit-scales")
-    with new_file(local_path(out), "fit-scales") as partial:
-        from safetensors import SafetensorError
-        from safetensors.numpy import save_file
 
-        tensors: dict[str, np.ndarray] = {}
-        about: dict[str, Any] = {}
-        counts: dict[str, int] = {}
-        for hook in hooks:
-            wanted = layers_of(kept[0], hook, layers)
-            for layer in wanted:
-                name = f"{hook}.{layer or 0}"
-                largest, counts[name] = _largest(kept, hook, layer)
-                tensors[f"{name}.scale"] = scales_of(largest, margin)
-                about[hook] = {"width": len(largest), "layers": [number or 0 for number in wanted]}
-        try:
-            save_file(tensors, partial, metadata={METADATA: json.dumps({"hooks": about, "stores": len(kept)})})
-        except SafetensorError as error:  # such as a full disk
-            raise OSError(f"fit-scales: the scales cannot be written ({error}); give another -o") from error
-    return counts
+    def fit(hook: str, blocks: Iterator[np.ndarray]) -> LayerFit:
+        largest, count = _largest(hook, blocks)
+        return LayerFit({"scale": scales_of(largest, margin)}, {"width": len(largest)}, count)
+
+    return {name: int(count) for name, count in fit_file(Scales, stores, hooks, out, layers, model, fit).items()}
 
 
-def _largest(stores: Sequence[Given], hook: str, layer: int | None) -> tuple[np.ndarray, int]:
+def _largest(hook: str, blocks: Iterator[np.ndarray]) -> tuple[np.ndarray, int]:
     """(largest magnitude of each dimension [width], number of rows). Raises ValueError without a row."""
     largest, count = np.zeros(0), 0
-    for block in finite_rows(stores, hook, layer, "fit-scales"):
+    for block in blocks:
         own = np.abs(block).max(0)
         if count and len(own) != len(largest):
             raise ValueError(f"fit-scales: stores hold {len(own)} and {len(largest)} values of {hook}; give one model")

@@ -1,46 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """pca(file): scores of principal components that were fitted offline, each divided by its standard deviation.
 
-The scores are stored as int8 with a row scale (see int8.py). The basis stays in its file. A store names the SHA-256 of
-the file, and a copy of the file lies in the store directory.
+The scores are stored as int8 with a row scale (see int8.py). The basis stays in its file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from dmi_connector.reduce.base import Keeps, Reduction
-from dmi_connector.reduce.basis import BasisRef, LayerBasis, load
+from dmi_connector.reduce.base import Keeps
+from dmi_connector.reduce.basis import Basis, LayerBasis
 from dmi_connector.reduce.errors import ReduceError
+from dmi_connector.reduce.fitted import FittedReduction
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.measures import OF_VALUES, ReducedRows, error, importance
 
 if TYPE_CHECKING:
     import torch
 
-_DEVICE: dict[tuple[str, str, int, int, Any], tuple[torch.Tensor, torch.Tensor]] = {}
-"""(-mean' components / std [k], components / std [width, k]) by basis, hook, layer, k and device. `prepare` fills it.
-"""
-
 _LEAST_STD, _TINY = 1e-6, 1e-30
 """Least standard deviation that scores are divided by, as a share of the largest; least value of the largest."""
 
 
 @dataclass(frozen=True)
-class Pca(Reduction):
+class Pca(FittedReduction):
     """Decoded rows are the k scores. They have unit variance on the rows that the basis was fitted on.
 
-    k: components to keep, 0 for all. sha256, source: hash and path of the basis file. hook: set by `bind`.
+    k: components to keep, 0 for all.
     """
 
     k: int = 0
-    sha256: str = ""
-    hook: str = ""
-    source: str = field(default="", compare=False)
     kind: ClassVar[str] = "pca"
     forms: ClassVar[tuple[str, ...]] = ("pca(file)", "pca(file,k=n)")
     keeps: ClassVar[Keeps] = Keeps.DIRECTIONS
@@ -51,6 +44,7 @@ class Pca(Reduction):
         "error": OF_VALUES["error"],
     }
     at_end: ClassVar[bool] = True
+    file: ClassVar[type[Basis]] = Basis
 
     @classmethod
     def from_text(cls, inside: str) -> Pca:
@@ -59,44 +53,24 @@ class Pca(Reduction):
         name, _, number = rest.replace(" ", "").partition("=")
         if rest and not (name == "k" and number.isdecimal() and int(number) > 0):
             raise ReduceError(f"reduce: {rest.strip()!r} in 'pca({inside})' is unknown; pca takes a file and k=NUMBER")
-        basis = load(path.strip())
-        return cls(int(number or 0), basis.sha256, "", basis.path)
+        basis = Basis.load(path.strip())
+        return cls(basis.sha256, "", basis.path, int(number or 0))
 
-    def settings(self) -> dict[str, Any]:
-        values = asdict(self)
-        del values["source"]
-        return {"kind": self.kind, **values}
-
-    def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> Pca:
-        info = load(self.source).hooks.get(hook)
-        if info is None:
+    def fit(self, bound: Pca, about: dict[str, Any], shards: int) -> Pca:
+        if self.k > about["k"]:
             raise ReduceError(
-                f"reduce: {self.source} holds no basis of {hook}, only of {', '.join(load(self.source).hooks)}; "
-                "fit one with dmi fit-pca"
+                f"reduce: pca(..., k={self.k}) of {bound.hook} is more than the {about['k']} that were fitted"
             )
-        if lacking := sorted(set(layers) - set(info["layers"])):
-            raise ReduceError(
-                f"reduce: {self.source} holds no basis of {hook} in layer {lacking[0]}; fit one there too"
-            )
-        if info["width"] != width * shards:
-            raise ReduceError(
-                f"reduce: {self.source} is of another model: {hook} has {width * shards} values, not {info['width']}"
-            )
-        if self.k > info["k"]:
-            raise ReduceError(f"reduce: pca(..., k={self.k}) of {hook} is more than the {info['k']} that were fitted")
-        return Pca(self.k or info["k"], self.sha256, hook, self.source)
+        return replace(bound, k=self.k or about["k"])
 
-    def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
-        import torch
+    def part(self, file: Basis, layer: int) -> LayerBasis:  # type: ignore[override]
+        return file.of(self.hook, layer, self.k)
 
-        basis = load(self.source).of(self.hook, layer, self.k)
-        mine = slice(shard * width, (shard + 1) * width)
-        whitened = basis.components[mine] / _floor(basis.std)
-        offset = -(basis.mean[mine].astype(np.float64) @ whitened.astype(np.float64)).astype(np.float32)
-        _DEVICE[self.sha256, self.hook, layer, self.k, device] = (
-            torch.from_numpy(offset).to(device),
-            torch.from_numpy(whitened).to(device),
-        )
+    def constants(self, part: LayerBasis, mine: slice) -> tuple[np.ndarray, ...]:
+        """(-mean' components / std [k], components / std [width, k])."""
+        whitened = part.components[mine] / _floor(part.std)
+        offset = -(part.mean[mine].astype(np.float64) @ whitened.astype(np.float64)).astype(np.float32)
+        return offset, whitened
 
     def stored_width(self, width: int, dtype: str) -> int:
         return Int8().stored_width(self.k, dtype)
@@ -107,7 +81,7 @@ class Pca(Reduction):
     def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
         import torch
 
-        offset, basis = _DEVICE[self.sha256, self.hook, layer, self.k, values.device]
+        offset, basis = self.on_device(layer, values.device)
         return torch.addmm(offset, values.float(), basis)
 
     def before_layers(self, values: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
@@ -128,9 +102,6 @@ class Pca(Reduction):
         """The sum over the slices: each rank projects its part of the width."""
         return np.asarray(np.sum(parts, axis=0, dtype=np.float32))
 
-    def basis(self) -> BasisRef:
-        return BasisRef(self.sha256, self.source, self.hook, self.k)
-
     def measures(self, rows: ReducedRows) -> dict[str, float]:
         restored = self.restored(rows)
         spread = ((rows.rows - rows.rows.mean(0)) ** 2).sum()
@@ -139,7 +110,7 @@ class Pca(Reduction):
         return {**found, "error": error(rows.rows, restored)}
 
     def restored(self, rows: ReducedRows) -> np.ndarray:
-        return self.restore(rows.decoded, load(self.source).of(self.hook, rows.layer, self.k))
+        return self.restore(rows.decoded, self.own_part(rows.layer))
 
     def project(self, direction: np.ndarray, basis: LayerBasis | None = None, shards: int = 1) -> np.ndarray:
         """A direction [width] of the hook's space as float32 [k] in the space of the scores.

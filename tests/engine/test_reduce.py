@@ -23,9 +23,10 @@ from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.pca import Pca
 from dmi_connector.reduce.projection import RandomProjection, SeededProjection, matrix
 from dmi_connector.reduce.rounding import Round
+from dmi_connector.reduce.scales import Scales
 from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.format.pca_files import find_basis
-from dmi_connector.store.read.scale_files import find_scales
+from dmi_connector.store.read.fitted_files import find_fitted
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.read.waiting import wait_for
 from tests.engine.check import attention_weights, hooks_of, reference
@@ -183,7 +184,7 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray) -> No
         return
     if isinstance(reduction, ChannelInt8):
         layers = capture.layers[hook] or [0]
-        scales = np.stack([find_scales(reduction.sha256, capture.path).of(hook, layer) for layer in layers])
+        scales = np.stack([find_fitted(Scales, reduction.sha256, capture.path).of(hook, layer) for layer in layers])
         step = scales[:, None] if capture.layers[hook] else scales
         inside = np.clip(exact, -127 * step, 127 * step)
         assert (np.abs(got - inside) <= 0.51 * step + NOISE).all(), hook
