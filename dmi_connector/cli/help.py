@@ -80,6 +80,10 @@ COMMANDS = {
         "Fit a scale for each dimension of hooks on the rows of stores, for the reduction int8(channel=FILE).",
         ("dmi fit-scales captures/*.zarr --hook resid_pre --hook mlp_post -o scales.safetensors",),
     ),
+    "fit-pq": Help(
+        "Fit the centroids of product quantisation on the rows of stores, for the reduction pq(FILE).",
+        ("dmi fit-pq captures/*.zarr --hook resid_mid --subvectors 320 -o books.safetensors",),
+    ),
     "fit-probe": Help(
         "Fit a linear probe on labelled captures, and test it on some that are held out.",
         ("dmi fit-probe captures --labels labels.csv --hook resid_pre --layer 20 -o risk.safetensors",),

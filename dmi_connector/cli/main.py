@@ -111,10 +111,12 @@ def make_parser() -> Parser:
     fit.add_argument("-o", "--out", required=True, metavar="FILE", help="a new .safetensors file")
     fit.set_defaults(run=_fit_pca)
 
+    from dmi_connector.cli.fit_pq import add_fit_pq
     from dmi_connector.cli.fit_probe import add_fit_probe
     from dmi_connector.cli.fit_scales import add_fit_scales
 
     add_fit_scales(commands.add_parser("fit-scales", help="fit scales on stores, for reduce int8(channel=FILE)"))
+    add_fit_pq(commands.add_parser("fit-pq", help="fit codebooks on stores, for reduce pq(FILE)"))
     add_fit_probe(commands.add_parser("fit-probe", help="fit a probe on labelled captures, for the option probes"))
 
     from dmi_connector.cli.fidelity import add_fidelity

@@ -3,7 +3,8 @@
 
 parse("int8"), parse("int8(affine)"), parse("int8(32)"), parse("int8(channel=scales.safetensors)"), parse("fp8"),
 parse("round(4)"), parse("topk(64)"), parse("topk(64,exact)"), parse("topk(64,sample=0)"), parse("rp(512)"),
-parse("rp(512,sign,seed=7)"), parse("cs(512)"), parse("pca(basis.safetensors)"), parse("attn(8)"), parse("none")
+parse("rp(512,sign,seed=7)"), parse("cs(512)"), parse("pca(basis.safetensors)"), parse("pq(books.safetensors)"),
+parse("attn(8)"), parse("none")
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.latents import Latents
 from dmi_connector.reduce.modes import MODES
 from dmi_connector.reduce.pca import Pca
+from dmi_connector.reduce.pq import ProductQuantisation
 from dmi_connector.reduce.probe import Probe
 from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.rounding import Round
@@ -30,7 +32,8 @@ from dmi_connector.reduce.topk import TopK
 __all__ = ["KINDS", "MODES", "Keeps", "ReduceError", "Reduction", "forms", "from_settings", "parse", "summaries"]
 
 KINDS: dict[str, type[Reduction]] = {
-    c.kind: c for c in (Int8, Fp8, Round, TopK, RandomProjection, CountSketch, Pca, AttentionSummary)
+    c.kind: c
+    for c in (Int8, Fp8, Round, TopK, RandomProjection, CountSketch, Pca, ProductQuantisation, AttentionSummary)
 }
 """All reductions by name."""
 STORED: dict[str, type[Reduction]] = {c.kind: c for c in (ChannelInt8, Probe, Latents)}

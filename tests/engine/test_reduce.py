@@ -17,10 +17,12 @@ from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.analysis.sparse_encoder import SparseEncoder
 from dmi_connector.cli.main import main
 from dmi_connector.reduce.channel import ChannelInt8
+from dmi_connector.reduce.codebooks import Codebooks
 from dmi_connector.reduce.countsketch import CountSketch
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.pca import Pca
+from dmi_connector.reduce.pq import ProductQuantisation
 from dmi_connector.reduce.projection import RandomProjection, SeededProjection, matrix
 from dmi_connector.reduce.rounding import Round
 from dmi_connector.reduce.scales import Scales
@@ -34,19 +36,20 @@ from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, p
 from tests.probekit import check_inline, check_scores, save_encoder, save_probe
 
 REDUCE = {
+    "resid_pre": "int8",
+    "resid_final": "rp(8,sign)",
     "resid_*": "rp(16,seed=3)",
     "mlp_post": "topk(8)",
     "attn_out": "topk(5,exact)",
-    "q": "int8",
     "k": "cs(6,exact,seed=5)",
     "v": "int8(affine)",
     "z": "fp8",
     "ln1": "round(8)",
-    "mlp_out": "rp(8,sign)",
     "embed": "none",
 }
 PCA = ("ln2", "k_rot")  # whole and, with two ranks, in slices
 CHANNEL = ("q_rot", "final_ln")  # in slices with two ranks, and once in the model
+PQ = ("q", "mlp_out")  # in slices with two ranks, and whole
 TOP = 8
 KEPT = ("embed", "logits")
 LENGTHS = (1, 33, 300)
@@ -73,6 +76,16 @@ def scales(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.Te
     out = tmp_path_factory.mktemp("scales") / "scales.safetensors"
     hooks = [word for hook in CHANNEL for word in ("--hook", hook)]
     assert main(["fit-scales", *stores, *hooks, "--margin", "1", "-o", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def books(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Codebooks of hooks that an earlier engine captured."""
+    stores = [str(core_run("qwen3", "eager", "draft").store(f"len{n}")) for n in (127, 128, 129)]
+    out = tmp_path_factory.mktemp("books") / "books.safetensors"
+    hooks = [word for hook in PQ for word in ("--hook", hook)]
+    assert main(["fit-pq", *stores, *hooks, "--subvectors", "16", "-o", str(out)]) == 0
     return out
 
 
@@ -109,6 +122,7 @@ def run(
     tmp_path_factory: pytest.TempPathFactory,
     basis: Path,
     scales: Path,
+    books: Path,
     probes: dict[str, Path],
     encoder: Path,
 ) -> Run:
@@ -118,6 +132,7 @@ def run(
     run = Run(tmp_path_factory.mktemp(f"reduce-tp{tp}"))
     reduce = REDUCE | {",".join(PCA): f"pca({basis})", "pattern": f"attn({TOP}{',half' if tp == 2 else ''})"}
     reduce[",".join(CHANNEL)] = f"int8(channel={scales})"
+    reduce[",".join(PQ)] = f"pq({books})"
     computed = {name: str(path) for name, path in probes.items()}
     computed["sae"] = f"{encoder}, hook=resid_mid, layer=1, k=9"
     args = capture_args(f"{ALL_HOOKS},pattern,probe.*", run.store_dir, reduce=reduce, probes=computed, **SMALL)
@@ -181,6 +196,16 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray) -> No
             ]
             steps = sum(np.abs(s).max(-1, keepdims=True) / 127 for s in slices)
             assert (np.abs(scores - sum(slices)) <= 0.51 * steps + 100 * NOISE).all(), hook
+        return
+    if isinstance(reduction, ProductQuantisation):
+        file = find_fitted(Codebooks, reduction.sha256, capture.path)
+        for layer, (rows, values) in enumerate(zip(got, exact, strict=True)):
+            centroids = file.of(hook, layer)
+            read, cut = (x.reshape(len(x), len(centroids), 1, -1) for x in (rows, values))
+            assert ((read == centroids).all(-1).any(-1)).all(), hook
+            nearest = ((cut - centroids) ** 2).sum(-1).min(-1)
+            unsure = 2**-18 * (cut**2).sum((-1, -2)) + NOISE
+            assert (((cut - read) ** 2).sum((-1, -2)) <= nearest + unsure).all(), hook
         return
     if isinstance(reduction, ChannelInt8):
         layers = capture.layers[hook] or [0]
