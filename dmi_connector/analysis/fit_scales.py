@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi fit-scales`: the scales of int8(channel=file), from captured hooks."""
+"""`dmi fit-scales`: the scales of int8(channel=file) and rp(k,channel=file), from captured hooks."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from dmi_connector.analysis.fit_rows import LayerFit, fit_file
+from dmi_connector.reduce import parse
+from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.scales import Scales, scales_of
 from dmi_connector.store.format.remote_path import Given
 
@@ -23,26 +26,54 @@ def fit_scales(
     layers: Sequence[int] | None = None,
     model: str | None = None,
     margin: float = MARGIN,
+    project: str | None = None,
 ) -> dict[str, int]:
     """Fit a scale for each dimension of each layer of `hooks`, and write all to `out`, a new safetensors file.
 
     The range of a dimension is its largest magnitude in any row, times `margin`. It reads the stores once for each hook
     and layer. Missing rows are skipped. So are rows with a NaN or an infinity; a warning says how many.
-    layers, model: as in `fit_pca`.
+    layers, model: as in `fit_pca`. project: a reduction such as "rp(512)", which projects the rows first.
 
-    Returns {"HOOK.LAYER": number of rows}. Raises ValueError for a margin below 1, hooks that cannot be reduced, are
-    stored reduced or differ between stores, stores of several models, a model without a store, no row, no finite row;
-    KeyError for a hook or layer that was not captured; FileExistsError; OSError, before the fit, if `out` cannot be
-    written.
+    Returns {"HOOK.LAYER": number of rows}. Raises ValueError for a margin below 1, another reduction than `rp`,
+    hooks that cannot be reduced, are stored reduced or differ between stores, stores of several models, a model without
+    a store, no row, no finite row; KeyError for a hook or layer that was not captured; FileExistsError; OSError, before
+    the fit, if `out` cannot be written.
     """
     if not 1 <= margin < float("inf"):
         raise ValueError(f"--margin {margin} is not valid; give a factor of 1 or more")
+    projection = _projection(project)
 
     def fit(hook: str, blocks: Iterator[np.ndarray]) -> LayerFit:
-        largest, count = _largest(hook, blocks)
-        return LayerFit({"scale": scales_of(largest, margin)}, {"width": len(largest)}, count)
+        width = 0
+
+        def rows() -> Iterator[np.ndarray]:
+            nonlocal width
+            for block in blocks:
+                width = block.shape[1]
+                yield block if projection is None else _projected(projection, block)
+
+        largest, count = _largest(hook, rows())
+        about: dict[str, Any] = {"width": width}
+        if projection is not None:
+            about |= {"projection": projection.settings(), "projected": len(largest)}
+        return LayerFit({"scale": scales_of(largest, margin)}, about, count)
 
     return {name: int(count) for name, count in fit_file(Scales, stores, hooks, out, layers, model, fit).items()}
+
+
+def _projection(spec: str | None) -> RandomProjection | None:
+    """What rows are projected with. Raises ValueError for another reduction than rp(k)."""
+    if spec is None:
+        return None
+    found = parse(spec)
+    if not isinstance(found, RandomProjection) or found.needs_file:
+        raise ValueError(f"--project {spec} is not valid; give a projection, such as rp(512)")
+    return found
+
+
+def _projected(projection: RandomProjection, rows: np.ndarray) -> np.ndarray:
+    projection.check(rows.shape[1])
+    return projection.rows_projected(rows)
 
 
 def _largest(hook: str, blocks: Iterator[np.ndarray]) -> tuple[np.ndarray, int]:

@@ -77,8 +77,11 @@ COMMANDS = {
         ("dmi fit-pca captures/*.zarr --hook mlp_out --rank 256 -o mlp_out.safetensors",),
     ),
     "fit-scales": Help(
-        "Fit a scale for each dimension of hooks on the rows of stores, for the reduction int8(channel=FILE).",
-        ("dmi fit-scales captures/*.zarr --hook resid_pre --hook mlp_post -o scales.safetensors",),
+        "Fit a scale for each dimension of hooks on the rows of stores, for int8(channel=FILE) and rp(k,channel=FILE).",
+        (
+            "dmi fit-scales captures/*.zarr --hook resid_pre --hook mlp_post -o scales.safetensors",
+            "dmi fit-scales captures/*.zarr --hook resid_mid --project 'rp(512)' -o projected.safetensors",
+        ),
     ),
     "fit-pq": Help(
         "Fit the centroids of product quantisation on the rows of stores, for the reduction pq(FILE).",

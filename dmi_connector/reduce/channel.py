@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -27,6 +27,30 @@ BEYOND, LOST = 127, -128
 """Stored magnitude of a value beyond the range, and what is stored for one that is not finite."""
 
 
+IN_RANGE = "share of the values within the range that the scales were fitted for; the others are clipped"
+"""Meaning of the measure `in_range`."""
+
+
+def encode_steps(steps: torch.Tensor) -> torch.Tensor:
+    """Values in steps of their scales, float32 [tokens, width] -> stored rows."""
+    import torch
+
+    stored = torch.where(steps.isfinite(), steps.round().clamp(-BEYOND, BEYOND), LOST).to(torch.int8)
+    return torch.nn.functional.pad(stored, (0, pad(steps.shape[1]) - steps.shape[1])).view(torch.uint8)
+
+
+def decode_steps(stored: np.ndarray, width: int) -> np.ndarray:
+    """Stored rows -> float32 [..., width], in steps of the scales. NaN for what is not finite."""
+    steps = unpack_floats(stored, 0, width, "int8")
+    steps[steps == LOST] = np.nan
+    return steps
+
+
+def in_range(steps: np.ndarray) -> float:
+    """Share of the values that were not clipped."""
+    return float(1 - (np.abs(steps) == BEYOND).mean())
+
+
 @dataclass(frozen=True)
 class ChannelInt8(FittedReduction):
     """value = int8 * the scale of its dimension: an error of half a scale. Values beyond the range are clipped.
@@ -37,11 +61,19 @@ class ChannelInt8(FittedReduction):
     kind: ClassVar[str] = "int8_channel"
     measured: ClassVar[Mapping[str, str]] = {
         **OF_VALUES,
-        "in_range": "share of the values within the range that the scales were fitted for; the others are clipped",
+        "in_range": IN_RANGE,
     }
     needs_file: ClassVar[bool] = True
     at_end: ClassVar[bool] = True
     file: ClassVar[type[Scales]] = Scales
+
+    def fit(self, bound: ChannelInt8, about: dict[str, Any], shards: int) -> ChannelInt8:
+        if projection := about.get("projection"):
+            raise ReduceError(
+                f"reduce: {self.source} holds scales of {bound.hook} for rows that {projection['kind']}"
+                f"({projection['k']}) projected; use rp({projection['k']},channel=FILE), or fit it without --project"
+            )
+        return bound
 
     @classmethod
     def from_text(cls, inside: str) -> ChannelInt8:
@@ -64,11 +96,7 @@ class ChannelInt8(FittedReduction):
         return pad(width)
 
     def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
-        import torch
-
-        steps = self.before(values, layer)
-        stored = torch.where(steps.isfinite(), steps.round().clamp(-BEYOND, BEYOND), LOST).to(torch.int8)
-        return torch.nn.functional.pad(stored, (0, pad(steps.shape[1]) - steps.shape[1])).view(torch.uint8)
+        return encode_steps(self.before(values, layer))
 
     def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
         """Values in steps of their scales, float32."""
@@ -86,9 +114,7 @@ class ChannelInt8(FittedReduction):
         return "channel", 0
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
-        steps = unpack_floats(stored, 0, width, "int8")
-        steps[steps == LOST] = np.nan
-        return steps
+        return decode_steps(stored, width)
 
     def read(self, decoded: np.ndarray, part: np.ndarray) -> np.ndarray:
         return np.multiply(decoded, part, out=decoded)
@@ -103,5 +129,4 @@ class ChannelInt8(FittedReduction):
         return replace(Tally.of(self.read(steps, part)), clipped=clipped)
 
     def measures(self, rows: ReducedRows) -> dict[str, float]:
-        clipped = np.abs(self.decode(rows.stored, rows.rows.shape[1], rows.dtype)) == BEYOND
-        return {**of_values(rows), "in_range": float(1 - clipped.mean())}
+        return {**of_values(rows), "in_range": in_range(self.decode(rows.stored, rows.rows.shape[1], rows.dtype))}

@@ -55,6 +55,7 @@ class FittedReduction(Reduction):
     def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
         import torch
 
+        super().prepare(width, device, layer, shard)
         found = self.constants(self.own_part(layer), slice(shard * width, (shard + 1) * width))
         _DEVICE[self, layer, device] = tuple(torch.from_numpy(np.ascontiguousarray(c)).to(device) for c in found)
 

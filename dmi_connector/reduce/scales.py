@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of scales for int8(channel=file), which `dmi fit-scales` writes.
+"""Files of scales for int8(channel=file) and rp(k,channel=file), which `dmi fit-scales` writes.
 
-For each hook and layer: `scale` [width], the step of each value of a row, above 0.
+For each hook and layer: `scale` [width], the step of each value of a row, or of each value that a row is projected to;
+above 0.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _LEAST_SHARE, LEAST = 1e-6, 2.0**-100
 
 @dataclass(frozen=True)
 class Scales(FittedFile):
-    """One file of scales. hooks: {hook: {"width", "layers"}}."""
+    """One file of scales. hooks: {hook: {"width", "layers"}}; where rows were projected first, with "projection"
+    (settings) and "projected" (values).
+    """
 
     metadata: ClassVar[str] = METADATA
     what: ClassVar[str] = "scales"
@@ -33,10 +36,10 @@ class Scales(FittedFile):
 
     @classmethod
     def shapes(cls, about: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {"scale": (int(about["width"]),)}
+        return {"scale": (int(about.get("projected", about["width"])),)}
 
     def of(self, hook: str, layer: int) -> np.ndarray:
-        """The scales of one hook and layer, float32 [width]. Raises ReduceError without them."""
+        """The scales of one hook and layer, float32 [width or projected]. Raises ReduceError without them."""
         return self.tensor(hook, layer, "scale")
 
 

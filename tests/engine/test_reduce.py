@@ -17,6 +17,7 @@ from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.analysis.sparse_encoder import SparseEncoder
 from dmi_connector.cli.main import main
 from dmi_connector.reduce.channel import ChannelInt8
+from dmi_connector.reduce.channel_projection import ChannelProjection
 from dmi_connector.reduce.codebooks import Codebooks
 from dmi_connector.reduce.countsketch import CountSketch
 from dmi_connector.reduce.fp8 import Fp8
@@ -36,19 +37,19 @@ from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, p
 from tests.probekit import check_inline, check_scores, save_encoder, save_probe
 
 REDUCE = {
-    "resid_pre": "int8",
+    "resid_pre": "fp8",
     "resid_final": "rp(8,sign)",
     "resid_*": "rp(16,seed=3)",
     "mlp_post": "topk(8)",
     "attn_out": "topk(5,exact)",
     "k": "cs(6,exact,seed=5)",
     "v": "int8(affine)",
-    "z": "fp8",
     "ln1": "round(8)",
     "embed": "none",
 }
 PCA = ("ln2", "k_rot")  # whole and, with two ranks, in slices
 CHANNEL = ("q_rot", "final_ln")  # in slices with two ranks, and once in the model
+PROJECTED = "rp(8,group=32"  # of z, by head
 PQ = ("q", "mlp_out")  # in slices with two ranks, and whole
 TOP = 8
 KEPT = ("embed", "logits")
@@ -76,6 +77,16 @@ def scales(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.Te
     out = tmp_path_factory.mktemp("scales") / "scales.safetensors"
     hooks = [word for hook in CHANNEL for word in ("--hook", hook)]
     assert main(["fit-scales", *stores, *hooks, "--margin", "1", "-o", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def projected(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Scales of projected heads of z that an earlier engine captured."""
+    stores = [str(core_run("qwen3", "eager", "draft").store(f"len{n}")) for n in (127, 128, 129)]
+    out = tmp_path_factory.mktemp("projected") / "scales.safetensors"
+    command = ["fit-scales", *stores, "--hook", "z", "--project", f"{PROJECTED})", "--margin", "1.5"]
+    assert main([*command, "-o", str(out)]) == 0
     return out
 
 
@@ -122,6 +133,7 @@ def run(
     tmp_path_factory: pytest.TempPathFactory,
     basis: Path,
     scales: Path,
+    projected: Path,
     books: Path,
     probes: dict[str, Path],
     encoder: Path,
@@ -132,6 +144,7 @@ def run(
     run = Run(tmp_path_factory.mktemp(f"reduce-tp{tp}"))
     reduce = REDUCE | {",".join(PCA): f"pca({basis})", "pattern": f"attn({TOP}{',half' if tp == 2 else ''})"}
     reduce[",".join(CHANNEL)] = f"int8(channel={scales})"
+    reduce["z"] = f"{PROJECTED},channel={projected})"
     reduce[",".join(PQ)] = f"pq({books})"
     computed = {name: str(path) for name, path in probes.items()}
     computed["sae"] = f"{encoder}, hook=resid_mid, layer=1, k=9"
@@ -214,6 +227,14 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray) -> No
         inside = np.clip(exact, -127 * step, 127 * step)
         assert (np.abs(got - inside) <= 0.51 * step + NOISE).all(), hook
         assert (exact == inside).mean() > 0.99, "what was fitted is the range of these rows too"
+        return
+    if isinstance(reduction, ChannelProjection):
+        layers = range(len(got))
+        step = np.stack([find_fitted(Scales, reduction.sha256, capture.path).of(hook, n) for n in layers])[:, None]
+        values = np.stack([reduction.rows_projected(rows) for rows in exact])  # by head, so slices are side by side
+        inside = np.clip(values, -127 * step, 127 * step)
+        assert (np.abs(got - inside) <= 0.51 * step + NOISE).all(), hook
+        assert (values == inside).mean() > 0.99
         return
     for mine, values in zip(np.split(got, shards, -1), np.split(exact, shards, -1), strict=True):
         width = values.shape[-1]

@@ -126,6 +126,7 @@ LAYERS_CASES = [
             "cs(16)",
             "pq(8)",
             "pq(4)",
+            "rp(16,channel)",
         )
     ),
     ("cs(16,exact)", 200, 3, 5),
@@ -159,6 +160,17 @@ def channel(width: int, layers: list[int], folder: Path) -> Reduction:
     return reduction.bind("mlp_out", layers, width, 1)
 
 
+def projected(width: int, layers: list[int], folder: Path) -> Reduction:
+    """A projection to 16 values whose scales are random, so that some values lie beyond the range."""
+    tensors = {f"mlp_out.{n}.scale": np.random.default_rng(n).uniform(0.01, 0.03, 16).astype("f4") for n in layers}
+    projection = {"kind": "rp", "k": 16, "seed": 0, "distribution": "orthogonal"}
+    about = {"mlp_out": {"width": width, "layers": layers, "projection": projection, "projected": 16}}
+    save_file(tensors, folder / "scales", metadata={SCALES: json.dumps({"hooks": about, "stores": 1})})
+    reduction = parse(f"rp(16,channel={folder / 'scales'})")
+    assert reduction is not None
+    return reduction.bind("mlp_out", layers, width, 1)
+
+
 def pq(bits: int, width: int, layers: list[int], folder: Path) -> Reduction:
     """A pq whose centroids are random."""
     shape = (width // 8, 2**bits - 1, 8)
@@ -174,6 +186,8 @@ def fitted(spec: str, width: int, layers: list[int], folder: Path) -> Reduction 
     """The reduction of a setting, with a file where it needs one."""
     if spec.startswith("pca"):
         return pca(int(spec[4:-1]), width, layers, folder)
+    if spec == "rp(16,channel)":
+        return projected(width, layers, folder)
     if spec.startswith("pq"):
         return pq(int(spec[3:-1]), width, layers, folder)
     return channel(width, layers, folder) if spec == "int8(channel)" else parse(spec)
