@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -19,11 +20,11 @@ from dmi_connector.store.format.remote_path import Given
 
 ROWS = 16384
 """Rows of a layer that codebooks are fitted on, at most."""
-_ROUNDS = 20
-"""Rounds of k-means."""
+_ROUNDS, _LEAST_GAIN = 20, 1e-3
+"""Rounds of k-means at most, and the share of the error that a round has to save for another one."""
 _SEED = 0
-_AT_ONCE = 1 << 26
-"""Distances that are computed at a time: 256 MB."""
+_AT_ONCE = 1 << 22
+"""Distances that are computed at a time: 16 MB, which caches hold."""
 
 
 def fit_pq(
@@ -91,7 +92,14 @@ def k_means(rows: np.ndarray, count: int) -> tuple[np.ndarray, float]:
     Returns (centroids, float32 [m, count, size], sum of the squared distances of all rows from theirs).
     """
     x = torch.from_numpy(np.ascontiguousarray(rows.swapaxes(0, 1)))
-    found = [_k_means(part, _first(part, count)) for part in x.split(max(1, _AT_ONCE // (x.shape[1] * count)))]
+    parts = x.split(max(1, _AT_ONCE // (x.shape[1] * count)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # parts side by side: each of their operations is too small to be shared
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            found = list(pool.map(lambda part: _k_means(part, _first(part, count)), parts))
+    finally:
+        torch.set_num_threads(threads)
     return torch.cat([centroids for centroids, _ in found]).numpy(), sum(error for _, error in found)
 
 
@@ -113,12 +121,13 @@ def _first(x: torch.Tensor, count: int) -> torch.Tensor:
 def _k_means(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, float]:
     """The same for x [m, n, size], from given centroids [m, count, size]."""
     norms = x.square().sum(2)
-    before = None
+    before = float("inf")
     for _ in range(_ROUNDS):
         nearest, squares = _nearest(x, norms, centroids)
-        if before is not None and torch.equal(nearest, before):
+        error = float(squares.sum(dtype=torch.float64))
+        if error >= (1 - _LEAST_GAIN) * before:
             break
-        before = nearest
+        before = error
         sums = torch.zeros_like(centroids).scatter_add_(1, nearest[..., None].expand_as(x), x)
         counts = torch.zeros(centroids.shape[:2]).scatter_add_(1, nearest, torch.ones_like(squares))
         far = squares.topk(centroids.shape[1], dim=1).indices
@@ -133,5 +142,5 @@ def _k_means(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, fl
 def _nearest(x: torch.Tensor, norms: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(number of the nearest centroid, squared distance from it), [m, n] each. norms: of x, squared."""
     halves = centroids.square().sum(2)[:, None] / 2
-    least = torch.baddbmm(halves, x, centroids.transpose(1, 2), alpha=-1).min(2)
+    least = (halves - x @ centroids.transpose(1, 2)).min(2)
     return least.indices, (norms + 2 * least.values).clamp(min=0)
