@@ -21,25 +21,28 @@ def fit_pca(
     out: str | os.PathLike[str],
     layers: Sequence[int] | None = None,
     model: str | None = None,
+    group: int = 0,
 ) -> dict[str, float]:
     """Fit a basis of `rank` components for each layer of `hooks`, and write all to `out`, a new safetensors file.
 
     It reads the stores once for each hook and layer, and needs 8 width² bytes of memory. Missing rows are skipped. So
     are rows with a NaN or an infinity; a warning says how many.
     layers: layer numbers; negative numbers count from the last layer; None: all captured layers. model: uses only
-    stores of this model, as in `open_captures`; None: all stores must be of one model.
+    stores of this model, as in `open_captures`; None: all stores must be of one model. group: dimensions that get
+    `rank` components of their own, such as those of a head; 0: all of a row together.
 
     Returns {"HOOK.LAYER": share of the variance kept, 0 to 1}. Raises ValueError for hooks that cannot be reduced, are
     stored reduced or differ between stores, stores of several models, a model without a store, too few rows, no finite
-    row, or a rank above the width; KeyError for a hook or layer that was not captured; FileExistsError;
-    OSError, before the fit, if `out` cannot be written.
+    row, a rank above the width or the group, or a group that does not divide the width; KeyError for a hook or layer
+    that was not captured; FileExistsError; OSError, before the fit, if `out` cannot be written.
     """
 
     def fit_layer(_hook: str, blocks: Iterator[np.ndarray]) -> LayerFit:
-        basis, variance = fit(blocks, rank)
+        basis, variance = fit(blocks, rank, group)
         tensors = {"mean": basis.mean, "components": basis.components, "std": basis.std}
         tensors["variance"] = np.array([variance], np.float32)
         kept = float((basis.std.astype(np.float64) ** 2).sum() / variance) if variance else 1.0
-        return LayerFit(tensors, {"width": len(basis.mean), "k": rank}, kept)
+        about = {"width": len(basis.mean), "k": rank} | ({"group": group} if group else {})
+        return LayerFit(tensors, about, kept)
 
     return fit_file(Basis, stores, hooks, out, layers, model, fit_layer)

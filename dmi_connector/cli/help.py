@@ -74,7 +74,10 @@ COMMANDS = {
     ),
     "fit-pca": Help(
         "Fit principal components on the rows of stores, for the reduction pca(FILE).",
-        ("dmi fit-pca captures/*.zarr --hook mlp_out --rank 256 -o mlp_out.safetensors",),
+        (
+            "dmi fit-pca captures/*.zarr --hook mlp_out --rank 256 -o mlp_out.safetensors",
+            "dmi fit-pca captures/*.zarr --hook z --rank 32 --group 128 -o heads.safetensors",
+        ),
     ),
     "fit-scales": Help(
         "Fit a scale for each dimension of hooks on the rows of stores, for int8(channel=FILE) and rp(k,channel=FILE).",

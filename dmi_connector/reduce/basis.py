@@ -2,7 +2,8 @@
 """Files of PCA bases, which `dmi fit-pca` writes.
 
 For each hook and layer: `mean` [width], `components` [width, k] (orthonormal columns by falling variance), `std` [k]
-and `variance` [1] (of all components together).
+and `variance` [1] (of all components together). With "group": each so many dimensions, such as those of a head, have a
+basis of their own. Then these rows of `components` are its columns, and `std` is [width / group x k], group by group.
 """
 
 from __future__ import annotations
@@ -20,16 +21,24 @@ METADATA = "dmi_pca"
 
 @dataclass(frozen=True)
 class LayerBasis:
-    """The basis of one hook and layer, float32. mean: [width]. components: [width, k]. std: of the scores, [k]."""
+    """The basis of one hook and layer, float32. mean: [width]. components: [width, k]. std: of the scores, [k], of
+    `groups` equal parts of a row [groups x k].
+    """
 
     mean: np.ndarray
     components: np.ndarray
     std: np.ndarray
+    groups: int = 1
+
+    @property
+    def of_groups(self) -> tuple[np.ndarray, np.ndarray]:
+        """(components [groups, width / groups, k], std [groups, k])."""
+        return self.components.reshape(self.groups, -1, self.components.shape[1]), self.std.reshape(self.groups, -1)
 
 
 @dataclass(frozen=True)
 class Basis(FittedFile):
-    """One file of bases. hooks: {hook: {"width", "k", "layers"}}."""
+    """One file of bases. hooks: {hook: {"width", "k", "layers"}}, with "group" where groups have bases of their own."""
 
     metadata: ClassVar[str] = METADATA
     what: ClassVar[str] = "basis"
@@ -40,9 +49,13 @@ class Basis(FittedFile):
     @classmethod
     def shapes(cls, about: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         width, k = int(about["width"]), int(about["k"])
-        return {"mean": (width,), "components": (width, k), "std": (k,)}
+        if width % (group := int(about.get("group") or width)) or k > group:
+            raise ValueError(f"{k} components of groups of {group} of {width} values")
+        return {"mean": (width,), "components": (width, k), "std": (width // group * k,)}
 
     def of(self, hook: str, layer: int, k: int) -> LayerBasis:
         """The first k components for one hook and layer. Raises ReduceError without them; OSError without the file."""
         mean, components, std = (self.tensor(hook, layer, name) for name in ("mean", "components", "std"))
-        return LayerBasis(mean, np.ascontiguousarray(components[:, :k]), std[:k])
+        groups = len(std) // components.shape[1]
+        kept = np.ascontiguousarray(components[:, :k]), np.ascontiguousarray(std.reshape(groups, -1)[:, :k])
+        return LayerBasis(mean, kept[0], kept[1].ravel(), groups)

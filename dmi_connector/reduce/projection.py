@@ -184,9 +184,9 @@ class RandomProjection(SeededProjection):
 
     def rows_projected(self, rows: np.ndarray) -> np.ndarray:
         """Rows [n, width] of a slice, projected, float32 [n, projected(width)]."""
-        groups = rows.reshape(len(rows), -1, self.group or rows.shape[1])
-        basis = matrix(groups.shape[2], self.k, self.seed, self.distribution)
-        return np.asarray(groups @ basis, np.float32).reshape(len(rows), -1)
+        groups = rows.reshape(-1, self.group or rows.shape[1])
+        basis = matrix(groups.shape[1], self.k, self.seed, self.distribution)
+        return np.asarray(groups @ basis, np.float32).reshape(len(rows), self.projected(rows.shape[1]))
 
     def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
         import torch

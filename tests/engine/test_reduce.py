@@ -38,12 +38,11 @@ from tests.probekit import check_inline, check_scores, save_encoder, save_probe
 
 REDUCE = {
     "resid_pre": "fp8",
-    "resid_final": "rp(8,sign)",
+    "resid_final": "int8(affine)",
     "resid_*": "rp(16,seed=3)",
     "mlp_post": "topk(8)",
     "attn_out": "topk(5,exact)",
     "k": "cs(6,exact,seed=5)",
-    "v": "int8(affine)",
     "ln1": "round(8)",
     "embed": "none",
 }
@@ -67,6 +66,15 @@ def basis(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.Tem
     out = tmp_path_factory.mktemp("basis") / "basis.safetensors"
     hooks = [word for hook in PCA for word in ("--hook", hook)]
     assert main(["fit-pca", *stores, *hooks, "--rank", "12", "-o", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def heads(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Principal components of each head of v that an earlier engine captured."""
+    stores = [str(core_run("qwen3", "eager", "draft").store(f"len{n}")) for n in (127, 128, 129)]
+    out = tmp_path_factory.mktemp("heads") / "heads.safetensors"
+    assert main(["fit-pca", *stores, "--hook", "v", "--rank", "12", "--group", "32", "-o", str(out)]) == 0
     return out
 
 
@@ -132,6 +140,7 @@ def run(
     tiny_model: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
     basis: Path,
+    heads: Path,
     scales: Path,
     projected: Path,
     books: Path,
@@ -144,6 +153,7 @@ def run(
     run = Run(tmp_path_factory.mktemp(f"reduce-tp{tp}"))
     reduce = REDUCE | {",".join(PCA): f"pca({basis})", "pattern": f"attn({TOP}{',half' if tp == 2 else ''})"}
     reduce[",".join(CHANNEL)] = f"int8(channel={scales})"
+    reduce["v"] = f"pca({heads})"
     reduce["z"] = f"{PROJECTED},channel={projected})"
     reduce[",".join(PQ)] = f"pq({books})"
     computed = {name: str(path) for name, path in probes.items()}
@@ -201,6 +211,13 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray) -> No
     if isinstance(reduction, Pca):
         for layer, (scores, values) in enumerate(zip(got, exact, strict=True)):
             part = find_basis(reduction.sha256, capture.path).of(hook, layer, 12)
+            if reduction.group:  # the heads of a slice are stored with one scale
+                components, std = part.of_groups
+                cut = (values - part.mean).reshape(len(values), len(std), -1).swapaxes(0, 1)
+                want = (cut @ components / std[:, None]).swapaxes(0, 1).reshape(len(values), shards, -1)
+                steps = np.abs(want).max(-1, keepdims=True) / 127
+                assert (np.abs(scores.reshape(want.shape) - want) <= 0.51 * steps + 100 * NOISE).all(), hook
+                continue
             slices = [
                 (mine @ components) / part.std
                 for mine, components in zip(

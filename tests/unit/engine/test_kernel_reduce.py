@@ -122,6 +122,7 @@ LAYERS_CASES = [
             "rp(16)",
             "int8",
             "pca(8)",
+            "pca(8,group=50)",
             "int8(channel)",
             "cs(16)",
             "pq(8)",
@@ -136,14 +137,18 @@ LAYERS_CASES = [
 ]
 
 
-def pca(k: int, width: int, layers: list[int], folder: Path) -> Reduction:
+def pca(k: int, width: int, layers: list[int], folder: Path, group: int = 0) -> Reduction:
     """A pca whose basis is random."""
     rng, tensors = np.random.default_rng(0), {}
     for layer in layers:
-        part = {"mean": rng.normal(size=width), "std": np.geomspace(2, 0.1, k), "variance": np.array([9.0])}
+        part = {
+            "mean": rng.normal(size=width),
+            "std": np.geomspace(2, 0.1, k * (width // group if group else 1)),
+            "variance": np.array([9.0]),
+        }
         part["components"] = np.linalg.qr(rng.normal(size=(width, k)))[0]
         tensors |= {f"mlp_out.{layer}.{name}": np.ascontiguousarray(a, "f4") for name, a in part.items()}
-    about = {"mlp_out": {"width": width, "k": k, "layers": layers}}
+    about = {"mlp_out": {"width": width, "k": k, "layers": layers, "group": group}}
     save_file(tensors, folder / "basis", metadata={METADATA: json.dumps({"hooks": about, "stores": 1})})
     reduction = parse(f"pca({folder / 'basis'})")
     assert reduction is not None
@@ -185,7 +190,8 @@ def pq(bits: int, width: int, layers: list[int], folder: Path) -> Reduction:
 def fitted(spec: str, width: int, layers: list[int], folder: Path) -> Reduction | None:
     """The reduction of a setting, with a file where it needs one."""
     if spec.startswith("pca"):
-        return pca(int(spec[4:-1]), width, layers, folder)
+        k, _, group = spec[4:-1].partition(",group=")
+        return pca(int(k), width, layers, folder, int(group or 0))
     if spec == "rp(16,channel)":
         return projected(width, layers, folder)
     if spec.startswith("pq"):
