@@ -108,22 +108,22 @@ def _first(x: torch.Tensor, count: int) -> torch.Tensor:
     squared distance from those before (k-means++; Arthur, Vassilvitskii, 2007).
     """
     generator = torch.Generator().manual_seed(_SEED)
-    squares, found = torch.ones(x.shape[:2]), []
+    norms, squares, found = x.square().sum(2), torch.ones(x.shape[:2]), []
     for number in range(count):
-        weights = torch.where(squares.amax(1, keepdim=True) > 0, squares, 1)  # all rows are centroids
-        drawn = torch.multinomial(weights, 1, generator=generator)
-        found.append(x.gather(1, drawn[..., None].expand(-1, -1, x.shape[2])))
-        own = (x - found[-1]).square().sum(2)
-        squares = torch.minimum(squares, own) if number else own
+        sums = squares.cumsum(1)
+        drawn = torch.searchsorted(sums, torch.rand(len(x), 1, generator=generator) * sums[:, -1:])
+        found.append(x.gather(1, drawn.clamp(max=x.shape[1] - 1)[..., None].expand(-1, -1, x.shape[2])))
+        own = norms + found[-1].square().sum(2) - 2 * (x @ found[-1].transpose(1, 2))[..., 0]
+        squares = torch.minimum(squares, own.clamp(min=0)) if number else own.clamp(min=0)
     return torch.cat(found, 1)
 
 
 def _k_means(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, float]:
     """The same for x [m, n, size], from given centroids [m, count, size]."""
-    norms = x.square().sum(2)
-    before = float("inf")
+    norms, before = x.square().sum(2), float("inf")
+    with_one = torch.nn.functional.pad(x, (0, 1), value=1)
     for _ in range(_ROUNDS):
-        nearest, squares = _nearest(x, norms, centroids)
+        nearest, squares = _nearest(with_one, norms, centroids)
         error = float(squares.sum(dtype=torch.float64))
         if error >= (1 - _LEAST_GAIN) * before:
             break
@@ -135,12 +135,14 @@ def _k_means(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, fl
         spare = far.gather(1, (empty.cumsum(1) - 1).clamp(min=0))
         moved = x.gather(1, spare[..., None].expand_as(centroids))
         centroids = torch.where(empty[..., None], moved, sums / counts.clamp(min=1)[..., None])
-    own = centroids.gather(1, _nearest(x, norms, centroids)[0][..., None].expand_as(x))
+    own = centroids.gather(1, _nearest(with_one, norms, centroids)[0][..., None].expand_as(x))
     return centroids, float((x - own).square().sum(dtype=torch.float64))
 
 
-def _nearest(x: torch.Tensor, norms: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(number of the nearest centroid, squared distance from it), [m, n] each. norms: of x, squared."""
-    halves = centroids.square().sum(2)[:, None] / 2
-    least = (halves - x @ centroids.transpose(1, 2)).min(2)
+def _nearest(with_one: torch.Tensor, norms: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(number of the nearest centroid, squared distance from it), [m, n] each. with_one: x and a 1, [m, n, size + 1].
+    norms: of x, squared.
+    """
+    halves = centroids.square().sum(2, keepdim=True) / 2
+    least = (with_one @ torch.cat([-centroids, halves], 2).transpose(1, 2)).min(2)
     return least.indices, (norms + 2 * least.values).clamp(min=0)

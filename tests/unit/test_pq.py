@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import ReduceError, from_settings, parse
 from dmi_connector.reduce.codebooks import Codebooks
 from dmi_connector.reduce.pq import ProductQuantisation
+from dmi_connector.reduce.scales import Scales
 from dmi_connector.store.format.kept_files import BASES, keep_copy
 from dmi_connector.store.read.verify import verify_store
 from tests import storekit as kit
@@ -119,6 +121,18 @@ def test_sub_vectors_are_read_as_their_nearest_centroids(books: dict[int, Path],
     np.testing.assert_allclose(importance([capture], "mlp_out", 4), np.abs(got[1]).mean(0), rtol=1e-5)
     if bits == 8:
         assert np.linalg.norm(got - exact) / np.linalg.norm(exact) < 0.05, "rows are near one of 40"
+
+
+def test_the_content_of_a_file_is_what_the_file_is(books: dict[int, Path], tmp_path: Path) -> None:
+    """From an object store comes the content alone."""
+    path, content = books[8], books[8].read_bytes()
+    found = Codebooks.parse(content, "s3://bucket/books")
+    assert found == replace(Codebooks.load(path), path="s3://bucket/books")
+    np.testing.assert_array_equal(found.of("mlp_out", 4), Codebooks.load(path).of("mlp_out", 4))
+    with pytest.raises(ReduceError, match=r"s3.* holds no codebooks .*; give a file that dmi fit-pq made"):
+        Codebooks.parse(content[:100], "s3://bucket/books")
+    with pytest.raises(ReduceError, match=r"holds no scales .*KeyError"):
+        Scales.load(path)
 
 
 @pytest.mark.parametrize("bits", PARTS)

@@ -74,11 +74,28 @@ def test_a_fitted_basis_finds_the_directions_of_the_rows(basis: Path) -> None:
         np.testing.assert_allclose(part.std, 0.7 ** np.arange(RANK), rtol=0.15)
 
 
+def test_groups_have_bases_of_their_own(stores: list[Path], tmp_path: Path) -> None:
+    """On rows whose groups all have the same few directions, a basis of each keeps no less than one of all."""
+    out = tmp_path / "heads.safetensors"
+    words = ["--hook", "resid_mid", "--rank", "8", "--group", "24", "-o", str(out)]
+    assert main(["fit-pca", *map(str, stores[:2]), *words]) == 0
+    assert Basis.load(out).hooks == {"resid_mid": {"width": WIDTH, "k": 8, "group": 24, "layers": [0, 1]}}
+    one, part = fidelity(stores[2:], [f"pca({out})", f"pca({out},k=2)"], "resid_mid", [1])
+    assert one.measures["variance"] > 0.9 > part.measures["variance"]
+    assert (one.size, part.size) == ((4 * 8 + 4) / (4 * WIDTH), (4 * 2 + 4) / (4 * WIDTH))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--hook", "resid_mid", "--rank", "0"], "--rank 0 is not valid; keep 1 component or more"),
         (["--hook", "resid_mid", "--rank", "97"], "rank 97 is more than the 96 values"),
+        (
+            ["--hook", "resid_mid", "--rank", "2", "--group", "-1"],
+            "--group -1 is not valid; give the values of a group",
+        ),
+        (["--hook", "resid_mid", "--rank", "2", "--group", "7"], "--group 7 does not divide the 96 values"),
+        (["--hook", "resid_mid", "--rank", "9", "--group", "8"], "rank 9 is more than the 8 values of a group"),
         (["--hook", "z", "--rank", "2"], "holds no z; it holds"),
         (["--hook", "q", "--rank", "2"], "q of .* is reduced itself"),
         (["--hook", "mlp_post", "--rank", "600"], "450 rows are too few for rank 600"),
