@@ -69,8 +69,11 @@ class StoredReduction:
         decoded = self._decoded(rows)
         if not self.reduction.needs_file:
             return decoded
-        read = [self.reduction.read(one, self._part(layer)) for one, layer in zip(decoded, layers, strict=True)]
-        return np.stack(read) if read else np.zeros((0, rows.shape[1], self.decoded_width), np.float32)
+        shape = (*decoded.shape[:-1], self.decoded_width)
+        read = decoded if decoded.shape == shape else np.empty(shape, np.float32)
+        for number, layer in enumerate(layers):
+            read[number] = self.reduction.read(decoded[number], self._part(layer))
+        return read
 
     def tally(self, rows: np.ndarray, layer: int | None) -> Tally:
         """Sums of |x| over stored rows [tokens, stored width] of one layer. Raises as `decode`."""
