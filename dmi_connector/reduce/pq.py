@@ -76,7 +76,8 @@ class ProductQuantisation(FittedReduction):
         rows = values.float().unflatten(1, (-1, self.size))
         # |x - c|^2 / 2 without |x|^2 / 2, which all centroids share.
         distances = torch.baddbmm(halves, rows.transpose(0, 1), centroids, alpha=-1)
-        codes = torch.where(rows.isfinite().all(2), distances.argmin(2).T, centroids_of(self.bits)).to(torch.uint8)
+        lost = ~rows.isfinite().all(2)
+        codes = distances.argmin(2).T.masked_fill(lost, centroids_of(self.bits)).to(torch.uint8)
         per_byte = 8 // self.bits
         codes = torch.nn.functional.pad(codes, (0, self.stored_width(values.shape[1], "") * per_byte - codes.shape[1]))
         return codes if per_byte == 1 else codes[:, ::2] | codes[:, 1::2] << 4
