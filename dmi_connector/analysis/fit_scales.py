@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.analysis.fit_rows import LayerFit, fit_file
-from dmi_connector.reduce import parse
-from dmi_connector.reduce.projection import RandomProjection
+from dmi_connector.reduce import parse_projection
 from dmi_connector.reduce.scales import Scales, scales_of
 from dmi_connector.store.format.remote_path import Given
 
@@ -41,7 +40,7 @@ def fit_scales(
     """
     if not 1 <= margin < float("inf"):
         raise ValueError(f"--margin {margin} is not valid; give a factor of 1 or more")
-    projection = _projection(project)
+    projection = None if project is None else parse_projection(project)
 
     def fit(hook: str, blocks: Iterator[np.ndarray]) -> LayerFit:
         width = 0
@@ -50,7 +49,10 @@ def fit_scales(
             nonlocal width
             for block in blocks:
                 width = block.shape[1]
-                yield block if projection is None else _projected(projection, block)
+                if projection is not None:
+                    projection.check(width)
+                    block = projection.rows_projected(block)
+                yield block
 
         largest, count = _largest(hook, rows())
         about: dict[str, Any] = {"width": width}
@@ -59,21 +61,6 @@ def fit_scales(
         return LayerFit({"scale": scales_of(largest, margin)}, about, count)
 
     return {name: int(count) for name, count in fit_file(Scales, stores, hooks, out, layers, model, fit).items()}
-
-
-def _projection(spec: str | None) -> RandomProjection | None:
-    """What rows are projected with. Raises ValueError for another reduction than rp(k)."""
-    if spec is None:
-        return None
-    found = parse(spec)
-    if not isinstance(found, RandomProjection) or found.needs_file:
-        raise ValueError(f"--project {spec} is not valid; give a projection, such as rp(512)")
-    return found
-
-
-def _projected(projection: RandomProjection, rows: np.ndarray) -> np.ndarray:
-    projection.check(rows.shape[1])
-    return projection.rows_projected(rows)
 
 
 def _largest(hook: str, blocks: Iterator[np.ndarray]) -> tuple[np.ndarray, int]:

@@ -31,7 +31,18 @@ from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.rounding import Round
 from dmi_connector.reduce.topk import TopK
 
-__all__ = ["KINDS", "MODES", "Keeps", "ReduceError", "Reduction", "forms", "from_settings", "parse", "summaries"]
+__all__ = [
+    "KINDS",
+    "MODES",
+    "Keeps",
+    "ReduceError",
+    "Reduction",
+    "forms",
+    "from_settings",
+    "parse",
+    "parse_projection",
+    "summaries",
+]
 
 KINDS: dict[str, type[Reduction]] = {
     c.kind: c
@@ -63,6 +74,14 @@ def parse(spec: str) -> Reduction | None:
         raise ReduceError(f"reduce: {kind!r} is unknown; use one of none, {', '.join([*KINDS, *MODES])}")
     named = FITTED[kind] if kind in FITTED and _CHANNEL.search(inside or "") else KINDS[kind]
     return named.from_text(inside or "")
+
+
+def parse_projection(spec: str) -> RandomProjection:
+    """The projection that `dmi fit-scales --project` names. Raises ReduceError for another reduction."""
+    found = parse(spec)
+    if not isinstance(found, RandomProjection) or found.needs_file:
+        raise ReduceError(f"--project {spec} is not valid; give a projection, such as rp(512)")
+    return found
 
 
 def forms() -> list[str]:
