@@ -35,7 +35,13 @@ SIZES: dict[str, Any] = {
 MORE = ("rp(1024)", "rp(1280)")
 """Wider projections, beside what `dmi fidelity` measures by default."""
 COMPARED = ("int8", "int8(32)", "rp(512)", "cs(512)", "topk(64)")
-"""What is compared with int8(channel=file) by what analyses find, on the trained model."""
+"""What is compared with reductions of fitted files by what analyses find, on the trained model."""
+PROJECTED = 512
+"""Values of the projection that scales are fitted for."""
+OF_HEADS, HEAD_RANK = ("q", "k", "v", "z"), 16
+"""Hooks whose heads are reduced by themselves, and to how many of 64 values."""
+SUBVECTOR = 4
+"""Values that a code of product quantisation stands for."""
 HOOKS = "resid_pre,resid_mid,resid_final,q,k,v,z,mlp_post,mlp_out"
 
 
@@ -58,17 +64,46 @@ def capture(model: Path, folder: Path) -> list[Path]:
     return stores
 
 
-def downstream(model: Path, stores: list[Path], scales: Path) -> list[Fidelity]:
-    """What `dmi fidelity --labels tokens --model MODEL` measures. Scales are fitted on the first half of the stores."""
-    from dmi_connector.analysis.fidelity import fidelity
+def fitted_files(stores: list[Path], folder: Path) -> dict[str, dict[str, str]]:
+    """Reductions of files that are fitted on `stores`: {hook: {setting: name in the tables}}."""
+    from dmi_connector.analysis.fit_pca import fit_pca
+    from dmi_connector.analysis.fit_pq import fit_pq
     from dmi_connector.analysis.fit_scales import fit_scales
+    from dmi_connector.captures.capture import open_capture
+
+    folder.mkdir(exist_ok=True)
+    for file in folder.iterdir():
+        file.unlink()
+    hooks = HOOKS.split(",")
+    with open_capture(stores[0]) as capture:
+        widths = {hook: capture.shape(hook)[-1] for hook in hooks}
+    wide = [hook for hook in hooks if widths[hook] >= PROJECTED]
+    channel, projected, heads = (folder / name for name in ("scales", "projected", "heads"))
+    fit_scales(stores, hooks, channel)
+    fit_scales(stores, wide, projected, project=f"rp({PROJECTED})")
+    fit_pca(stores, OF_HEADS, HEAD_RANK, heads, group=SIZES["head_dim"])
+    found = {hook: {f"int8(channel={channel})": "int8(channel=file)"} for hook in hooks}
+    for hook in wide:
+        found[hook][f"rp({PROJECTED},channel={projected})"] = f"rp({PROJECTED},channel=file)"
+    for hook in OF_HEADS:
+        found[hook] |= {f"pca({heads})": "pca(file) of heads", f"rp({HEAD_RANK},group={SIZES['head_dim']})": ""}
+    for hook in hooks:
+        fit_pq(stores, [hook], widths[hook] // SUBVECTOR, folder / hook)
+        found[hook][f"pq({folder / hook})"] = "pq(file)"
+    return found
+
+
+def downstream(model: Path, stores: list[Path], folder: Path) -> list[Fidelity]:
+    """What `dmi fidelity --labels tokens --model MODEL` measures. Files are fitted on the first half of the stores."""
+    from dmi_connector.analysis.fidelity import fidelity
     from dmi_connector.analysis.unembedding import Unembedding
 
-    scales.unlink(missing_ok=True)
-    fit_scales(stores[: PROMPTS // 2], HOOKS.split(","), scales)
-    specs = [*COMPARED, f"int8(channel={scales})"]
-    found = fidelity(stores[PROMPTS // 2 :], specs, labels="tokens", unembedding=Unembedding.load(model))
-    return [replace(f, reduction="int8(channel=file)") if f.reduction == specs[-1] else f for f in found]
+    fitted, measured = stores[: PROMPTS // 2], stores[PROMPTS // 2 :]
+    unembedding, found = Unembedding.load(model), []
+    for hook, names in fitted_files(fitted, folder).items():
+        rows = fidelity(measured, [*COMPARED, *names], hook, labels="tokens", unembedding=unembedding)
+        found += [replace(f, reduction=names.get(f.reduction) or f.reduction) for f in rows]
+    return found
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -100,7 +135,7 @@ def main(argv: list[str] | None = None) -> None:
         found += [replace(one, reduction="pca(256 components)") for one in projected]
         result[kind] = [asdict(one) for one in found]
         if kind == "trained":
-            more = downstream(model, stores, options.out / "scales.safetensors")
+            more = downstream(model, stores, options.out / "fitted")
             print(f"\nwhat analyses find\n\n{markdown(more, 0.95)}")
             header = {"header": common.header("benchmarks.fidelity", argv)}
             common.save(options.out / "downstream.json", {**header, kind: [asdict(one) for one in more]})

@@ -188,7 +188,7 @@ def _kept(reduction: Any, values: np.ndarray, got: np.ndarray, basis: str) -> tu
     """What decoded rows `got` [layers, n, ...] of a reduction are of float32 values [layers, n, ..., width], but for
     rounding, and the gap (see MOST_GAP) of top k, else 0.
     """
-    from dmi_connector.reduce.basis import load
+    from dmi_connector.reduce.basis import Basis
     from dmi_connector.reduce.pca import Pca
     from dmi_connector.reduce.projection import RandomProjection, matrix
     from dmi_connector.reduce.topk import TopK
@@ -197,7 +197,7 @@ def _kept(reduction: Any, values: np.ndarray, got: np.ndarray, basis: str) -> tu
         return values @ matrix(values.shape[-1], reduction.k, reduction.seed, reduction.distribution), 0.0
     if isinstance(reduction, Pca):
         rows = values.reshape(*values.shape[:2], -1)  # heads side by side
-        parts = [load(basis).of(reduction.hook, layer, reduction.k) for layer in range(len(rows))]
+        parts = [Basis.load(basis).of(reduction.hook, layer, reduction.k) for layer in range(len(rows))]
         return np.stack([(r - p.mean) @ (p.components / p.std) for r, p in zip(rows, parts, strict=True)]), 0.0
     if isinstance(reduction, TopK):
         kept, magnitude = got != 0, np.abs(values)

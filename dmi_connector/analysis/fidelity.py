@@ -24,8 +24,8 @@ from dmi_connector.captures.one_model import OneModel
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import ITEMSIZE
 from dmi_connector.reduce import KINDS, STORED, ReduceError, Reduction, parse
+from dmi_connector.reduce.fitted import FittedReduction
 from dmi_connector.reduce.measures import ReducedRows
-from dmi_connector.reduce.scales import load
 from dmi_connector.store.format.remote_path import Given
 from dmi_connector.wording import suggest
 
@@ -193,8 +193,8 @@ def _measure(
     stored = reduction.encode(values, layer or 0)
     raw = stored.float().numpy() if stored.is_floating_point() else stored.numpy()
     decoded = reduction.decode(raw, width, dtype)
-    if (scales := reduction.scales()) is not None:
-        decoded = decoded * load(scales.source).of(scales.hook, layer or 0)
+    if isinstance(reduction, FittedReduction) and reduction.needs_file:
+        decoded = reduction.read(decoded, reduction.own_part(layer or 0))
     size = stored.shape[1] * ITEMSIZE[reduction.stored_dtype(dtype)] / (width * ITEMSIZE[dtype])
     both = ReducedRows(rows, raw, decoded, tokens, layer or 0, dtype)
     measures = {**reduction.measures(both), **downstream.measures(decoded, reduction.restored(both))}

@@ -1,23 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of stores that fits read: `dmi fit-pca` and `dmi fit-scales`."""
+"""What `dmi fit-pca` and its like share: the rows of stores that they read, and the file that they write."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from dmi_connector.analysis.new_file import new_file
 from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.captures.one_model import OneModel, is_named
 from dmi_connector.hooks import HOOKS
-from dmi_connector.store.format.remote_path import Given
+from dmi_connector.reduce.fitted_file import FittedFile
+from dmi_connector.store.format.remote_path import Given, local_path
 from dmi_connector.wording import suggest
 
 logger = logging.getLogger(__name__)
 
 _ROWS = 4096
 """Rows read at a time."""
+
+
+class LayerFit(NamedTuple):
+    """What was fitted to one layer of a hook. tensors: by NAME (see `FittedFile`). about: the hook's entry of the file,
+    without its layers. result: a number for the user.
+    """
+
+    tensors: dict[str, np.ndarray]
+    about: dict[str, Any]
+    result: float
+
+
+def fit_file(
+    kind: type[FittedFile],
+    stores: Sequence[Given],
+    hooks: Sequence[str],
+    out: str | os.PathLike[str],
+    layers: Sequence[int] | None,
+    model: str | None,
+    fit: Callable[[str, Iterator[np.ndarray]], LayerFit],
+) -> dict[str, float]:
+    """Fit each layer of `hooks`, and write all to `out`, a new safetensors file of `kind`.
+
+    fit: takes a hook and its rows in blocks [n, width]. Rows that are missing are skipped. So are rows with a NaN or an
+    infinity; a warning says how many. layers: layer numbers; negative numbers count from the last layer; None: all
+    captured layers. model: uses only stores of this model, as in `open_captures`; None: all stores must be of one.
+
+    Returns {"HOOK.LAYER": result of the fit}. Raises what `stores_of`, `finite_rows` and `fit` do; KeyError for a layer
+    that was not captured; FileExistsError; OSError, before the fit, if `out` cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    command = kind.command.removeprefix("dmi ")
+    kept = stores_of(stores, hooks, model, command)
+    with new_file(local_path(out), command) as partial:
+        tensors: dict[str, np.ndarray] = {}
+        about: dict[str, Any] = {}
+        results: dict[str, float] = {}
+        for hook in hooks:
+            wanted = layers_of(kept[0], hook, layers)
+            for layer in wanted:
+                found, name = fit(hook, finite_rows(kept, hook, layer, command)), f"{hook}.{layer or 0}"
+                tensors |= {f"{name}.{key}": np.ascontiguousarray(value) for key, value in found.tensors.items()}
+                about[hook] = {**found.about, "layers": [number or 0 for number in wanted]}
+                results[name] = found.result
+        try:
+            save_file(tensors, partial, metadata={kind.metadata: json.dumps({"hooks": about, "stores": len(kept)})})
+        except SafetensorError as error:  # such as a full disk
+            raise OSError(f"{command}: the {kind.what} cannot be written ({error}); give another -o") from error
+    return results
 
 
 def stores_of(stores: Sequence[Given], hooks: Sequence[str], model: str | None, command: str) -> list[Given]:

@@ -10,7 +10,8 @@ import numpy as np
 from dmi_connector.captures.attention import check_head
 from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.reduce.attn import AttentionSummary
-from dmi_connector.reduce.basis import BasisRef, LayerBasis
+from dmi_connector.reduce.base import Reduction
+from dmi_connector.reduce.basis import Basis, LayerBasis
 from dmi_connector.reduce.latents import Latents
 from dmi_connector.reduce.tally import Tally
 from dmi_connector.store.format.pca_files import find_basis
@@ -50,8 +51,7 @@ def project(
         raise ValueError(f"hook {hook!r} was not stored as a projection")
     if direction.shape != (info["reduce"]["width"],):
         raise ValueError(f"the direction has shape {direction.shape}, rows of {hook!r} ({info['reduce']['width']},)")
-    fitted = reduction.basis()
-    own = None if fitted is None else _basis(capture, hook, fitted, layer, basis)
+    own = _basis(capture, hook, reduction, layer, basis) if _is_fitted_to_basis(reduction) else None
     return reduction.project(direction, own, int(info["shards"]))
 
 
@@ -60,10 +60,9 @@ def restore(
 ) -> np.ndarray:
     """Rows [tokens, width] of principal components in the hook's own space, see `Capture.restore`."""
     reduction = capture.reduction(hook, layer)
-    fitted = None if reduction is None else reduction.basis()
-    if reduction is None or fitted is None:
+    if reduction is None or not _is_fitted_to_basis(reduction):
         raise ValueError(f"hook {hook!r} was not stored as principal components")
-    own = _basis(capture, hook, fitted, layer, basis)
+    own = _basis(capture, hook, reduction, layer, basis)
     scores = capture.numpy(hook, layer, tokens)
     return reduction.restore(scores[0] if scores.ndim == 3 else scores, own)
 
@@ -83,12 +82,20 @@ def tally(capture: StoreReader, hook: str, layer: int | None = None, tokens: Tok
 
 
 def _basis(
-    capture: StoreReader, hook: str, fitted: BasisRef, layer: int | None, basis: str | os.PathLike[str] | None
+    capture: StoreReader, hook: str, reduction: Reduction, layer: int | None, basis: str | os.PathLike[str] | None
 ) -> LayerBasis:
     """The basis of one layer of a hook: that of the array which holds it, with the layer's number there."""
     source = _only(capture, hook, layer, "a basis")
     layers = capture.attrs["hooks"][source.array]["layers"] or [0]
-    return find_basis(fitted.sha256, capture.path, basis).of(fitted.hook, layers[source.index], fitted.k)
+    fitted = reduction.fitted()
+    assert fitted is not None
+    found: LayerBasis = reduction.part(find_basis(fitted.sha256, capture.path, basis), layers[source.index])
+    return found
+
+
+def _is_fitted_to_basis(reduction: Reduction) -> bool:
+    fitted = reduction.fitted()
+    return fitted is not None and fitted.kind is Basis
 
 
 def _only(capture: StoreReader, hook: str, layer: int | None, what: str) -> Source:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi fit-scales`: scales for int8(channel=FILE)."""
+"""`dmi fit-scales`: scales for int8(channel=FILE) and rp(k,channel=FILE)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ def add_fit_scales(parser: argparse.ArgumentParser) -> None:
         metavar="FACTOR",
         help="how far beyond the largest values of these stores the range goes (default: 1.1)",
     )
+    parser.add_argument(
+        "--project", metavar="RP", help="project the rows first, as in rp(512), for rp(512,channel=FILE)"
+    )
     parser.add_argument("-o", "--out", required=True, metavar="FILE", help="a new .safetensors file")
     parser.set_defaults(run=run_fit_scales)
 
@@ -30,7 +33,7 @@ def run_fit_scales(options: argparse.Namespace) -> int:
     from dmi_connector.analysis.fit_scales import fit_scales
 
     stores = places.stores(options.stores)
-    rows = fit_scales(stores, options.hook, options.out, options.layer, options.model, options.margin)
+    rows = fit_scales(stores, options.hook, options.out, options.layer, options.model, options.margin, options.project)
     for name, count in rows.items():
         print(f"{name}: fitted on {count} rows")
     return 0

@@ -74,11 +74,21 @@ COMMANDS = {
     ),
     "fit-pca": Help(
         "Fit principal components on the rows of stores, for the reduction pca(FILE).",
-        ("dmi fit-pca captures/*.zarr --hook mlp_out --rank 256 -o mlp_out.safetensors",),
+        (
+            "dmi fit-pca captures/*.zarr --hook mlp_out --rank 256 -o mlp_out.safetensors",
+            "dmi fit-pca captures/*.zarr --hook z --rank 32 --group 128 -o heads.safetensors",
+        ),
     ),
     "fit-scales": Help(
-        "Fit a scale for each dimension of hooks on the rows of stores, for the reduction int8(channel=FILE).",
-        ("dmi fit-scales captures/*.zarr --hook resid_pre --hook mlp_post -o scales.safetensors",),
+        "Fit a scale for each dimension of hooks on the rows of stores, for int8(channel=FILE) and rp(k,channel=FILE).",
+        (
+            "dmi fit-scales captures/*.zarr --hook resid_pre --hook mlp_post -o scales.safetensors",
+            "dmi fit-scales captures/*.zarr --hook resid_mid --project 'rp(512)' -o projected.safetensors",
+        ),
+    ),
+    "fit-pq": Help(
+        "Fit the centroids of product quantisation on the rows of stores, for the reduction pq(FILE).",
+        ("dmi fit-pq captures/*.zarr --hook resid_mid --subvectors 320 -o books.safetensors",),
     ),
     "fit-probe": Help(
         "Fit a linear probe on labelled captures, and test it on some that are held out.",

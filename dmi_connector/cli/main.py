@@ -106,15 +106,18 @@ def make_parser() -> Parser:
     fit.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="of stores that hold the hooks in full")
     fit.add_argument("--hook", action="append", required=True, metavar="HOOK", help="can be repeated")
     fit.add_argument("--rank", type=int, required=True, metavar="K", help="components to keep")
+    fit.add_argument("--group", type=int, default=0, metavar="D", help="a basis for each D values, such as head_dim")
     fit.add_argument("--layer", action="append", type=int, metavar="N", help="only this one; can be repeated")
     fit.add_argument("--model", help="only stores of this model: its name, or the last part of its path")
     fit.add_argument("-o", "--out", required=True, metavar="FILE", help="a new .safetensors file")
     fit.set_defaults(run=_fit_pca)
 
+    from dmi_connector.cli.fit_pq import add_fit_pq
     from dmi_connector.cli.fit_probe import add_fit_probe
     from dmi_connector.cli.fit_scales import add_fit_scales
 
     add_fit_scales(commands.add_parser("fit-scales", help="fit scales on stores, for reduce int8(channel=FILE)"))
+    add_fit_pq(commands.add_parser("fit-pq", help="fit codebooks on stores, for reduce pq(FILE)"))
     add_fit_probe(commands.add_parser("fit-probe", help="fit a probe on labelled captures, for the option probes"))
 
     from dmi_connector.cli.fidelity import add_fidelity
@@ -327,8 +330,10 @@ def _fit_pca(options: argparse.Namespace) -> int:
 
     if options.rank < 1:
         raise ValueError(f"--rank {options.rank} is not valid; keep 1 component or more")
+    if options.group < 0:
+        raise ValueError(f"--group {options.group} is not valid; give the values of a group, such as head_dim")
     stores = places.stores(options.stores)
-    shares = fit_pca(stores, options.hook, options.rank, options.out, options.layer, options.model)
+    shares = fit_pca(stores, options.hook, options.rank, options.out, options.layer, options.model, options.group)
     for name, share in shares.items():
         print(f"{name}: {100 * share:.2f} % of the variance")
     return 0

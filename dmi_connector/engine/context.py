@@ -188,10 +188,10 @@ def _drafting(vllm_config: VllmConfig) -> Drafting | None:
 
 
 def _keep_files(options: ServerOptions, reductions: Reductions) -> None:
-    """Put copies of the PCA bases, the scales and the probes in use beside the stores. Autoencoders are large: these
-    are not copied.
+    """Put copies of the files that reductions were fitted to and of the probes in use beside the stores. Autoencoders
+    are large: these are not copied.
     """
-    fitted = [f for r in reductions.values() for f in (r.basis(), r.scales()) if f is not None]
+    fitted = [f for r in reductions.values() if (f := r.fitted()) is not None]
     kept = [("reduce", BASES, *file) for file in sorted({(f.source, f.sha256) for f in fitted})]
     kept += [("probes", PROBES, r.path, r.sha256) for r in reductions.values() if isinstance(r, Probe)]
     for option, folder, source, sha256 in kept:

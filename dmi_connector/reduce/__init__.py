@@ -3,7 +3,9 @@
 
 parse("int8"), parse("int8(affine)"), parse("int8(32)"), parse("int8(channel=scales.safetensors)"), parse("fp8"),
 parse("round(4)"), parse("topk(64)"), parse("topk(64,exact)"), parse("topk(64,sample=0)"), parse("rp(512)"),
-parse("rp(512,sign,seed=7)"), parse("cs(512)"), parse("pca(basis.safetensors)"), parse("attn(8)"), parse("none")
+parse("rp(512,sign,seed=7)"), parse("rp(512,channel=scales.safetensors)"),
+parse("cs(512)"), parse("pca(basis.safetensors)"), parse("pq(books.safetensors)"),
+parse("attn(8)"), parse("none")
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 from dmi_connector.reduce.attn import AttentionSummary
 from dmi_connector.reduce.base import Keeps, Reduction
 from dmi_connector.reduce.channel import ChannelInt8
+from dmi_connector.reduce.channel_projection import ChannelProjection
 from dmi_connector.reduce.countsketch import CountSketch
 from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.fp8 import Fp8
@@ -22,19 +25,35 @@ from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.latents import Latents
 from dmi_connector.reduce.modes import MODES
 from dmi_connector.reduce.pca import Pca
+from dmi_connector.reduce.pq import ProductQuantisation
 from dmi_connector.reduce.probe import Probe
 from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.rounding import Round
 from dmi_connector.reduce.topk import TopK
 
-__all__ = ["KINDS", "MODES", "Keeps", "ReduceError", "Reduction", "forms", "from_settings", "parse", "summaries"]
+__all__ = [
+    "KINDS",
+    "MODES",
+    "Keeps",
+    "ReduceError",
+    "Reduction",
+    "forms",
+    "from_settings",
+    "parse",
+    "parse_projection",
+    "summaries",
+]
 
 KINDS: dict[str, type[Reduction]] = {
-    c.kind: c for c in (Int8, Fp8, Round, TopK, RandomProjection, CountSketch, Pca, AttentionSummary)
+    c.kind: c
+    for c in (Int8, Fp8, Round, TopK, RandomProjection, CountSketch, Pca, ProductQuantisation, AttentionSummary)
 }
 """All reductions by name."""
-STORED: dict[str, type[Reduction]] = {c.kind: c for c in (ChannelInt8, Probe, Latents)}
+STORED: dict[str, type[Reduction]] = {c.kind: c for c in (ChannelInt8, ChannelProjection, Probe, Latents)}
 """What stores name as a reduction too, and settings otherwise or not at all."""
+FITTED: dict[str, type[Reduction]] = {"int8": ChannelInt8, "rp": ChannelProjection}
+"""What stands in the place of a reduction where its brackets name a file with "channel=FILE"."""
+_CHANNEL = re.compile(r"(^|,)\s*channel\s*(=|,|$)")
 _SPEC = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 
@@ -53,7 +72,16 @@ def parse(spec: str) -> Reduction | None:
         return None
     if kind not in KINDS:
         raise ReduceError(f"reduce: {kind!r} is unknown; use one of none, {', '.join([*KINDS, *MODES])}")
-    return KINDS[kind].from_text(inside or "")
+    named = FITTED[kind] if kind in FITTED and _CHANNEL.search(inside or "") else KINDS[kind]
+    return named.from_text(inside or "")
+
+
+def parse_projection(spec: str) -> RandomProjection:
+    """The projection that `dmi fit-scales --project` names. Raises ReduceError for another reduction."""
+    found = parse(spec)
+    if not isinstance(found, RandomProjection) or found.needs_file:
+        raise ReduceError(f"--project {spec} is not valid; give a projection, such as rp(512)")
+    return found
 
 
 def forms() -> list[str]:

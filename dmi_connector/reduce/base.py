@@ -21,8 +21,8 @@ from dmi_connector.reduce.tally import Tally
 if TYPE_CHECKING:
     import torch
 
-    from dmi_connector.reduce.basis import BasisRef, LayerBasis
-    from dmi_connector.reduce.scales import ScalesRef
+    from dmi_connector.reduce.basis import LayerBasis
+    from dmi_connector.reduce.fitted_file import FittedFile
 
 
 class Keeps(enum.Flag):
@@ -39,6 +39,15 @@ class Keeps(enum.Flag):
     NORMS = enum.auto()
     DIRECTIONS = enum.auto()
     ALL = VALUES | EVERY_VALUE | NORMS | DIRECTIONS
+
+
+@dataclass(frozen=True)
+class FittedRef:
+    """Which file a reduction was fitted to, by hash and path. source: its path; "" where a store names it."""
+
+    kind: type[FittedFile]
+    sha256: str
+    source: str
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,8 @@ class Reduction:
     """What `dmi fidelity` measures of it by default."""
     measured: ClassVar[Mapping[str, str]] = OF_VALUES
     """The names of `measures`, each with its meaning. A larger `error` is worse. Of the others a smaller one is."""
+    needs_file: ClassVar[bool] = False
+    """Whether reading rows needs the file of `fitted`, by `read`."""
     at_end: ClassVar[bool] = False
     """Whether small steps reduce all layers together at the end of the step. For kernels that wait more than compute.
     """
@@ -176,17 +187,23 @@ class Reduction:
         """Decoded rows of all tensor-parallel slices, in order -> rows of the whole hook."""
         return np.concatenate(parts, axis=-1)
 
-    def basis(self) -> BasisRef | None:
-        """The basis that it was fitted with; None for a reduction that is not fitted. The server keeps a copy of its
-        file beside its stores.
+    def fitted(self) -> FittedRef | None:
+        """The file that it was fitted to; None for a reduction that is not fitted. The server keeps a copy beside its
+        stores.
         """
         return None
 
-    def scales(self) -> ScalesRef | None:
-        """The file of scales by which a reader multiplies what `decode` gives, each dimension of each layer by its own;
-        None where there is nothing to multiply. The server keeps a copy of the file beside its stores.
-        """
-        return None
+    def part(self, file: FittedFile, layer: int) -> Any:
+        """What `read`, `project` and `restore` need of one layer, from the file of `fitted`."""
+        raise NotImplementedError
+
+    def read(self, decoded: np.ndarray, part: Any) -> np.ndarray:
+        """Decoded and merged rows -> what readers give. For a reduction with `needs_file`; see `part`."""
+        return decoded
+
+    def read_width(self, decoded: int) -> int:
+        """Values of what `read` gives for decoded and merged rows of so many."""
+        return decoded
 
     def project(self, direction: np.ndarray, basis: LayerBasis | None = None, shards: int = 1) -> np.ndarray:
         """A direction [width] of the hook's space as float32 [k], in the space of decoded rows.
@@ -201,11 +218,11 @@ class Reduction:
 
     # ---- analysis ---------------------------------------------------------------------------------------------------
 
-    def tally_slices(self, slices: Sequence[np.ndarray], width: int, dtype: str) -> Tally:
+    def tally_slices(self, slices: Sequence[np.ndarray], width: int, dtype: str, part: Any = None) -> Tally:
         """Sums of |x| of each neuron, for `importance`. slices: what each rank stored, [rows, stored width]. width: of
-        one slice.
+        one slice. part: see `part`; None without `needs_file`.
         """
-        return Tally.of(self.merge([self.decode(part, width, dtype) for part in slices]))
+        return Tally.of(self.read(self.merge([self.decode(rows, width, dtype) for rows in slices]), part))
 
     def measures(self, rows: ReducedRows) -> dict[str, float]:
         """What `dmi fidelity` says of it, by the names of `measured`."""

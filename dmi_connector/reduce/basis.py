@@ -1,96 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of PCA bases. `dmi fit-pca` writes them as safetensors; the SHA-256 of a file identifies it.
+"""Files of PCA bases, which `dmi fit-pca` writes.
 
-For each hook and layer it holds, in float32: `HOOK.LAYER.mean` [width], `.components` [width, k] (orthonormal columns
-by falling variance), `.std` [k] and `.variance` [1] (of all components together).
+For each hook and layer: `mean` [width], `components` [width, k] (orthonormal columns by falling variance), `std` [k]
+and `variance` [1] (of all components together). With "group": each so many dimensions, such as those of a head, have a
+basis of their own. Then these rows of `components` are its columns, and `std` is [width / group x k], group by group.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from dmi_connector.reduce.errors import ReduceError
+from dmi_connector.reduce.fitted_file import FittedFile
 
 METADATA = "dmi_pca"
-"""Key of our JSON in the metadata of the safetensors file."""
 
 
 @dataclass(frozen=True)
 class LayerBasis:
-    """The basis of one hook and layer, float32. mean: [width]. components: [width, k]. std: of the scores, [k]."""
+    """The basis of one hook and layer, float32. mean: [width]. components: [width, k]. std: of the scores, [k], of
+    `groups` equal parts of a row [groups x k].
+    """
 
     mean: np.ndarray
     components: np.ndarray
     std: np.ndarray
+    groups: int = 1
+
+    @property
+    def of_groups(self) -> tuple[np.ndarray, np.ndarray]:
+        """(components [groups, width / groups, k], std [groups, k])."""
+        return self.components.reshape(self.groups, -1, self.components.shape[1]), self.std.reshape(self.groups, -1)
 
 
 @dataclass(frozen=True)
-class BasisRef:
-    """Which basis a reduction was fitted with. sha256, source: hash and path of its file; the path is "" where a store
-    names it. hook: in the file. k: components that are kept.
-    """
+class Basis(FittedFile):
+    """One file of bases. hooks: {hook: {"width", "k", "layers"}}, with "group" where groups have bases of their own."""
 
-    sha256: str
-    source: str
-    hook: str
-    k: int
+    metadata: ClassVar[str] = METADATA
+    what: ClassVar[str] = "basis"
+    command: ClassVar[str] = "dmi fit-pca"
+    setting: ClassVar[str] = "pca({})"
+    cached: ClassVar[int] = 0  # bases are large, and rows are read without
 
-
-@dataclass(frozen=True)
-class Basis:
-    """One file of bases. hooks: {hook: {"width", "k", "layers"}}."""
-
-    path: str
-    sha256: str
-    hooks: dict[str, dict[str, Any]]
+    @classmethod
+    def shapes(cls, about: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        width, k = int(about["width"]), int(about["k"])
+        if width % (group := int(about.get("group") or width)) or k > group:
+            raise ValueError(f"{k} components of groups of {group} of {width} values")
+        return {"mean": (width,), "components": (width, k), "std": (width // group * k,)}
 
     def of(self, hook: str, layer: int, k: int) -> LayerBasis:
-        """The first k components for one hook and layer. Raises OSError if the file is gone."""
-        from safetensors import safe_open
-
-        with safe_open(self.path, "numpy") as f:
-            get = [f.get_tensor(f"{hook}.{layer}.{what}") for what in ("mean", "components", "std")]
-        return LayerBasis(get[0], np.ascontiguousarray(get[1][:, :k]), get[2][:k])
-
-
-def load(path: str | os.PathLike[str]) -> Basis:
-    """Open a file of bases. Raises ReduceError if it cannot be read, is no such file, or holds a NaN or an infinity."""
-    path = os.fspath(path)
-    try:
-        found = os.stat(path)
-    except OSError as error:
-        raise ReduceError(
-            f"reduce: pca({path}) cannot be read ({error.strerror}); give a file that dmi fit-pca made"
-        ) from error
-    return _load(path, found.st_mtime_ns, found.st_size)
-
-
-@lru_cache(maxsize=16)
-def _load(path: str, modified: int, size: int) -> Basis:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "numpy") as f:
-            hooks = json.loads((f.metadata() or {})[METADATA])["hooks"]
-            names = set(f.keys())
-            lost = [name for name in sorted(names) if not np.isfinite(f.get_tensor(name)).all()]
-        with open(path, "rb") as raw:
-            digest = hashlib.file_digest(raw, "sha256").hexdigest()
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise ReduceError(f"reduce: {path} is no basis ({error!r}); give a file that dmi fit-pca made") from error
-    wanted = {f"{hook}.{layer}.components" for hook, info in hooks.items() for layer in info["layers"]}
-    if lacking := sorted(wanted - names):
-        raise ReduceError(f"reduce: {path} is damaged: {lacking[0]} is missing; make it again with dmi fit-pca")
-    if lost:
-        raise ReduceError(
-            f"reduce: {path}: {lost[0]} holds values that are not finite, so all scores would be lost; make it again"
-            " with dmi fit-pca"
-        )
-    return Basis(path, digest, hooks)
+        """The first k components for one hook and layer. Raises ReduceError without them; OSError without the file."""
+        mean, components, std = (self.tensor(hook, layer, name) for name in ("mean", "components", "std"))
+        groups = len(std) // components.shape[1]
+        kept = np.ascontiguousarray(components[:, :k]), np.ascontiguousarray(std.reshape(groups, -1)[:, :k])
+        return LayerBasis(mean, kept[0], kept[1].ravel(), groups)

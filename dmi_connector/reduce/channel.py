@@ -1,53 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
 """int8(channel=file): 8 bits with one scale for each dimension of each layer, fitted offline by `dmi fit-scales`.
 
-Stored row: `width` int8, zeros up to a multiple of 4. The scales stay in their file. A store names its SHA-256, and a
-copy of the file lies in the store directory. 127 and -127 are values beyond the range that the scales were fitted for;
--128 is a value that is not finite.
+Stored row: `width` int8, zeros up to a multiple of 4. The scales stay in their file. 127 and -127 are values beyond the
+range that the scales were fitted for; -128 is a value that is not finite.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from dmi_connector.reduce.base import Reduction, pad, unpack_floats
+from dmi_connector.reduce.base import pad, unpack_floats
 from dmi_connector.reduce.errors import ReduceError
+from dmi_connector.reduce.fitted import FittedReduction
 from dmi_connector.reduce.measures import OF_VALUES, ReducedRows, of_values
-from dmi_connector.reduce.scales import ScalesRef, load
+from dmi_connector.reduce.scales import Scales
 from dmi_connector.reduce.tally import Tally
 
 if TYPE_CHECKING:
     import torch
 
-_DEVICE: dict[tuple[str, str, int, Any], torch.Tensor] = {}
-"""1 / scales, float32 [width] of this rank's slice, by file, hook, layer and device. `prepare` fills it."""
-
 BEYOND, LOST = 127, -128
 """Stored magnitude of a value beyond the range, and what is stored for one that is not finite."""
 
 
+IN_RANGE = "share of the values within the range that the scales were fitted for; the others are clipped"
+"""Meaning of the measure `in_range`."""
+
+
+def encode_steps(steps: torch.Tensor) -> torch.Tensor:
+    """Values in steps of their scales, float32 [tokens, width] -> stored rows."""
+    import torch
+
+    stored = torch.where(steps.isfinite(), steps.round().clamp(-BEYOND, BEYOND), LOST).to(torch.int8)
+    return torch.nn.functional.pad(stored, (0, pad(steps.shape[1]) - steps.shape[1])).view(torch.uint8)
+
+
+def decode_steps(stored: np.ndarray, width: int) -> np.ndarray:
+    """Stored rows -> float32 [..., width], in steps of the scales. NaN for what is not finite."""
+    steps = unpack_floats(stored, 0, width, "int8")
+    steps[steps == LOST] = np.nan
+    return steps
+
+
+def in_range(steps: np.ndarray) -> float:
+    """Share of the values that were not clipped."""
+    return float(1 - (np.abs(steps) == BEYOND).mean())
+
+
 @dataclass(frozen=True)
-class ChannelInt8(Reduction):
+class ChannelInt8(FittedReduction):
     """value = int8 * the scale of its dimension: an error of half a scale. Values beyond the range are clipped.
 
-    `decode` gives the integers; readers multiply them by the scales (`scales`).
-
-    sha256, source: hash and path of the file of scales. hook: set by `bind`.
+    `decode` gives the integers; readers multiply them by the scales (`read`).
     """
 
-    sha256: str = ""
-    hook: str = ""
-    source: str = field(default="", compare=False)
     kind: ClassVar[str] = "int8_channel"
     measured: ClassVar[Mapping[str, str]] = {
         **OF_VALUES,
-        "in_range": "share of the values within the range that the scales were fitted for; the others are clipped",
+        "in_range": IN_RANGE,
     }
+    needs_file: ClassVar[bool] = True
     at_end: ClassVar[bool] = True
+    file: ClassVar[type[Scales]] = Scales
+
+    def fit(self, bound: ChannelInt8, about: dict[str, Any], shards: int) -> ChannelInt8:
+        if projection := about.get("projection"):
+            raise ReduceError(
+                f"reduce: {self.source} holds scales of {bound.hook} for rows that {projection['kind']}"
+                f"({projection['k']}) projected; use rp({projection['k']},channel=FILE), or fit it without --project"
+            )
+        return bound
 
     @classmethod
     def from_text(cls, inside: str) -> ChannelInt8:
@@ -55,55 +81,31 @@ class ChannelInt8(Reduction):
         path = inside.partition("=")[2].strip()
         if not path:
             raise ReduceError(f"reduce: int8({inside}) names no scales; give their file, as in int8(channel=FILE)")
-        scales = load(path)
+        scales = Scales.load(path)
         return cls(scales.sha256, "", scales.path)
 
-    def settings(self) -> dict[str, Any]:
-        values = asdict(self)
-        del values["source"]
-        return {"kind": self.kind, **values}
+    def part(self, file: Scales, layer: int) -> np.ndarray:  # type: ignore[override]
+        """The scales, float32 [width of the hook]."""
+        return file.of(self.hook, layer)
 
-    def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> ChannelInt8:
-        info = load(self.source).hooks.get(hook)
-        if info is None:
-            raise ReduceError(
-                f"reduce: {self.source} holds no scales of {hook}, only of {', '.join(load(self.source).hooks)}; "
-                "fit some with dmi fit-scales"
-            )
-        if lacking := sorted(set(layers) - set(info["layers"])):
-            raise ReduceError(
-                f"reduce: {self.source} holds no scales of {hook} in layer {lacking[0]}; fit some there too"
-            )
-        if info["width"] != width * shards:
-            raise ReduceError(
-                f"reduce: {self.source} is of another model: {hook} has {width * shards} values, not {info['width']}"
-            )
-        return replace(self, hook=hook)
-
-    def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
-        import torch
-
-        mine = load(self.source).of(self.hook, layer)[shard * width : (shard + 1) * width]
-        _DEVICE[self.sha256, self.hook, layer, device] = torch.from_numpy(np.float32(1) / mine).to(device)
+    def constants(self, part: np.ndarray, mine: slice) -> tuple[np.ndarray, ...]:
+        """1 / scales, float32 [width]."""
+        return (np.float32(1) / part[mine],)
 
     def stored_width(self, width: int, dtype: str) -> int:
         return pad(width)
 
     def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
-        import torch
-
-        steps = self.before(values, layer)
-        stored = torch.where(steps.isfinite(), steps.round().clamp(-BEYOND, BEYOND), LOST).to(torch.int8)
-        return torch.nn.functional.pad(stored, (0, pad(steps.shape[1]) - steps.shape[1])).view(torch.uint8)
+        return encode_steps(self.before(values, layer))
 
     def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
         """Values in steps of their scales, float32."""
-        return values * _DEVICE[self.sha256, self.hook, layer, values.device]
+        return values * self.on_device(layer, values.device)[0]
 
     def before_layers(self, values: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
         import torch
 
-        return values * torch.stack([_DEVICE[self.sha256, self.hook, layer, values.device] for layer in layers])
+        return values * torch.stack([self.on_device(layer, values.device)[0] for layer in layers])
 
     def scratch(self, width: int, dtype: str) -> int:
         return 4 * width
@@ -112,18 +114,19 @@ class ChannelInt8(Reduction):
         return "channel", 0
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
-        steps = unpack_floats(stored, 0, width, "int8")
-        steps[steps == LOST] = np.nan
-        return steps
+        return decode_steps(stored, width)
 
-    def scales(self) -> ScalesRef:
-        return ScalesRef(self.sha256, self.source, self.hook)
+    def read(self, decoded: np.ndarray, part: np.ndarray) -> np.ndarray:
+        return np.multiply(decoded, part, out=decoded)
 
-    def tally_slices(self, slices: Sequence[np.ndarray], width: int, dtype: str) -> Tally:
-        """Sums in steps of the scales, with how often each value was clipped."""
-        steps = self.merge([self.decode(part, width, dtype) for part in slices])
-        return replace(Tally.of(steps), clipped=(np.abs(steps) == BEYOND).sum(0, np.float64))
+    def tally_slices(
+        self, slices: Sequence[np.ndarray], width: int, dtype: str, part: np.ndarray | None = None
+    ) -> Tally:
+        """With how often each value was clipped."""
+        assert part is not None, "scales are in a file"
+        steps = self.merge([self.decode(rows, width, dtype) for rows in slices])
+        clipped = (np.abs(steps) == BEYOND).sum(0, np.float64)
+        return replace(Tally.of(self.read(steps, part)), clipped=clipped)
 
     def measures(self, rows: ReducedRows) -> dict[str, float]:
-        clipped = np.abs(self.decode(rows.stored, rows.rows.shape[1], rows.dtype)) == BEYOND
-        return {**of_values(rows), "in_range": float(1 - clipped.mean())}
+        return {**of_values(rows), "in_range": in_range(self.decode(rows.stored, rows.rows.shape[1], rows.dtype))}

@@ -8,7 +8,6 @@ a multiple of 4.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,12 +24,10 @@ from dmi_connector.reduce.base import (
     unpack,
     unpack_floats,
 )
-from dmi_connector.reduce.channel import ChannelInt8
 
 if TYPE_CHECKING:
     import torch
 
-_CHANNEL = re.compile(r"\s*channel\s*(=|$)")
 GROUPS = (16, 32, 64, 128, 256, 512, 1024)
 """Group sizes that the kernel takes."""
 
@@ -53,11 +50,6 @@ class Int8(Reduction):
     compared: ClassVar[tuple[str, ...]] = ("int8", "int8(affine)", "int8(32)")
     flags: ClassVar[Mapping[str, tuple[str, Any]]] = {"affine": ("affine", True), "symmetric": ("affine", False)}
     number: ClassVar[str] = "group"
-
-    @classmethod
-    def from_text(cls, inside: str) -> Reduction:
-        """With "channel=FILE" the reduction of channel.py: its rows have no scale, so stores name another kind."""
-        return ChannelInt8.from_text(inside) if _CHANNEL.match(inside) else super().from_text(inside)
 
     def __post_init__(self) -> None:
         if self.group and self.group not in GROUPS:

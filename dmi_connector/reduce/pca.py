@@ -1,46 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """pca(file): scores of principal components that were fitted offline, each divided by its standard deviation.
 
-The scores are stored as int8 with a row scale (see int8.py). The basis stays in its file. A store names the SHA-256 of
-the file, and a copy of the file lies in the store directory.
+The scores are stored as int8 with a row scale (see int8.py). The basis stays in its file. Where the file has a basis
+for each group of dimensions, such as each head, the scores of the groups lie side by side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from dmi_connector.reduce.base import Keeps, Reduction
-from dmi_connector.reduce.basis import BasisRef, LayerBasis, load
+from dmi_connector.reduce.base import Keeps
+from dmi_connector.reduce.basis import Basis, LayerBasis
 from dmi_connector.reduce.errors import ReduceError
+from dmi_connector.reduce.fitted import FittedReduction
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.measures import OF_VALUES, ReducedRows, error, importance
 
 if TYPE_CHECKING:
     import torch
 
-_DEVICE: dict[tuple[str, str, int, int, Any], tuple[torch.Tensor, torch.Tensor]] = {}
-"""(-mean' components / std [k], components / std [width, k]) by basis, hook, layer, k and device. `prepare` fills it.
-"""
-
 _LEAST_STD, _TINY = 1e-6, 1e-30
 """Least standard deviation that scores are divided by, as a share of the largest; least value of the largest."""
 
 
 @dataclass(frozen=True)
-class Pca(Reduction):
+class Pca(FittedReduction):
     """Decoded rows are the k scores. They have unit variance on the rows that the basis was fitted on.
 
-    k: components to keep, 0 for all. sha256, source: hash and path of the basis file. hook: set by `bind`.
+    k: components to keep, 0 for all. group: dimensions that have a basis of their own, 0 for all of a row; set by
+    `bind`.
     """
 
     k: int = 0
-    sha256: str = ""
-    hook: str = ""
-    source: str = field(default="", compare=False)
+    group: int = 0
     kind: ClassVar[str] = "pca"
     forms: ClassVar[tuple[str, ...]] = ("pca(file)", "pca(file,k=n)")
     keeps: ClassVar[Keeps] = Keeps.DIRECTIONS
@@ -51,6 +47,7 @@ class Pca(Reduction):
         "error": OF_VALUES["error"],
     }
     at_end: ClassVar[bool] = True
+    file: ClassVar[type[Basis]] = Basis
 
     @classmethod
     def from_text(cls, inside: str) -> Pca:
@@ -59,47 +56,48 @@ class Pca(Reduction):
         name, _, number = rest.replace(" ", "").partition("=")
         if rest and not (name == "k" and number.isdecimal() and int(number) > 0):
             raise ReduceError(f"reduce: {rest.strip()!r} in 'pca({inside})' is unknown; pca takes a file and k=NUMBER")
-        basis = load(path.strip())
-        return cls(int(number or 0), basis.sha256, "", basis.path)
+        basis = Basis.load(path.strip())
+        return cls(basis.sha256, "", basis.path, int(number or 0))
+
+    def fit(self, bound: Pca, about: dict[str, Any], shards: int) -> Pca:
+        if self.k > about["k"]:
+            raise ReduceError(
+                f"reduce: pca(..., k={self.k}) of {bound.hook} is more than the {about['k']} that were fitted"
+            )
+        group = about.get("group", 0)
+        if group and about["width"] // shards % group:
+            raise ReduceError(
+                f"reduce: {self.source} has a basis for each {group} values of {bound.hook}, which"
+                f" {shards} tensor-parallel slices would cut; fit it with another --group"
+            )
+        return replace(bound, k=self.k or about["k"], group=group)
 
     def settings(self) -> dict[str, Any]:
-        values = asdict(self)
-        del values["source"]
-        return {"kind": self.kind, **values}
+        values = super().settings()
+        if not self.group:  # readers of before groups know no such setting
+            del values["group"]
+        return values
 
-    def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> Pca:
-        info = load(self.source).hooks.get(hook)
-        if info is None:
-            raise ReduceError(
-                f"reduce: {self.source} holds no basis of {hook}, only of {', '.join(load(self.source).hooks)}; "
-                "fit one with dmi fit-pca"
-            )
-        if lacking := sorted(set(layers) - set(info["layers"])):
-            raise ReduceError(
-                f"reduce: {self.source} holds no basis of {hook} in layer {lacking[0]}; fit one there too"
-            )
-        if info["width"] != width * shards:
-            raise ReduceError(
-                f"reduce: {self.source} is of another model: {hook} has {width * shards} values, not {info['width']}"
-            )
-        if self.k > info["k"]:
-            raise ReduceError(f"reduce: pca(..., k={self.k}) of {hook} is more than the {info['k']} that were fitted")
-        return Pca(self.k or info["k"], self.sha256, hook, self.source)
+    def _groups(self, width: int) -> int:
+        return width // self.group if self.group else 1
 
-    def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
-        import torch
+    def part(self, file: Basis, layer: int) -> LayerBasis:  # type: ignore[override]
+        return file.of(self.hook, layer, self.k)
 
-        basis = load(self.source).of(self.hook, layer, self.k)
-        mine = slice(shard * width, (shard + 1) * width)
-        whitened = basis.components[mine] / _floor(basis.std)
-        offset = -(basis.mean[mine].astype(np.float64) @ whitened.astype(np.float64)).astype(np.float32)
-        _DEVICE[self.sha256, self.hook, layer, self.k, device] = (
-            torch.from_numpy(offset).to(device),
-            torch.from_numpy(whitened).to(device),
-        )
+    def constants(self, part: LayerBasis, mine: slice) -> tuple[np.ndarray, ...]:
+        """(-mean' components / std [groups, 1, k], components / std [groups, group, k]) of the slice."""
+        components, std = part.of_groups
+        if self.group:
+            own = slice(mine.start // self.group, mine.stop // self.group)
+            components, std = components[own], std[own]
+        else:
+            components = components[:, mine]
+        whitened = components / _floor(std)[:, None]
+        mean = part.mean[mine].astype(np.float64).reshape(len(whitened), 1, -1)
+        return -(mean @ whitened.astype(np.float64)).astype(np.float32), whitened
 
     def stored_width(self, width: int, dtype: str) -> int:
-        return Int8().stored_width(self.k, dtype)
+        return Int8().stored_width(self.k * self._groups(width), dtype)
 
     def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
         return Int8().encode(self.before(values, layer))
@@ -107,8 +105,11 @@ class Pca(Reduction):
     def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
         import torch
 
-        offset, basis = _DEVICE[self.sha256, self.hook, layer, self.k, values.device]
-        return torch.addmm(offset, values.float(), basis)
+        offset, basis = self.on_device(layer, values.device)
+        if not self.group:
+            return torch.addmm(offset[0], values.float(), basis[0])
+        groups = values.float().unflatten(1, (len(basis), self.group)).transpose(0, 1)
+        return torch.baddbmm(offset, groups, basis).transpose(0, 1).flatten(1)
 
     def before_layers(self, values: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
         import torch
@@ -116,20 +117,20 @@ class Pca(Reduction):
         return torch.stack([self.before(values[:, i], layer) for i, layer in enumerate(layers)], 1)
 
     def scratch(self, width: int, dtype: str) -> int:
-        return 4 * (self.k + width)
+        scores = self.k * self._groups(width)
+        return 4 * ((2 if self.group else 1) * scores + width)
 
     def fused(self, dtype: str) -> tuple[str, int]:
         return Int8().fused(dtype)
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
-        return Int8().decode(stored, self.k, dtype)
+        return Int8().decode(stored, self.k * self._groups(width), dtype)
 
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
-        """The sum over the slices: each rank projects its part of the width."""
+        """The sum over the slices: each rank projects its part of the width. Scores of groups lie side by side."""
+        if self.group:
+            return np.concatenate(parts, axis=-1)
         return np.asarray(np.sum(parts, axis=0, dtype=np.float32))
-
-    def basis(self) -> BasisRef:
-        return BasisRef(self.sha256, self.source, self.hook, self.k)
 
     def measures(self, rows: ReducedRows) -> dict[str, float]:
         restored = self.restored(rows)
@@ -139,7 +140,7 @@ class Pca(Reduction):
         return {**found, "error": error(rows.rows, restored)}
 
     def restored(self, rows: ReducedRows) -> np.ndarray:
-        return self.restore(rows.decoded, load(self.source).of(self.hook, rows.layer, self.k))
+        return self.restore(rows.decoded, self.own_part(rows.layer))
 
     def project(self, direction: np.ndarray, basis: LayerBasis | None = None, shards: int = 1) -> np.ndarray:
         """A direction [width] of the hook's space as float32 [k] in the space of the scores.
@@ -147,50 +148,63 @@ class Pca(Reduction):
         decoded rows @ result approximates (rows - mean) @ direction.
         """
         assert basis is not None, "components are in a basis"
-        return np.asarray((np.asarray(direction, np.float32) @ basis.components) * _floor(basis.std))
+        components, std = basis.of_groups
+        parts = np.asarray(direction, np.float32).reshape(len(std), 1, -1)
+        return np.asarray((parts @ components)[:, 0] * _floor(std)).ravel()
 
     def restore(self, decoded: np.ndarray, basis: LayerBasis) -> np.ndarray:
         """Decoded rows [..., k] -> float32 [..., width]: the mean plus the kept components."""
-        return np.asarray((decoded * _floor(basis.std)) @ basis.components.T + basis.mean)
+        components, std = basis.of_groups
+        scores = decoded.reshape(-1, *std.shape) * _floor(std)
+        rows = (scores.swapaxes(0, 1) @ components.swapaxes(1, 2)).swapaxes(0, 1)
+        return np.asarray(rows.reshape(*decoded.shape[:-1], len(basis.mean)) + basis.mean)
 
 
 def _floor(std: np.ndarray) -> np.ndarray:
-    """Standard deviations, at least 1e-6 of the largest: a division by less would enlarge rounding errors."""
-    return np.asarray(np.maximum(std, np.float32(_LEAST_STD) * max(float(std[0]), _TINY)), np.float32)
+    """Standard deviations [groups, k], at least 1e-6 of the largest of their group: a division by less would enlarge
+    rounding errors.
+    """
+    return np.asarray(np.maximum(std, np.float32(_LEAST_STD) * np.maximum(std[:, :1], _TINY)), np.float32)
 
 
-def fit(blocks: Iterable[np.ndarray], rank: int) -> tuple[LayerBasis, float]:
+def fit(blocks: Iterable[np.ndarray], rank: int, group: int = 0) -> tuple[LayerBasis, float]:
     """Principal components of float rows that come in blocks [n, width]. Returns (basis, total variance).
 
-    Memory is 8 width² bytes for any number of rows. Raises ValueError for fewer than `rank` + 1 rows, rows of fewer
-    than `rank` values, or values that are not finite.
+    group: dimensions that get `rank` components of their own; 0: all together. Memory is 8 width x group bytes for any
+    number of rows. Raises ValueError for fewer than `rank` + 1 rows, groups of fewer than `rank` values or that do not
+    divide the width, or values that are not finite.
     """
     count, total, moments = 0, None, None
     for block in blocks:
         rows = np.asarray(block, np.float64)
+        width = rows.shape[1]
+        if group and width % group:
+            raise ValueError(f"--group {group} does not divide the {width} values of a row; give head_dim")
+        rows = rows.reshape(len(rows), -1, group or width).swapaxes(0, 1)
         if total is None or moments is None:
-            if rows.shape[1] < rank:
-                raise ValueError(f"rank {rank} is more than the {rows.shape[1]} values of a row; give a smaller one")
-            total, moments = np.zeros(rows.shape[1]), np.zeros((rows.shape[1],) * 2)
-            origin = rows.mean(0)  # moments about a point near the mean keep their digits
-        count += len(rows)
+            if rows.shape[2] < rank:
+                of = "a group" if group else "a row"
+                raise ValueError(f"rank {rank} is more than the {rows.shape[2]} values of {of}; give a smaller one")
+            total, moments = np.zeros((len(rows), rows.shape[2])), np.zeros((len(rows), rows.shape[2], rows.shape[2]))
+            origin = rows.mean(1, keepdims=True)  # moments about a point near the mean keep their digits
+        count += rows.shape[1]
         with np.errstate(invalid="ignore"):  # what is not finite is refused below
             rows = rows - origin
-            total += rows.sum(0)
-            moments += rows.T @ rows
+            total += rows.sum(1)
+            moments += rows.swapaxes(1, 2) @ rows
     if total is None or moments is None or count <= rank:
         raise ValueError(f"{count} rows are too few for rank {rank}; capture more tokens or give a smaller rank")
     mean = total / count
-    covariance = (moments - count * np.outer(mean, mean)) / (count - 1)
+    covariance = (moments - count * mean[:, :, None] * mean[:, None]) / (count - 1)
+    mean += origin[:, 0]
     with np.errstate(over="ignore"):
-        written = np.asarray([*(origin + mean), np.trace(covariance)], np.float32)
+        written = np.asarray([*mean.ravel(), np.trace(covariance, axis1=1, axis2=2).sum()], np.float32)
     if not (np.isfinite(written).all() and np.isfinite(covariance).all()):
         raise ValueError("the rows hold values that are not finite, or too large for float32; leave those rows out")
-    values, vectors = np.linalg.eigh(covariance)
-    order = np.argsort(values)[::-1][:rank]
-    components = vectors[:, order]
-    components = components * np.where(components[np.abs(components).argmax(0), np.arange(rank)] < 0, -1, 1)
-    components = np.ascontiguousarray(components, np.float32)  # safetensors writes the memory as it lies
-    std = np.sqrt(np.maximum(values[order], 0))
-    basis = LayerBasis((origin + mean).astype(np.float32), components, std.astype(np.float32))
-    return basis, float(np.maximum(values, 0).sum())
+    values, vectors = np.linalg.eigh(covariance)  # ascending
+    components, variances = vectors[:, :, ::-1][:, :, :rank], np.maximum(values[:, ::-1], 0)
+    largest = np.take_along_axis(components, np.abs(components).argmax(1)[:, None], 1)
+    components = (components * np.where(largest < 0, -1, 1)).reshape(-1, rank)
+    std = np.sqrt(variances[:, :rank]).ravel()
+    floats = [np.ascontiguousarray(array, np.float32) for array in (mean.ravel(), components, std)]
+    return LayerBasis(floats[0], floats[1], floats[2], len(mean)), float(variances.sum())

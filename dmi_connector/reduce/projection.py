@@ -145,7 +145,14 @@ class RandomProjection(SeededProjection):
     distribution: str = "orthogonal"
     group: int = 0
     kind: ClassVar[str] = "rp"
-    forms: ClassVar[tuple[str, ...]] = ("rp(k)", "rp(k,gaussian)", "rp(k,sign)", "rp(k,seed=n)", "rp(k,group=d)")
+    forms: ClassVar[tuple[str, ...]] = (
+        "rp(k)",
+        "rp(k,gaussian)",
+        "rp(k,sign)",
+        "rp(k,seed=n)",
+        "rp(k,group=d)",
+        "rp(k,channel=file)",
+    )
     compared: ClassVar[tuple[str, ...]] = ("rp(512)", "rp(512,gaussian)")
     flags: ClassVar[Mapping[str, tuple[str, Any]]] = {name: ("distribution", name) for name in DISTRIBUTIONS}
     named: ClassVar[tuple[str, ...]] = ("seed", "group")
@@ -173,8 +180,13 @@ class RandomProjection(SeededProjection):
         return self.k * (width // self.group if self.group else 1)
 
     def slice_projected(self, values: np.ndarray) -> np.ndarray:
-        groups = values.reshape(-1, self.group or len(values))
-        return np.asarray((groups @ matrix(groups.shape[1], self.k, self.seed, self.distribution)).ravel())
+        return np.asarray(self.rows_projected(values[None])[0])
+
+    def rows_projected(self, rows: np.ndarray) -> np.ndarray:
+        """Rows [n, width] of a slice, projected, float32 [n, projected(width)]."""
+        groups = rows.reshape(-1, self.group or rows.shape[1])
+        basis = matrix(groups.shape[1], self.k, self.seed, self.distribution)
+        return np.asarray(groups @ basis, np.float32).reshape(len(rows), self.projected(rows.shape[1]))
 
     def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
         import torch

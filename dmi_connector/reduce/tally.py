@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -42,11 +42,6 @@ class Tally:
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(self.rows + other.rows, *(getattr(self, f) + getattr(other, f) for f in _SUMS))
-
-    def scaled(self, scales: np.ndarray) -> Tally:
-        """The tally of the values times `scales` [width], all above 0."""
-        kept, sampled, squares = self.kept * scales, self.sampled * scales, self.sampled_squares * scales**2
-        return replace(self, kept=kept, sampled=sampled, sampled_squares=squares)
 
     def mean(self) -> np.ndarray:
         """Mean |x|, float64 [width].

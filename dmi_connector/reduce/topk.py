@@ -173,10 +173,10 @@ class TopK(Reduction):
         np.put_along_axis(rows, self.indexes(stored, width), values, axis=-1)
         return rows
 
-    def tally_slices(self, slices: Sequence[np.ndarray], width: int, dtype: str) -> Tally:
+    def tally_slices(self, slices: Sequence[np.ndarray], width: int, dtype: str, part: Any = None) -> Tally:
         """A row that is not finite in one slice is left out of all."""
-        finite = np.all([self._finite(part, width, dtype) for part in slices], axis=0)
-        return Tally.beside([self.tally(part[finite], width, dtype) for part in slices])
+        finite = np.all([self._finite(rows, width, dtype) for rows in slices], axis=0)
+        return Tally.beside([self.tally(rows[finite], width, dtype) for rows in slices])
 
     def _finite(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
         """Whether all kept values of each row are finite, bool [rows]."""

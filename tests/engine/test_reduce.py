@@ -17,15 +17,19 @@ from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.analysis.sparse_encoder import SparseEncoder
 from dmi_connector.cli.main import main
 from dmi_connector.reduce.channel import ChannelInt8
+from dmi_connector.reduce.channel_projection import ChannelProjection
+from dmi_connector.reduce.codebooks import Codebooks
 from dmi_connector.reduce.countsketch import CountSketch
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.pca import Pca
+from dmi_connector.reduce.pq import ProductQuantisation
 from dmi_connector.reduce.projection import RandomProjection, SeededProjection, matrix
 from dmi_connector.reduce.rounding import Round
+from dmi_connector.reduce.scales import Scales
 from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.format.pca_files import find_basis
-from dmi_connector.store.read.scale_files import find_scales
+from dmi_connector.store.read.fitted_files import find_fitted
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.read.waiting import wait_for
 from tests.engine.check import attention_weights, hooks_of, reference
@@ -33,19 +37,19 @@ from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, p
 from tests.probekit import check_inline, check_scores, save_encoder, save_probe
 
 REDUCE = {
+    "resid_pre": "fp8",
+    "resid_final": "int8(affine)",
     "resid_*": "rp(16,seed=3)",
     "mlp_post": "topk(8)",
     "attn_out": "topk(5,exact)",
-    "q": "int8",
     "k": "cs(6,exact,seed=5)",
-    "v": "int8(affine)",
-    "z": "fp8",
     "ln1": "round(8)",
-    "mlp_out": "rp(8,sign)",
     "embed": "none",
 }
 PCA = ("ln2", "k_rot")  # whole and, with two ranks, in slices
 CHANNEL = ("q_rot", "final_ln")  # in slices with two ranks, and once in the model
+PROJECTED = "rp(8,group=32"  # of z, by head
+PQ = ("q", "mlp_out")  # in slices with two ranks, and whole
 TOP = 8
 KEPT = ("embed", "logits")
 LENGTHS = (1, 33, 300)
@@ -66,12 +70,41 @@ def basis(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.Tem
 
 
 @pytest.fixture(scope="module")
+def heads(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Principal components of each head of v that an earlier engine captured."""
+    stores = [str(core_run("qwen3", "eager", "draft").store(f"len{n}")) for n in (127, 128, 129)]
+    out = tmp_path_factory.mktemp("heads") / "heads.safetensors"
+    assert main(["fit-pca", *stores, "--hook", "v", "--rank", "12", "--group", "32", "-o", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
 def scales(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Scales of hooks that an earlier engine captured."""
     stores = [str(core_run("qwen3", "eager", "draft").store(f"len{n}")) for n in (127, 128, 129)]
     out = tmp_path_factory.mktemp("scales") / "scales.safetensors"
     hooks = [word for hook in CHANNEL for word in ("--hook", hook)]
     assert main(["fit-scales", *stores, *hooks, "--margin", "1", "-o", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def projected(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Scales of projected heads of z that an earlier engine captured."""
+    stores = [str(core_run("qwen3", "eager", "draft").store(f"len{n}")) for n in (127, 128, 129)]
+    out = tmp_path_factory.mktemp("projected") / "scales.safetensors"
+    command = ["fit-scales", *stores, "--hook", "z", "--project", f"{PROJECTED})", "--margin", "1.5"]
+    assert main([*command, "-o", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def books(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Codebooks of hooks that an earlier engine captured."""
+    stores = [str(core_run("qwen3", "eager", "draft").store(f"len{n}")) for n in (127, 128, 129)]
+    out = tmp_path_factory.mktemp("books") / "books.safetensors"
+    hooks = [word for hook in PQ for word in ("--hook", hook)]
+    assert main(["fit-pq", *stores, *hooks, "--subvectors", "16", "-o", str(out)]) == 0
     return out
 
 
@@ -107,7 +140,10 @@ def run(
     tiny_model: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
     basis: Path,
+    heads: Path,
     scales: Path,
+    projected: Path,
+    books: Path,
     probes: dict[str, Path],
     encoder: Path,
 ) -> Run:
@@ -117,6 +153,9 @@ def run(
     run = Run(tmp_path_factory.mktemp(f"reduce-tp{tp}"))
     reduce = REDUCE | {",".join(PCA): f"pca({basis})", "pattern": f"attn({TOP}{',half' if tp == 2 else ''})"}
     reduce[",".join(CHANNEL)] = f"int8(channel={scales})"
+    reduce["v"] = f"pca({heads})"
+    reduce["z"] = f"{PROJECTED},channel={projected})"
+    reduce[",".join(PQ)] = f"pq({books})"
     computed = {name: str(path) for name, path in probes.items()}
     computed["sae"] = f"{encoder}, hook=resid_mid, layer=1, k=9"
     args = capture_args(f"{ALL_HOOKS},pattern,probe.*", run.store_dir, reduce=reduce, probes=computed, **SMALL)
@@ -172,6 +211,13 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray) -> No
     if isinstance(reduction, Pca):
         for layer, (scores, values) in enumerate(zip(got, exact, strict=True)):
             part = find_basis(reduction.sha256, capture.path).of(hook, layer, 12)
+            if reduction.group:  # the heads of a slice are stored with one scale
+                components, std = part.of_groups
+                cut = (values - part.mean).reshape(len(values), len(std), -1).swapaxes(0, 1)
+                want = (cut @ components / std[:, None]).swapaxes(0, 1).reshape(len(values), shards, -1)
+                steps = np.abs(want).max(-1, keepdims=True) / 127
+                assert (np.abs(scores.reshape(want.shape) - want) <= 0.51 * steps + 100 * NOISE).all(), hook
+                continue
             slices = [
                 (mine @ components) / part.std
                 for mine, components in zip(
@@ -181,13 +227,31 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray) -> No
             steps = sum(np.abs(s).max(-1, keepdims=True) / 127 for s in slices)
             assert (np.abs(scores - sum(slices)) <= 0.51 * steps + 100 * NOISE).all(), hook
         return
+    if isinstance(reduction, ProductQuantisation):
+        file = find_fitted(Codebooks, reduction.sha256, capture.path)
+        for layer, (rows, values) in enumerate(zip(got, exact, strict=True)):
+            centroids = file.of(hook, layer)
+            read, cut = (x.reshape(len(x), len(centroids), 1, -1) for x in (rows, values))
+            assert ((read == centroids).all(-1).any(-1)).all(), hook
+            nearest = ((cut - centroids) ** 2).sum(-1).min(-1)
+            unsure = 2**-18 * (cut**2).sum((-1, -2)) + NOISE
+            assert (((cut - read) ** 2).sum((-1, -2)) <= nearest + unsure).all(), hook
+        return
     if isinstance(reduction, ChannelInt8):
         layers = capture.layers[hook] or [0]
-        scales = np.stack([find_scales(reduction.sha256, capture.path).of(hook, layer) for layer in layers])
+        scales = np.stack([find_fitted(Scales, reduction.sha256, capture.path).of(hook, layer) for layer in layers])
         step = scales[:, None] if capture.layers[hook] else scales
         inside = np.clip(exact, -127 * step, 127 * step)
         assert (np.abs(got - inside) <= 0.51 * step + NOISE).all(), hook
         assert (exact == inside).mean() > 0.99, "what was fitted is the range of these rows too"
+        return
+    if isinstance(reduction, ChannelProjection):
+        layers = range(len(got))
+        step = np.stack([find_fitted(Scales, reduction.sha256, capture.path).of(hook, n) for n in layers])[:, None]
+        values = np.stack([reduction.rows_projected(rows) for rows in exact])  # by head, so slices are side by side
+        inside = np.clip(values, -127 * step, 127 * step)
+        assert (np.abs(got - inside) <= 0.51 * step + NOISE).all(), hook
+        assert (values == inside).mean() > 0.99
         return
     for mine, values in zip(np.split(got, shards, -1), np.split(exact, shards, -1), strict=True):
         width = values.shape[-1]

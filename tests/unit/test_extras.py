@@ -70,6 +70,7 @@ def test_each_command_names_the_extra_that_it_lacks(stores: Path, tmp_path: Path
         "prune": [str(stores), "--keep-bytes", "1T"],
         "diff": [one, one],
         "fit-pca": [one, "--hook", "resid_pre", "--rank", "2", "-o", str(tmp_path / "pca.safetensors")],
+        "fit-pq": [one, "--hook", "resid_pre", "--subvectors", "2", "-o", str(tmp_path / "pq.safetensors")],
         "fidelity": [one],
         "plot": [one, "-o", str(tmp_path / "x.png")],
         "view": [str(stores)],
@@ -102,7 +103,7 @@ for argv in {argv!r}:
         if status:
             assert status == 2 and "not installed" in error and "install dmi_connector[" in error, (name, error)
             lacking.add(name)
-    assert lacking == {"demo", "serve", "run", "fidelity", "plot", "view", "ls", "specforge", "saelens"}
+    assert lacking == {"demo", "serve", "run", "fit-pq", "fidelity", "plot", "view", "ls", "specforge", "saelens"}
 
 
 @pytest.mark.parametrize("form", ["directory", "stores", "zip"])

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from dmi_connector.reduce import KINDS, ReduceError, from_settings, parse
 from dmi_connector.reduce.base import Reduction
-from dmi_connector.reduce.basis import METADATA, load
+from dmi_connector.reduce.basis import METADATA, Basis
 from dmi_connector.reduce.countsketch import CountSketch, table
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
@@ -71,7 +71,7 @@ def test_a_reduction_is_rebuilt_from_its_settings(spec: str) -> None:
 
 def test_each_kind_is_in_the_list() -> None:
     found = {spec.partition("(")[0] for spec in SPECS}
-    assert found == {kind for kind, reduction in KINDS.items() if not reduction.only} - {"pca"}
+    assert found == {kind for kind, reduction in KINDS.items() if not reduction.only} - {"pca", "pq"}
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -501,7 +501,7 @@ def test_a_basis_that_is_not_finite_is_refused(basis_file: Path, tmp_path: Path,
     tensors[f"mlp_out.2.{tensor}"].flat[2] = np.nan
     about = {"hooks": {"mlp_out": {"width": 32, "k": 8, "layers": [2]}}}
     save_file(tensors, tmp_path / "bad.safetensors", metadata={METADATA: json.dumps(about)})
-    with pytest.raises(ReduceError, match=rf"mlp_out.2.{tensor} holds values that are not finite"):
+    with pytest.raises(ReduceError, match=rf"mlp_out\.2\.{tensor} has to be [\d x]* finite float32 numbers; make it"):
         parse(f"pca({tmp_path / 'bad.safetensors'})")
 
 
@@ -511,7 +511,7 @@ def test_pca_scores_are_those_of_the_basis_and_restore_rows(basis_file: Path, sh
     assert isinstance(reduction, Pca)
     bound = reduction.bind("mlp_out", [2], 32 // shards, shards)
     assert from_settings(bound.settings()) == bound and "source" not in bound.settings()
-    x, part = structured(40, 32, seed=5), load(basis_file).of("mlp_out", 2, 8)
+    x, part = structured(40, 32, seed=5), Basis.load(basis_file).of("mlp_out", 2, 8)
     parts = []
     for shard in range(shards):
         bound.prepare(32 // shards, torch.device("cpu"), 2, shard)
@@ -524,6 +524,69 @@ def test_pca_scores_are_those_of_the_basis_and_restore_rows(basis_file: Path, sh
     assert np.abs(scores - exact).max() < 0.02 * np.abs(exact).max() * shards
     best = (x - part.mean) @ part.components @ part.components.T + part.mean
     assert np.abs(bound.restore(scores, part) - best).max() < 0.05 * np.abs(best).max()
+
+
+@pytest.fixture(scope="module")
+def heads_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A basis of 3 components for each 8 of 32 values."""
+    basis, _ = fit([structured(300, 32)], 3, 8)
+    tensors = {f"z.2.{name}": getattr(basis, name) for name in ("mean", "components", "std")}
+    about = {"hooks": {"z": {"width": 32, "k": 3, "group": 8, "layers": [2]}}}
+    path = tmp_path_factory.mktemp("heads") / "heads.safetensors"
+    save_file(tensors, path, metadata={METADATA: json.dumps(about)})
+    return path
+
+
+def test_each_group_has_the_components_of_its_values_alone() -> None:
+    x = structured(300, 32)
+    both, variance = fit([x[:100], x[100:]], 3, 8)
+    assert both.groups == 4 and both.components.shape == (32, 3) and both.std.shape == (12,)
+    alone = [fit([part[:100], part[100:]], 3) for part in np.split(x, 4, 1)]
+    assert variance == pytest.approx(sum(found for _, found in alone))
+    for name in ("mean", "components", "std"):
+        joined = np.concatenate([getattr(part, name) for part, _ in alone])
+        np.testing.assert_allclose(getattr(both, name), joined, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="rank 9 is more than the 8 values of a group"):
+        fit([x], 9, 8)
+    with pytest.raises(ValueError, match="--group 7 does not divide the 32 values of a row"):
+        fit([x], 3, 7)
+
+
+@pytest.mark.parametrize(("shards", "k"), [(1, 3), (2, 3), (4, 2)])
+def test_pca_of_heads_keeps_the_components_of_each(heads_file: Path, shards: int, k: int) -> None:
+    """On any number of ranks, whose slices hold whole heads."""
+    reduction = parse(f"pca({heads_file}, k={k})")
+    assert isinstance(reduction, Pca)
+    bound = reduction.bind("z", [2], 32 // shards, shards)
+    assert from_settings(bound.settings()) == bound and (bound.group, bound.k) == (8, k)
+    x, parts = structured(40, 32, seed=5), []
+    for shard in range(shards):
+        bound.prepare(32 // shards, torch.device("cpu"), 2, shard)
+        mine = torch.from_numpy(np.split(x, shards, 1)[shard].copy())
+        stored = bound.encode(mine, 2)
+        assert stored.shape == (40, bound.stored_width(32 // shards, "float32"))
+        layers = bound.before_layers(torch.stack([mine, mine], 1), [2, 2])
+        assert torch.equal(layers[:, 1], bound.before(mine, 2))
+        parts.append(bound.decode(stored.numpy(), 32 // shards, "float32"))
+    scores, part = bound.merge(parts), Basis.load(heads_file).of("z", 2, k)
+    assert scores.shape == (40, 4 * k)
+    direction, restored, projected = structured(1, 32, seed=6)[0], bound.restore(scores, part), 0
+    for head in range(4):
+        mine, to = slice(8 * head, 8 * head + 8), slice(k * head, k * head + k)
+        components, std = part.components[mine], part.std[to]
+        exact = (x[:, mine] - part.mean[mine]) @ components / std
+        assert np.abs(scores[:, to] - exact).max() < 0.02 * np.abs(exact).max() * 2
+        best = scores[:, to] * std @ components.T + part.mean[mine]
+        np.testing.assert_allclose(restored[:, mine], best, rtol=1e-4, atol=1e-5)
+        projected = projected + scores[:, to] * std @ components.T @ direction[mine]
+    np.testing.assert_allclose(scores @ bound.project(direction, part), projected, rtol=1e-3, atol=1e-4)
+
+
+def test_slices_that_cut_a_head_are_refused(heads_file: Path) -> None:
+    reduction = parse(f"pca({heads_file})")
+    assert reduction is not None
+    with pytest.raises(ReduceError, match="for each 8 values of z, which 8 tensor-parallel slices would cut; fit it"):
+        reduction.bind("z", [2], 4, 8)
 
 
 def test_bases_that_do_not_fit_are_refused(basis_file: Path, tmp_path: Path) -> None:
@@ -540,7 +603,7 @@ def test_bases_that_do_not_fit_are_refused(basis_file: Path, tmp_path: Path) -> 
     with pytest.raises(ReduceError, match=r"cannot be read .No such file"):
         parse("pca(nowhere.safetensors)")
     (tmp_path / "text").write_text("{}")
-    with pytest.raises(ReduceError, match="is no basis"):
+    with pytest.raises(ReduceError, match="holds no basis"):
         parse(f"pca({tmp_path / 'text'})")
     with pytest.raises(ReduceError, match=r"'rank=3' in .* is unknown"):
         parse(f"pca({basis_file}, rank=3)")

@@ -148,6 +148,35 @@ def test_figures_of_scales_and_sketches_are_as_measured() -> None:
     assert topk == {"mlp_post"}, "the only one that is not below"
 
 
+HEADS = [("rp(16,group=64)", measure) for measure in ("pairs", "probes", "concepts")]
+HEADS += [("pca(file) of heads", measure) for measure in ("variance", "importance", "concepts")]
+
+
+def test_what_reductions_of_heads_keep_is_as_measured() -> None:
+    lines = PAGE.split("| heads of |")[1].split("\n\n")[0].splitlines()[2:]
+    rows = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in row.split("|")[1:-1]] for row in lines)}
+    assert set(rows) == {"q", "k", "v", "z"}
+    for hook, cells in rows.items():
+        assert cells == [down(min(found(hook, *column)), 4) for column in HEADS]
+
+
+def test_figures_of_codebooks_and_projected_scales_are_as_measured() -> None:
+    text = " ".join(PAGE.split())
+    hooks = {one["hook"] for one in DOWNSTREAM}
+    median = {hook: down(min(found(hook, "pq(file)", "cosine_median")), 4) for hook in hooks}
+    assert f"median cosines of {min(median.values())} (`{min(median, key=lambda h: median[h])}`) to" in text
+    assert f"to {max(median.values())}" in text
+    least = {hook: down(min(found(hook, "pq(file)", "cosine_least")), 4) for hook in hooks}
+    assert f"the least of a row is {min(least.values())} (`{min(least, key=lambda h: least[h])}`)" in text
+    gaps = [
+        abs(min(found(hook, "rp(512,channel=file)", what)) - min(found(hook, "rp(512)", what)))
+        for hook in hooks
+        for what in ("pairs", "probes")
+        if found(hook, "rp(512)", what)
+    ]
+    assert f"differ by at most {_up(max(gaps))} from those of `rp(512)`" in text
+
+
 def test_the_table_of_modes_says_what_they_choose() -> None:
     table = PAGE.split("## By name")[1].split("##")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", table, re.MULTILINE)

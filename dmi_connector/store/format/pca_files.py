@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from dmi_connector.reduce.basis import Basis, load
+from dmi_connector.reduce.basis import Basis
 from dmi_connector.store.format.kept_files import BASES, check_sha256
 from dmi_connector.store.format.remote_path import Place, local_path
 
@@ -19,7 +19,7 @@ def find_basis(sha256: str, store: Place, given: str | os.PathLike[str] | None =
         raise FileNotFoundError(f"the basis of {store} is read from a file alone; give basis=, with SHA-256 {sha256}")
     if not path.is_file():
         raise FileNotFoundError(f"the basis of {store} is not at {path}; give basis=, the file with SHA-256 {sha256}")
-    basis = load(path)
+    basis = Basis.load(path)
     if basis.sha256 != sha256:
         raise ValueError(f"{path} is another basis: its SHA-256 is {basis.sha256}, {store} was made with {sha256}")
     return basis

@@ -19,7 +19,7 @@ from dmi_connector.analysis import fit_pca
 from dmi_connector.analysis.fidelity import fidelity, markdown
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
-from dmi_connector.reduce.basis import load
+from dmi_connector.reduce.basis import Basis
 from dmi_connector.reduce.pca import fit
 from dmi_connector.store.format.kept_files import BASES, keep_copy
 from dmi_connector.store.format.pca_files import find_basis
@@ -65,13 +65,24 @@ def basis(stores: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_fitted_basis_finds_the_directions_of_the_rows(basis: Path) -> None:
-    assert load(basis).hooks == {"resid_mid": {"width": WIDTH, "k": RANK, "layers": [0, 1]}}
+    assert Basis.load(basis).hooks == {"resid_mid": {"width": WIDTH, "k": RANK, "layers": [0, 1]}}
     directions = np.linalg.qr(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)))[0][:RANK]
     for layer in (0, 1):
-        part = load(basis).of("resid_mid", layer, RANK)
+        part = Basis.load(basis).of("resid_mid", layer, RANK)
         overlap = np.linalg.svd(directions @ part.components, compute_uv=False)
         assert overlap.min() > 0.9999 and abs(part.mean.mean() - 2 * (layer + 1)) < 0.1
         np.testing.assert_allclose(part.std, 0.7 ** np.arange(RANK), rtol=0.15)
+
+
+def test_groups_have_bases_of_their_own(stores: list[Path], tmp_path: Path) -> None:
+    """On rows whose groups all have the same few directions, a basis of each keeps no less than one of all."""
+    out = tmp_path / "heads.safetensors"
+    words = ["--hook", "resid_mid", "--rank", "8", "--group", "24", "-o", str(out)]
+    assert main(["fit-pca", *map(str, stores[:2]), *words]) == 0
+    assert Basis.load(out).hooks == {"resid_mid": {"width": WIDTH, "k": 8, "group": 24, "layers": [0, 1]}}
+    one, part = fidelity(stores[2:], [f"pca({out})", f"pca({out},k=2)"], "resid_mid", [1])
+    assert one.measures["variance"] > 0.9 > part.measures["variance"]
+    assert (one.size, part.size) == ((4 * 8 + 4) / (4 * WIDTH), (4 * 2 + 4) / (4 * WIDTH))
 
 
 @pytest.mark.parametrize(
@@ -79,6 +90,12 @@ def test_a_fitted_basis_finds_the_directions_of_the_rows(basis: Path) -> None:
     [
         (["--hook", "resid_mid", "--rank", "0"], "--rank 0 is not valid; keep 1 component or more"),
         (["--hook", "resid_mid", "--rank", "97"], "rank 97 is more than the 96 values"),
+        (
+            ["--hook", "resid_mid", "--rank", "2", "--group", "-1"],
+            "--group -1 is not valid; give the values of a group",
+        ),
+        (["--hook", "resid_mid", "--rank", "2", "--group", "7"], "--group 7 does not divide the 96 values"),
+        (["--hook", "resid_mid", "--rank", "9", "--group", "8"], "rank 9 is more than the 8 values of a group"),
         (["--hook", "z", "--rank", "2"], "holds no z; it holds"),
         (["--hook", "q", "--rank", "2"], "q of .* is reduced itself"),
         (["--hook", "mlp_post", "--rank", "600"], "450 rows are too few for rank 600"),
@@ -152,7 +169,7 @@ def test_rows_that_are_not_finite_are_left_out_of_a_fit(
     kept = fit_pca.fit_pca([store, stores[1]], ["resid_mid"], RANK, out)
     assert 0.99 < kept["resid_mid.0"] <= 1
     wanted, _ = fit([rows(0, 1)[0, 40:].view("f4"), rows(1, 1)[0].view("f4")], RANK)
-    np.testing.assert_allclose(load(out).of("resid_mid", 0, RANK).mean, wanted.mean, rtol=1e-4)
+    np.testing.assert_allclose(Basis.load(out).of("resid_mid", 0, RANK).mean, wanted.mean, rtol=1e-4)
     said = [record.getMessage() for record in caplog.records]
     assert said == [
         f"fit-pca: 40 of {2 * TOKENS} rows of resid_mid layer 0 hold a value that is not finite; they are left out"
@@ -171,8 +188,8 @@ def test_a_negative_layer_is_fitted_under_its_number(stores: list[Path], tmp_pat
     out = tmp_path / "basis.safetensors"
     command = ["fit-pca", *map(str, stores[:2]), "--hook", "resid_mid", "--rank", str(RANK), "-o", str(out)]
     assert main([*command, "--layer", "-1", "--layer", "1"]) == 0
-    assert load(out).hooks == {"resid_mid": {"width": WIDTH, "k": RANK, "layers": [1]}}
-    assert abs(load(out).of("resid_mid", 1, RANK).mean.mean() - 4) < 0.1
+    assert Basis.load(out).hooks == {"resid_mid": {"width": WIDTH, "k": RANK, "layers": [1]}}
+    assert abs(Basis.load(out).of("resid_mid", 1, RANK).mean.mean() - 4) < 0.1
     assert fidelity(stores[2:], [f"pca({out})"], "resid_mid", [1])[0].measures["variance"] > 0.99
 
 
@@ -300,7 +317,7 @@ def test_a_store_can_name_its_basis_only_by_its_sha256(tmp_path: Path, basis: Pa
 
 def test_the_copy_of_a_basis_is_private_and_made_once(tmp_path: Path, basis: Path) -> None:
     for _ in range(2):
-        keep_copy(str(basis), load(basis).sha256, BASES, str(tmp_path), "private")
+        keep_copy(str(basis), Basis.load(basis).sha256, BASES, str(tmp_path), "private")
     [copy] = (tmp_path / "bases").iterdir()
     assert copy.stat().st_mode & 0o777 == 0o600 and copy.parent.stat().st_mode & 0o777 == 0o700
-    assert find_basis(load(basis).sha256, tmp_path / "a.zarr").sha256 == load(basis).sha256
+    assert find_basis(Basis.load(basis).sha256, tmp_path / "a.zarr").sha256 == Basis.load(basis).sha256

@@ -17,7 +17,7 @@ from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
-from dmi_connector.reduce.basis import METADATA, load
+from dmi_connector.reduce.basis import METADATA, Basis
 from dmi_connector.reduce.pca import fit
 from dmi_connector.reduce.projection import matrix
 from dmi_connector.store.format.completeness import Cause, Loss
@@ -223,7 +223,7 @@ def test_rows_are_restored_from_principal_components(scores: tuple[Capture, np.n
         cap.restore("mlp_out", 4)
     given = cap.restore("mlp_out", 4, basis=path)
     assert given.shape == (200, WIDTH) and np.abs(given - rows[1]).max() < 0.15
-    keep_copy(str(path), load(path).sha256, BASES, str(cap.path.parent), "private")
+    keep_copy(str(path), Basis.load(path).sha256, BASES, str(cap.path.parent), "private")
     np.testing.assert_array_equal(cap.restore("mlp_out", 4), given)
     np.testing.assert_array_equal(cap.restore("mlp_out", -2), given)
     np.testing.assert_array_equal(cap.restore("mlp_out", 4, slice(3, 7)), given[3:7])

@@ -20,6 +20,7 @@ from dmi_connector.engine.kernels.reduce import reduce_layers_torch, reduce_laye
 from dmi_connector.engine.kernels.row_writer import RowWriter
 from dmi_connector.reduce import Reduction, parse
 from dmi_connector.reduce.basis import METADATA
+from dmi_connector.reduce.codebooks import METADATA as CODEBOOKS
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.rounding import Round
@@ -115,7 +116,19 @@ LAYERS_DTYPE = "bfloat16" if kit.NARROW == "bfloat16" else "float32"
 LAYERS_CASES = [
     *(
         (spec, 200, 4, 5)
-        for spec in ("topk(8)", "topk(5,exact,sample=9)", "rp(16)", "int8", "pca(8)", "int8(channel)", "cs(16)")
+        for spec in (
+            "topk(8)",
+            "topk(5,exact,sample=9)",
+            "rp(16)",
+            "int8",
+            "pca(8)",
+            "pca(8,group=50)",
+            "int8(channel)",
+            "cs(16)",
+            "pq(8)",
+            "pq(4)",
+            "rp(16,channel)",
+        )
     ),
     ("cs(16,exact)", 200, 3, 5),
     ("rp(16,group=50)", 200, 3, 5),
@@ -124,14 +137,18 @@ LAYERS_CASES = [
 ]
 
 
-def pca(k: int, width: int, layers: list[int], folder: Path) -> Reduction:
+def pca(k: int, width: int, layers: list[int], folder: Path, group: int = 0) -> Reduction:
     """A pca whose basis is random."""
     rng, tensors = np.random.default_rng(0), {}
     for layer in layers:
-        part = {"mean": rng.normal(size=width), "std": np.geomspace(2, 0.1, k), "variance": np.array([9.0])}
+        part = {
+            "mean": rng.normal(size=width),
+            "std": np.geomspace(2, 0.1, k * (width // group if group else 1)),
+            "variance": np.array([9.0]),
+        }
         part["components"] = np.linalg.qr(rng.normal(size=(width, k)))[0]
         tensors |= {f"mlp_out.{layer}.{name}": np.ascontiguousarray(a, "f4") for name, a in part.items()}
-    about = {"mlp_out": {"width": width, "k": k, "layers": layers}}
+    about = {"mlp_out": {"width": width, "k": k, "layers": layers, "group": group}}
     save_file(tensors, folder / "basis", metadata={METADATA: json.dumps({"hooks": about, "stores": 1})})
     reduction = parse(f"pca({folder / 'basis'})")
     assert reduction is not None
@@ -148,10 +165,37 @@ def channel(width: int, layers: list[int], folder: Path) -> Reduction:
     return reduction.bind("mlp_out", layers, width, 1)
 
 
+def projected(width: int, layers: list[int], folder: Path) -> Reduction:
+    """A projection to 16 values whose scales are random, so that some values lie beyond the range."""
+    tensors = {f"mlp_out.{n}.scale": np.random.default_rng(n).uniform(0.01, 0.03, 16).astype("f4") for n in layers}
+    projection = {"kind": "rp", "k": 16, "seed": 0, "distribution": "orthogonal"}
+    about = {"mlp_out": {"width": width, "layers": layers, "projection": projection, "projected": 16}}
+    save_file(tensors, folder / "scales", metadata={SCALES: json.dumps({"hooks": about, "stores": 1})})
+    reduction = parse(f"rp(16,channel={folder / 'scales'})")
+    assert reduction is not None
+    return reduction.bind("mlp_out", layers, width, 1)
+
+
+def pq(bits: int, width: int, layers: list[int], folder: Path) -> Reduction:
+    """A pq whose centroids are random."""
+    shape = (width // 8, 2**bits - 1, 8)
+    tensors = {f"mlp_out.{n}.centroids": np.random.default_rng(n).normal(size=shape).astype("f4") for n in layers}
+    about = {"mlp_out": {"width": width, "m": shape[0], "bits": bits, "layers": layers}}
+    save_file(tensors, folder / "books", metadata={CODEBOOKS: json.dumps({"hooks": about, "stores": 1})})
+    reduction = parse(f"pq({folder / 'books'})")
+    assert reduction is not None
+    return reduction.bind("mlp_out", layers, width, 1)
+
+
 def fitted(spec: str, width: int, layers: list[int], folder: Path) -> Reduction | None:
     """The reduction of a setting, with a file where it needs one."""
     if spec.startswith("pca"):
-        return pca(int(spec[4:-1]), width, layers, folder)
+        k, _, group = spec[4:-1].partition(",group=")
+        return pca(int(k), width, layers, folder, int(group or 0))
+    if spec == "rp(16,channel)":
+        return projected(width, layers, folder)
+    if spec.startswith("pq"):
+        return pq(int(spec[3:-1]), width, layers, folder)
     return channel(width, layers, folder) if spec == "int8(channel)" else parse(spec)
 
 

@@ -27,7 +27,7 @@ from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.option_values import OptionError
 from dmi_connector.reduce.channel import ChannelInt8
-from dmi_connector.reduce.scales import METADATA, load
+from dmi_connector.reduce.scales import METADATA, Scales
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format import object_store
 from dmi_connector.store.format.completeness import Cause, Loss
@@ -151,7 +151,7 @@ def test_scales_that_rows_are_decoded_with_go_too(s3: s3kit.Proxy, prefix: str, 
     scales = {"q.0.scale": np.linspace(0.1, 2, 8, dtype="f4")}
     about = {"hooks": {"q": {"width": 8, "layers": [0]}}}
     save_file(scales, tmp_path / "scales", metadata={METADATA: json.dumps(about)})
-    settings = {**ChannelInt8(load(tmp_path / "scales").sha256, "q").settings(), "dtype": "float32", "width": 8}
+    settings = {**ChannelInt8(Scales.load(tmp_path / "scales").sha256, "q").settings(), "dtype": "float32", "width": 8}
     owner, store, to = kit.Store(), tmp_path / "stores/a.zarr", RemotePath(s3kit.BUCKET, f"{prefix}/deep/a.zarr")
     store.parent.mkdir()
     owner.write(store, [ArraySpec("q", "uint8", (0,), 8, reduce=settings)], 20)

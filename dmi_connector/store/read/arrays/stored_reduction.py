@@ -12,9 +12,10 @@ import numpy as np
 
 from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.reduce import Reduction, from_settings
+from dmi_connector.reduce.fitted_file import FittedFile
 from dmi_connector.reduce.tally import Tally
 from dmi_connector.store.format.remote_path import Place
-from dmi_connector.store.read.scale_files import find_scales
+from dmi_connector.store.read.fitted_files import find_fitted
 
 _OF_VALUES = ("dtype", "width")
 """Entries of a `reduce` attribute that describe the values before reduction."""
@@ -25,8 +26,8 @@ class StoredReduction:
     """The reduction of an array.
 
     width: of the values of one slice, before reduction. dtype: theirs. shards: tensor-parallel slices, which were
-    reduced apart. stored_width, stored_dtype: of a whole stored row. store: beside it lie the scales of
-    int8(channel=file).
+    reduced apart. stored_width, stored_dtype: of a whole stored row. store: beside it lies the file that
+    rows are decoded with, if they need one.
     """
 
     reduction: Reduction
@@ -62,36 +63,42 @@ class StoredReduction:
     def decode(self, rows: np.ndarray, layers: Sequence[int | None]) -> np.ndarray:
         """Stored rows [layers, tokens, stored width] -> float32 [layers, tokens, decoded width].
 
-        layers: numbers of the model's layers, None for a hook that exists once. Raises FileNotFoundError for scales
-        that are not beside the store.
+        layers: numbers of the model's layers, None for a hook that exists once. Raises FileNotFoundError for a file
+        that is not beside the store.
         """
-        decoded = self._unscaled(rows)
-        for values, layer in zip(decoded, layers, strict=True):
-            scales = self._scales(layer)
-            if scales is not None:
-                values *= scales
-        return decoded
+        decoded = self._decoded(rows)
+        if not self.reduction.needs_file:
+            return decoded
+        shape = (*decoded.shape[:-1], self.decoded_width)
+        read = decoded if decoded.shape == shape else np.empty(shape, np.float32)
+        for number, layer in enumerate(layers):
+            read[number] = self.reduction.read(decoded[number], self._part(layer))
+        return read
 
     def tally(self, rows: np.ndarray, layer: int | None) -> Tally:
         """Sums of |x| over stored rows [tokens, stored width] of one layer. Raises as `decode`."""
-        tally, scales = self.reduction.tally_slices(self.slices(rows), self.width, self.dtype), self._scales(layer)
-        return tally if scales is None else tally.scaled(scales)
+        return self.reduction.tally_slices(self.slices(rows), self.width, self.dtype, self._part(layer))
 
     def check_files(self) -> None:
         """Raise what `decode` would for a file that is not beside the store."""
-        if (ref := self.reduction.scales()) is not None:
-            find_scales(ref.sha256, self.store)
+        self.file()
 
-    def _scales(self, layer: int | None) -> np.ndarray | None:
-        """What decoded rows of a layer are multiplied by, float32 [width]; None: nothing."""
-        ref = self.reduction.scales()
-        return None if ref is None else find_scales(ref.sha256, self.store).of(ref.hook, layer or 0)
+    def file(self) -> FittedFile | None:
+        """The file that rows are decoded with; None: they need none. Raises FileNotFoundError and ValueError."""
+        ref = self.reduction.fitted() if self.reduction.needs_file else None
+        return None if ref is None else find_fitted(ref.kind, ref.sha256, self.store)
 
-    def _unscaled(self, rows: np.ndarray) -> np.ndarray:
+    def _part(self, layer: int | None) -> Any:
+        """What rows of a layer are decoded with; None: nothing."""
+        file = self.file()
+        return None if file is None else self.reduction.part(file, layer or 0)
+
+    def _decoded(self, rows: np.ndarray) -> np.ndarray:
         parts = [self.reduction.decode(part, self.width, self.dtype) for part in self.slices(rows)]
         return self.reduction.merge(parts).astype(np.float32, copy=False)
 
     @functools.cached_property
     def decoded_width(self) -> int:
         """Values of a decoded row: those of a projection or a summary are not as many as the hook's."""
-        return int(self._unscaled(np.zeros((1, self.stored_width), numpy_dtype(self.stored_dtype))).shape[-1])
+        one = np.zeros((1, self.stored_width), numpy_dtype(self.stored_dtype))
+        return int(self.reduction.read_width(self._decoded(one).shape[-1]))

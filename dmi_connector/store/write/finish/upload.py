@@ -24,7 +24,6 @@ from dmi_connector.store.format.schema import INDEX_FOLDER
 from dmi_connector.store.read.arrays.stored_reduction import StoredReduction
 from dmi_connector.store.read.files.remote_files import look
 from dmi_connector.store.read.metadata import read_attrs
-from dmi_connector.store.read.scale_files import find_scales
 from dmi_connector.store.write.finish.commit import append_index, finish_line, now
 from dmi_connector.store.write.finish.retention import remove_store
 from dmi_connector.urls import parse_url
@@ -109,7 +108,7 @@ def upload_store(store: Path, to: RemotePath, retry_seconds: float) -> dict[str,
         if there.get(name) != (store / name).stat().st_size or not _same_etag(store / name, to / name):
             patiently(lambda: upload_file(store / name, to / name), deadline)
 
-    for path in _scale_files(store, attrs):  # its readers need them, so first
+    for path in _fitted_files(store, attrs):  # its readers need them, so first
         beside = to.parent / path.parent.name / path.name
         patiently(lambda path=path, beside=beside: _send_once(path, beside), deadline)  # type: ignore[misc]
     with ThreadPoolExecutor(_FILES_AT_ONCE, "dmi-put") as pool:
@@ -119,13 +118,13 @@ def upload_store(store: Path, to: RemotePath, retry_seconds: float) -> dict[str,
     return attrs
 
 
-def _scale_files(store: Path, attrs: dict[str, Any]) -> list[Path]:
+def _fitted_files(store: Path, attrs: dict[str, Any]) -> list[Path]:
     """The files beside a store that its rows cannot be decoded without. Raises OSError and ValueError for one that
     lacks or is another.
     """
     reductions = [StoredReduction.of(hook, store) for hook in attrs["hooks"].values()]
-    refs = [ref for one in reductions if one is not None and (ref := one.reduction.scales()) is not None]
-    return [Path(find_scales(sha256, store).path) for sha256 in sorted({ref.sha256 for ref in refs})]
+    files = [file for one in reductions if one is not None and (file := one.file()) is not None]
+    return [Path(path) for path in sorted({file.path for file in files})]
 
 
 def _send_once(path: Path, to: RemotePath) -> None:

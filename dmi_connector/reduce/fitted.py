@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reductions that were fitted offline. What was fitted stays in a file; a store names the file's SHA-256, and a copy
+lies in the store directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from dmi_connector.reduce.base import FittedRef, Reduction
+from dmi_connector.reduce.fitted_file import FittedFile
+
+if TYPE_CHECKING:
+    import torch
+
+_DEVICE: dict[tuple[FittedReduction, int, Any], tuple[torch.Tensor, ...]] = {}
+"""What encoders need, by reduction, layer and device. `prepare` fills it."""
+
+
+@dataclass(frozen=True)
+class FittedReduction(Reduction):
+    """A reduction that reads a file. A subclass gives `file`, `part` and `constants` beside what each reduction has.
+
+    sha256, source: hash and path of the file. hook: set by `bind`.
+    """
+
+    sha256: str = ""
+    hook: str = ""
+    source: str = field(default="", compare=False)
+    file: ClassVar[type[FittedFile]]
+    """What its file holds."""
+
+    def settings(self) -> dict[str, Any]:
+        values = super().settings()
+        del values["source"]
+        return values
+
+    def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> Self:
+        self.check(width)
+        about = self.file.load(self.source).check(hook, set(layers), width * shards)
+        return self.fit(replace(self, hook=hook), about, shards)
+
+    def fit(self, bound: Self, about: dict[str, Any], shards: int) -> Self:
+        """`bound` with what the file says of its hook. Raises ReduceError if that does not fit."""
+        return bound
+
+    def constants(self, part: Any, mine: slice) -> tuple[np.ndarray, ...]:
+        """What the encoder of a layer needs. part: see `part`. mine: the slice of a row that this rank has."""
+        raise NotImplementedError
+
+    def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
+        import torch
+
+        super().prepare(width, device, layer, shard)
+        found = self.constants(self.own_part(layer), slice(shard * width, (shard + 1) * width))
+        _DEVICE[self, layer, device] = tuple(torch.from_numpy(np.ascontiguousarray(c)).to(device) for c in found)
+
+    def on_device(self, layer: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """The `constants` of a layer."""
+        return _DEVICE[self, layer, device]
+
+    def fitted(self) -> FittedRef:
+        return FittedRef(self.file, self.sha256, self.source)
+
+    def own_part(self, layer: int) -> Any:
+        """`part` of the file at `source`."""
+        return self.part(self.file.load(self.source), layer)
