@@ -196,7 +196,7 @@ def test_latent_attention_has_a_latent_in_the_place_of_keys_and_values() -> None
 
 
 def test_presets_are_what_the_pages_promise() -> None:
-    assert set(PRESETS["vllm-full"]) == set(HOOKS) - {"q_rot", "k_rot", "pattern"}
+    assert set(PRESETS["vllm-full"]) == set(HOOKS) - {"q_rot", "k_rot", "pattern", "mlp_pre", "mlp_pre_linear"}
     assert PRESETS["hidden-states"] == ("resid_pre", "resid_final")
     assert PRESETS["attention"] == ("q_rot", "k_rot", "v", "kv_c", "k_pe", "z")
     usual = [name for name, hook in HOOKS.items() if hook.only not in ("post_norms", "mixer", "gated_mixer")]
