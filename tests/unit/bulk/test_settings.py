@@ -192,7 +192,7 @@ def test_a_default_that_is_given_is_no_other_setting(before: list[str], after: l
 
 
 def test_a_run_keeps_to_the_content_of_its_probes(tmp_path: Path) -> None:
-    def flags(path: Path) -> tuple[str, ...]:
+    def flags(path: Path | str) -> tuple[str, ...]:
         return ("--hooks", "q,probe.p", "--probes", json.dumps({"p": str(path)}))
 
     (tmp_path / "out").mkdir()
@@ -204,6 +204,11 @@ def test_a_run_keeps_to_the_content_of_its_probes(tmp_path: Path) -> None:
     other = save_probe(tmp_path / "other.safetensors", "q", (2,), 8, 1)
     with pytest.raises(ValueError, match="was begun with probes"):
         settled(tmp_path / "out", *flags(other))
+    (tmp_path / "norms").mkdir()
+    run = settled(tmp_path / "norms", *flags("norm(q)"))
+    (tmp_path / "norms" / f"{run}-000000004--a.zarr").mkdir()
+    with pytest.raises(ValueError, match="was begun with probes"):
+        settled(tmp_path / "norms", *flags("norm(k)"))
     assert "probes" not in parsed("--hooks", "q").fingerprint(FILES)
 
 
