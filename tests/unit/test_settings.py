@@ -128,7 +128,9 @@ def test_each_server_option_is_read(tmp_path: Path) -> None:
     rp8 = ServerOptions.parse({"store_dir": "/x", "reduce": "rp8"})
     assert rp8.reduce == (("pattern*", "attn(8)"), ("*", "rp8"))
     assert ServerOptions.parse({"store_dir": "/x", "reduce": dict(rp8.reduce)}) == rp8
-    with pytest.raises(OptionError, match=r"the mode 'rp9' is unknown; use one of full8, rp8, topk8, summary, or give"):
+    with pytest.raises(
+        OptionError, match=r"the mode 'rp9' is unknown; use one of full8, rp8, topk8, summary, compact, or give"
+    ):
         ServerOptions.parse({"store_dir": "/x", "reduce": "rp9"})
     assert vars(ServerOptions.parse({"store_dir": "/x"})) == defaults
     assert ServerOptions.parse({"store_dir": "/x", "save_path_roots": " /a , /b/c "}).save_path_roots == ("/a", "/b/c")

@@ -90,7 +90,7 @@ def test_options_of_servers_are_no_options_of_a_run(name: str) -> None:
         (["--column", "text"], "write NAME=COLUMN"),
         (["--column", "prompts=text"], "did you mean 'prompt'"),
         (["--codec", "zip"], "invalid choice: 'zip'"),
-        (["--policy", "drop", "--reduce", "int8"], "give one of full8, rp8, topk8, summary, or JSON"),
+        (["--policy", "drop", "--reduce", "int8"], "give one of full8, rp8, topk8, summary, compact, or JSON"),
         (["--chunk-tokens", "0"], "chunk_tokens: 0 is not valid"),
         (["--shard", "4/4"], "--shard '4/4' is not valid"),
         (["--limit", "0"], "'0' is not valid; give a whole number from 1 on"),
