@@ -34,6 +34,7 @@ from tests.probekit import check_inline, check_scores, save_encoder, save_probe
 
 REDUCE = {
     "resid_*": "rp(16,seed=3)",
+    "mlp_pre*": "int8",
     "mlp_post": "topk(8)",
     "attn_out": "topk(5,exact)",
     "q": "int8",
