@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dmi_connector.analysis.attention_overlap import MEANINGS as OF_ATTENTION
+from dmi_connector.analysis.attention_overlap import AttentionOverlap
 from dmi_connector.analysis.autoencoder import MEANINGS as OF_AUTOENCODER
 from dmi_connector.analysis.autoencoder import Autoencoder
 from dmi_connector.analysis.fit_probe import NAMES, Labels
@@ -24,8 +26,9 @@ MEANINGS: Mapping[str, str] = {
     "lens_top": "share of the rows for which the logit lens gives the same likeliest next token",
     "lens_kl": "mean KL divergence of the next token's distribution in the logit lens, full || reduced, in nats",
     **OF_AUTOENCODER,
+    **OF_ATTENTION,
 }
-"""The measures that need labels, a model or an autoencoder, with their meaning. A larger `lens_kl` or
+"""The measures that need more than the rows of a hook, with their meaning. A larger `lens_kl` or
 `sae_error` is worse.
 """
 LENS_HOOKS = ("resid_pre", "resid_mid", "resid_final")
@@ -95,7 +98,7 @@ def _label_of(capture: Capture, labels: Labels) -> bool | None:
 
 class Downstream:
     """What is measured of one layer of a hook. rows: full, float32 [n, width]. unembedding: for the residual stream.
-    autoencoder: of these rows.
+    autoencoder, attention: of these rows.
     """
 
     def __init__(
@@ -104,9 +107,10 @@ class Downstream:
         concepts: Concepts | None,
         unembedding: Unembedding | None,
         autoencoder: Autoencoder | None = None,
+        attention: AttentionOverlap | None = None,
     ) -> None:
         self._rows, self._concepts, self._unembedding = rows, concepts, unembedding
-        self._autoencoder = autoencoder
+        self._autoencoder, self._attention = autoencoder, attention
         self._scores = None if concepts is None else _scores(rows, concepts)
 
     def measures(self, decoded: np.ndarray, restored: np.ndarray | None) -> dict[str, float]:
@@ -120,6 +124,8 @@ class Downstream:
             found |= _lens_agreement(self._rows, restored, self._unembedding)
         if self._autoencoder is not None and restored is not None:
             found |= self._autoencoder.agreement(self._rows, restored)
+        if self._attention is not None and restored is not None:
+            found |= self._attention.measures(self._rows, restored)
         return found
 
 

@@ -15,6 +15,7 @@ try:
 except ImportError as error:
     raise ImportError("fidelity: torch is not installed; install dmi_connector[torch]") from error
 
+from dmi_connector.analysis.attention_overlap import AttentionOverlap
 from dmi_connector.analysis.autoencoder import Autoencoder
 from dmi_connector.analysis.downstream import LENS_HOOKS, Downstream, concepts_of
 from dmi_connector.analysis.downstream import MEANINGS as DOWNSTREAM
@@ -92,7 +93,9 @@ def fidelity(
             if wanted is None or layer is None or layer in wanted:
                 rows, tokens = _rows(kept, hook, layer)
                 lens = unembedding if hook in LENS_HOOKS else None
-                downstream = Downstream(rows, concepts, lens, autoencoder if (hook, layer) == encoded else None)
+                encoder = autoencoder if (hook, layer) == encoded else None
+                attended = AttentionOverlap.of(kept, hook, layer)
+                downstream = Downstream(rows, concepts, lens, encoder, attended)
                 for spec, reduction in reductions.items():
                     if reduction is None or (why := _unfit(reduction, rows.shape[1])):
                         reasons.append("none keeps rows as they are" if reduction is None else why)
