@@ -54,11 +54,15 @@ FEATURES = {
     "mlp_norm": "which has no norm of its own before the MLP",
     "post_norms": "which has no norm behind a block",
     "gated_mixer": "which has no norm behind the core of its mixers",
+    "ungated_mlp": "whose MLP has a gate",
 }
 """Features of a model that some hooks need, and what a refusal says of a model that lacks one."""
 USUAL = frozenset(("rotary", "sequential", "input_norm", "mlp_norm"))
 """The features of a Llama."""
-INSTEAD = {"latent": "whose attention has kv_c and k_pe in the place of keys and values of heads"}
+INSTEAD = {
+    "latent": "whose attention has kv_c and k_pe in the place of keys and values of heads",
+    "ungated_mlp": "whose MLP has no gate",
+}
 """What a refusal says of a model that lacks a hook because it has one of FEATURES."""
 
 
@@ -71,6 +75,15 @@ def _of_attention(
 PROBE = "probe."
 """How the names of probes begin, which are hooks of one engine: `ModelDims.hooks` has them."""
 
+_LINEAR = Hook(
+    "mlp_pre_linear",
+    "I",
+    "layer",
+    True,
+    "what the activation of the gate is multiplied by, output of up_proj",
+    only="dense",
+    unless="ungated_mlp",
+)
 HOOKS: dict[str, Hook] = {
     h.name: h
     for h in (
@@ -96,6 +109,10 @@ HOOKS: dict[str, Hook] = {
         Hook("router_logits", "E", "layer", False, "router scores of every expert", "float32", "moe"),
         Hook("topk_ids", "T", "layer", False, "chosen experts", "int32", "moe"),
         Hook("topk_weights", "T", "layer", False, "weights of the chosen experts", "float32", "moe"),
+        Hook(
+            "mlp_pre", "I", "layer", True, "MLP neurons before the activation: the gate, if there is one", only="dense"
+        ),
+        _LINEAR,
         Hook("mlp_post", "I", "layer", True, "MLP neurons after the activation, before down_proj", only="dense"),
         Hook("mlp_proj", "H", "layer", False, "output of the MLP block before its post-norm", only="post_norms"),
         Hook("mlp_out", "H", "layer", False, "what the MLP adds to the residual stream", block="mlp"),
@@ -113,9 +130,12 @@ ALIASES = {"mlp_in": "ln2"}
 """Other names of the same tensor, which is stored once. `resid_post` is one too: that of layer l is the resid_pre of
 layer l + 1, that of the last layer is resid_final."""
 
+_NAMED_ALONE = ("q_rot", "k_rot", "pattern", "mlp_pre", "mlp_pre_linear")
+"""Hooks that `vllm-full` leaves out: other hooks and the weights give their values."""
+
 PRESETS: dict[str, tuple[str, ...]] = {
     "hidden-states": ("resid_pre", "resid_final"),
-    "vllm-full": tuple(n for n in HOOKS if n not in ("q_rot", "k_rot", "pattern")),
+    "vllm-full": tuple(n for n in HOOKS if n not in _NAMED_ALONE),
     "attention": ("q_rot", "k_rot", "v", "kv_c", "k_pe", "z"),
     "mlp": ("ln2", "mlp_post", "mlp_out"),
     "logits": ("logits",),

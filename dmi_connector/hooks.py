@@ -118,12 +118,12 @@ class ModelDims:
             return ()
         if hook.scope != "layer":
             return (0,)
+        if (hook.only in FEATURES and hook.only not in self.features) or hook.unless in self.features:
+            return ()
         if hook.only == "moe":
             return self.moe_layers
         if hook.only == "dense":
             return tuple(i for i in self._with("mlp") if i not in set(self.moe_layers))
-        if (hook.only in FEATURES and hook.only not in self.features) or hook.unless in self.features:
-            return ()
         return self.mixer_layers if hook.only in ("mixer", "gated_mixer") else self._with(hook.block)
 
     def _with(self, block: str) -> tuple[int, ...]:
@@ -356,14 +356,14 @@ def _why_absent(hook: Hook, dims: ModelDims) -> str:
         return ", whose tokens have one position each (no M-RoPE)"
     if hook.only == "moe" and not dims.moe_layers:
         return ", which has no experts"
-    if hook.only == "dense" and dims.moe_layers:
-        return " in those layers, which are mixtures of experts"
     if hook.only in ("mixer", "gated_mixer") and not dims.mixer_layers:
         return ", which has attention in every layer"
     if hook.only in FEATURES and hook.only not in dims.features:
         return f", {FEATURES[hook.only]}"
     if hook.unless in dims.features:
         return f", {INSTEAD[hook.unless]}"
+    if hook.only == "dense" and dims.moe_layers:
+        return " in those layers, which are mixtures of experts"
     if hook.only in ("mixer", "gated_mixer"):
         return " in those layers, which have no mixer"
     return f" in those layers, {BLOCKS[hook.block]}" if hook.block else " in those layers"

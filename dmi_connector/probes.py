@@ -46,6 +46,10 @@ def _source(name: str, probe: AnyProbe, dims: ModelDims) -> tuple[Hook, tuple[in
     """The hook of the model that a probe takes, and its layers there. Raises ReduceError."""
     what = f"probes: {name!r} ({probe.path}) is of {probe.source}"
     source, layers = ALIASES.get(probe.source, probe.source), probe.layers
+    if probe.width is None and source == _RESID_POST:
+        raise ReduceError(f"{what} in all layers; give norm(resid_pre), and norm(resid_final) for that of the last")
+    if probe.width is None and source in HOOKS:
+        layers = dims.layers_of(HOOKS[source]) or (0,)
     if source == _RESID_POST:
         if len(layers) != 1:
             raise ReduceError(f"{what} in {len(layers)} layers; make it of resid_pre, with each layer one larger")
@@ -63,7 +67,7 @@ def _source(name: str, probe: AnyProbe, dims: ModelDims) -> tuple[Hook, tuple[in
         where = f" in layer {lacking[0]}" if hook.scope == "layer" and there else ""
         has = f"{source} is in layers {', '.join(map(str, there))}" if where else f"{dims.architecture} has no {source}"
         raise ReduceError(f"{what}, which does not exist{where}: {has}; give a probe of this model")
-    if probe.width != dims.width(hook):
+    if probe.width not in (None, dims.width(hook)):
         raise ReduceError(
             f"{what} with {probe.width} values, but here it has {dims.width(hook)}; give a probe of this model"
         )

@@ -23,7 +23,7 @@ from dmi_connector.option_values import (
     one_of,
     refuse,
 )
-from dmi_connector.reduce.probe import Probe
+from dmi_connector.reduce.probe import NORM, Probe
 from dmi_connector.wording import suggest
 
 INLINE = tuple(AGGREGATES)
@@ -45,6 +45,7 @@ _ANSWERED = (
     "dmi_key",
     "dmi_reason",
     "dmi_probe",
+    "dmi_summary",
     "dmi_stop",
     "dmi_missing",
     "dmi_warning",
@@ -86,7 +87,8 @@ class CaptureParams:
     name for the store. hooks, layers: narrow the server's selection. tokens: positions [start, stop) to keep, stop
     None for all. enabled: False skips the capture. save_path: the directory to write to, if the server allows it.
     loss_spans: [start, stop) positions of the prompt that a trainer learns from; kept for `dmi export`. probes: name of
-    each probe whose scores the response has, and which of INLINE. keep_if: nothing is stored unless it holds at the
+    each probe whose scores the response has, and which of INLINE. summary: the response has the norms
+    of rows, of the probes that are norms. keep_if: nothing is stored unless it holds at the
     end. stop_if: the request ends once it holds for a row.
     """
 
@@ -100,6 +102,7 @@ class CaptureParams:
     save_path: str | None = None
     loss_spans: tuple[tuple[int, int], ...] | None = None
     probes: dict[str, tuple[str, ...]] | None = None
+    summary: bool = False
     keep_if: Condition | None = None
     stop_if: Condition | None = None
 
@@ -151,6 +154,9 @@ class CaptureParams:
         conditions = {"dmi.keep_if": self.keep_if, "dmi.stop_if": self.stop_if}
         asked = [("dmi.probes", name) for name in self.probes or ()]
         asked += [(option, condition.probe) for option, condition in conditions.items() if condition is not None]
+        if self.summary and not any(probe.form == NORM for probe in known.values()):
+            fix = """start it with probes {"norm": "norm(resid_pre)"}, and probe.norm in hooks"""
+            raise refuse("dmi.summary", True, f"needs norms of rows, and this server computes none; {fix}")
         for option, name in asked:
             if name in others:
                 raise refuse(option, name, "is an autoencoder, which has no score; name a probe")
@@ -289,6 +295,10 @@ def _inline(name: str, asked: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one_of("dmi.probes inline", item, INLINE) for item in items))
 
 
+def _summary(value: object) -> bool:
+    return boolean("dmi.summary", value)
+
+
 _OPTIONS: dict[str, Callable[[object], Any]] = {
     "key": _key,
     "hooks": _hooks,
@@ -298,6 +308,7 @@ _OPTIONS: dict[str, Callable[[object], Any]] = {
     "save_path": _save_path,
     "loss_spans": _loss_spans,
     "probes": _probes,
+    "summary": _summary,
     "keep_if": keep_if,
     "stop_if": stop_if,
 }

@@ -17,13 +17,19 @@ from dmi_connector.layout import RowField
 CACHE_LAYER = "rows.0"
 
 
-def batch(in_place: bool = False, stream_lasts: bool = False, lasting: bool = False, copies: bool = False) -> TapBatch:
+def batch(
+    in_place: bool = False,
+    stream_lasts: bool = False,
+    lasting: bool = False,
+    copies: bool = False,
+    products_last: bool = True,
+) -> TapBatch:
     """A batch of layer 0 without a model."""
     deferred: Any = SimpleNamespace(tokens=0)
     taps: Any = SimpleNamespace(
         token=torch.zeros(1, dtype=torch.int32),
         deferred=deferred,
-        compilation=Compilation(in_place, stream_lasts, copies=copies),
+        compilation=Compilation(in_place, stream_lasts, products_last, copies),
         context=SimpleNamespace(cache_layer=CACHE_LAYER),
     )
     return TapBatch(taps, torch.zeros(1, dtype=torch.int32), Place(0, 0, {}, deferred), lasting)

@@ -43,8 +43,8 @@ from benchmarks import common, drafts
 from benchmarks.checks.same_tokens import MOST_TIE, MOST_TIE_OF_ARCH, compare_tokens, token_failures
 
 MODULE = "benchmarks.checks.check_gpu"
-HOOKS = "vllm-full,attention"
-"""Presets leave out what a family lacks. Together they name every hook but `pattern`."""
+HOOKS = "vllm-full,attention,mlp_pre*"
+"""Presets and wildcards leave out what a family lacks. Together they name every hook but `pattern`."""
 LENGTHS = (5, 16, 31, 64, 127, 128, 129, 200, 300, 400)
 SIZES: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 4}
 SIZES_OF_ARCH: dict[str, dict[str, Any]] = {"deepseek_v2": {"qk_nope_head_dim": 128, "v_head_dim": 128}}

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What analyses find in reduced rows, for `dmi fidelity`: scores of concepts, and the logit lens."""
+"""What analyses find in reduced rows, for `dmi fidelity`: scores of concepts, the logit lens, and latents of a sparse
+autoencoder.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dmi_connector.analysis.attention_overlap import MEANINGS as OF_ATTENTION
+from dmi_connector.analysis.attention_overlap import AttentionOverlap
+from dmi_connector.analysis.autoencoder import MEANINGS as OF_AUTOENCODER
+from dmi_connector.analysis.autoencoder import Autoencoder
 from dmi_connector.analysis.fit_probe import NAMES, Labels
 from dmi_connector.analysis.unembedding import Unembedding, log_softmax
 from dmi_connector.captures.capture import Capture, open_capture
@@ -19,8 +25,12 @@ MEANINGS: Mapping[str, str] = {
     " ones, for rows that neither saw: the least of the labels",
     "lens_top": "share of the rows for which the logit lens gives the same likeliest next token",
     "lens_kl": "mean KL divergence of the next token's distribution in the logit lens, full || reduced, in nats",
+    **OF_AUTOENCODER,
+    **OF_ATTENTION,
 }
-"""The measures that need labels or a model, with their meaning. A larger `lens_kl` is worse."""
+"""The measures that need more than the rows of a hook, with their meaning. A larger `lens_kl` or
+`sae_error` is worse.
+"""
 LENS_HOOKS = ("resid_pre", "resid_mid", "resid_final")
 """The residual stream, which the logit lens takes to predictions."""
 TOKENS = "tokens"
@@ -87,21 +97,35 @@ def _label_of(capture: Capture, labels: Labels) -> bool | None:
 
 
 class Downstream:
-    """What is measured of one layer of a hook. rows: full, float32 [n, width]. unembedding: for the residual stream."""
+    """What is measured of one layer of a hook. rows: full, float32 [n, width]. unembedding: for the residual stream.
+    autoencoder, attention: of these rows.
+    """
 
-    def __init__(self, rows: np.ndarray, concepts: Concepts | None, unembedding: Unembedding | None) -> None:
+    def __init__(
+        self,
+        rows: np.ndarray,
+        concepts: Concepts | None,
+        unembedding: Unembedding | None,
+        autoencoder: Autoencoder | None = None,
+        attention: AttentionOverlap | None = None,
+    ) -> None:
         self._rows, self._concepts, self._unembedding = rows, concepts, unembedding
+        self._autoencoder, self._attention = autoencoder, attention
         self._scores = None if concepts is None else _scores(rows, concepts)
 
     def measures(self, decoded: np.ndarray, restored: np.ndarray | None) -> dict[str, float]:
         """Those of MEANINGS that can be measured. decoded: [n, any width]. restored: [n, width], None where that is
-        lost. Raises ValueError for rows of another width than the model's.
+        lost. Raises ValueError for rows of another width than the model's, or the autoencoder's.
         """
         found = {}
         if self._concepts is not None and self._scores is not None:
             found["concepts"] = _agreement(self._scores, _scores(decoded, self._concepts))
         if self._unembedding is not None and restored is not None:
             found |= _lens_agreement(self._rows, restored, self._unembedding)
+        if self._autoencoder is not None and restored is not None:
+            found |= self._autoencoder.agreement(self._rows, restored)
+        if self._attention is not None and restored is not None:
+            found |= self._attention.measures(self._rows, restored)
         return found
 
 

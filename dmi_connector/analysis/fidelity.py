@@ -15,6 +15,8 @@ try:
 except ImportError as error:
     raise ImportError("fidelity: torch is not installed; install dmi_connector[torch]") from error
 
+from dmi_connector.analysis.attention_overlap import AttentionOverlap
+from dmi_connector.analysis.autoencoder import Autoencoder
 from dmi_connector.analysis.downstream import LENS_HOOKS, Downstream, concepts_of
 from dmi_connector.analysis.downstream import MEANINGS as DOWNSTREAM
 from dmi_connector.analysis.fit_probe import Labels
@@ -57,6 +59,7 @@ def fidelity(
     layers: Sequence[int] | None = None,
     labels: Labels | str | None = None,
     unembedding: Unembedding | None = None,
+    autoencoder: Autoencoder | None = None,
 ) -> list[Fidelity]:
     """Reduce the rows of `stores` by each of `specs`, and compare the decoded rows with the full ones.
 
@@ -64,24 +67,35 @@ def fidelity(
     names or wildcards, separated by commas. layers: numbers of the model's layers, negative from its last; None: all.
     Hooks that exist once are measured with any. Stores without rows are left out. labels: of captures, for the measure
     `concepts`; "tokens" stands for the most frequent tokens. unembedding: of the model, for the logit lens of the
-    residual stream (see `downstream.MEANINGS`).
+    residual stream (see `downstream.MEANINGS`). autoencoder: for the rows that it encodes.
 
     Raises ValueError for stores that hold none of the hooks in full, or no rows, for stores of several models, for a
-    hook that only the first holds in full, for a layer that none of the hooks has, and where every reduction is left
-    out; KeyError for a hook or layer that another store than the first lacks.
+    hook that only the first holds in full, for a layer that none of the hooks has, for an autoencoder of other rows,
+    and where every reduction is left out; KeyError for a hook or layer that another store than the first lacks.
     """
     kept, names = _chosen(stores, hooks)
     with open_capture(kept[0], 0) as first:
         wanted, reductions = _numbers(first, names, layers), {spec: parse(spec) for spec in specs}
         layers_of: dict[str, list[int | None]] = {hook: [*first.layers[hook]] or [None] for hook in names}
         dtypes = {hook: _dtype(first, hook) for hook in names}
+        encoded = None if autoencoder is None else autoencoder.place(first.num_layers)
+    if encoded is not None and not _is_measured(encoded, layers_of, wanted):
+        hook, layer = encoded
+        where = hook if layer is None else f"{hook} of layer {layer}"
+        raise ValueError(
+            f"--sae: it encodes {where}, which is not measured; give stores that hold it in full, and name it in"
+            " --hooks and --layer if you give these"
+        )
     concepts = concepts_of(kept, labels) if labels is not None else None
     found, reasons = [], []
     for hook in names:
         for layer in layers_of[hook]:
             if wanted is None or layer is None or layer in wanted:
                 rows, tokens = _rows(kept, hook, layer)
-                downstream = Downstream(rows, concepts, unembedding if hook in LENS_HOOKS else None)
+                lens = unembedding if hook in LENS_HOOKS else None
+                encoder = autoencoder if (hook, layer) == encoded else None
+                attended = AttentionOverlap.of(kept, hook, layer)
+                downstream = Downstream(rows, concepts, lens, encoder, attended)
                 for spec, reduction in reductions.items():
                     if reduction is None or (why := _unfit(reduction, rows.shape[1])):
                         reasons.append("none keeps rows as they are" if reduction is None else why)
@@ -163,6 +177,13 @@ def _numbers(capture: Capture, hooks: Sequence[str], layers: Sequence[int] | Non
     return set(wanted.values())
 
 
+def _is_measured(
+    place: tuple[str, int | None], layers_of: Mapping[str, Sequence[int | None]], wanted: set[int] | None
+) -> bool:
+    hook, layer = place
+    return layer in layers_of.get(hook, ()) and (wanted is None or layer is None or layer in wanted)
+
+
 def _unfit(reduction: Reduction, width: int) -> str:
     """Why a reduction cannot be applied to rows of this width; "" where it can."""
     try:
@@ -201,7 +222,7 @@ def _measure(
     return Fidelity(hook, layer, spec, len(rows), width, size, {k: round(v, 6) for k, v in measures.items()})
 
 
-LARGER_IS_WORSE = ("error", "lens_kl")
+LARGER_IS_WORSE = ("error", "lens_kl", "sae_error")
 """Measures that no bar applies to."""
 
 
@@ -220,7 +241,8 @@ def markdown(found: Sequence[Fidelity], bar: float | None = None) -> str:
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for hook, width, spec in dict.fromkeys((f.hook, f.width, f.reduction) for f in found):
         own = [f for f in found if (f.hook, f.reduction) == (hook, spec)]
-        worst = {name: _worst(name, [f.measures[name] for f in own]) for name in shown if name in own[0].measures}
+        of = {name: [f.measures[name] for f in own if name in f.measures] for name in shown}
+        worst = {name: _worst(name, values) for name, values in of.items() if values}
         cells = [f"{worst[name]:.5f}" if name in worst else "" for name in shown]
         if bar is not None:
             failed = below(worst, bar)

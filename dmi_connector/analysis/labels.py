@@ -12,7 +12,7 @@ from dmi_connector.hooks import PROBE
 
 _LONGEST_LABEL = 10
 """Characters of a token's label."""
-_NEURONS = ("mlp_pre", "mlp_post")
+_NEURONS = ("mlp_pre", "mlp_pre_linear", "mlp_post")
 
 
 def token_labels(capture: Capture, tokenizer: str | os.PathLike[str] | None = None) -> list[str]:

@@ -149,8 +149,8 @@ def _resolved(capture: Mapping[str, Any]) -> dict[str, Any]:
 
 def _probes(capture: Mapping[str, Any]) -> dict[str, Any]:
     """The probes by their content; {} without any, as in runs that were begun before there were probes."""
-    found = {name: parse_probe(name, text).sha256 for name, text in capture.get("probes", {}).items()}
-    return {"probes": found} if found else {}
+    probes = {name: parse_probe(name, text) for name, text in capture.get("probes", {}).items()}
+    return {"probes": {name: probe.sha256 or probe.path for name, probe in probes.items()}} if probes else {}
 
 
 def _resolved_sampling(fields: Mapping[str, Any]) -> dict[str, Any]:

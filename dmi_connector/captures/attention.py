@@ -118,8 +118,7 @@ def attention(capture: StoreReader, layer: int, head: int | None = None, queries
         raise KeyError(f"{capture.path} lacks queries or keys of attention; capture {names[0]} and {names[1]}{preset}")
     for name in names:
         check_own_values(capture, name, layer)
-    how, dims = _How.of(capture, layer), capture.attrs["dims"]
-    heads, kv_heads, size = (int(dims[name]) for name in ("heads", "kv_heads", "head_dim"))
+    heads = heads_of(capture)
     check_head(head, heads)
     rows = query_rows(capture, queries)
     if capture.attrs.get("attention", {}).get("image_blocks") and (capture.media[rows.start : rows.stop] >= 0).any():
@@ -130,16 +129,37 @@ def attention(capture: StoreReader, layer: int, head: int | None = None, queries
     lacking = [r for r in capture.missing if r[0] < rows.stop]
     if int(capture.attrs["start"]) or lacking:
         raise ValueError(f"{capture.path} lacks rows before the queries, and attention needs all of them as keys")
-    q = capture.numpy(names[0], layer, slice(rows.start, rows.stop)).reshape(len(rows), heads, size)
-    k = capture.numpy(names[1], layer, slice(0, rows.stop)).reshape(rows.stop, kv_heads, size)
-    wanted = range(heads) if head is None else [range(heads)[head]]
-    weights = np.zeros((len(wanted), len(rows), rows.stop), np.float32)
-    for i, h in enumerate(wanted):
-        keys = k[:, h // (heads // kv_heads)].T
-        for first in range(0, len(rows), _QUERIES):
-            block = slice(first, min(first + _QUERIES, len(rows)))
-            scores = how.scores(q[block, h] @ keys, h, rows.start + block.start)
-            scores -= scores.max(axis=1, keepdims=True)
-            np.exp(scores, out=scores)
-            weights[i, block] = scores / scores.sum(axis=1, keepdims=True)
-    return weights if head is None else weights[0]
+    q = capture.numpy(names[0], layer, slice(rows.start, rows.stop))
+    k = capture.numpy(names[1], layer, slice(0, rows.stop))
+    if head is not None:
+        return weights_of_head(capture, layer, range(heads)[head], q, k, rows.start)
+    weights = np.zeros((heads, len(rows), rows.stop), np.float32)
+    for h in range(heads):
+        weights[h] = weights_of_head(capture, layer, h, q, k, rows.start)
+    return weights
+
+
+def heads_of(capture: StoreReader) -> int:
+    """The number of heads of queries."""
+    return int(capture.attrs["dims"]["heads"])
+
+
+def weights_of_head(
+    capture: StoreReader, layer: int, head: int, q: np.ndarray, k: np.ndarray, first: int = 0
+) -> np.ndarray:
+    """Attention weights of one head, float32 [queries, keys], of queries and keys [rows, width of all heads].
+
+    capture: which says how the layer attends. first: row of the first query; keys are those from row 0 on.
+    """
+    how, dims = _How.of(capture, layer), capture.attrs["dims"]
+    heads, kv_heads, size = (int(dims[name]) for name in ("heads", "kv_heads", "head_dim"))
+    queries = q.reshape(len(q), heads, size)[:, head]
+    keys = k.reshape(len(k), kv_heads, size)[:, head // (heads // kv_heads)].T
+    weights = np.zeros((len(q), len(k)), np.float32)
+    for start in range(0, len(q), _QUERIES):
+        block = slice(start, min(start + _QUERIES, len(q)))
+        scores = how.scores(queries[block] @ keys, head, first + start)
+        scores -= scores.max(axis=1, keepdims=True)
+        np.exp(scores, out=scores)
+        weights[block] = scores / scores.sum(axis=1, keepdims=True)
+    return weights

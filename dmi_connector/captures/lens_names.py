@@ -33,6 +33,8 @@ TL_NAMES = {
     "ln2.hook_in": "resid_mid",
     "ln2.hook_out": "ln2",
     "mlp.hook_in": "ln2",
+    "mlp.hook_pre": "mlp_pre",
+    "mlp.hook_pre_linear": "mlp_pre_linear",
     "mlp.hook_post": "mlp_post",
     "mlp.out.hook_in": "mlp_post",
     "hook_mlp_out": "mlp_out",
@@ -91,8 +93,6 @@ ABSENT = {
     "unembed.hook_out": "logits exist for sampled positions alone: cap.numpy('logits'), cap.logits_positions",
     "attn.hook_attn_scores": "not captured: hook_rot_q and hook_rot_k times the scale, with the mask, give them",
     "attn.hook_result": "not captured: cache.compute_head_results() works them out from z and the model's weights",
-    "mlp.hook_pre": "not captured: what enters the activation function stays inside a fused kernel",
-    "mlp.hook_pre_linear": "not captured: what enters the activation function stays inside a fused kernel",
     "mlp.hook_expert_weights": "of another shape: cap.numpy('topk_weights') has those of the chosen experts",
     "mlp.hook_expert_indices": "without a batch dimension there: cap.routed_experts()",
 }

@@ -23,6 +23,11 @@ def add_fidelity(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", metavar="DIR", help="measure the logit lens with the weights of this model")
     parser.add_argument(
+        "--sae",
+        metavar="PATH[, hook=NAME, layer=N]",
+        help="measure the latents of this autoencoder, and its reconstruction error, as the option probes names it",
+    )
+    parser.add_argument(
         "--bar", type=float, metavar="VALUE", help="say which measures are below it, and exit with 1 if any is"
     )
     parser.add_argument("--json", action="store_true", help="print a JSON list, one entry a layer")
@@ -31,6 +36,7 @@ def add_fidelity(parser: argparse.ArgumentParser) -> None:
 
 def run_fidelity(options: argparse.Namespace) -> int:
     """Run the command. Raises what `fidelity` raises."""
+    from dmi_connector.analysis.autoencoder import Autoencoder
     from dmi_connector.analysis.downstream import TOKENS
     from dmi_connector.analysis.fidelity import DEFAULT, below, fidelity, markdown
     from dmi_connector.analysis.fit_probe import read_labels
@@ -44,7 +50,8 @@ def run_fidelity(options: argparse.Namespace) -> int:
         raise ValueError("fidelity: every store lacks rows (dmi ls says which); capture them again")
     labels = options.labels if options.labels in (None, TOKENS) else read_labels(options.labels)
     unembedding = None if options.model is None else Unembedding.load(options.model)
-    found = fidelity(stores, options.reduce or DEFAULT, options.hooks, options.layer, labels, unembedding)
+    sae = None if options.sae is None else Autoencoder.load(options.sae)
+    found = fidelity(stores, options.reduce or DEFAULT, options.hooks, options.layer, labels, unembedding, sae)
     failed = [[] if bar is None else below(one.measures, bar) for one in found]
     if options.json:
         listed = [asdict(one) for one in found]

@@ -193,7 +193,7 @@ def _keep_files(options: ServerOptions, reductions: Reductions) -> None:
     """
     fitted = [f for r in reductions.values() if (f := r.fitted()) is not None]
     kept = [("reduce", BASES, *file) for file in sorted({(f.source, f.sha256) for f in fitted})]
-    kept += [("probes", PROBES, r.path, r.sha256) for r in reductions.values() if isinstance(r, Probe)]
+    kept += [("probes", PROBES, r.path, r.sha256) for r in reductions.values() if isinstance(r, Probe) and r.sha256]
     for option, folder, source, sha256 in kept:
         try:
             keep_copy(source, sha256, folder, options.store_dir, options.file_mode)

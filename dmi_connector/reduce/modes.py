@@ -19,11 +19,13 @@ class Mode(Reduction):
     """Stands for other reductions until `bind`, which returns the first of `choices` that fits the rows.
 
     of_hook: for particular hooks instead of `choices`, as (hook, reduction); the others follow where it does not fit.
+    attention: what `pattern` gets from the mode alone.
     """
 
     name: str
     choices: tuple[Reduction, ...]
     of_hook: tuple[tuple[str, Reduction], ...] = ()
+    attention: str = AttentionSummary.example
 
     def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> Reduction:
         own = [reduction for name, reduction in self.of_hook if name == hook]
@@ -37,6 +39,7 @@ class Mode(Reduction):
 
 
 _ALL, _PROJECTED, _LARGEST = Int8(group=32), RandomProjection(512), TopK(64, sample=16)
+_COMPACT = (("mlp_post", TopK(64, sample=0)), ("z", RandomProjection(256)))
 MODES: Mapping[str, Mode] = {
     mode.name: mode
     for mode in (
@@ -44,6 +47,7 @@ MODES: Mapping[str, Mode] = {
         Mode("rp8", (_PROJECTED, _ALL)),
         Mode("topk8", (_LARGEST, _ALL)),
         Mode("summary", (_PROJECTED, _ALL), (("mlp_post", _LARGEST),)),
+        Mode("compact", (_PROJECTED, _ALL), _COMPACT, "attn(4,half)"),
     )
 }
 """By name. docs/REDUCTIONS.md says what each is for."""
@@ -55,4 +59,4 @@ def rules_of(mode: str) -> dict[str, str]:
         raise ReduceError(
             f"reduce: the mode {mode!r} is unknown; use one of {', '.join(MODES)}, or give {{patterns: reduction}}"
         )
-    return {f"{hook}*": AttentionSummary.example for hook in sorted(AttentionSummary.only)} | {"*": mode}
+    return {f"{hook}*": MODES[mode].attention for hook in sorted(AttentionSummary.only)} | {"*": mode}

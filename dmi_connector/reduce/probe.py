@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A probe: scores of a row, computed in the tap by a linear head or a small MLP. It has no form in the option `reduce`.
+"""A probe: scores of a row, computed in the tap by a linear head or a small MLP, or, without a file, the row's norm. It
+has no form in the option `reduce`.
 
 Stored rows are the scores, float32. With tensor parallelism, a rank that has a slice of the hook stores its part of the
 products, and the first one the bias too: the scores are what the output makes of their sum.
@@ -21,6 +22,8 @@ from dmi_connector.reduce.statistic import Statistic
 if TYPE_CHECKING:
     import torch
 
+NORM = "norm"
+"""The `form` of a probe whose score is the L2 norm of the row."""
 _DEVICE: dict[tuple[str, int, Any], list[tuple[torch.Tensor, torch.Tensor]]] = {}
 """(weight [in, out], bias [out]) of each matrix by file, layer and device. `prepare` fills it."""
 
@@ -30,8 +33,9 @@ class Probe(Reduction):
     """Decoded rows are the scores, one for each of `outputs`.
 
     source, layers: the hook that is scored, and where; no layers where the file names none, and (0,) once it is bound.
-    sha256, path: hash and path of the file. form, activation, output, norm: see `probe_file.ProbeFacts`. hidden: values
-    between matrices. shards: slices that the hook has.
+    sha256, path: hash and path of the file. form: the file's `kind`, or NORM, with the text of the option as `path` and
+    no sha256. activation, output, norm: see `probe_file.ProbeFacts`. hidden: values between matrices. shards: slices
+    that the hook has.
     """
 
     source: str = ""
@@ -62,10 +66,15 @@ class Probe(Reduction):
         rest = (facts.activation, facts.output, facts.norm, file.path, file.hidden)
         return cls(facts.hook, facts.layers, facts.outputs, file.sha256, facts.kind, *rest)
 
+    @classmethod
+    def norm_of(cls, hook: str, text: str) -> Probe:
+        """The norm of the rows of a hook. text: of the option."""
+        return cls(hook, outputs=("norm",), form=NORM, path=text)
+
     @property
-    def width(self) -> int:
-        """Values of a row of the hook that the file is for."""
-        return load(self.path).width
+    def width(self) -> int | None:
+        """Values of a row of the hook that the file is for; None for any number."""
+        return None if self.form == NORM else load(self.path).width
 
     @property
     def linear(self) -> bool:
@@ -85,6 +94,11 @@ class Probe(Reduction):
 
     def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> Probe:
         """The same for a hook that is named otherwise than in the file, or that has slices."""
+        if shards > 1 and self.form == NORM:
+            raise ReduceError(
+                f"probes: {self.path} needs whole rows, and each of {shards} ranks has only a slice of {hook}; give a "
+                "hook that every rank has whole (docs/HOOKS.md), or run on one rank"
+            )
         if shards > 1 and not self.linear:
             raise ReduceError(
                 f"probes: {self.path} is no linear probe, and each of {shards} ranks has only a slice of {hook}; give "
@@ -95,6 +109,8 @@ class Probe(Reduction):
     def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
         import torch
 
+        if self.form == NORM:
+            return
         file = load(self.path)
         if file.sha256 != self.sha256:
             raise ReduceError(f"probes: {self.path} has changed since the engine started; start it again")
@@ -123,6 +139,8 @@ class Probe(Reduction):
         from torch.nn import functional
 
         found = values.float()
+        if self.form == NORM:
+            return torch.linalg.vector_norm(found, dim=1, keepdim=True)
         if self.norm == "unit":
             found = found / found.norm(dim=1, keepdim=True)
         elif self.norm == "layer":

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The option `probes`: the file of a probe or of an autoencoder, and what is to be known of it.
+"""The option `probes`: the file of a probe or of an autoencoder, and what is to be known of it; or the norm of rows.
 
-"risk.safetensors", "risk.safetensors, sha256=HASH" (that content alone), "sae_dir, hook=resid_pre, layer=12, k=32"
+"risk.safetensors", "risk.safetensors, sha256=HASH" (that content alone), "sae_dir, hook=resid_pre, layer=12, k=32",
+"norm(resid_pre)" (of all layers)
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dmi_connector.reduce.probe import Probe
 from dmi_connector.reduce.probe_file import is_probe
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_OF_NORM = re.compile(r"norm\((\w+)\)")
 _NUMBERS = ("layer", "k")
 _OF_ENCODERS = ("hook", *_NUMBERS)
 """What may follow an autoencoder alone: the file of a probe has it inside."""
@@ -24,6 +26,8 @@ def parse_probe(name: str, text: str) -> Probe | Latents:
     """The probe that an entry {name: text} of the option names. Reads its file. Raises ReduceError."""
     if not _NAME.fullmatch(name):
         raise ReduceError(f"probes: the name {name!r} is not valid; use letters, digits, '_' and '-', 64 at most")
+    if norm := _OF_NORM.fullmatch(text.strip()):
+        return Probe.norm_of(norm[1], text.strip())
     path, *rest = (part.strip() for part in text.split(","))
     path = os.path.expanduser(path)
     encoder = os.path.exists(path) and not is_probe(path)

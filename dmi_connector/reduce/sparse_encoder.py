@@ -114,7 +114,7 @@ class SparseEncoder:
         """float32 [rows, latents] of rows [rows, d_in]. Raises ValueError for rows of another width."""
         if rows.shape[1] != len(self.weight):
             raise ValueError(f"sae: it takes rows of {len(self.weight)} values, the hook has {rows.shape[1]}")
-        found = (self._normed(rows) - self.shift) @ self.weight
+        found = (self.normed(rows) - self.shift) @ self.weight
         if self.gate is not None:
             open_ones = found + self.bias > 0
             found = np.where(open_ones, found * self.gate[0] + self.gate[1], 0)
@@ -128,7 +128,8 @@ class SparseEncoder:
             np.put_along_axis(found, lower, 0, axis=1)
         return found
 
-    def _normed(self, rows: np.ndarray) -> np.ndarray:
+    def normed(self, rows: np.ndarray) -> np.ndarray:
+        """Rows as they enter the encoder, float32 [rows, d_in]."""
         if self.norm == "constant_norm_rescale":
             return np.asarray(rows * (rows.shape[1] ** 0.5 / np.linalg.norm(rows, axis=1, keepdims=True)))
         if self.norm == "layer_norm":

@@ -21,7 +21,8 @@ def hooks_of(arch: str) -> list[str]:
     """The hooks a tiny model of `arch` (of ARCHS, or GLM-4-MoE) has and can give in full."""
     mlp = {"qwen3_moe": ("moe",), "glm4_moe": ("dense", "moe")}.get(arch, ("dense",))
     has = {None, *mlp, *USUAL} - ({"rotary"} if arch == "gpt2" else set())
-    return [name for name, hook in HOOKS.items() if hook.only in has and name != "pattern"]
+    ungated = "mlp_pre_linear" if arch == "gpt2" else ""
+    return [name for name, hook in HOOKS.items() if hook.only in has and name not in ("pattern", ungated)]
 
 
 @lru_cache(maxsize=256)

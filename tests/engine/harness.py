@@ -26,8 +26,8 @@ from tests.waits import sleep_while_waiting
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
-ALL_HOOKS = "vllm-full,attention"
-"""Every hook a model has: both presets leave out what it lacks."""
+ALL_HOOKS = "vllm-full,attention,mlp_pre*"
+"""Every hook a model has: presets and wildcards leave out what it lacks."""
 
 USUAL_HOOKS = {name for name, hook in HOOKS.items() if hook.only in (None, "dense", *USUAL)}
 """The hooks of a model like Llama."""

@@ -106,7 +106,9 @@ def operations(capture: Capture, oracle: Oracle) -> Iterator[tuple[str, torch.Te
             "attn_out": attn.o_proj(value("z")),
             "resid_mid": value("resid_pre") + value("attn_out"),
             "ln2": layer.post_attention_layernorm(value("resid_mid")),
-            "mlp_post": F.silu(mlp.gate_proj(value("ln2"))) * mlp.up_proj(value("ln2")),
+            "mlp_pre": mlp.gate_proj(value("ln2")),
+            "mlp_pre_linear": mlp.up_proj(value("ln2")),
+            "mlp_post": F.silu(value("mlp_pre")) * value("mlp_pre_linear"),
             "mlp_out": mlp.down_proj(value("mlp_post")),
         }
         for name in ("q", "k"):

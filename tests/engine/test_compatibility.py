@@ -67,7 +67,7 @@ def test_a_feature_that_would_lose_rows_is_refused_with_the_fix(
 def test_an_embedding_engine_captures_all_rows_of_its_prompts(
     tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path, owner: str
 ) -> None:
-    args: dict[str, Any] = capture_args("vllm-full,attention,-logits", tmp_path, owner, **SMALL)
+    args: dict[str, Any] = capture_args(f"{ALL_HOOKS},-logits", tmp_path, owner, **SMALL)
     prompts = [prompt(100), prompt(33)]
     with engine(tiny_model("qwen3"), runner="pooling", enforce_eager=True, **args) as llm:
         replies = llm.embed([{"prompt_token_ids": ids} for ids in prompts], use_tqdm=False)

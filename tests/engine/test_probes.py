@@ -5,6 +5,7 @@ drafts, with rows of each owner. tests/engine/test_reduce.py has them compiled, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from tests.probekit import check_inline, check_scores, save_encoder, save_probe
 K = 20
 ALL = {"include_output_tokens": True}
 ASKED = {name: {"inline": ["max", "mean"]} for name in ("risk", "many", "first", "last", "one")}
-INLINE = {**ALL, "dmi": {"probes": ASKED}}
+INLINE = {**ALL, "dmi": {"probes": ASKED, "summary": True}}
+NORMS = {"norm": "norm(resid_pre)", "end": "norm(resid_final)"}
 CONDITIONS = {
     "kept": Ask(prompt(50), {**ALL, "dmi": {"key": "kept", "keep_if": "max(one) > -1e9"}}),
     "dropped": Ask(prompt(50), {**ALL, "dmi": {"key": "dropped", "keep_if": "max(one) > 1e9", "probes": ASKED}}),
@@ -72,7 +74,10 @@ def run(
 ) -> Run:
     run = Run(tmp_path_factory.mktemp("probes"))
     owner, more = CASES[request.param]
-    given = {name: str(path) for name, path in probes.items()} | {"sae": f"{encoder}, hook=resid_post, layer=1, k={K}"}
+    given = {name: str(path) for name, path in probes.items()} | {
+        "sae": f"{encoder}, hook=resid_post, layer=1, k={K}",
+        **NORMS,
+    }
     args: dict[str, Any] = capture_args("probe.*", run.store_dir, owner, probes=given, probe_alerts=ALERTS, **SMALL)
     args |= {**more, "disable_log_stats": False}
     with engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:
@@ -96,7 +101,7 @@ def test_scores_are_those_of_the_rows_of_transformers(
     for name in (*ASKS, *CROWD, "again"):
         capture = open_capture(run.store(name), timeout=300)
         assert verify_store(run.store(name)) == []
-        assert set(capture.attrs["hooks"]) == {f"probe.{probe}" for probe in (*probes, "sae")}
+        assert set(capture.attrs["hooks"]) == {f"probe.{probe}" for probe in (*probes, "sae", *NORMS)}
         check_scores(capture, probes, reference(oracle("qwen3"), tuple(run.tokens(name))))
 
 
@@ -106,6 +111,30 @@ def test_responses_have_the_scores_of_their_stores(run: Run, probes: dict[str, P
         for probe in probes:
             check_inline(capture, probe, run.replies[name].kv_transfer_params["dmi_probe"][probe])
     assert "dmi_probe" not in run.replies["some"].kv_transfer_params, "it did not ask"
+
+
+def test_norms_are_those_of_the_rows_of_transformers(run: Run, oracle: Callable[..., Oracle]) -> None:
+    for name in (*ASKS, *CROWD, "again"):
+        capture = open_capture(run.store(name), timeout=300)
+        want = reference(oracle("qwen3"), tuple(run.tokens(name)))
+        for probe, hook in (("norm", "resid_pre"), ("end", "resid_final")):
+            exact = np.linalg.norm(want[hook][:, : len(capture.token_ids)].astype(float), axis=-1)
+            stored = capture.numpy(f"probe.{probe}")[..., 0]
+            np.testing.assert_allclose(stored.reshape(exact.shape), exact, rtol=1e-5)
+
+
+def test_a_summary_has_the_norms_of_the_store_by_layer(run: Run) -> None:
+    for name in (*ASKS, *CROWD, "again"):
+        said, capture = run.replies[name].kv_transfer_params["dmi_summary"], open_capture(run.store(name), timeout=300)
+        first = int(capture.attrs.get("borrowed_tokens", 0))
+        assert set(said) == {"resid_pre", "resid_final", "from", "through"} and len(json.dumps(said)) < 300
+        assert (said["from"], said["through"]) == (first, len(capture.token_ids) - 1)
+        for probe, hook in (("norm", "resid_pre"), ("end", "resid_final")):
+            stored = capture.numpy(f"probe.{probe}")[..., first:, 0]
+            want = {"mean": stored.mean(-1), "last": stored[..., -1]}
+            for what, values in want.items():
+                np.testing.assert_allclose(said[hook][what], values, rtol=1e-3, err_msg=f"{name} {hook} {what}")
+    assert "dmi_summary" not in run.replies["some"].kv_transfer_params, "it did not ask"
 
 
 def test_keep_if_stores_only_requests_for_which_it_holds(run: Run, probes: dict[str, Path]) -> None:

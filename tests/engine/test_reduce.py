@@ -40,6 +40,7 @@ REDUCE = {
     "resid_pre": "fp8",
     "resid_final": "int8(affine)",
     "resid_*": "rp(16,seed=3)",
+    "mlp_pre*": "int8",
     "mlp_post": "topk(8)",
     "attn_out": "topk(5,exact)",
     "k": "cs(6,exact,seed=5)",

@@ -73,7 +73,7 @@ def server(
     owner, root = request.param, tmp_path_factory.mktemp("serve")
     port, log = free_port(), root / "server.log"
     command = [sys.executable, "-m", "dmi_connector.cli", "serve", str(tiny_model("qwen3"))]
-    command += ["--hooks", "vllm-full,attention", "--store-dir", str(root / "captures")]
+    command += ["--hooks", "vllm-full,attention,mlp_pre*", "--store-dir", str(root / "captures")]
     command += ["--chunk-tokens", "32", "--segment-tokens", "64"]
     command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]

@@ -109,8 +109,8 @@ def test_what_a_dense_model_lacks_is_known_to_the_name(made: Callable[[str], Mad
     absent = check(capture.activation_cache(model), own)
     inner = {"attn.hook_cos", "attn.hook_sin", "rotary_emb.hook_in", "rotary_emb.hook_cos", "rotary_emb.hook_sin"}
     ids = {"embed.hook_in", "embed.hook_out"}
-    mlp = {"mlp.gate.hook_in", "mlp.gate.hook_out", "mlp.in.hook_in", "mlp.in.hook_out", "mlp.hook_pre"}
-    mlp |= {"mlp.hook_pre_linear", "mlp.out.hook_out", "mlp.hook_out"}
+    mlp = {"mlp.gate.hook_in", "mlp.gate.hook_out", "mlp.in.hook_in", "mlp.in.hook_out", "mlp.out.hook_out"}
+    mlp |= {"mlp.hook_out"}
     attn = {"attn.hook_attn_scores", "attn.o.hook_out", "attn.hook_out"}
     assert absent == inner | ids | mlp | attn | {"unembed.hook_out", "hook_unembed"}
 
@@ -182,7 +182,7 @@ def test_an_unprocessed_hooked_transformer_has_the_same_tensors(
     )
     with torch.no_grad():
         absent = check(made("qwen2")[0].activation_cache(own), own.run_with_cache(torch.tensor([TOKENS]))[1])
-    assert absent == {"attn.hook_attn_scores", "mlp.hook_pre", "mlp.hook_pre_linear", "unembed.hook_out"}
+    assert absent == {"attn.hook_attn_scores", "unembed.hook_out"}
 
 
 def test_the_page_shows_code_that_runs(made: Callable[[str], Made]) -> None:

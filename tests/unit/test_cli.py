@@ -363,7 +363,9 @@ def test_serve_takes_a_mode_or_rules_for_reduce(capsys: pytest.CaptureFixture[st
         assert extra["reduce"] == wanted
     with pytest.raises(SystemExit):
         serve("m", "--reduce", "rp9")
-    assert "'rp9' is not valid; give one of full8, rp8, topk8, summary, or JSON, as in" in capsys.readouterr().err
+    assert (
+        "'rp9' is not valid; give one of full8, rp8, topk8, summary, compact, or JSON, as in" in capsys.readouterr().err
+    )
 
 
 def test_serve_takes_probes_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

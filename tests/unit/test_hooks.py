@@ -196,7 +196,7 @@ def test_latent_attention_has_a_latent_in_the_place_of_keys_and_values() -> None
 
 
 def test_presets_are_what_the_pages_promise() -> None:
-    assert set(PRESETS["vllm-full"]) == set(HOOKS) - {"q_rot", "k_rot", "pattern"}
+    assert set(PRESETS["vllm-full"]) == set(HOOKS) - {"q_rot", "k_rot", "pattern", "mlp_pre", "mlp_pre_linear"}
     assert PRESETS["hidden-states"] == ("resid_pre", "resid_final")
     assert PRESETS["attention"] == ("q_rot", "k_rot", "v", "kv_c", "k_pe", "z")
     usual = [name for name, hook in HOOKS.items() if hook.only not in ("post_norms", "mixer", "gated_mixer")]
@@ -363,6 +363,7 @@ WIDE = ModelDims("Wide", 2, hidden=1024, heads=8, kv_heads=2, head_dim=32, inter
         ("rp8", {"resid_pre": "rp(512)", "k": "int8(32)", "mlp_post": "rp(512)"}),
         ("topk8", {"resid_pre": "topk(64)", "k": "topk(64)", "mlp_post": "topk(64)"}),
         ("summary", {"resid_pre": "rp(512)", "k": "int8(32)", "mlp_post": "topk(64)"}),
+        ("compact", {"resid_pre": "rp(512)", "k": "int8(32)", "mlp_post": "topk(64,sample=0)", "z": "rp(256)"}),
     ],
 )
 def test_a_mode_chooses_by_the_name_and_the_width_of_a_hook(mode: str, chosen_for: dict[str, str]) -> None:
@@ -371,12 +372,13 @@ def test_a_mode_chooses_by_the_name_and_the_width_of_a_hook(mode: str, chosen_fo
     selection = parse_selection("vllm-full,pattern", WIDE)
     found = hook_reductions(options.reduce, selection, WIDE, 1)
     assert {name: found[name] for name in chosen_for} == {name: parse(spec) for name, spec in chosen_for.items()}
-    assert found["pattern"] == parse("attn(8)") and "logits" not in found
+    assert found["pattern"] == parse("attn(4,half)" if mode == "compact" else "attn(8)") and "logits" not in found
     assert set(found) == set(selection.hooks) - {"logits"}
     for reduction in found.values():
         assert from_settings(reduction.settings()) == reduction
     narrow_slices = hook_reductions(options.reduce, selection, WIDE, 8)
-    assert narrow_slices["mlp_post"] == parse("topk(64)" if mode in ("topk8", "summary") else "int8(32)")
+    narrow = {"topk8": "topk(64)", "summary": "topk(64)", "compact": "topk(64,sample=0)"}
+    assert narrow_slices["mlp_post"] == parse(narrow.get(mode, "int8(32)"))
     without = parse_selection("resid_pre", WIDE)
     assert set(hook_reductions(options.reduce, without, WIDE, 1)) == {"resid_pre"}
     own = hook_reductions([("resid_pre", "fp8"), ("*", mode)], parse_selection("resid_*", WIDE), WIDE, 1)

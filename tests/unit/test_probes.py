@@ -300,3 +300,34 @@ def test_rows_that_are_not_finite_give_scores_that_are_not(files: dict[str, Path
     values = torch.zeros(3, WIDTH)
     values[0, 5], values[1, 7] = float("nan"), float("inf")
     assert probe.encode(values, 2).isfinite().all(1).tolist() == [False, False, True]
+
+
+# ---- norms ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_norm_needs_no_file_and_is_of_all_layers_of_its_hook() -> None:
+    dims, computed = with_probes(DIMS, [("norm", "norm(resid_pre)"), ("end", " norm(resid_final) ")], 2)
+    assert parse_selection("probe.*", dims).hooks == {"probe.norm": (0, 1, 2, 3), "probe.end": (0,)}
+    norm = computed["probe.norm"]
+    rows = torch.randn(5, WIDTH, dtype=torch.bfloat16)
+    norm.prepare(WIDTH, CPU, 2, 0)
+    stored = norm.encode(rows, 2)
+    assert stored.shape == (5, norm.stored_width(WIDTH, "bfloat16")) and stored.dtype == torch.float32
+    np.testing.assert_allclose(stored[:, 0], np.linalg.norm(rows.double().numpy(), axis=1), rtol=1e-6)
+    read = from_settings(norm.settings())
+    assert isinstance(read, Probe) and (read.form, read.outputs, read.sha256) == ("norm", ("norm",), "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("norm(resid_post)", r"of resid_post in all layers; give norm\(resid_pre\), and norm\(resid_final\)"),
+        ("norm(resid_prr)", "of resid_prr, which is no hook: did you mean 'resid_pre'"),
+        ("norm(topk_ids)", "of topk_ids, which holds whole numbers"),
+        ("norm(kv_c)", "of kv_c, which does not exist: Qwen3ForCausalLM has no kv_c"),
+        ("norm(mlp_post)", r"norm\(mlp_post\) needs whole rows, and each of 2 ranks has only a slice of mlp_post"),
+    ],
+)
+def test_a_norm_of_what_a_rank_does_not_have_is_refused(text: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        with_probes(DIMS, [("norm", text)], 2)

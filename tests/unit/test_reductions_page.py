@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import budget
 from dmi_connector.reduce import KINDS, MODES, forms, parse
+from dmi_connector.reduce.modes import rules_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/REDUCTIONS.md").read_text()
@@ -179,14 +181,32 @@ def test_figures_of_codebooks_and_projected_scales_are_as_measured() -> None:
 
 def test_the_table_of_modes_says_what_they_choose() -> None:
     table = PAGE.split("## By name")[1].split("##")[0]
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", table, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", table, re.MULTILINE)
     assert [name for name, *_ in rows] == [*MODES]
-    for name, wide, neurons in rows:
+    for name, wide, neurons, heads, attention in rows:
         mode = MODES[name]
+        assert mode.bind("z", [0], 4096, 1) == parse(heads.strip("`"))
+        assert rules_of(name)["pattern*"] == attention.strip("`")
         assert mode.bind("resid_pre", [0], 4096, 1) == parse(wide.strip("`"))
         assert mode.bind("mlp_post", [0], 4096, 1) == parse(neurons.strip("`"))
         narrow = [width for width in (64, 500) if mode.bind("resid_pre", [0], width, 1) == parse("int8(32)")]
         assert narrow == ([64, 500] if name != "topk8" else [])
+
+
+def test_the_table_of_the_budget_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    section = PAGE.split("## A budget for one sequence")[1].split("\n## ")[0]
+    model, tokens = re.findall(r"python -m benchmarks.budget --model (\S+) --tokens (\d+)", section)[0]
+    assert budget.main(["--model", model, "--tokens", tokens]) == 0
+    assert capsys.readouterr().out.strip() in section
+    dims = budget.MODELS[model]
+    whole = {mode: sum(budget.megabytes(int(tokens), mode, dims).values()) * 1e6 for mode in budget.MODES}
+    assert whole["compact"] < budget.BUDGET < whole["summary"]
+    assert f"{whole['compact'] / int(tokens) / 1e3:.1f} kB per token" in section
+    hooks = re.findall(r'"(resid_pre[^"]*)"', section)[0]
+    assert hooks == ",".join(budget.PARTS.values()), "the example captures what the table counts"
+    # A row of 36 layers, by hand: rp(512), topk(64) without a sample, four weights of 32 heads, rp(256).
+    by_hand = 36 * (516 + (64 * 3 + 4) + 32 * (4 * 4 + 4) + 260) + 516
+    assert budget.token_bytes(hooks, "compact", dims) == by_hand
 
 
 def test_every_form_is_described_and_every_kind_has_its_bytes() -> None:

@@ -128,7 +128,9 @@ def test_each_server_option_is_read(tmp_path: Path) -> None:
     rp8 = ServerOptions.parse({"store_dir": "/x", "reduce": "rp8"})
     assert rp8.reduce == (("pattern*", "attn(8)"), ("*", "rp8"))
     assert ServerOptions.parse({"store_dir": "/x", "reduce": dict(rp8.reduce)}) == rp8
-    with pytest.raises(OptionError, match=r"the mode 'rp9' is unknown; use one of full8, rp8, topk8, summary, or give"):
+    with pytest.raises(
+        OptionError, match=r"the mode 'rp9' is unknown; use one of full8, rp8, topk8, summary, compact, or give"
+    ):
         ServerOptions.parse({"store_dir": "/x", "reduce": "rp9"})
     assert vars(ServerOptions.parse({"store_dir": "/x"})) == defaults
     assert ServerOptions.parse({"store_dir": "/x", "save_path_roots": " /a , /b/c "}).save_path_roots == ("/a", "/b/c")
@@ -263,6 +265,7 @@ def test_request_options_are_read_and_foreign_ones_are_ignored() -> None:
         ({"dmi": {"probes": {"risk": {}}}}, ["dmi.probes inline: None", "choose one of max, min, mean, last"]),
         ({"dmi": {"probes": {"risk": {"inline": ["maxx"]}}}}, ["dmi.probes inline: 'maxx'", "mean 'max'"]),
         ({"dmi": {"probes": {"risk": {"inlin": "max"}}}}, ["dmi.probes: option 'inlin'", "mean 'inline'"]),
+        ({"dmi": {"summary": "norms"}}, ["dmi.summary: 'norms'", "true or false"]),
         ({"dmi": {"keep_if": 5}}, ["dmi.keep_if: 5 is not valid; give max(NAME) > 0.8, also with min, mean"]),
         ({"dmi": {"keep_if": "max(risk) >= 0.8"}}, ["dmi.keep_if: 'max(risk) >= 0.8' is not valid; give max(NAME)"]),
         ({"dmi": {"keep_if": "sum(risk) > 0.8"}}, ["dmi.keep_if: 'sum(risk) > 0.8' is not valid"]),

@@ -17,7 +17,8 @@ class Point:
     module: path in a decoder layer, or in the base model for hooks of ONCE; several, separated by spaces, whose outputs
     are put side by side, or added if there is a plus between them. needs, unless: modules that a layer must have, or
     must not have, for the point to count. side: "in" or "out"; the first
-    element of a tuple is used. part: "q", "k" or "v" of a fused projection of queries, keys and values.
+    element of a tuple is used. part: of a fused projection, "q", "k" or "v" of queries, keys and values, or "gate" or
+    "up" of both.
     """
 
     name: str
@@ -64,6 +65,20 @@ class Twin:
         return replace(self, points=kept + points, **changes)
 
 
+ABSENT = "-"  # no module has this name
+
+
+def _first(gate: str, up: str = ABSENT, fused: str = ABSENT) -> tuple[Point, ...]:
+    """The projections before an MLP's activation: `gate` and `up`, or both in `fused`, or `up` alone."""
+    return (
+        Point("mlp_pre", gate),
+        Point("mlp_pre", up, unless=gate),
+        Point("mlp_pre", fused, part="gate"),
+        Point("mlp_pre_linear", up, needs=gate),
+        Point("mlp_pre_linear", fused, part="up"),
+    )
+
+
 LLAMA = Twin(
     points=(
         Point("resid_pre", "input_layernorm", "in"),
@@ -82,6 +97,7 @@ LLAMA = Twin(
         Point("attn_out", "self_attn.o_proj"),
         Point("resid_mid", "post_attention_layernorm", "in"),
         Point("ln2", "post_attention_layernorm"),
+        *_first("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"),
         Point("mlp_post", "mlp.down_proj", "in"),
         Point("mlp_out", "mlp"),
     ),
@@ -95,6 +111,11 @@ _GEMMA = LLAMA.but(
     Point("mlp_proj", "mlp"),
     Point("mlp_out", "post_feedforward_layernorm"),
 )
+_DENSE = (
+    Point("mlp_pre", "mlp.gate_proj"),
+    Point("mlp_pre_linear", "mlp.up_proj"),
+    Point("mlp_post", "mlp.down_proj", "in"),
+)
 _DELTA = LLAMA.but(
     Point("mix_proj", "linear_attn.in_proj_qkvz linear_attn.in_proj_ba"),
     Point("mix_proj", " ".join(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))),
@@ -104,7 +125,6 @@ _DELTA = LLAMA.but(
     Point("attn_out", "self_attn.o_proj"),
 )
 _LATENT = replace(LLAMA, weights_scale="routed_scaling_factor", latent=True)
-ABSENT = "-"  # no module has this name
 _OLMO = LLAMA.but(
     Point("resid_pre", "self_attn", "in"),
     Point("attn_proj", "self_attn.o_proj"),
@@ -125,6 +145,7 @@ _GPT2 = Twin(
         Point("attn_out", "attn.c_proj"),
         Point("resid_mid", "ln_2", "in"),
         Point("ln2", "ln_2"),
+        Point("mlp_pre", "mlp.c_fc"),
         Point("mlp_post", "mlp.c_proj", "in"),
         Point("mlp_out", "mlp"),
     ),
@@ -154,6 +175,7 @@ _LFM2 = replace(
         Point("attn_out", "conv.out_proj"),
         Point("resid_mid", "ffn_norm", "in"),
         Point("ln2", "ffn_norm"),
+        *_first("feed_forward.w1", "feed_forward.w3"),
         Point("mlp_post", "feed_forward.w2", "in"),
         Point("mlp_out", "feed_forward"),
     ),
@@ -179,6 +201,7 @@ _NEMOTRON_H = Twin(
         *(Point(point.name, point.module.replace("mamba", "mixer"), point.side) for point in _MAMBA),
         Point("attn_out", "mixer.o_proj"),
         Point("attn_out", "mixer.out_proj"),
+        Point("mlp_pre", "mixer.up_proj"),
         Point("mlp_post", "mixer.down_proj", "in"),
         Point("mlp_out", "mixer.down_proj"),
         Point("mlp_out", "mixer", needs="mixer.experts"),
@@ -196,6 +219,8 @@ TWINS = {
             *_MAMBA,
             Point("attn_out", "self_attn.o_proj"),
             Point("attn_out", "mamba.out_proj"),
+            Point("mlp_pre", "shared_mlp.input_linear", part="gate", unless="block_sparse_moe"),
+            Point("mlp_pre_linear", "shared_mlp.input_linear", part="up", unless="block_sparse_moe"),
             Point("mlp_post", "shared_mlp.output_linear", "in", unless="block_sparse_moe"),
             Point("mlp_out", "shared_mlp"),
             Point("mlp_out", "block_sparse_moe + shared_mlp"),
@@ -213,7 +238,7 @@ TWINS = {
     "gemma4_text": _GEMMA.but(
         Point("v", "self_attn.v_norm"),
         Point("router_logits", "router.proj"),
-        Point("mlp_post", "mlp.down_proj", "in", unless="experts"),
+        *(replace(point, unless="experts") for point in _DENSE),
         gate="router",
     ),
     "glm4v_moe_text": replace(LLAMA, weights_scale="routed_scaling_factor"),
@@ -264,7 +289,10 @@ TWINS = {
     "granite": replace(LLAMA, scale="residual_multiplier"),
     "gpt_oss": replace(LLAMA, gate="mlp.router"),
     "llama4_text": LLAMA.but(
-        Point("mlp_post", "feed_forward.down_proj", "in"), Point("mlp_out", "feed_forward"), gate="feed_forward.router"
+        *_first("feed_forward.gate_proj", "feed_forward.up_proj"),
+        Point("mlp_post", "feed_forward.down_proj", "in"),
+        Point("mlp_out", "feed_forward"),
+        gate="feed_forward.router",
     ),
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2,
@@ -277,6 +305,7 @@ TWINS = {
             Point("attn_out", "attn.out_proj"),
             Point("resid_mid", ABSENT),
             Point("ln2", ABSENT),
+            Point("mlp_pre", "mlp.fc_in"),
             Point("mlp_post", "mlp.fc_out", "in"),
         ),
         rotary=True,
@@ -289,6 +318,7 @@ TWINS = {
         Point("attn_out", "self_attn.out_proj"),
         Point("resid_mid", "final_layer_norm", "in"),
         Point("ln2", "final_layer_norm"),
+        Point("mlp_pre", "fc1"),
         Point("mlp_post", "fc2", "in"),
         Point("mlp_out", "fc2"),
         once=(
@@ -305,6 +335,7 @@ TWINS = {
         Point("v", "self_attention.query_key_value", part="v"),
         Point("z", "self_attention.dense", "in"),
         Point("attn_out", "self_attention.dense"),
+        Point("mlp_pre", "mlp.dense_h_to_4h"),
         Point("mlp_post", "mlp.dense_4h_to_h", "in"),
         # The MLP module adds the residual stream itself.
         Point("mlp_out", "mlp.dense_4h_to_h"),
@@ -320,6 +351,7 @@ TWINS = {
         Point("v", "attention.query_key_value", part="v"),
         Point("z", "attention.dense", "in"),
         Point("attn_out", "attention.dense"),
+        Point("mlp_pre", "mlp.dense_h_to_4h"),
         Point("mlp_post", "mlp.dense_4h_to_h", "in"),
         once=(
             Point("embed", "embed_in"),
@@ -336,6 +368,7 @@ TWINS = {
             Point("k", "self_attn.k_layernorm"),
             Point("z", "self_attn.dense", "in"),
             Point("attn_out", "self_attn.dense"),
+            Point("mlp_pre", "mlp.fc1"),
             Point("mlp_post", "mlp.fc2", "in"),
         ),
         once=(
@@ -348,6 +381,6 @@ TWINS = {
     "olmo2": _OLMO,
     "olmo3": _OLMO,
     "flex_olmo": _OLMO,
-    "starcoder2": LLAMA.but(Point("mlp_post", "mlp.c_proj", "in")),
+    "starcoder2": LLAMA.but(Point("mlp_pre", "mlp.c_fc"), Point("mlp_post", "mlp.c_proj", "in")),
 }
 """By `model_type` of the config. LLAMA is used for all other types."""

@@ -179,7 +179,9 @@ class Oracle:
             recorder.watch_router(present[self.twin.gate], getattr(self.config, "num_experts_per_tok", 0), not seen)
 
     def _part(self, value: torch.Tensor, part: str) -> torch.Tensor:
-        """Queries, keys or values [tokens, width] of a fused projection."""
+        """Queries, keys, values, gate or up [tokens, width] of a fused projection."""
+        if part in ("gate", "up"):
+            return value.chunk(2, -1)[part == "up"]
         index = "qkv".index(part)
         if self.twin.by_head:
             return value.unflatten(-1, (-1, 3, self._head_dim))[:, :, index].flatten(1)

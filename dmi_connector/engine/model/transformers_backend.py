@@ -114,6 +114,7 @@ def generic(name: str, config: Any, trust_remote_code: bool = False) -> Generic:
         o_proj="",
         ln2="",
         mlp=blocks.middle if blocks else "",
+        up_proj="",
         down_proj="",
         mlp_norm=blocks.mlp if blocks else "",
         parallel=blocks is not None and blocks.parallel,

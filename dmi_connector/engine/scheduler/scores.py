@@ -14,7 +14,7 @@ from dmi_connector.engine.messages import ScoreRows, StepScores
 from dmi_connector.engine.metrics import ALERTS, SCORE
 from dmi_connector.engine.scheduler.request_scores import RequestScores
 from dmi_connector.hook_table import PROBE
-from dmi_connector.reduce.probe import Probe
+from dmi_connector.reduce.probe import NORM, Probe
 
 if TYPE_CHECKING:
     from dmi_connector.engine.context import CaptureContext
@@ -41,6 +41,7 @@ class ProbeScores:
                 self._places.setdefault(name, {}).setdefault(one.layer, []).append((rank, slice(at, at + width)))
                 at += width
         self._others = [name for name, _ in context.options.probes if name not in self._probes]
+        self._norms = [name for name, probe in self._probes.items() if probe.form == NORM]
         self._alerts = dict(context.options.probe_alerts)
         self._counts: dict[str, Any] = {f"{ALERTS}.{name}": 0 for name in self._alerts}  # 0: the series exist
         self.running: dict[int, Tracked] = {}
@@ -53,16 +54,20 @@ class ProbeScores:
 
     def arrived(self, tracked: Tracked) -> None:
         """A request is to be captured."""
-        if wanted := {*tracked.params.scored, *self._alerts}:
+        if wanted := self._named(tracked) | {*(self._norms if tracked.params.summary else ())}:
             tracked.scores = RequestScores(tuple(wanted))
             self.running[tracked.capture] = tracked
+
+    def _named(self, tracked: Tracked) -> set[str]:
+        """The probes that a request or the option `probe_alerts` names."""
+        return {*tracked.params.scored, *self._alerts}
 
     def ended(self, tracked: Tracked, end: int) -> None:
         """A request ended. end: position behind its last row."""
         self.running.pop(tracked.capture, None)
         if (scores := tracked.scores) is None:
             return
-        for name in scores.wanted:
+        for name in self._named(tracked):
             rows = scores.of(name, end)
             if self._probes[name].one_score and len(rows):
                 most = float(rows.max())
@@ -178,6 +183,23 @@ class ProbeScores:
             return {}
         return {name: self._inline(name, scores, whats, end) for name, whats in asked.items()}
 
+    def summary(self, tracked: Tracked, end: int) -> dict[str, Any]:
+        """By hook the mean norm of its rows and that of the last one, a list by layer; {} if the request asks for none.
+
+        end: position behind its last row.
+        """
+        scores = tracked.scores
+        if scores is None or not tracked.params.summary:
+            return {}
+        found: dict[str, Any] = {}
+        for name in self._norms:
+            rows = scores.of(name, end)
+            if not len(rows):
+                return {"tokens": 0}
+            norms = {what: self._plain(name, _rounded(AGGREGATES[what](rows))) for what in ("mean", "last")}
+            found[self._probes[name].source] = norms
+        return {**found, "from": scores.first, "through": scores.first + len(rows) - 1}
+
     def _inline(self, name: str, scores: RequestScores, asked: Sequence[str], end: int) -> dict[str, Any]:
         rows = scores.of(name, end)
         if not len(rows):
@@ -198,3 +220,8 @@ class ProbeScores:
         if outputs == 1:
             layers = [only for (only,) in layers]
         return layers[0] if len(layers) == 1 else layers
+
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    """float64 of the same shape, with four digits each, so that a response stays short."""
+    return np.array([float(f"{value:.4g}") for value in values.tolist()])

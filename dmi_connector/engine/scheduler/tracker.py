@@ -347,6 +347,8 @@ class Tracker:
         self.scores.ended(tracked, end)
         if scores := self.scores.answer(tracked, end):
             said["dmi_probe"] = scores
+        if norms := self.scores.summary(tracked, end):
+            said["dmi_summary"] = norms
         if tracked.stopped:
             said["dmi_stop"] = tracked.stopped
         return said

@@ -209,23 +209,35 @@ def _reader(point: TapPoint, layer: LayerFacts) -> Read:
         keep = Keep.COPY
     if keep is Keep.AS_IS or (keep is Keep.OUTPUT and not layer.experts and not _has_bias(layer)):
         return read
+    if keep is Keep.FIRST and compilation.products_last and _written_by_product(_module(layer, point.module)):
+        return read
     if keep is Keep.HALVES:
         return lambda facts, args, output: _copy_halves(read(facts, args, output), facts.head_size)
     lasts = keep is Keep.STREAM and compilation.stream_lasts
     if keep is Keep.PRODUCT:
-        product = _written_by_product(layer.module.get_submodule(layer.arch.o_proj))
+        product = _written_by_product(_module(layer, "o_proj"))
         lasts = product and compilation.products_last and not (layer.mlp_taps and compilation.in_place)
     kept = _rename if lasts else copied
     return lambda facts, args, output: kept(read(facts, args, output))
 
 
+def _module(layer: LayerFacts, name: str) -> nn.Module | None:
+    """The module of a layer that a field of `Architecture` names.
+
+    None if vLLM built the layer without it: `ModelTaps.hook` then refuses the hook.
+    """
+    try:
+        return layer.module.get_submodule(getattr(layer.arch, name))
+    except AttributeError:
+        return None
+
+
 def _has_bias(layer: LayerFacts) -> bool:
     """Whether the MLP's last product adds a bias. Inductor may add it later, together with what is next."""
-    path = layer.arch.down_proj
-    return bool(path) and getattr(layer.module.get_submodule(path), "bias", None) is not None
+    return bool(layer.arch.down_proj) and getattr(_module(layer, "down_proj"), "bias", None) is not None
 
 
-def _written_by_product(linear: nn.Module) -> bool:
+def _written_by_product(linear: nn.Module | None) -> bool:
     """Whether a matrix product writes a linear layer's output, in the model's dtype.
 
     Inductor may fuse what follows the product, such as a bias or the scales of quantised weights, with what is next.

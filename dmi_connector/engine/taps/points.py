@@ -10,7 +10,8 @@ written by one op. Under torch.compile one op writes the whole layer at its end,
     ATTENTION_OUT   v as attention gets it, kv_c, k_pe, q_rot, k_rot, z, mix_core, mix_z, attn_proj, attn_out
                                                         the add-and-norm, which may overwrite attn_out
     MLP_IN          resid_mid, ln2                      the end of the MLP; with experts, the experts
-    MLP_OUT         mlp_post, mlp_proj, mlp_out         the next add-and-norm, which may overwrite them
+    MLP_OUT         mlp_pre, mlp_pre_linear, mlp_post, mlp_proj, mlp_out
+                                                        the next add-and-norm, which may overwrite them
 """
 
 from __future__ import annotations
@@ -58,7 +59,18 @@ MLP_OUT = Stage("mlp", Waits.NEVER)
 STAGES = (ATTENTION_IN, ATTENTION_OUT, MLP_IN, EXPERTS_IN, MLP_OUT)
 
 _ATTENTION = ("layer", "ln1", "kv_norm", "qkv", "q_norm", "k_norm", "mix_in", "attn", "mix_norm", "o_proj", "mix_out")
-MODULES = (*_ATTENTION, "fills", "attn_norm", "before_mlp", "ln2", "down_proj", "mlp", "mlp_norm")
+MODULES = (
+    *_ATTENTION,
+    "fills",
+    "attn_norm",
+    "before_mlp",
+    "ln2",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "mlp",
+    "mlp_norm",
+)
 """Modules of a layer in the order in which they run: attributes of `Architecture`."""
 INPUTS = ("layer", "attn", "mix_norm", "before_mlp")
 """Those whose inputs are tapped, before anything works on them."""
@@ -72,6 +84,9 @@ class Keep(enum.Enum):
     HALVES = enum.auto()  # a copy of the halves of each head
     STREAM = enum.auto()  # the value itself where the residual stream lasts, else a copy
     PRODUCT = enum.auto()  # the value itself where a matrix product writes it and nothing overwrites it, else a copy
+    FIRST = (
+        enum.auto()
+    )  # the value itself where a matrix product writes it, else a copy: of the MLP's first projections
     OUTPUT = enum.auto()  # a copy with experts, whose kernels may use its memory again, and of a product with a bias
 
 
@@ -148,6 +163,18 @@ def _rotary_key(layer: LayerFacts, args: tuple[Any, ...], _output: Any) -> torch
     return key
 
 
+def _gate(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    """What enters the MLP's activation, of a projection that returns it first if there is a gate."""
+    value = _output(layer, args, output)
+    return value.chunk(2, -1)[0] if layer.arch.gated_mlp else value
+
+
+def _linear(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    """What the activation of the gate is multiplied by."""
+    value = _output(layer, args, output)
+    return value if layer.arch.gate_proj else value.chunk(2, -1)[1]
+
+
 Join = Callable[["LayerFacts", torch.Tensor, torch.Tensor], torch.Tensor]
 """Takes the outputs of two modules, in the order in which these run."""
 
@@ -205,6 +232,9 @@ TAP_POINTS = (
     TapPoint("resid_mid", "ln2", _stream, Keep.COPY, MLP_IN),
     TapPoint("resid_mid", "before_mlp", _input(0), Keep.COPY, MLP_IN, unless=("ln2",)),
     TapPoint("ln2", "ln2", _normed, Keep.AS_IS, MLP_IN),
+    TapPoint("mlp_pre", "gate_proj", _output, Keep.FIRST, MLP_OUT),
+    TapPoint("mlp_pre", "up_proj", _gate, Keep.FIRST, MLP_OUT, unless=("gate_proj",)),
+    TapPoint("mlp_pre_linear", "up_proj", _linear, Keep.FIRST, MLP_OUT),
     TapPoint("mlp_post", "down_proj", _input(0), Keep.AS_IS, MLP_OUT),
     TapPoint("mlp_proj", "mlp", _output, Keep.OUTPUT, MLP_OUT, where="mlp_norm"),
     TapPoint("mlp_out", "mlp", added, Keep.OUTPUT, MLP_OUT, unless=("mlp_norm",), first="mlp_first"),

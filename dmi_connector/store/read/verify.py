@@ -116,7 +116,7 @@ def _old(attrs: dict[str, Any]) -> bool:
     return str(attrs["format_version"]) == "1.0"
 
 
-_FED_BY = {"attn_out": ("v", "z"), "mlp_out": ("mlp_post",)}
+_FED_BY = {"attn_out": ("v", "z"), "mlp_out": ("mlp_pre", "mlp_pre_linear", "mlp_post")}
 """Hooks that are zero in a layer whose output is, where the weights of that layer are zero."""
 
 

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from dmi_connector.analysis.autoencoder import Autoencoder
 from dmi_connector.analysis.downstream import concepts_of
 from dmi_connector.analysis.fidelity import below, fidelity, markdown
 from dmi_connector.analysis.unembedding import Unembedding
 from dmi_connector.captures.capture import open_capture
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
+from dmi_connector.reduce.tensors import FloatTensors
 from tests import storekit as kit
 
 WIDTH, TOKENS, STORES = 48, 60, 8
@@ -103,6 +106,76 @@ def test_the_logit_lens_of_decoded_rows_is_compared(stores: list[Path]) -> None:
     assert "lens_kl" not in measured(stores, "int8", unembedding=model)
 
 
+@pytest.fixture(scope="module")
+def sae(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An autoencoder of resid_mid in layer 1 whose latents are the dimensions of a row, with either sign."""
+    folder = tmp_path_factory.mktemp("sae")
+    both = np.concatenate([np.eye(WIDTH), -np.eye(WIDTH)]).astype("f4")
+    bias = np.full(2 * WIDTH, -0.5, "f4")
+    save_file(
+        {"W_enc": np.ascontiguousarray(both.T), "b_enc": bias, "W_dec": both, "b_dec": np.zeros(WIDTH, "f4")},
+        folder / "s.safetensors",
+    )
+    (folder / "cfg.json").write_text(json.dumps({"architecture": "standard"}))
+    return folder
+
+
+def test_latents_and_the_reconstruction_of_restored_rows_are_compared(stores: list[Path], sae: Path) -> None:
+    """Against sums that are written out here. Other layers and hooks have no such measure, projections neither."""
+    encoder = Autoencoder.load(f"{sae}, hook=resid_mid, layer=1")
+    rows = np.concatenate([open_capture(store, 0).numpy("resid_mid", 1) for store in stores])
+    scale = np.abs(rows).max(1, keepdims=True) / 127
+    restored = np.round(rows / scale) * scale
+
+    def shrunk(x: np.ndarray) -> np.ndarray:
+        return np.sign(x) * np.maximum(np.abs(x) - 0.5, 0)
+
+    variance = ((rows - rows.mean(0)) ** 2).sum()
+    errors = [((rows - shrunk(x)) ** 2).sum() / variance for x in (rows, restored)]
+    active, after = np.abs(rows) > 0.5, (np.abs(restored) > 0.5) & (np.sign(rows) == np.sign(restored))
+    found = fidelity(stores, ["int8", "round(23)", "rp(16)"], "resid_mid", autoencoder=encoder)
+    of = {(one.reduction, one.layer): one.measures for one in found}
+    assert of["int8", 1]["latents"] == pytest.approx((active & after).sum(1).mean() / active.sum(1).mean(), abs=0.02)
+    assert of["int8", 1]["latents"] < 0.9 and of["int8", 1]["sae_error"] == pytest.approx(
+        errors[1] - errors[0], abs=2e-5
+    )
+    assert of["round(23)", 1]["latents"] == 1 and of["round(23)", 1]["sae_error"] == 0
+    assert "latents" not in of["int8", 0] and "latents" not in of["rp(16)", 1]
+    line = next(line for line in markdown(found).splitlines() if "`int8`" in line)
+    assert f"{of['int8', 1]['latents']:.5f}" in line, "the layer that has it, though the first one has none"
+
+
+def test_an_autoencoder_without_a_decoder_has_no_reconstruction(sae: Path, tmp_path: Path) -> None:
+    for name, facts in (("transcoder", {"transcode": True}), ("scaled", {"rescale_acts_by_decoder_norm": True})):
+        (tmp_path / name).mkdir()
+        tensors = {n: FloatTensors(sae / "s.safetensors").get(n) for n in ("W_enc", "b_enc", "W_dec", "b_dec")}
+        tensors["W_dec"] = 3 * tensors["W_dec"]
+        save_file(tensors, tmp_path / name / "s.safetensors")
+        (tmp_path / name / "cfg.json").write_text(json.dumps({"architecture": "standard", **facts}))
+    assert Autoencoder.load(f"{tmp_path / 'transcoder'}, hook=ln2, layer=0").decoder is None
+    scaled = Autoencoder.load(f"{tmp_path / 'scaled'}, hook=resid_mid, layer=0")
+    rows = np.random.default_rng(0).normal(size=(50, WIDTH)).astype("f4")
+    weight, bias = scaled.decoder
+    # Latents are multiplied by the norms of the decoder's rows, 3 here, and decoded with rows of norm 1.
+    np.testing.assert_allclose(np.linalg.norm(weight, axis=1), 1, rtol=1e-6)
+    decoded = scaled.encoder.encode(rows) @ weight + bias
+    np.testing.assert_allclose(decoded, 3 * np.sign(rows) * np.maximum(np.abs(rows) - 0.5, 0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("hook=resid_post, layer=0", ("resid_pre", 1)),
+        ("hook=resid_post, layer=2", ("resid_final", None)),
+        ("hook=mlp_in, layer=2", ("ln2", 2)),
+    ],
+)
+def test_an_autoencoder_is_of_the_rows_that_hold_its_tensor(
+    sae: Path, text: str, place: tuple[str, int | None]
+) -> None:
+    assert Autoencoder.load(f"{sae}, {text}").place(3) == place
+
+
 def test_the_mean_magnitude_of_neurons_is_ranked(stores: list[Path]) -> None:
     """Against ranks that are counted here. One loud dimension makes coarse steps for all others."""
     rows = np.concatenate([rows_of(store) for store in stores])
@@ -145,10 +218,18 @@ def test_a_bar_has_an_exit_status_and_a_column(
         (["--bar", "nan"], "--bar nan is not valid"),
         (["--labels", "nowhere.csv"], "nowhere.csv"),
         (["--model", "nowhere"], "model: nowhere has no readable config.json"),
+        (["--sae", "SAE"], "--sae: SAE does not say which hook it encodes; add hook=NAME, layer=NUMBER"),
+        (["--sae", "SAE, hook=resid_mid"], "--sae: it is of resid_mid and no layer; add hook=NAME, layer=NUMBER"),
+        (
+            ["--sae", "SAE, hook=resid_pre, layer=1"],
+            "it encodes resid_pre of layer 1, which is not measured; give stores",
+        ),
+        (["--sae", "SAE, hook=resid_mid, layer=1", "--layer", "0"], "it encodes resid_mid of layer 1, which is not"),
     ],
 )
 def test_bad_values_are_refused(
-    stores: list[Path], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    stores: list[Path], sae: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    words, message = [word.replace("SAE", str(sae)) for word in words], message.replace("SAE", str(sae))
     assert main(["fidelity", str(stores[0]), "--reduce", "int8", *words]) == 2
     assert message in capsys.readouterr().err

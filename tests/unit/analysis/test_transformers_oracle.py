@@ -60,7 +60,8 @@ def test_every_hook_has_its_shape_and_dtype(
     if arch == "qwen3_moe":
         widths |= {"router_logits": cfg.num_experts, "topk_ids": 2, "topk_weights": 2}
     else:
-        widths["mlp_post"] = 4 * h if arch == "gpt2" else cfg.intermediate_size
+        neurons = ("mlp_pre", "mlp_post") if arch == "gpt2" else ("mlp_pre", "mlp_pre_linear", "mlp_post")
+        widths |= dict.fromkeys(neurons, 4 * h if arch == "gpt2" else cfg.intermediate_size)
     shapes = {name: (layers, t, width) for name, width in widths.items()}
     shapes |= {name: (1, t, h) for name in ONCE}
     shapes |= {"logits": (t, VOCAB), "token_ids": (t,), "positions": (t,)}
@@ -119,7 +120,9 @@ def check_layer(layer: torch.nn.Module, row: dict[str, torch.Tensor]) -> None:
     close(row["attn_out"], attn.o_proj(row["z"]))
     if "mlp_post" in row:
         mlp = layer.mlp
-        close(row["mlp_post"], (F.silu(mlp.gate_proj(row["ln2"])) * mlp.up_proj(row["ln2"])))
+        close(row["mlp_pre"], mlp.gate_proj(row["ln2"]))
+        close(row["mlp_pre_linear"], mlp.up_proj(row["ln2"]))
+        close(row["mlp_post"], F.silu(row["mlp_pre"]) * row["mlp_pre_linear"])
         close(row["mlp_out"], mlp.down_proj(row["mlp_post"]))
         return
     experts = layer.mlp.experts
@@ -138,7 +141,8 @@ def check_layer_gpt2(layer: torch.nn.Module, row: dict[str, torch.Tensor]) -> No
     close(torch.cat([row["q"], row["k"], row["v"]], -1), layer.attn.c_attn(row["ln1"]))
     check_attention(row["q"], row["k"], row["v"], row["z"], layer.attn.head_dim)
     close(row["attn_out"], layer.attn.c_proj(row["z"]))
-    close(row["mlp_post"], F.gelu(layer.mlp.c_fc(row["ln2"]), approximate="tanh"))
+    close(row["mlp_pre"], layer.mlp.c_fc(row["ln2"]))
+    close(row["mlp_post"], F.gelu(row["mlp_pre"], approximate="tanh"))
     close(row["mlp_out"], layer.mlp.c_proj(row["mlp_post"]))
 
 

@@ -90,7 +90,7 @@ def test_options_of_servers_are_no_options_of_a_run(name: str) -> None:
         (["--column", "text"], "write NAME=COLUMN"),
         (["--column", "prompts=text"], "did you mean 'prompt'"),
         (["--codec", "zip"], "invalid choice: 'zip'"),
-        (["--policy", "drop", "--reduce", "int8"], "give one of full8, rp8, topk8, summary, or JSON"),
+        (["--policy", "drop", "--reduce", "int8"], "give one of full8, rp8, topk8, summary, compact, or JSON"),
         (["--chunk-tokens", "0"], "chunk_tokens: 0 is not valid"),
         (["--shard", "4/4"], "--shard '4/4' is not valid"),
         (["--limit", "0"], "'0' is not valid; give a whole number from 1 on"),
@@ -192,7 +192,7 @@ def test_a_default_that_is_given_is_no_other_setting(before: list[str], after: l
 
 
 def test_a_run_keeps_to_the_content_of_its_probes(tmp_path: Path) -> None:
-    def flags(path: Path) -> tuple[str, ...]:
+    def flags(path: Path | str) -> tuple[str, ...]:
         return ("--hooks", "q,probe.p", "--probes", json.dumps({"p": str(path)}))
 
     (tmp_path / "out").mkdir()
@@ -204,6 +204,11 @@ def test_a_run_keeps_to_the_content_of_its_probes(tmp_path: Path) -> None:
     other = save_probe(tmp_path / "other.safetensors", "q", (2,), 8, 1)
     with pytest.raises(ValueError, match="was begun with probes"):
         settled(tmp_path / "out", *flags(other))
+    (tmp_path / "norms").mkdir()
+    run = settled(tmp_path / "norms", *flags("norm(q)"))
+    (tmp_path / "norms" / f"{run}-000000004--a.zarr").mkdir()
+    with pytest.raises(ValueError, match="was begun with probes"):
+        settled(tmp_path / "norms", *flags("norm(k)"))
     assert "probes" not in parsed("--hooks", "q").fingerprint(FILES)
 
 

@@ -98,6 +98,34 @@ def test_the_output_of_a_post_norm_is_scaled_as_it_is_added(hook: str, module: s
     assert torch.equal(read(hook, module, (), torch.full((3, 4), 2.0), scale=0.5), torch.ones(3, 4))
 
 
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"gated_mlp": True, "gate_proj": ""}, ("up_proj", [0, 1], [2, 3])),
+        ({"gated_mlp": True, "gate_proj": "mlp.gate_proj"}, ("gate_proj", [0, 1, 2, 3], [0, 1, 2, 3])),
+        ({"gated_mlp": False, "gate_proj": ""}, ("up_proj", [0, 1, 2, 3], None)),
+    ],
+)
+def test_what_enters_the_activation_is_the_gate(row: dict[str, Any], found: tuple[str, list[int], Any]) -> None:
+    """Of a projection that returns gate and up, of one of two projections, or of the only one."""
+    module, gate, up = found
+    output = (torch.arange(4).expand(3, -1), None)
+    assert read("mlp_pre", module, (), output, **row)[0].tolist() == gate
+    assert up is None or read("mlp_pre_linear", "up_proj", (), output, **row)[0].tolist() == up
+
+
+def test_an_mlp_without_a_gate_has_one_tensor_before_its_activation() -> None:
+    row = ARCHITECTURES["NemotronForCausalLM"]
+    assert row.up_proj == "mlp.up_proj"
+    dims = row.dims(config())
+    assert list(parse_selection("mlp_pre*", dims).hooks) == ["mlp_pre"]
+    with pytest.raises(SelectionError, match=r"'mlp_pre_linear' does not exist in Nemotron.*, whose MLP has no gate"):
+        parse_selection("mlp_pre_linear", dims)
+    mixture = ARCHITECTURES["MixtralForCausalLM"].dims(config(num_experts=8, num_experts_per_tok=2))
+    with pytest.raises(SelectionError, match=r"'mlp_pre' does not exist in Mixtral.*, which are mixtures of experts"):
+        parse_selection("mlp_pre", mixture)
+
+
 def test_queries_of_a_group_lie_beside_their_key_and_value() -> None:
     """Four heads in two groups: q, q, k, v of the first, then of the second."""
     heads = torch.arange(8).repeat_interleave(2).float().expand(3, -1)

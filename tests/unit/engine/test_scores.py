@@ -307,3 +307,14 @@ def test_only_probes_of_the_server_have_scores(tmp_path: Path, probes: Any, says
     tracker.on_new_request(request)  # type: ignore[arg-type]
     assert tracker.finish(request, []) == (False, {"dmi_error": says})  # type: ignore[arg-type]
     exporter.shutdown()
+
+
+def test_a_summary_of_a_server_without_norms_is_refused(make: Make) -> None:
+    engine = make()
+    engine.add([7] * 5, 3, {"summary": True})
+    engine.drain()
+    assert engine.replies["r0"]["dmi_error"] == (
+        "dmi.summary: True needs norms of rows, and this server computes none; start it with probes "
+        '{"norm": "norm(resid_pre)"}, and probe.norm in hooks'
+    )
+    assert engine.faults() == []

@@ -163,6 +163,52 @@ def test_attn_out_is_copied_where_it_may_change(
     assert sum("neg" in step for step in steps) == (2 if copied else 0), steps
 
 
+class FusedMLP(torch.nn.Module):
+    """An MLP whose first projection returns gate and up side by side. first: options of that projection."""
+
+    def __init__(self, **first: bool) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = Linear(**first), Linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x)[0].chunk(2, -1)
+        return self.down_proj(torch.sigmoid(gate) * up)[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "copied"), [({}, False), ({"bias": True}, True), ({"quantised": True}, True), ({"lora": True}, True)]
+)
+def test_gate_and_up_are_copied_where_a_compiler_may_go_on_from_them_unrounded(
+    first: dict[str, bool], copied: bool
+) -> None:
+    lora = first.pop("lora", False)
+    block = torch.nn.Sequential(FusedMLP(**first))
+    fields = [RowField(name, 0, "float32", 4, 16 * i) for i, name in enumerate(("mlp_pre", "mlp_pre_linear"))]
+    tap(block, kit.batch(products_last=not lora), fields, mlp="0", up_proj="0.gate_up_proj", down_proj="0.down_proj")
+    found: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        found.append(sum("neg" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    torch.compile(block, backend=backend, fullgraph=True)(torch.ones(3, 8))
+    assert found == [4 if copied else 0]
+
+
+@pytest.mark.parametrize(("hook", "module"), [("mlp_pre", "up_proj"), ("attn_out", "o_proj"), ("mlp_out", "down_proj")])
+def test_a_module_that_vllm_did_not_build_is_named(hook: str, module: str) -> None:
+    """Also where its hook depends on how that module computes."""
+    paths = {"mlp": "mlp", "down_proj": "down_proj", module: "gone"}
+    with pytest.raises(ValueError, match=r"Block has no module 'model.layers.0.gone' as vLLM built it") as refused:
+        tap(
+            Block(),
+            kit.batch(),
+            [RowField(hook, 0, "float32", 4, 0), RowField("mlp_post", 0, "float32", 4, 16)],
+            **paths,
+        )
+    assert "leave out the hooks" in str(refused.value)
+
+
 @pytest.mark.parametrize("lasts", [False, True])
 def test_a_stream_that_lasts_is_not_copied_and_heads_are_copied_by_halves(
     lasts: bool, monkeypatch: pytest.MonkeyPatch

@@ -564,8 +564,13 @@ def test_a_layer_of_one_value_is_suspect(
     assert found == ([(where, f"suspect: every value is {shown}, as in memory that no tap wrote")] if suspect else [])
 
 
-@pytest.mark.parametrize("zero", ["attn_out", "mlp_out"])
-def test_a_zero_that_the_residual_stream_shows_is_not_suspect(zero: str, stores: kit.Store, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("zero", "before_it"),
+    [("attn_out", "z"), *(("mlp_out", hook) for hook in ("mlp_pre", "mlp_pre_linear", "mlp_post"))],
+)
+def test_a_zero_that_the_residual_stream_shows_is_not_suspect(
+    zero: str, before_it: str, stores: kit.Store, tmp_path: Path
+) -> None:
     """The weights of such a layer are zero, as those of layers that are added to a model are at first."""
     values = residual_stream("float32", 200)
     before, after = {"attn_out": ("resid_pre", "resid_mid"), "mlp_out": ("resid_mid", "resid_final")}[zero]
@@ -575,7 +580,7 @@ def test_a_zero_that_the_residual_stream_shows_is_not_suspect(zero: str, stores:
         values["mlp_out"][2] = values["resid_final"][0] = values["resid_mid"][2]
         values["resid_final"][0] = kit.bits(2 * values["resid_mid"][2].view("f4"))
     specs = [ArraySpec(n, "float32", (0, 1, 2), 32) for n in RESIDUAL] + [ArraySpec("resid_final", "float32", (), 32)]
-    fed = ArraySpec({"attn_out": "z", "mlp_out": "mlp_post"}[zero], "float32", (2,), 16)
+    fed = ArraySpec(before_it, "float32", (2,), 16)
     values[fed.name] = np.zeros((1, 200, 16), "u4")
     attrs = {"identities": True, "num_layers": 3}
     stores.write(tmp_path / "sums.zarr", [*specs, fed], 200, values=values, attrs=attrs)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, TRANSFORMERS, Architecture
+from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, TRANSFORMERS, Architecture, ungated
 
 
 class NeoX(Architecture):
@@ -43,7 +43,6 @@ _EXPERTS: dict[str, Any] = {
 }
 _LLAMA = (
     "SmolLM3ForCausalLM",
-    "ArceeForCausalLM",
     "CwmForCausalLM",
     "GlmForCausalLM",
     "HunYuanDenseV1ForCausalLM",
@@ -61,6 +60,7 @@ BACKEND: tuple[Architecture, ...] = (
         qkv_by_head=True,
         attn="attention.attn",
         o_proj="attention.dense",
+        **ungated("mlp.dense_h_to_4h"),
         down_proj="mlp.dense_4h_to_h",
     ),
     Phi(
@@ -69,15 +69,17 @@ BACKEND: tuple[Architecture, ...] = (
         final_norm="model.final_layernorm",
         o_proj="self_attn.dense",
         ln2="",
+        **ungated("mlp.fc1"),
         down_proj="mlp.fc2",
         parallel=True,
     ),
     Architecture("Olmo2ForCausalLM", **_OLMO),
     Architecture("Olmo3ForCausalLM", **_OLMO),
     *(Architecture(name, **_BACKEND) for name in _LLAMA),
+    Architecture("ArceeForCausalLM", **_BACKEND, **ungated("mlp.up_proj")),
     Architecture("HunYuanMoEV1ForCausalLM", **_EXPERTS),
     Architecture("MellumForCausalLM", **_EXPERTS, **QK_NORM),
-    Architecture("Starcoder2ForCausalLM", **_BACKEND, down_proj="mlp.c_proj"),
+    Architecture("Starcoder2ForCausalLM", **_BACKEND, **ungated("mlp.c_fc"), down_proj="mlp.c_proj"),
 )
 
 OWN: tuple[Architecture, ...] = (
@@ -90,6 +92,7 @@ OWN: tuple[Architecture, ...] = (
         qkv="attention.query_key_value",
         attn="attention.attn",
         o_proj="attention.dense",
+        **ungated("mlp.dense_h_to_4h"),
         down_proj="mlp.dense_4h_to_h",
     ),
     Architecture(
@@ -98,6 +101,7 @@ OWN: tuple[Architecture, ...] = (
         final_norm="model.final_layernorm",
         o_proj="self_attn.dense",
         ln2="",
+        **ungated("mlp.fc1"),
         down_proj="mlp.fc2",
         parallel=True,
     ),

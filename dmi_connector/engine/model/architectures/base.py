@@ -20,6 +20,11 @@ QK_NORM: dict[str, Any] = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_
 """Fields of rows: norms of q and k."""
 
 
+def ungated(up_proj: str) -> dict[str, Any]:
+    """Fields of rows whose MLP has no gate. up_proj: what enters its activation."""
+    return {"up_proj": up_proj, "gated_mlp": False}
+
+
 @dataclass(frozen=True)
 class Architecture:
     """Module paths of one vLLM model class. Paths of a layer's modules are relative to the layer; "": there is none.
@@ -36,6 +41,9 @@ class Architecture:
     block's output, before it is added to the stream. moe_gate, moe_experts: router and experts, in
     layers that have them. rotary: whether q and k are rotated. parallel: attention and MLP read the same stream, and
     both are added to it. sums: whether a layer changes the stream by what its blocks add alone.
+
+    Projections of the MLP: up_proj returns gate and up side by side, up alone where gate_proj is given, and what enters
+    the activation where gated_mlp is False. down_proj gets the neurons.
 
     language: path of the language model, where the model has other parts, such as a vision tower. Token ids and
     embeddings then both enter the forward; embeddings are made before it.
@@ -75,6 +83,9 @@ class Architecture:
     attn_norm: str = ""
     ln2: str = "post_attention_layernorm"
     mlp: str = "mlp"
+    gate_proj: str = ""
+    up_proj: str = "mlp.gate_up_proj"
+    gated_mlp: bool = True
     down_proj: str = "mlp.down_proj"
     mlp_norm: str = ""
     moe_gate: str = "mlp.gate"
@@ -145,7 +156,11 @@ class Architecture:
             "input_norm": not self.ln1,
             "mlp_norm": not self.ln2,
         }
-        has = {"post_norms": bool(self.attn_norm), "gated_mixer": bool(self.mix_norm)}
+        has = {
+            "post_norms": bool(self.attn_norm),
+            "gated_mixer": bool(self.mix_norm),
+            "ungated_mlp": not self.gated_mlp,
+        }
         return USUAL - {name for name, absent in lacks.items() if absent} | {
             name for name, there in has.items() if there
         }

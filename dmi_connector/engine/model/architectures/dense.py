@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, Architecture, MayNorm
+from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, Architecture, MayNorm, ungated
 
 
 class Opt(Architecture):
@@ -97,6 +97,7 @@ DENSE: tuple[Architecture, ...] = (
         **QK_NORM,
         ln1="attention_layernorm",
         ln2="feedforward_layernorm",
+        **ungated("mlp.up_proj"),
     ),
     Architecture("TeleFLMForCausalLM", f"{MODELS}.teleflm:TeleFLMForCausalLM"),
     Architecture("PanguEmbeddedForCausalLM", f"{MODELS}.openpangu:PanguEmbeddedForCausalLM"),
@@ -114,6 +115,7 @@ DENSE: tuple[Architecture, ...] = (
         o_proj="attention.wo",
         ln2="ffn_norm",
         mlp="feed_forward",
+        up_proj="feed_forward.gate_up_proj",
         down_proj="feed_forward.w2",
         one_rank=("q", "k", "v"),
     ),
@@ -143,7 +145,7 @@ DENSE: tuple[Architecture, ...] = (
         mlp_norm="post_mlp_norm",
         lacks=("q", "k"),  # its norms of queries and keys are no modules that run
     ),
-    Architecture("NemotronForCausalLM", f"{MODELS}.nemotron:NemotronForCausalLM"),
+    Architecture("NemotronForCausalLM", f"{MODELS}.nemotron:NemotronForCausalLM", **ungated("mlp.up_proj")),
     Architecture(
         "HyperCLOVAXForCausalLM",
         f"{MODELS}.hyperclovax:HyperCLOVAXForCausalLM",
@@ -163,6 +165,7 @@ DENSE: tuple[Architecture, ...] = (
         attn="attn.attn",
         o_proj="attn.c_proj",
         ln2="ln_2",
+        **ungated("mlp.c_fc"),
         down_proj="mlp.c_proj",
         rotary=False,
     ),
@@ -177,6 +180,7 @@ DENSE: tuple[Architecture, ...] = (
         attn="attn.attn",
         o_proj="attn.out_proj",
         ln2="",
+        **ungated("mlp.fc_in"),
         down_proj="mlp.fc_out",
         parallel=True,
     ),
@@ -191,6 +195,7 @@ DENSE: tuple[Architecture, ...] = (
         o_proj="self_attn.out_proj",
         ln2="final_layer_norm",
         mlp="fc2",
+        **ungated("fc1"),
         down_proj="fc2",
         rotary=False,
     ),
@@ -203,6 +208,7 @@ DENSE: tuple[Architecture, ...] = (
         qkv="self_attention.query_key_value",
         attn="self_attention.attn",
         o_proj="self_attention.dense",
+        **ungated("mlp.dense_h_to_4h"),
         down_proj="mlp.dense_4h_to_h",
         rotary=False,
     ),

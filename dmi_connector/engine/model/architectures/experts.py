@@ -29,6 +29,7 @@ _GRANITE_SHARED: dict[str, Any] = {
     "scale": "residual_multiplier",
     "lacks": ("mlp_out",),  # no module adds the shared expert's output to that of the others
 }
+_SEPARATE: dict[str, Any] = {"gate_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj"}
 _BAILING: dict[str, Any] = {
     "embed": "model.word_embeddings",
     "positions_at": 1,
@@ -88,7 +89,7 @@ EXPERTS: tuple[Architecture, ...] = (
         f"{MODELS}.granitemoeshared:GraniteMoeSharedForCausalLM",
         **_GRANITE_SHARED,
     ),
-    Laguna("LagunaForCausalLM", f"{MODELS}.laguna:LagunaForCausalLM", **QK_NORM),
+    Laguna("LagunaForCausalLM", f"{MODELS}.laguna:LagunaForCausalLM", **QK_NORM, **_SEPARATE),
     Architecture("OlmoeForCausalLM", f"{MODELS}.olmoe:OlmoeForCausalLM", **QK_NORM, one_rank=("q", "k")),
     Architecture("Glm4MoeForCausalLM", f"{MODELS}.glm4_moe:Glm4MoeForCausalLM", **QK_NORM),
     Architecture(
@@ -105,6 +106,7 @@ EXPERTS: tuple[Architecture, ...] = (
         "Llama4ForCausalLM",
         f"{MODELS}.llama4:Llama4ForCausalLM",
         mlp="feed_forward",
+        up_proj="feed_forward.gate_up_proj",
         down_proj="feed_forward.down_proj",
         moe_gate="feed_forward.router",
         moe_experts="feed_forward.experts",

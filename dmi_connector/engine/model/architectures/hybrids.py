@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, Architecture
+from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, Architecture, ungated
 from dmi_connector.hooks import HOOKS, ModelDims
 
 _NO_ATTENTION: dict[str, Any] = dict.fromkeys(("qkv", "q_norm", "k_norm", "attn"), "")
@@ -48,7 +48,7 @@ class NemotronH(Hybrid):
     def of_layer(self, index: int, dims: ModelDims) -> Architecture:
         if index in (dims.mlp_layers or ()):
             return replace(self, **_NO_ATTENTION, **_NO_MIXER, o_proj="")
-        return replace(super().of_layer(index, dims), mlp="", down_proj="")
+        return replace(super().of_layer(index, dims), mlp="", up_proj="", down_proj="")
 
     def dims(self, config: Any) -> ModelDims:
         kinds, sizes = config.hybrid_override_pattern, config.intermediate_size
@@ -162,6 +162,7 @@ _LFM2: dict[str, Any] = {
     "fills": "short_conv",
     "ln2": "ffn_norm",
     "mlp": "feed_forward",
+    "up_proj": "feed_forward.w13",
     "down_proj": "feed_forward.w2",
     "moe_gate": "feed_forward.gate",
     "moe_experts": "feed_forward.experts",
@@ -183,6 +184,7 @@ HYBRIDS: tuple[Architecture, ...] = (
         **_mamba("mixer"),
         ln2="",
         mlp="mixer",
+        **ungated("mixer.up_proj"),
         down_proj="mixer.down_proj",
         moe_gate="mixer.gate",
         moe_experts="mixer.experts",
@@ -193,6 +195,7 @@ HYBRIDS: tuple[Architecture, ...] = (
         f"{MODELS}.granitemoehybrid:GraniteMoeHybridForCausalLM",
         **_mamba("mamba"),
         mlp="shared_mlp",
+        up_proj="shared_mlp.input_linear",
         down_proj="shared_mlp.output_linear",
         moe_gate="block_sparse_moe.gate",
         moe_experts="block_sparse_moe.experts",

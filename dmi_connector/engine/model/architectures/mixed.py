@@ -64,7 +64,8 @@ class Gemma4(Mixed):
     def fit(self, config: Any) -> Architecture:
         wide = getattr(config, "use_double_wide_mlp", False) and _shared(config)
         # With experts the norm behind the MLP gets the sum of both, which no module returns.
-        lacks = {"mlp_post": wide, "mlp_proj": getattr(config, "num_experts", None)}
+        neurons = dict.fromkeys(("mlp_pre", "mlp_pre_linear", "mlp_post"), wide)
+        lacks = {**neurons, "mlp_proj": getattr(config, "num_experts", None)}
         return replace(self, lacks=tuple(name for name, absent in lacks.items() if absent))
 
     def layer_config(self, config: Any) -> Any:
@@ -108,7 +109,7 @@ class Step(Mixed):
 
     def of_layer(self, index: int, dims: ModelDims) -> Architecture:
         row = super().of_layer(index, dims)
-        return replace(row, mlp="moe", down_proj="") if index in dims.moe_layers else row
+        return replace(row, mlp="moe", up_proj="", down_proj="") if index in dims.moe_layers else row
 
 
 MIXED: tuple[Architecture, ...] = (

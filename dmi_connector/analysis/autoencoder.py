@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sparse autoencoder makes of rows that were reduced and restored, for `dmi fidelity --sae`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from dmi_connector.hooks import ALIASES, HOOKS
+from dmi_connector.reduce import ReduceError
+from dmi_connector.reduce.latents import Latents
+from dmi_connector.reduce.probe_option import parse_probe
+from dmi_connector.reduce.sparse_encoder import SparseEncoder, settings_of, weights_file
+from dmi_connector.reduce.tensors import FloatTensors
+
+MEANINGS: Mapping[str, str] = {
+    "latents": "share of the autoencoder's active latents that are active for restored rows too, mean over rows",
+    "sae_error": "share of the full rows' variance that the autoencoder does not explain: encoding the restored rows,"
+    " minus the same when encoding the full ones",
+}
+"""The measures, with their meaning. A larger `sae_error` is worse; it may be negative."""
+_ROWS = 2048
+"""Rows that are encoded, at most."""
+
+
+@dataclass(frozen=True)
+class Autoencoder:
+    """hook, layer: whose rows it encodes, as its settings or the option name them; layer None for a hook that exists
+    once. decoder: (weight [latents, d_in], bias [d_in]) of rows as the encoder normalises them, None where its files do
+    not have it, or where it computes other rows (a transcoder).
+    """
+
+    hook: str
+    layer: int | None
+    encoder: SparseEncoder
+    decoder: tuple[np.ndarray, np.ndarray] | None
+
+    @classmethod
+    def load(cls, text: str) -> Autoencoder:
+        """As in the option `probes`: "DIR, hook=resid_post, layer=12". Raises ValueError."""
+        try:
+            found = parse_probe("sae", text)
+        except ReduceError as error:
+            raise ValueError(str(error).replace("probes:", "--sae:", 1)) from error
+        if not isinstance(found, Latents):
+            raise ValueError(f"--sae: {text} is a probe; give the file or directory of an autoencoder")
+        layer = found.layers[0] if found.layers else None
+        encoder = SparseEncoder.load(found.path)
+        return cls(ALIASES.get(found.source, found.source), layer, encoder, _decoder(found.path, encoder))
+
+    def place(self, layers: int) -> tuple[str, int | None]:
+        """(hook, layer) of the stored rows that it encodes, in a model of so many layers. resid_post lies before the
+        next layer. Raises ValueError for a hook of layers without a layer.
+        """
+        if self.hook == "resid_post" and self.layer is not None:
+            return ("resid_final", None) if self.layer == layers - 1 else ("resid_pre", self.layer + 1)
+        if self.hook not in HOOKS or (HOOKS[self.hook].scope == "layer") != (self.layer is not None):
+            where = "no layer" if self.layer is None else f"layer {self.layer}"
+            raise ValueError(
+                f"--sae: it is of {self.hook} and {where}; add hook=NAME, layer=NUMBER, as in hook=resid_pre"
+            )
+        return self.hook, self.layer
+
+    def agreement(self, rows: np.ndarray, restored: np.ndarray) -> dict[str, float]:
+        """Those of MEANINGS that can be measured, over at most 2,048 rows. Both [n, d_in].
+
+        Raises ValueError for rows of another width.
+        """
+        chosen = np.random.default_rng(0).permutation(len(rows))[:_ROWS]
+        rows, restored = (x[chosen].astype(np.float32) for x in (rows, restored))
+        active, after = (self.encoder.encode(x) > 0 for x in (rows, restored))
+        counts = active.sum(1)
+        kept = (active & after).sum(1)[counts > 0] / counts[counts > 0]
+        found = {"latents": float(kept.mean()) if len(kept) else float("nan")}
+        if self.decoder is not None:
+            found["sae_error"] = self.unexplained(rows, restored) - self.unexplained(rows, rows)
+        return found
+
+    def unexplained(self, rows: np.ndarray, encoded: np.ndarray) -> float:
+        """Share of the variance of rows, as the encoder normalises them, that decoding the latents of `encoded` leaves.
+
+        Both [n, d_in]. Raises ValueError without a decoder.
+        """
+        if self.decoder is None:
+            raise ValueError("--sae: its files hold no decoder of these rows, so there is no reconstruction error")
+        weight, bias = self.decoder
+        wanted = self.encoder.normed(rows)
+        left = np.square(wanted - (self.encoder.encode(encoded) @ weight + bias), dtype=np.float64).sum()
+        return float(left / np.square(wanted - wanted.mean(0), dtype=np.float64).sum())
+
+
+def _decoder(path: str, encoder: SparseEncoder) -> tuple[np.ndarray, np.ndarray] | None:
+    """`Autoencoder.decoder` of SAELens, sparsify and Gemma Scope. Llama Scope scales rows in a way of its own."""
+    facts, tensors = settings_of(path), FloatTensors(weights_file(path))
+    weight, bias = tensors.get("W_dec"), tensors.get("b_dec")
+    if weight is None or bias is None or facts.get("transcode") or "norm_activation" in facts:
+        return None
+    if weight.shape != (encoder.latents, len(encoder.weight)) or bias.shape != (len(encoder.weight),):
+        return None
+    if facts.get("rescale_acts_by_decoder_norm"):  # the encoder's latents are multiplied by these norms
+        weight = weight / np.linalg.norm(weight, axis=1, keepdims=True)
+    return weight, bias
