@@ -30,8 +30,9 @@ export class Attention {
 
   /** Why there is no attention to draw, or "". */
   lacks() {
-    const { layers, until } = this.page.store.attention;
+    const { store } = this.page, { layers, until } = store.attention;
     if (!layers.length) return "The store has no queries and keys. Capture q_rot and k_rot (preset attention), or pattern.";
+    if (!store.tokens) return "No token is written yet.";
     return this.page.first < until ? "" : "Rows before this window are not in the store, and attention needs them as keys.";
   }
 

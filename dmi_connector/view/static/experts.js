@@ -29,7 +29,7 @@ export class Experts {
     const lacks = store.experts ? null : "The store has no routing of experts. Capture topk_ids (and topk_weights).";
     [$("experts-box").hidden, $("experts-lacks").hidden] = [lacks, !lacks].map(Boolean);
     $("experts-lacks").textContent = lacks ?? "";
-    const asked = JSON.stringify([store.name, first, count]);
+    const asked = JSON.stringify([store.name, first, count, store.tokens]);
     if (lacks || asked === this.asked) { this.paint(); return; }
     Object.assign(this, { asked, first });
     const query = { first, count };
