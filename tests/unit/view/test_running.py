@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from dmi_connector.analysis.texts import Texts
 from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
@@ -47,8 +48,8 @@ def begin(store: kit.Store, path: Path, *more: ArraySpec, **options: Any) -> Any
     return store.open(path, *SPECS, *more, attrs=ABOUT, chunk=16, segment=32, key="now", request_id="r-1", **options)
 
 
-def client(path: Path) -> TestClient:
-    return TestClient(make_app(Library.at(path), "secret"), base_url="http://127.0.0.1/secret/")
+def client(path: Path, tokenizer: Path | None = None) -> TestClient:
+    return TestClient(make_app(Library.at(path), "secret", tokenizer=tokenizer), base_url="http://127.0.0.1/secret/")
 
 
 def floats(response: Any) -> np.ndarray:
@@ -83,6 +84,16 @@ def test_a_request_under_way_is_listed_until_it_is_an_ordinary_entry(store: kit.
     assert page.get("api/captures").json()["running"] == 0
     (tmp_path / "old.zarr").rename(tmp_path / "old")
     assert listed(page, again=1) == {"a.zarr": ("complete", 58)}
+
+
+def test_the_list_has_the_prompt_once_the_request_has_ended(store: kit.Store, tmp_path: Path, model: Path) -> None:
+    page, record = client(tmp_path, model), begin(store, tmp_path / "a.zarr")
+    kit.until(lambda: listed(page) == {"a.zarr": ("running", 0)})
+    store.put(record, VALUES, 0, 16, IDS)
+    store.close(record, 16, ids=IDS[:16])
+    assert store.flush(kit.PATIENCE)
+    (line,) = page.get("api/captures", params={"again": 1}).json()["captures"]
+    assert line["text"] == " ".join(Texts(model).whole(IDS[:10].tolist()).split())
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])

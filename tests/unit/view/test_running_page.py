@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dmi_connector.layout import ArraySpec
+from dmi_connector.store.read.partial import PartialStore
 from tests import storekit as kit
-from tests.browserkit import CHOOSE, CHROMIUM, DRIVER, NO_CHROMIUM, Page
+from tests.browserkit import CHOOSE, CHROMIUM, DRIVER, HOLD, NO_CHROMIUM, Page
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -35,6 +36,13 @@ def shows(page: Page, count: int) -> None:
     page.until(lambda: len(page.all(".token")) == count and all(page.colours()), f"{count} tokens with colours")
     assert page.all(".token.lost") == []
     assert "no value" not in page.text("#text-legend") + page.text("#heat-legend")
+
+
+def written(path: Path, first: int) -> bool:
+    """Whether the chunk that begins at row `first` is written."""
+    partial = PartialStore(path)
+    partial.refresh()
+    return partial.token_ids(first) is not None
 
 
 def state(page: Page, name: str) -> str:
@@ -105,6 +113,7 @@ window.setTimeout = (run, pause, ...more) => (pause === 1000 ? window.timers.pus
 window.clearTimeout = (id) => { if (id) window.timers[id - 1] = null; };
 """
 """What would happen after a second happens when the test says so."""
+PASS = "window.timers.splice(0).filter(Boolean).forEach((run) => run())"
 WAITING = "return window.timers.filter(Boolean).length"
 SEEN = """
 Object.defineProperty(document, "hidden", { value: arguments[0], configurable: true });
@@ -113,7 +122,7 @@ document.dispatchEvent(new Event("visibilitychange"));
 """Hides the tab, or shows it."""
 
 
-def test_a_tab_that_nobody_sees_does_not_ask(
+def test_it_asks_while_the_tab_is_seen_and_hatches_nothing_that_is_awaited(
     browser: Chrome, serve: Callable[..., str], store: kit.Store, tmp_path: Path
 ) -> None:
     record = store.open(tmp_path / "a.zarr", *SPECS, attrs=ABOUT, chunk=64, segment=64)
@@ -130,9 +139,20 @@ def test_a_tab_that_nobody_sees_does_not_ask(
         page.run(SEEN, False)
         page.until(lambda: page.run(WAITING) == 2, "both again")
         store.put(record, VALUES, 64, 64)
+        kit.until(lambda: written(tmp_path / "a.zarr", 64))
+        page.run(CHOOSE, "hook", "q_rot")
+        page.shows("#heat-title", "q_rot, norm")
+        assert page.one("#heat").get_attribute("aria-label").endswith(" 64 tokens"), "those that the page knows of"
+        page.run(HOLD, "api/heat/")
+        page.run(PASS)
+        page.until(lambda: len(page.all(".token")) == 128 and page.run("return window.held") == 1, "values are awaited")
+        assert page.all(".token.lost") == [] and len([one for one in page.colours() if one]) == 64
+        page.run("window.release()")
+        shows(page, 128)
         store.close(record, 128)
         assert store.flush(kit.PATIENCE)
-        page.run("window.timers.splice(0).filter(Boolean).forEach((run) => run())")
+        page.until(lambda: page.run(WAITING) == 2, "both again")
+        page.run(PASS)
         page.until(lambda: not page.one("#running").is_displayed() and len(page.all(".token")) == 128, "it has ended")
         page.until(lambda: state(page, "a.zarr").startswith("128 tokens"), "the list")
         assert page.run(WAITING) == 0, "nothing is under way"
