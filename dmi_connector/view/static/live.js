@@ -30,6 +30,9 @@ export function rangeOf({ first, count, store }) {
   return { first, count: store.running ? Math.min(count, store.tokens - first) : count };
 }
 
+/** Why a panel cannot show anything yet, null where it can. */
+export function awaited(store) { return store.running && !store.tokens ? "No token is written yet." : null; }
+
 export class Live {
   /** now: what is shown. parts: of the page, that change with it. */
   constructor(now, parts) {

@@ -12,16 +12,18 @@ import pytest
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.read.partial import PartialStore
 from tests import storekit as kit
+from tests import viewkit
 from tests.browserkit import CHOOSE, CHROMIUM, DRIVER, HOLD, NO_CHROMIUM, Page
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=NO_CHROMIUM)
-SPECS = (ArraySpec("resid_pre", "float32", (0, 1), 8), ArraySpec("q_rot", "float32", (0, 1), 8))
-SPECS += (ArraySpec("k_rot", "float32", (0, 1), 4),)
-ABOUT = {"num_layers": 2, "rotary": True, "dims": {"heads": 2, "kv_heads": 1, "head_dim": 4}}
+SPECS = (ArraySpec("resid_pre", "float32", (0, 1), viewkit.HIDDEN), ArraySpec("q_rot", "float32", (0, 1), 8))
+SPECS += (ArraySpec("k_rot", "float32", (0, 1), 4), ArraySpec("topk_ids", "int32", (0, 1), 2))
+ABOUT = {"num_layers": 2, "experts": {"count": 4}, "rotary": True, "dims": {"heads": 2, "kv_heads": 1, "head_dim": 4}}
 VALUES = {spec.name: kit.random_bits(spec, 256) for spec in SPECS}
+VALUES["topk_ids"] %= 4
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +52,24 @@ def state(page: Page, name: str) -> str:
 
 
 def test_a_capture_grows_and_ends_at_the_same_place(
-    browser: Chrome, serve: Callable[..., str], store: kit.Store, tmp_path: Path
+    browser: Chrome, serve: Callable[..., str], store: kit.Store, tmp_path: Path, model: Path
 ) -> None:
     record = store.open(tmp_path / "a.zarr", *SPECS, attrs=ABOUT, chunk=32, segment=64, key="now")
     kit.until(lambda: list(tmp_path.glob("a.zarr.partial/.journal-*")))
-    page = Page(browser, f"{serve(tmp_path)}#a.zarr")
+    page = Page(browser, f"{serve(tmp_path, '--model', model)}#a.zarr")
     page.shows("#running", "Running: 0 tokens so far")
-    page.shows("#att-lacks", "No token is written yet.")
+    for key, lacks in (("2", "#lens-map-lacks"), ("4", "#experts-lacks"), ("1", "#att-lacks")):
+        page.press(key)
+        page.shows(lacks, "No token is written yet.")
     page.until(lambda: state(page, "a.zarr").startswith("running · 0 tokens"), "it is in the list")
     store.put(record, VALUES, 0, 32)
     shows(page, 32)
     page.shows("#running", "Running: 32 tokens so far")
-    page.until(lambda: not page.one("#att-lacks").is_displayed(), "attention is drawn")
+    for key, panel in (("2", "#lens-map"), ("4", "#experts"), ("1", "#att")):
+        page.press(key)
+        page.until(
+            lambda panel=panel: "32 " in (page.one(panel).get_attribute("aria-label") or ""), f"{panel} is drawn"
+        )
     page.run("window.notReloaded = true")
     page.run(CHOOSE, "hook", "q_rot")
     page.run(CHOOSE, "layer", 1)
