@@ -115,14 +115,19 @@ def test_the_newest_window_moves_on_and_a_failure_is_said(
 
 
 CLOCK = """
-window.timers = [];
-const later = window.setTimeout;
-window.setTimeout = (run, pause, ...more) => (pause === 1000 ? window.timers.push(run) : later(run, pause, ...more));
-window.clearTimeout = (id) => { if (id) window.timers[id - 1] = null; };
+window.timers = new Map();
+const [later, never] = [window.setTimeout, window.clearTimeout];
+let timer = 0;
+window.setTimeout = (run, pause, ...more) => {
+  if (pause !== 1000) return later(run, pause, ...more);
+  window.timers.set(--timer, run);
+  return timer;
+};
+window.clearTimeout = (id) => { if (!window.timers.delete(id)) never(id); };
 """
 """What would happen after a second happens when the test says so."""
-PASS = "window.timers.splice(0).filter(Boolean).forEach((run) => run())"
-WAITING = "return window.timers.filter(Boolean).length"
+PASS = "const due = [...window.timers.values()]; window.timers.clear(); due.forEach((run) => run())"
+WAITING = "return window.timers.size"
 SEEN = """
 Object.defineProperty(document, "hidden", { value: arguments[0], configurable: true });
 document.dispatchEvent(new Event("visibilitychange"));
