@@ -16,7 +16,6 @@ from dmi_connector.store.format.schema import PARTIAL_SUFFIX
 from dmi_connector.store.read.arrays.hook_array import HookArray
 from dmi_connector.store.read.arrays.hook_values import HookValues, Tokens
 from dmi_connector.store.read.arrays.indexing import each_of
-from dmi_connector.store.read.hook_names import HookTable
 from dmi_connector.store.read.index import CaptureInfo
 from dmi_connector.store.read.journal import is_journal
 from dmi_connector.store.read.partial import PartialStore, partial_of
@@ -35,14 +34,9 @@ class RunningCapture(Capture):
     """
 
     def __init__(self, path: Path, partial: PartialStore, attrs: dict[str, Any], ids: np.ndarray) -> None:
-        self.path, self._ids = path, ids
-        self.attrs = {**attrs, "num_tokens": len(ids), "missing": [], "complete": True, "reason": None}
-        self._values = self._written = _WrittenValues(partial, self.attrs)
-        self._table = HookTable.of(attrs)
-        self.num_layers, self.hooks = self._table.num_layers, self._table.names
-        self.layers = {name: self._table.layers(name) for name in self.hooks}
-        self.complete, self.reason, self.missing = True, None, []
-        self.prompt_len = attrs["prompt_len"]
+        attrs = {**attrs, "num_tokens": len(ids), "missing": [], "complete": True, "reason": None}
+        self._ids, self._written, self.files = ids, _WrittenValues(partial, attrs), partial.files
+        self._read_from(path, attrs, self._written)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -60,14 +54,9 @@ class _WrittenValues(HookValues):
     """Values of a store that is being written. sampled: as `Capture.logits_positions`, of samples that are final."""
 
     def __init__(self, partial: PartialStore, attrs: dict[str, Any]) -> None:
-        self._partial, self._attrs, self._arrays = partial, attrs, {}
-        self.sampled = partial.sampled(_LOGITS)
-
-    def array(self, name: str) -> HookArray:
-        if name not in self._arrays:
-            length = len(self.sampled) if name == _LOGITS else self._attrs["num_tokens"]
-            self._arrays[name] = self._partial.geometry(name, length)
-        return self._arrays[name]
+        self._partial, self.sampled = partial, partial.sampled(_LOGITS)
+        documents = partial.documents(attrs["num_tokens"], len(self.sampled))
+        super().__init__(partial.files, attrs, partial.path, documents)
 
     def stored(self, by_array: dict[str, list[int]], tokens: Tokens, convert: bool = False) -> np.ndarray:
         found = [self._rows(self.array(name), index, tokens) for name, indexes in by_array.items() for index in indexes]

@@ -34,7 +34,7 @@ class PartialStore:
 
     def __init__(self, final: Path) -> None:
         self.path = partial_of(final)
-        self._files = LocalFiles(str(self.path))
+        self.files = LocalFiles(str(self.path))
         self._tails: dict[str, JournalTail] = {}
         self._arrays: dict[tuple[str, int], JournalArray] = {}
         self._geometry: dict[tuple[str, int], HookArray] = {}
@@ -116,12 +116,14 @@ class PartialStore:
         parts = [self._part(one, index, first, count) for one in arrays if one is not None]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
-    def geometry(self, array: str, length: int) -> HookArray:
-        """The geometry of an array that all ranks began, as that of a store of `length` rows or samples."""
+    def documents(self, length: int, samples: int) -> dict[str, Any]:
+        """By name, the zarr.json that each array would have in a store of `length` rows and `samples` logits."""
         journal = self._journals[0]
         grid = schema.Grid(journal.chunk_tokens, journal.segment_tokens)
-        document = schema.hook_document(self._specs()[array], length, grid, journal.codec)
-        return HookArray.parse(self._files, array, document, complete=True)
+        return {
+            name: schema.hook_document(spec, samples if spec.per_sample else length, grid, journal.codec)
+            for name, spec in self._specs().items()
+        }
 
     def _spec(self, name: str) -> ArraySpec | None:
         return next((array.spec for (known, _), array in self._arrays.items() if known == name), None)
@@ -151,7 +153,7 @@ class PartialStore:
         path = schema.shard_path(spec, segment)
         try:
             offset, size = array.places[first][layer].tolist()
-            with self._files.open(path) as file:
+            with self.files.open(path) as file:
                 read_piece(geometry, file, offset, size, Piece((), every, out, every))
         except ValueError as error:
             raise ValueError(f"{self.path}/{path}: {error}") from error
@@ -165,7 +167,7 @@ class PartialStore:
         if known is None:
             grid = schema.Grid(rows, rows)
             document = schema.hook_document(spec, rows, grid, journal.codec)
-            known = HookArray.parse(self._files, spec.name, document, complete=True)
+            known = HookArray.parse(self.files, spec.name, document, complete=True)
             self._geometry[spec.name, rows] = known
         return known
 
