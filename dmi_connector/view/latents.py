@@ -37,13 +37,13 @@ class Latents:
 
     @classmethod
     def load(cls, path: Path, hook: str | None) -> Latents:
-        """hook: None for the one that `cfg.json` names. Raises ValueError where it names none, and as SparseEncoder."""
+        """hook: None for the one that `cfg.json` names. Raises ValueError where none is named, and as SparseEncoder."""
         encoder = SparseEncoder.load(path)
         config = (path if path.is_dir() else path.parent) / "cfg.json"
-        facts = json.loads(config.read_bytes())
+        facts = json.loads(config.read_bytes()) if config.is_file() else {}  # Gemma Scope and Llama Scope have none
         named = hook or facts.get("hook_name") or (facts.get("metadata") or {}).get("hook_name")
         if not named:
-            raise ValueError(f"--sae {path}: its cfg.json names no hook; give --sae-hook, such as resid_pre@12")
+            raise ValueError(f"--sae {path}: its files name no hook; give --sae-hook, such as resid_pre@12")
         return cls(encoder, named)
 
     def lacking(self, capture: Capture) -> str | None:
