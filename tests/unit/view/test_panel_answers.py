@@ -355,10 +355,12 @@ def test_the_strongest_contexts_of_a_latent(root: Path, model: Path) -> None:
 
 
 def test_contexts_are_searched_for_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the newest stores; at least one is read."""
+    """Also within a store: one of 32,000 tokens may take a minute. A first block of the newest store is read."""
     monkeypatch.setattr(view_latents, "_SECONDS", -1.0)
     found = told(client(root, sae=Latents.load(root / "sae", "resid_pre@1")), "contexts", latent=17)
-    assert found["read"] == 1
+    assert (found["read"], found["rows"]) == (1, HOLE.start)
+    assert {one["store"] for one in found["found"]} == {"lossy.zarr"}
+    assert all(one["row"] < HOLE.start for one in found["found"])
 
 
 def test_a_latent_that_is_never_active_has_no_context(root: Path) -> None:
