@@ -18,9 +18,9 @@ export class List {
   }
 
   async find(search) {
+    if (search !== this.search) this.box.scrollTop = 0; // else it goes on, and the list may be scrolled meanwhile
     this.search = search;
     this.pieces = new Map();
-    this.box.scrollTop = 0;
     const first = await this.load(0, {});
     if (!first || search !== this.search) return;
     this.at = first.captures.findIndex((capture) => capture.name === this.name);
