@@ -16,7 +16,7 @@ async function answer(url, signal) {
     const text = await response.text();
     let message = text;
     try { message = JSON.parse(text).error; } catch { /* not every refusal is JSON */ }
-    throw new Error(message);
+    throw Object.assign(new Error(message), { status: response.status });
   }
   if (response.headers.get("content-type").startsWith("application/json")) return response.json();
   const shape = response.headers.get("x-shape").split(",").map(Number);

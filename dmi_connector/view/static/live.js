@@ -78,10 +78,10 @@ export class Live {
     return parts.show();
   }
 
-  /** No store comes of the request. What is shown of it stays. */
+  /** No store comes of the request, or the server does not answer this time. What is shown stays. */
   failed(store, error) {
     if (this.store !== store) return;
-    if (error instanceof TypeError) { this.parts.fault(error); this.again.start(); return; } // the server did not answer
+    if (error.status !== 404) { this.parts.fault(error); this.again.start(); return; }
     $("running").textContent = `The request has ended without a store: ${error.message}.`;
   }
 }

@@ -117,6 +117,32 @@ def test_the_newest_window_moves_on_and_a_failure_is_said(
     assert all("404" in line for line in page.log())
 
 
+REFUSE = """
+const real = window.fetch;
+window.refuse = true;
+window.fetch = (url, options) => window.refuse && url.startsWith("api/capture/")
+  ? Promise.resolve(new Response("wrong token", { status: 403 })) : real(url, options);
+"""
+
+
+def test_a_refusal_is_no_end_of_the_request(
+    browser: Chrome, serve: Callable[..., str], store: kit.Store, tmp_path: Path
+) -> None:
+    record = store.open(tmp_path / "a.zarr", *SPECS, attrs=ABOUT, chunk=64, segment=64)
+    store.put(record, VALUES, 0, 64)
+    kit.until(lambda: has_begun(tmp_path / "a.zarr"))
+    page = Page(browser, f"{serve(tmp_path)}#a.zarr")
+    shows(page, 64)
+    page.run(REFUSE)
+    page.shows("#fault", "wrong token")
+    page.shows("#running", "Running: 64 tokens so far")
+    page.run("window.refuse = false")
+    store.put(record, VALUES, 64, 64)
+    shows(page, 128)
+    assert not page.one("#fault").is_displayed()
+    store.abort(record)
+
+
 CLOCK = """
 window.timers = new Map();
 const [later, never] = [window.setTimeout, window.clearTimeout];
