@@ -90,9 +90,9 @@ class RunningStores:
         with os.scandir(self._directory) as entries:
             names = [entry.name for entry in entries if entry.name.endswith(_PARTIAL)]
         found = [self._find(name.removesuffix(PARTIAL_SUFFIX)) for name in names]
-        with self._lock:  # of those that were opened it is told how they ended
-            there = set(found)
-            self._known = {name: one for name, one in self._known.items() if one in there or one.opened}
+        there = set(found)
+        with self._lock:
+            self._known = {name: one for name, one in self._known.items() if one in there or one.lost}
         return [info for one in found if one is not None and (info := one.info()) is not None]
 
     def open(self, name: str) -> RunningCapture | None:
@@ -122,10 +122,10 @@ class RunningStores:
 
 
 class _Running:
-    """One request under way, for several threads. opened: whether its rows were asked for."""
+    """One request under way, for several threads."""
 
     def __init__(self, final: Path) -> None:
-        self._final, self._lock, self.opened = final, threading.Lock(), False
+        self._final, self._lock, self._opened = final, threading.Lock(), False
         self._partial, self._watch = PartialStore(final), Watch(final)
         self._seen: dict[str, int] = {}
         self._attrs: dict[str, Any] | None = None
@@ -150,8 +150,13 @@ class _Running:
             self._watch.check()
             if not there or self._attrs is None:
                 return None
-            self.opened = True
+            self._opened = True
             return RunningCapture(self._final, self._partial, self._attrs, self._ids[: self._length()])
+
+    @property
+    def lost(self) -> bool:
+        """Whether its rows were asked for, and it gave no store: then it is told why."""
+        return self._opened and not self._final.exists()
 
     def _look(self) -> bool:
         """Read what was added to the journals. Returns whether the store is still written, as far as its name tells."""

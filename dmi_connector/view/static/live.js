@@ -36,10 +36,10 @@ export function awaited(store) { return store.running && !store.tokens ? "No tok
 export class Live {
   /** now: what is shown. parts: of the page, that change with it. */
   constructor(now, parts) {
-    Object.assign(this, { now, parts, store: null, again: new Again(() => this.look()) });
+    Object.assign(this, { now, parts, store: null, failing: false, again: new Again(() => this.look()) });
   }
 
-  /** Says what is known of the capture that is shown, and asks again while its request is under way. */
+  /** Says what is known of the capture that is shown. Whoever has drawn it calls `next`. */
   watch() {
     const { store } = this.now, box = $("running");
     this.stop();
@@ -50,8 +50,10 @@ export class Live {
     if (!store.running) return;
     const count = `${store.tokens.toLocaleString("en")} ${store.tokens === 1 ? "token" : "tokens"}`;
     box.textContent = `Running: ${count} so far. More appear as they are written; Verify is for finished captures.`;
-    this.again.start();
   }
+
+  /** Asks again in a second while the request is under way: once its rows are drawn, else newer rows would stop these. */
+  next(store) { if (store === this.store && store.running) this.again.start(); }
 
   stop() {
     this.store = null;
@@ -62,8 +64,10 @@ export class Live {
     const { store } = this;
     const found = await ask("live", "capture", store.name, {}, false).catch((error) => this.failed(store, error));
     if (this.store !== store || !found) return;
-    if (found.running && found.tokens === store.tokens) this.again.start();
-    else this.grown(found);
+    if (this.failing) [this.failing, $("fault").hidden] = [false, true];
+    try {
+      if (!found.running || found.tokens !== store.tokens) await this.grown(found);
+    } finally { this.next(store); }
   }
 
   /** More rows are there, or the request has ended. What was chosen stays; a window with the newest token moves on. */
@@ -78,10 +82,10 @@ export class Live {
     return parts.show();
   }
 
-  /** No store comes of the request, or the server does not answer this time. What is shown stays. */
+  /** No store comes of the request, or the server does not answer as it should. What is shown of it stays. */
   failed(store, error) {
     if (this.store !== store) return;
-    if (error.status !== 404) { this.parts.fault(error); this.again.start(); return; }
+    if (error.status !== 404) { this.failing = true; this.parts.fault(error); this.next(store); return; }
     $("running").textContent = `The request has ended without a store: ${error.message}.`;
   }
 }

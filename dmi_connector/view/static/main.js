@@ -108,7 +108,7 @@ async function open(name, what = {}) {
   for (const part of [lensMap, experts, latents]) part.clear();
   take(what);
   moved(another);
-  await show();
+  await show().finally(() => live.next(store)); // newer rows are asked for once these are drawn
   if (what.token !== undefined) await choose(Number(what.token));
 }
 

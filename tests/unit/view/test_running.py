@@ -290,3 +290,18 @@ def test_a_capture_of_rows_under_way_reads_as_the_finished_one(store: kit.Store,
             np.testing.assert_array_equal(mine, theirs, strict=True)
     with pytest.raises(FileNotFoundError):
         now.numpy("topk_ids")
+
+
+def test_what_ended_is_forgotten_but_for_those_that_gave_no_store(store: kit.Store, tmp_path: Path) -> None:
+    """A page that is left open for days does not keep the journals of every request that was looked at."""
+    library, records = Library.at(tmp_path), {name: begin(store, tmp_path / f"{name}.zarr") for name in "abc"}
+    kit.until(lambda: len(library._running.infos()) == 3)
+    for name, record in records.items():
+        store.put(record, VALUES, 0, 16, IDS)
+        assert library.open(f"{name}.zarr").attrs["start"] == 0
+    store.close(records["a"], 16, ids=IDS[:16])
+    store.abort(records["b"])
+    assert store.flush(kit.PATIENCE)
+    assert [info.store.name for info in library._running.infos()] == ["c.zarr"]
+    assert sorted(library._running._known) == ["b.zarr", "c.zarr"]
+    store.abort(records["c"])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,12 +41,17 @@ def shows(page: Page, count: int) -> None:
     assert "no value" not in page.text("#text-legend") + page.text("#heat-legend")
 
 
-def has_begun(path: Path, rows: int = 0) -> bool:
-    """Whether the page can know of a request under way, and of so many rows of it."""
+def rows(path: Path) -> int:
+    """Rows that all hooks of a store have, -1 before anything is known of it. The page sees what is seen here."""
     partial = PartialStore(path)
-    with contextlib.suppress(FileNotFoundError):  # its directory is not there yet
-        partial.refresh()
-    return partial.attrs() is not None and len(partial.written(np.zeros(0, np.int32))) >= rows
+    if not partial.path.exists():
+        return -1
+    partial.refresh()
+    return -1 if partial.attrs() is None else len(partial.written(np.zeros(0, np.int32)))
+
+
+def wait_for_rows(path: Path, count: int) -> None:
+    kit.until(lambda: rows(path) == count)
 
 
 def state(page: Page, name: str) -> str:
@@ -58,7 +62,7 @@ def test_a_capture_grows_and_ends_at_the_same_place(
     browser: Chrome, serve: Callable[..., str], store: kit.Store, tmp_path: Path, model: Path
 ) -> None:
     record = store.open(tmp_path / "a.zarr", *SPECS, attrs=ABOUT, chunk=32, segment=64, key="now")
-    kit.until(lambda: has_begun(tmp_path / "a.zarr"))
+    wait_for_rows(tmp_path / "a.zarr", 0)
     page = Page(browser, f"{serve(tmp_path, '--model', model)}#a.zarr")
     page.shows("#running", "Running: 0 tokens so far")
     for key, lacks in (("2", "#lens-map-lacks"), ("4", "#experts-lacks"), ("1", "#att-lacks")):
@@ -99,7 +103,7 @@ def test_the_newest_window_moves_on_and_a_failure_is_said(
 ) -> None:
     record = store.open(tmp_path / "a.zarr", *SPECS, attrs=ABOUT, chunk=64, segment=64)
     store.put(record, VALUES, 0, 64)
-    kit.until(lambda: has_begun(tmp_path / "a.zarr"))
+    wait_for_rows(tmp_path / "a.zarr", 64)
     page = Page(browser, f"{serve(tmp_path)}#a.zarr?count=64")
     shows(page, 64)
     store.put(record, VALUES, 64, 64)
@@ -117,32 +121,6 @@ def test_the_newest_window_moves_on_and_a_failure_is_said(
     assert all("404" in line for line in page.log())
 
 
-REFUSE = """
-const real = window.fetch;
-window.refuse = true;
-window.fetch = (url, options) => window.refuse && url.startsWith("api/capture/")
-  ? Promise.resolve(new Response("wrong token", { status: 403 })) : real(url, options);
-"""
-
-
-def test_a_refusal_is_no_end_of_the_request(
-    browser: Chrome, serve: Callable[..., str], store: kit.Store, tmp_path: Path
-) -> None:
-    record = store.open(tmp_path / "a.zarr", *SPECS, attrs=ABOUT, chunk=64, segment=64)
-    store.put(record, VALUES, 0, 64)
-    kit.until(lambda: has_begun(tmp_path / "a.zarr"))
-    page = Page(browser, f"{serve(tmp_path)}#a.zarr")
-    shows(page, 64)
-    page.run(REFUSE)
-    page.shows("#fault", "wrong token")
-    page.shows("#running", "Running: 64 tokens so far")
-    page.run("window.refuse = false")
-    store.put(record, VALUES, 64, 64)
-    shows(page, 128)
-    assert not page.one("#fault").is_displayed()
-    store.abort(record)
-
-
 CLOCK = """
 window.timers = new Map();
 const [later, never] = [window.setTimeout, window.clearTimeout];
@@ -153,8 +131,18 @@ window.setTimeout = (run, pause, ...more) => {
   return timer;
 };
 window.clearTimeout = (id) => { if (!window.timers.delete(id)) never(id); };
+[window.asked, window.refused] = [0, false];
+const get = window.fetch;
+window.fetch = async (url, options) => {
+  if (!url.startsWith("api/capture/")) return get(url, options);
+  window.asked += 1;
+  return window.refused ? new Response('{"error": "too much to do"}', { status: 503 }) : get(url, options);
+};
 """
-"""What would happen after a second happens when the test says so."""
+"""What would happen after a second happens when the test says so. asked: how often the capture was asked for. refused:
+whether the server has no answer to that.
+"""
+ASKED = "return window.asked"
 PASS = "const due = [...window.timers.values()]; window.timers.clear(); due.forEach((run) => run())"
 WAITING = "return window.timers.size"
 SEEN = """
@@ -164,44 +152,76 @@ document.dispatchEvent(new Event("visibilitychange"));
 """Hides the tab, or shows it."""
 
 
-def test_it_asks_while_the_tab_is_seen_and_hatches_nothing_that_is_awaited(
+@pytest.fixture
+def clock(browser: Chrome) -> Iterator[None]:
+    """Time that passes when the test says so, in pages that are loaded from now on."""
+    added = browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": CLOCK})
+    yield
+    browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+
+def both_wait(page: Page) -> None:
+    page.until(lambda: page.run(WAITING) == 2, "the list and the capture will be asked for")
+
+
+@pytest.mark.usefixtures("clock")
+def test_it_asks_while_the_tab_is_seen_and_a_request_is_under_way(
     browser: Chrome, serve: Callable[..., str], store: kit.Store, tmp_path: Path
 ) -> None:
     record = store.open(tmp_path / "a.zarr", *SPECS, attrs=ABOUT, chunk=64, segment=64)
     store.put(record, VALUES, 0, 64)
-    kit.until(lambda: has_begun(tmp_path / "a.zarr"))
-    address = serve(tmp_path)
-    added = browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": CLOCK})
-    try:
-        page = Page(browser, f"{address}#a.zarr")
-        shows(page, 64)
-        page.until(lambda: page.run(WAITING) == 2, "the list and the capture will be asked for")
-        page.run(SEEN, True)
-        assert page.run(WAITING) == 0
-        page.run(SEEN, False)
-        page.until(lambda: page.run(WAITING) == 2, "both again")
-        store.put(record, VALUES, 64, 64)
-        kit.until(lambda: has_begun(tmp_path / "a.zarr", 128))
-        page.run(CHOOSE, "hook", "q_rot")
-        page.shows("#heat-title", "q_rot, norm")
-        assert page.one("#heat").get_attribute("aria-label").endswith(" 64 tokens"), "those that the page knows of"
-        page.run(HOLD, "api/heat/")
-        page.run(PASS)
-        page.until(lambda: len(page.all(".token")) == 128 and page.run("return window.held") == 1, "values are awaited")
-        assert page.all(".token.lost") == [] and len([one for one in page.colours() if one]) == 64
-        page.run("window.release()")
-        shows(page, 128)
-        store.close(record, 128)
-        assert store.flush(kit.PATIENCE)
-        page.until(lambda: page.run(WAITING) == 2, "both again")
-        page.run(PASS)
-        page.until(lambda: not page.one("#running").is_displayed() and len(page.all(".token")) == 128, "it has ended")
-        page.until(lambda: state(page, "a.zarr").startswith("128 tokens"), "the list")
-        assert page.run(WAITING) == 0, "nothing is under way"
-        record = store.open(tmp_path / "b.zarr", *SPECS, attrs=ABOUT)
-        kit.until(lambda: has_begun(tmp_path / "b.zarr"))
-        page.run(SEEN, False)
-        page.until(lambda: state(page, "b.zarr").startswith("running"), "whoever comes back sees a new request")
-        store.abort(record)
-    finally:
-        browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+    wait_for_rows(tmp_path / "a.zarr", 64)
+    page = Page(browser, f"{serve(tmp_path)}#a.zarr")
+    shows(page, 64)
+    both_wait(page)
+    page.run(SEEN, True)
+    assert page.run(WAITING) == 0
+    page.run(SEEN, False)
+    both_wait(page)
+    store.close(record, 64)
+    assert store.flush(kit.PATIENCE)
+    page.run(PASS)
+    page.until(lambda: not page.one("#running").is_displayed() and len(page.all(".token")) == 64, "it has ended")
+    page.until(lambda: state(page, "a.zarr").startswith("64 tokens"), "the list")
+    assert page.run(WAITING) == 0, "nothing is under way"
+    record = store.open(tmp_path / "b.zarr", *SPECS, attrs=ABOUT)
+    wait_for_rows(tmp_path / "b.zarr", 0)
+    page.run(SEEN, False)
+    page.until(lambda: state(page, "b.zarr").startswith("running"), "whoever comes back sees a new request")
+    store.abort(record)
+
+
+@pytest.mark.usefixtures("clock")
+def test_rows_are_drawn_before_newer_ones_are_asked_for_and_a_failing_server_is_no_end(
+    browser: Chrome, serve: Callable[..., str], store: kit.Store, tmp_path: Path
+) -> None:
+    record = store.open(tmp_path / "a.zarr", *SPECS, attrs=ABOUT, chunk=64, segment=64)
+    store.put(record, VALUES, 0, 64)
+    wait_for_rows(tmp_path / "a.zarr", 64)
+    page = Page(browser, f"{serve(tmp_path)}#a.zarr")
+    shows(page, 64)
+    both_wait(page)
+    store.put(record, VALUES, 64, 64)
+    wait_for_rows(tmp_path / "a.zarr", 128)
+    page.run(CHOOSE, "hook", "q_rot")
+    page.shows("#heat-title", "q_rot, norm")
+    assert page.one("#heat").get_attribute("aria-label").endswith(" 64 tokens"), "those that the page knows of"
+    page.run(HOLD, "api/heat/")
+    page.run(PASS)
+    page.until(lambda: len(page.all(".token")) == 128 and page.run("return window.held") == 1, "values are awaited")
+    assert page.all(".token.lost") == [] and len([one for one in page.colours() if one]) == 64
+    asked = page.run(ASKED)
+    page.run(PASS)
+    assert page.run(ASKED) == asked, "newer rows would stop the drawing of these"
+    page.run("window.release()")
+    shows(page, 128)
+    both_wait(page)
+    page.run("window.refused = true")
+    page.run(PASS)
+    page.shows("#fault", "too much to do")
+    page.shows("#running", "Running: 128 tokens so far")
+    both_wait(page)
+    page.run("window.refused = false")
+    page.run(PASS)
+    page.until(lambda: not page.one("#fault").is_displayed(), "the server answers again")
+    store.abort(record)
