@@ -102,6 +102,22 @@ const box = document.getElementById(arguments[0]);
 box.value = arguments[1];
 box.dispatchEvent(new Event("change"));
 """
+HOLD = """
+const [real, later, kind] = [window.fetch, window.setTimeout, new RegExp(arguments[0])];
+window.held = 0;
+window.letGo = new Promise((go) => { window.release = go; });
+window.fetch = async (url, options) => {
+  if (!kind.test(url)) return real(url, options);
+  window.held += 1;
+  await window.letGo;
+  const answer = await real(url), body = await answer.text();
+  later(() => { window.held -= 1; }, 100);
+  return new Response(body, answer);
+};
+"""
+"""Holds back the answers to questions of one kind, a pattern of their address, until `release()`. held: those that the
+page does not have yet.
+"""
 CONTRAST = """
 const parts = (c) => c.match(/[\\d.]+/g).map(Number);
 const linear = (v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;

@@ -135,7 +135,10 @@ def _answer(page: Callable[[Request], Response]) -> Callable[[Request], Response
 
     def answered(request: Request) -> Response:
         try:
-            return page(request)
+            try:
+                return page(request)
+            except FileNotFoundError:  # the store of a request that ended meanwhile has another name now
+                return page(request)
         except (NoSuchStore, FileNotFoundError, TimeoutError) as error:
             return _error(error, 404)
         except (ValueError, LookupError) as error:
@@ -196,7 +199,8 @@ class _Pages:
     def captures(self, request: Request) -> Response:
         search, first = request.query_params.get("search", ""), _number(request, "first", 0)
         count = min(_number(request, "count", _MOST_CAPTURES), _MOST_CAPTURES)
-        return JSONResponse(self.library.page(search, first, count, self._index))
+        again = "again" in request.query_params
+        return JSONResponse(self.library.page(search, first, count, self._index, again))
 
     def capture(self, request: Request) -> Response:
         with self._open(request) as capture:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.read.index import CaptureInfo, info_of
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import unseen, verify_store
+from dmi_connector.view.running import RunningCapture, RunningStores
 from dmi_connector.view.texts_index import TextIndex
 
 _SHOWN = ("model", "architecture", "dtype", "request_id", "key", "created", "finish_reason", "codec", "format_version")
@@ -36,7 +38,7 @@ class NoSuchStore(LookupError):
 
 @dataclass
 class Library:
-    """The finished stores of one directory. only: the name of the one store to show, None for all.
+    """The stores of one directory, finished and under way. only: the name of the one store to show, None for all.
 
     No store stays open between two calls, so `dmi prune` and retention are not kept from removing any.
     """
@@ -45,7 +47,11 @@ class Library:
     only: str | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _seen: tuple[object, ...] = ()
+    _running: RunningStores = field(init=False, repr=False)
     _listed: dict[str, tuple[CaptureInfo, str]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self._running = RunningStores(self.directory, self.only)
 
     @classmethod
     def at(cls, path: Path) -> Library:
@@ -54,14 +60,19 @@ class Library:
         one = (path / "zarr.json").exists() or path.suffix == ".zarr"
         return cls(path.parent, path.name) if one else cls(path)
 
-    def page(self, search: str, first: int, count: int, texts: TextIndex) -> dict[str, Any]:
+    def page(self, search: str, first: int, count: int, texts: TextIndex, again: bool = False) -> dict[str, Any]:
         """Captures [first, first + count) of those that match, newest first, as JSON.
 
         search: words that must all occur in the name, key, request id, model, state or text of a capture, in any case.
-        pending: captures whose texts were not looked at yet: a further call goes on with them.
+        pending: captures whose texts were not looked at yet: a further call goes on with them. running: requests under
+        way. again: the list is shown already, so only stores that are new since are read, not the whole index.
         """
-        found, pending = texts.search(self._stores().values(), search.lower().split())
+        running = {info.store.name: (info, _text(info)) for info in self._running.infos()}
+        every = running | (self._with_new() if again else self._stores())  # one may have ended in between
+        newest = sorted(every.values(), key=lambda one: one[0].started, reverse=True) if running else every.values()
+        found, pending = texts.search(newest, search.lower().split())
         return {
+            "running": len(running),
             "directory": str(self.directory),
             "total": len(found),
             "pending": pending,
@@ -76,8 +87,11 @@ class Library:
                 yield self.open(name)
 
     def open(self, name: str) -> Capture:
-        """Open a store by its name. Raises NoSuchStore for what is no store of this directory."""
-        return open_capture(self._path(name), timeout=0, allow_incomplete=True)
+        """Open a store by its name: of a request under way the rows so far. Raises NoSuchStore for what is no store of
+        this directory, CaptureFailed for a request that was opened under way, and of which no store comes.
+        """
+        running = self._running.open(name)
+        return running if running is not None else open_capture(self._path(name), timeout=0, allow_incomplete=True)
 
     def verify(self, name: str) -> dict[str, Any]:
         """What `dmi verify` says of a store, as JSON. not_finite: what the model computed so. Raises NoSuchStore."""
@@ -106,6 +120,20 @@ class Library:
             if now != self._seen:
                 self._listed = {info.store.name: (info, _text(info)) for info in self._found()}
                 self._seen = now
+            return self._listed
+
+    def _with_new(self) -> dict[str, tuple[CaptureInfo, str]]:
+        """Like `_stores`, by the names in the directory: only stores that are not known yet are opened."""
+        if self.only is not None or not self._seen:
+            return self._stores()
+        with self._lock, os.scandir(self.directory) as entries:
+            names = {e.name for e in entries if e.name.endswith(".zarr") and e.is_dir(follow_symlinks=False)}
+            every = {name: one for name, one in self._listed.items() if name in names}
+            for name in names - every.keys():
+                with contextlib.suppress(ValueError):  # no capture, or damaged: not listed
+                    info = info_of(self.directory / name)
+                    every[name] = (info, _text(info))
+            self._listed = dict(sorted(every.items(), key=lambda item: item[1][0].started, reverse=True))
             return self._listed
 
     def _found(self) -> list[CaptureInfo]:
@@ -174,6 +202,7 @@ def describe(capture: Capture) -> dict[str, Any]:
         "tokens": capture.attrs["num_tokens"],
         "prompt": capture.prompt_len,
         "start": capture.attrs["start"],
+        "running": isinstance(capture, RunningCapture),
         "complete": capture.complete,
         "reason": capture.reason,
         "missing": capture.missing,

@@ -22,7 +22,7 @@ LATENTS = "latents"
 _ROWS = 256
 """Rows that are encoded at a time."""
 _SECONDS = 2.0
-"""Time after which no further store is read for contexts."""
+"""Time after which no further rows are read for contexts."""
 _BEFORE, _BEHIND = 8, 4
 """Tokens of a context."""
 _BINS = 24
@@ -37,13 +37,13 @@ class Latents:
 
     @classmethod
     def load(cls, path: Path, hook: str | None) -> Latents:
-        """hook: None for the one that `cfg.json` names. Raises ValueError where it names none, and as SparseEncoder."""
+        """hook: None for the one that `cfg.json` names. Raises ValueError where none is named, and as SparseEncoder."""
         encoder = SparseEncoder.load(path)
         config = (path if path.is_dir() else path.parent) / "cfg.json"
-        facts = json.loads(config.read_bytes())
+        facts = json.loads(config.read_bytes()) if config.is_file() else {}  # Gemma Scope and Llama Scope have none
         named = hook or facts.get("hook_name") or (facts.get("metadata") or {}).get("hook_name")
         if not named:
-            raise ValueError(f"--sae {path}: its cfg.json names no hook; give --sae-hook, such as resid_pre@12")
+            raise ValueError(f"--sae {path}: its files name no hook; give --sae-hook, such as resid_pre@12")
         return cls(encoder, named)
 
     def lacking(self, capture: Capture) -> str | None:
@@ -72,6 +72,10 @@ class Latents:
 
     def window(self, capture: Capture, latent: int, rows: slice) -> np.ndarray:
         """One latent at each token, float32 [tokens]; NaN for rows that the store lacks, or that are not finite."""
+        return self._window(capture, latent, rows, None)
+
+    def _window(self, capture: Capture, latent: int, rows: slice, until: float | None) -> np.ndarray:
+        """As `window`. until: time after which no further rows are encoded; theirs stay NaN."""
         one, at = self._only(latent)
         found = np.full(rows.stop - rows.start, np.nan, np.float32)
         for run in capture.runs(_ROWS):
@@ -81,18 +85,21 @@ class Latents:
                 encoded = one.encode(values)[:, at]
                 encoded[~np.isfinite(values).all(-1)] = np.nan
                 found[run.start - rows.start : run.stop - rows.start] = encoded
+                if until is not None and time.monotonic() >= until:
+                    break
         return found
 
     def contexts(self, stores: Iterable[Capture], latent: int, count: int) -> dict[str, Any]:
         """The tokens of many stores at which a latent is strongest, and a histogram of its values, as JSON.
 
-        {found: [{store, row, value, first, ids, values}], rows, active, edges, counts, read}. Stops after two seconds.
+        {found: [{store, row, value, first, ids, values}], rows, active, edges, counts, read}. Stops after two seconds,
+        also within a store. rows: those that were encoded. read: stores.
         """
         until, best, values, read = time.monotonic() + _SECONDS, list[dict[str, Any]](), [], 0
         for capture in stores:
             with capture:
                 if self.lacking(capture) is None:
-                    mine = self.window(capture, latent, slice(0, int(capture.attrs["num_tokens"])))
+                    mine = self._window(capture, latent, slice(0, int(capture.attrs["num_tokens"])), until)
                     values.append(mine[np.isfinite(mine)])
                     best += _contexts(capture, mine, count)
                     best = sorted(best, key=lambda one: -one["value"])[:count]

@@ -11,6 +11,7 @@ from pathlib import Path
 from dmi_connector.analysis.texts import Texts
 from dmi_connector.captures.token_fields import store_fields
 from dmi_connector.store.read.index import CaptureInfo
+from dmi_connector.view.running import RUNNING
 
 _TOKENS = 2048
 """Tokens of a capture whose text is searched."""
@@ -49,6 +50,8 @@ class TextIndex:
 
     def _read(self, info: CaptureInfo) -> tuple[str, str]:
         """(what the list shows, what is searched)."""
+        if info.state == RUNNING:  # its file of token ids comes at the end
+            return "", ""
         key = _key(info)
         if key not in self._known:
             read = self._decode(info)

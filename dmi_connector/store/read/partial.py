@@ -34,7 +34,7 @@ class PartialStore:
 
     def __init__(self, final: Path) -> None:
         self.path = partial_of(final)
-        self._files = LocalFiles(str(self.path))
+        self.files = LocalFiles(str(self.path))
         self._tails: dict[str, JournalTail] = {}
         self._arrays: dict[tuple[str, int], JournalArray] = {}
         self._geometry: dict[tuple[str, int], HookArray] = {}
@@ -43,13 +43,14 @@ class PartialStore:
         """Read what was added to the journals since the last call."""
         for name in filter(is_journal, os.listdir(self.path)):
             self._tails.setdefault(name, JournalTail(self.path / name)).read()
-        self._arrays.clear()
+        arrays: dict[tuple[str, int], JournalArray] = {}
         for array in (array for journal in self._journals for array in journal.arrays):
-            self._arrays.setdefault((array.spec.name, array.spec.rank), JournalArray(array.spec)).add(array)
+            arrays.setdefault((array.spec.name, array.spec.rank), JournalArray(array.spec)).add(array)
+        self._arrays = arrays  # at once: another thread may read rows
 
     @property
     def _journals(self) -> list[JournalContent]:
-        return [tail.content for tail in self._tails.values() if tail.content is not None]
+        return [tail.content for tail in list(self._tails.values()) if tail.content is not None]
 
     def attrs(self) -> dict[str, Any] | None:
         """The root attributes that are known, `hooks` among them; None until the first journal is there."""
@@ -57,13 +58,39 @@ class PartialStore:
         first = next((about for about in abouts if not about.get("rank")), None)
         if first is None:
             return None
-        known = [ArraySpec(**spec) for about in [first, *abouts] for spec in about.get("arrays", [])]
-        hooks = schema.hooks_attribute(list({spec.name: replace(spec, rank=0) for spec in known}.values()))
-        return {**known_attrs(first), "hooks": hooks}
+        return {**known_attrs(first), "hooks": schema.hooks_attribute(list(self._specs().values()))}
+
+    def _specs(self) -> dict[str, ArraySpec]:
+        """What will be written, by name, as far as known."""
+        abouts = sorted((j.about for j in self._journals if j.about), key=lambda about: bool(about.get("rank")))
+        known = [ArraySpec(**spec) for about in abouts for spec in about.get("arrays", [])]
+        return {spec.name: replace(spec, rank=0) for spec in known}
 
     def token_ids(self, first: int) -> np.ndarray | None:
         """int32 [rows of a chunk], of the chunk that begins at row `first`; None where it is not written yet."""
         return next((j.token_ids[first] for j in self._journals if first in j.token_ids), None)
+
+    def written(self, known: np.ndarray) -> np.ndarray:
+        """Token ids, int32 [rows], of the rows from 0 on that all arrays have. known: what an earlier call returned."""
+        chunk, arrays = self._journals[0].chunk_tokens, [s.name for s in self._specs().values() if not s.per_sample]
+        at = len(known) // chunk * chunk
+        found = [known[:at]]
+        while (ids := self.token_ids(at)) is not None and all(self._count(name, at) >= len(ids) for name in arrays):
+            found.append(ids)
+            at += len(ids)
+        return np.concatenate(found)
+
+    def sampled(self, array: str) -> np.ndarray:
+        """int32 [samples]: positions of the samples of an array that do not come again; [] without the array."""
+        journal = self._arrays.get((array, 0))
+        count = _written(journal, 0)
+        return np.array([journal.positions[at] for at in range(count)] if journal else [], np.int32)
+
+    def _count(self, array: str, first: int) -> int:
+        """Rows of the chunk of an array that begins at row `first` that all ranks have written."""
+        spec = self._spec(array)
+        ranks = range(spec.shards if spec else 0)
+        return min((_written(self._arrays.get((array, rank)), first) for rank in ranks), default=0)
 
     def rows(self, sources: Sequence[Source], first: int) -> np.ndarray | None:
         """Decoded rows [sources, n, width] of the chunk that begins at row `first`, or of the samples from there on.
@@ -73,17 +100,38 @@ class PartialStore:
         values = [self._values(source, first) for source in sources]
         return None if any(rows is None for rows in values) else np.stack(values)  # type: ignore[arg-type]
 
-    def _values(self, source: Source, first: int) -> np.ndarray | None:
-        spec = next((array.spec for (name, _), array in self._arrays.items() if name == source.array), None)
+    def stored(self, array: str, index: int, first: int, samples: int | None = None) -> np.ndarray | None:
+        """Rows [n, stored width] of the chunk that begins at row `first`, not decoded. index: along the layer axis.
+
+        samples: of a per-sample array, how many from there on; None: all. None, and raises, as `rows`.
+        """
+        spec = self._spec(array)
         if spec is None:
             return None
-        ranks = [source.index // spec.part_layers] if spec.part_layers else range(spec.shards)
-        arrays = [self._arrays.get((source.array, rank)) for rank in ranks]
-        count = min((_written(array, first) for array in arrays), default=0)
+        ranks = [index // spec.part_layers] if spec.part_layers else range(spec.shards)
+        arrays = [self._arrays.get((array, rank)) for rank in ranks]
+        count = samples or min((_written(one, first) for one in arrays), default=0)
         if not count:
             return None
-        parts = [self._part(array, source.index, first, count) for array in arrays if array is not None]
-        rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+        parts = [self._part(one, index, first, count) for one in arrays if one is not None]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+
+    def documents(self, length: int, samples: int) -> dict[str, Any]:
+        """By name, the zarr.json that each array would have in a store of `length` rows and `samples` logits."""
+        journal = self._journals[0]
+        grid = schema.Grid(journal.chunk_tokens, journal.segment_tokens)
+        return {
+            name: schema.hook_document(spec, samples if spec.per_sample else length, grid, journal.codec)
+            for name, spec in self._specs().items()
+        }
+
+    def _spec(self, name: str) -> ArraySpec | None:
+        return next((array.spec for (known, _), array in self._arrays.items() if known == name), None)
+
+    def _values(self, source: Source, first: int) -> np.ndarray | None:
+        rows, spec = self.stored(source.array, source.index, first), self._spec(source.array)
+        if rows is None or spec is None:
+            return None
         reduced = StoredReduction.of(schema.hooks_attribute([spec])[spec.name], self.path)
         if reduced is not None:
             return reduced.decode(rows[None], [spec.layers[source.index] if spec.layers else None])[0]
@@ -105,7 +153,7 @@ class PartialStore:
         path = schema.shard_path(spec, segment)
         try:
             offset, size = array.places[first][layer].tolist()
-            with self._files.open(path) as file:
+            with self.files.open(path) as file:
                 read_piece(geometry, file, offset, size, Piece((), every, out, every))
         except ValueError as error:
             raise ValueError(f"{self.path}/{path}: {error}") from error
@@ -119,7 +167,7 @@ class PartialStore:
         if known is None:
             grid = schema.Grid(rows, rows)
             document = schema.hook_document(spec, rows, grid, journal.codec)
-            known = HookArray.parse(self._files, spec.name, document, complete=True)
+            known = HookArray.parse(self.files, spec.name, document, complete=True)
             self._geometry[spec.name, rows] = known
         return known
 

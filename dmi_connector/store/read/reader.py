@@ -83,12 +83,15 @@ class StoreReader:
     """
 
     def __init__(self, path: Place, attrs: dict[str, Any]) -> None:
-        self.path, self.attrs = path, attrs
         # Nothing of ours removes stores of an object store, or zip files.
         held = share(path) if isinstance(path, Path) and not path.is_file() else None
         self._release = weakref.finalize(self, _close, held)
         self.files = files_of(path)
-        self._values = HookValues(self.files, attrs, path)
+        self._read_from(path, attrs, HookValues(self.files, attrs, path))
+
+    def _read_from(self, path: Place, attrs: dict[str, Any], values: HookValues) -> None:
+        """Set all that methods use, but what `close` needs. values: of the hooks that `attrs` names."""
+        self.path, self.attrs, self._values = path, attrs, values
         self._table = HookTable.of(attrs)
         self.num_layers = self._table.num_layers
         self.hooks: list[str] = self._table.names

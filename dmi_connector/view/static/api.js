@@ -2,6 +2,7 @@
 
 const MOST_KEPT = 64;
 const kept = new Map(); // address -> answer; the oldest goes first
+const growing = new Set(); // names of captures whose requests are under way: what is true of them changes
 const running = new Map(); // slot -> AbortController of its newest question
 
 function address(action, name, query) {
@@ -15,7 +16,7 @@ async function answer(url, signal) {
     const text = await response.text();
     let message = text;
     try { message = JSON.parse(text).error; } catch { /* not every refusal is JSON */ }
-    throw new Error(message);
+    throw Object.assign(new Error(message), { status: response.status });
   }
   if (response.headers.get("content-type").startsWith("application/json")) return response.json();
   const shape = response.headers.get("x-shape").split(",").map(Number);
@@ -30,11 +31,12 @@ export async function ask(slot, action, name, query = {}, keep = true) {
   running.get(slot)?.abort();
   const mine = new AbortController();
   running.set(slot, mine);
-  const url = address(action, name, query);
+  const url = address(action, name, query), grew = growing.has(name);
   if (kept.has(url)) return kept.get(url);
   try {
     const found = await answer(url, mine.signal);
-    if (keep) {
+    if (action === "capture") growing[found.running ? "add" : "delete"](name);
+    if (keep && !grew && !growing.has(name)) {
       kept.set(url, found);
       if (kept.size > MOST_KEPT) kept.delete(kept.keys().next().value);
     }

@@ -3,6 +3,7 @@
 import { ask } from "./api.js";
 import { drawLegend, scaleOf, short } from "./colour.js";
 import { Heads } from "./heads.js";
+import { awaited } from "./live.js";
 import { Matrix } from "./matrix.js";
 
 const $ = (id) => document.getElementById(id);
@@ -30,9 +31,9 @@ export class Attention {
 
   /** Why there is no attention to draw, or "". */
   lacks() {
-    const { layers, until } = this.page.store.attention;
+    const { store } = this.page, { layers, until } = store.attention;
     if (!layers.length) return "The store has no queries and keys. Capture q_rot and k_rot (preset attention), or pattern.";
-    return this.page.first < until ? "" : "Rows before this window are not in the store, and attention needs them as keys.";
+    return this.page.first < until ? "" : awaited(store) ?? "Rows before this window are not in the store, and attention needs them as keys.";
   }
 
   clear() {

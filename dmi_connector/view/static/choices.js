@@ -26,6 +26,9 @@ export class Choices {
     options($("head"), Array.from({ length: store.heads }, (_, head) => [head, head]));
   }
 
+  /** More rows of the capture are there. */
+  grown() { this.hook = this.hookNow(); }
+
   hookNow() { return this.store.hooks.find((hook) => hook.name === $("hook").value); }
 
   /** row: place of the layer among those of the hook; null: that of the hook before. */

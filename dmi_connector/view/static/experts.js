@@ -3,6 +3,7 @@
 import { ask } from "./api.js";
 import { bars } from "./bars.js";
 import { category, css, short } from "./colour.js";
+import { awaited } from "./live.js";
 import { Matrix } from "./matrix.js";
 
 const $ = (id) => document.getElementById(id);
@@ -26,10 +27,10 @@ export class Experts {
 
   async show() {
     const { store, first, count, fault } = this.page;
-    const lacks = store.experts ? null : "The store has no routing of experts. Capture topk_ids (and topk_weights).";
+    const lacks = store.experts ? awaited(store) : "The store has no routing of experts. Capture topk_ids (and topk_weights).";
     [$("experts-box").hidden, $("experts-lacks").hidden] = [lacks, !lacks].map(Boolean);
     $("experts-lacks").textContent = lacks ?? "";
-    const asked = JSON.stringify([store.name, first, count]);
+    const asked = JSON.stringify([store.name, first, count, store.tokens]);
     if (lacks || asked === this.asked) { this.paint(); return; }
     Object.assign(this, { asked, first });
     const query = { first, count };

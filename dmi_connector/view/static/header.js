@@ -17,7 +17,7 @@ export function about(store) {
   const rows = store.missing.map(([start, stop]) => `${start} to ${stop - 1}`).join(", ");
   $("incomplete").textContent = store.complete ? "" : `Incomplete: ${store.reason}. Missing rows: ${rows || "unknown"}.`;
   $("verdict").textContent = "";
-  $("verify").disabled = false;
+  $("verify").disabled = store.running;
 }
 
 /** fault(error): shows why it failed. */

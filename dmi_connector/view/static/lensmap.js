@@ -2,6 +2,7 @@
 
 import { ask } from "./api.js";
 import { drawLegend, scaleOf, short } from "./colour.js";
+import { awaited } from "./live.js";
 import { Matrix } from "./matrix.js";
 import { inLine } from "./text.js";
 
@@ -27,7 +28,7 @@ export class LensMap {
 
   async show() {
     const { store, first, count } = this.page;
-    const lacks = store.lens ?? (store.places.length ? null : "The store has no residual stream.");
+    const lacks = store.lens ?? (store.places.length ? awaited(store) : "The store has no residual stream.");
     [$("lens-map").hidden, $("lens-tip").hidden, $("lens-map-lacks").hidden] = [lacks, lacks, !lacks].map(Boolean);
     $("lens-map-lacks").textContent = lacks ?? "";
     const asked = JSON.stringify([store.name, first, count]);

@@ -1,14 +1,16 @@
 // The list of captures: only the lines in view exist, and their pieces are asked for when they come into view.
 
 import { ask } from "./api.js";
+import { Again } from "./live.js";
 
 const LINE = 72, PIECE = 100;
 
 export class List {
   constructor(box, spacer, total, open, fault) {
-    Object.assign(this, { box, spacer, total, open, fault, search: "", count: 0, at: -1, name: null, pieces: new Map() });
+    Object.assign(this, { box, spacer, total, open, fault, search: "", count: 0, at: -1, name: null, pieces: new Map(), again: new Again(() => this.look()) });
     box.addEventListener("scroll", () => this.draw());
     new ResizeObserver(() => this.draw()).observe(box);
+    document.addEventListener("visibilitychange", () => { if (!document.hidden) this.look(); });
     box.addEventListener("click", (event) => {
       const line = event.target.closest(".capture");
       if (line) this.choose(Number(line.dataset.at));
@@ -16,24 +18,49 @@ export class List {
   }
 
   async find(search) {
+    if (search !== this.search) this.box.scrollTop = 0; // else it goes on, and the list may be scrolled meanwhile
     this.search = search;
     this.pieces = new Map();
-    this.box.scrollTop = 0;
-    const first = await this.load(0);
+    const first = await this.load(0, {});
     if (!first || search !== this.search) return;
+    this.at = first.captures.findIndex((capture) => capture.name === this.name);
+    this.take(first);
+    if (first.pending) setTimeout(() => { if (search === this.search) this.find(search); }, 50); // the server goes on where it stopped
+  }
+
+  /** Takes over what an answer says of all captures. */
+  take(first) {
     this.count = first.total;
     const pending = first.pending ? `, ${first.pending.toLocaleString("en")} texts to be read` : "";
     this.total.textContent = `${first.total.toLocaleString("en")} ${first.total === 1 ? "capture" : "captures"}${pending}`;
     this.total.title = first.directory;
     this.spacer.style.height = `${this.count * LINE}px`;
-    this.at = first.captures.findIndex((capture) => capture.name === this.name);
     this.draw();
-    if (first.pending) setTimeout(() => { if (search === this.search) this.find(search); }, 50); // the server goes on where it stopped
+    this.follow(first);
   }
 
-  load(piece) {
+  follow({ running }) { this.running = running; if (running) this.again.start(); else this.again.stop(); }
+
+  /** Asks again for the piece in view: requests are under way, or the tab is shown again. */
+  async look() {
+    const { search } = this, piece = Math.floor(this.box.scrollTop / LINE / PIECE);
+    const query = { search, first: piece * PIECE, count: PIECE, again: 1 };
+    const found = await ask("list again", "captures", undefined, query, false).catch(this.fault);
+    if (!found || search !== this.search) { if (this.running) this.again.start(); return; }
+    const at = found.captures.findIndex((capture) => capture.name === this.name);
+    if (at >= 0) this.at = piece * PIECE + at;
+    else if (this.at >= 0) this.at += found.total - this.count; // it is in another piece
+    if (found.total !== this.count) this.pieces = new Map();
+    const same = JSON.stringify(this.pieces.get(piece)) === JSON.stringify(found);
+    this.pieces.set(piece, found);
+    if (same) this.follow(found);
+    else this.take(found);
+  }
+
+  /** more: of the question. again: the server needs not read its whole index for a piece of a list that is shown. */
+  load(piece, more = { again: 1 }) {
     if (!this.pieces.has(piece)) {
-      const query = { search: this.search, first: piece * PIECE, count: PIECE };
+      const query = { search: this.search, first: piece * PIECE, count: PIECE, ...more };
       const asked = ask(`list ${piece}`, "captures", undefined, query, false).catch(this.fault);
       this.pieces.set(piece, asked);
       asked.then((found) => { if (found) { this.pieces.set(piece, found); this.draw(); } else this.pieces.delete(piece); });

@@ -7,11 +7,12 @@ import { showAttribution } from "./attribution.js";
 import { Choices } from "./choices.js";
 import { drawLegend, scaleOf, short, whenThemeChanges } from "./colour.js";
 import { Experts } from "./experts.js";
-import { about, verify } from "./header.js";
+import { verify } from "./header.js";
 import { listen } from "./keys.js";
 import { Latents } from "./latents.js";
 import { LensMap } from "./lensmap.js";
 import { List } from "./list.js";
+import { Live, rangeOf } from "./live.js";
 import { Matrix } from "./matrix.js";
 import { Panel } from "./panel.js";
 import { isWritten, placeOf, write } from "./place.js";
@@ -29,7 +30,7 @@ const choices = new Choices();
 const page = {
   get store() { return now.store; },
   get first() { return now.first; },
-  get count() { return now.count; },
+  get count() { return range().count; },
   get token() { return now.token; },
   get edge() { return now.store.prompt - now.store.start - now.first; },
   get query() { return choices.query(); },
@@ -69,6 +70,7 @@ const experts = new Experts(page, (row, layer) => {
 });
 const latents = new Latents(page, colourByLatent, goTo);
 const side = new Side(page, (row, layer) => { if (layer !== undefined) setLayer(layer); choose(row); lens(); });
+const live = new Live(now, { choices, fault, forgetHeat: () => forgetHeat(), show: () => show() });
 const tabs = new Tabs(() => { showPanel(); moved(); });
 new Popup($("text"), (row) => {
   const place = row - now.first, tokens = now.tokens;
@@ -89,7 +91,7 @@ function listed(name) {
 /** what: of an address, see place.js. */
 async function open(name, what = {}) {
   $("fault").hidden = true;
-  const store = await ask("capture", "capture", name).catch((error) => { $("view").hidden = true; fault(error); }); // not the capture before
+  const store = await ask("capture", "capture", name).catch((error) => { $("view").hidden = true; live.stop(); fault(error); }); // not the capture before
   if (!store) return;
   const another = now.store?.name !== store.name;
   Object.assign(now, { store, first: 0, token: null, chosen: null, tokens: null });
@@ -97,9 +99,8 @@ async function open(name, what = {}) {
   $("empty").hidden = true;
   $("view").hidden = false;
   document.querySelector("main").scrollTop = 0;
-  about(store);
   choices.fill(store);
-  $("place").max = Math.max(0, store.tokens - 1);
+  live.watch();
   panel.show(store, null);
   text.clear();
   clearHeat();
@@ -107,7 +108,7 @@ async function open(name, what = {}) {
   for (const part of [lensMap, experts, latents]) part.clear();
   take(what);
   moved(another);
-  await show();
+  await show().finally(() => live.next(store)); // newer rows are asked for once these are drawn
   if (what.token !== undefined) await choose(Number(what.token));
 }
 
@@ -188,7 +189,7 @@ async function show() {
   await Promise.all([asked.then((tokens) => { if (tokens) fillText(tokens); }), showHeat(), attention.show(), side.show(), showPanel()]);
 }
 
-function range() { return { first: now.first, count: now.count }; }
+function range() { return rangeOf(now); }
 
 function move(first) {
   const end = Math.max(0, now.store.tokens - 1);
@@ -244,7 +245,7 @@ function paint() {
   const own = kind === "each" ? Array.from({ length: layers }, (_, at) => scaleOf(row(values, at, columns), how)) : null;
   const mine = row(values, choices.row, columns), layer = hook.layers[choices.row];
   const textScale = scaleOf([...mine, ...side.ofLayer(layer)], { ...how, logarithmic: kind === "log" });
-  if (now.tokens?.first === now.first && now.tokens.ids.length === columns) {
+  if (now.tokens?.first === now.first && now.tokens.ids.length >= columns) {
     text.paint(mine, textScale, why);
     text.mark(now.token);
   }

@@ -18,7 +18,7 @@ export function inLine(text, id) {
 export class Text {
   /** name: begins the ids of its tokens. */
   constructor(box, pick, name = "token") {
-    Object.assign(this, { box, name });
+    Object.assign(this, { box, name, marked: null });
     box.addEventListener("click", (event) => {
       const token = event.target.closest(".token");
       if (token) pick(Number(token.dataset.at));
@@ -27,6 +27,9 @@ export class Text {
 
   /** tokens: {first, ids, texts}. made: the first row that was generated. */
   fill(tokens, made) {
+    const more = this.first === tokens.first && this.box.children.length > 0; // of a window that was there
+    if (!more) this.marked = null;
+    const scrolled = more ? this.box.scrollTop : 0;
     this.first = tokens.first;
     this.box.classList.toggle("ids", tokens.texts === null);
     this.box.replaceChildren(...tokens.ids.map((id, i) => {
@@ -41,12 +44,12 @@ export class Text {
       token.textContent = text.replaceAll("\n", "↵\n");
       return token;
     }));
-    this.box.scrollTop = 0;
+    this.box.scrollTop = scrolled;
   }
 
-  /** values: one for each token; NaN where there is none. why(row): why it has no colour, as a tip. */
+  /** values: of the first tokens, or of all; NaN where there is none. why(row): why it has no colour, as a tip. */
   paint(values, scale, why) {
-    [...this.box.children].forEach((token, i) => {
+    [...this.box.children].slice(0, values.length).forEach((token, i) => {
       const rgb = scale.colour(values[i]);
       token.style.background = rgb ? css(rgb) : "";
       token.style.color = rgb ? inkOn(rgb) : "";
@@ -76,8 +79,10 @@ export class Text {
     this.box.querySelector('[aria-selected="true"]')?.removeAttribute("aria-selected");
     const token = row === null ? null : document.getElementById(`${this.name}-${row}`);
     this.box.setAttribute("aria-activedescendant", token?.id ?? "");
-    if (!token) return;
+    if (!token) { this.marked = null; return; }
     token.setAttribute("aria-selected", "true");
+    if (row === this.marked) return; // whoever scrolled away from it stays there
+    this.marked = row;
     const [box, line] = [this.box.getBoundingClientRect(), token.getBoundingClientRect()];
     if (line.top < box.top) this.box.scrollTop -= box.top - line.top + 8;
     if (line.bottom > box.bottom) this.box.scrollTop += line.bottom - box.bottom + 8;

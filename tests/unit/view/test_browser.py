@@ -16,7 +16,7 @@ import pytest
 from dmi_connector.layout import ArraySpec
 from tests import storekit as kit
 from tests import viewkit
-from tests.browserkit import CHOOSE, CHROMIUM, CONTRAST, DRIVER, NO_CHROMIUM, Page, picture
+from tests.browserkit import CHOOSE, CHROMIUM, CONTRAST, DRIVER, HOLD, NO_CHROMIUM, Page, picture
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -45,24 +45,6 @@ def test_a_click_on_a_token_shows_it_and_the_lens(page: Page) -> None:
     page.until(lambda: len(page.all("#attended button")) == 10, "the token attends to others")
     page.all("#attended button")[3].click()
     page.until(lambda: page.chosen() != 20, "a click on a token attended to goes there")
-
-
-HOLD = """
-const [real, later, kind] = [window.fetch, window.setTimeout, new RegExp(arguments[0])];
-window.held = 0;
-window.letGo = new Promise((go) => { window.release = go; });
-window.fetch = async (url, options) => {
-  if (!kind.test(url)) return real(url, options);
-  window.held += 1;
-  await window.letGo;
-  const answer = await real(url), body = await answer.text();
-  later(() => { window.held -= 1; }, 100);
-  return new Response(body, answer);
-};
-"""
-"""Holds back the answers to questions of one kind, a pattern of their address, until `release()`. held: those that the
-page does not have yet.
-"""
 
 
 @pytest.mark.parametrize("other", ["token", "capture"])

@@ -92,6 +92,38 @@ def test_texts_are_searched(page: Page) -> None:
     page.shows("#total", "0 captures")
 
 
+SEARCH = """
+const box = document.getElementById("search");
+box.value = arguments[0];
+box.dispatchEvent(new Event("input"));
+"""
+GOES_ON = """
+const real = window.fetch;
+Object.assign(window, { pending: 2, asked: 0 });
+window.fetch = async (url, options) => {
+  const answer = await real(url, options);
+  if (!url.startsWith("api/captures")) return answer;
+  window.asked += 1;
+  return new Response(JSON.stringify({ ...await answer.json(), pending: window.pending }), answer);
+};
+"""
+"""As if two texts were left to be read after each answer, until `pending` is 0."""
+
+
+def test_the_list_can_be_scrolled_while_a_search_goes_on(page: Page) -> None:
+    page.run(GOES_ON)
+    page.run(SEARCH, "run-")
+    page.shows("#total", "30 captures, 2 texts to be read")
+    page.run("document.getElementById('list').scrollTop = 500")
+    asked = page.run("return window.asked")
+    page.until(lambda: page.run("return window.asked") >= asked + 3, "it goes on")
+    page.run("window.pending = 0")
+    page.until(lambda: page.text("#total") == "30 captures", "it ends")
+    assert page.run("return document.getElementById('list').scrollTop") == 500
+    page.run(SEARCH, "run-000")
+    page.until(lambda: page.run("return document.getElementById('list').scrollTop") == 0, "another begins at the top")
+
+
 def test_a_token_has_its_log_probability_and_alternatives(
     parts: Callable[[str], Page], panels: tuple[Path, str, Path], model: Path
 ) -> None:

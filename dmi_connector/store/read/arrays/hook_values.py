@@ -34,12 +34,15 @@ def _check_one(hook: str, ways: int) -> None:
 class HookValues:
     """Reads the hooks of one store. attrs: its root attribute. store: where it lies.
 
-    Raises ValueError for arrays that the format lacks.
+    documents: the zarr.json of each array; by default those in its files. Raises ValueError for arrays that the format
+    lacks.
     """
 
-    def __init__(self, files: StoreFiles, attrs: dict[str, Any], store: Place) -> None:
+    def __init__(
+        self, files: StoreFiles, attrs: dict[str, Any], store: Place, documents: dict[str, Any] | None = None
+    ) -> None:
         self._files, self._attrs, self._store = files, attrs, store
-        self._documents = check_arrays(files, attrs)
+        self._documents = check_arrays(files, attrs) if documents is None else documents
         self._arrays: dict[str, HookArray] = {}
 
     def decoded(self, sources: Sequence[Source], tokens: Tokens, convert: bool) -> np.ndarray:
