@@ -91,7 +91,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="how they are shared out")
     parser.add_argument("--jobs", type=int, default=2 * (os.cpu_count() or 1), help="mutants at a time; most wait")
     parser.add_argument("--again", action="store_true", help="try survivors of an earlier run once more")
-    parser.add_argument("--only", default="", help="run only mutants with this in their name")
+    parser.add_argument("--only", nargs="+", default=[""], help="run only mutants with one of these in their name")
     parser.add_argument("--result", type=Path, help="where the counts go, as JSON")
     args = parser.parse_args()
     began = time.monotonic()
@@ -120,7 +120,7 @@ def main() -> int:
         raise
     known, _ = mutmut.collect_source_file_mutation_data(mutant_names=[])
     open_ = [n for _, n, code in known if code is None or (args.again and status_by_exit_code[code] not in FOUND)]
-    wanted = [name for name in open_ if args.only in name]
+    wanted = [name for name in open_ if any(part in name for part in args.only)]
     everything = sum(int(path.read_text()) for path in Path("made").iterdir())
     print(f"{everything} mutants, {len(known)} in this part, {len(wanted)} to be run", flush=True)
     if wanted:

@@ -114,6 +114,29 @@ def test_the_first_difference_is_that_of_the_forward(write: Write, capsys: pytes
     assert printed["first"]["position"] == 5 and not printed["alike"]
 
 
+def test_whole_numbers_differ_by_their_share_and_experts_have_no_order(tmp_path: Path) -> None:
+    ids = np.arange(2 * ROWS * 4, dtype=np.int32).reshape(2, ROWS, 4)
+    other = ids[..., ::-1].copy()
+    other[1, 3, 0] = other[0, 6, 2] = 10_000
+    arrays, owner = [ArraySpec("topk_ids", "int32", (0, 1), 4)], kit.Store(1 << 20)
+    for name, values in (("a", ids), ("b", other)):
+        owner.write(tmp_path / f"{name}.zarr", arrays, ROWS, values={"topk_ids": values.view("u4")})
+    assert owner.shutdown(kit.PATIENCE)
+    found = both(tmp_path / "a.zarr", tmp_path / "b.zarr")
+    assert [(hook.name, hook.tolerance, hook.unlike, hook.position, hook.worst) for hook in found.hooks] == [
+        *(("topk_ids@0", 0.0, 1, 6, 0.25), ("topk_ids@1", 0.0, 1, 3, 0.25))
+    ]
+
+
+def test_a_summary_beside_full_rows_is_not_compared(write: Write, tmp_path: Path) -> None:
+    kept = {"kind": "topk", "k": 2, "width": WIDTH, "dtype": "float32"}
+    arrays, owner = [ArraySpec("mlp_out", "uint8", (0, 1), 12, reduce=kept), ARRAYS[2]], kit.Store(1 << 20)
+    owner.write(tmp_path / "b.zarr", arrays, ROWS, ids=IDS, attrs={"dtype": "float32", "num_layers": 2})
+    assert owner.shutdown(kit.PATIENCE)
+    found = both(write("a"), tmp_path / "b.zarr")
+    assert found.left_out["mlp_out"] == "it is full rows in one and topk in the other, or of other settings"
+
+
 def test_rows_behind_another_token_and_missing_rows_are_not_compared(write: Write) -> None:
     other = IDS.copy()
     other[8] = 90

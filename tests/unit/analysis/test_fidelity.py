@@ -15,7 +15,8 @@ import pytest
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from dmi_connector.analysis import fit_pca
+from dmi_connector import open_capture
+from dmi_connector.analysis import fit_pca, fit_rows
 from dmi_connector.analysis.fidelity import fidelity, markdown
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
@@ -174,6 +175,22 @@ def test_rows_that_are_not_finite_are_left_out_of_a_fit(
     assert said == [
         f"fit-pca: 40 of {2 * TOKENS} rows of resid_mid layer 0 hold a value that is not finite; they are left out"
     ]
+
+
+def test_a_fit_reads_each_row_once(stores: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit_rows, "_ROWS", 40)
+    blocks = list(fit_rows.finite_rows(stores, "resid_mid", 1, "fit"))
+    assert len(blocks) == 3 * -(-TOKENS // 40)
+    held = [open_capture(store, 0).numpy("resid_mid", 1) for store in stores]
+    np.testing.assert_array_equal(np.concatenate(blocks), np.concatenate(held))
+
+
+def test_whole_numbers_are_no_hook_to_reduce(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, experts = kit.Store(1 << 20), ArraySpec("topk_ids", "int32", (0, 1), 4)
+    store.write(tmp_path / "a.zarr", [experts, FINAL], 20)
+    assert store.shutdown(kit.PATIENCE)
+    assert main(["fidelity", str(tmp_path / "a.zarr"), "--reduce", "int8", "--json"]) == 0
+    assert "topk_ids" not in capsys.readouterr().out
 
 
 def test_a_fit_without_a_finite_row_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

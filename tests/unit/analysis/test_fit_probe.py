@@ -34,7 +34,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     owner, rng = kit.Store(1 << 22), np.random.default_rng(0)
     for number in range(STORES):
         values = {spec.name: rng.standard_normal((spec.n_layers, ROWS, WIDTH)).astype("f4") for spec in SPECS}
-        values["resid_pre"][1, :, AXIS] += 2 * label(number)
+        values["resid_pre"][1, :, AXIS] += 3 + 2 * label(number)  # neither label's rows lie about 0
         flat = {name: array.view("u4") for name, array in values.items()}
         names = {"key": f"key-{number}", "request_id": f"request-{number}"}
         owner.write(folder / f"{number:02}.zarr", SPECS, ROWS, values=flat, attrs={"num_layers": 4}, **names)

@@ -19,14 +19,16 @@ from dmi_connector.analysis import attribution, lens, unembedding
 from dmi_connector.analysis.attribution import logit_attribution
 from dmi_connector.analysis.lens import logit_lens, uncertainty
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
-from dmi_connector.analysis.patterns import attention_pattern
+from dmi_connector.analysis.patterns import attention_pattern, pattern_hooks
 from dmi_connector.analysis.training.rows import known_tokens
 from dmi_connector.analysis.unembedding import Unembedding, entropy_of, log_softmax
 from dmi_connector.cli import tiny_models
 from dmi_connector.cli.tiny_hybrids import HYBRIDS
 from dmi_connector.cli.tiny_models import make_model
+from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause
 from tests import analysiskit
+from tests import storekit as kit
 from tests.engine.test_models import MODELS, make, oracle
 from tests.engine.wrapped import ALL as RENAMED
 
@@ -314,3 +316,17 @@ def test_a_salvaged_store_has_0_where_a_token_is_lost() -> None:
 def test_queries_are_a_slice_with_step_1(case: Case, queries: Any) -> None:
     with pytest.raises(ValueError, match="queries"):
         attention_pattern(case.capture, 0, queries=queries)
+
+
+def test_queries_of_a_store_that_does_not_say_rotary_are_the_second_choice(tmp_path: Path) -> None:
+    specs = [ArraySpec("q", "float32", (0,), 8), ArraySpec("k", "float32", (0,), 8)]
+    summary = {"kind": "attn", "m": 2, "dtype": "float32", "width": 1}
+    specs.append(ArraySpec("pattern", "uint8", (0,), 20, reduce=summary))
+    owner, chosen = kit.Store(1 << 20), []
+    for number, about in enumerate(({"rotary": False}, {})):
+        owner.write(tmp_path / f"{number}.zarr", specs, 4, attrs={"num_layers": 1, **about})
+    assert owner.shutdown(kit.PATIENCE)
+    for number in range(2):
+        with open_capture(tmp_path / f"{number}.zarr", 0) as capture:
+            chosen.append(pattern_hooks(capture, 0))
+    assert chosen == [("q", "k"), ("pattern",)]

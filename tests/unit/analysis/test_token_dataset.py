@@ -166,6 +166,16 @@ def test_workers_read_different_tokens(captures: Captures, workers: int) -> None
     assert tokens(plain) == found
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_collate_function_gets_each_batch(captures: Captures, workers: int) -> None:
+    found = list(make(captures).loader(workers, collate_fn=_ids))
+    assert found == [_ids(batch) for batch in make(captures).loader(workers)] and len(found) > 2
+
+
+def _ids(batch: Any) -> list[int]:
+    return list(batch.flatten().tolist())
+
+
 def test_one_worker_gives_what_none_gives(captures: Captures) -> None:
     assert tokens(make(captures).loader(1)) == tokens(make(captures).loader(0)) == tokens(make(captures))
 

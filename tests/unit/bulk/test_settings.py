@@ -212,6 +212,14 @@ def test_a_run_keeps_to_the_content_of_its_probes(tmp_path: Path) -> None:
     assert "probes" not in parsed("--hooks", "q").fingerprint(FILES)
 
 
+def test_a_run_that_an_earlier_version_began_goes_on() -> None:
+    """Its settings are compared by these names."""
+    names = {*("model", "owner", "hooks", "reduce", "codec", "chunk_tokens", "segment_tokens", "check", "flags")}
+    names |= {"sampling", "max_tokens", "chat", "columns", "shuffle", "shards", "prompts"}
+    found = parsed("--hooks", "q").fingerprint(FILES)
+    assert names <= found.keys() and found["model"] == parsed("--hooks", "q").model, sorted(found)
+
+
 def test_a_run_that_noted_no_defaults_goes_on(tmp_path: Path) -> None:
     """As versions did that noted only what was given."""
     settings = parsed("--hooks", "q , k").fingerprint(FILES)

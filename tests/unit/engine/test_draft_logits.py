@@ -49,13 +49,14 @@ def test_steps_are_kept_until_they_are_decided() -> None:
     assert take(held, [40, 41], [2, 2]) == [None, [2, 41]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("wanted", [[41], [43, 99, 41], [40, 41, 42, 43, 99]])
-def test_only_logits_that_a_capture_may_need_are_kept(wanted: list[int]) -> None:
+def test_only_logits_that_a_capture_may_need_are_kept(wanted: list[int], dtype: torch.dtype) -> None:
     """Slot 99 is that of a token which another step computed."""
     slots = torch.tensor([40, 41, 42, 43])
     logits = torch.stack([slots.float(), slots.float() + 0.5], 1)
-    rows, kept = rows_of(wanted, logits, slots, torch.float16)
-    assert len(rows) == len(kept) == min(len(wanted), 4) and rows.dtype == torch.float16
+    rows, kept = rows_of(wanted, logits, slots, dtype)
+    assert len(rows) == len(kept) == min(len(wanted), 4) and rows.dtype == dtype
     held = DraftLogits()
     held.add(1, rows, kept)
     logits.zero_()  # vLLM changes its own in place
