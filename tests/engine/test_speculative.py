@@ -56,7 +56,7 @@ WATCHED = 8
 KEYED = {"include_output_tokens": True, "dmi": {"key": "keyed"}}
 CASES = ["ngram", "draft_model", "eagle3-compiled"]
 LONG = ["ngram-compiled", "draft_model-compiled", "eagle3", "eagle", "mtp", "mtp-compiled", "dflash", "dflash-compiled"]
-LONG += ["ngram-pool", "eagle3-compiled-pool"]
+LONG += ["ngram-pool", "eagle3-compiled-pool", "suffix", "suffix-compiled"]
 if V2:
     # vLLM's V1 runner has ngram_gpu on a GPU alone. Compiled models are those of V1.
     CASES, LONG = ["ngram_gpu", "draft_model", "eagle3", "eagle", "mtp", "dflash"], ["eagle3-pool"]
