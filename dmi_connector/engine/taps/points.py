@@ -84,9 +84,7 @@ class Keep(enum.Enum):
     HALVES = enum.auto()  # a copy of the halves of each head
     STREAM = enum.auto()  # the value itself where the residual stream lasts, else a copy
     PRODUCT = enum.auto()  # the value itself where a matrix product writes it and nothing overwrites it, else a copy
-    FIRST = (
-        enum.auto()
-    )  # the value itself where a matrix product writes it, else a copy: of the MLP's first projections
+    FIRST = enum.auto()  # of the MLP's first projections: the value itself where a product writes it, else a copy
     OUTPUT = enum.auto()  # a copy with experts, whose kernels may use its memory again, and of a product with a bias
 
 
