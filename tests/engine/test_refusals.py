@@ -202,7 +202,9 @@ def test_layers_that_read_the_keys_of_others_need_a_pool(tmp_path: Path, owner: 
         capture_context(vllm_config(model, tmp_path / "captures", owner=owner, **NO_TOKENIZER))
 
 
-@pytest.mark.parametrize(("arch", "hooks"), [("olmoe", "q"), ("olmoe", "k,z"), ("cohere2", "vllm-full")])
+@pytest.mark.parametrize(
+    ("arch", "hooks"), [("olmoe", "q"), ("olmoe", "k,z"), ("cohere2", "vllm-full"), ("glm", "mlp_post")]
+)
 def test_hooks_that_no_rank_has_are_refused(tmp_path: Path, arch: str, hooks: str) -> None:
     from dmi_connector.cli.tiny_models import make_model
 

@@ -176,18 +176,20 @@ class ProbeScores:
     # ---- responses --------------------------------------------------------------------------------------------------
 
     def answer(self, tracked: Tracked, end: int) -> dict[str, Any]:
-        """What the response says of the scores that the request asks for. end: position behind its last row."""
+        """What the response has of the scores that the request asks for. end: position behind its last row."""
+        found = {"dmi_probe": self._asked(tracked, end), "dmi_summary": self._summary(tracked, end)}
+        return {key: value for key, value in found.items() if value}
+
+    def _asked(self, tracked: Tracked, end: int) -> dict[str, Any]:
+        """By probe what the request asks for; {} if it names none."""
         scores = tracked.scores
         asked = tracked.params.probes
         if scores is None or asked is None:
             return {}
         return {name: self._inline(name, scores, whats, end) for name, whats in asked.items()}
 
-    def summary(self, tracked: Tracked, end: int) -> dict[str, Any]:
-        """By hook the mean norm of its rows and that of the last one, a list by layer; {} if the request asks for none.
-
-        end: position behind its last row.
-        """
+    def _summary(self, tracked: Tracked, end: int) -> dict[str, Any]:
+        """By hook the mean norm of its rows and that of the last one, by layer; {} if the request asks for none."""
         scores = tracked.scores
         if scores is None or not tracked.params.summary:
             return {}

@@ -345,10 +345,7 @@ class Tracker:
         """A response with what there is to say of scores. The request has ended."""
         end = self._inputs(tracked)
         self.scores.ended(tracked, end)
-        if scores := self.scores.answer(tracked, end):
-            said["dmi_probe"] = scores
-        if norms := self.scores.summary(tracked, end):
-            said["dmi_summary"] = norms
+        said |= self.scores.answer(tracked, end)
         if tracked.stopped:
             said["dmi_stop"] = tracked.stopped
         return said

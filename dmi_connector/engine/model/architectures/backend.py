@@ -44,7 +44,6 @@ _EXPERTS: dict[str, Any] = {
 _LLAMA = (
     "SmolLM3ForCausalLM",
     "CwmForCausalLM",
-    "GlmForCausalLM",
     "HunYuanDenseV1ForCausalLM",
     "SeedOssForCausalLM",
 )
@@ -77,6 +76,8 @@ BACKEND: tuple[Architecture, ...] = (
     Architecture("Olmo3ForCausalLM", **_OLMO),
     *(Architecture(name, **_BACKEND) for name in _LLAMA),
     Architecture("ArceeForCausalLM", **_BACKEND, **ungated("mlp.up_proj")),
+    # With several ranks each has the whole of what is inside its MLP.
+    Architecture("GlmForCausalLM", **_BACKEND, one_rank=("mlp_pre", "mlp_pre_linear", "mlp_post")),
     Architecture("HunYuanMoEV1ForCausalLM", **_EXPERTS),
     Architecture("MellumForCausalLM", **_EXPERTS, **QK_NORM),
     Architecture("Starcoder2ForCausalLM", **_BACKEND, **ungated("mlp.c_fc"), down_proj="mlp.c_proj"),
