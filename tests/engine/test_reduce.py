@@ -37,10 +37,11 @@ from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, p
 from tests.probekit import check_inline, check_scores, save_encoder, save_probe
 
 REDUCE = {
-    "resid_pre": "fp8",
-    "resid_final": "int8(affine)",
+    "resid_pre": "int8",
+    "resid_final": "rp(8,sign)",
     "resid_*": "rp(16,seed=3)",
-    "mlp_pre*": "int8",
+    "mlp_pre": "int8(affine)",
+    "mlp_pre_linear": "fp8",
     "mlp_post": "topk(8)",
     "attn_out": "topk(5,exact)",
     "k": "cs(6,exact,seed=5)",
