@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,52 +62,44 @@ NOISE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def basis(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Principal components of hooks that an earlier engine captured."""
+def fit(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """fit(command, hooks, option, ...): a file that is fitted to what an earlier engine captured."""
     stores = [str(core_run("qwen3", "eager", "draft").store(f"len{n}")) for n in (127, 128, 129)]
-    out = tmp_path_factory.mktemp("basis") / "basis.safetensors"
-    hooks = [word for hook in PCA for word in ("--hook", hook)]
-    assert main(["fit-pca", *stores, *hooks, "--rank", "12", "-o", str(out)]) == 0
-    return out
+
+    def fitted(command: str, hooks: Sequence[str], *options: str) -> Path:
+        out = tmp_path_factory.mktemp(command) / "fitted.safetensors"
+        named = [word for hook in hooks for word in ("--hook", hook)]
+        assert main([command, *stores, *named, *options, "-o", str(out)]) == 0
+        return out
+
+    return fitted
 
 
 @pytest.fixture(scope="module")
-def heads(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Principal components of each head of v that an earlier engine captured."""
-    stores = [str(core_run("qwen3", "eager", "draft").store(f"len{n}")) for n in (127, 128, 129)]
-    out = tmp_path_factory.mktemp("heads") / "heads.safetensors"
-    assert main(["fit-pca", *stores, "--hook", "v", "--rank", "12", "--group", "32", "-o", str(out)]) == 0
-    return out
+def basis(fit: Callable[..., Path]) -> Path:
+    return fit("fit-pca", PCA, "--rank", "12")
 
 
 @pytest.fixture(scope="module")
-def scales(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Scales of hooks that an earlier engine captured."""
-    stores = [str(core_run("qwen3", "eager", "draft").store(f"len{n}")) for n in (127, 128, 129)]
-    out = tmp_path_factory.mktemp("scales") / "scales.safetensors"
-    hooks = [word for hook in CHANNEL for word in ("--hook", hook)]
-    assert main(["fit-scales", *stores, *hooks, "--margin", "1", "-o", str(out)]) == 0
-    return out
+def heads(fit: Callable[..., Path]) -> Path:
+    """Principal components of each head."""
+    return fit("fit-pca", ["v"], "--rank", "12", "--group", "32")
 
 
 @pytest.fixture(scope="module")
-def projected(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Scales of projected heads of z that an earlier engine captured."""
-    stores = [str(core_run("qwen3", "eager", "draft").store(f"len{n}")) for n in (127, 128, 129)]
-    out = tmp_path_factory.mktemp("projected") / "scales.safetensors"
-    command = ["fit-scales", *stores, "--hook", "z", "--project", f"{PROJECTED})", "--margin", "1.5"]
-    assert main([*command, "-o", str(out)]) == 0
-    return out
+def scales(fit: Callable[..., Path]) -> Path:
+    return fit("fit-scales", CHANNEL, "--margin", "1")
 
 
 @pytest.fixture(scope="module")
-def books(core_run: Callable[[str, str, str], Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Codebooks of hooks that an earlier engine captured."""
-    stores = [str(core_run("qwen3", "eager", "draft").store(f"len{n}")) for n in (127, 128, 129)]
-    out = tmp_path_factory.mktemp("books") / "books.safetensors"
-    hooks = [word for hook in PQ for word in ("--hook", hook)]
-    assert main(["fit-pq", *stores, *hooks, "--subvectors", "16", "-o", str(out)]) == 0
-    return out
+def projected(fit: Callable[..., Path]) -> Path:
+    """Scales of projected heads."""
+    return fit("fit-scales", ["z"], "--project", f"{PROJECTED})", "--margin", "1.5")
+
+
+@pytest.fixture(scope="module")
+def books(fit: Callable[..., Path]) -> Path:
+    return fit("fit-pq", PQ, "--subvectors", "16")
 
 
 def watch_branches(patch: pytest.MonkeyPatch) -> list[str]:
