@@ -67,7 +67,13 @@ class ProductQuantisation(FittedReduction):
         return own.swapaxes(1, 2), halves.astype(np.float32)
 
     def stored_width(self, width: int, dtype: str) -> int:
-        return pad(-(-(width // self.size) * self.bits // 8))
+        return pad(-(-self._subvectors(width) * self.bits // 8))
+
+    def _subvectors(self, width: int) -> int:
+        """Of a slice. Raises ReduceError for the settings of a damaged store."""
+        if self.size < 1:
+            raise ReduceError(f"reduction pq has sub-vectors of {self.size} values; the store is damaged")
+        return width // self.size
 
     def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
         import torch
@@ -83,11 +89,11 @@ class ProductQuantisation(FittedReduction):
         return codes if per_byte == 1 else codes[:, ::2] | codes[:, 1::2] << 4
 
     def scratch(self, width: int, dtype: str) -> int:
-        count = width // self.size
+        count = self._subvectors(width)
         return 4 * count * centroids_of(self.bits) + 8 * width + 16 * count  # distances, rows as float32, codes
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
-        count = width // self.size
+        count = self._subvectors(width)
         codes = unpack(stored, 0, stored.shape[-1], "uint8")
         if self.bits == 4:
             codes = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)

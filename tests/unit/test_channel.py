@@ -21,8 +21,9 @@ from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import ReduceError, from_settings, parse
 from dmi_connector.reduce.channel import ChannelInt8
 from dmi_connector.reduce.scales import METADATA, STEPS, Scales, scales_of
-from dmi_connector.store.format.kept_files import BASES, keep_copy
+from dmi_connector.store.format.kept_files import BASES
 from dmi_connector.store.read.verify import verify_store
+from tests import fittedkit
 from tests import storekit as kit
 
 WIDTH, TOKENS, LAYERS = 50, 40, (1, 4)
@@ -56,30 +57,12 @@ def scales(full: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def encoded(reduction: ChannelInt8, values: np.ndarray, shards: int = 1) -> np.ndarray:
-    """What the ranks store of [layers, tokens, width], side by side."""
-    parts = []
-    for shard, part in enumerate(np.split(values, shards, -1)):
-        for layer in LAYERS:
-            reduction.prepare(part.shape[-1], torch.device("cpu"), layer, shard)
-        mine = [reduction.encode(torch.from_numpy(one.copy()), n) for n, one in zip(LAYERS, part, strict=True)]
-        parts.append(torch.stack(mine).numpy())
-    return np.concatenate(parts, -1)
-
-
 def store(path: Path, scales: Path, values: np.ndarray, shards: int = 1, copy: bool = True) -> ChannelInt8:
     """A store of resid_pre. copy: of the scales beside it, as servers put it."""
     reduction = parse(f"int8(channel={scales})")
     assert isinstance(reduction, ChannelInt8)
     reduction = reduction.bind("resid_pre", LAYERS, WIDTH // shards, shards)
-    stored = encoded(reduction, values, shards)
-    settings = {**reduction.settings(), "dtype": "float32", "width": WIDTH}
-    spec = ArraySpec("resid_pre", "uint8", LAYERS, stored.shape[-1], reduce=settings)
-    owner = kit.Store(4 << 20)
-    owner.write(path, [spec], values.shape[1], values={"resid_pre": stored}, attrs={"num_layers": 6})
-    assert owner.shutdown(kit.PATIENCE)
-    if copy:
-        keep_copy(str(scales), reduction.sha256, BASES, str(path.parent), "private")
+    fittedkit.write(path, reduction, values, LAYERS, shards, copy)
     return reduction
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from dmi_connector import open_capture
 from dmi_connector.analysis.fidelity import fidelity
@@ -18,8 +17,8 @@ from dmi_connector.reduce import ReduceError, from_settings, parse
 from dmi_connector.reduce.channel_projection import ChannelProjection
 from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.scales import STEPS, Scales
-from dmi_connector.store.format.kept_files import BASES, keep_copy
 from dmi_connector.store.read.verify import verify_store
+from tests import fittedkit
 from tests import storekit as kit
 
 WIDTH, TOKENS, LAYERS = 48, 40, (1, 4)
@@ -60,20 +59,8 @@ def bound(spec: str, path: Path, shards: int = 1) -> ChannelProjection:
 
 def store(path: Path, spec: str, scales: Path, values: np.ndarray, shards: int = 1) -> ChannelProjection:
     """A store of z, with a copy of the scales beside it."""
-    reduction, parts = bound(spec, scales, shards), []
-    for shard, part in enumerate(np.split(values, shards, -1)):
-        for layer in LAYERS:
-            reduction.prepare(part.shape[-1], torch.device("cpu"), layer, shard)
-        mine = [reduction.encode(torch.from_numpy(one.copy()), n) for n, one in zip(LAYERS, part, strict=True)]
-        parts.append(torch.stack(mine).numpy())
-        assert parts[-1].shape[-1] == reduction.stored_width(part.shape[-1], "float32")
-    stored = np.concatenate(parts, -1)
-    settings = {**reduction.settings(), "dtype": "float32", "width": WIDTH}
-    owner = kit.Store(4 << 20)
-    array = ArraySpec("z", "uint8", LAYERS, stored.shape[-1], reduce=settings)
-    owner.write(path, [array], values.shape[1], values={"z": stored}, attrs={"num_layers": 6})
-    assert owner.shutdown(kit.PATIENCE)
-    keep_copy(str(scales), reduction.sha256, BASES, str(path.parent), "private")
+    reduction = bound(spec, scales, shards)
+    fittedkit.write(path, reduction, values, LAYERS, shards)
     return reduction
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from dmi_connector import open_capture
 from dmi_connector.analysis.fidelity import fidelity
@@ -21,8 +20,8 @@ from dmi_connector.reduce import ReduceError, from_settings, parse
 from dmi_connector.reduce.codebooks import Codebooks
 from dmi_connector.reduce.pq import ProductQuantisation
 from dmi_connector.reduce.scales import Scales
-from dmi_connector.store.format.kept_files import BASES, keep_copy
 from dmi_connector.store.read.verify import verify_store
+from tests import fittedkit
 from tests import storekit as kit
 
 WIDTH, TOKENS, LAYERS = 48, 400, (1, 4)
@@ -67,29 +66,25 @@ def bound(path: Path, shards: int = 1) -> ProductQuantisation:
     return reduction.bind("mlp_out", LAYERS, WIDTH // shards, shards)
 
 
-def encoded(reduction: ProductQuantisation, values: np.ndarray, shards: int = 1) -> np.ndarray:
-    """What the ranks store of [layers, tokens, width], side by side."""
-    parts = []
-    for shard, part in enumerate(np.split(values, shards, -1)):
-        for layer in LAYERS:
-            reduction.prepare(part.shape[-1], torch.device("cpu"), layer, shard)
-        mine = [reduction.encode(torch.from_numpy(one.copy()), n) for n, one in zip(LAYERS, part, strict=True)]
-        parts.append(torch.stack(mine).numpy())
-        assert parts[-1].shape[-1] == reduction.stored_width(part.shape[-1], "float32")
-    return np.concatenate(parts, -1)
-
-
 def store(path: Path, books: Path, values: np.ndarray, shards: int = 1) -> ProductQuantisation:
     """A store of mlp_out, with a copy of the codebooks beside it."""
     reduction = bound(books, shards)
-    stored = encoded(reduction, values, shards)
-    settings = {**reduction.settings(), "dtype": "float32", "width": WIDTH}
-    spec = ArraySpec("mlp_out", "uint8", LAYERS, stored.shape[-1], reduce=settings)
-    owner = kit.Store(4 << 20)
-    owner.write(path, [spec], values.shape[1], values={"mlp_out": stored}, attrs={"num_layers": 6})
-    assert owner.shutdown(kit.PATIENCE)
-    keep_copy(str(books), reduction.sha256, BASES, str(path.parent), "private")
+    fittedkit.write(path, reduction, values, LAYERS, shards)
     return reduction
+
+
+def test_settings_without_a_size_are_named(books: dict[int, Path], tmp_path: Path) -> None:
+    """Of a store that somebody changed, or that is damaged."""
+    store(tmp_path / "a.zarr", books[8], rows(9))
+    document = tmp_path / "a.zarr/zarr.json"
+    text = document.read_text()
+    changed = re.sub(r'"size": ?\d+', '"size": 0', text)
+    assert changed != text
+    document.write_text(changed)
+    with pytest.raises(ReduceError, match="reduction pq has sub-vectors of 0 values; the store is damaged"):
+        open_capture(tmp_path / "a.zarr", 0).numpy("mlp_out")
+    [problem] = verify_store(tmp_path / "a.zarr")
+    assert problem.where == "zarr.json" and problem.damage
 
 
 def nearest(values: np.ndarray, centroids: np.ndarray) -> np.ndarray:

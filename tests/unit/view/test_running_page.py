@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -52,6 +52,18 @@ def rows(path: Path) -> int:
 
 def wait_for_rows(path: Path, count: int) -> None:
     kit.until(lambda: rows(path) == count)
+
+
+def first_rows(
+    browser: Chrome, serve: Callable[..., str], store: kit.Store, folder: Path, query: str = ""
+) -> tuple[Any, Page]:
+    """(A request under way with 64 rows, the page that shows them)."""
+    record = store.open(folder / "a.zarr", *SPECS, attrs=ABOUT, chunk=64, segment=64)
+    store.put(record, VALUES, 0, 64)
+    wait_for_rows(folder / "a.zarr", 64)
+    page = Page(browser, f"{serve(folder)}#a.zarr{query}")
+    shows(page, 64)
+    return record, page
 
 
 def state(page: Page, name: str) -> str:
@@ -101,11 +113,7 @@ def test_a_capture_grows_and_ends_at_the_same_place(
 def test_the_newest_window_moves_on_and_a_failure_is_said(
     browser: Chrome, serve: Callable[..., str], store: kit.Store, tmp_path: Path
 ) -> None:
-    record = store.open(tmp_path / "a.zarr", *SPECS, attrs=ABOUT, chunk=64, segment=64)
-    store.put(record, VALUES, 0, 64)
-    wait_for_rows(tmp_path / "a.zarr", 64)
-    page = Page(browser, f"{serve(tmp_path)}#a.zarr?count=64")
-    shows(page, 64)
+    record, page = first_rows(browser, serve, store, tmp_path, "?count=64")
     store.put(record, VALUES, 64, 64)
     page.shows("#shown", "64 to 127 of 128")
     shows(page, 64)
@@ -168,11 +176,7 @@ def both_wait(page: Page) -> None:
 def test_it_asks_while_the_tab_is_seen_and_a_request_is_under_way(
     browser: Chrome, serve: Callable[..., str], store: kit.Store, tmp_path: Path
 ) -> None:
-    record = store.open(tmp_path / "a.zarr", *SPECS, attrs=ABOUT, chunk=64, segment=64)
-    store.put(record, VALUES, 0, 64)
-    wait_for_rows(tmp_path / "a.zarr", 64)
-    page = Page(browser, f"{serve(tmp_path)}#a.zarr")
-    shows(page, 64)
+    record, page = first_rows(browser, serve, store, tmp_path)
     both_wait(page)
     page.run(SEEN, True)
     assert page.run(WAITING) == 0
@@ -195,11 +199,7 @@ def test_it_asks_while_the_tab_is_seen_and_a_request_is_under_way(
 def test_rows_are_drawn_before_newer_ones_are_asked_for_and_a_failing_server_is_no_end(
     browser: Chrome, serve: Callable[..., str], store: kit.Store, tmp_path: Path
 ) -> None:
-    record = store.open(tmp_path / "a.zarr", *SPECS, attrs=ABOUT, chunk=64, segment=64)
-    store.put(record, VALUES, 0, 64)
-    wait_for_rows(tmp_path / "a.zarr", 64)
-    page = Page(browser, f"{serve(tmp_path)}#a.zarr")
-    shows(page, 64)
+    record, page = first_rows(browser, serve, store, tmp_path)
     both_wait(page)
     store.put(record, VALUES, 64, 64)
     wait_for_rows(tmp_path / "a.zarr", 128)

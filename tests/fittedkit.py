@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores of hooks that were reduced with a fitted file, as servers write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dmi_connector.layout import ArraySpec
+from dmi_connector.reduce.fitted import FittedReduction
+from dmi_connector.store.format.kept_files import BASES, keep_copy
+from tests import storekit as kit
+
+
+def encoded(reduction: FittedReduction, values: np.ndarray, layers: Sequence[int], shards: int = 1) -> np.ndarray:
+    """What the ranks store of [layers, tokens, width], side by side."""
+    parts = []
+    for shard, part in enumerate(np.split(values, shards, -1)):
+        for layer in layers:
+            reduction.prepare(part.shape[-1], torch.device("cpu"), layer, shard)
+        mine = [reduction.encode(torch.from_numpy(one.copy()), n) for n, one in zip(layers, part, strict=True)]
+        parts.append(torch.stack(mine).numpy())
+        assert parts[-1].shape[-1] == reduction.stored_width(part.shape[-1], "float32")
+    return np.concatenate(parts, -1)
+
+
+def write(
+    path: Path,
+    reduction: FittedReduction,
+    values: np.ndarray,
+    layers: Sequence[int],
+    shards: int = 1,
+    copy: bool = True,
+) -> None:
+    """A store of the hook that a reduction is bound to. copy: of its file beside the store."""
+    stored = encoded(reduction, values, layers, shards)
+    settings = {**reduction.settings(), "dtype": "float32", "width": values.shape[-1]}
+    spec = ArraySpec(reduction.hook, "uint8", tuple(layers), stored.shape[-1], reduce=settings)
+    owner = kit.Store(4 << 20)
+    owner.write(path, [spec], values.shape[1], values={reduction.hook: stored}, attrs={"num_layers": 6})
+    assert owner.shutdown(kit.PATIENCE)
+    if copy:
+        keep_copy(reduction.source, reduction.sha256, BASES, str(path.parent), "private")
