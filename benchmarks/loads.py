@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import common
+from benchmarks.fitted import asked
 
 
 class Load(NamedTuple):
@@ -44,8 +45,11 @@ class Load(NamedTuple):
 
 
 LOADS = {
+    "short1": Load(1, 128, 384),
     "short16": Load(16, 128, 384),
+    "short32": Load(32, 128, 384),
     "short64": Load(64, 128, 384),
+    "short128": Load(128, 128, 384),
     "short256": Load(256, 128, 384),
     "long16": Load(16, 4000, 200),
     "long64": Load(64, 4000, 200),
@@ -80,13 +84,16 @@ def first_lengths(load: Load, seed: int) -> list[int]:
 
 
 class Client:
-    """Keeps `load.in_flight` requests in an engine and notes when their tokens come."""
+    """Keeps `load.in_flight` requests in an engine and notes when their tokens come.
 
-    def __init__(self, engine: Any, load: Load, vocab: int, transfer: bool, seed: int) -> None:
+    probes: one of `benchmarks.fitted.PROBES` that requests ask scores of, or "".
+    """
+
+    def __init__(self, engine: Any, load: Load, vocab: int, transfer: bool, seed: int, probes: str = "") -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        self.engine, self.load, self.transfer = engine, load, transfer
+        self.engine, self.load, self.transfer, self._probes = engine, load, transfer, probes
         self._prompts = prompts(load, vocab, seed)
         self._make = lambda count, extra: SamplingParams(
             temperature=0.0,
@@ -107,7 +114,7 @@ class Client:
 
     def _send(self, output_tokens: int) -> None:
         name = f"{self._seed}-{self._sent}"
-        params = {"include_output_tokens": True, "dmi": {"key": name}}
+        params = {"include_output_tokens": True, "dmi": {"key": name, **asked(self._probes, self._sent)}}
         extra = {"kv_transfer_params": params} if self.transfer else {}
         self._sent += 1
         self._began[name] = time.perf_counter()

@@ -29,7 +29,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks import common, drafts
+from benchmarks import common, drafts, fitted
 from benchmarks.capture import note, serve_engine
 from benchmarks.engine import Bench
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms
@@ -47,13 +47,16 @@ _GROWS = 0.02
 @dataclass(frozen=True)
 class Sustained(Setup):
     """graphs: CUDA graph mode of its engine, "" for that of --engine-args. writers: 0 for the default number. drafts:
-    speculative decoding by a method of `benchmarks.drafts`. captures: whether its requests are captured.
+    speculative decoding by a method of `benchmarks.drafts`. captures: whether its requests are captured. encoding: of
+    every hook, one of `benchmarks.fitted.ENCODINGS`. probes: one of `benchmarks.fitted.PROBES`.
     """
 
     graphs: str = ""
     writers: int = 0
     drafts: str = ""
     captures: bool = True
+    encoding: str = ""
+    probes: str = ""
 
 
 def _narrow(model: str) -> str:
@@ -93,6 +96,9 @@ def all_setups(model: str) -> list[Sustained]:
         ours("int8 none pool", FULL, "none", "pool", reduce=int8),
         ours("hidden-states pool uncaptured", HIDDEN, owner="pool", captures=False),
         ours("full pool uncaptured", FULL, owner="pool", captures=False),
+        *(ours(f"{name} null", FULL, encoding=name) for name in fitted.ENCODINGS),
+        *(ours(f"probe {kind}", "probe.p", "zstd", probes=kind) for kind in fitted.PROBES if kind != "keep"),
+        ours("probe keep", f"{HIDDEN},probe.p", "zstd", probes="keep"),
         ours("attn null", "pattern", reduce=(("pattern", "attn(8)"),)),
         Sustained("stock pieces", "stock pieces", graphs=pieces),
         ours("hidden-states zstd pieces", HIDDEN, "zstd", graphs=pieces),
@@ -125,6 +131,8 @@ class Busy(Bench):
         options = {"sink": setup.sink, "codec": setup.codec, **args.options} if setup.hooks else {}
         if setup.writers:
             options["writers"] = setup.writers
+        if setup.encoding or setup.probes:
+            options |= self._fitted(args, setup)
         if setup.owner == "pool" and (gigabytes := args.pool_gigabytes.get(setup.name, args.pool_gigabytes.get("*"))):
             options["pool_bytes"] = int(gigabytes * 1e9)
         if setup.hooks and setup.graphs:
@@ -136,6 +144,14 @@ class Busy(Bench):
         cache = self.llm.llm_engine.vllm_config.cache_config
         self.facts["context_tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
 
+    @staticmethod
+    def _fitted(args: argparse.Namespace, setup: Sustained) -> dict[str, Any]:
+        """The options of an encoding or of probes. Their files are written where the stores' directory is."""
+        folder = Path(args.store_dir).absolute().with_name(f"{Path(args.store_dir).name} {setup.name} files")
+        if setup.probes:
+            return {"probes": fitted.probes(setup.probes, args.model, folder)}
+        return {"reduce": fitted.rules(setup.encoding, setup.hooks, args.model, folder)}
+
     def measure(self, name: str) -> dict[str, Any]:
         """Run one load and say what a client saw, and whether the files kept up."""
         setup, load = self.setup, LOADS[name].shrunk(self.args.shrink)
@@ -144,7 +160,7 @@ class Busy(Bench):
         consumer = self._consumer(kept) if setup.stores else None
         self._seed += 1
         transfer = setup.captures and setup.hooks != ""
-        client = Client(self.llm.llm_engine, load, self.vocab, transfer, self._seed)
+        client = Client(self.llm.llm_engine, load, self.vocab, transfer, self._seed, setup.probes)
         client.run(self.args.warm, lambda: None)
         samples: list[tuple[float, dict[str, float]]] = []
         speeds: list[float] = []
