@@ -34,21 +34,26 @@ LONGEST = 130
 """Tokens of a request."""
 STORES: set[str] = set()
 """Paths of the stores that are there."""
+HELD: Counter[str] = Counter()
+"""Holds by path. What is held stays, also when its store is removed."""
 
 
 class Held:
-    """Holds of stores that are in STORES."""
+    """Holds of stores that are in STORES, counted in HELD."""
 
     @staticmethod
     def hold(store: str) -> str:
         """The store itself."""
         if store not in STORES:
             raise FileNotFoundError(store)
+        HELD[store] += 1
         return store
 
     @staticmethod
     def release(held: str) -> None:
-        """There is nothing to remove."""
+        """It goes with its store."""
+        assert HELD[held] > 0
+        HELD[held] -= 1
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -142,6 +147,7 @@ class Model:
         self.slots.borrowing.sources._enabled = True
         self.slots.borrowing._holds = Held()
         STORES.clear()
+        HELD.clear()
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
@@ -395,7 +401,7 @@ class Model:
             assert borrow.token_ids.tolist() == life.tokens[life.start : stop]
             assert borrow.path not in self.spoiled
             assert source.handed + source.borrowed >= rows, "rows that were not handed"
-            assert source.left >= 0 or borrow.path in STORES, "its store is gone"
+            assert source.left >= 0 or HELD[borrow.path], "its store is gone"
             life.borrowed = rows
 
     def work(self, message: StepMetadata, tokens: list[tuple[Life, int, int]]) -> None:
@@ -477,6 +483,7 @@ class Model:
                 continue
             assert life.rows == list(range(life.start + life.borrowed, life.start + life.length)), life.request_id
         assert not self.slots._rows and not self.slots._prompts and self.slots._waiting == 0
+        assert HELD.total() == len(self.slots.borrowing._lent)
         self.tracker.gathered = self.gathered
         self.step()
         assert sorted(self.slots.pages.free) == list(range(1, self.slots.pages.count + 1)), "a page is lost"
