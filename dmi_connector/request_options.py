@@ -167,21 +167,9 @@ class CaptureParams:
             if option in conditions and not known[name].one_score:
                 raise refuse(option, name, "has several scores per row; name a probe of one output in one layer")
 
-    def check_waits(self, stays: bool, hooks: Collection[str]) -> None:
-        """Raise OptionError for `keep_if` where rows cannot wait for the end of the request.
-
-        stays: rows lie in a pool. hooks: that are captured.
-        """
-        if self.keep_if is None:
-            return
-        if stays:
-            raise refuse(
-                "dmi.keep_if",
-                self.keep_if.text,
-                "needs all rows of a request to wait for its end, and owner 'pool' has no room for them; leave it out, "
-                "or start the server with another owner",
-            )
-        if "logits" in hooks:
+    def check_waits(self, hooks: Collection[str]) -> None:
+        """Raise OptionError for `keep_if` where rows cannot wait for the end of the request. hooks: to be captured."""
+        if self.keep_if is not None and "logits" in hooks:
             raise refuse(
                 "dmi.keep_if",
                 self.keep_if.text,

@@ -46,7 +46,7 @@ def fingerprint(notebook: nbformat.NotebookNode) -> str:
 class Mistake(NamedTuple):
     """Wrong code, which later cells have to find: behind the cell that holds `after`, the rest is run once more.
 
-    quick: (text of later cells, what stands for it), so that they take less time.
+    quick: (text of later cells, what stands for it), so that they take less time, or are wrong too.
     """
 
     after: str

@@ -14,6 +14,7 @@ from dmi_connector.engine.owners.paged import PagedSlots
 from dmi_connector.engine.scheduler.tracker import Tracker
 from dmi_connector.hooks import ModelDims, parse_selection
 from dmi_connector.layout import row_layouts
+from dmi_connector.probes import with_probes
 from dmi_connector.settings import ServerOptions
 
 DIMS = ModelDims("Qwen3ForCausalLM", 3, 64, 4, 2, 32, 192, 512)
@@ -24,10 +25,11 @@ def make_tracker(
 ) -> Tracker:
     """A tracker of a float32 model with chunks of 16 tokens and blocks of 16 slots. blocks: of the whole cache."""
     parsed = ServerOptions.parse({"store_dir": str(store_dir), "hooks": hooks, "chunk_tokens": 16, **options})
-    selection = parse_selection(parsed.hooks, DIMS)
-    layouts = row_layouts(selection, DIMS, "float32")
+    dims, probes = with_probes(DIMS, parsed.probes, 1)
+    selection = parse_selection(parsed.hooks, dims)
+    layouts = row_layouts(selection, dims, "float32", 1, {**probes})
     arch = ARCHITECTURES["Qwen3ForCausalLM"]
-    context = CaptureContext(parsed, arch, DIMS, selection, layouts, "float32", 1, OWNERS["target"])
+    context = CaptureContext(parsed, arch, dims, selection, layouts, "float32", 1, OWNERS["target"])
     return Tracker(context, PagedSlots(context, 16, blocks), 1 << 60)
 
 

@@ -6,29 +6,33 @@ from __future__ import annotations
 import re
 
 import pytest
-from nbclient.exceptions import CellExecutionError
-from nbformat.v4 import new_code_cell
 
 from dmi_connector import open_captures
 from tests import notebookkit
+from tests.notebookkit import Mistake
 
 
-def test_the_probe_beats_its_baselines_and_shuffled_keys_are_found(
+def test_the_probe_beats_its_baselines_and_keeps_what_it_finds(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The last mistake begins with captures that are there already: labels of them that mean nothing."""
     directory = tmp_path_factory.mktemp("p")  # a short name: vLLM puts sockets there, whose paths have 107 characters
-    text, pictures = notebookkit.execute(notebookkit.read("linear_probe"), monkeypatch, TMPDIR=str(directory))
+    here, labels = 'os.environ["DMI_CAPTURES"] = str(folder / "captures")', 'CLASSES.index(cap.attrs["key"]) * 2 - 1'
+    mistakes = (
+        Mistake("answers = serve", "everything = everything[::-1]"),
+        Mistake("response = np.array", "offline = 1 - offline"),
+        Mistake("CLASSES = (", f"random.seed(1); {here}", quick=(labels, "random.choice([-1, 1])")),
+    )
+    text, pictures = notebookkit.execute(notebookkit.read("probes"), monkeypatch, mistakes, TMPDIR=str(directory))
     (stores,) = directory.glob("*/captures")
     assert len(open_captures(stores)) == 200 and "200 captures, 100 of them of 'answer'" in text, text
     right, embedding, shuffled = map(float, re.findall(r"(\d\.\d\d) right; embedding (\S+), shuffled (\S+)", text)[0])
-    assert right > 0.75 and embedding < 0.65 and shuffled < 0.65 and pictures == 1, text
-    assert re.search(r"separation \d\.\d\d", text), text
-
-    notebook = notebookkit.read("linear_probe")
-    place = next(i for i, cell in enumerate(notebook.cells) if "def fit" in cell.source)
-    notebook.cells.insert(place, new_code_cell("labels = np.random.default_rng(1).permutation(labels)"))
-    with pytest.raises(CellExecutionError, match="AssertionError"):
-        notebookkit.execute(notebook, monkeypatch, DMI_CAPTURES=str(stores))
+    assert right > 0.75 and embedding < 0.65 and shuffled < 0.65 and pictures == 2, text
+    assert float(re.findall(r"100 requests: the scores differ by (\S+) at most", text)[0]) < 1e-5, text
+    kept, as_expected = map(int, re.findall(r"kept (\d+) of 100 requests, (\d+) as the scores say", text)[0])
+    wanted, others = map(int, re.findall(r"(\d+) of 50 with 'answer', (\d+) of the others", text)[0])
+    assert kept == wanted + others and as_expected == 100 and wanted > 30 > 20 > others, text
+    assert len(open_captures(stores.parent / "served", key="found")) == kept, text
 
 
 @pytest.mark.soak

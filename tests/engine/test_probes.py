@@ -29,6 +29,8 @@ ASKED = {name: {"inline": ["max", "mean"]} for name in ("risk", "many", "first",
 INLINE = {**ALL, "dmi": {"probes": ASKED, "summary": True}}
 NORMS = {"norm": "norm(resid_pre)", "end": "norm(resid_final)"}
 CONDITIONS = {
+    "plain": Ask(prompt(50), ALL),
+    "kept again": Ask(prompt(300), {**ALL, "dmi": {"keep_if": "max(one) > -1e9", "probes": ASKED}}),
     "kept": Ask(prompt(50), {**ALL, "dmi": {"key": "kept", "keep_if": "max(one) > -1e9"}}),
     "dropped": Ask(prompt(50), {**ALL, "dmi": {"key": "dropped", "keep_if": "max(one) > 1e9", "probes": ASKED}}),
     "stopped": Ask(prompt(50), {**ALL, "dmi": {"key": "stopped", "stop_if": "one < 1e9"}}),
@@ -90,7 +92,7 @@ def run(
         for _ in range(3):
             llm.llm_engine.step()
         run.facts["metrics"] = {metric.name: metric for metric in llm.get_metrics() if "dmi_probe" in metric.name}
-        run.facts["requests"] = len(run.replies) - 2 * bool(run.drafts)  # those with keep_if are refused in a pool
+        run.facts["requests"] = len(run.replies)
     assert bool(run.preempted) == ("blocks" in request.param) and bool(run.drafts) == ("drafts" in request.param)
     return run
 
@@ -138,10 +140,20 @@ def test_a_summary_has_the_norms_of_the_store_by_layer(run: Run) -> None:
 
 
 def test_keep_if_stores_only_requests_for_which_it_holds(run: Run, probes: dict[str, Path]) -> None:
-    kept, dropped = (run.replies[name].kv_transfer_params for name in ("kept", "dropped"))
-    if run.drafts:  # rows in a pool
-        assert all("owner 'pool' has no room" in said["dmi_error"] for said in (kept, dropped))
-        return
+    """Its rows are those of the same request without a condition. Those of cached tokens count too, in a pool too."""
+    dropped = run.replies["dropped"].kv_transfer_params
+    for name, same in (("kept", "plain"), ("kept again", "long")):
+        capture, other = (open_capture(run.store(each), timeout=300) for each in (name, same))
+        assert capture.token_ids.tolist() == other.token_ids.tolist() and capture.complete
+        for probe in (*probes, *NORMS):
+            np.testing.assert_allclose(
+                capture.numpy(f"probe.{probe}"), other.numpy(f"probe.{probe}"), rtol=1e-5, atol=1e-5, err_msg=name
+            )
+    for name in probes:
+        check_inline(capture, name, run.replies["kept again"].kv_transfer_params["dmi_probe"][name])
+    assert "borrowed_tokens" not in capture.attrs and capture.attrs.get("recomputed_tokens", 0) == 256 * bool(
+        run.drafts
+    )
     capture = open_capture(run.store("kept"), timeout=300)
     assert verify_store(run.store("kept")) == [] and len(capture.token_ids) == 50 + 11
     assert dropped["dmi_store"] is None and dropped["dmi_reason"].startswith(

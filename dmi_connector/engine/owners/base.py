@@ -149,6 +149,9 @@ class RowSlots(ABC):
         waiting: more rows wait to be gathered than staging memory takes. others: other captured requests run.
         """
 
+    def check_room(self, tracked: Captured) -> None:  # noqa: B027
+        """Raises OptionError for a request that is to be captured whose rows can never have places."""
+
     def arrived(self, tracked: Captured) -> None:  # noqa: B027
         """A request is to be captured."""
 

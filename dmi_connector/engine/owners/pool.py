@@ -14,10 +14,10 @@ A row's place follows from its request and position, never from the batch:
 All of it runs on the engine's stream, so that a page is written again only after its rows were gathered. `need` in the
 message says how many rows must have been gathered before the forward, because their pages are given out again.
 
-A request is admitted when the pool holds the most rows that it can have at a time (`PoolSlots.most`). Steps may have
-more tokens of prompts than the pool has rows: while prompts are captured, the scheduler half lowers vLLM's token budget
-to what the pool holds beside the admitted requests. So a page is free whenever one is needed, and nothing waits for
-another request.
+A request is admitted when the pool holds the most rows that it can have at a time (`PoolSlots.most`), with `keep_if`
+all that it can have (`StepLimits.room_of_all`). Steps may have more tokens of prompts than the pool has rows: while
+prompts are captured, the scheduler half lowers vLLM's token budget to what the pool holds beside the admitted requests.
+So a page is free whenever one is needed, and no admitted request waits for another.
 
 Rows of cached tokens are not kept. A captured request borrows them from an earlier capture (pool_borrowing.py), or
 computes such tokens again.

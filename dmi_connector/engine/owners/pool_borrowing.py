@@ -113,8 +113,12 @@ class Borrowing:
         return True
 
     def _find(self, reads: CacheReads, top: int) -> tuple[Source, int] | None:
-        """Whose rows a request can borrow. One that was preempted has its own."""
-        return None if reads.begun or self._part_hits else self.sources.find(reads.source, reads.request, top)
+        """Whose rows a request can borrow. One that was preempted has its own. `keep_if` is about scores of all rows,
+        and borrowed ones have none.
+        """
+        if reads.begun or self._part_hits or reads.tracked.params.keep_if is not None:
+            return None
+        return self.sources.find(reads.source, reads.request, top)
 
     def _hold(self, reads: CacheReads, source: Source) -> bool:
         """See to it that a source stays until its rows are copied. Returns whether it will."""

@@ -12,6 +12,8 @@ from dmi_connector.engine.messages import STEPS_TOGETHER
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from dmi_connector.engine.owners.base import Captured
+
 PAGE = 16
 """Positions of a page, if blocks of vLLM are a multiple of it. A page never reaches over two blocks."""
 _PROMPT_TOKENS = 256
@@ -31,7 +33,7 @@ class StepLimits:
     was at start. tokens: of a step. requests: that run at once. of_request: tokens of a decoding request in a step,
     draft tokens included. whole: prompts, or images in them, are not split over steps, so a step is never made smaller.
     block: in hybrid models whose states are cached, tokens of a block; else 0. vLLM ends pieces of prompts where blocks
-    end, so that a step with room for less would compute nothing.
+    end, so that a step with room for less would compute nothing. longest: tokens of a request, as the model allows.
     """
 
     scheduler: Any
@@ -40,6 +42,7 @@ class StepLimits:
     of_request: int = 1
     whole: bool = False
     block: int = 0
+    longest: int = 1 << 40
     stock: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,7 +60,8 @@ class StepLimits:
         cache = vllm_config.cache_config
         aligned = vllm_config.model_config.is_hybrid and cache.mamba_cache_mode == "align"
         block = cache.block_size if aligned and cache.block_size <= tokens else 0
-        return cls(scheduler, tokens, scheduler.max_num_seqs, of_request, whole, block)
+        longest = vllm_config.model_config.max_model_len
+        return cls(scheduler, tokens, scheduler.max_num_seqs, of_request, whole, block, longest)
 
     def floor(self, requests: int) -> int:
         """Tokens that a step has at least while prompts are captured. requests: that run."""
@@ -85,6 +89,19 @@ class StepLimits:
         decoding, prompt = chunk - 1 + 3 * self.of_request + self.lookahead, chunk - 1 + self.lookahead + size - 1
         most = max(decoding, prompt)
         return -(-most // size) if aligned else pages_of(most, size)
+
+    def room_of_all(self, tracked: Captured, size: int = PAGE) -> tuple[int, int]:
+        """(position from which on no row has a place, pages) of a request whose rows all wait until it ends.
+
+        Behind its last token it may have drafts, and tokens of a step that was planned before that was known. How many
+        tokens the turns of a session have is not known.
+        """
+        request, params = tracked.request, tracked.params
+        stop = self.longest if params.stop is None else min(self.longest, params.stop)
+        if not request.resumable:
+            tokens = request.num_prompt_tokens + request.max_tokens
+            stop = min(stop, tracked.limit, tokens + 2 * self.of_request)
+        return stop, max(0, -(-stop // size) - params.start // size)
 
     def pages_of_step(self, tokens: int, size: int = PAGE) -> int:
         """Pages for so many tokens of prompts in a step, beside those that requests are admitted with."""

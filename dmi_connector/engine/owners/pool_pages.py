@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -15,8 +14,9 @@ from vllm.logger import init_logger
 from dmi_connector.engine.messages import Borrow, StepMetadata
 from dmi_connector.engine.owners.base import RowSlots
 from dmi_connector.engine.owners.pool_borrowing import Borrowing, CacheReads
+from dmi_connector.engine.owners.pool_free import Pages
 from dmi_connector.engine.owners.pool_limits import StepLimits, page_size
-from dmi_connector.option_values import OptionError
+from dmi_connector.option_values import OptionError, refuse
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -31,43 +31,6 @@ _SPARE_REQUESTS = 64
 """The smallest budget has room for tokens of so many more requests than run."""
 
 
-class Pages:
-    """Pages by number, given out and taken back in the order in which their rows are handed to the workers.
-
-    count: of pages, without page 0, where torch puts what has no row. free: pages without rows. Behind them, `_handed`:
-    (rows handed since the start, page), to be used again once so many rows are gathered.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.free = deque(range(1, count + 1))
-        self._handed: deque[tuple[int, int]] = deque()
-        self._need = 0
-
-    def take(self) -> int:
-        """A page. Admission sees to it that there is one."""
-        if self.free:
-            return self.free.popleft()
-        if not self._handed:
-            raise RuntimeError("the pool has no free page, although every request was admitted with room")
-        self._need, page = self._handed.popleft()
-        return page
-
-    def give_back(self, page: int, handed: int) -> None:
-        """Take a page back. handed: rows handed since the start when its last row was."""
-        self._handed.append((handed, page))
-
-    def gathered(self, rows: int) -> None:
-        """So many rows are gathered since the start."""
-        while self._handed and self._handed[0][0] <= rows:
-            self.free.append(self._handed.popleft()[1])
-
-    def take_need(self) -> int:
-        """Rows that must be gathered before pages taken since the last call are written."""
-        need, self._need = self._need, 0
-        return need
-
-
 @dataclass(eq=False)
 class _Rows:
     """The rows of one request.
@@ -75,12 +38,13 @@ class _Rows:
     first: number of `pages[0]`: page n has positions from n * size on. entries: of the table, -1 for a page that is not
     in it. captured: position up to which a preempted request has its rows. exported: position up to which rows were
     handed to the workers. seen: tokens that were computed when it was last looked at. ahead: position up to which rows
-    have a place as soon as vLLM gives blocks. most: see `StepLimits.pages_of_request`. admitted: whether so many pages
-    are there for it. reads_cache: what the request says of the prefix cache. reads: what it reads of it.
+    have a place as soon as vLLM gives blocks. stop, most: see `PoolSlots._room`. admitted: whether so many pages are
+    there for it. reads_cache: what the request says of the prefix cache. reads: what it reads of it.
     """
 
     tracked: Captured
     first: int
+    stop: int
     most: int
     reads_cache: bool
     reads: CacheReads
@@ -100,7 +64,9 @@ class PoolSlots(RowSlots):
     has at most, beside those of its prompt in one step.
 
     Deadlocks: a request is admitted only if all that are admitted, and a step of the smallest budget, have pages. Pages
-    whose rows were handed to the workers count as free, because gathering them waits for no request.
+    whose rows were handed to the workers count as free, because gathering them waits for no request. A request with
+    `keep_if` has pages for all its rows. If these are more than others have, it would never be admitted while others
+    pass it: so once it was refused, it is the `_head`, and the others wait until it is admitted or has ended.
     """
 
     eager: ClassVar[bool] = True
@@ -123,6 +89,7 @@ class PoolSlots(RowSlots):
         self._rows: dict[str, _Rows] = {}
         self._prompts: dict[str, _Rows] = {}  # admitted requests that have tokens of prompts to compute
         self._waiting = 0  # requests that are not admitted
+        self._head: _Rows | None = None  # the one of them that all others wait for
         self._running = 0  # requests of the last step
         self._handed_rows = 0
         self._given: list[tuple[int, int, int]] = []  # (rows handed, page, entry) since the last `cover`
@@ -184,7 +151,7 @@ class PoolSlots(RowSlots):
     def _cover(self, rows: _Rows, stop: int) -> None:
         """Give the rows of positions below `stop` a place, as far as vLLM has given blocks."""
         tracked = rows.tracked
-        stop = min(stop, tracked.limit, len(tracked.blocks) * self.block_size)
+        stop = min(stop, rows.stop, tracked.limit, len(tracked.blocks) * self.block_size)
         last = rows.first + len(rows.pages) - 1
         if rows.pages and rows.entries[-1] < 0 and last * self.size < stop and rows.captured < (last + 1) * self.size:
             self._enter(rows, last, rows.pages[-1])  # it was preempted in the middle of this page
@@ -257,11 +224,29 @@ class PoolSlots(RowSlots):
 
     # ---- the lives of requests --------------------------------------------------------------------------------------
 
+    def _room(self, tracked: Captured) -> tuple[int, int]:
+        """(position from which on no row has a place, pages that a request is admitted with)."""
+        if tracked.params.keep_if is not None:
+            return self.limits.room_of_all(tracked, self.size)
+        return self.limits.longest, self.most if tracked.params.start % self.size else self._usual
+
+    def check_room(self, tracked: Captured) -> None:
+        condition, (stop, most) = tracked.params.keep_if, self._room(tracked)
+        step = self._pages(self.limits.floor(self.limits.requests))
+        if condition is not None and most + step > self.pages.count:
+            needed = (1 + most + step) * self.size * self._context.layout.row_bytes
+            raise refuse(
+                "dmi.keep_if",
+                condition.text,
+                f"keeps up to {stop - tracked.params.start} rows in the pool until the request ends, and pool_bytes "
+                f"has room for {(self.pages.count - step) * self.size}; lower max_tokens, give dmi.tokens, or start "
+                f"the server with pool_bytes {needed} or more",
+            )
+
     def arrived(self, tracked: Captured) -> None:
-        request, start = tracked.request, tracked.params.start
-        most = self.most if start % self.size else self._usual
+        request, first = tracked.request, tracked.params.start // self.size
         reads_cache, reads = not request.skip_reading_prefix_cache, self.borrowing.arrived(tracked)
-        self._rows[request.request_id] = _Rows(tracked, start // self.size, most, reads_cache, reads)
+        self._rows[request.request_id] = _Rows(tracked, first, *self._room(tracked), reads_cache, reads)
         self._waiting += 1
         self._choose_budget()
 
@@ -295,11 +280,15 @@ class PoolSlots(RowSlots):
 
     def _admit(self, rows: _Rows) -> bool:
         """Whether a request may begin in a step of the present budget."""
+        if not rows.admitted and self._head not in (None, rows):
+            return False
         step = self._pages(min(self.limits.tokens, self.limits.scheduler.max_num_batched_tokens))
         if self._admitted_pages + (0 if rows.admitted else rows.most) + step > self.pages.count:
+            if not rows.admitted and rows.most > self.most:
+                self._head = rows
             return False
         if not rows.admitted:
-            rows.admitted = True
+            rows.admitted, self._head = True, None
             self._admitted_pages += rows.most
             self._waiting -= 1
             self._prompts[rows.tracked.request.request_id] = rows
@@ -342,6 +331,7 @@ class PoolSlots(RowSlots):
         self._give(rows, len(rows.pages))
         self._waiting -= not rows.admitted
         self._admitted_pages -= rows.most if rows.admitted else 0
+        self._head = None if self._head is rows else self._head
         self._prompts.pop(request_id, None)
 
     # ---- the end of a pass of vLLM's scheduler ----------------------------------------------------------------------
@@ -366,12 +356,18 @@ class PoolSlots(RowSlots):
         limits, spare = self.limits, self.pages.count - self._admitted_pages
         tokens = limits.tokens
         if self._prompts or self._waiting:
-            floor = limits.floor(min(limits.requests, self._running + _SPARE_REQUESTS))
-            room = max(0, (spare - self._pages(floor)) // self.most)
-            more = min(self._waiting, max(0, limits.requests - self._running), room)
-            if self._prompts or more:
-                tokens = min(tokens, (spare - more * self.most) * self.size)
+            floor = self._pages(limits.floor(min(limits.requests, self._running + _SPARE_REQUESTS)))
+            kept = self._kept(spare - floor)
+            if self._prompts or kept:
+                tokens = min(tokens, (spare - kept) * self.size)
         limits.scheduler.max_num_batched_tokens = limits.stock if tokens >= limits.tokens else tokens
+
+    def _kept(self, pages: int) -> int:
+        """How many of these pages, of those beside the smallest budget, are left for requests that wait."""
+        if self._head is not None:
+            return self._head.most if self._head.most <= pages else 0
+        more = min(self._waiting, max(0, self.limits.requests - self._running), max(0, pages // self.most))
+        return more * self.most
 
     def take_counts(self) -> dict[str, int]:
         return self.borrowing.take_counts()

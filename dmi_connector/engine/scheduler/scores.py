@@ -55,8 +55,18 @@ class ProbeScores:
     def arrived(self, tracked: Tracked) -> None:
         """A request is to be captured."""
         if wanted := self._named(tracked) | {*(self._norms if tracked.params.summary else ())}:
-            tracked.scores = RequestScores(tuple(wanted))
+            names = tuple(sorted(wanted))
+            tracked.scores = RequestScores(names, columns=self._columns(names))
             self.running[tracked.capture] = tracked
+
+    def _columns(self, names: Sequence[str]) -> dict[str, slice]:
+        """Where the values of each of these probes are among those of all."""
+        found, at = {}, 0
+        for name in names:
+            width = len(self._probes[name].outputs) * len(self._places[name])
+            found[name] = slice(at, at + width)
+            at += width
+        return found
 
     def _named(self, tracked: Tracked) -> set[str]:
         """The probes that a request or the option `probe_alerts` names."""
@@ -127,23 +137,24 @@ class ProbeScores:
     def take(self, answers: Sequence[StepScores]) -> None:
         """Scores of a step have come, from one rank or from each."""
         values = {answer.rank: answer.values for answer in answers}
-        merged: dict[str, np.ndarray] = {}
+        merged: dict[tuple[str, ...], np.ndarray] = {}
         at = 0
         for capture, first, count in answers[0].parts:
             tracked = self.running.get(capture)
             if tracked is not None and (scores := tracked.scores) is not None:
-                for name in scores.wanted:
-                    if name not in merged:
-                        merged[name] = self._merge(name, values)
-                    scores.put(name, first, merged[name][at : at + count])
+                if (rows := merged.get(scores.wanted)) is None:
+                    rows = merged[scores.wanted] = self._merge(scores.wanted, values)
+                scores.put(first, rows[at : at + count])
                 if tracked.params.stop_if is not None and not tracked.stopped:
                     self._stop(tracked, tracked.params.stop_if, scores)
             at += count
 
-    def _merge(self, name: str, values: Mapping[int, np.ndarray]) -> np.ndarray:
-        """The scores of one probe, layer after layer, [rows, values]. values: by rank."""
-        layers = [[values[rank][:, at] for rank, at in places] for places in self._places[name].values()]
-        return np.concatenate([self._probes[name].merge(parts) for parts in layers], 1)
+    def _merge(self, names: Sequence[str], values: Mapping[int, np.ndarray]) -> np.ndarray:
+        """The scores of these probes side by side, of each layer after layer, [rows, values]. values: by rank."""
+        layers = [(self._probes[name], places) for name in names for places in self._places[name].values()]
+        return np.concatenate(
+            [probe.merge([values[rank][:, at] for rank, at in places]) for probe, places in layers], 1
+        )
 
     # ---- conditions -------------------------------------------------------------------------------------------------
 

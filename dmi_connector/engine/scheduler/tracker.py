@@ -124,16 +124,18 @@ class Tracker:
             roots = options.save_path_roots if options.allow_custom_save_path else ()
             directory = custom_directory(params.save_path, roots, options.file_mode)
         path = os.path.join(directory, store_name(params.key, request.request_id))
-        if options.sink == "disk":
-            self.quota.admit(path, size.until(prompt if params.stop is None else min(prompt, params.stop)))
+        params.check_waits(selection.hooks)
         self._captures += 1
         ignored = ignored_path(request.kv_transfer_params)
+        due = params.start + options.chunk_tokens if params.keep_if is None else UNLIMITED
+        tracked = Tracked(request, params, self._captures, path, selection, quota_end, params.start, due, ignored)
+        self.slots.check_room(tracked)
+        if options.sink == "disk":  # the last check: what it admits is counted until the request ends
+            self.quota.admit(path, size.until(prompt if params.stop is None else min(prompt, params.stop)))
         if ignored and not self._path_told:
             logger.warning("dmi: ignored in request %s: %s", show(request.request_id), ignored)
             self._path_told = True
-        params.check_waits(self.slots.stays, selection.hooks)
-        due = params.start + options.chunk_tokens if params.keep_if is None else UNLIMITED
-        return Tracked(request, params, self._captures, path, selection, quota_end, params.start, due, ignored)
+        return tracked
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
     backend = SimpleNamespace(get_builder_cls=lambda: Builder)
     attention = SimpleNamespace(get_attn_backend=lambda: backend)
     found = SimpleNamespace(
-        model_config=SimpleNamespace(dtype=torch.float32, is_multimodal_model=False, is_hybrid=False),
+        model_config=SimpleNamespace(dtype=torch.float32, is_multimodal_model=False, is_hybrid=False, max_model_len=64),
         scheduler_config=SimpleNamespace(
             max_num_batched_tokens=40, max_num_scheduled_tokens=None, max_num_seqs=2, enable_chunked_prefill=True
         ),

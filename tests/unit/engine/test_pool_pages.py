@@ -7,23 +7,26 @@ The model worker gathers rows as late as it may, so a page that is written too e
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
 from dmi_connector.engine.connector import DMIConnector
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.messages import Report, RowPages, Rows, StepMetadata
+from dmi_connector.engine.messages import Report, RowPages, Rows, ScoreRows, StepMetadata, StepScores
 from dmi_connector.engine.owners import pool_borrowing, pool_limits, pool_pages
+from dmi_connector.engine.owners.pool_free import Pages
 from dmi_connector.engine.owners.pool_limits import StepLimits, page_size, pages_of
-from dmi_connector.engine.owners.pool_pages import Pages, PoolSlots
+from dmi_connector.engine.owners.pool_pages import PoolSlots
 from dmi_connector.engine.scheduler.tracker import Tracker
-from tests.trackerkit import FakeRequest, make_tracker
+from tests.probekit import save_probe
+from tests.trackerkit import DIMS, FakeRequest, make_tracker
 
 TOKENS, REQUESTS = 48, 4
 """Tokens of a step, and requests that run at once."""
@@ -31,21 +34,26 @@ LONGEST = 130
 """Tokens of a request."""
 STORES: set[str] = set()
 """Paths of the stores that are there."""
+HELD: Counter[str] = Counter()
+"""Holds by path. What is held stays, also when its store is removed."""
 
 
 class Held:
-    """Holds of stores that are in STORES."""
+    """Holds of stores that are in STORES, counted in HELD."""
 
     @staticmethod
     def hold(store: str) -> str:
         """The store itself."""
         if store not in STORES:
             raise FileNotFoundError(store)
+        HELD[store] += 1
         return store
 
     @staticmethod
     def release(held: str) -> None:
-        """There is nothing to remove."""
+        """It goes with its store."""
+        assert HELD[held] > 0
+        HELD[held] -= 1
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -62,7 +70,8 @@ def small_steps() -> Iterator[None]:
 def contexts(tmp_path_factory: pytest.TempPathFactory) -> dict[int, CaptureContext]:
     """By tokens of a chunk."""
     root = tmp_path_factory.mktemp("stores")
-    options = {"hooks": "q", "sink": "host"}
+    risk = str(save_probe(root / "risk.safetensors", "mlp_out", (1,), DIMS.hidden, 1))
+    options = {"hooks": "q,probe.risk", "probes": {"risk": risk}, "sink": "host"}
     return {n: make_tracker(root, chunk_tokens=n, segment_tokens=8 * n, **options).context for n in (1, 8, 16, 24)}
 
 
@@ -71,7 +80,8 @@ class Life(FakeRequest):
     """A request in the model. blocks: of vLLM. left: tokens that it still generates. drafts: draft tokens of its next
     step. rows: positions of rows that were gathered. length: rows that its close says. cached: blocks that the
     prefix cache has. borrowed: rows that it took from another. handed: rows that the worker was told of. age: resets of
-    the cache before it began.
+    the cache before it began. least: with `keep_if`, it is kept if the score of a row, its position, is larger. scored:
+    positions whose scores came.
     """
 
     resumable: bool = False
@@ -89,6 +99,8 @@ class Life(FakeRequest):
     borrowed: int = 0
     handed: int = 0
     age: int = 0
+    least: int | None = None
+    scored: set[int] = field(default_factory=set)
 
     def hash_tokens(self, size: int) -> None:
         """As vLLM: hashes of the blocks that are full now, each of all tokens before it too."""
@@ -121,6 +133,7 @@ class Model:
         self.waiting: list[Life] = []
         self.running: list[Life] = []
         self.results: deque[list[tuple[Life, bool]]] = deque()  # whether each step samples a token of a request
+        self.answers: deque[StepScores | None] = deque()  # scores of these steps
         self.lives: dict[str, Life] = {}
         self.by_capture: dict[int, Life] = {}
         self.preempted: set[str] = set()
@@ -129,9 +142,12 @@ class Model:
         self.by_store: dict[str, Life] = {}
         self.over: list[str] = []  # stores that no report names
         self.spoiled: set[str] = set()  # stores that lack rows
+        self.kept = [0, 0]  # requests with `keep_if` that were dropped, and kept
+        self.heads: set[str] = set()  # requests that all others waited for
         self.slots.borrowing.sources._enabled = True
         self.slots.borrowing._holds = Held()
         STORES.clear()
+        HELD.clear()
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
@@ -150,25 +166,46 @@ class Model:
         life.hash_tokens(self.block)
         life.left, life.captured, life.start = min(r.randrange(1, 40), longest - prompt), captured, start
         life.skip_reading_prefix_cache = r.random() < 0.1
+        life.max_tokens = life.left
+        if captured and r.random() < 0.3:
+            life.least = r.randrange(-1, prompt + life.left)
+            kv.setdefault("dmi", {})["keep_if"] = f"max(risk) > {life.least}"
         if not captured:
             life.kv_transfer_params = {"dmi": {"enabled": False}}
         self.lives[name] = life
         self.tracker.on_new_request(life)  # type: ignore[arg-type]
-        if name in self.tracker.tracked:
+        life.captured = name in self.tracker.tracked
+        assert life.captured == (captured and (life.least is None or self.holds(life)))
+        if life.captured:
             self.by_capture[self.tracker.tracked[name].capture] = life
             self.by_store[self.tracker.tracked[name].path] = life
         self.waiting.append(life)
+
+    def holds(self, life: Life) -> bool:
+        """Whether the pool has room for all rows of a request beside the largest of the smallest steps."""
+        dmi: Any = life.kv_transfer_params["dmi"]  # type: ignore[index]
+        include = life.kv_transfer_params["include_output_tokens"]  # type: ignore[index]
+        _, stop = dmi.get("tokens") or (0, None)
+        tokens = life.num_prompt_tokens + (life.max_tokens + 2 * (1 + self.drafts) if include else 0)
+        last = min(tokens, tokens if stop is None else stop) - 1
+        pages = len({position // self.size for position in range(life.start, last + 1)})
+        limits = self.slots.limits
+        return pages + limits.pages_of_step(limits.floor(REQUESTS), self.size) <= self.slots.pages.count
 
     def end(self, life: Life) -> None:
         for queue in (self.waiting, self.running):
             if life in queue:
                 queue.remove(life)
-        before = len(self.tracker.pending_closes)
+        before, inputs = len(self.tracker.pending_closes), max(life.num_prompt_tokens, life.num_tokens - 1)
         if (tracked := self.tracker.tracked.get(life.request_id)) is not None:
             self.over.append(tracked.path)
         self.tracker.finish(life, life.blocks)  # type: ignore[arg-type]
         for close in self.tracker.pending_closes[before:]:
             life.length = close.length
+        if tracked is not None and tracked.opened and life.least is not None:
+            known = [position for position in life.scored if position < min(inputs, tracked.limit)]
+            assert (life.length is not None) == (not known or max(known) > life.least), f"{life.request_id} kept?"
+            self.kept[life.length is not None] += 1
         self.free += life.blocks
         self.random.shuffle(self.free)
         life.blocks, life.left = [], -1
@@ -257,6 +294,7 @@ class Model:
                 resumed.add(life.request_id)
                 given[life.request_id] = life.blocks
             else:
+                life.age = self.slots.borrowing.sources.age
                 new.append(SimpleNamespace(req_id=life.request_id, block_ids=(life.blocks,), num_computed_tokens=hit))
                 self.seen.add(life.request_id)
         self.prompts = {name for name in scheduled if name in self.slots._prompts}
@@ -279,9 +317,12 @@ class Model:
         for name, rows in self.slots._rows.items():
             prompt = scheduled.get(name, 0) if name in self.prompts else 0
             assert len(rows.pages) <= rows.most + prompt // self.size, f"{name} has {len(rows.pages)} pages"
+        if self.slots._head is not None:
+            self.heads.add(self.slots._head.tracked.request.request_id)
         self.work(message, [(self.lives[name], computed[name], n) for name, n in scheduled.items()])
         if scheduled:
             self.results.append([])
+            self.answers.append(self.read(message.scores))
         for name, n in scheduled.items():
             life = self.lives[name]
             self.results[-1].append((life, n == self.ask(life)))
@@ -290,7 +331,24 @@ class Model:
             self.take_result()
         return sum(scheduled.values())
 
+    def read(self, asked: ScoreRows | None) -> StepScores | None:
+        """The scores of rows of a step: their positions."""
+        if asked is None:
+            return None
+        slots, positions = iter(asked.slots), []
+        for capture, first, count in asked.parts:
+            for position in range(first, first + count):
+                found = self.memory[next(slots)]
+                assert found[:2] == (self.by_capture[capture].request_id, position), f"{found} at {position}"
+                positions.append(position)
+        assert next(slots, None) is None
+        return StepScores(0, asked.parts, np.array(positions, np.float32)[:, None])
+
     def take_result(self) -> None:
+        if (answer := self.answers.popleft()) is not None:
+            self.tracker.scores.take([answer])
+            for capture, first, count in answer.parts:
+                self.by_capture[capture].scored.update(range(first, first + count))
         for life, samples in self.results.popleft():
             if life.left < 0 or not samples:
                 continue  # it is gone, or its prompt goes on
@@ -332,9 +390,9 @@ class Model:
         resets = self.slots.borrowing.sources.age
         for opened in message.opens:
             life, borrow = self.by_capture[opened.capture], opened.borrow
-            life.age = resets
             if borrow is None:
                 continue
+            assert life.least is None, "its scores are not known"
             source, rows = self.by_store[borrow.path], len(borrow.token_ids)
             stop = life.start + rows
             assert borrow.request_id == source.request_id and opened.attrs["borrowed_tokens"] == rows > 0
@@ -343,7 +401,7 @@ class Model:
             assert borrow.token_ids.tolist() == life.tokens[life.start : stop]
             assert borrow.path not in self.spoiled
             assert source.handed + source.borrowed >= rows, "rows that were not handed"
-            assert source.left >= 0 or borrow.path in STORES, "its store is gone"
+            assert source.left >= 0 or HELD[borrow.path], "its store is gone"
             life.borrowed = rows
 
     def work(self, message: StepMetadata, tokens: list[tuple[Life, int, int]]) -> None:
@@ -352,6 +410,7 @@ class Model:
                 self.check_opens(message)
             for each in told:
                 life = self.by_capture[each.capture]  # type: ignore[attr-defined]
+                assert life.least is None or life.left < 0, "rows that were to wait"
                 life.handed += sum(len(rows.slots) for rows in getattr(each, "rows", [each]))
         for close in message.closes:
             assert close.stays and not close.keeps_blocks
@@ -424,6 +483,7 @@ class Model:
                 continue
             assert life.rows == list(range(life.start + life.borrowed, life.start + life.length)), life.request_id
         assert not self.slots._rows and not self.slots._prompts and self.slots._waiting == 0
+        assert HELD.total() == len(self.slots.borrowing._lent)
         self.tracker.gathered = self.gathered
         self.step()
         assert sorted(self.slots.pages.free) == list(range(1, self.slots.pages.count + 1)), "a page is lost"
@@ -431,9 +491,9 @@ class Model:
         assert self.config.max_num_batched_tokens == TOKENS
 
 
-def run(seeds: range, contexts: dict[int, CaptureContext]) -> tuple[int, int, int]:
-    """(rows that were computed, and borrowed; histories in which steps were made smaller)."""
-    rows = borrowed = lowered = 0
+def run(seeds: range, contexts: dict[int, CaptureContext]) -> Counter[str]:
+    """What happened in these histories. lowered: in how many of them steps were made smaller."""
+    seen: Counter[str] = Counter()
     for seed in seeds:
         model = Model(seed, contexts)
         try:
@@ -441,17 +501,22 @@ def run(seeds: range, contexts: dict[int, CaptureContext]) -> tuple[int, int, in
             model.check()
         except Exception as error:
             raise AssertionError(f"history {seed}: {error}") from error
-        rows += sum(len(life.rows) for life in model.lives.values())
-        borrowed += sum(life.borrowed for life in model.lives.values())
-        counts = model.slots.take_counts()
-        assert counts["borrowed_tokens"] == sum(life.borrowed for life in model.lives.values())
-        lowered += model.lowest < TOKENS
-    return rows, borrowed, lowered
+        borrowed = sum(life.borrowed for life in model.lives.values())
+        assert model.slots.take_counts()["borrowed_tokens"] == borrowed
+        seen["rows"] += sum(len(life.rows) for life in model.lives.values())
+        seen["borrowed"] += borrowed
+        seen["lowered"] += model.lowest < TOKENS
+        seen["dropped"] += model.kept[0]
+        seen["kept"] += model.kept[1]
+        seen["heads"] += len(model.heads)
+        seen["refused"] += sum(life.least is not None and not life.captured for life in model.lives.values())
+    return seen
 
 
 def test_every_row_comes_once_from_its_page_in_random_histories(contexts: dict[int, CaptureContext]) -> None:
-    rows, borrowed, lowered = run(range(400), contexts)
-    assert rows > 10_000 and borrowed > 1_000 and lowered > 50
+    seen = run(range(400), contexts)
+    assert seen["rows"] > 10_000 and seen["borrowed"] > 1_000 and seen["lowered"] > 50, seen
+    assert min(seen[what] for what in ("dropped", "kept", "heads", "refused")) > 50, seen
 
 
 @pytest.mark.soak

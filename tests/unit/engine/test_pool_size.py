@@ -67,7 +67,7 @@ def test_steps_of_hybrid_models_are_not_shorter_than_a_block() -> None:
             scheduler_config=SimpleNamespace(**scheduler),
             speculative_config=None,
             cache_config=SimpleNamespace(mamba_cache_mode=mode, block_size=block),
-            model_config=SimpleNamespace(is_hybrid=hybrid, is_multimodal_model=False),
+            model_config=SimpleNamespace(is_hybrid=hybrid, is_multimodal_model=False, max_model_len=4096),
         )
         return StepLimits.of(config)
 

@@ -52,7 +52,8 @@ from dmi_connector.store.write.finish.retention import (
 )
 from dmi_connector.store.write.settings import WriteSettings
 from tests import storekit as kit
-from tests.trackerkit import ask, generate, make_tracker
+from tests.probekit import save_probe
+from tests.trackerkit import DIMS, ask, generate, make_tracker
 
 Q = ArraySpec("q", "float32", (0, 1), 16)
 
@@ -113,6 +114,16 @@ def test_generated_tokens_beyond_max_request_bytes_are_missing_rows(tmp_path: Pa
 
 
 # ---- all requests -----------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_is_refused_for_another_reason_takes_no_bytes(tmp_path: Path) -> None:
+    risk = str(save_probe(tmp_path / "risk.safetensors", "mlp_out", (1,), DIMS.hidden, 1))
+    hooks = "resid_pre,mlp_out,logits,probe.risk"
+    tracker = make_tracker(tmp_path / "stores", hooks, probes={"risk": risk}, max_total_bytes=60 * ROW + LOGITS)
+    for _ in range(5):
+        assert "logits" in run(tracker, {"dmi": {"keep_if": "max(risk) > 1"}}, 40, 3)[1]["dmi_error"]
+    assert "dmi_store" in run(tracker, {}, 40, 3)[1]
+    assert "max_total_bytes" in run(tracker, {}, 40, 3)[1]["dmi_error"], "the limit is of this size"
 
 
 def test_a_capture_beyond_max_total_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

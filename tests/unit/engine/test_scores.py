@@ -20,7 +20,7 @@ from dmi_connector.engine.scheduler.tracker import Tracker
 from tests import schedulerkit
 from tests.exporterkit import SMALL, make_exporter
 from tests.probekit import save_encoder, save_probe
-from tests.schedulerkit import Engine, score
+from tests.schedulerkit import BLOCK, Engine, score
 from tests.trackerkit import ask, generate
 
 Make = Callable[..., Engine]
@@ -187,10 +187,11 @@ def test_requests_with_a_score_above_the_threshold_are_counted(make: Make) -> No
     assert engine.faults() == []
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "pages" not in kind], ids=lambda kind: str(kind))
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_only_requests_whose_condition_holds_are_kept_in_random_lives(make: Make, kind: dict[str, Any]) -> None:
     """Of the others the workers hear nothing but which scores to read."""
-    engine = make(seed=5, **{**kind, "hooks": "q"})
+    pages = {"pages": 16} if "pages" in kind else {}  # all rows of the longest request, and a step
+    engine = make(seed=5, **{**kind, "hooks": "q", **pages})
     said, random, asked = responses(engine), engine.random, {}
     for _ in range(100):
         if random.random() < 0.35 and len(engine.requests) - len(said) < 12:
@@ -215,7 +216,9 @@ def test_only_requests_whose_condition_holds_are_kept_in_random_lives(make: Make
         elif "dmi_error" not in said[name]:
             assert name in engine.stored and (not ended or max(scores) > 28500)
             if ended and "dmi_missing" in said[name]:  # its last token came when it was preempted
-                assert said[name]["dmi_missing"] == [[0, len(tokens)]] and not engine.stored[name].rows
+                there = range(said[name]["dmi_missing"][0][0] if pages else 0)
+                assert said[name]["dmi_missing"] == [[len(there), len(tokens)]]
+                assert engine.stored[name].rows == {at: (tokens[at], at) for at in there}
             elif ended:
                 assert engine.stored[name].rows == {at: (token, at) for at, token in enumerate(tokens)}
                 whole += 1
@@ -252,7 +255,14 @@ def test_a_request_whose_score_is_not_a_number_is_kept(make: Make, monkeypatch: 
 @pytest.mark.parametrize(
     ("kind", "dmi", "says"),
     [
-        ({"pages": 60}, {}, "owner 'pool' has no room for them; leave it out, or start the server with another owner"),
+        (
+            {"pages": 13},
+            {},
+            "keeps up to 160 rows in the pool until the request ends, and pool_bytes has room for 144; lower "
+            "max_tokens, give dmi.tokens, or start the server with pool_bytes {} or more",
+        ),
+        ({"pages": 12}, {"tokens": [31, None]}, "keeps up to 129 rows"),
+        ({"pages": 12, "drafts": 3}, {"tokens": [31, None]}, "keeps up to 135 rows"),
         (
             {"hooks": "q,logits"},
             {},
@@ -261,11 +271,84 @@ def test_a_request_whose_score_is_not_a_number_is_kept(make: Make, monkeypatch: 
     ],
 )
 def test_rows_that_cannot_wait_are_refused(make: Make, kind: dict[str, Any], dmi: dict[str, Any], says: str) -> None:
+    """The request is served, and nothing is reserved for it."""
     engine = make(**kind)
-    engine.add([7] * 5, 3, {**dmi, "keep_if": "max(risk) > 1"})
+    name = engine.add([7] * 100, 58, {**dmi, "keep_if": "max(risk) > 1"})
     engine.drain()
-    assert engine.replies["r0"]["dmi_error"].startswith("dmi.keep_if: 'max(risk) > 1' ")
-    assert engine.replies["r0"]["dmi_error"].endswith(says)
+    says = says.format(15 * BLOCK * engine.exporter.context.layout.row_bytes)
+    assert engine.replies[name]["dmi_error"].startswith(f"dmi.keep_if: 'max(risk) > 1' {says}")
+    assert engine.faults() == [] and not engine.stored
+
+
+def test_a_request_may_have_as_many_rows_as_the_model_allows_tokens(make: Make) -> None:
+    """A session too: its later turns are not known."""
+    engine, whole = make(pages=19), {"keep_if": "max(risk) > 1"}
+    names = [engine.add([7] * 10, 500, whole), engine.add([7] * 10, 5, whole, resumable=True)]
+    assert all("keeps up to 256 rows" in engine.tracker.refused[name] for name in names)
+    fits = {**whole, "tokens": [0, 240]}
+    names += [engine.add([7] * 10, 500, fits), engine.add([7] * 10, 5, fits, resumable=True)]
+    assert set(engine.tracker.tracked) == {*names[2:]}
+    for name in names:
+        engine.abort(name)
+    engine.drain()
+    assert engine.faults() == []
+
+
+def test_the_last_rows_that_a_pool_has_room_for_are_kept(make: Make) -> None:
+    """One page less is refused: see above. Its rows stay in the pool while it is preempted."""
+    engine = make(pages=14, tokens=lambda: 9)
+    name = engine.add([7] * 100, 58, {"keep_if": "max(risk) > 1"})
+    while engine.requests[name].num_output_tokens < 30:
+        engine.step()
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.drain()
+    assert "dmi_missing" not in engine.replies[name] and len(engine.stored[name].rows) == 157
+    assert engine.faults() == []
+
+
+def test_a_request_that_keeps_many_rows_is_not_passed_for_ever(make: Make) -> None:
+    """Its rows and one other request do not fit at the same time, and a new one arrives in each step."""
+    engine = make(pages=16, seed=3, tokens=lambda: 9)
+    engine.add([3] * 20, 20)
+    name = engine.add([7] * 100, 58, {"keep_if": "max(risk) > 1"})
+    for _ in range(400):
+        if len(engine.requests) - len(engine.replies) < 8:
+            engine.add([4 + len(engine.requests) % 20] * 20, 20)
+        engine.step()
+        if name in engine.replies:
+            break
+    assert name in engine.replies, "others passed it"
+    engine.drain()
+    assert len(engine.stored[name].rows) == 157 and engine.faults() == []
+
+
+def test_a_request_that_all_wait_for_may_be_aborted(make: Make) -> None:
+    engine = make(pages=16, tokens=lambda: 9)
+    engine.add([3] * 20, 40)
+    engine.step()
+    name = engine.add([7] * 100, 58, {"keep_if": "max(risk) > 1"})
+    behind = engine.add([4] * 20, 5)
+    for _ in range(5):
+        engine.step()
+    assert engine.requests[behind].num_output_tokens == 0, "it waits"
+    engine.abort(name)
+    for _ in range(10):
+        engine.step()
+    assert behind in engine.replies and "r0" not in engine.replies
+    engine.drain()
+    assert engine.faults() == []
+
+
+def test_tokens_of_the_prefix_cache_are_computed_again_for_a_condition(make: Make) -> None:
+    """Of borrowed rows no scores are known. The largest is in the first row here. Others borrow what it stored."""
+    engine = make(pages=40, borrows=True, tokens=lambda: 9)
+    names = []
+    for more in ({}, {"keep_if": "max(risk) > 28999"}, {}):
+        names.append(engine.add([29] + [7] * 63, 5, more))
+        engine.drain()
+    borrowed = [engine.stored[name].borrowed for name in names]
+    assert borrowed[:2] == [0, 0] and borrowed[2] > 0
+    assert engine.stored[names[1]].ends[0][3]["recomputed_tokens"] >= 48, "the cache had them"
     assert engine.faults() == []
 
 
