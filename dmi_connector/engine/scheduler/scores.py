@@ -41,6 +41,8 @@ class ProbeScores:
                 self._probes[name] = one.reduction
                 self._places.setdefault(name, {}).setdefault(one.layer, []).append((rank, slice(at, at + width)))
                 at += width
+        for name, layers in self._places.items():  # ranks may share out the layers of a hook that all have whole
+            self._places[name] = dict(sorted(layers.items()))
         self._others = [name for name, _ in context.options.probes if name not in self._probes]
         of_rows = [name for name, probe in self._probes.items() if probe.form in (NORM, TOP)]
         self._summarised = sorted(of_rows, key=lambda name: self._probes[name].k)  # of a hook, the larger k is said

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +139,14 @@ def test_parts_of_ranks_are_added_up_and_layers_stay_apart(tmp_path: Path) -> No
 @pytest.mark.parametrize(("include", "generated"), [(False, 0), (True, 0), (True, 4)])
 def test_a_summary_has_the_neurons_with_the_largest_values(tmp_path: Path, include: bool, generated: int) -> None:
     """Two ranks: each has half of mlp_post. Rows of generated tokens count, without one those of the prompt."""
-    given = {"probes": {"top": "top(mlp_post)", "three": "top(z,3)", "norm": "norm(mlp_out)"}, "hooks": "probe.*"}
-    exporters = [make_exporter(tmp_path, 32, SMALL, rank, 2, sink="host", **given) for rank in range(2)]
+    given: dict[str, Any] = {"probes": {"top": "top(mlp_post)", "three": "top(z,3)", "norm": "norm(mlp_out)"}}
+    given["hooks"] = "probe.*,embed,logits"  # these two come first, so that a later rank has the first layers of a norm
+    dims = replace(SMALL, layers=5)
+    exporters = [make_exporter(tmp_path, 32, dims, rank, 2, sink="host", **given) for rank in range(2)]
     rng, whole = np.random.default_rng(1), {}
     for rank, exporter in enumerate(exporters):
         words = exporter.rows.view(torch.float32)
-        for one in exporter.context.layout.fields:
+        for one in exporter.context.layout.scored:
             assert isinstance(one.reduction, Probe)
             values = torch.from_numpy(rng.standard_normal((32, one.width), dtype=np.float32))
             one.reduction.prepare(one.width, torch.device("cpu"), one.layer, rank)
@@ -163,6 +166,11 @@ def test_a_summary_has_the_neurons_with_the_largest_values(tmp_path: Path, inclu
     positions = range(5, 5 + generated) if generated else range(5)
     assert set(said) == {"mlp_post", "z", "mlp_out", "from", "through"}
     assert set(said["mlp_post"]) == set(said["z"]) == {"neuron", "value", "at"} and "mean" in said["mlp_out"]
+    order = [one.layer for e in exporters for one in e.context.layout.scored if one.tapped == "mlp_out"]
+    assert sorted(order) == [*range(5)] != order
+    for layer, last in enumerate(said["mlp_out"]["last"]):  # whichever rank writes a layer
+        (rows,) = whole["mlp_out", layer]
+        np.testing.assert_allclose(last, np.linalg.norm(rows[16 + said["through"]]), rtol=1e-3)
     for hook, k in (("mlp_post", 1), ("z", 3)):
         for layer, neurons in enumerate(said[hook]["neuron"]):
             rows = np.concatenate(whole[hook, layer], 1)[16 + positions.start : 16 + positions.stop]
