@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-LATENTS, ACTIVE = 1024, 32
+LATENTS, ACTIVE = 512, 16
 """Latents, and how many of them a row has at most."""
-STEPS, BATCH, RATE = 600, 512, 1e-3
+STEPS, BATCH, RATE = 500, 256, 1e-3
 
 
 def rows_of(stores: Sequence[Path], hook: str, layer: int) -> np.ndarray:
