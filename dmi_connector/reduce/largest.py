@@ -35,11 +35,12 @@ def largest(rows: torch.Tensor, k: int, first: int = 0) -> torch.Tensor:
     import torch
 
     values = rows.float()
-    # As in topk.py: value and index in one integer, so that the order is total on every device.
-    magnitude = values.abs().view(torch.int32).to(torch.int64)
-    keys = (magnitude << 32) | (_LOW - torch.arange(values.shape[1], device=values.device))
-    best = keys.amax(1, keepdim=True) if k == 1 else keys.topk(k, dim=1).values
-    at = _LOW - (best & _LOW)
+    if k == 1:
+        at = values.abs().argmax(1, keepdim=True)  # torch defines it: the first of equal ones, and of NaN
+    else:  # as in topk.py: value and index in one integer, so that the order is total on every device
+        magnitude = values.abs().view(torch.int32).to(torch.int64)
+        keys = (magnitude << 32) | (_LOW - torch.arange(values.shape[1], device=values.device))
+        at = _LOW - (keys.topk(k, dim=1).values & _LOW)
     return torch.cat([(at + first).float(), values.gather(1, at)], 1)
 
 

@@ -186,7 +186,7 @@ class Probe(Reduction):
 
     def scratch(self, width: int, dtype: str) -> int:
         if self.form == TOP:
-            return 32 * width  # the values in float32, and three copies in int64
+            return (8 if self.k == 1 else 32) * width  # two copies in float32, three in int64
         copies = 2 if self.norm != "none" else 1
         return 4 * (copies * width + 2 * self.hidden + 2 * len(self.outputs))
 
