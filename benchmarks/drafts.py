@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding for benchmarks and checks: n-gram, and an EAGLE-3 head of random weights.
+"""Speculative decoding for benchmarks, checks and tests: n-gram, and draft models of random weights.
 
 A head of random weights guesses nothing, so vLLM accepts its draft tokens by chance (`rejection_sample_method`
 "synthetic"). Then generated tokens are not the argmax of the logits.
@@ -8,15 +8,98 @@ A head of random weights guesses nothing, so vLLM accepts its draft tokens by ch
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 K = 3
 """Draft tokens of a step."""
 NGRAM = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 RATES = [0.8, 0.6, 0.4]
 """Share of steps that accept the first, second and third draft token: 2.8 tokens per step."""
+SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": RATES}
+"""With it vLLM accepts drafts at random, whatever the target says. On a CPU its V1 runner cannot."""
 METHODS = ("ngram", "eagle3")
+
+
+class Weights:
+    """Random weights of one draft model, by name."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._generator = torch.Generator().manual_seed(1)
+        self.made: dict[str, torch.Tensor] = {}
+
+    def matrix(self, name: str, *shape: int) -> None:
+        """A matrix [out, in] whose products have about the size of its input."""
+        import torch
+
+        self.made[f"{name}.weight"] = torch.randn(*shape, generator=self._generator) / math.sqrt(shape[-1])
+
+    def norms(self, size: int, *names: str) -> None:
+        """Gains of 1."""
+        import torch
+
+        self.made |= {f"{name}.weight": torch.ones(size) for name in names}
+
+    def layer(self, prefix: str, config: dict[str, Any], inputs: int) -> None:
+        """Attention and MLP of a layer whose attention reads `inputs` values."""
+        hidden, inner = config["hidden_size"], config["intermediate_size"]
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        width = config.get("head_dim") or hidden // heads
+        self.matrix(f"{prefix}self_attn.q_proj", heads * width, inputs)
+        self.matrix(f"{prefix}self_attn.k_proj", kv_heads * width, inputs)
+        self.matrix(f"{prefix}self_attn.v_proj", kv_heads * width, inputs)
+        self.matrix(f"{prefix}self_attn.o_proj", hidden, heads * width)
+        self.matrix(f"{prefix}mlp.gate_proj", inner, hidden)
+        self.matrix(f"{prefix}mlp.up_proj", inner, hidden)
+        self.matrix(f"{prefix}mlp.down_proj", hidden, inner)
+        self.norms(hidden, f"{prefix}post_attention_layernorm")
+
+    def save(self, folder: Path, config: dict[str, Any]) -> Path:
+        """Write the model, in the dtype that its configuration names. Returns its directory."""
+        import torch
+        from safetensors.torch import save_file
+
+        dtype = getattr(torch, config["dtype"])
+        folder.mkdir(parents=True, exist_ok=True)
+        made = {name: tensor.to(dtype) for name, tensor in self.made.items()}
+        save_file(made, folder / "model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+
+def read_config(model: str | Path) -> dict[str, Any]:
+    """The configuration of a model in a directory."""
+    config: dict[str, Any] = json.loads((Path(model) / "config.json").read_text())
+    return config
+
+
+def make_eagle3(target: str | Path, folder: Path, layers: Sequence[int] | None = None, weights: bool = True) -> Path:
+    """An EAGLE-3 head for the model in the directory `target`. Returns its directory.
+
+    layers: of the target, whose inputs it reads; None for vLLM's own choice. weights: False writes no weights.
+    """
+    config = read_config(target)
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    own |= {"draft_vocab_size": vocab, "tie_word_embeddings": False, "layer_types": None}
+    own |= {} if layers is None else {"eagle_aux_hidden_state_layer_ids": [*layers]}
+    if not weights:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps({**config, **own}))
+        return folder
+    made = Weights()
+    made.layer("midlayer.", config, 2 * hidden)
+    made.norms(hidden, "midlayer.input_layernorm", "midlayer.hidden_norm", "norm")
+    made.matrix("fc", hidden, 3 * hidden)
+    made.matrix("lm_head", vocab, hidden)
+    return made.save(folder, {**config, **own})
 
 
 def speculative_config(method: str, target: str, folder: Path, weights: bool) -> dict[str, Any]:
@@ -26,40 +109,6 @@ def speculative_config(method: str, target: str, folder: Path, weights: bool) ->
     """
     if method == "ngram":
         return NGRAM
-    config = json.loads((Path(target) / "config.json").read_text())
-    own = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
-    own |= {"draft_vocab_size": config["vocab_size"], "tie_word_embeddings": False, "layer_types": None}
-    layers = config["num_hidden_layers"]
-    own["eagle_aux_hidden_state_layer_ids"] = [1, layers // 2, layers - 1]  # vLLM's own choice needs seven layers
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**config, **own}))
-    if weights:
-        _write_weights(config, folder / "model.safetensors")
-    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": RATES}
-    return {"method": method, "model": str(folder), "num_speculative_tokens": K, **synthetic}
-
-
-def _write_weights(config: dict[str, Any], path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    width = config.get("head_dim") or hidden // config["num_attention_heads"]
-    heads, kv_heads = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
-    matrices = {
-        "midlayer.self_attn.q_proj": (heads, 2 * hidden),
-        "midlayer.self_attn.k_proj": (kv_heads, 2 * hidden),
-        "midlayer.self_attn.v_proj": (kv_heads, 2 * hidden),
-        "midlayer.self_attn.o_proj": (hidden, heads),
-        "midlayer.mlp.gate_proj": (inner, hidden),
-        "midlayer.mlp.up_proj": (inner, hidden),
-        "midlayer.mlp.down_proj": (hidden, inner),
-        "fc": (hidden, 3 * hidden),
-        "lm_head": (config["vocab_size"], hidden),
-    }
-    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm", "norm")
-    generator = torch.Generator().manual_seed(1)
-    tensors = {f"{name}.weight": torch.randn(*shape, generator=generator) * 0.05 for name, shape in matrices.items()}
-    tensors |= {f"{name}.weight": torch.ones(hidden) for name in norms}
-    dtype = getattr(torch, config["dtype"])
-    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, path, {"format": "pt"})
+    layers = read_config(target)["num_hidden_layers"]
+    head = make_eagle3(target, folder, [1, layers // 2, layers - 1], weights)  # vLLM's own choice needs seven layers
+    return {"method": method, "model": str(head), "num_speculative_tokens": K, **SYNTHETIC}

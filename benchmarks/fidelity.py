@@ -4,11 +4,13 @@
     python -m benchmarks.fidelity --out DIR
 
 Everything is seeded: the weights, the order of the text (English of Python's own documentation, as installed), the
-prompts. Trains on the CPU, captures through vLLM, and prints the report of `dmi fidelity`.
+prompts. Trains on the CPU, captures through vLLM, trains autoencoders on captured rows, and prints the report of `dmi
+fidelity`. With --again it measures the captures of an earlier run.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -16,11 +18,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import common
+from benchmarks import autoencoder, common
 from dmi_connector.cli.tiny_models import ENV, make_model, make_tokenizer
 from dmi_connector.cli.tiny_training import texts, train
 
 if TYPE_CHECKING:
+    from dmi_connector.analysis.autoencoder import Autoencoder
     from dmi_connector.analysis.fidelity import Fidelity
 
 WIDTH, TOKENS, PROMPTS = 2560, 128, 64
@@ -34,34 +37,57 @@ SIZES: dict[str, Any] = {
 }
 MORE = ("rp(1024)", "rp(1280)")
 """Wider projections, beside what `dmi fidelity` measures by default."""
-COMPARED = ("int8", "int8(32)", "rp(512)", "cs(512)", "topk(64)")
+COMPARED = ("int8", "int8(32)", "fp8", "rp(512)", "cs(512)", "topk(64)")
 """What is compared with reductions of fitted files by what analyses find, on the trained model."""
 PROJECTED = 512
 """Values of the projection that scales are fitted for."""
-OF_HEADS, HEAD_RANK = ("q", "k", "v", "z"), 16
+OF_HEADS, HEAD_RANK = ("q", "k", "v", "z", "q_rot", "k_rot"), 16
 """Hooks whose heads are reduced by themselves, and to how many of 64 values."""
 SUBVECTOR = 4
 """Values that a code of product quantisation stands for."""
-HOOKS = "resid_pre,resid_mid,resid_final,q,k,v,z,mlp_post,mlp_out"
+HOOKS = "resid_pre,resid_mid,resid_final,q,k,v,z,q_rot,k_rot,mlp_post,mlp_out"
+ENCODED, ENCODED_LAYER, ENCODED_PROMPTS = ("resid_pre", "z", "mlp_post", "mlp_out"), 1, 192
+"""Hooks that have an autoencoder, its layer, and the prompts, of the text that the model was trained on, for it."""
+COMPONENTS = 256
+"""Principal components of a row of the hooks in WHOLE."""
+WHOLE = ("resid_pre", "resid_mid", "mlp_out")
 
 
-def capture(model: Path, folder: Path) -> list[Path]:
-    """Stores of prompts from the end of the text."""
+def capture(model: Path, folder: Path) -> dict[str, list[Path]]:
+    """Stores of prompts from the end of the text ("measured"), and of those that autoencoders are trained on."""
     from vllm import LLM, SamplingParams
 
     from dmi_connector import capture_args, open_capture
 
-    ids = make_tokenizer()(texts(flat=False)[1])["input_ids"]
-    prompts = [ids[i : i + TOKENS] for i in range(0, PROMPTS * TOKENS, TOKENS)]
+    first, last = (make_tokenizer()(text, verbose=False)["input_ids"] for text in texts(flat=False))
+    prompts = {
+        "measured": [last[i : i + TOKENS] for i in range(0, PROMPTS * TOKENS, TOKENS)],
+        "encoded": [first[i : i + TOKENS] for i in range(0, ENCODED_PROMPTS * TOKENS, TOKENS)],
+    }
     llm = LLM(str(model), dtype="bfloat16", enforce_eager=True, max_model_len=256, **capture_args(HOOKS, folder))
-    replies = llm.generate(
-        [{"prompt_token_ids": p} for p in prompts], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False
-    )
-    stores = [Path(reply.kv_transfer_params["dmi_store"]) for reply in replies]
-    for store in stores:
-        open_capture(store, timeout=60).close()
+    stores = {}
+    for name, asked in prompts.items():
+        hooks = {"dmi": {"hooks": ",".join(ENCODED), "layers": [ENCODED_LAYER]}} if name == "encoded" else {}
+        wanted = SamplingParams(max_tokens=1, temperature=0, extra_args={"kv_transfer_params": hooks})
+        replies = llm.generate([{"prompt_token_ids": p} for p in asked], wanted, use_tqdm=False)
+        stores[name] = [Path(reply.kv_transfer_params["dmi_store"]) for reply in replies]
+        for store in stores[name]:
+            open_capture(store, timeout=60).close()
     llm.llm_engine.engine_core.shutdown()
     return stores
+
+
+def prepared(kind: str, out: Path, steps: int) -> dict[str, Any]:
+    """A model of "trained" or "random" weights in `out`, and the stores of `capture`. JSON-ready."""
+    model = make_model("qwen3", out / kind, **SIZES)
+    about: dict[str, Any] = {}
+    if kind == "trained":
+        start = time.monotonic()
+        losses = train(model, texts(flat=False)[0], steps, tokens=TOKENS, rate=1e-3)
+        about = {"training_seconds": round(time.monotonic() - start, 1), "losses": [losses[0], losses[-1]]}
+        print(f"trained {steps} steps: loss {losses[0]} to {losses[-1]}")
+    stores = capture(model, out / f"{kind}-stores")
+    return {"model": str(model), "about": about, **{name: [*map(str, paths)] for name, paths in stores.items()}}
 
 
 def fitted_files(stores: list[Path], folder: Path) -> dict[str, dict[str, str]]:
@@ -81,28 +107,57 @@ def fitted_files(stores: list[Path], folder: Path) -> dict[str, dict[str, str]]:
     channel, projected, heads = (folder / name for name in ("scales", "projected", "heads"))
     fit_scales(stores, hooks, channel)
     fit_scales(stores, wide, projected, project=f"rp({PROJECTED})")
+    whole = folder / "whole"
     fit_pca(stores, OF_HEADS, HEAD_RANK, heads, group=SIZES["head_dim"])
+    fit_pca(stores, WHOLE, COMPONENTS, whole)
     found = {hook: {f"int8(channel={channel})": "int8(channel=file)"} for hook in hooks}
     for hook in wide:
         found[hook][f"rp({PROJECTED},channel={projected})"] = f"rp({PROJECTED},channel=file)"
     for hook in OF_HEADS:
         found[hook] |= {f"pca({heads})": "pca(file) of heads", f"rp({HEAD_RANK},group={SIZES['head_dim']})": ""}
+    for hook in WHOLE:
+        found[hook][f"pca({whole})"] = "pca(file)"
     for hook in hooks:
         fit_pq(stores, [hook], widths[hook] // SUBVECTOR, folder / hook)
         found[hook][f"pq({folder / hook})"] = "pq(file)"
     return found
 
 
-def downstream(model: Path, stores: list[Path], folder: Path) -> list[Fidelity]:
-    """What `dmi fidelity --labels tokens --model MODEL` measures. Files are fitted on the first half of the stores."""
+def autoencoders(stores: list[Path], measured: list[Path], folder: Path) -> tuple[dict[str, Autoencoder], list[Any]]:
+    """(One of each hook of ENCODED, trained on `stores`; what is to be said of each, JSON-ready)."""
+    from dmi_connector.analysis.autoencoder import Autoencoder
+
+    made, about = {}, []
+    for hook in ENCODED:
+        start = time.monotonic()
+        facts = autoencoder.train(autoencoder.rows_of(stores, hook, ENCODED_LAYER), folder / hook)
+        made[hook] = one = Autoencoder.load(f"{folder / hook}, hook={hook}, layer={ENCODED_LAYER}")
+        rows = autoencoder.rows_of(measured, hook, ENCODED_LAYER)
+        facts |= {"explained": round(1 - one.unexplained(rows, rows), 4), "seconds": round(time.monotonic() - start)}
+        about.append({"hook": hook, "layer": ENCODED_LAYER, **facts})
+        print(f"autoencoder of {hook} in layer {ENCODED_LAYER}: {facts}")
+    return made, about
+
+
+def downstream(
+    model: Path, fitted: list[Path], measured: list[Path], encoders: dict[str, Autoencoder], folder: Path
+) -> list[Fidelity]:
+    """What `dmi fidelity --labels tokens --model MODEL --sae SAE` measures. Files are fitted on `fitted`."""
     from dmi_connector.analysis.fidelity import fidelity
     from dmi_connector.analysis.unembedding import Unembedding
 
-    fitted, measured = stores[: PROMPTS // 2], stores[PROMPTS // 2 :]
     unembedding, found = Unembedding.load(model), []
     for hook, names in fitted_files(fitted, folder).items():
-        rows = fidelity(measured, [*COMPARED, *names], hook, labels="tokens", unembedding=unembedding)
+        rows = fidelity(
+            measured,
+            [*COMPARED, *names],
+            hook,
+            labels="tokens",
+            unembedding=unembedding,
+            autoencoder=encoders.get(hook),
+        )
         found += [replace(f, reduction=names.get(f.reduction) or f.reduction) for f in rows]
+        print(f"measured {hook}", flush=True)
     return found
 
 
@@ -111,6 +166,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = common.parser("benchmarks.fidelity", __doc__)
     parser.add_argument("--out", type=Path, required=True, help="for models, stores and figures")
     parser.add_argument("--steps", type=int, default=60, help="of training (default: %(default)s)")
+    parser.add_argument("--again", action="store_true", help="measure the models and stores that an earlier run left")
     options = parser.parse_args(argv)
     for name, value in ENV.items():
         os.environ.setdefault(name, value)
@@ -118,28 +174,30 @@ def main(argv: list[str] | None = None) -> None:
     from dmi_connector.analysis.fidelity import DEFAULT, fidelity, markdown
     from dmi_connector.analysis.fit_pca import fit_pca
 
-    result: dict[str, Any] = {"header": common.header("benchmarks.fidelity", argv)}
+    header = common.header("benchmarks.fidelity", argv)
     for kind in ("trained", "random"):
-        model = make_model("qwen3", options.out / kind, **SIZES)
-        if kind == "trained":
-            start = time.monotonic()
-            losses = train(model, texts(flat=False)[0], options.steps, tokens=TOKENS, rate=1e-3)
-            result |= {"training_seconds": round(time.monotonic() - start, 1), "losses": [losses[0], losses[-1]]}
-            print(f"trained {options.steps} steps: loss {losses[0]} to {losses[-1]}")
-        stores = capture(model, options.out / f"{kind}-stores")
+        if not options.again:
+            (options.out / f"{kind}.json").write_text(json.dumps(prepared(kind, options.out, options.steps)))
+    result: dict[str, Any] = {"header": header}
+    for kind in ("trained", "random"):
+        about = json.loads((options.out / f"{kind}.json").read_text())
+        stores, encoded = ([*map(Path, about[name])] for name in ("measured", "encoded"))
+        fitted, measured = stores[: PROMPTS // 2], stores[PROMPTS // 2 :]
+        result |= about["about"]
         basis = options.out / f"{kind}-basis.safetensors"
         basis.unlink(missing_ok=True)
-        fit_pca(stores[: PROMPTS // 2], ["resid_mid"], 256, basis)
-        found = fidelity(stores[PROMPTS // 2 :], [*DEFAULT, *MORE])
-        projected = fidelity(stores[PROMPTS // 2 :], [f"pca({basis})"], "resid_mid")
-        found += [replace(one, reduction="pca(256 components)") for one in projected]
-        result[kind] = [asdict(one) for one in found]
+        fit_pca(fitted, ["resid_mid"], COMPONENTS, basis)
+        rows = fidelity(measured, [*DEFAULT, *MORE])
+        projected = fidelity(measured, [f"pca({basis})"], "resid_mid")
+        rows += [replace(one, reduction=f"pca({COMPONENTS} components)") for one in projected]
+        result[kind] = [asdict(one) for one in rows]
+        print(f"\n{kind}\n\n{markdown(rows)}\n", flush=True)
         if kind == "trained":
-            more = downstream(model, stores, options.out / "fitted")
-            print(f"\nwhat analyses find\n\n{markdown(more, 0.95)}")
-            header = {"header": common.header("benchmarks.fidelity", argv)}
-            common.save(options.out / "downstream.json", {**header, kind: [asdict(one) for one in more]})
-        print(f"\n{kind}\n\n{markdown(found)}\n")
+            encoders, trained = autoencoders(encoded, measured, options.out / "autoencoders")
+            more = downstream(Path(about["model"]), fitted, measured, encoders, options.out / "fitted")
+            print(f"\nwhat analyses find\n\n{markdown(more, 0.95)}", flush=True)
+            listed = {"header": header, "autoencoders": trained, kind: [asdict(one) for one in more]}
+            common.save(options.out / "downstream.json", listed)
     common.save(options.out / "fidelity.json", result)
 
 

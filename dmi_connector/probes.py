@@ -47,7 +47,8 @@ def _source(name: str, probe: AnyProbe, dims: ModelDims) -> tuple[Hook, tuple[in
     what = f"probes: {name!r} ({probe.path}) is of {probe.source}"
     source, layers = ALIASES.get(probe.source, probe.source), probe.layers
     if probe.width is None and source == _RESID_POST:
-        raise ReduceError(f"{what} in all layers; give norm(resid_pre), and norm(resid_final) for that of the last")
+        fix = f"{probe.form}(resid_pre), and {probe.form}(resid_final) for that of the last"
+        raise ReduceError(f"{what} in all layers; give {fix}")
     if probe.width is None and source in HOOKS:
         layers = dims.layers_of(HOOKS[source]) or (0,)
     if source == _RESID_POST:

@@ -23,7 +23,7 @@ from dmi_connector.option_values import (
     one_of,
     refuse,
 )
-from dmi_connector.reduce.probe import NORM, Probe
+from dmi_connector.reduce.probe import NORM, TOP, Probe
 from dmi_connector.wording import suggest
 
 INLINE = tuple(AGGREGATES)
@@ -88,7 +88,7 @@ class CaptureParams:
     None for all. enabled: False skips the capture. save_path: the directory to write to, if the server allows it.
     loss_spans: [start, stop) positions of the prompt that a trainer learns from; kept for `dmi export`. probes: name of
     each probe whose scores the response has, and which of INLINE. summary: the response has the norms
-    of rows, of the probes that are norms. keep_if: nothing is stored unless it holds at the
+    and the largest neurons of rows, of the probes that have these. keep_if: nothing is stored unless it holds at the
     end. stop_if: the request ends once it holds for a row.
     """
 
@@ -154,9 +154,10 @@ class CaptureParams:
         conditions = {"dmi.keep_if": self.keep_if, "dmi.stop_if": self.stop_if}
         asked = [("dmi.probes", name) for name in self.probes or ()]
         asked += [(option, condition.probe) for option, condition in conditions.items() if condition is not None]
-        if self.summary and not any(probe.form == NORM for probe in known.values()):
-            fix = """start it with probes {"norm": "norm(resid_pre)"}, and probe.norm in hooks"""
-            raise refuse("dmi.summary", True, f"needs norms of rows, and this server computes none; {fix}")
+        if self.summary and not any(probe.form in (NORM, TOP) for probe in known.values()):
+            fix = """start it with probes {"norm": "norm(resid_pre)", "top": "top(mlp_post)"}, and probe.* in hooks"""
+            what = "needs norms or largest neurons of rows, and this server computes none"
+            raise refuse("dmi.summary", True, f"{what}; {fix}")
         for option, name in asked:
             if name in others:
                 raise refuse(option, name, "is an autoencoder, which has no score; name a probe")
@@ -164,6 +165,8 @@ class CaptureParams:
                 near = suggest(name[:SUGGEST_FROM], known) or ";"
                 has = ", ".join(known) or "none (start it with the option probes)"
                 raise refuse(option, name, f"is no probe of this server{near} it has: {has}")
+            if option == "dmi.probes" and known[name].form == TOP:
+                raise refuse(option, name, "has indexes of neurons, which are no scores; ask for dmi.summary")
             if option in conditions and not known[name].one_score:
                 raise refuse(option, name, "has several scores per row; name a probe of one output in one layer")
 

@@ -81,6 +81,31 @@ def check_inline(capture: Capture, name: str, found: dict[str, Any]) -> None:
         np.testing.assert_allclose(found[what], squeezed(values), rtol=1e-6, atol=1e-6, err_msg=f"{name} {what}")
 
 
+def check_largest(found: np.ndarray, want: np.ndarray, k: int) -> None:
+    """Fail unless `found` [layers, tokens, 2 k] has the k largest values of rows `want` [layers, tokens, width] of
+    transformers, within 1e-5, by falling magnitude, each with its index.
+    """
+    assert found.shape == (*want.shape[:2], 2 * k) and found.dtype == np.float32
+    ids, values = found[..., :k].astype(int), found[..., k:]
+    assert (ids == found[..., :k]).all() and all(len(set(row)) == k for row in ids.reshape(-1, k).tolist())
+    assert (np.diff(np.abs(values), axis=-1) <= 0).all()
+    np.testing.assert_allclose(values, np.take_along_axis(want, ids, -1), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(np.abs(values), -np.sort(-np.abs(want), -1)[..., :k], rtol=0, atol=1e-5)
+
+
+def check_neurons(said: dict[str, Any], want: np.ndarray, k: int, first: int) -> None:
+    """Fail unless a summary says of a hook its k neurons with the largest values in rows `want` [layers, tokens, width]
+    of transformers, of positions from `first` on. Values have four digits.
+    """
+    neurons, values, at = (np.array(said[what]).reshape(len(want), k) for what in ("neuron", "value", "at"))
+    assert ((at >= first) & (at < first + want.shape[1])).all()
+    most = np.abs(want).max(1)
+    for layer, rows in enumerate(want):
+        assert len(set(neurons[layer].tolist())) == k
+        np.testing.assert_allclose(values[layer], rows[at[layer] - first, neurons[layer]], rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(np.abs(values[layer]), -np.sort(-most[layer])[:k], rtol=1e-3, atol=1e-5)
+
+
 def save_encoder(folder: Path, width: int, latents: int, shift: float = 0.5, **config: Any) -> Path:
     """An autoencoder as SAELens saves it, with random weights. shift: how far below 0 its latents are without input."""
     rng = np.random.default_rng(0)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A probe: scores of a row, computed in the tap by a linear head or a small MLP, or, without a file, the row's norm. It
-has no form in the option `reduce`.
+"""A probe: scores of a row, computed in the tap by a linear head or a small MLP, or, without a file, the row's norm or
+its largest values. It has no form in the option `reduce`.
 
 Stored rows are the scores, float32. With tensor parallelism, a rank that has a slice of the hook stores its part of the
-products, and the first one the bias too: the scores are what the output makes of their sum.
+products, and the first one the bias too: the scores are what the output makes of their sum. Of largest values it
+stores those of its slice.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from dmi_connector.reduce import largest
 from dmi_connector.reduce.base import Keeps, Reduction
 from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.probe_file import NORM_EPS, load
@@ -24,8 +26,12 @@ if TYPE_CHECKING:
 
 NORM = "norm"
 """The `form` of a probe whose score is the L2 norm of the row."""
+TOP = "top"
+"""The `form` of a probe that has the largest values of the row and their indexes (largest.py)."""
 _DEVICE: dict[tuple[str, int, Any], list[tuple[torch.Tensor, torch.Tensor]]] = {}
 """(weight [in, out], bias [out]) of each matrix by file, layer and device. `prepare` fills it."""
+_FIRST: dict[tuple[str, int, Any], int] = {}
+"""Index of the first value of this rank's slice, by hook, layer and device, of TOP. `prepare` fills it."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +39,9 @@ class Probe(Reduction):
     """Decoded rows are the scores, one for each of `outputs`.
 
     source, layers: the hook that is scored, and where; no layers where the file names none, and (0,) once it is bound.
-    sha256, path: hash and path of the file. form: the file's `kind`, or NORM, with the text of the option as `path` and
-    no sha256. activation, output, norm: see `probe_file.ProbeFacts`. hidden: values between matrices. shards: slices
-    that the hook has.
+    sha256, path: hash and path of the file. form: the file's `kind`, or NORM or TOP, with the text of the option as
+    `path` and no sha256. activation, output, norm: see `probe_file.ProbeFacts`. hidden: values between matrices.
+    shards: slices that the hook has.
     """
 
     source: str = ""
@@ -71,10 +77,23 @@ class Probe(Reduction):
         """The norm of the rows of a hook. text: of the option."""
         return cls(hook, outputs=("norm",), form=NORM, path=text)
 
+    @classmethod
+    def top_of(cls, hook: str, k: int, text: str) -> Probe:
+        """The k largest values of the rows of a hook. text: of the option. Raises ReduceError."""
+        largest.check(text, k)
+        numbers = [""] if k == 1 else [f".{number}" for number in range(k)]
+        outputs = tuple(name + number for name in ("neuron", "value") for number in numbers)
+        return cls(hook, outputs=outputs, form=TOP, path=text)
+
     @property
     def width(self) -> int | None:
         """Values of a row of the hook that the file is for; None for any number."""
-        return None if self.form == NORM else load(self.path).width
+        return None if self.form in (NORM, TOP) else load(self.path).width
+
+    @property
+    def k(self) -> int:
+        """Values of a row that are kept, of TOP."""
+        return len(self.outputs) // 2
 
     @property
     def linear(self) -> bool:
@@ -94,6 +113,9 @@ class Probe(Reduction):
 
     def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> Probe:
         """The same for a hook that is named otherwise than in the file, or that has slices."""
+        if self.form == TOP:
+            largest.check(self.path, self.k, width, shards)
+            return replace(self, source=hook, layers=tuple(layers), shards=shards)
         if shards > 1 and self.form == NORM:
             raise ReduceError(
                 f"probes: {self.path} needs whole rows, and each of {shards} ranks has only a slice of {hook}; give a "
@@ -109,7 +131,9 @@ class Probe(Reduction):
     def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
         import torch
 
-        if self.form == NORM:
+        if self.form == TOP:
+            _FIRST[self.source, layer, device] = shard * width if self.shards > 1 else 0
+        if self.form in (NORM, TOP):
             return
         file = load(self.path)
         if file.sha256 != self.sha256:
@@ -138,6 +162,8 @@ class Probe(Reduction):
         import torch
         from torch.nn import functional
 
+        if self.form == TOP:
+            return largest.largest(values, self.k, _FIRST[self.source, layer, values.device])
         found = values.float()
         if self.form == NORM:
             return torch.linalg.vector_norm(found, dim=1, keepdim=True)
@@ -159,6 +185,8 @@ class Probe(Reduction):
         return torch.stack([self.before(values[:, i], layer) for i, layer in enumerate(layers)], 1)
 
     def scratch(self, width: int, dtype: str) -> int:
+        if self.form == TOP:
+            return (8 if self.k == 1 else 32) * width  # two copies in float32, three in int64
         copies = 2 if self.norm != "none" else 1
         return 4 * (copies * width + 2 * self.hidden + 2 * len(self.outputs))
 
@@ -169,9 +197,13 @@ class Probe(Reduction):
         return np.asarray(stored, np.float32)
 
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
-        """The output of the sum of what the ranks stored. One part holds the scores themselves."""
+        """The output of the sum of what the ranks stored. One part holds the scores themselves. Of TOP, the largest of
+        all slices.
+        """
         if len(parts) == 1:
             return parts[0]
+        if self.form == TOP:
+            return largest.merge(parts)
         total = np.asarray(np.sum(parts, axis=0, dtype=np.float32))
         if self.output == "none":
             return total
@@ -181,6 +213,8 @@ class Probe(Reduction):
         return np.asarray(powers / powers.sum(-1, keepdims=True))
 
     def statistics(self) -> tuple[Statistic, ...]:
+        if self.form == TOP:
+            return (Statistic("largest value", lambda rows, _index: rows[:, self.k], signed=True),)
         return (Statistic("score of", lambda rows, index: rows[:, index], "output", signed=True),)
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The option `probes`: the file of a probe or of an autoencoder, and what is to be known of it; or the norm of rows.
+"""The option `probes`: the file of a probe or of an autoencoder, and what is to be known of it; or the norm of rows,
+or their largest values.
 
 "risk.safetensors", "risk.safetensors, sha256=HASH" (that content alone), "sae_dir, hook=resid_pre, layer=12, k=32",
-"norm(resid_pre)" (of all layers)
+"norm(resid_pre)", "top(mlp_post)", "top(mlp_post,4)" (of all layers)
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dmi_connector.reduce.probe import Probe
 from dmi_connector.reduce.probe_file import is_probe
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-_OF_NORM = re.compile(r"norm\((\w+)\)")
+_OF_ROWS = re.compile(r"norm\((\w+)\)|top\((\w+)(?:,\s*(\d{1,9}))?\)")
 _NUMBERS = ("layer", "k")
 _OF_ENCODERS = ("hook", *_NUMBERS)
 """What may follow an autoencoder alone: the file of a probe has it inside."""
@@ -26,8 +27,10 @@ def parse_probe(name: str, text: str) -> Probe | Latents:
     """The probe that an entry {name: text} of the option names. Reads its file. Raises ReduceError."""
     if not _NAME.fullmatch(name):
         raise ReduceError(f"probes: the name {name!r} is not valid; use letters, digits, '_' and '-', 64 at most")
-    if norm := _OF_NORM.fullmatch(text.strip()):
-        return Probe.norm_of(norm[1], text.strip())
+    text = text.strip()
+    if found := _OF_ROWS.fullmatch(text):
+        norm, top, k = found.groups()
+        return Probe.norm_of(norm, text) if norm else Probe.top_of(top, int(k or 1), text)
     path, *rest = (part.strip() for part in text.split(","))
     path = os.path.expanduser(path)
     encoder = os.path.exists(path) and not is_probe(path)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from benchmarks.drafts import NGRAM, SYNTHETIC, K, Weights, make_eagle3, read_config
 from tests import runner
 from tests.engine.harness import engine
 
@@ -21,13 +20,8 @@ if TYPE_CHECKING:
     import torch
     from vllm import LLM
 
-K = 3
-"""Draft tokens of a step."""
-NGRAM = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 RANDOM = ("eagle", "eagle3", "mtp", "dflash")
 """Methods whose drafts here are all but never right."""
-SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.6, 0.4]}
-"""With it vLLM accepts drafts at random, whatever the target says. On a CPU its V1 runner cannot."""
 
 
 @dataclass(frozen=True)
@@ -44,77 +38,18 @@ class Pair:
         return "rejection_sample_method" in self.config
 
 
-class _Weights:
-    """Random weights of one draft model, by name."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self._generator = torch.Generator().manual_seed(1)
-        self.made: dict[str, torch.Tensor] = {}
-
-    def matrix(self, name: str, *shape: int) -> None:
-        import torch
-
-        self.made[f"{name}.weight"] = torch.randn(*shape, generator=self._generator) / math.sqrt(shape[-1])
-
-    def norms(self, size: int, *names: str) -> None:
-        import torch
-
-        self.made |= {f"{name}.weight": torch.ones(size) for name in names}
-
-    def layer(self, prefix: str, config: dict[str, Any], inputs: int) -> None:
-        """Attention and MLP of a layer whose attention reads `inputs` values."""
-        hidden, inner = config["hidden_size"], config["intermediate_size"]
-        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        width = config.get("head_dim") or hidden // heads
-        self.matrix(f"{prefix}self_attn.q_proj", heads * width, inputs)
-        self.matrix(f"{prefix}self_attn.k_proj", kv_heads * width, inputs)
-        self.matrix(f"{prefix}self_attn.v_proj", kv_heads * width, inputs)
-        self.matrix(f"{prefix}self_attn.o_proj", hidden, heads * width)
-        self.matrix(f"{prefix}mlp.gate_proj", inner, hidden)
-        self.matrix(f"{prefix}mlp.up_proj", inner, hidden)
-        self.matrix(f"{prefix}mlp.down_proj", hidden, inner)
-        self.norms(hidden, f"{prefix}post_attention_layernorm")
-
-    def save(self, path: Path, config: dict[str, Any]) -> Path:
-        from safetensors.torch import save_file
-
-        path.mkdir(exist_ok=True)
-        save_file(self.made, path / "model.safetensors", {"format": "pt"})
-        (path / "config.json").write_text(json.dumps(config))
-        return path
-
-
-def _config(model: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((model / "config.json").read_text())
-    return config
-
-
 def make_eagle(target: Path, path: Path) -> Path:
     """An EAGLE head for a tiny Llama. Returns its directory."""
-    config, weights = _config(target), _Weights()
+    config, weights = read_config(target), Weights()
     hidden = config["hidden_size"]
     weights.layer("layers.0.", config, hidden)
     weights.matrix("fc", hidden, 2 * hidden)
     return weights.save(path, {**config, "num_hidden_layers": 1})
 
 
-def make_eagle3(target: Path, path: Path) -> Path:
-    """An EAGLE-3 head for a tiny Llama. Returns its directory."""
-    config, weights = _config(target), _Weights()
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    weights.layer("midlayer.", config, 2 * hidden)
-    weights.norms(hidden, "midlayer.input_layernorm", "midlayer.hidden_norm", "norm")
-    weights.matrix("fc", hidden, 3 * hidden)
-    weights.matrix("lm_head", vocab, hidden)
-    own = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": vocab}
-    return weights.save(path, {**config, **own, "tie_word_embeddings": False})
-
-
 def make_dflash(target: Path, path: Path) -> Path:
     """A DFlash draft for a tiny Qwen3, which drafts all tokens in one forward. Returns its directory."""
-    config, weights = _config(target), _Weights()
+    config, weights = read_config(target), Weights()
     hidden, read = config["hidden_size"], [0, 2]
     weights.layer("layers.0.", config, hidden)
     weights.norms(config["head_dim"], "layers.0.self_attn.q_norm", "layers.0.self_attn.k_norm")
@@ -129,7 +64,7 @@ def make_mtp(target: Path, path: Path) -> Path:
     import torch
     from safetensors.torch import load_file
 
-    config, weights = _config(target), _Weights()
+    config, weights = read_config(target), Weights()
     weights.made = load_file(target / "model.safetensors")
     layer, last = (f"model.layers.{config['num_hidden_layers'] - back}" for back in (0, 1))
     inside = [name for name in weights.made if name.startswith(f"{last}.")]

@@ -50,3 +50,18 @@ def test_the_autoencoder_and_the_draft_head_learn_from_their_own_serving_run(
         assert len(open_captures(stores)) == captures, text
         scores = {name: float(score) for name, score in re.findall(words, text, re.M)}
         assert len(scores) == 4 and max(scores, key=scores.__getitem__) == best, text
+
+
+@pytest.mark.soak
+def test_vllm_accepts_more_guesses_of_a_head_that_was_trained(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as the same head in PyTorch on the captures of the run, which does not hold of another head."""
+    directory = tmp_path_factory.mktemp("d")
+    other = "saved = save_head; save_head = lambda one, folder: saved(after, folder)"  # vLLM has the trained one twice
+    mistake = Mistake("def accepted_by_vllm", other, r"AssertionError\S*: the head in vLLM is another one")
+    text, _ = notebookkit.execute(notebookkit.read("train_drafter"), monkeypatch, [mistake], TMPDIR=str(directory))
+    found = re.findall(r"vLLM accepts (\d+) of (\d+) guesses, \S+; from the captures (\d+) of (\d+)", text)
+    before, after = [[int(number) for number in row] for row in found]
+    assert before[:2] == before[2:] and after[:2] == after[2:], text
+    assert after[0] / after[1] > before[0] / before[1] + 0.5, text

@@ -21,13 +21,15 @@ from dmi_connector.store.read.verify import verify_store
 from tests.engine.check import reference
 from tests.engine.drafts import NGRAM
 from tests.engine.harness import SMALL, Ask, Run, engine, generate, prompt, watch_scheduler
-from tests.probekit import check_inline, check_scores, save_encoder, save_probe
+from tests.probekit import check_inline, check_largest, check_neurons, check_scores, save_encoder, save_probe
 
 K = 20
 ALL = {"include_output_tokens": True}
 ASKED = {name: {"inline": ["max", "mean"]} for name in ("risk", "many", "first", "last", "one")}
 INLINE = {**ALL, "dmi": {"probes": ASKED, "summary": True}}
 NORMS = {"norm": "norm(resid_pre)", "end": "norm(resid_final)"}
+LARGEST = {"top": ("mlp_post", 1), "tops": ("resid_mid", 3)}
+TOPS = {name: f"top({hook},{k})" for name, (hook, k) in LARGEST.items()}
 CONDITIONS = {
     "plain": Ask(prompt(50), ALL),
     "kept again": Ask(prompt(300), {**ALL, "dmi": {"keep_if": "max(one) > -1e9", "probes": ASKED}}),
@@ -79,6 +81,7 @@ def run(
     given = {name: str(path) for name, path in probes.items()} | {
         "sae": f"{encoder}, hook=resid_post, layer=1, k={K}",
         **NORMS,
+        **TOPS,
     }
     args: dict[str, Any] = capture_args("probe.*", run.store_dir, owner, probes=given, probe_alerts=ALERTS, **SMALL)
     args |= {**more, "disable_log_stats": False}
@@ -103,7 +106,7 @@ def test_scores_are_those_of_the_rows_of_transformers(
     for name in (*ASKS, *CROWD, "again"):
         capture = open_capture(run.store(name), timeout=300)
         assert verify_store(run.store(name)) == []
-        assert set(capture.attrs["hooks"]) == {f"probe.{probe}" for probe in (*probes, "sae", *NORMS)}
+        assert set(capture.attrs["hooks"]) == {f"probe.{probe}" for probe in (*probes, "sae", *NORMS, *TOPS)}
         check_scores(capture, probes, reference(oracle("qwen3"), tuple(run.tokens(name))))
 
 
@@ -129,7 +132,8 @@ def test_a_summary_has_the_norms_of_the_store_by_layer(run: Run) -> None:
     for name in (*ASKS, *CROWD, "again"):
         said, capture = run.replies[name].kv_transfer_params["dmi_summary"], open_capture(run.store(name), timeout=300)
         first = int(capture.attrs.get("borrowed_tokens", 0))
-        assert set(said) == {"resid_pre", "resid_final", "from", "through"} and len(json.dumps(said)) < 300
+        assert set(said) == {"resid_pre", "resid_final", "mlp_post", "resid_mid", "from", "through"}
+        assert len(json.dumps(said)) < 900
         assert (said["from"], said["through"]) == (first, len(capture.token_ids) - 1)
         for probe, hook in (("norm", "resid_pre"), ("end", "resid_final")):
             stored = capture.numpy(f"probe.{probe}")[..., first:, 0]
@@ -137,6 +141,23 @@ def test_a_summary_has_the_norms_of_the_store_by_layer(run: Run) -> None:
             for what, values in want.items():
                 np.testing.assert_allclose(said[hook][what], values, rtol=1e-3, err_msg=f"{name} {hook} {what}")
     assert "dmi_summary" not in run.replies["some"].kv_transfer_params, "it did not ask"
+
+
+def test_largest_neurons_are_those_of_the_rows_of_transformers(run: Run, oracle: Callable[..., Oracle]) -> None:
+    for name in (*ASKS, *CROWD, "again"):
+        capture = open_capture(run.store(name), timeout=300)
+        want = reference(oracle("qwen3"), tuple(run.tokens(name)))
+        for probe, (hook, k) in LARGEST.items():
+            check_largest(capture.numpy(f"probe.{probe}"), want[hook][:, : len(capture.token_ids)], k)
+
+
+def test_a_summary_has_the_neurons_with_the_largest_values(run: Run, oracle: Callable[..., Oracle]) -> None:
+    """Of the rows of generated tokens, which are borrowed by no request here."""
+    for name, ask in (ASKS | CROWD | {"again": ASKS["long"]}).items():
+        said = run.replies[name].kv_transfer_params["dmi_summary"]
+        want, tokens = reference(oracle("qwen3"), tuple(run.tokens(name))), run.tokens(name)
+        for hook, k in LARGEST.values():
+            check_neurons(said[hook], want[hook][:, len(ask.prompt) : len(tokens) - 1], k, len(ask.prompt))
 
 
 def test_keep_if_stores_only_requests_for_which_it_holds(run: Run, probes: dict[str, Path]) -> None:

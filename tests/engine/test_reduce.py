@@ -34,7 +34,7 @@ from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.read.waiting import wait_for
 from tests.engine.check import attention_weights, hooks_of, reference
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
-from tests.probekit import check_inline, check_scores, save_encoder, save_probe
+from tests.probekit import check_inline, check_largest, check_neurons, check_scores, save_encoder, save_probe
 
 REDUCE = {
     "resid_pre": "int8",
@@ -152,6 +152,7 @@ def run(
     reduce[",".join(PQ)] = f"pq({books})"
     computed = {name: str(path) for name, path in probes.items()}
     computed["sae"] = f"{encoder}, hook=resid_mid, layer=1, k=9"
+    computed |= {"top": "top(mlp_post)", "tops": "top(resid_mid,3)"}  # of slices and, with two ranks, of whole rows
     args = capture_args(f"{ALL_HOOKS},pattern,probe.*", run.store_dir, reduce=reduce, probes=computed, **SMALL)
     args["max_num_batched_tokens"] = STEP
     with pytest.MonkeyPatch.context() as patch:
@@ -162,7 +163,7 @@ def run(
             run.facts["ops"] = watch_branches(patch)
         with engine(tiny_model("qwen3"), in_process=tp == 1, fork=tp > 1, **args) as llm:
             inline = {name: {"inline": ["max", "mean"]} for name in probes}
-            asked = {"include_output_tokens": True, "dmi": {"probes": inline}}
+            asked = {"include_output_tokens": True, "dmi": {"probes": inline, "summary": True}}
             generate(llm, run, {f"len{n}": Ask(prompt(n), asked) for n in LENGTHS})
             generate(llm, run, {"again": Ask(prompt(300), asked)})  # its first blocks come from the prefix cache
     return run
@@ -306,6 +307,18 @@ def test_responses_have_the_scores_of_all_ranks(run: Run, probes: dict[str, Path
             check_inline(capture, probe, found[probe])
 
 
+def test_largest_neurons_are_those_of_whole_rows(run: Run, oracle: Callable[..., Oracle]) -> None:
+    for length in LENGTHS:
+        capture, tokens = open_capture(run.store(f"len{length}"), timeout=300), run.tokens(f"len{length}")
+        said = run.replies[f"len{length}"].kv_transfer_params["dmi_summary"]
+        want = reference(oracle("qwen3"), tuple(tokens))
+        for probe, hook, k in (("top", "mlp_post", 1), ("tops", "resid_mid", 3)):
+            rows = want[hook][:, : len(tokens) - 1]
+            check_largest(capture.numpy(f"probe.{probe}"), rows, k)
+            check_neurons(said[hook], rows[:, length:], k, length)
+        assert capture.attrs["hooks"]["probe.top"]["shards"] == capture.attrs["tp"]
+
+
 def test_the_index_has_the_scores_of_all_ranks(run: Run, probes: dict[str, Path]) -> None:
     names = [f"len{n}" for n in LENGTHS]
     for name in names:
@@ -314,6 +327,7 @@ def test_the_index_has_the_scores_of_all_ranks(run: Run, probes: dict[str, Path]
     infos = {info.store.name: number for number, info in enumerate(captures.infos)}
     for probe in probes:
         found = captures.scores(probe)
+        assert "top" not in (captures.infos[0].scores or {}), "indexes are no scores"
         for name in names:
             want = open_capture(run.store(name)).numpy(f"probe.{probe}").max(-2)
             np.testing.assert_allclose(found[infos[run.store(name).name]], want, rtol=1e-6)

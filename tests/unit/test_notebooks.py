@@ -136,6 +136,8 @@ def test_the_drafter_is_accepted_more_often_after_some_steps(
     ((begin, end),) = re.findall(r"loss (\S+) at first, (\S+) at the end", text)
     ((before, after),) = re.findall(r"acceptance (\S+) before, (\S+) after 60 steps", text)
     assert float(end) < 0.7 * float(begin) and float(after) > float(before) + 0.05 and pictures == 1, text
+    ((before, after),) = re.findall(r"likeliest token guessed, .*: (\S+) before, (\S+) after 240 steps", text)
+    assert float(after) > float(before) + 0.2 and "vLLM accepts" not in text, "there is no engine"
 
 
 def test_two_checkpoints_differ_from_the_changed_matrix_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from dmi_connector.layout import hook_reductions, row_layouts
 from dmi_connector.option_values import OptionError
 from dmi_connector.probes import with_probes
 from dmi_connector.reduce import ReduceError, from_settings
+from dmi_connector.reduce.largest import check, over_rows
 from dmi_connector.reduce.probe import Probe
 from dmi_connector.reduce.probe_file import ACTIVATIONS, METADATA, ProbeFacts, load, save
 from dmi_connector.settings import ServerOptions
@@ -331,3 +332,107 @@ def test_a_norm_needs_no_file_and_is_of_all_layers_of_its_hook() -> None:
 def test_a_norm_of_what_a_rank_does_not_have_is_refused(text: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         with_probes(DIMS, [("norm", text)], 2)
+
+
+# ---- largest values -------------------------------------------------------------------------------------------------
+
+
+def top(text: str, tp: int = 1) -> Probe:
+    probe = with_probes(DIMS, [("top", text)], tp)[1]["probe.top"]
+    assert isinstance(probe, Probe)
+    return probe
+
+
+def test_largest_values_are_of_all_layers_of_their_hook() -> None:
+    dims, computed = with_probes(DIMS, [("top", "top(mlp_post)"), ("many", " top(resid_final, 3) ")], 1)
+    assert parse_selection("probe.*", dims).hooks == {"probe.top": (0, 1, 2, 3), "probe.many": (0,)}
+    assert computed["probe.top"].outputs == ("neuron", "value")
+    read = from_settings(computed["probe.many"].settings())
+    assert isinstance(read, Probe) and (read.form, read.k, read.sha256) == ("top", 3, "")
+    assert read.outputs == ("neuron.0", "neuron.1", "neuron.2", "value.0", "value.1", "value.2")
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_largest_values_are_those_of_numpy_of_equal_ones_the_first(k: int) -> None:
+    probe = top(f"top(mlp_post,{k})")
+    rows = torch.randn(200, 64).round(decimals=1).to(torch.bfloat16)  # many are equal
+    rows[7] = 0
+    probe.prepare(64, CPU, 2, 0)
+    stored = probe.encode(rows, 2)
+    assert stored.shape == (200, probe.stored_width(64, "bfloat16")) and stored.dtype == torch.float32
+    values = rows.float().numpy()
+    order = np.argsort(-np.abs(values), 1, kind="stable")[:, :k]
+    np.testing.assert_array_equal(stored[:, :k], order)
+    np.testing.assert_array_equal(stored[:, k:], np.take_along_axis(values, order, 1))
+
+
+def test_nan_is_the_largest_value() -> None:
+    probe = top("top(mlp_post,2)")
+    rows = torch.zeros(2, 64)
+    rows[0, 3], rows[0, 5], rows[1, 9] = float("nan"), float("inf"), -float("inf")
+    probe.prepare(64, CPU, 0, 0)
+    stored = probe.encode(rows, 0).numpy()
+    np.testing.assert_array_equal(stored, [[3, 5, np.nan, np.inf], [9, 0, -np.inf, 0]])
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_slices_of_ranks_are_joined_to_the_largest_values_of_whole_rows(k: int) -> None:
+    """Also where equal values lie in several slices, and where all are in one."""
+    rows = torch.randn(300, 64).round(decimals=1)
+    rows[5, 32:], rows[6, :32], rows[7, 40] = 0, 0, float("nan")
+    whole, parts = top(f"top(mlp_post,{k})"), top(f"top(mlp_post,{k})", 2)
+    whole.prepare(64, CPU, 1, 0)
+    want = whole.encode(rows, 1).numpy()
+    stored = []
+    for rank in range(2):
+        parts.prepare(32, CPU, 1, rank)
+        stored.append(parts.encode(rows[:, 32 * rank : 32 * (rank + 1)], 1).numpy())
+    np.testing.assert_array_equal(parts.merge(stored), want)
+    np.testing.assert_array_equal(whole.merge([want]), want)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("count", [1, 50])
+def test_the_largest_of_each_row_give_the_largest_neurons_of_all_rows(k: int, count: int) -> None:
+    rows = torch.randn(count, 2, 64).round(decimals=1)  # of two layers
+    probe = top(f"top(mlp_post,{k})")
+    for layer in range(2):
+        probe.prepare(64, CPU, layer, 0)
+    kept = np.concatenate([probe.encode(rows[:, layer], layer).numpy() for layer in range(2)], 1)
+    neurons, values, at = over_rows(kept, k)
+    assert neurons.shape == values.shape == at.shape == (2, k)
+    magnitudes = rows.abs().numpy()
+    for layer in range(2):
+        most = magnitudes[:, layer].max(0)
+        assert len(set(neurons[layer].tolist())) == k
+        np.testing.assert_array_equal(np.abs(values[layer]), -np.sort(-most)[:k])
+        np.testing.assert_array_equal(most[neurons[layer]], np.abs(values[layer]))
+        np.testing.assert_array_equal(rows[at[layer], layer, neurons[layer]], values[layer])
+        np.testing.assert_array_equal(at[layer], magnitudes[:, layer].argmax(0)[neurons[layer]])
+
+
+def test_rows_that_did_not_come_have_no_neuron() -> None:
+    assert over_rows(np.full((3, 4), np.nan, np.float32), 1)[0].tolist() == [[-1], [-1]]
+
+
+@pytest.mark.parametrize(
+    ("text", "tp", "message"),
+    [
+        ("top(mlp_post,0)", 1, r"top\(mlp_post,0\) is not valid; it may keep 1 to 16 values of a row"),
+        ("top(mlp_post,17)", 1, r"top\(mlp_post,17\) is not valid; it may keep 1 to 16"),
+        ("top(mlp_post, 9)", 8, r"top\(mlp_post, 9\) is not valid; it may keep 1 to 8"),
+        ("top(resid_post)", 1, r"of resid_post in all layers; give top\(resid_pre\), and top\(resid_final\)"),
+        ("top(topk_ids)", 1, "of topk_ids, which holds whole numbers"),
+        ("top(kv_c)", 1, "of kv_c, which does not exist: Qwen3ForCausalLM has no kv_c"),
+        ("top()", 1, r"top\(\) .*cannot be read"),
+    ],
+)
+def test_largest_values_that_do_not_exist_are_refused(text: str, tp: int, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        with_probes(DIMS, [("top", text)], tp)
+
+
+def test_indexes_that_float32_does_not_hold_are_refused() -> None:
+    check("top(mlp_post)", 1, 1 << 23, 2)
+    with pytest.raises(ReduceError, match="is of rows of 16777218 values; 16777216 is the most"):
+        check("top(mlp_post)", 1, (1 << 23) + 1, 2)

@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks import budget
+from dmi_connector.analysis.fidelity import LARGER_IS_WORSE
 from dmi_connector.reduce import KINDS, MODES, forms, parse
 from dmi_connector.reduce.modes import rules_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/REDUCTIONS.md").read_text()
 RESULTS = json.loads((ROOT / "benchmarks/results/cpu-fidelity.json").read_text())
-DOWNSTREAM = json.loads((ROOT / "benchmarks/results/cpu-downstream.json").read_text())["trained"]
+AFTER = json.loads((ROOT / "benchmarks/results/cpu-downstream.json").read_text())
+DOWNSTREAM = AFTER["trained"]
 COLUMNS = (
     ("int8", "cosine_least"),
     ("int8(32)", "cosine_least"),
@@ -116,6 +118,9 @@ def found(hook: str, reduction: str, measure: str) -> list[float]:
         ("concept scores", "concepts"),
         ("top token", "lens_top"),
         ("KL divergence", "lens_kl"),
+        ("latents kept", "latents"),
+        ("autoencoder's error", "sae_error"),
+        ("attention", "attention"),
     ],
 )
 def test_what_analyses_find_is_as_measured(title: str, measure: str) -> None:
@@ -126,7 +131,10 @@ def test_what_analyses_find_is_as_measured(title: str, measure: str) -> None:
     for hook, cells in rows.items():
         for reduction, cell in zip(reductions, cells, strict=True):
             values = found(hook, reduction, measure)
-            assert cell == ("" if not values else _up(max(values)) if measure == "lens_kl" else down(min(values), 4))
+            worst = _up(max(values, default=0)) if measure in LARGER_IS_WORSE else down(min(values, default=0), 4)
+            assert cell == (worst if values else ""), (hook, reduction)
+    told = {one["reduction"] for one in DOWNSTREAM if measure in one["measures"]} - {"pca(file) of heads"}
+    assert told <= {*reductions} | {"rp(16,group=64)"}, "no column is left out"
 
 
 def _up(value: float) -> str:
@@ -150,16 +158,58 @@ def test_figures_of_scales_and_sketches_are_as_measured() -> None:
     assert topk == {"mlp_post"}, "the only one that is not below"
 
 
+def test_figures_of_autoencoders_and_attention_are_as_measured() -> None:
+    text = " ".join(PAGE.split())
+    explained = {one["hook"]: down(one["explained"], 4) for one in AFTER["autoencoders"]}
+    assert {one["rows"] for one in AFTER["autoencoders"]} == {24_384}
+    assert {(one["latents"], one["k"], one["layer"]) for one in AFTER["autoencoders"]} == {(512, 16, 1)}
+    least, most = min(explained, key=explained.__getitem__), max(explained, key=explained.__getitem__)
+    assert f"explains {explained[least]} (`{least}`) to {explained[most]} (`{most}`) of the variance" in text
+    beyond = max(found("resid_pre", "pca(file)", "lens_kl"))
+    assert f"its KL divergence is {_up(beyond)}" in text
+    least_attention = min(
+        layers("random", "q_rot", "int8", "attention") + layers("random", "k_rot", "int8", "attention")
+    )
+    assert f"With random weights `int8` has {down(least_attention, 4)}" in text
+
+
+def test_what_autoencoders_and_attention_lose_is_named() -> None:
+    """Misses are those of the sentences below the tables."""
+    encoded, attended = ("resid_pre", "z", "mlp_post", "mlp_out"), ("q_rot", "k_rot")
+    assert {one["hook"] for one in DOWNSTREAM if "latents" in one["measures"]} == {*encoded}
+    assert {one["hook"] for one in DOWNSTREAM if "attention" in one["measures"]} == {*attended}
+    below = {
+        (one["reduction"], one["hook"])
+        for one in DOWNSTREAM
+        if min(one["measures"].get("latents", 1), one["measures"].get("attention", 1)) < 0.95
+    }
+    assert below == {
+        *(("topk(64)", hook) for hook in (*encoded, *attended)),
+        *(("pq(file)", hook) for hook in ({*encoded, *attended} - {"mlp_post"})),
+        ("int8", "mlp_post"),
+        *(("pca(file) of heads", hook) for hook in ("z", *attended)),
+    }
+    lost = {
+        hook: (1 - min(found(hook, "fp8", what))) / (1 - min(found(hook, "int8", what)))
+        for what, hooks in (("latents", encoded), ("attention", attended))
+        for hook in hooks
+    }
+    assert lost.pop("mlp_post") < 1 and all(2 < times < 4 for times in lost.values()), lost
+    lacking = [one for one in DOWNSTREAM if one["reduction"].startswith(("rp", "cs"))]
+    assert not any({"latents", "sae_error", "attention"} & set(one["measures"]) for one in lacking)
+
+
 HEADS = [("rp(16,group=64)", measure) for measure in ("pairs", "probes", "concepts")]
-HEADS += [("pca(file) of heads", measure) for measure in ("variance", "importance", "concepts")]
+HEADS += [("pca(file) of heads", one) for one in ("variance", "importance", "concepts", "attention", "latents")]
 
 
 def test_what_reductions_of_heads_keep_is_as_measured() -> None:
     lines = PAGE.split("| heads of |")[1].split("\n\n")[0].splitlines()[2:]
     rows = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in row.split("|")[1:-1]] for row in lines)}
-    assert set(rows) == {"q", "k", "v", "z"}
+    assert set(rows) == {"q", "k", "v", "z", "q_rot", "k_rot"}
     for hook, cells in rows.items():
-        assert cells == [down(min(found(hook, *column)), 4) for column in HEADS]
+        values = [found(hook, *column) for column in HEADS]
+        assert cells == [down(min(own), 4) if own else "" for own in values]
 
 
 def test_figures_of_codebooks_and_projected_scales_are_as_measured() -> None:

@@ -20,8 +20,7 @@ class RequestScores:
 
     wanted: the probes. first: position of the first row, -1 before there is one. asked: position up to which the
     workers were asked. stop: position up to which they have answered. checked: position up to which rows were compared
-    with `stop_if`. rows: float32 [room, values] of these probes side by side, from position `first` on. columns: which
-    values are of a probe.
+    with `stop_if`. rows: float32 [room, values] of each probe, from position `first` on.
     """
 
     wanted: tuple[str, ...]
@@ -29,22 +28,21 @@ class RequestScores:
     asked: int = 0
     stop: int = 0
     checked: int = 0
-    rows: np.ndarray | None = None
-    columns: dict[str, slice] = field(default_factory=dict)
+    rows: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def put(self, position: int, rows: np.ndarray) -> None:
+    def put(self, name: str, position: int, rows: np.ndarray) -> None:
         """Rows from `position` on have come, [n, values]."""
-        known, start = self.rows, position - self.first
-        stop = start + len(rows)
+        known = self.rows.get(name)
+        start, stop = position - self.first, position - self.first + len(rows)
         if known is None or len(known) < stop:
             grown = np.full((max(_LEAST_ROWS, 2 * stop), rows.shape[1]), np.nan, np.float32)
             if known is not None:
                 grown[: len(known)] = known
-            known = self.rows = grown
+            known = self.rows[name] = grown
         known[start:stop] = rows
         self.stop = max(self.stop, position + len(rows))
 
     def of(self, name: str, end: int) -> np.ndarray:
         """float32 [rows, values] of positions from `first` on, below `end`."""
         count = max(0, min(self.stop, end) - self.first)
-        return np.zeros((0, 0), np.float32) if self.rows is None else self.rows[:count, self.columns[name]]
+        return self.rows[name][:count] if name in self.rows else np.zeros((0, 0), np.float32)

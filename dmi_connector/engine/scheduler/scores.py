@@ -14,7 +14,8 @@ from dmi_connector.engine.messages import ScoreRows, StepScores
 from dmi_connector.engine.metrics import ALERTS, SCORE
 from dmi_connector.engine.scheduler.request_scores import RequestScores
 from dmi_connector.hook_table import PROBE
-from dmi_connector.reduce.probe import NORM, Probe
+from dmi_connector.reduce import largest
+from dmi_connector.reduce.probe import NORM, TOP, Probe
 
 if TYPE_CHECKING:
     from dmi_connector.engine.context import CaptureContext
@@ -40,8 +41,11 @@ class ProbeScores:
                 self._probes[name] = one.reduction
                 self._places.setdefault(name, {}).setdefault(one.layer, []).append((rank, slice(at, at + width)))
                 at += width
+        for name, layers in self._places.items():  # ranks may share out the layers of a hook that all have whole
+            self._places[name] = dict(sorted(layers.items()))
         self._others = [name for name, _ in context.options.probes if name not in self._probes]
-        self._norms = [name for name, probe in self._probes.items() if probe.form == NORM]
+        of_rows = [name for name, probe in self._probes.items() if probe.form in (NORM, TOP)]
+        self._summarised = sorted(of_rows, key=lambda name: self._probes[name].k)  # of a hook, the larger k is said
         self._alerts = dict(context.options.probe_alerts)
         self._counts: dict[str, Any] = {f"{ALERTS}.{name}": 0 for name in self._alerts}  # 0: the series exist
         self.running: dict[int, Tracked] = {}
@@ -54,19 +58,9 @@ class ProbeScores:
 
     def arrived(self, tracked: Tracked) -> None:
         """A request is to be captured."""
-        if wanted := self._named(tracked) | {*(self._norms if tracked.params.summary else ())}:
-            names = tuple(sorted(wanted))
-            tracked.scores = RequestScores(names, columns=self._columns(names))
+        if wanted := self._named(tracked) | {*(self._summarised if tracked.params.summary else ())}:
+            tracked.scores = RequestScores(tuple(wanted))
             self.running[tracked.capture] = tracked
-
-    def _columns(self, names: Sequence[str]) -> dict[str, slice]:
-        """Where the values of each of these probes are among those of all."""
-        found, at = {}, 0
-        for name in names:
-            width = len(self._probes[name].outputs) * len(self._places[name])
-            found[name] = slice(at, at + width)
-            at += width
-        return found
 
     def _named(self, tracked: Tracked) -> set[str]:
         """The probes that a request or the option `probe_alerts` names."""
@@ -137,24 +131,23 @@ class ProbeScores:
     def take(self, answers: Sequence[StepScores]) -> None:
         """Scores of a step have come, from one rank or from each."""
         values = {answer.rank: answer.values for answer in answers}
-        merged: dict[tuple[str, ...], np.ndarray] = {}
+        merged: dict[str, np.ndarray] = {}
         at = 0
         for capture, first, count in answers[0].parts:
             tracked = self.running.get(capture)
             if tracked is not None and (scores := tracked.scores) is not None:
-                if (rows := merged.get(scores.wanted)) is None:
-                    rows = merged[scores.wanted] = self._merge(scores.wanted, values)
-                scores.put(first, rows[at : at + count])
+                for name in scores.wanted:
+                    if name not in merged:
+                        merged[name] = self._merge(name, values)
+                    scores.put(name, first, merged[name][at : at + count])
                 if tracked.params.stop_if is not None and not tracked.stopped:
                     self._stop(tracked, tracked.params.stop_if, scores)
             at += count
 
-    def _merge(self, names: Sequence[str], values: Mapping[int, np.ndarray]) -> np.ndarray:
-        """The scores of these probes side by side, of each layer after layer, [rows, values]. values: by rank."""
-        layers = [(self._probes[name], places) for name in names for places in self._places[name].values()]
-        return np.concatenate(
-            [probe.merge([values[rank][:, at] for rank, at in places]) for probe, places in layers], 1
-        )
+    def _merge(self, name: str, values: Mapping[int, np.ndarray]) -> np.ndarray:
+        """The scores of one probe, layer after layer, [rows, values]. values: by rank."""
+        layers = [[values[rank][:, at] for rank, at in places] for places in self._places[name].values()]
+        return np.concatenate([self._probes[name].merge(parts) for parts in layers], 1)
 
     # ---- conditions -------------------------------------------------------------------------------------------------
 
@@ -200,17 +193,22 @@ class ProbeScores:
         return {name: self._inline(name, scores, whats, end) for name, whats in asked.items()}
 
     def _summary(self, tracked: Tracked, end: int) -> dict[str, Any]:
-        """By hook the mean norm of its rows and that of the last one, by layer; {} if the request asks for none."""
+        """By hook and layer the mean norm of rows and that of the last one, and the neurons with the largest values.
+        {} if the request asks for no summary.
+        """
         scores = tracked.scores
         if scores is None or not tracked.params.summary:
             return {}
         found: dict[str, Any] = {}
-        for name in self._norms:
-            rows = scores.of(name, end)
+        for name in self._summarised:
+            rows, probe = scores.of(name, end), self._probes[name]
             if not len(rows):
                 return {"tokens": 0}
-            norms = {what: self._plain(name, _rounded(AGGREGATES[what](rows))) for what in ("mean", "last")}
-            found[self._probes[name].source] = norms
+            if probe.form == TOP:
+                about = _neurons(rows, probe.k, scores.first, tracked.request.num_prompt_tokens)
+            else:
+                about = {what: _plain(_rounded(AGGREGATES[what](rows)), 1) for what in ("mean", "last")}
+            found.setdefault(probe.source, {}).update(about)
         return {**found, "from": scores.first, "through": scores.first + len(rows) - 1}
 
     def _inline(self, name: str, scores: RequestScores, asked: Sequence[str], end: int) -> dict[str, Any]:
@@ -218,21 +216,33 @@ class ProbeScores:
         if not len(rows):
             return {"tokens": 0}
         found: dict[str, Any] = {}
+        outputs = len(self._probes[name].outputs)
         for what in dict.fromkeys([*asked, "last"]):
-            found[what] = self._plain(name, AGGREGATES[what](rows))
+            found[what] = _plain(AGGREGATES[what](rows), outputs)
             if what == "max":
-                found["at"] = self._plain(name, scores.first + rows.argmax(0))
+                found["at"] = _plain(scores.first + rows.argmax(0), outputs)
         return {**found, "from": scores.first, "through": scores.first + len(rows) - 1}
 
-    def _plain(self, name: str, values: np.ndarray) -> Any:
-        """JSON: a number, a list of one for each output, or of one such list for each layer; null if not finite."""
-        outputs = len(self._probes[name].outputs)
-        kept = values.astype(object)
-        kept[~np.isfinite(values.astype(float))] = None
-        layers = [kept[at : at + outputs].tolist() for at in range(0, len(kept), outputs)]
-        if outputs == 1:
-            layers = [only for (only,) in layers]
-        return layers[0] if len(layers) == 1 else layers
+
+def _neurons(rows: np.ndarray, k: int, first: int, prompt: int) -> dict[str, Any]:
+    """The neurons with the largest values in the rows of generated tokens; of the prompt where there is no other row.
+
+    rows: of a probe TOP, from position `first` on. prompt: its tokens.
+    """
+    since = prompt - first if first < prompt < first + len(rows) else 0
+    neurons, values, at = largest.over_rows(rows[since:], k)
+    found = {"neuron": neurons, "value": _rounded(values.ravel()), "at": first + since + at}
+    return {what: _plain(of_layers.ravel(), k) for what, of_layers in found.items()}
+
+
+def _plain(values: np.ndarray, each: int) -> Any:
+    """JSON: of each layer a number, or a list of `each`; with several layers a list of these. null if not finite."""
+    kept = values.astype(object)
+    kept[~np.isfinite(values.astype(float))] = None
+    layers = [kept[at : at + each].tolist() for at in range(0, len(kept), each)]
+    if each == 1:
+        layers = [only for (only,) in layers]
+    return layers[0] if len(layers) == 1 else layers
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ pytest.importorskip("vllm")
 from dmi_connector.engine.messages import StepScores
 from dmi_connector.engine.owners.paged import PagedSlots
 from dmi_connector.engine.scheduler.tracker import Tracker
+from dmi_connector.reduce.probe import Probe
 from tests import schedulerkit
 from tests.exporterkit import SMALL, make_exporter
 from tests.probekit import save_encoder, save_probe
@@ -130,6 +132,54 @@ def test_parts_of_ranks_are_added_up_and_layers_stay_apart(tmp_path: Path) -> No
     np.testing.assert_allclose(found["two"]["last"], [rows[-1] for rows in two_scores], rtol=1e-6)
     assert found["two"]["at"] == [rows.argmax(0).tolist() for rows in two_scores]
     np.testing.assert_allclose(found["whole"]["mean"], stored["probe.whole"][0][slots].mean(), rtol=1e-6)
+    for exporter in exporters:
+        exporter.shutdown()
+
+
+@pytest.mark.parametrize(("include", "generated"), [(False, 0), (True, 0), (True, 4)])
+def test_a_summary_has_the_neurons_with_the_largest_values(tmp_path: Path, include: bool, generated: int) -> None:
+    """Two ranks: each has half of mlp_post. Rows of generated tokens count, without one those of the prompt."""
+    given: dict[str, Any] = {"probes": {"top": "top(mlp_post)", "three": "top(z,3)", "norm": "norm(mlp_out)"}}
+    given["hooks"] = "probe.*,embed,logits"  # these two come first, so that a later rank has the first layers of a norm
+    dims = replace(SMALL, layers=5)
+    exporters = [make_exporter(tmp_path, 32, dims, rank, 2, sink="host", **given) for rank in range(2)]
+    rng, whole = np.random.default_rng(1), {}
+    for rank, exporter in enumerate(exporters):
+        words = exporter.rows.view(torch.float32)
+        for one in exporter.context.layout.scored:
+            assert isinstance(one.reduction, Probe)
+            values = torch.from_numpy(rng.standard_normal((32, one.width), dtype=np.float32))
+            one.reduction.prepare(one.width, torch.device("cpu"), one.layer, rank)
+            words[:, one.offset // 4 : one.offset // 4 + one.stored[1]] = one.reduction.encode(values, one.layer)
+            whole.setdefault((one.tapped, one.layer), []).append(values.numpy())
+    params = {"include_output_tokens": include, "dmi": {"summary": True}}
+    request, context = ask(params, prompt=5), exporters[0].context
+    tracker = Tracker(context, PagedSlots(context, 16, 8), 1 << 60)
+    tracker.on_new_request(request)  # type: ignore[arg-type]
+    steps, _ = generate(tracker, request, 1 + generated, ended=False)
+    for step in steps:
+        if step.scores is not None:
+            first, second = (pickle.loads(pickle.dumps(e.take_report(step.scores))) for e in exporters)
+            tracker.scores.take(first.aggregate(second).scores)
+    _, response = tracker.finish(request, [1])  # type: ignore[arg-type]
+    said = response["dmi_summary"]
+    positions = range(5, 5 + generated) if generated else range(5)
+    assert set(said) == {"mlp_post", "z", "mlp_out", "from", "through"}
+    assert set(said["mlp_post"]) == set(said["z"]) == {"neuron", "value", "at"} and "mean" in said["mlp_out"]
+    order = [one.layer for e in exporters for one in e.context.layout.scored if one.tapped == "mlp_out"]
+    assert sorted(order) == [*range(5)] != order
+    for layer, last in enumerate(said["mlp_out"]["last"]):  # whichever rank writes a layer
+        (rows,) = whole["mlp_out", layer]
+        np.testing.assert_allclose(last, np.linalg.norm(rows[16 + said["through"]]), rtol=1e-3)
+    for hook, k in (("mlp_post", 1), ("z", 3)):
+        for layer, neurons in enumerate(said[hook]["neuron"]):
+            rows = np.concatenate(whole[hook, layer], 1)[16 + positions.start : 16 + positions.stop]
+            most = np.abs(rows).max(0)
+            want = np.argsort(-most, kind="stable")[:k]
+            at = np.abs(rows).argmax(0)[want]
+            assert np.ravel(neurons).tolist() == want.tolist(), (hook, layer)
+            assert np.ravel(said[hook]["at"][layer]).tolist() == (positions.start + at).tolist()
+            np.testing.assert_allclose(np.ravel(said[hook]["value"][layer]), rows[at, want], rtol=1e-3)
     for exporter in exporters:
         exporter.shutdown()
 
@@ -374,15 +424,20 @@ def test_a_request_ends_soon_after_a_score(make: Make, kind: dict[str, Any]) -> 
     [
         (
             {"risc": {"inline": "max"}},
-            "dmi.probes: 'risc' is no probe of this server: did you mean 'risk'? it has: risk",
+            "dmi.probes: 'risc' is no probe of this server: did you mean 'risk'? it has: top, risk",
         ),
         ({"sae": {"inline": "max"}}, "dmi.probes: 'sae' is an autoencoder, which has no score; name a probe"),
+        (
+            {"top": {"inline": "max"}},
+            "dmi.probes: 'top' has indexes of neurons, which are no scores; ask for dmi.summary",
+        ),
     ],
 )
 def test_only_probes_of_the_server_have_scores(tmp_path: Path, probes: Any, says: str) -> None:
     files = {
         "risk": str(save_probe(tmp_path / "risk.safetensors", "mlp_out", (1,), SMALL.hidden, 1)),
         "sae": f"{save_encoder(tmp_path / 'sae', SMALL.hidden, 16)}, hook=mlp_out, layer=1",
+        "top": "top(mlp_out)",
     }
     exporter = make_exporter(tmp_path, 32, SMALL, probes=files, hooks="probe.*", sink="host")
     tracker = Tracker(exporter.context, PagedSlots(exporter.context, 16, 8), 1 << 60)
@@ -397,7 +452,7 @@ def test_a_summary_of_a_server_without_norms_is_refused(make: Make) -> None:
     engine.add([7] * 5, 3, {"summary": True})
     engine.drain()
     assert engine.replies["r0"]["dmi_error"] == (
-        "dmi.summary: True needs norms of rows, and this server computes none; start it with probes "
-        '{"norm": "norm(resid_pre)"}, and probe.norm in hooks'
+        "dmi.summary: True needs norms or largest neurons of rows, and this server computes none; start it with probes "
+        '{"norm": "norm(resid_pre)", "top": "top(mlp_post)"}, and probe.* in hooks'
     )
     assert engine.faults() == []

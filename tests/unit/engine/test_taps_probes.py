@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -26,6 +28,7 @@ def fields(tmp_path_factory: pytest.TempPathFactory) -> list[RowField]:
     folder = tmp_path_factory.mktemp("probes")
     many = Probe.load(str(save_probe(folder / "many.safetensors", "resid_pre", (1, 4), WIDTH, 3)))
     deep = Probe.load(str(save_probe(folder / "deep.safetensors", "q", (1,), WIDTH, 8, 1, norm="unit")))
+    top = replace(Probe.top_of("mlp_post", 3, "top(mlp_post,3)"), layers=(1, 4))
     sae = Latents.load(str(save_encoder(folder / "sae", WIDTH, 90)), "resid_pre", 4, 7)
 
     def field(name: str, layer: int, offset: int, probe: Probe | Latents) -> RowField:
@@ -36,6 +39,7 @@ def fields(tmp_path_factory: pytest.TempPathFactory) -> list[RowField]:
         field("deep", 1, 80, deep),
         field("many", 4, 96, many),
         field("sae", 4, 128, sae),
+        field("top", 4, 192, top),
     ]
 
 
@@ -61,7 +65,7 @@ def test_probes_at_the_end_of_a_step_equal_those_at_once(fields: list[RowField],
     assert torch.equal(mine, want) and (mine[slots] != 7).any()
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(5))
 def test_kernels_write_what_torch_does(fields: list[RowField], number: int) -> None:
     """Of several layers at the end of a step, and of one at once."""
     probe, layer, tokens = fields[number].reduction, fields[number].layer, 5

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.hook_table import PROBE
-from dmi_connector.reduce.probe import Probe
+from dmi_connector.reduce.probe import TOP, Probe
 from dmi_connector.store.read.arrays.hook_values import HookValues
 from dmi_connector.store.read.files.open_files import files_of
 from dmi_connector.store.read.hook_names import HookTable
@@ -19,10 +19,11 @@ def scores_of(partial: str, attrs: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """{name of a probe: {one of SCORES: [outputs], or [layers, outputs] for a probe of several layers}}, JSON-ready.
 
     partial: a store whose arrays are written. attrs: its root attributes. Missing rows do not count. `at`: position of
-    the first row with the largest score. None stands for what is not finite. Autoencoders have none of this. Raises
-    OSError for arrays that cannot be read.
+    the first row with the largest score. None stands for what is not finite. Autoencoders and probes of largest values
+    have none of this. Raises OSError for arrays that cannot be read.
     """
-    probes = [name for name, hook in attrs["hooks"].items() if hook.get("reduce", {}).get("kind") == Probe.kind]
+    reduced = {name: hook.get("reduce", {}) for name, hook in attrs["hooks"].items()}
+    probes = [name for name, about in reduced.items() if about.get("kind") == Probe.kind and about["form"] != TOP]
     there = np.ones(attrs["num_tokens"], bool)
     for start, stop in attrs["missing"]:
         there[start:stop] = False
