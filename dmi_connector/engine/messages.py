@@ -37,10 +37,11 @@ class Rows:
 class ScoreRows:
     """Rows of a step whose scores the workers report after it.
 
-    parts: (capture, position of the first row, rows), in order. slots: where these rows lie, one after the other.
+    captures, positions, slots: of each row its capture, its position, and where it lies.
     """
 
-    parts: list[tuple[int, int, int]] = field(default_factory=list)
+    captures: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
 
 
@@ -48,13 +49,13 @@ class ScoreRows:
 class StepScores:
     """Scores of the rows of one step, as one rank has them. Pickles once they are there.
 
-    rank: of the worker. parts: as they were asked for. late: float32 [rows, values], the
+    rank: of the worker. asked: the rows. late: float32 [rows, values], the
     values of `RowLayout.scored` side by side: in the worker's process a torch tensor in host memory. ready: the CUDA
     event after which they are there; None where they are.
     """
 
     rank: int
-    parts: list[tuple[int, int, int]]
+    asked: ScoreRows
     late: Any
     ready: Any = None
 
@@ -66,7 +67,7 @@ class StepScores:
         return np.asarray(self.late)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StepScores, (self.rank, self.parts, self.values)
+        return StepScores, (self.rank, self.asked, self.values)
 
 
 @dataclass

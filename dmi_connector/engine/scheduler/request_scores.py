@@ -19,28 +19,31 @@ class RequestScores:
     So all below the end of the request are final at its end.
 
     wanted: the probes. first: position of the first row, -1 before there is one. asked: position up to which the
-    workers were asked. stop: position up to which they have answered. checked: position up to which rows were compared
-    with `stop_if`. rows: float32 [room, values] of each probe, from position `first` on.
+    workers were asked. until: first position that is not asked for, as far as is known. stop: position up to which rows
+    are here. checked: position up to which rows were compared with `stop_if`. sorted: steps whose answers are here, as
+    `LateScores.added` counts them. rows: float32 [room, values] of each probe, from position `first` on.
     """
 
     wanted: tuple[str, ...]
     first: int = -1
     asked: int = 0
+    until: int = 0
     stop: int = 0
     checked: int = 0
+    sorted: int = 0
     rows: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def put(self, name: str, position: int, rows: np.ndarray) -> None:
-        """Rows from `position` on have come, [n, values]."""
+    def put(self, name: str, positions: np.ndarray, rows: np.ndarray) -> None:
+        """Rows have come, [n, values]. positions: of each; the last one of a position counts."""
         known = self.rows.get(name)
-        start, stop = position - self.first, position - self.first + len(rows)
-        if known is None or len(known) < stop:
-            grown = np.full((max(_LEAST_ROWS, 2 * stop), rows.shape[1]), np.nan, np.float32)
+        stop = int(positions.max()) + 1
+        if known is None or len(known) < stop - self.first:
+            grown = np.full((max(_LEAST_ROWS, 2 * (stop - self.first)), rows.shape[1]), np.nan, np.float32)
             if known is not None:
                 grown[: len(known)] = known
             known = self.rows[name] = grown
-        known[start:stop] = rows
-        self.stop = max(self.stop, position + len(rows))
+        known[positions - self.first] = rows
+        self.stop = max(self.stop, stop)
 
     def of(self, name: str, end: int) -> np.ndarray:
         """float32 [rows, values] of positions from `first` on, below `end`."""

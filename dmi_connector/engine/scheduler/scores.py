@@ -12,6 +12,7 @@ import numpy as np
 from dmi_connector.conditions import AGGREGATES, Condition
 from dmi_connector.engine.messages import ScoreRows, StepScores
 from dmi_connector.engine.metrics import ALERTS, SCORE
+from dmi_connector.engine.scheduler.late_scores import LateScores, ScoredRows
 from dmi_connector.engine.scheduler.request_scores import RequestScores
 from dmi_connector.hook_table import PROBE
 from dmi_connector.reduce import largest
@@ -49,6 +50,8 @@ class ProbeScores:
         self._alerts = dict(context.options.probe_alerts)
         self._counts: dict[str, Any] = {f"{ALERTS}.{name}": 0 for name in self._alerts}  # 0: the series exist
         self.running: dict[int, Tracked] = {}
+        self._stopping: dict[int, Condition] = {}  # of running requests, as long as `stop_if` has not held
+        self._late = LateScores()
 
     # ---- arrival and end --------------------------------------------------------------------------------------------
 
@@ -61,6 +64,8 @@ class ProbeScores:
         if wanted := self._named(tracked) | {*(self._summarised if tracked.params.summary else ())}:
             tracked.scores = RequestScores(tuple(wanted))
             self.running[tracked.capture] = tracked
+            if tracked.params.stop_if is not None:
+                self._stopping[tracked.capture] = tracked.params.stop_if
 
     def _named(self, tracked: Tracked) -> set[str]:
         """The probes that a request or the option `probe_alerts` names."""
@@ -68,8 +73,10 @@ class ProbeScores:
 
     def ended(self, tracked: Tracked, end: int) -> None:
         """A request ended. end: position behind its last row."""
+        scores = self._scores(tracked)
         self.running.pop(tracked.capture, None)
-        if (scores := tracked.scores) is None:
+        self._stopping.pop(tracked.capture, None)
+        if scores is None:
             return
         for name in self._named(tracked):
             rows = scores.of(name, end)
@@ -94,21 +101,22 @@ class ProbeScores:
         scheduling it is not even known which of the step before were accepted. So all rows from the last known token
         on are asked for. `Tracked.blocks` must include the blocks of this step.
         """
-        found = ScoreRows()
-        for tracked in self.running.values():
+        found, row_slot = ScoreRows(), self._slots.row_slot
+        capture, position, slot = found.captures.append, found.positions.append, found.slots.append
+        for tracked in self.running.values():  # each step goes through all requests: keep this short
             request, scores = tracked.request, tracked.scores
             count = scheduled.get(request.request_id)
             if count is None or scores is None:
                 continue
             computed = request.num_computed_tokens
-            fresh = computed == scores.asked and scores.first >= 0 and not self._drafts
-            if fresh and count == 1 and computed < tracked.limit:  # as most are, in decode
+            if count == 1 and computed == scores.asked and computed < scores.until:  # as most are, in decode
                 scores.asked = computed + 1
-                found.parts.append((tracked.capture, computed, 1))
-                found.slots.append(self._slots.row_slot(tracked, computed))
+                capture(tracked.capture)
+                position(computed)
+                slot(row_slot(tracked, computed))
             elif tracked.opened:
                 self._ask_rows(found, tracked, scores, count)
-        return found if found.parts else None
+        return found if found.slots else None
 
     def _ask_rows(self, found: ScoreRows, tracked: Tracked, scores: RequestScores, count: int) -> None:
         """Ask for the rows of a request in a step of `count` tokens of it."""
@@ -122,27 +130,41 @@ class ProbeScores:
         first = max(min(first, scores.asked), least, self._slots.captured(tracked))
         stop = min(computed + count, tracked.limit)
         if first < stop:
-            found.parts.append((tracked.capture, first, stop - first))
+            found.captures += [tracked.capture] * (stop - first)
+            found.positions += range(first, stop)
             found.slots += self._slots.of(tracked, first, stop).tolist()
             if scores.first < 0:
                 scores.first = first
             scores.asked = max(scores.asked, stop)
+            if not self._drafts:
+                scores.until = tracked.limit  # it only grows, with the prompts of a session
 
     def take(self, answers: Sequence[StepScores]) -> None:
-        """Scores of a step have come, from one rank or from each."""
-        values = {answer.rank: answer.values for answer in answers}
-        merged: dict[str, np.ndarray] = {}
-        at = 0
-        for capture, first, count in answers[0].parts:
-            tracked = self.running.get(capture)
-            if tracked is not None and (scores := tracked.scores) is not None:
-                for name in scores.wanted:
-                    if name not in merged:
-                        merged[name] = self._merge(name, values)
-                    scores.put(name, first, merged[name][at : at + count])
-                if tracked.params.stop_if is not None and not tracked.stopped:
-                    self._stop(tracked, tracked.params.stop_if, scores)
-            at += count
+        """Scores of a step have come, from one rank or from each. They are sorted by request when one needs them."""
+        self._late.add(answers)
+        if self._late.full or self._stopping:
+            for capture, rows in self._late.take().items():
+                if (tracked := self.running.get(capture)) is not None and tracked.scores is not None:
+                    self._put(tracked.scores, rows)
+        for capture in [*self._stopping]:
+            tracked, condition = self.running[capture], self._stopping[capture]
+            if (scores := tracked.scores) is not None and scores.sorted == self._late.added:
+                self._stop(tracked, condition, scores)
+                if tracked.stopped:
+                    del self._stopping[capture]
+
+    def _scores(self, tracked: Tracked) -> RequestScores | None:
+        """The scores of a request, with those of the last step."""
+        scores = tracked.scores
+        if scores is not None and scores.sorted < self._late.added and tracked.capture in self.running:
+            self._put(scores, self._late.of(tracked.capture))
+        return scores
+
+    def _put(self, scores: RequestScores, rows: ScoredRows) -> None:
+        """Rows of a request have come."""
+        scores.sorted = self._late.added
+        for name in scores.wanted if len(rows.positions) else ():
+            scores.put(name, rows.positions, self._merge(name, rows.values))
 
     def _merge(self, name: str, values: Mapping[int, np.ndarray]) -> np.ndarray:
         """The scores of one probe, layer after layer, [rows, values]. values: by rank."""
@@ -151,11 +173,14 @@ class ProbeScores:
 
     # ---- conditions -------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def why_dropped(tracked: Tracked, end: int) -> str:
+    def why_dropped(self, tracked: Tracked, end: int) -> str:
         """Why a request that ended is not kept; "" if it is: `keep_if` holds, or there is no score to decide by."""
-        condition, scores = tracked.params.keep_if, tracked.scores
-        if condition is None or scores is None or not len(rows := scores.of(condition.probe, end)):
+        condition = tracked.params.keep_if
+        if (
+            condition is None
+            or (scores := self._scores(tracked)) is None
+            or not len(rows := scores.of(condition.probe, end))
+        ):
             return ""
         measure = condition.measure(rows[:, 0])
         if not condition.refutes(measure):

@@ -335,20 +335,16 @@ class Model:
         """The scores of rows of a step: their positions."""
         if asked is None:
             return None
-        slots, positions = iter(asked.slots), []
-        for capture, first, count in asked.parts:
-            for position in range(first, first + count):
-                found = self.memory[next(slots)]
-                assert found[:2] == (self.by_capture[capture].request_id, position), f"{found} at {position}"
-                positions.append(position)
-        assert next(slots, None) is None
-        return StepScores(0, asked.parts, np.array(positions, np.float32)[:, None])
+        for capture, position, slot in zip(asked.captures, asked.positions, asked.slots, strict=True):
+            found = self.memory[slot]
+            assert found[:2] == (self.by_capture[capture].request_id, position), f"{found} at {position}"
+        return StepScores(0, asked, np.array(asked.positions, np.float32)[:, None])
 
     def take_result(self) -> None:
         if (answer := self.answers.popleft()) is not None:
             self.tracker.scores.take([answer])
-            for capture, first, count in answer.parts:
-                self.by_capture[capture].scored.update(range(first, first + count))
+            for capture, position in zip(answer.asked.captures, answer.asked.positions, strict=True):
+                self.by_capture[capture].scored.add(position)
         for life, samples in self.results.popleft():
             if life.left < 0 or not samples:
                 continue  # it is gone, or its prompt goes on

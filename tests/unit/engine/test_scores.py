@@ -15,8 +15,9 @@ import torch
 
 pytest.importorskip("vllm")
 
-from dmi_connector.engine.messages import StepScores
+from dmi_connector.engine.messages import ScoreRows, StepScores
 from dmi_connector.engine.owners.paged import PagedSlots
+from dmi_connector.engine.scheduler import late_scores
 from dmi_connector.engine.scheduler.tracker import Tracker
 from dmi_connector.reduce.probe import Probe
 from tests import schedulerkit
@@ -71,8 +72,14 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: ",".join(map(str, kind.items())))
 @pytest.mark.parametrize("seed", range(2))
-def test_responses_have_the_scores_of_all_rows_in_random_lives(make: Make, kind: dict[str, Any], seed: int) -> None:
-    """Arrivals, prefix hits, preemptions, rejected drafts, aborts."""
+def test_responses_have_the_scores_of_all_rows_in_random_lives(
+    make: Make, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any], seed: int
+) -> None:
+    """Arrivals, prefix hits, preemptions, rejected drafts, aborts. Scores are sorted by request every three steps, or
+    as often as in servers.
+    """
+    if seed:
+        monkeypatch.setattr(late_scores, "_STEPS", 3)
     engine = make(seed=seed, **kind)
     said, random = responses(engine), engine.random
     for _ in range(100):
@@ -192,7 +199,7 @@ def test_scores_that_are_still_being_copied_are_waited_for_where_they_are_read()
             values[:] = 7
 
     values = torch.zeros(2, 1)
-    scores = StepScores(0, [(1, 0, 2)], values, Late())
+    scores = StepScores(0, ScoreRows([1, 1], [0, 1], [5, 6]), values, Late())
     assert values.tolist() == [[0], [0]], "making the report waits for nothing"
     copy = pickle.loads(pickle.dumps(scores))
     assert copy.ready is None and copy.values.tolist() == [[7], [7]] == scores.values.tolist()
