@@ -37,7 +37,7 @@ _EPS_DEFAULT = 1e-5
 _DTYPES = ("BF16", "F16", "F32", "F64")
 """Of tensors that are read, as safetensors names them."""
 _BLOCK = 4096
-"""Tokens of the vocabulary that are worked out at a time."""
+"""Tokens of the vocabulary computed at a time."""
 _LOGITS = 1 << 24
 """Logits that are computed at a time: 64 MiB of float32, of which some copies are made."""
 

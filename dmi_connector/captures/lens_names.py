@@ -74,7 +74,7 @@ ALL_NAMES = {**TL_NAMES, **QK_NAMES[False], **QK_NAMES[True], **POST_NORM_NAMES}
 
 PATTERN = "attn.hook_pattern"
 NORMS = {"ln1": "resid_pre", "ln2": "resid_mid", "ln_final": "resid_final"}
-"""Norm -> its input. `hook_scale` and `hook_normalized` are worked out from that."""
+"""Norm -> its input. `hook_scale` and `hook_normalized` are computed from the input."""
 HEADS = {"q": "heads", "k": "kv_heads", "v": "kv_heads", "q_rot": "heads", "k_rot": "kv_heads", "z": "heads"}
 """Hooks of several heads, and which number of them."""
 OF_NORMS = tuple(f"{norm}.{part}" for norm in NORMS for part in ("hook_scale", "hook_normalized"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one engine captures, worked out once in each of its processes and shared by models, row cache and connector."""
+"""What one engine captures. Each of its processes computes it once; models, row cache and connector share it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A probe: scores of a row, computed in the tap by a linear head or a small MLP, or, without a file, the row's norm. It
-has no form in the option `reduce`.
+"""A probe: scores of a row, which the tap computes.
 
-Stored rows are the scores, float32. With tensor parallelism, a rank that has a slice of the hook stores its part of the
-products, and the first one the bias too: the scores are what the output makes of their sum.
+A linear head or a small MLP from a file gives the scores. Without a file the score is the norm of the row. The option
+`reduce` has no form for a probe.
+
+Stored rows are the scores, float32. With tensor parallelism a rank may have only a slice of the hook. It then stores
+the partial products of its slice, and the first rank adds the bias. The reader sums them, then applies the output
+function.
 """
 
 from __future__ import annotations
@@ -25,17 +28,17 @@ if TYPE_CHECKING:
 NORM = "norm"
 """The `form` of a probe whose score is the L2 norm of the row."""
 _DEVICE: dict[tuple[str, int, Any], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-"""(weight [in, out], bias [out]) of each matrix by file, layer and device. `prepare` fills it."""
+"""(file, layer, device) -> (weight [in, out], bias [out]) of each matrix. `prepare` fills it."""
 
 
 @dataclass(frozen=True)
 class Probe(Reduction):
     """Decoded rows are the scores, one for each of `outputs`.
 
-    source, layers: the hook that is scored, and where; no layers where the file names none, and (0,) once it is bound.
-    sha256, path: hash and path of the file. form: the file's `kind`, or NORM, with the text of the option as `path` and
-    no sha256. activation, output, norm: see `probe_file.ProbeFacts`. hidden: values between matrices. shards: slices
-    that the hook has.
+    source: the hook that is scored. layers: its layers; () if the file names none, until `bind` sets them. sha256,
+    path: hash and path of the file. form: the file's `kind`, or NORM. With NORM, `path` is the text of the option, and
+    `sha256` is empty. activation, output, norm: see `probe_file.ProbeFacts`. hidden: width of all hidden layers.
+    shards: the number of ranks that each have a slice of the hook.
     """
 
     source: str = ""
@@ -68,17 +71,17 @@ class Probe(Reduction):
 
     @classmethod
     def norm_of(cls, hook: str, text: str) -> Probe:
-        """The norm of the rows of a hook. text: of the option."""
+        """The probe whose score is the norm of the rows of `hook`. text: the text of the option."""
         return cls(hook, outputs=("norm",), form=NORM, path=text)
 
     @property
     def width(self) -> int | None:
-        """Values of a row of the hook that the file is for; None for any number."""
+        """Width of the rows that the probe takes; None: any width."""
         return None if self.form == NORM else load(self.path).width
 
     @property
     def linear(self) -> bool:
-        """Whether the products of slices of a row can be added up."""
+        """Whether the scores of a row are the sum of those of its slices, before the output function."""
         return self.form == "linear" and self.norm == "none"
 
     @property
@@ -93,7 +96,7 @@ class Probe(Reduction):
         return {"kind": self.kind, **values, "layers": list(self.layers), "outputs": list(self.outputs)}
 
     def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> Probe:
-        """The same for a hook that is named otherwise than in the file, or that has slices."""
+        """A copy for a hook with another name than in the file, or for a hook of which each rank has a slice."""
         if shards > 1 and self.form == NORM:
             raise ReduceError(
                 f"probes: {self.path} needs whole rows, and each of {shards} ranks has only a slice of {hook}; give a "
@@ -169,7 +172,7 @@ class Probe(Reduction):
         return np.asarray(stored, np.float32)
 
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
-        """The output of the sum of what the ranks stored. One part holds the scores themselves."""
+        """The scores: the output function of the sum of the parts. A single part already holds the scores."""
         if len(parts) == 1:
             return parts[0]
         total = np.asarray(np.sum(parts, axis=0, dtype=np.float32))
@@ -185,6 +188,6 @@ class Probe(Reduction):
 
 
 def _sigmoid(values: np.ndarray) -> np.ndarray:
-    """Without overflow: exp of what is not positive alone."""
+    """The logistic function. It takes exp only of values up to 0, so nothing overflows."""
     powers = np.exp(-np.abs(values))
     return np.where(values >= 0, 1 / (1 + powers), powers / (1 + powers))

@@ -16,7 +16,7 @@ MAX_VALUES = 13
 
 
 class RowWriter:
-    """Writes the values of one tap. What stays the same from step to step is worked out once.
+    """Writes the values of one tap. Values that are the same in every step are computed once.
 
     widths, dtype: of the values. offsets: byte of a row where each goes, multiples of an element's size. reductions:
     how each is reduced, None if it is not. layer: of the values, for their reductions. deferred: byte of a row of a

@@ -145,7 +145,7 @@ def of_attention(*layers: int, keys: tuple[int, ...] = ()) -> list[ArraySpec]:
 def test_the_reason_for_an_absent_pattern_is_that_of_its_layer(cache_of: Callable[..., Any]) -> None:
     cache = cache_of(of_attention(1))
     assert "blocks.1.attn.hook_pattern" in cache.cache_dict
-    why = "it is worked out from q_rot and k_rot of layer 0, which were not both captured"
+    why = "it is computed from q_rot and k_rot of layer 0, which were not both captured"
     assert cache.why_absent("blocks.0.attn.hook_pattern") == why
     with pytest.raises(KeyError, match=f"'blocks.0.attn.hook_pattern' is not in the cache: {why}"):
         cache["blocks.0.attn.hook_pattern"]
