@@ -154,8 +154,8 @@ class PoolSlots(RowSlots):
             self._cache / (self._cache + pool),
         )
         logger.info(
-            "dmi_connector: the pool holds %d captured requests beside steps of %d tokens, and %d beside steps of %d, "
-            "in chunks of %d tokens; more wait",
+            "dmi_connector: the pool holds %d captured requests at a time with steps of %d tokens, and %d with steps "
+            "of %d, in chunks of %d tokens; more wait",
             max(0, (pages - self._pages(limits.tokens)) // self._usual),
             limits.tokens,
             max(0, (pages - self._pages(least)) // self._usual),
