@@ -52,8 +52,8 @@ FEATURES = {
     "sequential": "which runs attention and MLP side by side",
     "input_norm": "which has no norm before attention",
     "mlp_norm": "which has no norm of its own before the MLP",
-    "post_norms": "which has no norm behind a block",
-    "gated_mixer": "which has no norm behind the core of its mixers",
+    "post_norms": "which has no norm after a block",
+    "gated_mixer": "which has no norm after the core of its mixers",
     "ungated_mlp": "whose MLP has a gate",
 }
 """Features of a model that some hooks need, and what a refusal says of a model that lacks one."""

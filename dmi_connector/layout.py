@@ -106,7 +106,7 @@ class RowLayout:
     writer: Mapping[Place, int]
 
     def find(self, hook: str, layer: int) -> RowField | None:
-        """The field of one hook and layer; None where it is not selected, or another rank writes it."""
+        """The field of one hook and layer; None if it is not selected, or if another rank writes it."""
         return self._by_name.get((hook, layer))
 
     def taking(self, hook: str, layer: int) -> list[RowField]:
@@ -349,7 +349,7 @@ class PayloadLayout:
         return tuple(found)
 
     def find(self, name: str) -> tuple[ArraySpec, int] | None:
-        """An array and its entry in `bases`; None where this rank does not write it."""
+        """An array and its entry in `bases`; None if this rank does not write it."""
         found = zip(self.arrays, self.bases, strict=True)
         return next(((spec, base) for spec, base in found if spec.name == name), None)
 

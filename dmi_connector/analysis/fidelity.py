@@ -185,7 +185,7 @@ def _is_measured(
 
 
 def _unfit(reduction: Reduction, width: int) -> str:
-    """Why a reduction cannot be applied to rows of this width; "" where it can."""
+    """Why a reduction cannot be applied to rows of this width; "" if it can."""
     try:
         reduction.check(width)
     except ReduceError as error:

@@ -183,7 +183,7 @@ def _scale(config: Mapping[str, Any]) -> float:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """The config of a model, of its text part where it has several."""
+    """The config of a model; that of its text part if it has several parts."""
     try:
         config = json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError) as error:

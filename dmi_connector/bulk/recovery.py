@@ -141,7 +141,7 @@ def settle_left(out: Path, run: str, positions: Collection[int]) -> dict[int, Pl
 def not_uploaded(out: Path, run: str, order: Order) -> tuple[int, str | None]:
     """Finished stores of a share that wait for their upload, or whose upload failed: `dmi repair` uploads them.
 
-    Gives their number, and why the latest of them failed: None where none did.
+    Returns their number, and why the latest of them failed; None if none failed.
     """
     left: dict[str, str | None] = {}
     for line in read_index(out):

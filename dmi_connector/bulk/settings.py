@@ -111,7 +111,7 @@ class RunSettings:
 
 
 def joined(flags: Sequence[str]) -> list[str]:
-    """Flags of a command line, each with its values behind "="."""
+    """Flags of a command line, each with its values after "="."""
     found: list[str] = []
     for text in flags:
         if text.startswith("-") and not re.fullmatch(r"-\d.*", text):

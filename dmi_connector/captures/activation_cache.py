@@ -178,7 +178,7 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
         return read
 
     def _why_no_pattern(self, layer: int | None = None) -> str:
-        """Why the pattern of a layer cannot be computed; "" where it can. layer: None for any layer."""
+        """Why the pattern of a layer cannot be computed; "" if it can. layer: None: any layer."""
         hooks = seen_by_attention(self._capture)
         queries, keys = (set(self._capture.layers.get(hook, ())) for hook in hooks)
         if not queries & keys if layer is None else layer not in queries & keys:

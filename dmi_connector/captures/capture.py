@@ -109,17 +109,17 @@ class Capture(StoreReader):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What each head attended to most, in one layer of `pattern`: (positions, weights, entropy).
 
-        positions: int32 [tokens, heads, m] by falling weight, -1 where a token sees fewer than m. weights: float32 of
-        the same shape. entropy: float32 [tokens, heads], in nats. With `head`, without that dimension. Raises KeyError
-        without `pattern`, ValueError for a head that does not exist.
+        positions: int32 [tokens, heads, m] in descending order of weight, -1 where a token sees fewer than m. weights:
+        float32 of the same shape. entropy: float32 [tokens, heads], in nats. With `head`, without that dimension.
+        Raises KeyError without `pattern`, ValueError for a head that does not exist.
         """
         return attention_summary(self, layer, head, tokens)
 
     def latents(self, hook: str, tokens: Tokens = None) -> tuple[np.ndarray, np.ndarray]:
         """The largest latents of each row, of a probe that is an autoencoder: (ids, values), each [tokens, k].
 
-        ids: int64, by falling value, -1 where fewer than k latents are active. values: float32, 0 there. Raises
-        KeyError for a hook that was not captured, ValueError for one that is no autoencoder.
+        ids: int64, in descending order of value, -1 where fewer than k latents are active. values: float32, 0 there.
+        Raises KeyError for a hook that was not captured, ValueError for one that is no autoencoder.
         """
         return latents(self, hook, tokens)
 

@@ -142,7 +142,7 @@ def equal_hooks(attrs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def why_not_equal(name: str, attrs: Mapping[str, Any]) -> str | None:
-    """Why a name stands for another tensor in the model of a store; None where it does not, or nothing is known."""
+    """Why a name means another tensor in the model of a store; None if it does not, or if that is not known."""
     architecture, normed = attrs.get("architecture"), attrs.get("qk_norm")
     hook = {**TL_NAMES, **QK_NAMES[False], **QK_NAMES[True]}.get(name)
     if architecture in _EMBED_BEFORE and hook == "embed":
@@ -153,7 +153,5 @@ def why_not_equal(name: str, attrs: Mapping[str, Any]) -> str | None:
         if normed is None:
             return "the store is too old to say whether queries and keys pass a norm: cap.numpy('q'), cap.numpy('k')"
         if normed != (name in QK_NAMES[True]):
-            return (
-                "not captured: q and k are behind the norm" if normed else "the model has no norm of queries and keys"
-            )
+            return "not captured: q and k are after the norm" if normed else "the model has no norm of queries and keys"
     return ABSENT.get(name)

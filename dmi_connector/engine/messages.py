@@ -19,8 +19,8 @@ from dmi_connector.store.format.completeness import Loss
 T = TypeVar("T")
 
 STEPS_TOGETHER = 16
-"""Rows of so many steps leave the GPU together: looking for them and gathering them costs the engine's thread the same
-for one step as for all. Workers report as often.
+"""Number of steps whose rows leave the GPU together. Finding and gathering them costs the engine's thread the same for
+one step as for all of these. Workers report as often.
 """
 
 
@@ -50,7 +50,7 @@ class StepScores:
 
     rank: of the worker. parts: as they were asked for. late: float32 [rows, values], the
     values of `RowLayout.scored` side by side: in the worker's process a torch tensor in host memory. ready: the CUDA
-    event after which they are there; None where they are.
+    event after which they are there; None if they already are.
     """
 
     rank: int
@@ -168,7 +168,7 @@ class StepMetadata(KVConnectorMetadata):
     probes are reported after it.
 
     Of rows in a pool of pages. table: entries of its table that change before the forward and their pages, int64
-    [2, entries]; None if none does. need: so many rows since the start are gathered before that, because their pages
+    [2, entries]; None if none does. need: this many rows since the start are gathered before that, because their pages
     are given out again.
 
     Beside speculative decoding a step computes logits of draft tokens too, and which of them are accepted is known

@@ -202,7 +202,7 @@ class Reduction:
         return decoded
 
     def read_width(self, decoded: int) -> int:
-        """Values of what `read` gives for decoded and merged rows of so many."""
+        """Width of what `read` returns for decoded and merged rows of this width."""
         return decoded
 
     def project(self, direction: np.ndarray, basis: LayerBasis | None = None, shards: int = 1) -> np.ndarray:

@@ -208,7 +208,7 @@ def weights_file(given: str | os.PathLike[str]) -> Path:
 
 
 def _get(tensors: FloatTensors, name: str, file: Path) -> np.ndarray:
-    """A tensor as float32. Raises ValueError where it is missing, or holds no floats."""
+    """A tensor as float32. Raises ValueError if it is missing or holds no floats."""
     if name == "W_enc" and name not in tensors.names and "encoder.weight" in tensors.names:
         return np.ascontiguousarray(_get(tensors, "encoder.weight", file).T)
     for known in _NAMES.get(name, (name,)):

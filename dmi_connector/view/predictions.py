@@ -47,7 +47,7 @@ def lacking(capture: Capture, model: Path | None) -> str | None:
 
 
 def described(capture: Capture, model: Path | None) -> list[dict[str, Any]]:
-    """The entry of `PREDICTION` among the hooks, as JSON; [] where the store has none."""
+    """The entry of `PREDICTION` among the hooks, as JSON; [] if the store has none."""
     if lacking(capture, model) is not None:
         return []
     numbers = [{"name": name, "index": None, "signed": False, "flipped": name == STATISTICS[0]} for name in STATISTICS]

@@ -263,7 +263,7 @@ def _label_square(panel: Axes, labels: Sequence[str]) -> None:
 
 
 def draw_uncertainty(capture: Capture, found: Uncertainty, out: PathLike, tokenizer: PathLike | None = None) -> Path:
-    """Draw entropy and surprise by token. Each stands above the token behind which the model predicts.
+    """Draw entropy and surprise by token. Each stands above the token after which the model predicts.
 
     The axis goes from the first token with a value to the last. Raises ValueError where no token has one.
     """

@@ -160,7 +160,7 @@ class _Text:
         return self.pieces[-1].line + 1
 
     def spread(self, values: np.ndarray) -> np.ma.MaskedArray:
-        """The value of each piece, masked where there is none. values: [tokens]."""
+        """The value of each piece, masked if there is none. values: [tokens]."""
         return np.ma.masked_invalid(values[[piece.token for piece in self.pieces]])
 
 

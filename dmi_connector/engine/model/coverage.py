@@ -70,7 +70,7 @@ class Coverage:
         """Values of `tokens` tokens go to bytes `start + offsets` of their rows. forward: its context in vLLM.
 
         Raises RuntimeError, once the first forward was checked, if the forward has another number of tokens. In a
-        forward of replayed pieces only attention runs in Python: no header tells the number, and nothing is compared.
+        forward of replayed pieces only attention runs in Python: no header gives the number, and nothing is compared.
         """
         first = start + offsets[0]
         if first in self._begins:

@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.dmi_connector")
 
 _SPARE_REQUESTS = 64
-"""The smallest budget has room for tokens of so many more requests than run."""
+"""The smallest budget has room for this many more requests than run."""
 
 
 class Pages:
     """Pages by number, given out and taken back in the order in which their rows are handed to the workers.
 
-    count: of pages, without page 0, where torch puts what has no row. free: pages without rows. Behind them, `_handed`:
-    (rows handed since the start, page), to be used again once so many rows are gathered.
+    count: the number of pages, without page 0, which takes values that have no row. free: pages without rows.
+    `_handed`: (rows handed since the start, page) of the other pages; a page is reused once this many rows are
+    gathered.
     """
 
     def __init__(self, count: int) -> None:
@@ -386,7 +387,7 @@ class PoolSlots(RowSlots):
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
         self.borrowing.bind(kv_cache_manager)
-        # Hits are noted that may end inside a block: of these vLLM tells less.
+        # Hits that may end inside a block are noted: vLLM tells a connector only their whole blocks.
         if not getattr(kv_cache_manager.coordinator, "enable_partial_hash_hits", False):
             return
         find = kv_cache_manager.get_computed_blocks

@@ -63,7 +63,7 @@ class ProbeScores:
         return {*tracked.params.scored, *self._alerts}
 
     def ended(self, tracked: Tracked, end: int) -> None:
-        """A request ended. end: position behind its last row."""
+        """A request ended. end: the position after its last row."""
         self.running.pop(tracked.capture, None)
         if (scores := tracked.scores) is None:
             return
@@ -176,7 +176,7 @@ class ProbeScores:
     # ---- responses --------------------------------------------------------------------------------------------------
 
     def answer(self, tracked: Tracked, end: int) -> dict[str, Any]:
-        """What the response has of the scores that the request asks for. end: position behind its last row."""
+        """The scores that the request asks for, as the response has them. end: the position after its last row."""
         found = {"dmi_probe": self._asked(tracked, end), "dmi_summary": self._summary(tracked, end)}
         return {key: value for key, value in found.items() if value}
 

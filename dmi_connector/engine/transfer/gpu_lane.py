@@ -274,7 +274,7 @@ class DeviceLane:
             self._work.put(_Copy(source, parcel.extent.offset, ready, parcel.deliver, staged))
         for transfer in taken:
             transfer.capture.progress.gather(len(transfer.slots))
-            transfer.gathered = True  # now the capture's end may be put behind it (`then`)
+            transfer.gathered = True  # the end of the capture may now be queued after it (`then`)
         return len(taken)
 
     def _parcels(self, transfers: Iterable[ChunkTransfer]) -> Iterator[Parcel]:

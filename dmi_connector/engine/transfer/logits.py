@@ -19,7 +19,7 @@ from dmi_connector.store.write.client import OpenCapture
 from dmi_connector.store.write.ring import Extent, Ring
 
 _SLOT_BYTES = 8
-"""Bytes of a slot number behind rows of logits."""
+"""Bytes of a slot number. Slot numbers follow the rows of logits."""
 SampleRow = tuple[OpenCapture, str, int, int, int]
 """One row for `StoreClient.rows`."""
 Post = Callable[[Extent, Sequence[SampleRow]], None]

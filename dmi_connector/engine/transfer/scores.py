@@ -20,7 +20,7 @@ class ScoreReader:
     def read(self, rows: torch.Tensor, asked: ScoreRows) -> StepScores:
         """The scores of rows that this step wrote. rows: uint8 [slots, row_bytes].
 
-        On a GPU they are copied to pinned memory on the current stream, behind the forward.
+        On a GPU they are copied to pinned memory on the current stream, after the forward.
         """
         slots = torch.tensor(asked.slots)
         if rows.is_cuda:

@@ -67,7 +67,7 @@ class PartialStore:
         return {spec.name: replace(spec, rank=0) for spec in known}
 
     def token_ids(self, first: int) -> np.ndarray | None:
-        """int32 [rows of a chunk], of the chunk that begins at row `first`; None where it is not written yet."""
+        """int32 [rows of a chunk], of the chunk that begins at row `first`; None if it is not written yet."""
         return next((j.token_ids[first] for j in self._journals if first in j.token_ids), None)
 
     def written(self, known: np.ndarray) -> np.ndarray:

@@ -155,7 +155,7 @@ class StoreReader:
     @property
     def draft_index(self) -> np.ndarray:
         """uint8 [tokens]: which draft token of its step a generated token was, from 1 on; 0 if it was sampled, and in
-        the prompt; 255 if that is not known (accepted, behind a pause of the engine).
+        the prompt; 255 if that is not known (accepted after a pause of the engine).
 
         Raises KeyError without speculative decoding, and for a repaired store.
         """

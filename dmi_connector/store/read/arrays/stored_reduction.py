@@ -40,7 +40,7 @@ class StoredReduction:
 
     @classmethod
     def of(cls, hook: Mapping[str, Any], store: Place) -> StoredReduction | None:
-        """That of an entry of the attribute `hooks`; None without one. Raises ReduceError for an unknown one."""
+        """The reduction of an entry of the attribute `hooks`, or None. Raises ReduceError for an unknown one."""
         settings = hook.get("reduce")
         if settings is None:
             return None
