@@ -11,13 +11,13 @@ class Hook:
     """One kind of tensor.
 
     width: symbol of its width, see `ModelDims.width`. scope: "layer" (one a layer), "once" (one a forward) or "sampled"
-    (one row for each sampled position). sharded: under tensor parallelism each rank holds a slice of the width.
-    dtype: "model" (the model's own) or a fixed one. only: who has it: layers that are "dense" or "moe" (mixtures of
-    experts), models with one of FEATURES, models with "mrope" (positions on several axes), or layers with a "mixer"
-    (hybrid models); None for all. unless: models with this one of FEATURES lack it. block: what a layer must have, one
-    of BLOCKS; "" for any layer. source: of a probe, the hook that it is computed from, whose width, scope, sharding and
-    dtype it has here; "" for a tensor of the model. layers: of a probe, those of its source; (0,) where that exists
-    once.
+    (one row for each sampled position). sharded: under tensor parallelism each rank holds a slice of the width. dtype:
+    "model" (the model's own) or a fixed one. only: who has it: layers that are "dense" or "moe" (mixtures of experts),
+    models with one of FEATURES, models with "mrope" (positions on several axes), or layers with a "mixer" (hybrid
+    models); None for all. unless: models with this one of FEATURES lack it. block: what a layer must have, one of
+    BLOCKS; "" for any layer. source: for a probe, the hook that it is computed from; it has the width, scope, sharding
+    and dtype of that hook. "" for a tensor of the model. layers: for a probe, the layers of its source; (0,) if that
+    exists once.
     """
 
     name: str

@@ -18,7 +18,9 @@ _SAMPLE = 100
 
 
 class Placed(NamedTuple):
-    """A row with its place. position: in the order of the run. number: in the input. raw: for `load` of `rows`."""
+    """A row with its place. position: its place in the order of the run. number: its number in the input. raw: for
+    `load` of `rows`.
+    """
 
     position: int
     number: int

@@ -57,8 +57,8 @@ class Recovered:
 def recover(out: Path, run: str, order: Order, manifest: Path, redo_missing: bool = False) -> Recovered:
     """Put the directory of a run in order, its index too. No process of the run may write any more.
 
-    manifest: of the share. redo_missing: prompts whose stores are gone are not done; what was uploaded is not gone.
-    Raises OSError, and ValueError for a store that must go but is being read.
+    manifest: the manifest of the share. redo_missing: prompts whose stores are gone are not done; what was uploaded is
+    not gone. Raises OSError, and ValueError for a store that must go but is being read.
     """
     result = Recovered()
     for entry in read_manifest(manifest):

@@ -86,7 +86,7 @@ class RunSettings:
     order: Order = field(default_factory=Order)
 
     def fingerprint(self, identity: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What decides which store each prompt gets, JSON-ready. identity: of the input."""
+        """What decides which store each prompt gets, JSON-ready. identity: the identity of the input."""
         return {
             "model": self.model,
             "owner": self.capture.get("owner", "draft"),

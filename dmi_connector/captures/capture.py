@@ -70,7 +70,7 @@ class Capture(StoreReader):
 
     hooks: names that can be read, aliases included. layers: hook -> layer numbers ([] for a hook that exists once).
     complete, reason, missing: whether rows are missing, why, and which [start, stop) rows. prompt_len: tokens of the
-    prompt. num_layers: of the model; negative layer numbers count from there. attrs: the root attribute
+    prompt. num_layers: layers of the model; negative layer numbers count from the last. attrs: the root attribute
     (docs/FORMAT.md, section 5).
 
     `capture["q"]`, `capture["q@3"]` (layer 3) and `capture["blocks.3.attn.hook_z"]` are short for `numpy`; `in` says

@@ -26,9 +26,9 @@ DTYPES: dict[str, str] = {
 }
 """Each field and the dtype of its values.
 
-token_ids: the token. next_token_ids: the one after it, -1 if the store does not have it. positions: in the request.
-phase: 0 for prompt tokens, 1 for generated ones. store: number of the store. row: in the store; of logits, the sample.
-key: of the request, or None.
+token_ids: the token. next_token_ids: the one after it, -1 if the store does not have it. positions: positions in the
+request. phase: 0 for prompt tokens, 1 for generated ones. store: number of the store. row: row in the store; for
+logits, the sample. key: the key of the request, or None.
 """
 IN_STORE = ("token_ids", "next_token_ids", "positions", "phase")
 """Fields that are read from a store; the others are known without it."""

@@ -46,11 +46,11 @@ class Drafting:
 class CaptureContext:
     """What one engine captures.
 
-    layouts: of the rows of each tensor-parallel rank. dtype: the model's. tp: tensor-parallel size. rank: of this
-    process, 0 where it has none. may_sleep: whether vLLM may discard its caches (sleep mode). owner: of the rows.
-    block_scale: by what the output of a block is multiplied before it is added to the residual stream. visual_layers:
-    first layers after which visual features are added to the residual stream. drafting: the speculative decoding
-    beside the capture, None without. coverage: what the taps of this process have written.
+    layouts: the layout of the rows of each tensor-parallel rank. dtype: the model's. tp: tensor-parallel size. rank:
+    the rank of this process, 0 if it has none. may_sleep: whether vLLM may discard its caches (sleep mode). owner: the
+    owner of the rows. block_scale: the factor of the output of a block before it is added to the residual stream.
+    visual_layers: first layers after which visual features are added to the residual stream. drafting: the speculative
+    decoding beside the capture; None if there is none. coverage: what the taps of this process have written.
     """
 
     options: ServerOptions

@@ -48,7 +48,7 @@ class ScoreRows:
 class StepScores:
     """Scores of the rows of one step, as one rank has them. Pickles once they are there.
 
-    rank: of the worker. parts: as they were asked for. late: float32 [rows, values], the
+    rank: the worker's rank. parts: as they were requested. late: float32 [rows, values], the
     values of `RowLayout.scored` side by side: in the worker's process a torch tensor in host memory. ready: the CUDA
     event after which they are there; None if they already are.
     """
@@ -111,8 +111,8 @@ class Open:
 class Accepted:
     """Rows of logits whose tokens were accepted, beside speculative decoding.
 
-    first: number of the first of these samples. position: of its token. slots: of the tokens, int64 [samples]. step:
-    the last step that may have computed them.
+    first: number of the first of these samples. position: the position of its token. slots: the slots of the tokens,
+    int64 [samples]. step: the last step that may have computed them.
     """
 
     capture: int
@@ -211,7 +211,7 @@ class Report(KVConnectorWorkerMetadata):
     gathered: rows gathered since the start. lost: row ranges given up since its last report, by capture. staged:
     whether some of what is gathered lies in staging memory. Only said in an engine that may sleep. stored: paths of
     stores that are finished, and whether they have all rows. unborrowed: rows that could not be borrowed, by capture.
-    scores: of each rank, in a step that asks for them.
+    scores: the scores of each rank, in a step that requests them.
     """
 
     gathered: int = 0

@@ -153,8 +153,8 @@ class Reduction:
     def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
         """Rows [tokens, width] of a float dtype -> [tokens, stored width] of the stored dtype, on the same device.
 
-        slots: of the rows, int64 [tokens]; None: the order of the rows. An encoder that samples starts from them, so
-        that equal rows get different samples.
+        slots: the slots of the rows, int64 [tokens]; None: the order of the rows. An encoder that samples starts from
+        them, so that equal rows get different samples.
         """
         raise NotImplementedError
 
@@ -208,7 +208,7 @@ class Reduction:
     def project(self, direction: np.ndarray, basis: LayerBasis | None = None, shards: int = 1) -> np.ndarray:
         """A direction [width] of the hook's space as float32 [k], in the space of decoded rows.
 
-        basis: of the layer, for a reduction that is fitted. shards: slices that were reduced apart.
+        basis: the basis of the layer, for a reduction that is fitted. shards: slices that were reduced apart.
         """
         raise NotImplementedError
 

@@ -22,8 +22,8 @@ METADATA = "dmi_pca"
 
 @dataclass(frozen=True)
 class LayerBasis:
-    """The basis of one hook and layer, float32. mean: [width]. components: [width, k]. std: of the scores, [k], of
-    `groups` equal parts of a row [groups x k].
+    """The basis of one hook and layer, float32. mean: [width]. components: [width, k]. std: standard deviations of the
+    scores, [k], of `groups` equal parts of a row [groups x k].
     """
 
     mean: np.ndarray

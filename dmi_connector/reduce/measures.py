@@ -26,7 +26,7 @@ class ReducedRows:
     """Rows of one layer of a hook, before and after a reduction.
 
     rows: the full rows, float32 [n, width]. stored: [n, stored width]. decoded: float32 [n, decoded width]. tokens:
-    their token ids, int32 [n]. layer: 0 for a hook that exists once. dtype: of the values before.
+    their token ids, int32 [n]. layer: 0 for a hook that exists once. dtype: dtype of the values before reduction.
     """
 
     rows: np.ndarray

@@ -29,7 +29,7 @@ class ProductQuantisation(FittedReduction):
     Distances are compared in float32. So of centroids whose distances differ by less than its rounding, another may be
     taken on another device.
 
-    bits: of a code. size: values of a sub-vector. Both are set by `bind`, from the file.
+    bits: bits of a code. size: values of a sub-vector. Both are set by `bind`, from the file.
     """
 
     bits: int = 8

@@ -31,7 +31,7 @@ class SparseEncoder:
     """Latents of rows: relu((x - shift) W + b), of which those above `threshold`, or the `k` largest, are kept.
 
     weight: float32 [d_in, latents]. bias: [latents]. shift: [d_in]. threshold: [latents], or None. k: None for all.
-    norm: what is done to x before: "constant_norm_rescale" (norm sqrt(d_in)), "layer_norm", or None. gate: of a gated
+    norm: normalisation of x: "constant_norm_rescale" (norm sqrt(d_in)), "layer_norm", or None. gate: of a gated
     encoder, (scale, bias), each [latents]: latents with (x - shift) W + b > 0 are relu((x - shift) W scale + bias).
     """
 

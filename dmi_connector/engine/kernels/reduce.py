@@ -169,7 +169,7 @@ def _search_warps(width: int, tokens: int) -> int:
 
 @functools.cache
 def _layers_launch(mode: str, number: int, width: int, shape: tuple[int, int], dtype: torch.dtype) -> Launch:
-    """dtype: of the values. A `Launch` compiles for one."""
+    """dtype: the dtype of the values. A `Launch` compiles for one dtype."""
     tile, warps = shape
     sample, number = divmod(number, MOST + 1) if mode in _SEARCHES else (0, number)
     places = 1 << (number - 1).bit_length() if mode in _SEARCHES else 0

@@ -37,10 +37,10 @@ def poison(rows: torch.Tensor, slots: torch.Tensor) -> None:
 class Coverage:
     """What the taps of one model have written in its first forward.
 
-    fields: of a row. poison: whether rows are filled with UNWRITTEN before each forward writes them. first_at: byte of
-    a row that the first tap of a forward writes. tokens: of the running forward; None before the first. logits: whether
-    compute_logits has run. header_first: whether the header is written before the embedding, if that is selected, or
-    behind it.
+    fields: the fields of a row. poison: whether rows are filled with UNWRITTEN before each forward writes them.
+    first_at: byte of a row that the first tap of a forward writes. tokens: the number of tokens of the running forward;
+    None before the first. logits: whether compute_logits has run. header_first: whether the header is written before
+    the embedding (if that is selected) or after it.
     """
 
     def __init__(self, fields: Iterable[RowField] = (), poison: bool = False, header_first: bool = False) -> None:

@@ -27,11 +27,11 @@ def page_size(block_size: int) -> int:
 class StepLimits:
     """What limits a step of vLLM's scheduler.
 
-    scheduler: its configuration, whose `max_num_batched_tokens` is read at the beginning of each step. stock: what it
-    was at start. tokens: of a step. requests: that run at once. of_request: tokens of a decoding request in a step,
-    draft tokens included. whole: prompts, or images in them, are not split over steps, so a step is never made smaller.
-    block: in hybrid models whose states are cached, tokens of a block; else 0. vLLM ends pieces of prompts where blocks
-    end, so that a step with room for less would compute nothing.
+    scheduler: its configuration, whose `max_num_batched_tokens` is read at the beginning of each step. stock: its value
+    at start. tokens: maximum tokens of a step. requests: maximum number of running requests. of_request: tokens of a
+    decoding request in a step, draft tokens included. whole: whether chunked prefill is off for prompts, or for images
+    in them; then a step is never made smaller. block: tokens of a block in hybrid models whose states are cached; else
+    0. vLLM then ends pieces of prompts where blocks end, so a step with room for less would compute nothing.
     """
 
     scheduler: Any

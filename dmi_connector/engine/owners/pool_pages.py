@@ -73,11 +73,12 @@ class Pages:
 class _Rows:
     """The rows of one request.
 
-    first: number of `pages[0]`: page n has positions from n * size on. entries: of the table, -1 for a page that is not
-    in it. captured: position up to which a preempted request has its rows. exported: position up to which rows were
-    handed to the workers. seen: tokens that were computed when it was last looked at. ahead: position up to which rows
-    have a place as soon as vLLM gives blocks. most: see `StepLimits.pages_of_request`. admitted: whether so many pages
-    are there for it. reads_cache: what the request says of the prefix cache. reads: what it reads of it.
+    first: number of `pages[0]`: page n has positions from n * size on. entries: entries of the table, -1 for a page
+    that is not in it. captured: position up to which a preempted request has its rows. exported: position up to which
+    rows were handed to the workers. seen: tokens that were computed when it was last looked at. ahead: position up to
+    which rows have a place as soon as vLLM gives blocks. most: see `StepLimits.pages_of_request`. admitted: whether
+    this many pages are reserved for it. reads_cache: what the request says of the prefix cache. reads: what it reads of
+    it.
     """
 
     tracked: Captured

@@ -10,7 +10,7 @@ from dmi_connector.layout import RowLayout
 
 
 class ScoreReader:
-    """Reads the scores of one rank out of its rows. layout: of these rows. device: where they are."""
+    """Reads the scores of one rank from its rows. layout: the layout of the rows. device: the device of the rows."""
 
     def __init__(self, layout: RowLayout, rank: int, device: torch.device) -> None:
         self._rank = rank

@@ -49,7 +49,7 @@ def effective_grid(length: int, chunk_tokens: int, segment_tokens: int) -> Grid:
 
 
 def inner_codecs(codec: str, itemsize: int, chunk_bytes: int) -> list[dict[str, Any]]:
-    """The Zarr codecs of one inner chunk. codec: a name in CODECS. chunk_bytes: of a decoded chunk."""
+    """The Zarr codecs of one inner chunk. codec: a name in CODECS. chunk_bytes: bytes of a decoded chunk."""
     return [_bytes_codec(itemsize), *CODECS[codec].metadata(itemsize, chunk_bytes), {"name": "crc32c"}]
 
 

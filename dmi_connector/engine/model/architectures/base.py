@@ -120,7 +120,7 @@ class Architecture:
         return row
 
     def of_layer(self, index: int, dims: ModelDims) -> Architecture:
-        """The row of one layer. dims: of the model."""
+        """The row of one layer. dims: the sizes of the model."""
         return self
 
     @property
