@@ -198,7 +198,7 @@ def _is_whole(store: Place) -> bool:
 
 
 def _keep_one(out: Path, run: str, order: Order, manifest: Path, twice: set[int], result: Recovered) -> int:
-    """Of positions with several stores keep one each: that of the manifest, else a sound one. Returns how many went."""
+    """Keep one store per position: that of the manifest, else an undamaged one. Returns how many were removed."""
     noted = {}
     for entry in read_manifest(manifest):
         if (position := position_of(run, entry["key"])) in twice:

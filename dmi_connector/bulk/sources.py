@@ -60,7 +60,7 @@ class RandomAccess(Protocol):
         """The raw row, for the `load` of this object."""
 
     def load(self, raw: Any) -> object:
-        """As `Source.load`."""
+        """See `Source.load`."""
 
 
 def open_source(path: Path, columns: Columns) -> Source:

@@ -110,7 +110,7 @@ def split_name(name: str) -> tuple[str, int | None]:
 
 
 def full_name(name: str, layer: int | None) -> str:
-    """With the block's prefix, for what exists in each block."""
+    """The name, with the prefix of its block if it exists in each block."""
     return name if layer is None else f"blocks.{layer}.{name}"
 
 

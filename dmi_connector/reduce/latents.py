@@ -39,7 +39,7 @@ _SITES = {
 }
 """TransformerLens' names of the hooks that autoencoders are trained on, in files that name one."""
 _DEVICE: dict[tuple[str, Any], _Weights] = {}
-"""By file and device. `prepare` fills it."""
+"""(file, device) -> weights. `prepare` fills it."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class ReducedRows:
 
 
 def of_values(rows: ReducedRows) -> dict[str, float]:
-    """Of a reduction that keeps every value: cosines of rows, and the error."""
+    """Measures of a reduction that keeps every value: cosines of rows, and the error."""
     cosines = _row_cosines(rows.rows, rows.decoded)
     found = {"cosine_least": float(cosines.min()), "cosine_median": float(np.median(cosines))}
     return {**found, "importance": importance(rows.rows, rows.decoded), "error": error(rows.rows, rows.decoded)}

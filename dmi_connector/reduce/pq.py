@@ -70,7 +70,7 @@ class ProductQuantisation(FittedReduction):
         return pad(-(-self._subvectors(width) * self.bits // 8))
 
     def _subvectors(self, width: int) -> int:
-        """Of a slice. Raises ReduceError for the settings of a damaged store."""
+        """The number of sub-vectors of a slice. Raises ReduceError for the settings of a damaged store."""
         if self.size < 1:
             raise ReduceError(f"reduction pq has sub-vectors of {self.size} values; the store is damaged")
         return width // self.size

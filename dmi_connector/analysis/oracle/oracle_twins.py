@@ -382,4 +382,4 @@ TWINS = {
     "flex_olmo": _OLMO,
     "starcoder2": LLAMA.but(Point("mlp_pre", "mlp.c_fc"), Point("mlp_post", "mlp.c_proj", "in")),
 }
-"""By `model_type` of the config. LLAMA is used for all other types."""
+"""`model_type` of the config -> twin. LLAMA is used for all other types."""

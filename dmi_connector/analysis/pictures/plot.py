@@ -32,7 +32,7 @@ PathLike = str | os.PathLike[str]
 _LOG_RATIO = 20
 """Ratio of the largest to the smallest norm from which the colour scale is logarithmic."""
 _WORDS_IN_CELLS = 32
-"""With more tokens the lens shows colours alone."""
+"""Maximum number of tokens for which the cells of the lens contain words."""
 _LARGE_PANELS, MOST_PANELS = 8, 400
 """Panels that have words on their axes; panels of one picture. More than the first are small ones."""
 _SMALL_SIZE = (18.0, 12.0)

@@ -181,7 +181,7 @@ class ProbeScores:
         return {key: value for key, value in found.items() if value}
 
     def _asked(self, tracked: Tracked, end: int) -> dict[str, Any]:
-        """By probe what the request asks for; {} if it names none."""
+        """probe -> the scores that the request asks for; {} if it names no probe."""
         scores = tracked.scores
         asked = tracked.params.probes
         if scores is None or asked is None:
@@ -189,7 +189,7 @@ class ProbeScores:
         return {name: self._inline(name, scores, whats, end) for name, whats in asked.items()}
 
     def _summary(self, tracked: Tracked, end: int) -> dict[str, Any]:
-        """By hook the mean norm of its rows and that of the last one, by layer; {} if the request asks for none."""
+        """hook -> mean norm of the rows and norm of the last row, by layer; {} if the request asks for none."""
         scores = tracked.scores
         if scores is None or not tracked.params.summary:
             return {}

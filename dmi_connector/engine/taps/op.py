@@ -32,7 +32,7 @@ logger = logging.getLogger("vllm.dmi_connector")
 
 _LIB = torch.library.Library("dmi", "FRAGMENT")
 _TAGS = (torch.Tag.flexible_layout,)
-"""Without it Inductor copies values whose layout differs from the traced one."""
+"""Tags of the ops. Without them Inductor copies values whose layout differs from the traced one."""
 _LIB.define(
     "tap(Tensor[] values, Tensor(a!) token, Tensor place, int[] offsets, bool beside, str cache_layer) -> ()",
     tags=_TAGS,

@@ -16,7 +16,7 @@ FORMAT_VERSION = "1.5"
 PARTIAL_SUFFIX = ".partial"
 INDEX_NAME = "index.jsonl"
 INDEX_FOLDER = "index"
-"""In an object store: a folder of such indexes, each of which one process writes."""
+"""Folder of indexes in an object store. One process writes each of them."""
 ATTR_KEY = "dmi"
 SAMPLES_PER_SHARD = 64
 """Rows of a per-sample array (logits) in one shard file. An inner chunk holds one row."""

@@ -117,7 +117,7 @@ class PartialStore:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
     def documents(self, length: int, samples: int) -> dict[str, Any]:
-        """By name, the zarr.json that each array would have in a store of `length` rows and `samples` logits."""
+        """array -> the zarr.json that it would have in a store of `length` rows and `samples` rows of logits."""
         journal = self._journals[0]
         grid = schema.Grid(journal.chunk_tokens, journal.segment_tokens)
         return {

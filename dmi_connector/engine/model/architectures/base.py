@@ -15,7 +15,7 @@ TRANSFORMERS_CLASSES = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
 """Its classes of text models."""
 
 FORWARD = "forward"
-"""As a path: the model's own forward."""
+"""A path that stands for the model's own forward."""
 QK_NORM: dict[str, Any] = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 """Fields of rows: norms of q and k."""
 
@@ -188,7 +188,7 @@ class Architecture:
         )
 
     def block_scale(self, config: Any) -> float:
-        """By what a block's output is multiplied before it is added to the residual stream."""
+        """The factor of a block's output before it is added to the residual stream."""
         return float(getattr(config, self.scale)) if self.scale else 1.0
 
     def visual_layers(self, config: Any) -> int:

@@ -18,7 +18,7 @@ _NO_ATTENTION: dict[str, Any] = dict.fromkeys(("qkv", "q_norm", "k_norm", "attn"
 
 
 class Sizes(NamedTuple):
-    """Of attention in one layer. v_head_dim: 0 where it is head_dim."""
+    """The sizes of attention in one layer. v_head_dim: 0 if it equals head_dim."""
 
     heads: int
     kv_heads: int
