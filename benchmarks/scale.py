@@ -23,8 +23,8 @@ FIXED_FILES = 7
 
 @dataclass(frozen=True)
 class Selection:
-    """token_bytes: of a row. GB_per_s: exported by one engine while the files keep up. ratio: raw to stored bytes.
-    arrays: hooks. limit: what binds.
+    """token_bytes: bytes of a row. GB_per_s: exported by one engine while the files keep up. ratio: raw to stored
+    bytes. arrays: the number of hooks. limit: the bottleneck.
     """
 
     name: str
@@ -53,8 +53,9 @@ def tables(
 ) -> str:
     """Markdown. price: of a GB for a month. rows: of a store."""
     stores = tokens / rows
-    speed = [["selection", *(f"hours, {n} GPU{'s' * (n > 1)}" for n in gpus), "GB/s stored, each", "what binds"]]
-    size = [["selection", "TB raw", "TB stored", f"a month at {price:g} a GB", "files, millions", "index, GB"]]
+    hours = (f"hours, {n} GPU{'s' * (n > 1)}" for n in gpus)
+    speed = [["selection", *hours, f"GB/s stored ({'; '.join(map(str, gpus))} GPUs)", "bottleneck"]]
+    size = [["selection", "TB raw", "TB stored", f"dollars a month ({price:g} per GB)", "files, millions", "index, GB"]]
     for one in selections:
         found = [costs(one, tokens, n) for n in gpus]
         raw = tokens * one.token_bytes / 1e12

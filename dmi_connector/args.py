@@ -17,7 +17,7 @@ MAX_BATCH = 65536
 EXTRACT_HIDDEN_STATES = "extract_hidden_states"
 """The method of vLLM's speculative config under which the draft owns the rows."""
 PLACEHOLDER_LAYERS = [1]
-"""Layer ids of that config. vLLM wants some, and they choose nothing: hooks do."""
+"""Layer ids of that config. vLLM requires some. They have no effect, since hooks choose the layers."""
 _DRAFT = {
     "method": EXTRACT_HIDDEN_STATES,
     "num_speculative_tokens": 1,

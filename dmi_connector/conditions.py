@@ -18,7 +18,7 @@ AGGREGATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "mean": lambda rows: rows.mean(0, dtype=np.float64),
     "last": lambda rows: rows[-1],
 }
-"""Of scores [rows, ...]."""
+"""name -> function of scores [rows, ...]."""
 _LONGEST = 200
 _NAME = r"(?P<probe>[A-Za-z0-9][A-Za-z0-9_-]*)"
 _SIGN, _NUMBER = r"(?P<{}>[<>])", r"(?P<{}>[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)"
@@ -52,7 +52,7 @@ class Condition:
         return float("nan") if np.isnan(rows).any() else int(self.of_rows(rows).sum())
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
-        """For which rows `row_sign` and `row_value` hold, bool [rows]. For none that is NaN."""
+        """For which rows `row_sign` and `row_value` hold, bool [rows]. False for NaN."""
         return np.asarray(rows > self.row_value if self.row_sign == ">" else rows < self.row_value)
 
     def refutes(self, measure: float) -> bool:

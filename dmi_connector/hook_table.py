@@ -11,13 +11,13 @@ class Hook:
     """One kind of tensor.
 
     width: symbol of its width, see `ModelDims.width`. scope: "layer" (one a layer), "once" (one a forward) or "sampled"
-    (one row for each sampled position). sharded: under tensor parallelism each rank holds a slice of the width.
-    dtype: "model" (the model's own) or a fixed one. only: who has it: layers that are "dense" or "moe" (mixtures of
-    experts), models with one of FEATURES, models with "mrope" (positions on several axes), or layers with a "mixer"
-    (hybrid models); None for all. unless: models with this one of FEATURES lack it. block: what a layer must have, one
-    of BLOCKS; "" for any layer. source: of a probe, the hook that it is computed from, whose width, scope, sharding and
-    dtype it has here; "" for a tensor of the model. layers: of a probe, those of its source; (0,) where that exists
-    once.
+    (one row for each sampled position). sharded: under tensor parallelism each rank holds a slice of the width. dtype:
+    "model" (the model's own) or a fixed one. only: who has it: layers that are "dense" or "moe" (mixtures of experts),
+    models with one of FEATURES, models with "mrope" (positions on several axes), or layers with a "mixer" (hybrid
+    models); None for all. unless: models with this one of FEATURES lack it. block: what a layer must have, one of
+    BLOCKS; "" for any layer. source: for a probe, the hook that it is computed from; it has the width, scope, sharding
+    and dtype of that hook. "" for a tensor of the model. layers: for a probe, the layers of its source; (0,) if that
+    exists once.
     """
 
     name: str
@@ -52,8 +52,8 @@ FEATURES = {
     "sequential": "which runs attention and MLP side by side",
     "input_norm": "which has no norm before attention",
     "mlp_norm": "which has no norm of its own before the MLP",
-    "post_norms": "which has no norm behind a block",
-    "gated_mixer": "which has no norm behind the core of its mixers",
+    "post_norms": "which has no norm after a block",
+    "gated_mixer": "which has no norm after the core of its mixers",
     "ungated_mlp": "whose MLP has a gate",
 }
 """Features of a model that some hooks need, and what a refusal says of a model that lacks one."""

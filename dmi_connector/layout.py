@@ -62,8 +62,8 @@ _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
 class RowField:
     """One hook of one layer in a row, on one tensor-parallel rank.
 
-    dtype, width: of the hook's values, before reduction. offset: byte in the row. source: of a probe, the hook whose
-    values it takes.
+    dtype, width: those of the hook's values before reduction. offset: byte in the row. source: for a probe, the hook
+    whose values it takes.
     """
 
     hook: str
@@ -97,8 +97,9 @@ class RowField:
 class RowLayout:
     """Where hooks lie in the rows of one tensor-parallel rank.
 
-    fields: of the selected hooks, without those that another rank writes. row_bytes: of the longest row of any rank:
-    all ranks have rows of that length. writer: of each layer of a hook that all ranks could write, the rank that does.
+    fields: the fields of the selected hooks, without those that another rank writes. row_bytes: bytes of the longest
+    row of any rank: all ranks have rows of that length. writer: (hook, layer) -> the rank that writes it, for
+    hooks that each rank has whole.
     """
 
     fields: tuple[RowField, ...]
@@ -106,7 +107,7 @@ class RowLayout:
     writer: Mapping[Place, int]
 
     def find(self, hook: str, layer: int) -> RowField | None:
-        """The field of one hook and layer; None where it is not selected, or another rank writes it."""
+        """The field of one hook and layer; None if it is not selected, or if another rank writes it."""
         return self._by_name.get((hook, layer))
 
     def taking(self, hook: str, layer: int) -> list[RowField]:
@@ -349,7 +350,7 @@ class PayloadLayout:
         return tuple(found)
 
     def find(self, name: str) -> tuple[ArraySpec, int] | None:
-        """An array and its entry in `bases`; None where this rank does not write it."""
+        """An array and its entry in `bases`; None if this rank does not write it."""
         found = zip(self.arrays, self.bases, strict=True)
         return next(((spec, base) for spec, base in found if spec.name == name), None)
 

@@ -37,7 +37,7 @@ _INCLUDE = "include_output_tokens"
 _NEAR, _NEAR_LENGTH = 0.85, 3
 """How alike (0 to 1) a misspelt name is, and by how many characters longer or shorter."""
 _DMI_LIKE = re.compile(r"\s*dmi\s*(?:[._-]\s*(.*))?", re.IGNORECASE | re.DOTALL)
-"""Names that are meant for us. The group is what stands behind a prefix."""
+"""Names that are meant for us. The group is the part after a prefix."""
 _ANSWERED = (
     "dmi_store",
     "dmi_request_id",
@@ -135,7 +135,7 @@ class CaptureParams:
         return {"include_output_tokens": self.include_output_tokens, **spans}
 
     def check_prompt(self, prompt_len: int) -> None:
-        """Raise OptionError for spans that reach beyond a prompt of so many tokens."""
+        """Raise OptionError for spans that reach beyond a prompt of this many tokens."""
         if self.loss_spans and self.loss_spans[-1][1] > prompt_len:
             raise refuse(
                 "dmi.loss_spans",
@@ -262,7 +262,7 @@ def _loss_spans(value: object) -> tuple[tuple[int, int], ...] | None:
             raise refuse(
                 "dmi.loss_spans",
                 span,
-                "is not valid; give [start, stop] with start below stop, each behind the one before",
+                "is not valid; give [start, stop] with start below stop, each after the one before",
             )
         end = span[1]
     return tuple((start, stop) for start, stop in value)

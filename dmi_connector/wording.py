@@ -33,7 +33,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def cut(text: str, most: int = 40) -> str:
-    """A text of one line and at most so many characters, for a column of a table."""
+    """A text in one line of at most `most` characters, for a column of a table."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
 

@@ -24,7 +24,7 @@ _ROWS = 512
 
 @dataclass(frozen=True)
 class _Part:
-    """One store. rows: its first ones, which are compared. other: of these, the hook that stays as it is."""
+    """One store. rows: the first rows, which are compared. other: the hook that is not reduced."""
 
     capture: Capture
     rows: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where two captures of the same tokens differ: the first hook in the order of the forward, which token, how much."""
+"""Compares two captures of the same tokens: which hook differs first in the forward, at which token, and how much."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from dmi_connector.reduce import Keeps
 from dmi_connector.wording import suggest
 
 TOLERANCES = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
-"""Largest relative error of a row at which two runs agree, by the dtype of the model. Other batches and kernels round
+"""Dtype of the model -> largest relative error of a row at which two runs agree. Other batches and kernels round
 differently, and the differences grow from layer to layer.
 """
 ROUNDED = 5e-2
-"""The same where one of the two rows was reduced."""
+"""The smallest tolerance for a hook that was reduced in one of the captures."""
 _BEFORE = ("mrope_positions", "embed")
 """Hooks that exist once and come before the layers."""
 
@@ -37,10 +37,12 @@ class NothingToCompare(ValueError):
 class HookDiff:
     """How one hook, or one layer of it, differs between two captures.
 
-    rows: compared. unlike: of these, those whose error is above the tolerance. position: of the first such row, None
-    without one. worst: the largest error of a row, inf where the two are not finite in the same
-    places. worst_position: of it.
-    The error of a row is |a - b| / max(|a|, |b|), for whole numbers the share that differs.
+    rows: the number of rows compared. unlike: the number of rows whose error is above the tolerance. position: the
+    position of the first of these rows; None if there is none. worst: the largest error of a row. worst_position: its
+    position; None if no row has an error.
+
+    The error of a row is |a - b| / max(|a|, |b|), with L2 norms. It is 0 for equal rows, also if they hold NaN or
+    infinities, and inf for other rows that are not finite. For integer hooks it is the fraction of values that differ.
     """
 
     hook: str
@@ -54,7 +56,7 @@ class HookDiff:
 
     @property
     def name(self) -> str:
-        """As hooks are selected: "q@3"."""
+        """The hook and its layer as a selection names them, such as "q@3"."""
         return self.hook if self.layer is None else f"{self.hook}@{self.layer}"
 
 
@@ -62,9 +64,9 @@ class HookDiff:
 class CaptureDiff:
     """How two captures differ.
 
-    positions: rows that are compared: those that both have, before the first other token. tokens_differ: position of
-    that, None where all tokens of both agree. hooks: in the order of the forward. left_out: hook -> why it is not
-    compared.
+    positions: the number of rows that both captures have before the first token that differs. tokens_differ: the
+    position of that token; None if no token differs. hooks: in the order of the forward. left_out: hook -> why it is
+    not compared.
     """
 
     a: str
@@ -123,11 +125,12 @@ def diff(a: Capture, b: Capture, hooks: str = "*", tolerance: float | None = Non
 
 
 def pairs(a: Captures, b: Captures) -> tuple[list[tuple[int, int]], int]:
-    """Captures of two sets that belong together: those of one key, else those of one prompt, in their order.
+    """Pair the captures of two sets: first by key, then by prompt.
 
-    Of several that share a key those of one prompt come together first: requests side by side may start in any order.
+    If several captures share a key, those with the same prompt are paired first, since concurrent requests start in any
+    order. Captures that are still ambiguous are paired in the order of their sets.
 
-    Returns (their numbers in `a` and `b`, how many captures have no partner).
+    Returns (pairs of numbers in `a` and `b`, the number of captures without a partner).
     """
     found: dict[int, int] = {}
     left, right = range(len(a.infos)), range(len(b.infos))
@@ -147,7 +150,10 @@ def pairs(a: Captures, b: Captures) -> tuple[list[tuple[int, int]], int]:
 
 
 def _match(found: dict[int, int], left: Iterable[tuple[Any, int]], right: Iterable[tuple[Any, int]]) -> None:
-    """Add pairs of equal marks to `found`, in their order. None is no mark."""
+    """Pair the items of `left` and `right` that have equal marks, in order, and add the pairs to `found`.
+
+    Items are (mark, number). An item with the mark None is not paired.
+    """
     waiting: defaultdict[Any, deque[int]] = defaultdict(deque)
     for mark, number in right:
         waiting[mark].append(number)
@@ -162,7 +168,7 @@ def _prompt(captures: Captures, number: int) -> tuple[int, ...]:
 
 
 def _common(a: Capture, b: Capture) -> tuple[np.ndarray, int | None]:
-    """(positions whose rows both have, before the first other token; that token's position, None without one)."""
+    """(positions of the rows that both have before the first token that differs, position of that token or None)."""
     positions, at_a, at_b = np.intersect1d(a.positions, b.positions, assume_unique=True, return_indices=True)
     other = a.token_ids[at_a] != b.token_ids[at_b]
     other &= known_tokens(a)[at_a] & known_tokens(b)[at_b]
@@ -174,7 +180,7 @@ def _common(a: Capture, b: Capture) -> tuple[np.ndarray, int | None]:
 def _in_order(
     a: Capture, b: Capture, patterns: Sequence[str], left_out: dict[str, str]
 ) -> Iterable[tuple[str, int | None]]:
-    """(hook, layer) of those that both have, as the forward computes them. Notes the others in `left_out`."""
+    """(hook, layer) of the hooks in both captures, in the order of the forward. Adds the others to `left_out`."""
     held = {**a.attrs["hooks"], **b.attrs["hooks"]}
     names = [n for n in dict.fromkeys((*HOOKS, *held)) if n in held and _named(n, patterns)]  # probes last
     keys: list[tuple[int, int, int, str, int | None]] = []
@@ -208,14 +214,14 @@ def _named(hook: str, patterns: Sequence[str]) -> bool:
 
 
 def _unlike_forms(a: Capture, b: Capture, hook: str, layer: int | None) -> str:
-    """Why values of the two cannot be compared; "" where they can."""
+    """Why the values of a hook cannot be compared; "" if they can."""
     if hook == "pattern":
         return "it is a summary of the largest weights"
     one, other = (c.attrs["hooks"][c.sources(hook, layer)[0].array].get("reduce") for c in (a, b))
     reductions = [c.reduction(hook, layer) for c in (a, b)]
     if one != other and any(r is not None and Keeps.EVERY_VALUE not in r.keeps for r in reductions):
         kinds = [form["kind"] if form else "full rows" for form in (one, other)]
-        return f"it is {kinds[0]} in one and {kinds[1]} in the other, or of other settings"
+        return f"it is {kinds[0]} in one and {kinds[1]} in the other, or with other settings"
     widths = [capture.shape(hook)[-1] for capture in (a, b)]
     return "" if widths[0] == widths[1] else f"its rows have {widths[0]} and {widths[1]} values"
 

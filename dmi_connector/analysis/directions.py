@@ -19,7 +19,7 @@ from dmi_connector.reduce import Keeps
 class MeanDifference:
     """Means of a hook over two sets of captures. Made by `mean_difference`.
 
-    first, second: float64 [width]. scores: of the rows of each set, see `score`.
+    first, second: float64 [width]. scores: the scores of the rows of each set, see `score`.
     """
 
     first: np.ndarray

@@ -34,7 +34,7 @@ MEANINGS: Mapping[str, str] = {
 LENS_HOOKS = ("resid_pre", "resid_mid", "resid_final")
 """The residual stream, which the logit lens takes to predictions."""
 TOKENS = "tokens"
-"""In the place of labels: whether a row's token is one of the most frequent ones."""
+"""Stands for labels that say whether a row's token is one of the most frequent ones."""
 _ROWS = 2048
 """Rows that are fitted on, and scored, at most."""
 _LEAST = 8

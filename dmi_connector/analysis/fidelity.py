@@ -66,8 +66,8 @@ def fidelity(
     specs: reductions as in server options. One that needs more values than a hook has is left out for that hook. hooks:
     names or wildcards, separated by commas. layers: numbers of the model's layers, negative from its last; None: all.
     Hooks that exist once are measured with any. Stores without rows are left out. labels: of captures, for the measure
-    `concepts`; "tokens" stands for the most frequent tokens. unembedding: of the model, for the logit lens of the
-    residual stream (see `downstream.MEANINGS`). autoencoder: for the rows that it encodes.
+    `concepts`; "tokens" stands for the most frequent tokens. unembedding: the model's unembedding, for the logit lens
+    of the residual stream (see `downstream.MEANINGS`). autoencoder: for the rows that it encodes.
 
     Raises ValueError for stores that hold none of the hooks in full, or no rows, for stores of several models, for a
     hook that only the first holds in full, for a layer that none of the hooks has, for an autoencoder of other rows,
@@ -185,7 +185,7 @@ def _is_measured(
 
 
 def _unfit(reduction: Reduction, width: int) -> str:
-    """Why a reduction cannot be applied to rows of this width; "" where it can."""
+    """Why a reduction cannot be applied to rows of this width; "" if it can."""
     try:
         reduction.check(width)
     except ReduceError as error:

@@ -196,7 +196,7 @@ def _by_label(
 def _logits(
     stores: Sequence[Given], hook: str, layer: int | None, rows: str, weight: np.ndarray, bias: float
 ) -> np.ndarray:
-    """Of the rows that count, [n]."""
+    """The logits of the rows that count, [n]."""
     found = [block @ weight + bias for block in row_blocks(_Stores(stores), hook, layer, rows)]
     return np.concatenate(found) if found else np.zeros(0)
 

@@ -15,7 +15,7 @@ from dmi_connector.reduce.scales import Scales, scales_of
 from dmi_connector.store.format.remote_path import Given
 
 MARGIN = 1.1
-"""By how much the range is wider than the rows that it is fitted on, as a factor."""
+"""Factor by which the range is wider than that of the rows on which it is fitted."""
 
 
 def fit_scales(

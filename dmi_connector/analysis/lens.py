@@ -53,8 +53,8 @@ def logit_lens(capture: Capture, unembedding: Unembedding, top: int = 5) -> Lens
     Applies the final norm and the unembedding to `resid_pre` of each captured layer and to `resid_final`. Only one
     block of logits is in memory at a time.
 
-    Raises KeyError without `resid_final`. Raises ValueError if the width of the rows is not the model's, for
-    projections, and if `top` is below 1 or above the vocabulary size.
+    Raises KeyError without `resid_final`. Raises ValueError if the rows have another width than the model or are
+    projections, or if `top` is below 1 or above the vocabulary size.
     """
     if not 1 <= top <= len(unembedding.weight):
         raise ValueError(f"top {top} is not valid; use 1 to {len(unembedding.weight)}, the vocabulary")

@@ -18,9 +18,9 @@ _BYTES = 64 << 20
 class TopLogprobs:
     """The likeliest next tokens of n rows of logits.
 
-    token_ids: int32 [n, k], by falling probability. logprobs: float32 [n, k], in nats. next_logprobs: float32 [n], of
-    the token that came next; NaN where the store does not have it, as for the last sampled token. tokens: see
-    `RowView.tokens`.
+    token_ids: int32 [n, k], in descending order of probability. logprobs: float32 [n, k], in nats. next_logprobs:
+    float32 [n], of the token that came next; NaN where the store does not have it, as for the last sampled token.
+    tokens: see `RowView.tokens`.
     """
 
     token_ids: np.ndarray

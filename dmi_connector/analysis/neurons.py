@@ -20,8 +20,8 @@ from dmi_connector.store.format.remote_path import Place
 class Activation:
     """One token and the value of a neuron there.
 
-    store: its path. row: of the store. token_id: at that row. context: token ids of the rows around it, `before` of
-    them ahead of it. values: of the neuron at these rows, NaN where the store lacks the row.
+    store: path of the store. row: row of the store. token_id: the token at that row. context: token ids of the rows
+    around it, `before` of them ahead of it. values: values of the neuron at these rows, NaN for missing rows.
     """
 
     value: float

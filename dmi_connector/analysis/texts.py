@@ -29,7 +29,7 @@ class Texts:
         self._core = find_tokenizer(chosen, model)
 
     def of(self, ids: Iterable[int]) -> list[str] | None:
-        """The text of each token id, with its spaces; None without a tokenizer.
+        """The text of each token id, with its spaces; None if there is no tokenizer.
 
         A token that holds only some bytes of a character decodes to U+FFFD, the replacement character.
         """
@@ -41,7 +41,7 @@ class Texts:
         return [text[len(plain) :] for text in decoded]
 
     def whole(self, ids: Sequence[int]) -> str | None:
-        """The text of all of these tokens together; None without a tokenizer."""
+        """The text of all of these tokens together; None if there is no tokenizer."""
         return None if self._core is None else str(self._core.decode(ids, skip_special_tokens=False))
 
     @functools.cached_property

@@ -33,11 +33,11 @@ _RMS_MODELS = ("lfm2", "lfm2_moe", "nemotron_h")
 """Values of `model_type` with RMS norms whose configs name their epsilon as others name that of a LayerNorm."""
 _EPS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 _EPS_DEFAULT = 1e-5
-"""Of torch's LayerNorm, for models whose config names none (OPT, OLMo)."""
+"""Default eps of torch's LayerNorm, for models whose config has none (OPT, OLMo)."""
 _DTYPES = ("BF16", "F16", "F32", "F64")
-"""Of tensors that are read, as safetensors names them."""
+"""Supported dtypes of tensors, as safetensors names them."""
 _BLOCK = 4096
-"""Tokens of the vocabulary that are worked out at a time."""
+"""Tokens of the vocabulary computed at a time."""
 _LOGITS = 1 << 24
 """Logits that are computed at a time: 64 MiB of float32, of which some copies are made."""
 
@@ -105,7 +105,7 @@ class Unembedding:
         return cls.load(named)
 
     def spread(self, rows: np.ndarray) -> np.ndarray:
-        """By what the norm divides each row, float32 [n, 1]. rows: [n, width] of the residual stream."""
+        """The divisor of each row in the norm, float32 [n, 1]. rows: [n, width] of the residual stream."""
         rows = self.centre(self._checked(rows))
         return np.sqrt((rows**2).mean(-1, keepdims=True) + np.float32(self.eps))
 
@@ -171,7 +171,7 @@ def _adds_one(model_type: str) -> bool:
 
 
 def _scale(config: Mapping[str, Any]) -> float:
-    """By what a model multiplies its logits."""
+    """The factor by which a model multiplies its logits."""
     scaling = float(config.get("logits_scaling") or 1.0)
     if base := config.get("dim_model_base"):  # MiniCPM
         scaling = config["hidden_size"] / base
@@ -183,7 +183,7 @@ def _scale(config: Mapping[str, Any]) -> float:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """The config of a model, of its text part where it has several."""
+    """The config of a model; that of its text part if it has several parts."""
     try:
         config = json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError) as error:
@@ -209,7 +209,7 @@ def _files(path: Path) -> dict[str, Path]:
 
 
 def _tensor(files: Mapping[str, Path], name: str) -> np.ndarray:
-    """In its stored dtype."""
+    """A tensor in its stored dtype."""
     from safetensors import safe_open
 
     with safe_open(files[name], framework="np") as tensors:

@@ -42,7 +42,7 @@ def cause(failure: str, log: Path, since: int) -> str:
 
 
 def _lines(log: Path, since: int) -> list[str]:
-    """The last lines that came behind `since`, [] where there is no log."""
+    """The last lines after byte `since`; [] if there is no log."""
     if not log.exists():
         return []
     with open(log, "rb") as file:

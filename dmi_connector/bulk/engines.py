@@ -48,9 +48,9 @@ class Answer:
 class Death:
     """An engine that exited too early.
 
-    positions: of the prompts that it had. life: path of the file on which only this engine's processes hold a shared
-    lock. Once they have exited, other engines run its prompts. None: the next start of the run does. began: whether it
-    was ready for prompts.
+    positions: those of the prompts that it had not finished. life: path of the file on which only this engine's
+    processes hold a shared lock. Once they have exited, other engines run its prompts. If life is None, the next start
+    of the run does that. began: whether it was ready for prompts.
     """
 
     name: str

@@ -18,7 +18,9 @@ _SAMPLE = 100
 
 
 class Placed(NamedTuple):
-    """A row with its place. position: in the order of the run. number: in the input. raw: for `load` of `rows`."""
+    """A row with its place. position: its place in the order of the run. number: its number in the input. raw: for
+    `load` of `rows`.
+    """
 
     position: int
     number: int
@@ -82,7 +84,7 @@ class Rows:
         return self._shuffled is None and self._source.count() is None and not self._ended
 
     def total(self) -> int | None:
-        """Rows of the share: exact where the source can tell, an estimate while it is read, None before that."""
+        """Rows of the share: exact if the source knows it, an estimate while it is read, None before that."""
         known = len(self._shuffled) if self._shuffled is not None else self._source.count()
         order = self._order
         if known is not None:

@@ -122,7 +122,7 @@ def _token_ids(column: str, value: object) -> tuple[int, ...]:
 
 
 def _loss_spans(row: Mapping[str, Any], columns: Columns, count: int) -> tuple[tuple[int, int], ...] | None:
-    """Where the mask of a row is 1. None without a mask."""
+    """The spans in which the mask of a row is 1; None if the row has no mask."""
     mask = row.get(columns.loss_mask)
     if mask is None:
         return None

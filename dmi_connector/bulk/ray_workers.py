@@ -54,8 +54,8 @@ class Needs:
 def connected(address: str, workers: int, cpus: int, gpus: int) -> Iterator[tuple[Needs, int]]:
     """Be connected to a cluster, or to one on this machine that is started and ended here (LOCAL).
 
-    cpus: of a worker. gpus: of a worker where the cluster has GPUs. Gives what each worker needs, and for how many
-    there is room. Raises ValueError if there is no such cluster, or if a local one has too few GPUs.
+    cpus, gpus: CPUs and GPUs of a worker; gpus only if the cluster has GPUs. Returns what each worker needs, and for
+    how many there is room. Raises ValueError if there is no such cluster, or if a local one has too few GPUs.
     """
     if address.startswith("ray://"):
         raise ValueError(
@@ -154,11 +154,11 @@ class _RemoteChild:
 class RayWorkers(EnginePool):
     """Spreads prompts over engines of a cluster that this process is connected to.
 
-    A worker that dies is started anew, where the cluster has room. Its prompts are done again once none of its
+    A worker that dies is started again if the cluster has room. Its prompts are done again once none of its
     processes lives, which a lock file of its own tells: `out` must be on a file system that all nodes share.
 
-    count: of engines. needs: of each. start: `RunSettings.engine_message`. out: directory of stores and logs. life:
-    path of the lock on which all processes of all engines hold a part.
+    count: the number of engines. needs: the resources of each. start: `RunSettings.engine_message`. out: directory of
+    stores and logs. life: path of the lock on which all processes of all engines hold a part.
     """
 
     def __init__(self, count: int, needs: Needs, start: Message, out: Path, life: Path, suffix: str = "") -> None:

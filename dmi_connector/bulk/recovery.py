@@ -57,8 +57,8 @@ class Recovered:
 def recover(out: Path, run: str, order: Order, manifest: Path, redo_missing: bool = False) -> Recovered:
     """Put the directory of a run in order, its index too. No process of the run may write any more.
 
-    manifest: of the share. redo_missing: prompts whose stores are gone are not done; what was uploaded is not gone.
-    Raises OSError, and ValueError for a store that must go but is being read.
+    manifest: the manifest of the share. redo_missing: prompts whose stores are gone are not done; what was uploaded is
+    not gone. Raises OSError, and ValueError for a store that must go but is being read.
     """
     result = Recovered()
     for entry in read_manifest(manifest):
@@ -141,7 +141,7 @@ def settle_left(out: Path, run: str, positions: Collection[int]) -> dict[int, Pl
 def not_uploaded(out: Path, run: str, order: Order) -> tuple[int, str | None]:
     """Finished stores of a share that wait for their upload, or whose upload failed: `dmi repair` uploads them.
 
-    Gives their number, and why the latest of them failed: None where none did.
+    Returns their number, and why the latest of them failed; None if none failed.
     """
     left: dict[str, str | None] = {}
     for line in read_index(out):
@@ -198,7 +198,7 @@ def _is_whole(store: Place) -> bool:
 
 
 def _keep_one(out: Path, run: str, order: Order, manifest: Path, twice: set[int], result: Recovered) -> int:
-    """Of positions with several stores keep one each: that of the manifest, else a sound one. Returns how many went."""
+    """Keep one store per position: that of the manifest, else an undamaged one. Returns how many were removed."""
     noted = {}
     for entry in read_manifest(manifest):
         if (position := position_of(run, entry["key"])) in twice:

@@ -156,7 +156,7 @@ class Run:
         return more, True
 
     def _has_space(self) -> bool:
-        """Whether the budget has room for one more prompt. Stops the run where it is to end without."""
+        """Whether the budget has room for one more prompt. A full budget stops a run with `end_when_full`."""
         in_flight = len(self._flights) + sum(len(flights) for _, flights in self._orphans)
         if self._budget.allows(in_flight):
             return True

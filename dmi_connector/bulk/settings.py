@@ -86,7 +86,7 @@ class RunSettings:
     order: Order = field(default_factory=Order)
 
     def fingerprint(self, identity: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What decides which store each prompt gets, JSON-ready. identity: of the input."""
+        """What decides which store each prompt gets, JSON-ready. identity: the identity of the input."""
         return {
             "model": self.model,
             "owner": self.capture.get("owner", "draft"),
@@ -111,7 +111,7 @@ class RunSettings:
 
 
 def joined(flags: Sequence[str]) -> list[str]:
-    """Flags of a command line, each with its values behind "="."""
+    """Flags of a command line, each with its values after "="."""
     found: list[str] = []
     for text in flags:
         if text.startswith("-") and not re.fullmatch(r"-\d.*", text):

@@ -25,13 +25,13 @@ from dmi_connector.wording import show
 LONGEST_LINE = 1 << 26
 """Bytes of a line of JSON. A longer one is a bad row."""
 _BUFFER, _SAMPLE = 1 << 20, 1 << 20
-"""Bytes that are read at a time; bytes at both ends of a file by which it is told from another."""
+"""Bytes read at a time; bytes at both ends of a file that identify it."""
 _BATCH = 256
 """Rows of Parquet that are decoded at a time."""
 
 
 class Source(Protocol):
-    """Rows of an input. line_offset: the first row's number for the user, None where rows have no lines."""
+    """Rows of an input. line_offset: the first row's number for the user; None if rows have no lines."""
 
     line_offset: int | None
 
@@ -39,13 +39,13 @@ class Source(Protocol):
         """(number, raw row) of each row from the first on."""
 
     def load(self, raw: Any) -> object:
-        """The row as Python objects; None where it is blank. Raises BadRow."""
+        """The row as Python objects; None if it is blank. Raises BadRow."""
 
     def fraction(self) -> float:
         """How much of the input the latest iteration has passed, 0 to 1."""
 
     def count(self) -> int | None:
-        """Number of rows, None where that is not known yet."""
+        """Number of rows; None if it is not known yet."""
 
     def random_access(self, scratch: Path) -> RandomAccess:
         """The same rows in any order. scratch: a directory for files that are gone when the process ends."""
@@ -60,7 +60,7 @@ class RandomAccess(Protocol):
         """The raw row, for the `load` of this object."""
 
     def load(self, raw: Any) -> object:
-        """As `Source.load`."""
+        """See `Source.load`."""
 
 
 def open_source(path: Path, columns: Columns) -> Source:
@@ -76,7 +76,7 @@ def open_source(path: Path, columns: Columns) -> Source:
 
 
 def identity(path: Path) -> list[dict[str, Any]]:
-    """What tells an input from another: name, size and a hash of both ends of each of its files. Raises ValueError."""
+    """What identifies an input: name, size and a hash of both ends of each of its files. Raises ValueError."""
     _, files = _look(path)
     return [_identity(file) for file in files]
 

@@ -178,12 +178,12 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
         return read
 
     def _why_no_pattern(self, layer: int | None = None) -> str:
-        """Why the pattern of a layer cannot be computed; "" where it can. layer: None for any layer."""
+        """Why the pattern of a layer cannot be computed; "" if it can. layer: None: any layer."""
         hooks = seen_by_attention(self._capture)
         queries, keys = (set(self._capture.layers.get(hook, ())) for hook in hooks)
         if not queries & keys if layer is None else layer not in queries & keys:
             where = "one layer" if layer is None else f"layer {layer}"
-            return f"it is worked out from {hooks[0]} and {hooks[1]} of {where}, which were not both captured"
+            return f"it is computed from {hooks[0]} and {hooks[1]} of {where}, which were not both captured"
         for hook in hooks:
             if self._is_other(hook, layer):
                 return f"{hook} was stored as a projection or a summary, not as itself"

@@ -56,19 +56,20 @@ def _check_model(capture: StoreReader) -> None:
     facts = capture.attrs.get("attention", {})
     if facts.get("sinks"):
         raise ValueError(
-            f"{capture.path}: attention cannot be worked out: the model has attention sinks, which are not stored"
+            f"{capture.path}: attention cannot be computed: the model has attention sinks, which are not stored"
         )
     if facts.get("latent"):
         raise ValueError(
-            f"{capture.path}: attention cannot be worked out: the model has latent attention, whose keys of heads "
-            "are made of kv_c with weights that are not stored"
+            f"{capture.path}: attention cannot be computed: the model has latent attention, whose keys are projected "
+            "from kv_c by weights that are not stored"
         )
 
 
 def seen_by_attention(capture: StoreReader) -> tuple[str, str]:
-    """The hooks of the queries and keys that attention multiplies: rotated ones, except without rotary embedding.
+    """The hooks of the queries and keys that attention multiplies: ("q_rot", "k_rot"), or ("q", "k") without rotary
+    embedding.
 
-    Older stores do not say whether their model has rotary embedding. There the hooks that they hold decide.
+    Older stores do not say whether their model has rotary embedding. For these, the stored hooks decide.
     """
     held = "q_rot" in capture or "k_rot" in capture or "q" not in capture
     return ("q_rot", "k_rot") if capture.attrs.get("rotary", held) else ("q", "k")
@@ -102,14 +103,17 @@ def attention(capture: StoreReader, layer: int, head: int | None = None, queries
 
     softmax(scale * q k') over the keys that each query sees (Vaswani et al., 2017), from `q_rot` and `k_rot`, or from
     `q` and `k` for models without rotary embedding. Grouped heads share their keys. The store says how its layers
-    attend: scale, soft cap, sliding window, chunk, slopes of ALiBi. Older stores do not: those have full attention and
-    the scale 1 / sqrt(head_dim).
+    attend: scale, soft cap, sliding window, chunk, slopes of ALiBi. For older stores, which do not say it, full
+    attention with the scale 1 / sqrt(head_dim) is assumed.
 
     queries: rows of the store, all by default. Keys are all rows up to the last query.
 
-    Raises KeyError when queries or keys of the layer were not captured. Raises ValueError when earlier rows were not
-    captured, for a head that does not exist, for models with attention sinks or latent attention, whose keys are not
-    stored, for queries or keys that were stored as projections, and for image tokens that see later ones.
+    Raises KeyError if queries or keys of the layer were not captured. Raises ValueError
+
+    - for a head that does not exist;
+    - if earlier rows are missing, or queries or keys were stored as projections;
+    - for models with attention sinks or latent attention;
+    - if `queries` contains image tokens of a model in which these see later tokens of their image.
     """
     _check_model(capture)
     names = seen_by_attention(capture)
@@ -123,8 +127,8 @@ def attention(capture: StoreReader, layer: int, head: int | None = None, queries
     rows = query_rows(capture, queries)
     if capture.attrs.get("attention", {}).get("image_blocks") and (capture.media[rows.start : rows.stop] >= 0).any():
         raise ValueError(
-            f"{capture.path}: attention of image tokens cannot be worked out: in this model they see later tokens of "
-            "their image; name queries without them"
+            f"{capture.path}: attention of image tokens cannot be computed: in this model they see later tokens of "
+            "their image; give queries without them"
         )
     lacking = [r for r in capture.missing if r[0] < rows.stop]
     if int(capture.attrs["start"]) or lacking:
@@ -147,9 +151,10 @@ def heads_of(capture: StoreReader) -> int:
 def weights_of_head(
     capture: StoreReader, layer: int, head: int, q: np.ndarray, k: np.ndarray, first: int = 0
 ) -> np.ndarray:
-    """Attention weights of one head, float32 [queries, keys], of queries and keys [rows, width of all heads].
+    """Attention weights of one head, float32 [queries, keys].
 
-    capture: which says how the layer attends. first: row of the first query; keys are those from row 0 on.
+    q, k: queries and keys, [rows, width of all heads]. k begins at row 0. first: the row of the first query. The
+    attributes of `capture` say how the layer attends.
     """
     how, dims = _How.of(capture, layer), capture.attrs["dims"]
     heads, kv_heads, size = (int(dims[name]) for name in ("heads", "kv_heads", "head_dim"))

@@ -70,7 +70,7 @@ class Capture(StoreReader):
 
     hooks: names that can be read, aliases included. layers: hook -> layer numbers ([] for a hook that exists once).
     complete, reason, missing: whether rows are missing, why, and which [start, stop) rows. prompt_len: tokens of the
-    prompt. num_layers: of the model; negative layer numbers count from there. attrs: the root attribute
+    prompt. num_layers: layers of the model; negative layer numbers count from the last. attrs: the root attribute
     (docs/FORMAT.md, section 5).
 
     `capture["q"]`, `capture["q@3"]` (layer 3) and `capture["blocks.3.attn.hook_z"]` are short for `numpy`; `in` says
@@ -109,17 +109,17 @@ class Capture(StoreReader):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What each head attended to most, in one layer of `pattern`: (positions, weights, entropy).
 
-        positions: int32 [tokens, heads, m] by falling weight, -1 where a token sees fewer than m. weights: float32 of
-        the same shape. entropy: float32 [tokens, heads], in nats. With `head`, without that dimension. Raises KeyError
-        without `pattern`, ValueError for a head that does not exist.
+        positions: int32 [tokens, heads, m] in descending order of weight, -1 where a token sees fewer than m. weights:
+        float32 of the same shape. entropy: float32 [tokens, heads], in nats. With `head`, without that dimension.
+        Raises KeyError without `pattern`, ValueError for a head that does not exist.
         """
         return attention_summary(self, layer, head, tokens)
 
     def latents(self, hook: str, tokens: Tokens = None) -> tuple[np.ndarray, np.ndarray]:
         """The largest latents of each row, of a probe that is an autoencoder: (ids, values), each [tokens, k].
 
-        ids: int64, by falling value, -1 where fewer than k latents are active. values: float32, 0 there. Raises
-        KeyError for a hook that was not captured, ValueError for one that is no autoencoder.
+        ids: int64, in descending order of value, -1 where fewer than k latents are active. values: float32, 0 there.
+        Raises KeyError for a hook that was not captured, ValueError for one that is no autoencoder.
         """
         return latents(self, hook, tokens)
 

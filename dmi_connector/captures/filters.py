@@ -100,7 +100,7 @@ def lengths(prompt_len: range | SupportsIndex) -> range:
 
 
 def parse_time(name: str, value: Time | None) -> datetime.datetime | None:
-    """A time with a zone, UTC by default. name: of the filter, for the error. Raises ValueError for a bad time."""
+    """A time with a zone, UTC by default. name: the filter's name, for errors. Raises ValueError for a bad time."""
     try:
         at = None if value is None else datetime.datetime.fromisoformat(str(value))
     except ValueError as error:

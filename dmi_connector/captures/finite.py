@@ -83,7 +83,7 @@ class FiniteCheck:
                 raise self.error(store, int(min(rows)))
 
     def see_all(self, stores: Sequence[Place], number: np.ndarray, rows: np.ndarray) -> None:
-        """Count rows of several stores. number: of the store of each row, int64 [n]. rows: int64 [n]."""
+        """Count rows of several stores. number: the store of each row, int64 [n]. rows: in these stores, int64 [n]."""
         for one in np.unique(number).tolist():
             self.see(stores[one], rows[number == one])
 

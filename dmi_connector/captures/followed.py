@@ -105,7 +105,7 @@ class FollowedCapture(Generic[Reader]):
         of `Capture.numpy`: float32 [n, width], of a hook without its layer [layers, n, width]. Of several names rows
         are a dict. A writer writes `chunk_tokens` rows at a time; "logits" follows 8 samples late, and alone.
 
-        Rows that a writer lost are left out: what is behind them comes when the capture has ended. pause: called
+        Rows that a writer lost are left out: rows after them come when the capture has ended. pause: called
         before each further look.
 
         Raises KeyError for an unknown hook, CaptureFailed for a capture that failed, was aborted or removed, ValueError

@@ -74,7 +74,7 @@ ALL_NAMES = {**TL_NAMES, **QK_NAMES[False], **QK_NAMES[True], **POST_NORM_NAMES}
 
 PATTERN = "attn.hook_pattern"
 NORMS = {"ln1": "resid_pre", "ln2": "resid_mid", "ln_final": "resid_final"}
-"""Norm -> its input. `hook_scale` and `hook_normalized` are worked out from that."""
+"""Norm -> its input. `hook_scale` and `hook_normalized` are computed from the input."""
 HEADS = {"q": "heads", "k": "kv_heads", "v": "kv_heads", "q_rot": "heads", "k_rot": "kv_heads", "z": "heads"}
 """Hooks of several heads, and which number of them."""
 OF_NORMS = tuple(f"{norm}.{part}" for norm in NORMS for part in ("hook_scale", "hook_normalized"))
@@ -110,7 +110,7 @@ def split_name(name: str) -> tuple[str, int | None]:
 
 
 def full_name(name: str, layer: int | None) -> str:
-    """With the block's prefix, for what exists in each block."""
+    """The name, with the prefix of its block if it exists in each block."""
     return name if layer is None else f"blocks.{layer}.{name}"
 
 
@@ -142,7 +142,7 @@ def equal_hooks(attrs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def why_not_equal(name: str, attrs: Mapping[str, Any]) -> str | None:
-    """Why a name stands for another tensor in the model of a store; None where it does not, or nothing is known."""
+    """Why a name means another tensor in the model of a store; None if it does not, or if that is not known."""
     architecture, normed = attrs.get("architecture"), attrs.get("qk_norm")
     hook = {**TL_NAMES, **QK_NAMES[False], **QK_NAMES[True]}.get(name)
     if architecture in _EMBED_BEFORE and hook == "embed":
@@ -153,7 +153,5 @@ def why_not_equal(name: str, attrs: Mapping[str, Any]) -> str | None:
         if normed is None:
             return "the store is too old to say whether queries and keys pass a norm: cap.numpy('q'), cap.numpy('k')"
         if normed != (name in QK_NAMES[True]):
-            return (
-                "not captured: q and k are behind the norm" if normed else "the model has no norm of queries and keys"
-            )
+            return "not captured: q and k are after the norm" if normed else "the model has no norm of queries and keys"
     return ABSENT.get(name)

@@ -11,7 +11,7 @@ def check_keeps(hook: str, reduction: Reduction | None, needs: Keeps = Keeps.VAL
     """Raise ValueError for a reduction that does not keep what the caller `needs`."""
     if reduction is not None and needs not in reduction.keeps:
         raise ValueError(
-            f"{hook!r} was stored as {reduction.kind}, which this cannot be worked out from; capture it in full, or"
+            f"{hook!r} was stored as {reduction.kind}, from which this cannot be computed; capture it in full, or"
             " as int8"
         )
 

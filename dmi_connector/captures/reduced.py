@@ -99,7 +99,7 @@ def _is_fitted_to_basis(reduction: Reduction) -> bool:
 
 
 def _only(capture: StoreReader, hook: str, layer: int | None, what: str) -> Source:
-    """Where one layer of a hook lies. Raises ValueError where there are several and none is named."""
+    """Where one layer of a hook lies. Raises ValueError if the hook has several layers and none is named."""
     sources = capture.sources(hook, layer)
     if len(sources) > 1:
         raise ValueError(f"each layer of {hook!r} has {what} of its own; name one layer")

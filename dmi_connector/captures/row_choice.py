@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses rows of stores: of one phase, by a mask, behind a token, the last ones."""
+"""Chooses rows of stores: of one phase, by a mask, after a token, the last ones."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class RowChoice:
     """Which rows of each store a view has. A row must pass all that is given.
 
     skip: rows that are left out at the start of each store, such as 1 for the first token, whose norm is often large.
-    phase: "prompt" or "generated". after: a token id, or several: rows behind the first row with one of them, such as
-    those behind </think>; none of a store without one. mask: a function of an open `Capture` that returns a boolean for
-    each of its rows (of logits: for each sample). last: at most so many rows of each store, the last that pass the
+    phase: "prompt" or "generated". after: a token id, or several: rows after the first row with one of them, such as
+    those after </think>; none of a store without one. mask: a function of an open `Capture` that returns a boolean for
+    each of its rows (of logits: for each sample). last: at most this many rows of each store, the last that pass the
     others: `last=1` is the last token, with phase="prompt" that of the prompt.
 
     Rows that the store lacks are left out at the end, so that "the last row" is never another one. All but skip and

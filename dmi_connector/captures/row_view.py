@@ -227,7 +227,7 @@ class RowView:
     ) -> dict[str, np.ndarray]:
         """What is known of the tokens of rows: field -> [n]. Reads the token arrays of their stores.
 
-        fields: of these. token_ids: int32. next_token_ids: int32, the token behind it, -1 if the store does not have
+        fields: of these. token_ids: int32. next_token_ids: int32, the token after it, -1 if the store does not have
         it. positions: int32, in the request. phase: uint8, 0 for prompt tokens, 1 for generated ones. store: int64,
         number in `stores`. row: int64, row of that store; of logits, the sample. key: the request's key, or None.
 

@@ -60,7 +60,7 @@ def of_captures(infos: Sequence[CaptureInfo], directories: Iterable[Path], to: s
 
 
 def _prompt(info: CaptureInfo, text: Decode) -> str | None:
-    """The text of the prompt; None where a row of it is missing, or was not captured."""
+    """The text of the prompt; None if a row of it is missing or was not captured."""
     with open_capture(info.store, timeout=0, allow_incomplete=True) as capture:
         of_prompt = capture.phase == 0
         whole_prompt = not capture.attrs.get("start", 0) and int(of_prompt.sum()) == capture.prompt_len
@@ -96,7 +96,7 @@ def of_tokens(infos: Sequence[CaptureInfo], to: str, text: Decode | None) -> Any
 
 
 def _library(to: str) -> Any:
-    """The library of that name. Raises ImportError where it is not installed, ValueError for another name."""
+    """The library of that name. Raises ImportError if it is not installed, ValueError for another name."""
     try:
         if to == "pandas":
             import pandas

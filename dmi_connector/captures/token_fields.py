@@ -26,9 +26,9 @@ DTYPES: dict[str, str] = {
 }
 """Each field and the dtype of its values.
 
-token_ids: the token. next_token_ids: the one behind it, -1 if the store does not have it. positions: in the request.
-phase: 0 for prompt tokens, 1 for generated ones. store: number of the store. row: in the store; of logits, the sample.
-key: of the request, or None.
+token_ids: the token. next_token_ids: the one after it, -1 if the store does not have it. positions: positions in the
+request. phase: 0 for prompt tokens, 1 for generated ones. store: number of the store. row: row in the store; for
+logits, the sample. key: the key of the request, or None.
 """
 IN_STORE = ("token_ids", "next_token_ids", "positions", "phase")
 """Fields that are read from a store; the others are known without it."""
@@ -59,7 +59,7 @@ def store_fields(store: Place, names: Collection[str], complete: bool, sampled: 
         positions = plain_array(store, files, "positions", "int32")
         rows = at - (positions[0] if len(positions) else 0)
         there = (at >= 0) & (rows >= 0) & (rows < len(positions))
-        # A token behind the last row was generated.
+        # A token after the last row was generated.
         absent: dict[str, int | np.ndarray] = {"phase": 1, "positions": at}
         found = {
             name: _taken(values, rows, there, absent.get(name, -1)) for name, values in found.items() if name in names
@@ -68,7 +68,7 @@ def store_fields(store: Place, names: Collection[str], complete: bool, sampled: 
 
 
 def _taken(values: np.ndarray, rows: np.ndarray, there: np.ndarray, absent: int | np.ndarray) -> np.ndarray:
-    """`values[rows]` where there is such a row, else `absent`."""
+    """`values[rows]`, with `absent` for rows that do not exist."""
     out = np.empty(len(rows), values.dtype)
     out[:] = absent
     out[there] = values[rows[there]]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import xarray
 
 _SHOWN = ("model", "request_id", "key", "prompt_len", "complete", "reason", "created")
-"""Root attributes that a Dataset has too, where they are not null."""
+"""Root attributes that a Dataset also has, unless they are null."""
 
 
 class LazyHook:

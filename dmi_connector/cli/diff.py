@@ -37,7 +37,7 @@ def add_diff(parser: argparse.ArgumentParser) -> None:
 def run_diff(options: argparse.Namespace) -> int:
     """Run the command. Returns the exit status: 0 if all agree, 1 if something differs or a pair cannot be compared.
 
-    Raises ValueError where there is no pair, or none that can be compared.
+    Raises ValueError if there is no pair, or none that can be compared.
     """
     left, right = _captures(options.a), _captures(options.b)
     matched, alone = pairs(left, right)
@@ -96,7 +96,7 @@ def _text(capture: Capture, found: CaptureDiff) -> str:
     """What differs between two stores."""
     lines = [f"a: {found.a}", f"b: {found.b}", f"{found.positions} rows and {len(found.hooks)} hooks compared"]
     if found.tokens_differ is not None:
-        lines.append(f"tokens differ from position {found.tokens_differ} on; rows behind it are not compared")
+        lines.append(f"tokens differ from position {found.tokens_differ} on; rows after it are not compared")
     first = found.first
     if first is None:
         lines.append("no row differs by more than its tolerance")

@@ -16,9 +16,7 @@ def add_fit_pq(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bits", type=int, default=8, metavar="N", help="of the code of a part: 8 (default) or 4")
     parser.add_argument("--layer", action="append", type=int, metavar="N", help="only this one; can be repeated")
     parser.add_argument("--model", help="only stores of this model: its name, or the last part of its path")
-    parser.add_argument(
-        "--rows", type=int, default=16384, metavar="N", help="fit on so many rows at most (default: 16384)"
-    )
+    parser.add_argument("--rows", type=int, default=16384, metavar="N", help="maximum rows to fit on (default: 16384)")
     parser.add_argument("-o", "--out", required=True, metavar="FILE", help="a new .safetensors file")
     parser.set_defaults(run=run_fit_pq)
 

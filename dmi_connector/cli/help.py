@@ -111,7 +111,7 @@ COMMANDS = {
         ("dmi view captures", "dmi view captures --model MODEL_DIR --port 8000"),
     ),
 }
-"""By the name of the command."""
+"""Name of a command -> its help."""
 
 
 def describe(parser: argparse.ArgumentParser, command: str) -> None:

@@ -235,4 +235,4 @@ KINDS = {
     "neuron": Kind(_neuron, takes=("tokenizer", "layer"), needs=("hook", "neuron"), many=True),
     "difference": Kind(_difference, takes=("layer", "rows"), needs=("hook", "against"), many=True),
 }
-"""By the name that --kind takes."""
+"""Value of --kind -> its plot."""

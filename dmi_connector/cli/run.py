@@ -83,7 +83,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--model", required=True, help="as vLLM takes it")
     engine.add_argument(
-        "--max-tokens", type=_count, metavar="N", help="generate so many at most (default: prompts only)"
+        "--max-tokens", type=_count, metavar="N", help="maximum tokens to generate (default: none, prompts only)"
     )
     engine.add_argument("--sampling", type=_object, default={}, metavar="JSON", help="fields of SamplingParams")
     engine.add_argument("--data-parallel", type=_count, default=1, metavar="N", help="engines, each with its GPUs")
@@ -246,7 +246,7 @@ def _free(life: Path) -> bool:
 
 
 def _wait_for_uploads(life: Path, seconds: float) -> None:
-    """Wait until the processes of all engines have ended, which upload what is left, or so many seconds."""
+    """Wait up to this many seconds until the processes of all engines have ended. They upload what is left."""
     deadline = time.monotonic() + seconds
     while not _free(life) and time.monotonic() < deadline:
         time.sleep(_WAIT_S)

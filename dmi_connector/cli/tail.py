@@ -21,7 +21,7 @@ from dmi_connector.wording import cut
 _PAUSE_S = 0.5
 """Seconds between two looks at the index."""
 _COLUMNS = "{:<19}  {:>7}  {:>9}  {:<10}  {:<16}  {}"
-"""Of a table whose later lines are not known: the widths are fixed, and the longest texts stand last."""
+"""Format of a line. Later lines are not known, so widths are fixed, and the longest texts stand last."""
 
 
 def follow(

@@ -83,7 +83,7 @@ _MIMO = {
     "layernorm_epsilon": 1e-5,
 }
 MIXED: dict[str, dict[str, Any]] = {"gemma4_text": _GEMMA4, "mimo_v2_flash": _MIMO}
-"""With attention of several sizes."""
+"""`model_type` -> config of tiny models with attention of several sizes."""
 BACKEND: dict[str, dict[str, Any]] = {
     "arcee": {**ODD, "num_key_value_heads": 1},
     "cwm": {**ODD, **WINDOWS, "layer_types": _LAYERS},
@@ -171,4 +171,4 @@ SPARSE: dict[str, dict[str, Any]] = {
         "attention_bias": True,
     },
 }
-"""With experts."""
+"""`model_type` -> config of tiny models with experts."""

@@ -106,6 +106,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
     },
 }
-"""By `model_type`."""
+"""`model_type` -> config of a tiny hybrid model."""
 CENTRED = ("gemma", "step3p5", "qwen3_next", "qwen3_5")
 """How the types of models begin whose norms multiply by 1 + weight."""

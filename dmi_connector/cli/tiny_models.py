@@ -250,7 +250,7 @@ please explain quantum physics, music theory, history, cooking, gardening and ch
 def make_tokenizer(more: Sequence[str] = (), named: Mapping[str, str] | None = None) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of exactly VOCAB tokens, with a chat template. It encodes any text.
 
-    more: tokens behind these VOCAB. named: attributes of the tokenizer that name some of them.
+    more: tokens after these VOCAB. named: attributes of the tokenizer that name some of them.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

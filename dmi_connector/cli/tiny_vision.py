@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random models with a vision tower (`tiny_models.make_model` writes them).
 
-Their vocabularies have tokens for images behind those of the text models, from id VOCAB on.
+Their vocabularies have tokens for images after those of the text models, from id VOCAB on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOKENS = {
         "<|tile_y_separator|>",
     ),
 }
-"""Tokens behind those of the text models, the one of an image's rows first."""
+"""Tokens after those of the text models. The first is the placeholder of an image."""
 VOCAB = 512
 """Tokens of a text model (`tiny_models.VOCAB`)."""
 PATCH = 14

@@ -18,7 +18,7 @@ from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import Problem, begun_stores, stores_of, unseen, verify_store
 
 _FEW = 10
-"""Up to so many stores have a line each."""
+"""Maximum number of stores for which each gets a line."""
 _LOG_EVERY_S = 10
 """Seconds between lines of progress where there is no terminal."""
 
@@ -26,7 +26,7 @@ _LOG_EVERY_S = 10
 def add_verify(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dmi verify`."""
     parser.add_argument("paths", metavar="STORE|DIR|URL", nargs="+")
-    parser.add_argument("--verbose", action="store_true", help=f"a line for each store, as for {_FEW} and fewer")
+    parser.add_argument("--verbose", action="store_true", help=f"print each store, also if there are more than {_FEW}")
     parser.add_argument("--quiet", action="store_true", help="print only what is wrong: no progress, no counts")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that check (default: 1)")
     parser.set_defaults(run=run_verify)
@@ -65,14 +65,14 @@ def run_verify(options: argparse.Namespace) -> int:
     counts += [f"{not_finite} not finite"] if not_finite else []
     if not every:
         counts += [f"{incomplete} incomplete"] if incomplete else []
-        counts += [f"{old} of an old format, in which some damage is not seen"] if old else []
+        counts += [f"{old} of an old format, in which some damage is not detected"] if old else []
     if not options.quiet:
         print(", ".join(counts))
     return 1 if damaged else 3 if not_finite else 0
 
 
 def _line_of(store: Place, begun: dict[Place, dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """What the index of its directory says of a store, by its name."""
+    """{name: index line} of a store; {} if the index of its directory does not list it."""
     lines = begun[store.absolute().parent]
     return {store.name: lines[store.name]} if store.name in lines else {}
 
@@ -91,7 +91,7 @@ def _checked(work: Sequence[tuple[Place, dict[str, dict[str, Any]]]], jobs: int)
 
 
 class _Progress:
-    """Writes over the last line of a terminal; elsewhere, as in the log of a job, a new line now and then."""
+    """Shows progress: on a terminal in one line that is overwritten, elsewhere in a new line every 10 seconds."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet, self._shown = quiet, time.monotonic()

@@ -55,15 +55,15 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, chunk: np.ndarray) -> bytes | np.ndarray:
-        """Compress a chunk, a C-contiguous array of unsigned integers [rows, columns] as wide as the dtype."""
+        """Compress a chunk: a C-contiguous array [rows, columns] of unsigned integers with the dtype's item size."""
 
     @abstractmethod
     def decode(self, body: np.ndarray, out: np.ndarray) -> None:
         """Fill `out` with the bytes of a chunk.
 
         body: what `encode` returned, or `plain_head` and the bytes of the chunk, uint8. out: uint8 [bytes of the
-        chunk]. Both are contiguous. Raises ValueError when `body` holds something else than len(out) bytes. A damaged
-        or forged `body` must not be written past the end of `out`, nor take more memory than `out` does.
+        chunk]. Both are contiguous. Raises ValueError if `body` does not decode to exactly len(out) bytes. Even a
+        damaged or forged `body` must not write past the end of `out`, or use more memory than `out`.
         """
 
     def plain_head(self, itemsize: int, nbytes: int) -> bytes:

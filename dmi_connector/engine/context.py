@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one engine captures, worked out once in each of its processes and shared by models, row cache and connector."""
+"""What one engine captures. Each of its processes computes it once; models, row cache and connector share it."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Drafting:
 class CaptureContext:
     """What one engine captures.
 
-    layouts: of the rows of each tensor-parallel rank. dtype: the model's. tp: tensor-parallel size. rank: of this
-    process, 0 where it has none. may_sleep: whether vLLM may discard its caches (sleep mode). owner: of the rows.
-    block_scale: by what the output of a block is multiplied before it is added to the residual stream. visual_layers:
-    first layers behind which visual features are added to the residual stream. drafting: the speculative decoding
-    beside the capture, None without. coverage: what the taps of this process have written.
+    layouts: the layout of the rows of each tensor-parallel rank. dtype: the model's. tp: tensor-parallel size. rank:
+    the rank of this process, 0 if it has none. may_sleep: whether vLLM may discard its caches (sleep mode). owner: the
+    owner of the rows. block_scale: the factor of the output of a block before it is added to the residual stream.
+    visual_layers: first layers after which visual features are added to the residual stream. drafting: the speculative
+    decoding beside the capture; None if there is none. coverage: what the taps of this process have written.
     """
 
     options: ServerOptions
@@ -85,7 +85,7 @@ class CaptureContext:
         return self.layouts[self.rank]
 
     def field(self, hook: str, layer: int) -> RowField | None:
-        """The field of one hook and layer on a rank that writes it: for its size. None where it is not selected."""
+        """The field of one hook and layer on a rank that writes it: for its size. None if it is not selected."""
         return self.layouts[self.layout.writer.get((hook, layer), self.rank)].find(hook, layer)
 
     @property
@@ -100,7 +100,7 @@ class CaptureContext:
 
 
 def is_active(vllm_config: VllmConfig) -> bool:
-    """Whether this engine runs with our connector. Raises ValueError where it is one of several."""
+    """Whether this engine runs with our connector. Raises ValueError if it is one of several."""
     from dmi_connector.engine import refusals
 
     refusals.check_alone(vllm_config)

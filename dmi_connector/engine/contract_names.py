@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names in vLLM, torch and Triton that this package relies on beyond their public interfaces, by the feature that
-uses them. contract.py checks those of the features that an engine uses. docs/CONTRACT.md lists the same for readers.
+"""Names in vLLM, torch and Triton that are not public interfaces and that this package uses, by feature.
+
+contract.py checks the names of the features that an engine uses. docs/CONTRACT.md lists the same names for readers.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import NamedTuple
 class Name(NamedTuple):
     """A name outside this package.
 
-    places: `module:attribute path`. Several, separated by spaces, if the name has moved: the first that exists is used.
-    why: what it is used for. without: what happens where it is missing; "": the engine is refused.
+    places: `module:attribute path`. A name that has moved has several, separated by spaces; the first that exists is
+    used. why: what it is used for. without: what happens if it is missing; "": the engine refuses to start.
     """
 
     places: str
@@ -36,11 +37,11 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "layer": Name(
             "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
-            "the cache layer is one, so that vLLM gives it pages",
+            "base class of the cache layer, so that vLLM gives it pages",
         ),
         "layer_number": Name(
             "vllm.model_executor.models.utils:extract_layer_index",
-            "vLLM sorts cache layers by it; it reads one integer out of the name of ours",
+            "vLLM sorts cache layers by it, so the name of our layer contains exactly one integer",
         ),
         "full_graphs": Name(
             "vllm.v1.attention.backend:AttentionCGSupport.ALWAYS",
@@ -60,7 +61,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "request_positions": Name(
             "vllm.v1.attention.backend:CommonAttentionMetadata.__dataclass_fields__.positions",
-            "position in the request of each token, which those of M-RoPE do not tell",
+            "position of each token in its request, which M-RoPE positions do not give",
         ),
         "slots": Name(
             "vllm.forward_context:ForwardContext.__dataclass_fields__.slot_mapping",
@@ -100,28 +101,28 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "resets": Name(
             "vllm.v1.core.kv_cache_manager:KVCacheManager.reset_prefix_cache",
-            "wrapped in the scheduler, so that a reset first frees the blocks of ended requests that are kept, and "
-            "that no rows from before it are borrowed",
+            "wrapped in the scheduler: before a reset the kept blocks of ended requests are freed, and after it no "
+            "earlier rows are borrowed",
         ),
         "kept": Name(
             "vllm.v1.core.kv_cache_manager:KVCacheManager.free",
-            "frees these blocks; a second call does nothing",
+            "frees the kept blocks; a second call does nothing",
         ),
         "own_ids": Name(
             "vllm.envs:environment_variables.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
-            "says that a client may send the id of a request again, for which no block is kept then",
+            "if set, a client may reuse the id of an ended request, so no blocks are kept for ended requests",
         ),
         "sleep_mode": Name(
             "vllm.config:ModelConfig.__dataclass_fields__.enable_sleep_mode",
-            "an engine may sleep, so its rows do not wait",
+            "an engine that may sleep copies its rows off the GPU in each step",
         ),
         "sleep_memory": Name(
             "vllm.config:ModelConfig.__dataclass_fields__.enable_cumem_allocator",
-            "caches lie in memory that sleep() gives up",
+            "caches lie in memory that sleep() frees",
         ),
         "scheduled": Name(
             "vllm.config:SchedulerConfig.__dataclass_fields__.max_num_scheduled_tokens",
-            "tells prompts that would wait for ever, where a draft limits a step and prompts are not split over steps",
+            "detects prompts that would wait forever: a draft limits the step, and chunked prefill is off",
         ),
         "latent_used": Name(
             "vllm.config:ModelConfig.use_mla",
@@ -138,7 +139,7 @@ NAMES: dict[str, dict[str, Name]] = {
         "norms": Name(
             "vllm.config.kernel:IrOpPriorityConfig.__dataclass_fields__.fused_add_rms_norm",
             "says whether Inductor compiles an add-and-norm, which then overwrites no input",
-            "taps read copies, as where a kernel overwrites its inputs",
+            "taps read copies, as with a kernel that overwrites its inputs",
         ),
         "invariant": Name(
             "vllm.envs:environment_variables.VLLM_BATCH_INVARIANT",
@@ -194,7 +195,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "attention_spec": Name(
             "vllm.v1.kv_cache_interface:FullAttentionSpec",
-            "tells the cache group that keeps a slot for each token of a request",
+            "identifies the cache group that keeps a slot for each token of a request",
         ),
         "all_groups": Name(
             "vllm.distributed.kv_transfer.kv_connector.v1.base:SupportsHMA.request_finished_all_groups",
@@ -202,7 +203,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "uniform_spec": Name(
             "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs",
-            "a cache group of layers of several sizes, the first of which tells its kind",
+            "spec of a cache group whose layers have several sizes; the first layer gives its kind",
         ),
         "step_budget": Name(
             "vllm.config:SchedulerConfig.__dataclass_fields__.max_num_batched_tokens",
@@ -214,7 +215,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "hashes": Name(
             "vllm.v1.request:Request.update_block_hashes",
-            "fills the list block_hashes, by which earlier captures of the same tokens are found, and hits are cut",
+            "fills the list block_hashes, which finds earlier captures of the same tokens and limits hits",
         ),
         "hash_size": Name(
             "vllm.v1.core.block_pool:BlockPool",
@@ -228,21 +229,21 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "partial_hits": Name(
             "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
-            "tells prefix hits that end inside a block, of which a connector is told the whole blocks alone",
+            "detects prefix hits that end inside a block: vLLM tells a connector only their whole blocks",
         ),
     },
     "speculative decoding": {
         "draft_config": Name(
             "vllm.config:SpeculativeConfig.__dataclass_fields__.draft_model_config",
-            "tells whether the model that is built is a draft, which is not captured",
+            "says whether the model that is built is a draft, which is not captured",
         ),
         "target_config": Name(
             "vllm.config:SpeculativeConfig.__dataclass_fields__.target_model_config",
-            "methods without a draft model give it as their draft",
+            "the model that methods without a draft model name as their draft",
         ),
         "shares_modules": Name(
             "vllm.config:SpeculativeConfig.use_eagle",
-            "says whether the draft may run modules of the target, whose taps then rest",
+            "says whether the draft may run modules of the target; taps are off while it does",
         ),
         "scheduled_drafts": Name(
             "vllm.v1.core.sched.output:SchedulerOutput.__dataclass_fields__.scheduled_spec_decode_tokens",
@@ -268,7 +269,7 @@ NAMES: dict[str, dict[str, Name]] = {
     "several ranks": {
         "answers": Name(
             "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc",
-            "several ranks: asked for one rank's answer in steps in which the others have nothing to say",
+            "several ranks: asks only one rank in steps in which the others have no results",
         ),
     },
     "scores in responses": {
@@ -280,7 +281,7 @@ NAMES: dict[str, dict[str, Name]] = {
     "expert parallelism": {
         "shared_tokens": Name(
             "vllm.config:ParallelConfig.use_sequence_parallel_moe",
-            "says whether ranks share out a step's tokens in expert layers, which is refused",
+            "says whether expert layers use sequence parallelism, which is refused",
         ),
     },
     "compilation": {
@@ -340,7 +341,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "graphs": Name(
             "vllm.forward_context:ForwardContext.__dataclass_fields__.cudagraph_runtime_mode",
-            "tells full CUDA graphs from piecewise ones",
+            "distinguishes full CUDA graphs from piecewise ones",
         ),
         "piecewise": Name(
             "vllm.config:CUDAGraphMode.PIECEWISE",
@@ -354,7 +355,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "launch": Name(
             "triton.compiler.compiler:CompiledKernel.__getitem__",
-            "launches a compiled kernel with addresses, without a look at each argument",
+            "launches a compiled kernel with addresses, without checks of each argument",
         ),
         "pinning": Name(
             "torch.cuda:cudart",
@@ -400,7 +401,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "media_hash": Name(
             "vllm.multimodal.inputs:MultiModalFeatureSpec.__dataclass_fields__.identifier",
-            "tells one image from another",
+            "identifies an image",
         ),
         "media_rows": Name(
             "vllm.multimodal.inputs:PlaceholderRange.__dataclass_fields__.is_embed",
@@ -420,7 +421,7 @@ NAMES: dict[str, dict[str, Name]] = {
     "attention summaries on a CPU": {
         "cpu_keys": Name(
             "vllm._custom_ops:cpu_attn_reshape_and_cache",
-            "tells how the CPU backend orders the keys of a block",
+            "says how the CPU backend orders the keys of a block",
         ),
     },
     "routing of experts": {
@@ -430,31 +431,31 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "experts": Name(
             "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter._apply_eplb_mapping",
-            "takes the chosen experts by the model's numbers, before they become places of redundant experts",
+            "its input has the model's expert numbers, before they are mapped to redundant experts",
         ),
     },
     "Transformers backend": {
         "transformers_class": Name(
             "vllm.config:ModelConfig._get_transformers_backend_cls",
-            "says whether that model is one of text alone",
+            "says whether the model is text-only",
         ),
         "registered": Name(
             "vllm.model_executor.models.registry:_LazyRegisteredModel.__dataclass_fields__.class_name",
-            "names the class that serves an architecture, so that ours is registered for those of that backend",
+            "names the class that serves an architecture: ours is registered where it is one of that backend",
         ),
     },
     "sleep": {
         "pauses": Name(
             "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.has_pending_push_work",
-            "a pause, and sleep after it, waits for rows that still leave the GPU of another process",
+            "a pause, and the sleep after it, waits until other processes have copied their rows off the GPU",
         ),
         "before_sleep": Name(
             "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.reset_cache",
-            "called before vLLM gives up its caches, so that rows leave before",
+            "called before vLLM frees its caches, so that rows are copied first",
         ),
         "in_client": Name(
             "vllm.envs:environment_variables.VLLM_ENABLE_V1_MULTIPROCESSING",
-            "says whether the engine runs in the client's process, where no step lies between the last reply and sleep",
+            "says whether the engine runs in the client's process: then no step runs between the last reply and sleep",
         ),
     },
     "bulk capture": {
@@ -472,4 +473,4 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
     },
 }
-"""feature -> item -> its name. The names of "always" are used in every engine that captures."""
+"""feature -> item -> its name. Every engine that captures uses the names of "always"."""

@@ -24,7 +24,7 @@ def may_sleep(model: ModelConfig) -> bool:
 
 
 def features_of(vllm_config: VllmConfig) -> list[str]:
-    """The features of an engine that its configuration tells, keys of NAMES."""
+    """The features of an engine that follow from its configuration, keys of NAMES."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     gpu = vllm_config.device_config.device_type != "cpu"
     used = {

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which CUDA graphs an engine makes (option `cuda_graphs`).
 
-vLLM's default, FULL_AND_PIECEWISE, runs a step in pieces where prompts join decoding requests, and capture costs more
-in these. FULL makes one graph of such a step too, if the attention backend can be in it.
+vLLM's default, FULL_AND_PIECEWISE, runs mixed prefill-decode batches with piecewise graphs, in which capture costs
+more. FULL runs them as one graph, if the attention backend supports that.
 
-FlashAttention 3 can. FlashAttention 4 says so too in vLLM 0.33, but was not compared. For heads of up to 64 values, or
-of more than 128, version 3 plans a step in which every request has one token for another kernel than a graph of FULL
-holds, and attention is wrong (vLLM 0.32, H200: 9 of 30 sequences right with heads of 64 values, 30 of 30 with 128). So
-FULL is chosen only where it was seen to be right.
+FlashAttention 3 supports it. FlashAttention 4 claims to in vLLM 0.33, but was not compared. Version 3 gives wrong
+attention for heads of up to 64 values, or of more than 128: in a step with one token for each request it plans for
+another kernel than the one in the graph (vLLM 0.32, H200: 9 of 30 sequences right with heads of 64 values, 30 of 30
+with 128). So FULL is chosen only where it was found to be correct.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.dmi_connector")
 
 _BACKEND, _VERSION = "FLASH_ATTN", 3
-"""The attention backend, and the version of its kernels, whose values in graphs of whole steps were compared."""
+"""The attention backend and the version of its kernels whose values in full graphs were compared."""
 _WRONG_UP_TO, _RIGHT_UP_TO = 64, 128
-"""Head sizes: FULL is right for those above the first, up to the second."""
+"""FULL is correct for head sizes above the first number and up to the second."""
 _LARGEST = 512
-"""Steps of an engine that is always busy have up to about this many tokens. vLLM's own largest graph, too."""
+"""Approximate tokens of the largest steps of a busy engine. It is also vLLM's default for the largest graph."""
 
 
 def choose_graphs(vllm_config: VllmConfig, option: str) -> None:
-    """Take FULL in place of vLLM's default where it is right, and log in which steps capture costs more.
+    """Replace vLLM's default by FULL where FULL is correct, and log in which steps capture costs more.
 
     Call it once the attention layers are built and before the KV cache is. option: `ServerOptions.cuda_graphs`.
     """
@@ -49,15 +49,15 @@ def choose_graphs(vllm_config: VllmConfig, option: str) -> None:
     if config.cudagraph_mode != CUDAGraphMode.FULL:
         reason = why_not or f"cuda_graphs is {option!r} and cudagraph_mode {given.name}"
         logger.info(
-            "dmi_connector: steps in which prompts join decoding requests run in pieces: capture costs more there (%s)",
+            "dmi_connector: mixed prefill-decode batches run with piecewise CUDA graphs: capture costs more there (%s)",
             reason,
         )
         return
     largest, steps = config.max_cudagraph_capture_size, vllm_config.scheduler_config.max_num_batched_tokens
     if largest < min(_LARGEST, steps):
         logger.info(
-            "dmi_connector: CUDA graphs end at %d tokens: longer steps run in pieces, in which capture costs more. "
-            "max_cudagraph_capture_size of %d in the compilation config avoids that",
+            "dmi_connector: the largest CUDA graph has %d tokens: larger steps run without one, and capture costs more "
+            "there. max_cudagraph_capture_size of %d in the compilation config avoids that",
             largest,
             _LARGEST,
         )
@@ -67,7 +67,7 @@ _WRONG_HEADS = f"{_BACKEND} has heads of up to {_WRONG_UP_TO} values, or of more
 
 
 def _why_not_full(vllm_config: VllmConfig) -> str:
-    """Why FULL is not known to be right, or ""."""
+    """Why FULL is not known to be correct; "" if it is."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.attention.backend import AttentionCGSupport
 

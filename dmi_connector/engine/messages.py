@@ -19,8 +19,8 @@ from dmi_connector.store.format.completeness import Loss
 T = TypeVar("T")
 
 STEPS_TOGETHER = 16
-"""Rows of so many steps leave the GPU together: looking for them and gathering them costs the engine's thread the same
-for one step as for all. Workers report as often.
+"""Number of steps whose rows leave the GPU together. Finding and gathering them costs the engine's thread the same for
+one step as for all of these. Workers report as often.
 """
 
 
@@ -49,9 +49,9 @@ class ScoreRows:
 class StepScores:
     """Scores of the rows of one step, as one rank has them. Pickles once they are there.
 
-    rank: of the worker. asked: the rows. late: float32 [rows, values], the
+    rank: the worker's rank. asked: the rows. late: float32 [rows, values], the
     values of `RowLayout.scored` side by side: in the worker's process a torch tensor in host memory. ready: the CUDA
-    event after which they are there; None where they are.
+    event after which they are there; None if they already are.
     """
 
     rank: int
@@ -112,8 +112,8 @@ class Open:
 class Accepted:
     """Rows of logits whose tokens were accepted, beside speculative decoding.
 
-    first: number of the first of these samples. position: of its token. slots: of the tokens, int64 [samples]. step:
-    the last step that may have computed them.
+    first: number of the first of these samples. position: the position of its token. slots: the slots of the tokens,
+    int64 [samples]. step: the last step that may have computed them.
     """
 
     capture: int
@@ -169,7 +169,7 @@ class StepMetadata(KVConnectorMetadata):
     probes are reported after it.
 
     Of rows in a pool of pages. table: entries of its table that change before the forward and their pages, int64
-    [2, entries]; None if none does. need: so many rows since the start are gathered before that, because their pages
+    [2, entries]; None if none does. need: this many rows since the start are gathered before that, because their pages
     are given out again.
 
     Beside speculative decoding a step computes logits of draft tokens too, and which of them are accepted is known
@@ -212,7 +212,7 @@ class Report(KVConnectorWorkerMetadata):
     gathered: rows gathered since the start. lost: row ranges given up since its last report, by capture. staged:
     whether some of what is gathered lies in staging memory. Only said in an engine that may sleep. stored: paths of
     stores that are finished, and whether they have all rows. unborrowed: rows that could not be borrowed, by capture.
-    scores: of each rank, in a step that asks for them.
+    scores: the scores of each rank, in a step that requests them.
     """
 
     gathered: int = 0

@@ -57,7 +57,9 @@ SCORE = "probe_score"
 ALERTS = "probe_alerts"
 """Counter: requests with a score above the threshold of `probe_alerts`. Its key in CaptureStats ends with the probe."""
 _BUCKETS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1, 2, 5, 10)
-"""Of scores: most are probabilities. Beside a negative bucket there would be no sum, which `LLM.get_metrics` needs."""
+"""Histogram buckets of scores, most of which are probabilities. No bucket is negative: then there would be no sum,
+which `LLM.get_metrics` needs.
+"""
 
 
 class CaptureStats(KVConnectorStats):

@@ -167,7 +167,7 @@ _INPUTS = ("input_ids", "positions", "intermediate_tensors", "inputs_embeds")
 
 
 def _tapped_class(name: str) -> type:
-    """Of vLLM's Transformers backend our class keeps its name, by which vLLM tells that it serves a model so."""
+    """Our class of vLLM's Transformers backend keeps its name, by which vLLM knows that this backend serves a model."""
     row = ARCHITECTURES.get(name)
     module, _, class_name = row.base.partition(":") if row is not None else (TRANSFORMERS, ":", name)
     base = getattr(importlib.import_module(module), class_name)
@@ -195,7 +195,7 @@ def _tapped_class(name: str) -> type:
 
 
 def _owners_class(name: str, place: str) -> type:
-    """The class of an owner for a model of vLLM. It is told here whether it captures: owners know of no context."""
+    """The class of an owner for a model of vLLM. Whether it captures is set here, since owners have no context."""
     module, _, class_name = place.partition(":")
     base = getattr(importlib.import_module(module), class_name)
 

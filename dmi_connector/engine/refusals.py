@@ -32,7 +32,7 @@ def check(vllm_config: VllmConfig) -> None:
     """Raises ValueError for configurations in which rows could not be captured, each with its fix, and NeedsLinux."""
     check_linux("kv_connector: capture")
     contract.check_version()
-    contract.check_names(["always"])  # by which the others are told
+    contract.check_names(["always"])  # the others are found by these
     contract.check_names(features_of(vllm_config))
     _check_connector(vllm_config)
     _check_parallel(vllm_config.parallel_config)
@@ -79,7 +79,7 @@ def _check_parallel(parallel: ParallelConfig) -> None:
         raise ValueError("enable_dbo: True splits a batch in two, which capture does not support; remove --enable-dbo")
     if parallel.ubatch_size > 1:
         raise ValueError(
-            f"ubatch_size: {parallel.ubatch_size} splits a batch into so many, which capture does not support; "
+            f"ubatch_size: {parallel.ubatch_size} splits a batch into parts, which capture does not support; "
             "remove --ubatch-size"
         )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.tensor_parallel_size > 1:
@@ -183,7 +183,7 @@ def check_ranks(arch: Architecture, hooks: Iterable[str], tp: int) -> None:
 
 
 def _check_sleep(vllm_config: VllmConfig) -> None:
-    """Rows leave before vLLM sleeps. In the client's process it then takes no step that would tell other processes."""
+    """Rows leave before vLLM sleeps. In the client's process no step follows that would inform other processes."""
     backend = vllm_config.parallel_config.distributed_executor_backend
     here = envs.VLLM_ENABLE_V1_MULTIPROCESSING or backend in ("uni", "external_launcher")
     if may_sleep(vllm_config.model_config) and not here:

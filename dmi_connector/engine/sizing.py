@@ -56,7 +56,7 @@ def gpu_share(token_bytes: Sequence[int], rank: int) -> float:
 
     Each GPU of the machine has an equal part. The ranks of an engine share theirs by the bytes that each exports.
 
-    token_bytes: of a row, by rank of the engine.
+    token_bytes: bytes of a row, by rank of the engine.
     """
     gpus = max(len(glob.glob(_DEVICES)), torch.cuda.device_count(), len(token_bytes))
     return len(token_bytes) / gpus * token_bytes[rank] / max(1, sum(token_bytes))

@@ -63,7 +63,7 @@ def _model_name(model: str) -> str:
 
 
 def _attention(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, Any]:
-    """How the layers attend, for readers that work attention out again. {} where vLLM does not tell."""
+    """How the layers attend, for readers that compute attention again; {} if vLLM does not say."""
     named = vllm_config.compilation_config.static_forward_context
     arch = context.arch
     numbers = range(context.dims.layers)  # by which vLLM 0.31's Transformers backend names them

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """attn(m): the m largest attention weights of each head. It stands for `pattern`, which fused kernels never write.
 
-Row, for each head: m positions (int32) by falling weight, ties by lowest position; m weights (float32); the entropy of
-all weights in nats (float32). Where a token sees fewer than m, the rest are position -1 and weight 0.
+Row, for each head: m positions (int32) in descending order of weight, ties by lowest position; m weights (float32); the
+entropy of all weights in nats (float32). Where a token sees fewer than m, the rest are position -1 and weight 0.
 
 With `half` positions are uint16 (65,535 stands for -1) and weights float16; the entropy stays float32.
 """

@@ -153,8 +153,8 @@ class Reduction:
     def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
         """Rows [tokens, width] of a float dtype -> [tokens, stored width] of the stored dtype, on the same device.
 
-        slots: of the rows, int64 [tokens]; None: the order of the rows. An encoder that samples starts from them, so
-        that equal rows get different samples.
+        slots: the slots of the rows, int64 [tokens]; None: the order of the rows. An encoder that samples starts from
+        them, so that equal rows get different samples.
         """
         raise NotImplementedError
 
@@ -202,13 +202,13 @@ class Reduction:
         return decoded
 
     def read_width(self, decoded: int) -> int:
-        """Values of what `read` gives for decoded and merged rows of so many."""
+        """Width of what `read` returns for decoded and merged rows of this width."""
         return decoded
 
     def project(self, direction: np.ndarray, basis: LayerBasis | None = None, shards: int = 1) -> np.ndarray:
         """A direction [width] of the hook's space as float32 [k], in the space of decoded rows.
 
-        basis: of the layer, for a reduction that is fitted. shards: slices that were reduced apart.
+        basis: the basis of the layer, for a reduction that is fitted. shards: slices that were reduced apart.
         """
         raise NotImplementedError
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of PCA bases, which `dmi fit-pca` writes.
 
-For each hook and layer: `mean` [width], `components` [width, k] (orthonormal columns by falling variance), `std` [k]
-and `variance` [1] (of all components together). With "group": each so many dimensions, such as those of a head, have a
-basis of their own. Then these rows of `components` are its columns, and `std` is [width / group x k], group by group.
+For each hook and layer: `mean` [width], `components` [width, k] (orthonormal columns in descending order of variance),
+`std` [k] and `variance` [1] (of all components together). With "group", each group of that
+many dimensions, such as those of a head, has its own basis. Then these rows of `components` are its columns, and `std`
+is [width / group x k], group by group.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ METADATA = "dmi_pca"
 
 @dataclass(frozen=True)
 class LayerBasis:
-    """The basis of one hook and layer, float32. mean: [width]. components: [width, k]. std: of the scores, [k], of
-    `groups` equal parts of a row [groups x k].
+    """The basis of one hook and layer, float32. mean: [width]. components: [width, k]. std: standard deviations of the
+    scores, [k], of `groups` equal parts of a row [groups x k].
     """
 
     mean: np.ndarray

@@ -122,7 +122,7 @@ class ChannelInt8(FittedReduction):
     def tally_slices(
         self, slices: Sequence[np.ndarray], width: int, dtype: str, part: np.ndarray | None = None
     ) -> Tally:
-        """With how often each value was clipped."""
+        """The tally, with how often each value was clipped."""
         assert part is not None, "scales are in a file"
         steps = self.merge([self.decode(rows, width, dtype) for rows in slices])
         clipped = (np.abs(steps) == BEYOND).sum(0, np.float64)

@@ -3,8 +3,8 @@
 bucket holds the sum of its values.
 
 The sums are stored as int8 with a row scale (see int8.py), or with `exact` as k float32. Buckets and signs come from
-the seed, by numpy's Philox generator. A permutation deals the dimensions out, so buckets have the same number of them,
-or one less. Then sums of different buckets are as orthogonal as rows of `rp` are. E|y|^2 = |x|^2.
+the seed, by numpy's Philox generator. A permutation assigns dimensions to buckets, so that the numbers of dimensions of
+two buckets differ by one at most. So the rows of the sketch matrix are orthogonal, as those of `rp`. E|y|^2 = |x|^2.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def table(width: int, k: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def _on_device(width: int, k: int, seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """`table`, filled up to a multiple of k with dimensions that these buckets have, and sign 0."""
+    """`table`, padded to a multiple of k. The padding repeats dimensions of the same buckets, with sign 0."""
     import torch
 
     (order, signs), lacking = table(width, k, seed), -width % k

@@ -39,7 +39,7 @@ _SITES = {
 }
 """TransformerLens' names of the hooks that autoencoders are trained on, in files that name one."""
 _DEVICE: dict[tuple[str, Any], _Weights] = {}
-"""By file and device. `prepare` fills it."""
+"""(file, device) -> weights. `prepare` fills it."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,9 @@ class Latents(Reduction):
         return self._top.decode(stored, self.latents, "float32")
 
     def pairs(self, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int64, values float32), each [..., k], by falling value; id -1 and value 0 where fewer are active."""
+        """(ids int64, values float32), each [..., k], in descending order of value; id -1 and value 0 where fewer are
+        active.
+        """
         ids, values = self._top.indexes(stored, self.latents), self._top.values(stored, self.latents, "float32")
         order = np.argsort(-values, axis=-1, kind="stable")
         ids, values = np.take_along_axis(ids, order, -1), np.take_along_axis(values, order, -1)

@@ -26,7 +26,7 @@ class ReducedRows:
     """Rows of one layer of a hook, before and after a reduction.
 
     rows: the full rows, float32 [n, width]. stored: [n, stored width]. decoded: float32 [n, decoded width]. tokens:
-    their token ids, int32 [n]. layer: 0 for a hook that exists once. dtype: of the values before.
+    their token ids, int32 [n]. layer: 0 for a hook that exists once. dtype: dtype of the values before reduction.
     """
 
     rows: np.ndarray
@@ -38,7 +38,7 @@ class ReducedRows:
 
 
 def of_values(rows: ReducedRows) -> dict[str, float]:
-    """Of a reduction that keeps every value: cosines of rows, and the error."""
+    """Measures of a reduction that keeps every value: cosines of rows, and the error."""
     cosines = _row_cosines(rows.rows, rows.decoded)
     found = {"cosine_least": float(cosines.min()), "cosine_median": float(np.median(cosines))}
     return {**found, "importance": importance(rows.rows, rows.decoded), "error": error(rows.rows, rows.decoded)}

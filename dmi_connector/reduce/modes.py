@@ -50,7 +50,7 @@ MODES: Mapping[str, Mode] = {
         Mode("compact", (_PROJECTED, _ALL), _COMPACT, "attn(4,half)"),
     )
 }
-"""By name. docs/REDUCTIONS.md says what each is for."""
+"""name -> mode. docs/REDUCTIONS.md says what each mode is for."""
 
 
 def rules_of(mode: str) -> dict[str, str]:

@@ -29,7 +29,7 @@ class ProductQuantisation(FittedReduction):
     Distances are compared in float32. So of centroids whose distances differ by less than its rounding, another may be
     taken on another device.
 
-    bits: of a code. size: values of a sub-vector. Both are set by `bind`, from the file.
+    bits: bits of a code. size: values of a sub-vector. Both are set by `bind`, from the file.
     """
 
     bits: int = 8
@@ -70,7 +70,7 @@ class ProductQuantisation(FittedReduction):
         return pad(-(-self._subvectors(width) * self.bits // 8))
 
     def _subvectors(self, width: int) -> int:
-        """Of a slice. Raises ReduceError for the settings of a damaged store."""
+        """The number of sub-vectors of a slice. Raises ReduceError for the settings of a damaged store."""
         if self.size < 1:
             raise ReduceError(f"reduction pq has sub-vectors of {self.size} values; the store is damaged")
         return width // self.size

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A probe: scores of a row, computed in the tap by a linear head or a small MLP, or, without a file, the row's norm or
-its largest values. It has no form in the option `reduce`.
+"""A probe: scores of a row, which the tap computes.
 
-Stored rows are the scores, float32. With tensor parallelism, a rank that has a slice of the hook stores its part of the
-products, and the first one the bias too: the scores are what the output makes of their sum. Of largest values it
-stores those of its slice.
+A linear head or a small MLP from a file gives the scores. Without a file the scores are the norm of the row or its
+largest values. The option `reduce` has no form for a probe.
+
+Stored rows are the scores, float32. With tensor parallelism a rank may have only a slice of the hook. It then stores
+the partial products of its slice, and the first rank adds the bias. The reader sums them, then applies the output
+function. Of largest values each rank stores those of its slice.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ class Probe(Reduction):
 
     @classmethod
     def norm_of(cls, hook: str, text: str) -> Probe:
-        """The norm of the rows of a hook. text: of the option."""
+        """The probe whose score is the norm of the rows of `hook`. text: the text of the option."""
         return cls(hook, outputs=("norm",), form=NORM, path=text)
 
     @classmethod
@@ -97,7 +99,7 @@ class Probe(Reduction):
 
     @property
     def linear(self) -> bool:
-        """Whether the products of slices of a row can be added up."""
+        """Whether the scores of a row are the sum of those of its slices, before the output function."""
         return self.form == "linear" and self.norm == "none"
 
     @property
@@ -112,7 +114,7 @@ class Probe(Reduction):
         return {"kind": self.kind, **values, "layers": list(self.layers), "outputs": list(self.outputs)}
 
     def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> Probe:
-        """The same for a hook that is named otherwise than in the file, or that has slices."""
+        """A copy for a hook with another name than in the file, or for a hook of which each rank has a slice."""
         if self.form == TOP:
             largest.check(self.path, self.k, width, shards)
             return replace(self, source=hook, layers=tuple(layers), shards=shards)
@@ -197,8 +199,8 @@ class Probe(Reduction):
         return np.asarray(stored, np.float32)
 
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
-        """The output of the sum of what the ranks stored. One part holds the scores themselves. Of TOP, the largest of
-        all slices.
+        """The scores: the output function of the sum of the parts. A single part already holds the scores. For TOP, the
+        largest values of all slices.
         """
         if len(parts) == 1:
             return parts[0]
@@ -219,6 +221,6 @@ class Probe(Reduction):
 
 
 def _sigmoid(values: np.ndarray) -> np.ndarray:
-    """Without overflow: exp of what is not positive alone."""
+    """The logistic function. It takes exp only of values up to 0, so nothing overflows."""
     powers = np.exp(-np.abs(values))
     return np.where(values >= 0, 1 / (1 + powers), powers / (1 + powers))

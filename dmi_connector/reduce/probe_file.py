@@ -42,7 +42,7 @@ class ProbeFacts:
     """What the JSON of a file says.
 
     hook: whose rows are scored. layers: its layers; () for a hook that exists once. outputs: names of the scores. kind:
-    one of KINDS. activation: of an MLP, one of ACTIVATIONS. output, norm: one of OUTPUTS, of NORMS.
+    one of KINDS. activation: activation of an MLP, one of ACTIVATIONS. output: one of OUTPUTS. norm: one of NORMS.
     """
 
     hook: str

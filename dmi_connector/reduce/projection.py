@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """rp(k): each row times a fixed random matrix [width, k], stored as int8 with a row scale (see int8.py).
 
-With `group` each so many values of a row are projected by themselves, with one matrix [group, k]: a head's, where the
-group is head_dim. The results lie side by side.
+With `group`, each group of that many values of a row is projected separately, with one matrix [group, k]. If the group
+is head_dim, that projects each head. The results lie side by side.
 
 The CPU makes the matrix from the seed with numpy's Philox generator, in float64, and rounds it to bfloat16. The GPU
 gets a copy, so the matrix is equal to the bit everywhere. E|R'x|^2 = |x|^2.

@@ -49,8 +49,8 @@ class Round(Reduction):
             return values
         integer = torch.int16 if values.element_size() == 2 else torch.int32
         bits = values.contiguous().view(integer)
-        # Half of what is dropped, less one unless the last kept bit is set: ties go to even. The carry moves into the
-        # exponent where it should.
+        # Adds half of the last kept bit, minus one if that bit is 0, then truncates. So ties go to even. A carry out of
+        # the mantissa increments the exponent, which is the correct result.
         odd = (bits >> drop) & 1
         rounded = (bits + ((1 << (drop - 1)) - 1) + odd) & ~((1 << drop) - 1)
         return torch.where(values.isfinite(), rounded.view(values.dtype), values)

@@ -31,7 +31,7 @@ class SparseEncoder:
     """Latents of rows: relu((x - shift) W + b), of which those above `threshold`, or the `k` largest, are kept.
 
     weight: float32 [d_in, latents]. bias: [latents]. shift: [d_in]. threshold: [latents], or None. k: None for all.
-    norm: what is done to x before: "constant_norm_rescale" (norm sqrt(d_in)), "layer_norm", or None. gate: of a gated
+    norm: normalisation of x: "constant_norm_rescale" (norm sqrt(d_in)), "layer_norm", or None. gate: of a gated
     encoder, (scale, bias), each [latents]: latents with (x - shift) W + b > 0 are relu((x - shift) W scale + bias).
     """
 
@@ -208,7 +208,7 @@ def weights_file(given: str | os.PathLike[str]) -> Path:
 
 
 def _get(tensors: FloatTensors, name: str, file: Path) -> np.ndarray:
-    """A tensor as float32. Raises ValueError where it is missing, or holds no floats."""
+    """A tensor as float32. Raises ValueError if it is missing or holds no floats."""
     if name == "W_enc" and name not in tensors.names and "encoder.weight" in tensors.names:
         return np.ascontiguousarray(_get(tensors, "encoder.weight", file).T)
     for known in _NAMES.get(name, (name,)):

@@ -28,7 +28,7 @@ class Statistic:
     values_each: int = 1
 
     def words(self, index: int) -> str:
-        """Its name, with index and unit where it has them."""
+        """The name, with the index and the unit if there are any."""
         name = self.name
         if self.index_name is not None:
             name = f"{name.removesuffix(' of')} of {self.index_name} {index}"

@@ -36,7 +36,7 @@ class FloatTensors:
         self.names = sorted(self._found)
 
     def get(self, name: str) -> np.ndarray | None:
-        """A tensor as float32; None where it is missing, or holds no floats."""
+        """A tensor as float32; None if it is missing or holds no floats."""
         if name not in self.names:
             return None
         found = self._found[name]

@@ -60,7 +60,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-"""The browser loads nothing from elsewhere, and tells nobody the token."""
+"""The browser loads nothing from elsewhere, and sends the token to nobody else."""
 
 
 def new_token() -> str:
@@ -121,7 +121,7 @@ class _Guard:
 
 
 def _share(p: np.floating[Any]) -> dict[str, float | None]:
-    """The share of a token, as JSON. None where the row has values that are not finite."""
+    """The share of a token, as JSON; None if the row has values that are not finite."""
     return {"p": float(p) if np.isfinite(p) else None}
 
 
@@ -167,7 +167,7 @@ def _floats(values: np.ndarray) -> Response:
 
 
 def _window(request: Request, capture: Capture) -> slice:
-    """The rows that are asked for, at most MOST_TOKENS and none behind the end."""
+    """The requested rows: at most MOST_TOKENS, and none beyond the end."""
     first, count = _number(request, "first", 0), _number(request, "count", MOST_TOKENS)
     tokens = int(capture.attrs["num_tokens"])
     first = min(first, tokens)

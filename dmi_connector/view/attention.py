@@ -42,7 +42,7 @@ def pooled(weights: np.ndarray, most: int) -> np.ndarray:
 
 
 def largest(capture: Capture, layer: int, head: int, row: int, count: int = 10) -> list[dict[str, Any]]:
-    """The keys that one query gives the largest weights, as JSON: their rows and weights, by falling weight."""
+    """The keys with the largest weights for one query, as JSON: rows and weights, in descending order of weight."""
     weights = attention_pattern(capture, layer, head, slice(row, row + 1))[0]
     order = np.argsort(-weights, kind="stable")[:count]
     return [{"row": int(key), "weight": float(weights[key])} for key in order if weights[key] > 0]

@@ -114,7 +114,7 @@ class Library:
         raise NoSuchStore(name, self.directory)
 
     def _stores(self) -> dict[str, tuple[CaptureInfo, str]]:
-        """By name, newest first, with the text that is searched. Read anew when the directory or its index changed."""
+        """name -> (info, searched text), newest first. It is read again when the directory or its index changed."""
         with self._lock:
             now = tuple(_stamp(path) for path in (self.directory, self.directory / INDEX_NAME))
             if now != self._seen:

@@ -15,7 +15,7 @@ _ROWS = 4096
 
 
 def shown(capture: Capture) -> dict[str, Any] | None:
-    """What can be shown, as JSON: the layers with experts, their number, and how many each token has; None without."""
+    """As JSON: the layers with experts, their number, and the experts of each token; None if none are captured."""
     if IDS not in capture:
         return None
     facts = capture.attrs.get("experts") or {}
@@ -34,7 +34,7 @@ def shown(capture: Capture) -> dict[str, Any] | None:
 
 
 def window(capture: Capture, rows: slice, weights: bool) -> np.ndarray:
-    """Numbers of the experts, or their weights, by falling weight: float32 [layers, tokens, experts of a token].
+    """Numbers of the experts, or their weights, in descending order of weight: float32 [layers, tokens, top k].
 
     NaN for rows that the store lacks. Raises KeyError for what was not captured.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latents of a sparse autoencoder: the strongest of a token, one latent in a window, and its strongest contexts."""
+"""Latents of a sparse autoencoder: the strongest latents of a token, and one latent's values and strongest contexts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dmi_connector.captures.names import holds, hook_and_layer
 from dmi_connector.captures.own_values import check_own_values
 
 LATENTS = "latents"
-"""Listed among the hooks of a store: the values at a token are those of one latent."""
+"""Name of an entry that is listed among the hooks of a store. The value of a token is that of one latent."""
 _ROWS = 256
-"""Rows that are encoded at a time."""
+"""Rows encoded at a time."""
 _SECONDS = 2.0
 """Time after which no further rows are read for contexts."""
 _BEFORE, _BEHIND = 8, 4
@@ -37,7 +37,10 @@ class Latents:
 
     @classmethod
     def load(cls, path: Path, hook: str | None) -> Latents:
-        """hook: None for the one that `cfg.json` names. Raises ValueError where none is named, and as SparseEncoder."""
+        """Load an autoencoder. hook: None: the one that `cfg.json` names.
+
+        Raises ValueError if neither names a hook, and the errors of `SparseEncoder.load`.
+        """
         encoder = SparseEncoder.load(path)
         config = (path if path.is_dir() else path.parent) / "cfg.json"
         facts = json.loads(config.read_bytes()) if config.is_file() else {}  # Gemma Scope and Llama Scope have none
@@ -47,7 +50,7 @@ class Latents:
         return cls(encoder, named)
 
     def lacking(self, capture: Capture) -> str | None:
-        """Why a store has no latents, None where it has."""
+        """Why latents of a store cannot be computed; None if they can."""
         try:
             if not holds(self.hook, capture.attrs):
                 return f"The autoencoder encodes {self.hook}, which the store lacks."
@@ -65,7 +68,7 @@ class Latents:
         return {**entry, "rows": None, "statistics": values}
 
     def strongest(self, capture: Capture, row: int, count: int) -> list[dict[str, Any]]:
-        """The active latents of one token, by falling value, as JSON: {latent, value}."""
+        """The largest active latents of one token, in descending order, as JSON: {latent, value}. count: at most."""
         values = self.encoder.encode(self._rows(capture, slice(row, row + 1)))[0]
         order = np.argsort(-values, kind="stable")[:count]
         return [{"latent": int(at), "value": float(values[at])} for at in order if values[at] > 0]
@@ -75,7 +78,7 @@ class Latents:
         return self._window(capture, latent, rows, None)
 
     def _window(self, capture: Capture, latent: int, rows: slice, until: float | None) -> np.ndarray:
-        """As `window`. until: time after which no further rows are encoded; theirs stay NaN."""
+        """Like `window`, with a time limit. until: rows that are not encoded by this time are NaN; None: no limit."""
         one, at = self._only(latent)
         found = np.full(rows.stop - rows.start, np.nan, np.float32)
         for run in capture.runs(_ROWS):
@@ -93,7 +96,8 @@ class Latents:
         """The tokens of many stores at which a latent is strongest, and a histogram of its values, as JSON.
 
         {found: [{store, row, value, first, ids, values}], rows, active, edges, counts, read}. Stops after two seconds,
-        also within a store. rows: those that were encoded. read: stores.
+        also within a store. rows: number of encoded rows. active: number of rows with a value above 0. read: number of
+        stores that were read.
         """
         until, best, values, read = time.monotonic() + _SECONDS, list[dict[str, Any]](), [], 0
         for capture in stores:
@@ -118,7 +122,7 @@ class Latents:
         return values[0] if values.ndim == 3 else values
 
     def _only(self, latent: int) -> tuple[SparseEncoder, int]:
-        """(an encoder that computes a latent, its number there): of this latent alone where no other matters."""
+        """(encoder, number of `latent` in it). The encoder computes only this latent, unless it is a top-k encoder."""
         full = self.encoder
         if not 0 <= latent < full.latents:
             raise ValueError(f"latent {latent} does not exist: the autoencoder has {full.latents}")
@@ -132,7 +136,7 @@ class Latents:
 
 
 def _contexts(capture: Capture, values: np.ndarray, count: int) -> list[dict[str, Any]]:
-    """The tokens of a store with the largest values above 0, with those around each."""
+    """The tokens of a store with the largest values above 0, each with the tokens around it."""
     ids, found = capture.token_ids, []
     for row in np.argsort(-np.nan_to_num(values), kind="stable")[:count].tolist():
         if values[row] > 0:

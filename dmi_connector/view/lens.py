@@ -21,7 +21,7 @@ def end_of(model: Path) -> Unembedding:
 
 
 def lacking(capture: Capture, model: Path | None) -> str | None:
-    """What the lens of a store needs and has not, None where it has all."""
+    """Why the lens of a store cannot be computed; None if it can."""
     held = [hook for hook in ("resid_pre", "resid_final") if hook in capture]
     if not held:
         return "The store has no residual stream. Capture the hooks resid_pre and resid_final (preset hidden-states)."

@@ -19,7 +19,7 @@ from dmi_connector.view import lens
 from dmi_connector.view.data import ranges
 
 PREDICTION = "prediction"
-"""Listed among the hooks of a store: the values at a token are those of the distribution that it came from."""
+"""Name of an entry that is listed among the hooks of a store. Its values describe how each token was predicted."""
 STATISTICS = ("log-probability", "entropy")
 FINAL = "final"
 _SAMPLES = 64
@@ -28,8 +28,10 @@ _SAMPLES = 64
 
 @dataclass(frozen=True)
 class Predicted:
-    """Of each token of a window. logprobs: float32 [tokens], in nats. entropy: float32 [tokens], in nats. best: int64
-    [tokens], the likeliest token, -1 where the row before has no distribution; the others are NaN there.
+    """The predictions of the tokens of a window.
+
+    logprobs: float32 [tokens], the log-probability of each token in nats. entropy: float32 [tokens], in nats. best:
+    int64 [tokens], the likeliest token. Without a distribution in the row before, best is -1, and the others are NaN.
     """
 
     logprobs: np.ndarray
@@ -38,14 +40,14 @@ class Predicted:
 
 
 def lacking(capture: Capture, model: Path | None) -> str | None:
-    """What predictions of a store need and have not, None where they have all."""
+    """Why predictions of a store cannot be computed; None if they can."""
     if "logits" in capture or (lens.lacking(capture, model) is None and "resid_final" in capture):
         return None
     return "Predictions need the hook logits, or resid_final and the option --model of dmi view."
 
 
 def described(capture: Capture, model: Path | None) -> list[dict[str, Any]]:
-    """The entry of `PREDICTION` among the hooks, as JSON; [] where the store has none."""
+    """The entry of `PREDICTION` among the hooks, as JSON; [] if the store has none."""
     if lacking(capture, model) is not None:
         return []
     numbers = [{"name": name, "index": None, "signed": False, "flipped": name == STATISTICS[0]} for name in STATISTICS]
@@ -59,7 +61,7 @@ def described(capture: Capture, model: Path | None) -> list[dict[str, Any]]:
 
 
 def places(capture: Capture, model: Path | None) -> list[str]:
-    """Where the lens of all tokens reads the residual stream: layers, and "final"."""
+    """The places at which the lens can read the residual stream: captured layers, and "final"."""
     if lens.lacking(capture, model) is not None:
         return []
     layers = capture.layers["resid_pre"] if "resid_pre" in capture else []
@@ -67,10 +69,10 @@ def places(capture: Capture, model: Path | None) -> list[str]:
 
 
 def predicted(capture: Capture, end: Unembedding | None, place: str, window: slice) -> Predicted:
-    """How the tokens of a window were predicted, from the residual stream at a place of `places`.
+    """How the tokens of a window are predicted from the residual stream. place: one of `places`.
 
-    "final" is the model's own prediction: from `resid_final`, and without `end` from the captured logits. Raises
-    ValueError and KeyError for what the store lacks.
+    "final" is the model's own prediction. It is computed from `resid_final`, or without `end` from the captured logits.
+    Raises ValueError or KeyError if the store lacks these.
     """
     count = window.stop - window.start
     ids, known = capture.token_ids.astype(np.int64), known_tokens(capture)
@@ -86,10 +88,10 @@ def predicted(capture: Capture, end: Unembedding | None, place: str, window: sli
 
 
 def alternatives(capture: Capture, end: Unembedding | None, row: int, count: int) -> dict[str, Any]:
-    """What could have come in place of the token of one row: {ids, p, rank, came}.
+    """The alternatives to the token of one row: {ids, p, rank, came}.
 
-    ids, p: the `count` likeliest tokens and their probabilities. came: that of the token itself; rank: 1 for the
-    likeliest. Without any where the row before has no prediction.
+    ids, p: the `count` likeliest tokens and their probabilities. came: the probability of the token itself. rank: the
+    rank of the token, 1 for the likeliest. If the row before has no prediction, ids and p are [], the others None.
     """
     for _, own in _distributions(capture, end, FINAL, slice(row - 1, row) if row else slice(0, 0)):
         if np.isnan(own).any():
@@ -106,7 +108,7 @@ def alternatives(capture: Capture, end: Unembedding | None, row: int, count: int
 def _distributions(
     capture: Capture, end: Unembedding | None, place: str, rows: slice
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(rows of the store, log-probabilities of the token behind each [rows, vocabulary]) in blocks."""
+    """(rows of the store, log-probabilities of the token after each row [rows, vocabulary]), in blocks."""
     wanted = np.arange(rows.start, rows.stop)
     wanted = wanted[present_rows(capture)[wanted]]
     if end is not None and not (place == FINAL and "resid_final" not in capture):
@@ -125,7 +127,7 @@ def _distributions(
 
 
 def attribution_lacks(capture: Capture, model: Path | None) -> str | None:
-    """What direct logit attribution needs and the store has not, None where it has all."""
+    """Why direct logit attribution of a store cannot be computed; None if it can."""
     layers = range(int(capture.attrs.get("num_layers") or 0))
     needs = [("resid_pre", 0), *((hook, layer) for hook in ("attn_out", "mlp_out") for layer in layers)]
     whole = layers and "resid_final" in capture and all(f"{hook}@{layer}" in capture for hook, layer in needs)
@@ -135,16 +137,16 @@ def attribution_lacks(capture: Capture, model: Path | None) -> str | None:
 
 
 def attribution(capture: Capture, end: Unembedding, row: int) -> dict[str, Any]:
-    """Direct logit attribution of the token that came behind one row, as JSON: {parts, values, logit, target}.
+    """Direct logit attribution of the token after one row, as JSON: {parts, values, logit, target}.
 
-    For the last row: of the likeliest token. Raises ValueError where the store lacks the token behind the row.
+    For the last row the target is the likeliest token. Raises ValueError if the store lacks the token after the row.
     """
     ids = capture.token_ids
     last = row + 1 >= len(ids)
     one = slice(row, row + 1)
     target = int(end.logits(capture.numpy("resid_final", tokens=one)).argmax()) if last else int(ids[row + 1])
     if not last and not known_tokens(capture)[row + 1]:
-        raise ValueError(f"the store lacks the token behind row {row}")
+        raise ValueError(f"the store lacks the token after row {row}")
     shares, parts = logit_attribution(capture, end, target, rows=one)
     values = [float(v) if np.isfinite(v) else None for v in shares[:, 0]]
     logit = float(shares.sum())

@@ -132,7 +132,7 @@ class _Running:
         self._ids = np.zeros(0, np.int32)
 
     def info(self) -> CaptureInfo | None:
-        """For the list; None where it has ended, has not begun, or nobody writes it any more."""
+        """The entry for the list; None if it has ended, has not begun, or is not written any more."""
         with self._lock:
             there, attrs, count = self._look(), self._attrs, self._length()
         if not there or attrs is None or is_abandoned(self._partial.path):
@@ -155,11 +155,11 @@ class _Running:
 
     @property
     def lost(self) -> bool:
-        """Whether its rows were asked for, and it gave no store: then it is told why."""
+        """Whether its rows were requested and it left no store: the answer then says why."""
         return self._opened and not self._final.exists()
 
     def _look(self) -> bool:
-        """Read what was added to the journals. Returns whether the store is still written, as far as its name tells."""
+        """Read what was added to the journals. Returns whether the store is still written, judging by its name."""
         path = self._partial.path
         try:
             with os.scandir(path) as entries:

@@ -110,7 +110,7 @@ def test_refused_and_disabled_captures_leave_nothing_on_disk(run: Run) -> None:
 def test_responses_name_what_is_ignored(run: Run) -> None:
     """Layer ids of the engine's configuration, and the path of a request."""
     said = {name: run.replies[name].kv_transfer_params["dmi_warning"] for name in ("plain", "path")}
-    assert said["plain"].startswith("eagle_aux_hidden_state_layer_ids: [1, 2] choose nothing here")
+    assert said["plain"].startswith("eagle_aux_hidden_state_layer_ids: [1, 2] have no effect")
     assert said["path"].startswith(f"{said['plain']}; hidden_states_path: '/nowhere/a.safetensors' is ignored")
     assert not Path("/nowhere").exists()
 

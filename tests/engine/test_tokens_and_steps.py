@@ -18,8 +18,8 @@ from tests.runner import GPU, V2
 GREEDY = {f"greedy{n}": Ask(prompt(n), sampling={"max_tokens": 24}) for n in (5, 40, 130)}
 CHOSEN = [5, 6, 7]
 GREEDY["greedy-logprobs"] = Ask(prompt(10), sampling={"max_tokens": 24, "logprobs": 3, "logprob_token_ids": CHOSEN})
-# Short, and first in the batch: vLLM cannot split a seeded prompt over steps on the CPU. No top_p on the V2 runner: its
-# kernel for that is one the interpreter cannot run.
+# Short, and first in the batch: vLLM cannot split a seeded prompt over steps on the CPU. No top_p on the V2 runner:
+# Triton's interpreter cannot run its kernel.
 SAMPLED = {"max_tokens": 24, "temperature": 0.8} | ({} if V2 else {"top_p": 0.95})
 SEEDED = {f"seeded{n}": Ask(prompt(n), sampling={**SAMPLED, "seed": n}) for n in (6, 7, 8, 9)}
 if not V2:
@@ -127,7 +127,7 @@ def test_an_engine_without_our_connector_has_no_hooks_or_buffers_of_it(plain: Ru
     assert worker["additional_config"] == {}, worker
     assert worker["class"][0] == "dmi_connector.engine.models.Qwen3ForCausalLM", "not the class under test"
     assert all(reply.kv_transfer_params is None for reply in plain.replies.values())
-    # The same look at an engine with our connector does see it.
+    # In an engine with our connector, the same function finds hooks and buffers.
     assert captured.facts["worker"]["hooks"] > 0 and captured.facts["worker"]["ours"]
 
 

@@ -117,8 +117,10 @@ def look(soak: Soak) -> None:
 
 
 def touch_the_cache(llm: Any) -> None:
-    """Use every slot of vLLM's paged cache once: the system gives its pages when they are first written to, which looks
-    like a leak for as long as requests still find new ones. 120,000 tokens go through the 40,960 slots in turn.
+    """Write to every slot of vLLM's paged cache once.
+
+    The system allocates a page when it is first written to. Without this, the first requests would look like a leak.
+    120,000 tokens use the 40,960 slots in turn.
     """
     asks = [Ask(prompt(500, seed=100 + i), kv={"dmi": {"enabled": False}}) for i in range(240)]
     prompts = [{"prompt_token_ids": list(ask.prompt)} for ask in asks]
@@ -142,8 +144,9 @@ def run_soak(model: Path, folder: Path, total: int, parts: int, touch: bool = Fa
 
 
 def check(soak: Soak, warm: int, mib: float, worker_mib: float) -> None:
-    """Nothing grows between figure `warm` and the last one. mib: what memory that is no file's may grow by; worker_mib:
-    that of vLLM's worker.
+    """Nothing grows between figure `warm` and the last one.
+
+    mib: MiB by which the anonymous memory of a role may grow. worker_mib: the same for vLLM's worker.
     """
     first, last = soak.figures[warm], soak.figures[-1]
     assert set(soak.stores) <= {"complete", "incomplete"}, soak.stores
@@ -160,7 +163,7 @@ def check(soak: Soak, warm: int, mib: float, worker_mib: float) -> None:
 
 def test_stores_are_sound_and_nothing_leaks_in_90_requests(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     soak = run_soak(tiny_model("qwen3"), tmp_path / "captures", total=90, parts=3)
-    # So early allocators still grow: this finds only what leaks hundreds of kB a request.
+    # Allocators still grow after so few requests, so this detects only leaks of hundreds of kB per request.
     check(soak, warm=1, mib=40, worker_mib=40)
 
 
@@ -168,6 +171,6 @@ def test_stores_are_sound_and_nothing_leaks_in_90_requests(tiny_model: Callable[
 @pytest.mark.timeout(3600)
 def test_stores_are_sound_and_nothing_leaks_in_4000_requests(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     soak = run_soak(tiny_model("qwen3"), tmp_path / "captures", total=4000, parts=20, touch=True)
-    # vLLM's worker takes ever less, without a connector too: there 1,474 MiB became 1,633 over the first 3,000 of these
-    # requests and 1,655 over the next 1,000. With one it takes 6 to 11 MiB over those.
+    # vLLM's worker grows ever more slowly, also without a connector: from 1,474 MiB to 1,633 in the first 3,000 of
+    # these requests, and to 1,655 in the next 1,000. With a connector it grows by 6 to 11 MiB in these 1,000.
     check(soak, warm=14, mib=4, worker_mib=24)

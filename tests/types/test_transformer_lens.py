@@ -133,7 +133,7 @@ def test_methods_of_the_cache_work_on_stored_tensors(made: Callable[[str], Made]
 
 def test_a_missing_tensor_is_named_with_the_reason(made: Callable[[str], Made]) -> None:
     found = made("qwen3")[0].activation_cache()
-    with pytest.raises(KeyError, match=r"'blocks.1.attn.hook_q' is not in the cache: .*behind the norm"):
+    with pytest.raises(KeyError, match=r"'blocks.1.attn.hook_q' is not in the cache: .*after the norm"):
         found["q", 1]
     with pytest.raises(KeyError, match=r"hook_scale' is not in the cache: .*give the model"):
         found["blocks.0.ln1.hook_scale"]

@@ -58,7 +58,7 @@ def scales(full: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def store(path: Path, scales: Path, values: np.ndarray, shards: int = 1, copy: bool = True) -> ChannelInt8:
-    """A store of resid_pre. copy: of the scales beside it, as servers put it."""
+    """Write a store of resid_pre. copy: whether to copy the scales beside it, as servers do."""
     reduction = parse(f"int8(channel={scales})")
     assert isinstance(reduction, ChannelInt8)
     reduction = reduction.bind("resid_pre", LAYERS, WIDTH // shards, shards)
@@ -100,7 +100,7 @@ def test_values_are_read_as_floats_to_half_a_step(captured: Path, scales: Path) 
     assert (np.abs(got - exact) <= 0.5001 * step).all()
     np.testing.assert_array_equal(capture.numpy("resid_pre", 4, slice(3, 9)), got[1, 3:9])
     np.testing.assert_array_equal(capture.numpy("resid_pre", [4, 1]), got[::-1])
-    np.testing.assert_array_equal(capture.numpy("resid_post", 3), got[1])  # the stream behind layer 3
+    np.testing.assert_array_equal(capture.numpy("resid_post", 3), got[1])  # the stream after layer 3
     np.testing.assert_array_equal(capture.torch("resid_pre", -2).numpy(), got[1])
     cosines = (got * exact).sum(-1) / np.linalg.norm(got, axis=-1) / np.linalg.norm(exact, axis=-1)
     assert cosines.min() > 0.9999

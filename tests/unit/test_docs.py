@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import itertools
 import json
 import os
@@ -426,6 +427,16 @@ def test_the_api_reference_has_every_public_name() -> None:
     assert public <= shown, public - shown
     assert {"OptionError", "SelectionError", "ReduceError", "CaptureIncomplete"} <= shown
     assert {"ServerOptions", "CaptureParams", "register_architecture", "parse_selection", "parse"} <= shown
+
+
+def test_each_name_of_the_api_reference_is_in_the_module_that_its_heading_names() -> None:
+    module = ""
+    for line in (DOCS / "API.md").read_text().splitlines():
+        if line.startswith("### "):
+            module = line.removeprefix("### ")
+        elif line.startswith("::: ") and module != "dmi_connector.captures.activation_cache":  # needs transformer_lens
+            name = line.split(".")[-1]
+            assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
 
 
 def test_results_that_pages_cite_exist() -> None:

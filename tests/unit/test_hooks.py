@@ -449,7 +449,7 @@ def test_layers_of_hybrid_models_have_the_hooks_of_their_blocks() -> None:
         ("mix_z@1", HYBRID, "does not exist in Hybrid in those layers, which have no mixer"),
         ("attn_out@3", HYBRID, "in those layers, which have neither attention nor a mixer"),
         ("mlp_out@2", HYBRID, "in those layers, which have no MLP"),
-        ("mix_core", replace(HYBRID, features=USUAL), "Hybrid, which has no norm behind the core of its mixers"),
+        ("mix_core", replace(HYBRID, features=USUAL), "Hybrid, which has no norm after the core of its mixers"),
         ("mix_proj", DENSE, "Dense, which has attention in every layer"),
         ("mix_core", DENSE, "Dense, which has attention in every layer"),
     ],

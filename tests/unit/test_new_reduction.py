@@ -143,7 +143,7 @@ def test_what_is_read_is_what_it_decodes(captured: Capture, values: Values) -> N
 
 def test_what_it_does_not_keep_is_refused(captured: Capture) -> None:
     mean_difference([captured], [captured], "resid_mid", 0)
-    with pytest.raises(ValueError, match="'resid_mid' was stored as sign, which this cannot be worked out from"):
+    with pytest.raises(ValueError, match="'resid_mid' was stored as sign, from which this cannot be computed"):
         drift(captured, "resid_mid", 0)
     with pytest.raises(ValueError, match="hook 'q' was not stored as a projection"):
         captured.project("q", np.zeros(SMALL.hidden))

@@ -277,7 +277,7 @@ def test_request_options_are_read_and_foreign_ones_are_ignored() -> None:
         ({"dmi": {"loss_spans": [[0, 1]] * 4097}}, ["dmi.loss_spans", "at most 4096"]),
         ({"dmi": {"loss_spans": [3, 5]}}, ["dmi.loss_spans: 3", "start below stop"]),
         ({"dmi": {"loss_spans": [[5, 5]]}}, ["dmi.loss_spans: [5, 5]", "start below stop"]),
-        ({"dmi": {"loss_spans": [[0, 5], [4, 9]]}}, ["dmi.loss_spans: [4, 9]", "behind the one before"]),
+        ({"dmi": {"loss_spans": [[0, 5], [4, 9]]}}, ["dmi.loss_spans: [4, 9]", "after the one before"]),
         ({"dmi": {"loss_spans": [[True, 5]]}}, ["dmi.loss_spans: [True, 5]"]),
         ({"dmi": {"loss_spans": [[-1, 5]]}}, ["dmi.loss_spans: [-1, 5]"]),
     ],

@@ -22,7 +22,7 @@ from dmi_connector.captures.finite import FiniteCheck, not_finite
 _LEAST = 1e-5
 """Latents that are not above it are left out, as Delphi does."""
 _STEP_VALUES = 1 << 24
-"""Latents that are worked out at a time."""
+"""Latents computed at a time."""
 _COUNT = "count.json"
 """Contexts done, and entries of each split."""
 _ENTRIES = 1 << 20

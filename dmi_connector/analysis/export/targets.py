@@ -19,8 +19,8 @@ Write = Callable[..., Done]
 @dataclass(frozen=True)
 class Target:
     """One format. doc: what it is, for help. options: those of `dmi export` that it takes. required: of them. counts:
-    what its progress counts. suffix: of the file that one store becomes; "" for formats of directories alone.
-    file_counts: what progress counts in that file. finite: the default of --finite.
+    what its progress counts. suffix: file name extension for a single store; "" for formats that are always
+    directories. file_counts: what progress counts in that file. finite: the default of --finite.
 
     Its module has `export(captures, out, progress, finite, **options)`, which writes a directory. With a suffix it has
     `export_file` too, which writes one file.

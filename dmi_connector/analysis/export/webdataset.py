@@ -19,7 +19,7 @@ from dmi_connector.captures.finite import WHAT, FiniteCheck, NotFinite
 
 _SHARD_BYTES = 1 << 30
 _TOKEN_BYTES = 9
-"""Of `TOKENS`, per row."""
+"""Bytes of `TOKENS` per row."""
 _OF_STORE = ("key", "request_id", "model", "prompt_len", "finish_reason")
 
 

@@ -14,7 +14,7 @@ from dmi_connector.dtypes import FLOATS
 from dmi_connector.store.format.paths import leaves_store
 
 _TIME = (1980, 1, 1, 0, 0, 0)
-"""Of every entry, so that one store always gives the same file."""
+"""Timestamp of every entry, so that one store always gives the same file."""
 _MB = 1_000_000
 _ROWS = 1024
 """Rows that are looked at together."""

@@ -16,9 +16,8 @@ class Point:
 
     module: path in a decoder layer, or in the base model for hooks of ONCE; several, separated by spaces, whose outputs
     are put side by side, or added if there is a plus between them. needs, unless: modules that a layer must have, or
-    must not have, for the point to count. side: "in" or "out"; the first
-    element of a tuple is used. part: of a fused projection, "q", "k" or "v" of queries, keys and values, or "gate" or
-    "up" of both.
+    must not have, for the point to count. side: "in" or "out"; the first element of a tuple is used. part: the part of
+    a fused projection: "q", "k" or "v" of queries, keys and values, or "gate" or "up" of both.
     """
 
     name: str
@@ -33,14 +32,14 @@ class Point:
 class Twin:
     """The modules of one type of transformers model that compute the hooks.
 
-    points: in a layer. A point whose module a layer does not have is skipped. If two points have the same name, the
-    later one is used. once: points in the base model. layers: path of the list of layers in the base model. attn: the
-    attention module of a layer. gate: the router of a layer, which returns scores, weights and experts. by_head: in the
-    fused projection, queries, keys and values are interleaved by head. norms_heads: q_norm and k_norm get [heads,
-    tokens, head_dim]. attends: the method of the attention module that gets rotated queries and keys, in models that do
-    not use transformers' attention interface. scale: field of the config by which the output of a block is multiplied.
-    weights_scale: field of the config. transformers multiplies the weights of the experts by it, vLLM the sum of the
-    experts' outputs. latent: multi-head latent attention (k_pe is a part of each head's keys).
+    points: the points in a layer. A point whose module a layer does not have is skipped. If two points have the same
+    name, the later one is used. once: points in the base model. layers: path of the list of layers in the base model.
+    attn: the attention module of a layer. gate: the router of a layer, which returns scores, weights and experts.
+    by_head: in the fused projection, queries, keys and values are interleaved by head. norms_heads: q_norm and k_norm
+    get [heads, tokens, head_dim]. attends: the method of the attention module that gets rotated queries and keys, in
+    models that do not use transformers' attention interface. scale: field of the config by which the output of a block
+    is multiplied. weights_scale: field of the config. transformers multiplies the weights of the experts by it, vLLM
+    the sum of the experts' outputs. latent: multi-head latent attention (k_pe is a part of each head's keys).
     values_scale: field of the config by which values are multiplied before attention.
     """
 
@@ -383,4 +382,4 @@ TWINS = {
     "flex_olmo": _OLMO,
     "starcoder2": LLAMA.but(Point("mlp_pre", "mlp.c_fc"), Point("mlp_post", "mlp.c_proj", "in")),
 }
-"""By `model_type` of the config. LLAMA is used for all other types."""
+"""`model_type` of the config -> twin. LLAMA is used for all other types."""

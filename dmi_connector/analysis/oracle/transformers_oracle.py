@@ -39,7 +39,7 @@ class Oracle:
 
     A model with a vision tower computes the hooks of its language model, also for prompts with images.
 
-    without: hooks to leave out. config: of the language model. architecture: of the whole model.
+    without: hooks to leave out. config: the config of the language model. architecture: that of the whole model.
     """
 
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float32, without: Sequence[str] = ()) -> None:

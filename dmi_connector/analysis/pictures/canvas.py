@@ -21,23 +21,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_LABELS = 48
-"""With more tokens the axis has no label for each."""
+"""Largest number of tokens for which the axis labels each token."""
 FORMATS = (".png", ".svg")
-"""Endings of pictures' files."""
+"""File name extensions of pictures."""
 MONOSPACE = "DejaVu Sans Mono"
-"""The font of tokens. matplotlib brings it along."""
+"""The font of tokens. matplotlib includes it."""
 NOT_FINITE, CROSSED = "#d1208f", "values that are not finite are crossed"
-"""The colour of such a place, which is in no scale, and what a picture says of them."""
+"""The colour that marks values that are not finite, which no colour map contains, and the legend for it."""
 _LEAST_WIDTH = 7.5
-"""Inches. A title has some 70 letters."""
+"""Minimum width of a figure in inches: a title has about 70 letters."""
 _LAYER_LABELS = 14
-"""Layers that are labelled, about."""
+"""Approximate maximum number of layer labels."""
 
 
 def new_figure(width: float, height: float, out: str | os.PathLike[str]) -> Figure:
-    """An empty figure of so many inches, at least as wide as its title.
+    """An empty figure. width, height: in inches; the figure is at least as wide as its title.
 
-    Raises ValueError without matplotlib, for a file of another format, and for one in a directory that is not there.
+    Raises ValueError if matplotlib is not installed, if `out` has another extension than FORMATS, or if its directory
+    does not exist.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("plot: matplotlib is not installed; install dmi_connector[plot]")
@@ -53,7 +54,7 @@ def new_figure(width: float, height: float, out: str | os.PathLike[str]) -> Figu
 
 
 def save(figure: Figure, out: str | os.PathLike[str]) -> Path:
-    """Write a figure as its file's ending says. The same figure gives the same bytes. Returns the path.
+    """Write a figure in the format of the file's extension. The same figure gives the same bytes. Returns the path.
 
     Raises OSError that names the file.
     """
@@ -63,7 +64,7 @@ def save(figure: Figure, out: str | os.PathLike[str]) -> Path:
     svg = path.suffix.lower() == ".svg"
     look = {"svg.hashsalt": "dmi", "svg.fonttype": "none", "font.monospace": [MONOSPACE]}
     with matplotlib.rc_context(look), warnings.catch_warnings():
-        if svg:  # whoever looks at it has fonts of his own, so it does not matter which characters those here lack
+        if svg:  # the viewer's fonts draw the text, so a glyph that is missing here does not matter
             warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)
         try:
             figure.savefig(path, metadata={"Date": None} if svg else None)
@@ -73,30 +74,30 @@ def save(figure: Figure, out: str | os.PathLike[str]) -> Path:
 
 
 def token_width(tokens: int) -> float:
-    """Inches of a panel over so many tokens."""
+    """Width in inches of a panel that shows `tokens` tokens."""
     return min(16.0, 3.0 + 0.27 * tokens) if tokens <= MAX_LABELS else 11.0
 
 
 def layer_height(layers: int) -> float:
-    """Inches of a panel over so many layers."""
+    """Height in inches of a panel that shows `layers` layers."""
     return min(9.0, 1.9 + 0.3 * layers)
 
 
 def check_rows(captures: Sequence[Capture]) -> None:
-    """Raise ValueError for stores without rows, or that lack them all."""
+    """Raise ValueError for a store that has no rows, or whose rows are all missing."""
     empty = [str(capture.path) for capture in captures if not present_rows(capture).any()]
     if empty:
         raise ValueError(f"plot: {empty} hold no rows")
 
 
 def heat(panel: Axes, capture: Capture, values: np.ndarray, **look: Any) -> Any:
-    """Draw values [layers, tokens] as colours, the first layer below. Returns matplotlib's image."""
+    """Draw values [layers, tokens] as colours, with the first layer at the bottom. Returns matplotlib's image."""
     ends = (capture.positions[0] - 0.5, capture.positions[-1] + 0.5, -0.5, len(values) - 0.5)
     return panel.imshow(values, extent=ends, aspect="auto", origin="lower", interpolation="nearest", **look)
 
 
 def cross_out(panel: Axes, cells: Sequence[tuple[float, float, float, float]]) -> None:
-    """Mark places (x, y, width, height) whose value is not finite, apart from those without one."""
+    """Hatch cells whose value is not finite. cells: (x, y, width, height) of each. Missing values stay blank."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -108,7 +109,10 @@ def cross_out(panel: Axes, cells: Sequence[tuple[float, float, float, float]]) -
 
 
 def cross_cells(panel: Axes, capture: Capture, lost: np.ndarray) -> bool:
-    """Cross cells of `heat` out, but not those of missing rows. lost: bool [layers, tokens]. Returns whether it did."""
+    """Hatch the cells of `heat` that `lost` selects, except those of missing rows. Returns whether there are any.
+
+    lost: bool [layers, tokens].
+    """
     lost = lost & present_rows(capture)
     edges = np.diff(lost.astype(np.int8), axis=1, prepend=0, append=0)
     starts, stops = (np.argwhere(edges == step) for step in (1, -1))
@@ -118,7 +122,7 @@ def cross_cells(panel: Axes, capture: Capture, lost: np.ndarray) -> bool:
 
 
 def token_axis(panel: Axes, capture: Capture, tokens: Sequence[str], rows: slice = slice(None)) -> None:
-    """Label the horizontal axis with tokens, and mark where generated ones begin. rows: those that the panel shows."""
+    """Label the horizontal axis with tokens, and mark the first generated one. rows: the rows that the panel shows."""
     positions = capture.positions[rows]
     if len(positions) <= MAX_LABELS:
         panel.set_xticks(positions, tokens[rows], rotation=90, fontsize=8, family=MONOSPACE)
@@ -139,7 +143,7 @@ def token_axis(panel: Axes, capture: Capture, tokens: Sequence[str], rows: slice
 
 
 def layer_axis(panel: Axes, labels: Sequence[str], name: str) -> None:
-    """Label the vertical axis with layers, or with some of them where there are many."""
+    """Label the vertical axis with layers. If there are many, only some are labelled."""
     step = max(1, -(-len(labels) // _LAYER_LABELS))
     shown = [*range(0, len(labels) - step, step), len(labels) - 1]
     panel.set_yticks(shown, [labels[i] for i in shown])
@@ -147,7 +151,7 @@ def layer_axis(panel: Axes, labels: Sequence[str], name: str) -> None:
 
 
 def clean(panel: Axes) -> None:
-    """Take frame and ticks away."""
+    """Remove the frame and the ticks."""
     panel.tick_params(length=0)
     for side in panel.spines.values():
         side.set_visible(False)
@@ -166,14 +170,15 @@ def name_panel(panel: Axes, capture: Capture) -> None:
 
 
 def capture_name(capture: Capture) -> str:
-    """Its key, or the name of its store, and whether it is incomplete."""
+    """The capture's key, or the name of its store; "(incomplete)" follows if rows are missing."""
     name = (capture.attrs.get("key") or capture.path.stem).replace("$", r"\$")  # two dollars enclose mathematics
     return name if capture.complete else f"{name} (incomplete)"
 
 
 def title(figure: Figure, capture: Capture, what: str, top: float | None = None) -> None:
-    """Write what the figure shows, and of which model as far as the store says, above it. top: share of its height,
-    None: matplotlib's.
+    """Write a title: what the figure shows, and the model, dtype and vLLM version that the store names.
+
+    top: vertical position as a fraction of the figure's height; None: matplotlib's default.
     """
     attrs = capture.attrs
     version = (attrs.get("versions") or {}).get("vllm")

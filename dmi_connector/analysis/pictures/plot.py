@@ -32,7 +32,7 @@ PathLike = str | os.PathLike[str]
 _LOG_RATIO = 20
 """Ratio of the largest to the smallest norm from which the colour scale is logarithmic."""
 _WORDS_IN_CELLS = 32
-"""With more tokens the lens shows colours alone."""
+"""Maximum number of tokens for which the cells of the lens contain words."""
 _LARGE_PANELS, MOST_PANELS = 8, 400
 """Panels that have words on their axes; panels of one picture. More than the first are small ones."""
 _SMALL_SIZE = (18.0, 12.0)
@@ -263,7 +263,7 @@ def _label_square(panel: Axes, labels: Sequence[str]) -> None:
 
 
 def draw_uncertainty(capture: Capture, found: Uncertainty, out: PathLike, tokenizer: PathLike | None = None) -> Path:
-    """Draw entropy and surprise by token. Each stands above the token behind which the model predicts.
+    """Draw entropy and surprise by token. Each stands above the token after which the model predicts.
 
     The axis goes from the first token with a value to the last. Raises ValueError where no token has one.
     """

@@ -137,7 +137,7 @@ def draw_mean_difference(
 ) -> Path:
     """Draw the scores of both sets as histograms, and the largest values of the difference.
 
-    names: of the sets. of_values: what one value of a row is called.
+    names: names of the sets. of_values: the name of one value of a row.
     """
     figure = canvas.new_figure(11.0, 4.2, out)
     left, right = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)

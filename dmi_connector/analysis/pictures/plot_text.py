@@ -61,8 +61,8 @@ def draw_text(
     underlined, missing ones hatched, and those whose value is not finite crossed.
 
     statistic: one of `statistics(capture, hook)`; None: the first of them. index: its neuron, head or token id. layer:
-    required where several were captured. rows: of the store, with step 1. tokenizer: as in `plot`; without one there
-    are ids. Colours go from the 1st to the 99th percentile of the values of these rows.
+    required where several were captured. rows: rows of the store, with step 1. tokenizer: as in `plot`; without one
+    there are ids. Colours go from the 1st to the 99th percentile of the values of these rows.
 
     Raises KeyError for a hook or layer that was not captured. Raises ValueError as `of_layer`, for logits of a prompt
     and other rows without a value, and for more than MOST_ROWS rows.
@@ -160,7 +160,7 @@ class _Text:
         return self.pieces[-1].line + 1
 
     def spread(self, values: np.ndarray) -> np.ma.MaskedArray:
-        """The value of each piece, masked where there is none. values: [tokens]."""
+        """The value of each piece, masked if there is none. values: [tokens]."""
         return np.ma.masked_invalid(values[[piece.token for piece in self.pieces]])
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _TAB = 8
-"""A tab leads to the next multiple of so many columns."""
+"""Columns of a tab stop."""
 _ID_PAD, _ID_GAP = 0.5, 0.5
 """Columns on each side of an id, inside its colour; columns between two ids."""
 
@@ -48,7 +48,7 @@ def lay_out(texts: Sequence[str], columns: int) -> list[Piece]:
     """The pieces of tokens, in order. Every token with a printed character has one or more.
 
     Lines break between words where they can, and at each line feed, which is shown as "↵". A space or a "↵" that
-    follows a full line hangs behind it, in column `columns`.
+    follows a full line hangs after it, in column `columns`.
     """
     pieces = []
     placed = _place(texts, columns)

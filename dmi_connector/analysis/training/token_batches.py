@@ -317,7 +317,7 @@ class TokenBatches(IterableDataset[Batch]):
         return found | more
 
     def _given(self, rows: dict[str, np.ndarray]) -> Batch | None:
-        """The batch of some rows; None where no row of it is left."""
+        """The batch of some rows; None if no row is left."""
         numbers = rows[_ROW][0]
         tensors = {name: as_torch(view.decoded(rows[name])) for name, view in self.views.items()}
         tensors |= {name: one.apply(tensors[name]) for name, one in self.normalization.items()}
@@ -359,7 +359,7 @@ def _of_numpy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _distributed() -> tuple[int, int]:
-    """(rank, world size) of torch.distributed; (0, 1) where it is not in use."""
+    """(rank, world size) of torch.distributed; (0, 1) if it is not initialised."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1

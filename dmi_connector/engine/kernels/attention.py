@@ -37,8 +37,8 @@ def summarise(
 
     query: [tokens, heads, head_dim], last dimension contiguous. keys: [blocks, kv heads, block, head_dim], last
     dimension contiguous, of the queries' dtype. block_table, query_start_loc, seq_lens: int32, as in vLLM's attention
-    metadata. slots: int64; negative ones are padding. rows: uint8 [slots, row bytes], contiguous. scale: of the scores.
-    half: positions and weights take 16 bits each (`AttentionSummary.half`).
+    metadata. slots: int64; negative ones are padding. rows: uint8 [slots, row bytes], contiguous. scale: the factor of
+    the scores. half: positions and weights take 16 bits each (`AttentionSummary.half`).
 
     Every query looks at all keys up to its own: heads x head_dim x context multiply-adds, once more than attention.
     """

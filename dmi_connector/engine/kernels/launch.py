@@ -24,8 +24,8 @@ class Launch:
     such as those of prompts, the GPU waits for that. Here the alignment of the pointers and a few integers are the key.
 
     The kernel takes, in this order: `tensors`, the tuple `values`, `free`, `integers`, the tuple `strides`, `fixed`.
-    The two tuples are left out where `values` is empty. fixed: what stays the same. options: of the launch, such as
-    num_warps.
+    The two tuples are left out where `values` is empty. fixed: arguments that are the same in every launch. options:
+    launch options, such as num_warps.
     """
 
     def __init__(self, kernel: Any, fixed: Sequence[Any], **options: Any) -> None:

@@ -29,7 +29,7 @@ class Lookup:
         """Write `table[slot // size] * size + slot % size` of each token to `found`; -1 where there is no page.
 
         slots: int64 [tokens], negative for padding. table: int64 [entries], a page, or -1 for none. found: int64
-        [>= tokens]. All contiguous and on one device. A slot behind the table has no page.
+        [>= tokens]. All contiguous and on one device. A slot beyond the table has no page.
         """
         (self.in_triton if table.is_cuda else self.in_torch)(slots, table, found)
 

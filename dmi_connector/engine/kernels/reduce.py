@@ -162,14 +162,14 @@ def _layers_shape(mode: str, width: int, tokens: int) -> tuple[int, int]:
 
 
 def _search_warps(width: int, tokens: int) -> int:
-    """Warps of a search: a power of two from 4 to 32, so that a thread has at most so many values."""
+    """Warps of a search: a power of two from 4 to 32, chosen by the maximum number of values of a thread."""
     values = _THREAD_VALUES[tokens <= _FEW_TOKENS]
     return min(32, max(4, 1 << (-(-width // (32 * values)) - 1).bit_length()))
 
 
 @functools.cache
 def _layers_launch(mode: str, number: int, width: int, shape: tuple[int, int], dtype: torch.dtype) -> Launch:
-    """dtype: of the values. A `Launch` compiles for one."""
+    """dtype: the dtype of the values. A `Launch` compiles for one dtype."""
     tile, warps = shape
     sample, number = divmod(number, MOST + 1) if mode in _SEARCHES else (0, number)
     places = 1 << (number - 1).bit_length() if mode in _SEARCHES else 0

@@ -16,11 +16,11 @@ MAX_VALUES = 13
 
 
 class RowWriter:
-    """Writes the values of one tap. What stays the same from step to step is worked out once.
+    """Writes the values of one tap. Values that are the same in every step are computed once.
 
     widths, dtype: of the values. offsets: byte of a row where each goes, multiples of an element's size. reductions:
-    how each is reduced, None if it is not. layer: of the values, for their reductions. deferred: byte of a row of a
-    buffer where a value goes instead, as it is; None if it is not deferred.
+    how each is reduced, None if it is not. layer: the layer of the values, for their reductions. deferred: byte of a
+    row of a buffer where a value goes instead, as it is; None if it is not deferred.
     """
 
     def __init__(

@@ -93,7 +93,7 @@ def encode_top(
     PLACES: tl.constexpr,
 ):  # fmt: skip
     """Write the K largest magnitudes and a sample of S. WIDE: a power of two, at least `width`. PLACES: a power of two,
-    at least K. slot: of the row; it varies where the sample starts.
+    at least K. slot: the slot of the row, by which the start of the sample varies.
     """
     # The low 16 bits of a bfloat16 are zero.
     lowest: tl.constexpr = 16 if x.dtype.element_ty == tl.bfloat16 else 0

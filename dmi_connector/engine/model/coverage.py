@@ -37,10 +37,10 @@ def poison(rows: torch.Tensor, slots: torch.Tensor) -> None:
 class Coverage:
     """What the taps of one model have written in its first forward.
 
-    fields: of a row. poison: whether rows are filled with UNWRITTEN before each forward writes them. first_at: byte of
-    a row that the first tap of a forward writes. tokens: of the running forward; None before the first. logits: whether
-    compute_logits has run. header_first: whether the header is written before the embedding, if that is selected, or
-    behind it.
+    fields: the fields of a row. poison: whether rows are filled with UNWRITTEN before each forward writes them.
+    first_at: byte of a row that the first tap of a forward writes. tokens: the number of tokens of the running forward;
+    None before the first. logits: whether compute_logits has run. header_first: whether the header is written before
+    the embedding (if that is selected) or after it.
     """
 
     def __init__(self, fields: Iterable[RowField] = (), poison: bool = False, header_first: bool = False) -> None:
@@ -70,7 +70,7 @@ class Coverage:
         """Values of `tokens` tokens go to bytes `start + offsets` of their rows. forward: its context in vLLM.
 
         Raises RuntimeError, once the first forward was checked, if the forward has another number of tokens. In a
-        forward of replayed pieces only attention runs in Python: no header tells the number, and nothing is compared.
+        forward of replayed pieces only attention runs in Python: no header gives the number, and nothing is compared.
         """
         first = start + offsets[0]
         if first in self._begins:

@@ -38,13 +38,13 @@ class Generic(Architecture):
     """The row of a model that has none of its own.
 
     attn_norm, mlp_norm: the modules whose outputs a layer adds. mlp: the module that gets the stream between them. why:
-    why `attn_out` and `mlp_out` are missing, "" where they are not.
+    why `attn_out` and `mlp_out` are missing; "" if they are not.
     """
 
     why: str = ""
 
     def dims(self, config: Any) -> ModelDims:
-        """The sizes of what `only` names, and of heads where the config tells. Experts are not looked for."""
+        """The sizes of what `only` names, and of heads if the config has them. Experts are not looked for."""
         heads = getattr(config, "num_attention_heads", None) or 1
         return ModelDims(
             architecture=self.name,
@@ -172,7 +172,7 @@ def _path(model: nn.Module, module: nn.Module) -> str:
 
 class Blocks(NamedTuple):
     """Modules of a layer. attention, mlp: those whose outputs it adds to its input. middle: the one that gets the
-    stream between these two, "" where none does. parallel: there is no stream between them.
+    stream between these two; "" if there is none. parallel: whether both blocks read the same stream.
     """
 
     attention: str

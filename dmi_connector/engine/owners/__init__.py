@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dmi_connector.engine.owners.base import Owner
 
 OWNERS: dict[str, Owner] = {owner.name: owner for owner in (Draft(), Target(), Pool())}
-"""By name. `args.OWNER_ARGS` has the same names. Of those that a configuration fits, the first one is its owner."""
+"""name -> owner. `args.OWNER_ARGS` has the same names. The first owner that fits a configuration is used."""
 
 
 def owner_of(vllm_config: VllmConfig) -> Owner:

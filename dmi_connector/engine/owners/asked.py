@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def asked(vllm_config: VllmConfig) -> str:
-    """The option `owner`, "" where the rest of the configuration tells the owner."""
+    """The option `owner`; "" if the rest of the configuration determines the owner."""
     transfer = vllm_config.kv_transfer_config
     extra = None if transfer is None else transfer.kv_connector_extra_config
     return str(extra.get("owner", "")) if isinstance(extra, dict) else ""

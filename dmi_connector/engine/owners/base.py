@@ -199,7 +199,7 @@ class RowSlots(ABC):
         return {}
 
     def sized(self, pages: int) -> None:  # noqa: B027
-        """The workers have pools of so many pages, see `RowMemory.pages`."""
+        """Set the number of pages of the workers' pools, see `RowMemory.pages`."""
 
     @abstractmethod
     def freed(self, request_ids: Iterable[str]) -> None:

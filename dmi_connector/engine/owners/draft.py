@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owner "draft": vLLM's cache-only draft model (its extract_hidden_states method) has the cache layer of the rows."""
+"""Owner "draft": vLLM's cache-only draft model (method extract_hidden_states) contains the cache layer of the rows."""
 
 from __future__ import annotations
 
@@ -55,25 +55,25 @@ class Draft(Paged):
         self._check_whole_prompts(vllm_config)
 
     def _check_whole_prompts(self, vllm_config: VllmConfig) -> None:
-        """Where prompts are not split over steps, the longest fits into a step.
+        """Raise ValueError if chunked prefill is off and the longest prompt does not fit into a step.
 
-        vLLM raises max_num_batched_tokens for latent attention on a CPU, but by then the draft has set the scheduler's
-        limit.
+        For latent attention on a CPU vLLM turns chunked prefill off and raises max_num_batched_tokens. But the draft
+        has set the scheduler's limit before that.
         """
         scheduler, longest = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
         limit = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
         if not scheduler.enable_chunked_prefill and limit < longest:
             raise ValueError(
-                f"max_num_batched_tokens: a step takes {limit} tokens, and here vLLM does not split prompts over "
-                f"steps, so longer ones would wait for ever; set it to {longest} (max_model_len) or more, lower "
-                "max_model_len, or use owner='target'"
+                f"max_num_batched_tokens: a step takes {limit} tokens, and chunked prefill is off here, so longer "
+                f"prompts would wait forever; set it to {longest} (max_model_len) or more, lower max_model_len, or use "
+                "owner='target'"
             )
 
     def ignored(self, vllm_config: VllmConfig, context: Context) -> str:
-        """A sentence on layer ids of the speculative config that are not those of the captured hidden states, or "".
+        """A warning if the layer ids of the speculative config are not the captured layers; else "".
 
-        Id i is the input of layer i, and the number of layers is the output of the last one. The ids that
-        `capture_args` gives stand for none: vLLM wants some.
+        Id i means the input of layer i. The id that equals the number of layers means the output of the last layer. The
+        ids of `capture_args` are placeholders, since vLLM requires ids, and give no warning.
         """
         speculative: Any = vllm_config.speculative_config
         ids = getattr(speculative.draft_model_config.hf_config, _LAYER_IDS, None)
@@ -84,16 +84,16 @@ class Draft(Paged):
         layers = "+".join(str(layer) for layer in sorted(set(ids) - {last}))
         wanted = [*([f"resid_pre@{layers}"] if layers else []), *(["resid_final"] if last in ids else [])]
         return (
-            f"{_LAYER_IDS}: {show(list(ids))} choose nothing here, hooks do; for these layers alone set hooks to "
-            f"{','.join(wanted)!r} and the ids to {PLACEHOLDER_LAYERS} (docs/FROM_VLLM.md)"
+            f"{_LAYER_IDS}: {show(list(ids))} have no effect, since hooks choose the layers; to capture only these "
+            f"layers, set hooks to {','.join(wanted)!r} and the ids to {PLACEHOLDER_LAYERS} (docs/FROM_VLLM.md)"
         )
 
     def remedy(self, error: str) -> str:
-        """vLLM refuses some sampling parameters beside any draft model."""
+        """The fix for a sampling parameter that vLLM refuses because there is a draft model; "" for other errors."""
         return "give --owner target" if "speculative decoding" in error else ""
 
     def attach(self, model: nn.Module, context: Context) -> None:
-        """vLLM loads the draft after the model, and asks the model for the interface of EAGLE-3. Taps do not use it."""
+        """Give the model the attributes of EAGLE-3's interface, which vLLM requires with this draft. Taps ignore it."""
         if not getattr(model, "supports_eagle3", False):
             for name, value in {
                 "supports_eagle3": True,
@@ -103,5 +103,5 @@ class Draft(Paged):
                 setattr(model, name, value)
 
     def output(self, output: Any) -> Any:
-        """With one auxiliary tensor, which vLLM's proposer expects."""
+        """Add the auxiliary tensor that vLLM's proposer expects to the output of the model."""
         return (output, [output]) if isinstance(output, torch.Tensor) else output

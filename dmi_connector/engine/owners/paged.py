@@ -30,8 +30,8 @@ HELD = 1 / 16
 class PagedSlots(RowSlots):
     """Slots of rows in vLLM's blocks. Those of an ended request are kept until the workers have gathered its last rows.
 
-    blocks: of the whole cache. keep: whether blocks of ended requests may be kept. held: ended requests whose blocks
-    are kept, and how many blocks.
+    blocks: the number of blocks of the cache. keep: whether blocks of ended requests may be kept. held: ended requests
+    whose blocks are kept, and how many blocks.
     """
 
     def __init__(self, context: Context, block_size: int, blocks: int, keep: bool = True, group: int = 0) -> None:

@@ -42,8 +42,8 @@ class CacheReads:
 
     source: what it is to others. borrow: whose rows it borrows if it is scheduled now, and up to which position. held:
     links to the store of `held_source`, or "". hit: most cached tokens that vLLM found since it last ran. begun:
-    whether it was ever scheduled. recomputed: cached tokens that were computed again. hidden: hashes that were taken
-    off, behind the first `kept`.
+    whether it was ever scheduled. recomputed: cached tokens that were computed again. hidden: hashes that were removed
+    after the first `kept`.
     """
 
     tracked: Captured
@@ -98,7 +98,7 @@ class Borrowing:
         return CacheReads(tracked, source)
 
     def allows(self, reads: CacheReads, hit: int, low: int) -> bool:
-        """Whether a request may begin with a hit of so many tokens. If not, ask again in the next pass.
+        """Whether a request may begin with a hit of `hit` tokens. If not, ask again in the next pass.
 
         low: position below which it wants no rows, or has them.
         """

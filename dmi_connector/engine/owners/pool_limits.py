@@ -29,11 +29,12 @@ def page_size(block_size: int) -> int:
 class StepLimits:
     """What limits a step of vLLM's scheduler.
 
-    scheduler: its configuration, whose `max_num_batched_tokens` is read at the beginning of each step. stock: what it
-    was at start. tokens: of a step. requests: that run at once. of_request: tokens of a decoding request in a step,
-    draft tokens included. whole: prompts, or images in them, are not split over steps, so a step is never made smaller.
-    block: in hybrid models whose states are cached, tokens of a block; else 0. vLLM ends pieces of prompts where blocks
-    end, so that a step with room for less would compute nothing. longest: tokens of a request, as the model allows.
+    scheduler: its configuration, whose `max_num_batched_tokens` is read at the beginning of each step. stock: its value
+    at start. tokens: maximum tokens of a step. requests: maximum number of running requests. of_request: tokens of a
+    decoding request in a step, draft tokens included. whole: whether chunked prefill is off for prompts, or for images
+    in them; then a step is never made smaller. block: tokens of a block in hybrid models whose states are cached; else
+    0. vLLM then ends pieces of prompts where blocks end, so a step with room for less would compute nothing. longest:
+    maximum tokens of a request.
     """
 
     scheduler: Any
@@ -64,7 +65,7 @@ class StepLimits:
         return cls(scheduler, tokens, scheduler.max_num_seqs, of_request, whole, block, longest)
 
     def floor(self, requests: int) -> int:
-        """Tokens that a step has at least while prompts are captured. requests: that run."""
+        """Minimum tokens of a step while prompts are captured. requests: the number of running requests."""
         if self.whole:
             return self.tokens
         return min(self.tokens, requests * self.of_request + self.prompt)
@@ -80,11 +81,12 @@ class StepLimits:
         return STEPS_TOGETHER * self.of_request
 
     def pages_of_request(self, chunk: int, size: int = PAGE, aligned: bool = True) -> int:
-        """Pages that a request has at a time at most, but for those of its prompt in one step.
+        """Maximum pages that a request has at a time, without those of its prompt in one step.
 
-        Behind a look it has the beginning of a chunk, tokens of two steps that are not known yet, and places for what
-        it decodes in this step and until the next look. In its prompt it has the beginning of a chunk before the step,
-        places until the next look, and a part of a page behind them. aligned: chunks begin where pages begin.
+        While it decodes, it has the beginning of a chunk, tokens of two steps that are not known yet, and places for
+        what it decodes in this step and until the scheduler next looks at it. In its prompt it has the beginning of a
+        chunk before the step, places until the next look, and a part of a page after them. aligned: whether chunks
+        begin where pages begin.
         """
         decoding, prompt = chunk - 1 + 3 * self.of_request + self.lookahead, chunk - 1 + self.lookahead + size - 1
         most = max(decoding, prompt)
@@ -104,15 +106,15 @@ class StepLimits:
         return stop, max(0, -(-stop // size) - params.start // size)
 
     def pages_of_step(self, tokens: int, size: int = PAGE) -> int:
-        """Pages for so many tokens of prompts in a step, beside those that requests are admitted with."""
+        """Pages for `tokens` tokens of prompts in a step, in addition to those that requests are admitted with."""
         return -(-tokens // size)
 
     def least_pages(self, chunk: int, requests: int = 1) -> int:
-        """Pages for so many captured requests at once, whatever else runs."""
+        """Minimum pages of a pool that holds `requests` captured requests at a time, whatever else runs."""
         of_request = self.pages_of_request(chunk, aligned=False)
         return self.pages_of_step(self.floor(self.requests)) + requests * of_request
 
 
 def pages_of(rows: int, size: int = PAGE) -> int:
-    """Pages that so many rows take at most, wherever the first one begins."""
+    """Maximum pages of `rows` consecutive rows, wherever the first one begins in a page."""
     return (rows + size - 2) // size + 1

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.dmi_connector")
 
 _SPARE_REQUESTS = 64
-"""The smallest budget has room for tokens of so many more requests than run."""
+"""The smallest budget has room for this many more requests than run."""
 
 
 @dataclass(eq=False)
@@ -121,8 +121,8 @@ class PoolSlots(RowSlots):
             self._cache / (self._cache + pool),
         )
         logger.info(
-            "dmi_connector: the pool holds %d captured requests beside steps of %d tokens, and %d beside steps of %d, "
-            "in chunks of %d tokens; more wait",
+            "dmi_connector: the pool holds %d captured requests at a time with steps of %d tokens, and %d with steps "
+            "of %d, in chunks of %d tokens; more wait",
             max(0, (pages - self._pages(limits.tokens)) // self._usual),
             limits.tokens,
             max(0, (pages - self._pages(least)) // self._usual),
@@ -382,7 +382,7 @@ class PoolSlots(RowSlots):
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
         self.borrowing.bind(kv_cache_manager)
-        # Hits are noted that may end inside a block: of these vLLM tells less.
+        # Hits that may end inside a block are noted: vLLM tells a connector only their whole blocks.
         if not getattr(kv_cache_manager.coordinator, "enable_partial_hash_hits", False):
             return
         find = kv_cache_manager.get_computed_blocks

@@ -20,7 +20,7 @@ _SHARES = ((2_000_000, 0.128), (500_000, 0.095), (0, 0.045))
 _GUARANTEED = 16
 """Captured requests at once, whatever else runs, that a pool of the default size has room for."""
 _STEPS = 2
-"""A default pool is never larger than so many whole steps, and all requests that may run."""
+"""A pool of the default size is at most as large as this many full steps and all requests that may run."""
 
 
 def pool_rows(options: ServerOptions, row_bytes: int, limits: StepLimits, vllm_config: VllmConfig) -> int:

@@ -22,7 +22,7 @@ other in the slots of a request."""
 
 
 def check_chain(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for speculative decoding whose accepted rows could not be told from others."""
+    """Raises ValueError for speculative decoding whose accepted rows could not be identified."""
     speculative: Any = vllm_config.speculative_config
     if speculative.method not in CHAINS:
         raise ValueError(

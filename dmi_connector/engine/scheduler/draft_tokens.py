@@ -38,8 +38,8 @@ class DraftTokens:
         """Process the results of earlier steps. `Tracked.blocks` must include their blocks.
 
         logits: whether a scheduled request captures them. Returns how many rows are new: the tokens of this step
-        without its draft tokens, and the draft tokens of earlier steps that turned out to be accepted. Called in each
-        step for each request, so what is rare is looked at last.
+        without its draft tokens, and the draft tokens of earlier steps that were accepted. It is called in each step,
+        so rare cases are tested last.
         """
         scheduled, rows = output.num_scheduled_tokens, output.total_num_scheduled_tokens
         metadata.decided = max(0, self._steps - self._behind) if logits else self._steps
@@ -49,7 +49,7 @@ class DraftTokens:
                 continue
             if logits and one.has_logits and one.turn_ended:
                 metadata.accepted += self._accepted(one, one.request.num_computed_tokens)
-            # Tokens of two steps came together if both were in flight, and after a pause none is.
+            # If two steps were in flight, their tokens arrived together. After a pause no step is in flight.
             mixed = (
                 one.two_in_flight
                 and not one.request.num_output_placeholders
@@ -81,7 +81,7 @@ class DraftTokens:
             metadata.logits_slots += [self._slots.sample_slot(tracked, position) for position in range(first, end)]
 
     def close(self, tracked: Tracked, start: int, end: int, close: Close) -> None:
-        """Add what there is to say of drafts at the end of a capture of positions [start, end)."""
+        """Add draft attributes and remaining logits to `close`, at the end of a capture of positions [start, end)."""
         tracked.note_tokens()
         close.attrs["draft_tokens"] = {"scheduled": tracked.scheduled, "accepted": tracked.accepted}
         close.draft_index = tracked.draft_index(start, end)
@@ -90,7 +90,7 @@ class DraftTokens:
             close.samples = tracked.samples_until(end)
 
     def _accepted(self, tracked: Tracked, end: int) -> list[Accepted]:
-        """Accepted logits below `end` that were not sent yet: a list of at most one message."""
+        """A message for the accepted logits below position `end` that were not sent yet. [] if there are none."""
         first, end = max(tracked.decided, tracked.params.start), min(end, tracked.limit)
         if first >= end:
             return []

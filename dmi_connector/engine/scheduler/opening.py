@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The beginning of a capture, as the workers are told of it."""
+"""The message to the workers at the beginning of a capture."""
 
 from __future__ import annotations
 

@@ -20,11 +20,13 @@ _OF_BEAM_SEARCH = re.compile(r"-[0-9a-f]{16,32}-beam-\d+(-[0-9a-f]{8})?$")
 _LONGEST = 2000
 """Characters of a reason, the `dmi_error` of a response."""
 _EACH_S = 10.0
-"""A refusal is logged if none was for so many seconds, with the number of those in between."""
+"""Minimum seconds between two logged refusals. A line has the number of refusals since the last one."""
 
 
 class RefusedRequests(dict[str, str]):
-    """Request id -> reason, until the response has it. The log has it too: a stream's response does not carry it."""
+    """Request id -> reason, until it is in the response. It is also logged, since the response of a stream does not
+    contain it.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -205,12 +205,12 @@ class ProbeScores:
     # ---- responses --------------------------------------------------------------------------------------------------
 
     def answer(self, tracked: Tracked, end: int) -> dict[str, Any]:
-        """What the response has of the scores that the request asks for. end: position behind its last row."""
+        """The scores that the request asks for, as the response has them. end: the position after its last row."""
         found = {"dmi_probe": self._asked(tracked, end), "dmi_summary": self._summary(tracked, end)}
         return {key: value for key, value in found.items() if value}
 
     def _asked(self, tracked: Tracked, end: int) -> dict[str, Any]:
-        """By probe what the request asks for; {} if it names none."""
+        """probe -> the scores that the request asks for; {} if it names no probe."""
         scores = tracked.scores
         asked = tracked.params.probes
         if scores is None or asked is None:

@@ -86,8 +86,8 @@ class Tracked:
         start, generated = self.params.start, self.request.num_tokens - 1  # the last token has no row
         span = [start, self.params.stop]
         if not self.params.include_output_tokens and self.request.num_prompt_tokens <= start < generated:
-            return f"dmi.tokens: {span} lies behind the prompt; set include_output_tokens for rows of generated tokens"
-        return f"dmi.tokens: {span} lies behind the last row of the request, so there are no rows"
+            return f"dmi.tokens: {span} is after the prompt; set include_output_tokens for rows of generated tokens"
+        return f"dmi.tokens: {span} is after the last row of the request, so there are no rows"
 
     def skip(self, rows: int) -> None:
         """So many rows come from another store."""
@@ -97,7 +97,7 @@ class Tracked:
     def begin_turn(self, computed: int) -> None:
         """The request comes into a batch. A new turn of a session keeps `computed` tokens of those before.
 
-        With asynchronous scheduling a sample behind a stop was asked for. Its number goes to the next one.
+        With asynchronous scheduling a sample after a stop may have been requested. The next sample gets its number.
         """
         if self._begun != self.request.num_prompt_tokens:
             self._begun, self._samples = self.request.num_prompt_tokens, self.samples_until(computed)
@@ -108,9 +108,9 @@ class Tracked:
         return self.turn not in (-1, self.request.num_prompt_tokens)
 
     def note_tokens(self, mixed: bool = False) -> int:
-        """Look at the tokens that a step added: accepted drafts, and behind them one that was sampled.
+        """Process the tokens that a step added: accepted draft tokens, then one that was sampled.
 
-        The last token may also be a draft, behind which a stop cut the others. It was no input, so it has no row.
+        A stop may also cut the tokens after a draft token, which is then the last. It was no input, so it has no row.
         mixed: they may be the result of two steps. Returns the number of accepted drafts.
         """
         request, known, before = self.request, self._known, self.accepted

@@ -69,7 +69,7 @@ class Tracker:
         self._with_logits = 0  # scheduled captures that must be looked at in each step
         self.handed = 0  # rows handed to the workers since the start
         self._left = 0  # of `handed`: rows that were told to leave
-        self._waited = 0  # steps since rows wait to be told so
+        self._waited = 0  # steps since rows began to wait for their message
         self._unreported = 0  # steps since the workers reported
         self.gathered = 0  # rows that the slowest worker has gathered
         self._staged = False  # whether rows lie in a worker's staging memory
@@ -252,7 +252,7 @@ class Tracker:
     def _export_chunks(self, tracked: Tracked, computed: int, chunks: list[Rows]) -> None:
         """Add the chunks of which every row exists once the request has `computed` tokens.
 
-        Only rows of known tokens count: with asynchronous scheduling the last scheduled token may lie behind a stop.
+        Only rows of known tokens count: with asynchronous scheduling the last scheduled token may lie after a stop.
         """
         if computed < tracked.due:
             return
@@ -354,7 +354,7 @@ class Tracker:
 
     @staticmethod
     def _inputs(tracked: Tracked) -> int:
-        """Position behind the last row that an ended request may have. The last sampled token was never an input."""
+        """Position after the last row that an ended request may have. The last sampled token was never an input."""
         request = tracked.request
         return min(max(request.num_prompt_tokens, request.num_tokens - 1), tracked.limit)
 

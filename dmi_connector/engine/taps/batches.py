@@ -122,7 +122,7 @@ class ModelTaps:
         self._add(_Hook(path, call, True, {}, direct=self.context.arch.in_transformers))
 
     def _add(self, hook: _Hook) -> None:
-        """Register a hook. Raises ValueError where there is no such module."""
+        """Register a hook. Raises ValueError if there is no such module."""
         try:
             module = self._model.get_submodule(hook.path)
         except AttributeError as error:

@@ -56,7 +56,7 @@ def compilation_of(vllm_config: VllmConfig) -> Compilation:
 
 
 def _norms_compiled(vllm_config: VllmConfig) -> bool:
-    """Whether Inductor compiles an add-and-norm. False where vLLM does not tell, as from 0.34 on."""
+    """Whether Inductor compiles an add-and-norm. False if vLLM does not say, as from 0.34 on."""
     priority = getattr(vllm_config.kernel_config, "ir_op_priority", None)
     return getattr(priority, "fused_add_rms_norm", ["unknown"])[:1] == ["native"]
 

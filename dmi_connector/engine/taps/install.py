@@ -104,7 +104,7 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
 
 
 def _sizes(attn: Any, rotary: int) -> tuple[int, int, int, int]:
-    """(head_size, q_size, kv_size, shared) of `LayerFacts`. rotary: of a head in latent attention."""
+    """(head_size, q_size, kv_size, shared) of `LayerFacts`. rotary: rotary dimensions of a head in latent attention."""
     absorbed = hasattr(attn, "qk_head_dim")  # latent attention whose head_size is that of the cache
     head_size = attn.qk_head_dim if absorbed else attn.head_size
     return head_size, attn.num_heads * head_size, attn.num_kv_heads * head_size, 0 if absorbed else rotary

@@ -32,7 +32,7 @@ logger = logging.getLogger("vllm.dmi_connector")
 
 _LIB = torch.library.Library("dmi", "FRAGMENT")
 _TAGS = (torch.Tag.flexible_layout,)
-"""Without it Inductor copies values whose layout differs from the traced one."""
+"""Tags of the ops. Without them Inductor copies values whose layout differs from the traced one."""
 _LIB.define(
     "tap(Tensor[] values, Tensor(a!) token, Tensor place, int[] offsets, bool beside, str cache_layer) -> ()",
     tags=_TAGS,
@@ -74,7 +74,7 @@ class Tap:
 
 @dataclass(eq=False)
 class Place:
-    """Where the taps of a batch write: what the op cannot be told through the graph.
+    """Where the taps of a batch write: what cannot be passed to the op through the graph.
 
     start: byte of a row that their offsets count from. layer: for reductions. reductions: by byte offset in a row.
     deferred, coverage: the model's. taps: those that have run.
@@ -88,7 +88,7 @@ class Place:
     taps: dict[tuple[object, ...], Tap] = field(default_factory=dict)
 
     def tap(self, values: Sequence[torch.Tensor], offsets: Sequence[int]) -> Tap:
-        """The tap for so many tokens of such values."""
+        """The tap that writes these values at `offsets` of its rows."""
         starts = [self.start + offset for offset in offsets]
         reductions = [self.reductions.get(start) for start in starts]
         defers = any(reductions) and self.deferred.takes(values[0].shape[0])
@@ -106,7 +106,7 @@ _PLACES: weakref.WeakValueDictionary[int, Place] = weakref.WeakValueDictionary()
 """By the address of the tensor that is its key. The model's taps own the places.
 
 Graphs of equal layers must be equal, so that vLLM compiles one for all of them. A number or a layer's name would be a
-constant of its graph, but a tensor is an input. Its value cannot tell the place: to read it from a GPU is to wait for
+constant of its graph, but a tensor is an input. Its value cannot hold the place: to read it from a GPU is to wait for
 the GPU, and is an error while a CUDA graph is captured. A CPU tensor could be read. It would be an input on another
 device than the values, which was not tried on a GPU with Inductor and CUDA graphs.
 
@@ -175,7 +175,7 @@ def _tap_header(
 ) -> None:
     """Write token id, position in the request, and position on each axis.
 
-    ids: int [tokens]. positions: int [axes, tokens]. They do not tell the position in the request behind an image, so
+    ids: int [tokens]. positions: int [axes, tokens]. They do not give the position in the request after an image, so
     that one is vLLM's own, by which it also chose the slots.
     """
     at = positions[0]

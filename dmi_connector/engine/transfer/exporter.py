@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.dmi_connector")
 
 FIRST_CAPTURES = 16
-"""On an untested vLLM, the check for values that no tap wrote ends after so many captures."""
+"""On an untested vLLM, the check for values that no tap wrote ends after this many captures."""
 LAYOUTS_KEPT = 64
 """Layouts that are kept for captures to come: requests choose hooks and layers, so their number is unbounded."""
 
@@ -282,7 +282,7 @@ class Exporter:
         capture.waiting.clear()
 
     def _gather_until(self, need: int) -> None:
-        """Gather until so many rows have been since the start: their pages are given out again."""
+        """Gather until `need` rows were gathered since the start: pages of these rows are about to be reused."""
         if self.lane is None:
             return
         drop, began = self.context.options.policy == "drop", time.perf_counter()
@@ -353,6 +353,6 @@ class Exporter:
 
 
 def _borrow_message(borrow: Borrow) -> dict[str, Any]:
-    """What the coordinator is told."""
+    """The message to the coordinator about borrowed rows."""
     ids = pack_array(borrow.token_ids.astype("<i4"))
     return {"final": borrow.path, "request_id": borrow.request_id, "rows": len(borrow.token_ids), "token_ids": ids}

@@ -30,7 +30,7 @@ class SliceCopier:
     """Copies on two streams in turn. Each slice waits for the one before; in between the copy engine is free for
     others.
 
-    A slice ends at a multiple of `slice_bytes` behind address `base`. Used by one thread, which has set the device and
+    A slice ends at a multiple of `slice_bytes` after address `base`. Used by one thread, which has set the device and
     called `start`.
     """
 

@@ -3,12 +3,12 @@
 
     rows in the cache --gather kernel--> staging memory (GPU) --copies--> ring (pinned host memory) --> coordinator
 
-Chunks are collected in parcels: several share one copy and one message. While staging and ring have room, the engine's
-thread issues a gather for the parcels of some steps. What finds no room waits for the lane's own thread, which gathers
-as staging drains; the rows stay in the cache and the engine goes on.
+Several chunks form a parcel, which takes one copy and one message. While staging and ring have room, the engine's
+thread launches the gathers of all parcels. If there is no room, rows stay in the cache and the engine goes on. The
+lane's thread gathers them when staging memory becomes free.
 
 All gathers run on the engine's stream, whichever thread launches them. Kernels on a second stream make later replays of
-CUDA graphs 5 % slower. On one stream no events are needed either: what was launched before a gather has been written.
+CUDA graphs 5 % slower. One stream also needs no events: kernels launched before a gather have written their rows.
 
 The copy engine works through a stream's queue in order, and each step's sampled tokens need it too. So copies are cut
 into slices that go to two streams in turn (gpu_copies.py).
@@ -50,12 +50,12 @@ PARCEL_BYTES = 128 << 20
 _PARCEL_SHARE = 1 / 4
 """A parcel takes this share of the staging memory and of the ring at most."""
 _INDEX_ROWS = 4096
-"""Index entries that are given memory at a time."""
+"""Minimum capacity of an index buffer, in entries."""
 _MEASURED_BYTES = 64 << 20
 """Bytes copied to measure the link's speed at start."""
 _SLICE_BYTES = 8 << 20
-"""Copies reach 53.5 of 55.2 GB/s, and a small copy in between takes 154 us instead of 111 (H200). Whole copies would
-make it wait for up to 37 ms.
+"""Bytes of a slice. With it, copies reach 53.5 GB/s of the link's 55.2 (H200). A small copy that is issued meanwhile
+takes 154 us; alone it takes 111 us, and after a whole copy up to 37 ms.
 """
 assert SLICE_BYTES % _SLICE_BYTES == 0, "a copy would reach over two pinned slices"
 
@@ -87,7 +87,7 @@ class Staging:
         if not self.used:
             self._head = 0
         start, tail = self._head, self.used[0].start if self.used else self.nbytes
-        if self.used and start <= tail:  # in use from the tail over the end of the buffer to the head
+        if self.used and start <= tail:  # the used part wraps around the end of the buffer
             end = tail
         elif start + size <= self.nbytes:
             end = self.nbytes
@@ -107,11 +107,11 @@ class Staging:
 
 
 class Index:
-    """Memory for index entries of gathers, pinned and on the GPU, used again and again. Hold the lane's lock."""
+    """Reusable buffers for index entries of gathers, pinned and on the GPU. Call it with the lane's lock held."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: deque[tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]] = deque()  # once the event has happened
+        self._free: deque[tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]] = deque()  # reusable after the event
         self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def on_gpu(self, entries: np.ndarray) -> torch.Tensor:
@@ -120,7 +120,7 @@ class Index:
         if self._free and self._free[0][0].query():
             _, *memory = self._free.popleft()
         if memory is None or len(memory[0]) < count:
-            with torch.inference_mode(False):  # the lane's thread, which is in no such mode, may write to it
+            with torch.inference_mode(False):  # the lane's thread writes to it outside inference mode
                 host = torch.empty(max(_INDEX_ROWS, count), entries.shape[1], dtype=torch.int64).pin_memory()
                 memory = [host, torch.empty_like(host, device=self._device)]
         host, there = memory
@@ -129,7 +129,7 @@ class Index:
         return there[:count].copy_(host[:count], non_blocking=True)
 
     def until(self, done: torch.cuda.Event) -> None:
-        """What was copied is not needed any more after `done`, which is recorded."""
+        """Allow reuse of the buffers of all entries copied so far, after `done`. done: an event that is recorded."""
         self._free += [(done, *memory) for memory in self._taken]
         self._taken.clear()
 
@@ -138,8 +138,8 @@ class Index:
 class _Copy:
     """One copy into the ring, and what comes after it.
 
-    source: what to copy to ring byte `offset` after `ready`; None if there is only `deliver` to do. deliver: called
-    once the bytes are there. copied: the event that follows the copy, once it is issued.
+    source: copied to ring byte `offset` after `ready`; None: nothing is copied. deliver: called after the copy. copied:
+    the event that follows the copy, once it is issued.
     """
 
     source: torch.Tensor | None
@@ -157,8 +157,9 @@ _LOOK = _Copy(None, 0, None, lambda: None)
 class DeviceLane:
     """Moves gathered rows of one GPU into the ring, whose memory is pinned for it (pinning.py).
 
-    Transfers are copied and delivered in the order in which their gathers were issued. `then` puts other work behind
-    them. least_bytes: of the ring, pinned when this returns; all that is sent at a time fits in them.
+    Transfers are copied and delivered in the order in which their gathers were issued. `then` queues other work after
+    them. least_bytes: minimum bytes of the ring that are pinned when this returns. They have room for all that is sent
+    at a time.
     """
 
     def __init__(self, ring: Ring, staging_bytes: int, rows: torch.Tensor, least_bytes: int = 0) -> None:
@@ -193,7 +194,7 @@ class DeviceLane:
     def flush(self, capture: CaptureExport, drop: bool) -> None:
         """Gather the waiting transfers of a capture now: its blocks are about to be reused.
 
-        drop: give up what finds no room, do not wait for it.
+        drop: if there is no room, drop rows instead of waiting.
         """
         with self._changed:
             mine = deque(t for t in self.waiting if t.capture is capture)
@@ -273,7 +274,7 @@ class DeviceLane:
             self._work.put(_Copy(source, parcel.extent.offset, ready, parcel.deliver, staged))
         for transfer in taken:
             transfer.capture.progress.gather(len(transfer.slots))
-            transfer.gathered = True  # now the capture's end may be put behind it (`then`)
+            transfer.gathered = True  # the end of the capture may now be queued after it (`then`)
         return len(taken)
 
     def _parcels(self, transfers: Iterable[ChunkTransfer]) -> Iterator[Parcel]:
@@ -401,7 +402,7 @@ class DeviceLane:
 
 
 def _deliver(arrived: deque[_Copy]) -> None:
-    """Deliver what has arrived. It is taken off the queue one by one, so that its memory can go."""
+    """Deliver copies that have arrived. Each leaves the queue before its delivery, so that its memory can be freed."""
     while arrived:
         try:
             arrived.popleft().deliver()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of logits on their way into the ring, with the slots of their tokens, which identify the request."""
+"""Copies rows of logits into the ring, with the slots of their tokens. A slot identifies the request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dmi_connector.store.write.client import OpenCapture
 from dmi_connector.store.write.ring import Extent, Ring
 
 _SLOT_BYTES = 8
-"""Bytes of a slot number behind rows of logits."""
+"""Bytes of a slot number. Slot numbers follow the rows of logits."""
 SampleRow = tuple[OpenCapture, str, int, int, int]
 """One row for `StoreClient.rows`."""
 Post = Callable[[Extent, Sequence[SampleRow]], None]
@@ -48,21 +48,22 @@ def step_bytes(row_bytes: int, requests: int, drafts: int) -> int:
 class LogitsExport:
     """Exports rows of logits of captured requests. vLLM computes them after the forward of a step.
 
-    post: hands rows of an extent to the coordinator, which gives the extent back. None on ranks that write no logits:
-    every rank has those of the whole vocabulary, and one writes them. drafts: whether the engine drafts. Then a step
-    computes logits of draft tokens too, and they wait until the scheduler knows which were accepted.
+    post: hands rows of an extent to the coordinator, which gives the extent back. It is None on ranks that write no
+    logits: each rank has the logits of the whole vocabulary, and only one writes them. drafts: whether the engine uses
+    speculative decoding. Then a step also computes logits of draft tokens. They are kept until the scheduler knows
+    which tokens were accepted.
     """
 
     def __init__(self, worker: Worker, post: Post | None, drafts: bool) -> None:
         self._worker, self.post, self._drafts = worker, post, drafts
         self._samples: list[Sample] = []
-        self._step = 0  # number of the running step, if logits of draft tokens are wanted
-        self._slots: list[int] = []  # of the tokens whose logits these are
+        self._step = 0  # number of the running step, if logits of draft tokens are captured
+        self._slots: list[int] = []  # slots of the tokens whose logits are captured
         self._tokens: torch.Tensor | None = None
         self.draft_logits = DraftLogits()
 
     def begin(self, metadata: StepMetadata) -> None:
-        """A step begins. Exports the logits of tokens that were accepted in those before."""
+        """Begin a step. Exports the logits of tokens that were accepted in earlier steps."""
         self._samples, self._step, self._slots = metadata.samples, metadata.logits_step, metadata.logits_slots
         if not self._drafts or self.post is None:
             return
@@ -89,7 +90,7 @@ class LogitsExport:
                 capture.lose(position - capture.start, 1, Cause.FELL_BEHIND)
 
     def _deliver_accepted(self, extent: Extent, found: np.ndarray, row_bytes: int, wanted: list[Wanted]) -> None:
-        """Hand rows of accepted tokens that lie in the ring to the coordinator. found: 0 for a row that is none."""
+        """Hand rows of accepted tokens that lie in the ring to the coordinator. found: 0 for a lost row."""
         rows: list[SampleRow] = []
         for at, (capture, index, position) in enumerate(wanted):
             if not found[at]:
@@ -100,11 +101,14 @@ class LogitsExport:
         self.post(extent, rows)
 
     def of_tokens(self, tokens: torch.Tensor) -> None:
-        """Say which tokens of the step have logits. tokens: int [samples], numbers of tokens in the batch."""
+        """Set which tokens of the step have logits. tokens: int [samples], indices of tokens in the batch."""
         self._tokens = tokens
 
     def export(self, logits: torch.Tensor) -> None:
-        """Export the logits of a step, [samples, vocab] in the order of the batch. Raises RuntimeError."""
+        """Export the logits of a step, [samples, vocab] in the order of the batch.
+
+        Raises RuntimeError if `of_tokens` was not called with one token for each row in a step with draft tokens.
+        """
         samples, number, step = self._samples, self._step, self._worker.layer.step
         self._samples, self._step = [], 0  # prompt logprobs call compute_logits again in the same step
         if step is None or self.post is None:
@@ -137,10 +141,10 @@ class LogitsExport:
     def _send(
         self, logits: torch.Tensor, slots: torch.Tensor, deliver: Callable[[Extent, np.ndarray, int], None]
     ) -> bool:
-        """Copy logits and a number for each (`slots`, int64 [samples]) into one extent of the ring.
+        """Copy logits and the slot of each row (int64 [samples]) into one extent of the ring.
 
-        deliver: called with the extent, the numbers and the bytes of a row, once they are there. Returns False if the
-        ring has no room under policy drop.
+        deliver: called after the copy with the extent, the slots and the bytes of a row. Returns False if the ring has
+        no room under policy drop.
         """
         worker = self._worker
         logits = logits.to(worker.layer.row_dtype).contiguous()

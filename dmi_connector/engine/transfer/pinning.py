@@ -23,7 +23,7 @@ SLICE_BYTES = 256 << 20
 _POPULATED_BYTES = 16 << 20
 """Bytes that are taken from the system in one call. Other threads that map memory wait meanwhile."""
 _MADV_POPULATE_WRITE = 23
-"""Of Linux 5.14: take the memory now. Older kernels refuse it, and pinning then takes the memory."""
+"""madvise flag of Linux 5.14 that allocates memory at once. Older kernels refuse it; pinning then allocates it."""
 _CAPTURE_RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED: this thread's calls do not end a CUDA graph that another thread captures."""
 

@@ -41,6 +41,6 @@ def _left(values: np.ndarray, spec: ArraySpec) -> np.ndarray:
 
 
 def _equal(values: np.ndarray, pattern: np.ndarray) -> np.ndarray:
-    """Which elements of so many bytes are the pattern: bool [layers, rows, elements]."""
+    """Which elements of len(pattern) bytes equal the pattern: bool [layers, rows, elements]."""
     elements = values.reshape(*values.shape[:2], -1, len(pattern))
     return np.asarray((elements == pattern).all(axis=-1))

@@ -11,7 +11,7 @@ from dmi_connector.layout import RowLayout
 
 
 class ScoreReader:
-    """Reads the scores of one rank out of its rows. layout: of these rows. device: where they are."""
+    """Reads the scores of one rank from its rows. layout: the layout of the rows. device: the device of the rows."""
 
     def __init__(self, layout: RowLayout, rank: int, device: torch.device) -> None:
         self._rank = rank
@@ -24,7 +24,7 @@ class ScoreReader:
     def read(self, rows: torch.Tensor, asked: ScoreRows) -> StepScores:
         """The scores of rows that this step wrote. rows: uint8 [slots, row_bytes].
 
-        On a GPU they are copied to pinned memory on the current stream, behind the forward.
+        On a GPU they are copied to pinned memory on the current stream, after the forward.
         """
         slots, ready = torch.from_numpy(np.array(asked.slots, np.int64)), None
         if rows.is_cuda:

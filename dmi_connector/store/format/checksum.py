@@ -27,10 +27,10 @@ def crc32c(data: bytes | np.ndarray, start: int = 0) -> int:
 
 
 def file_checksum(path: str, content: bytes | np.ndarray) -> int:
-    """The checksum of a file of a store (docs/FORMAT.md, section 5). path: in the store.
+    """The checksum of a file of a store (docs/FORMAT.md, section 5). path: its path in the store.
 
-    content: of a shard what `shard_index.shard_content` returns, of the chunk of a 1-D array its values, else the file.
-    Not the whole file: data followed by their own crc32c have a crc32c that depends on their length alone.
+    content: what `shard_index.shard_content` returns for a shard, the values for the chunk of a 1-D array, else the
+    file. Not the whole file: data followed by their own crc32c have a crc32c that depends on their length alone.
     """
     return crc32c(content, crc32c(path.encode() + b"\0"))
 

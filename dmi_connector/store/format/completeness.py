@@ -95,7 +95,7 @@ class Loss:
         return f"rank {self.rank}: {sentence}" if self.rank else sentence
 
     def before(self, length: int) -> Loss:
-        """The loss without rows at or behind `length`."""
+        """The loss without rows from `length` on."""
         return replace(self, rows=tuple((start, min(stop, length)) for start, stop in self.rows if start < length))
 
     def to_json(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def losses_from_json(values: Iterable[Mapping[str, Any]]) -> list[Loss]:
 
 
 def reason(losses: Iterable[Loss]) -> str | None:
-    """The `reason` of a store: all losses in words, each once; None without one."""
+    """The `reason` of a store: all losses in words, each once; None if there are none."""
     return "; ".join(dict.fromkeys(filter(None, (loss.words for loss in losses)))) or None
 
 

@@ -9,7 +9,7 @@ from importlib import import_module
 
 _MODULES = ("fcntl", "resource")
 _FUNCTIONS = ("fork", "memfd_create", "pread", "preadv", "register_at_fork", "sched_getaffinity", "statvfs")
-"""Of `os`."""
+"""Functions of `os` that capture needs."""
 
 
 class NeedsLinux(OSError):

@@ -135,7 +135,7 @@ def claim(directory: str | os.PathLike[str]) -> Iterator[bool]:
         alone = False
     except OSError as error:
         os.close(fd)
-        raise OSError(error.errno, f"whether it is still written cannot be told, as locks fail: {error}") from error
+        raise OSError(error.errno, f"whether it is still written is unknown, since locks fail: {error}") from error
     try:
         yield alone
     finally:
@@ -143,7 +143,7 @@ def claim(directory: str | os.PathLike[str]) -> Iterator[bool]:
 
 
 def is_abandoned(partial: str | os.PathLike[str]) -> bool:
-    """Whether a partial directory exists that no process holds. False where that cannot be told.
+    """Whether a partial directory exists that no process holds. False if that is unknown.
 
     An empty directory younger than _LOCKED_WITHIN_S counts as held: its writer has yet to lock it.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to S3, by obstore. Credentials come from the environment alone, and no message repeats them.
 
-A service answers errors with text of its own, which may hold an access key or what was signed. So messages are made
-here, of the status and the service's error code.
+The text of a service's error may contain an access key or the string that was signed. So messages contain only the
+HTTP status and the service's error code.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from obstore.store import S3Store
 
 _RETRIES, _RETRY_S, _TIMEOUT_S = 8, 60, 60
-"""Of a request: how often it is tried again, seconds until it is not, seconds that one try may take."""
+"""Maximum number of retries of a request, seconds after which it is not retried, timeout of one attempt in seconds."""
 _FIRST_PAUSE, _LONGEST_PAUSE = timedelta(milliseconds=100), timedelta(seconds=5)
 _LONGEST_WORDS = 80
 _VARIABLES = {"AccessKeyId": "AWS_ACCESS_KEY_ID", "SecretAccessKey": "AWS_SECRET_ACCESS_KEY"}
 """obstore's names of credentials -> those of the environment."""
 _READ = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_REGION")
-"""Variables that a client reads when it is made, besides the secret ones: another value makes another client."""
+"""Variables that a client reads when it is made, except secrets. If one changes, a new client is made."""
 
 
 class RemoteError(OSError):
-    """A request to an object store failed. lasting: whether trying again would not help."""
+    """A request to an object store failed. lasting: whether a retry would fail as well."""
 
     def __init__(self, text: str, lasting: bool = False) -> None:
         super().__init__(text)
@@ -45,7 +45,10 @@ class RemoteDenied(RemoteError, PermissionError):
 
 
 class _Used:
-    """Whether this process may use the client, whose threads a fork leaves behind: a request would wait for ever."""
+    """Whether this process may use the client. A fork does not copy its threads, so a request would wait forever.
+
+    here: whether this process has used it. before_fork: whether the parent had used it before the fork.
+    """
 
     def __init__(self) -> None:
         self.here = self.before_fork = False
@@ -66,7 +69,10 @@ def check_installed(option: str, value: object) -> None:
 
 
 def bucket_store(place: RemotePath) -> S3Store:
-    """The client of a place's bucket. Raises ImportError for a profile without boto3, RemoteDenied for a bad one."""
+    """The client of a bucket.
+
+    Raises ImportError if AWS_PROFILE is set and boto3 is not installed, RemoteDenied for a bad profile.
+    """
     return _client(place.bucket, None, tuple(os.environ.get(name) for name in _READ))
 
 
@@ -116,7 +122,7 @@ def _profile() -> Any:
     except (BotoCoreError, ValueError) as error:
         raise RemoteDenied(
             f"AWS_PROFILE: the profile {os.environ['AWS_PROFILE']!r} gives no credentials ({type(error).__name__});"
-            " name one of ~/.aws, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            " name a profile of ~/.aws, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
             lasting=True,
         ) from None
 
@@ -151,10 +157,10 @@ def requests_for(place: RemotePath) -> Iterator[ModuleType]:
             raise _denied(place, words) from None
         if "NoSuchBucket" in words:
             raise FileNotFoundError(
-                f"{place} is not there: the bucket does not exist, or AWS_REGION is another"
+                f"{place} is not there: the bucket does not exist, or AWS_REGION is not its region"
             ) from None
-        told = re.sub(r"https?://\S+", "", str(error)).lower()  # a bucket may have any name
-        # At 169.254.* a machine of AWS gives the credentials of its role.
+        told = re.sub(r"https?://\S+", "", str(error)).lower()  # the name of a bucket may contain "credential"
+        # 169.254.* are the addresses of AWS's metadata services, which give the credentials of a role.
         if "169.254." in str(error) or ("credential" in told and "status" not in words):
             raise _denied(place, "no credentials were found") from None
         lasting = re.search(r"status 4(?!08|09|29)\d\d", words) is not None
@@ -170,7 +176,7 @@ def _denied(place: RemotePath, words: str) -> RemoteDenied:
 
 
 def _words(error: Exception) -> str:
-    """What an error says, without anything that the service repeats of a request."""
+    """The HTTP status and error code of an error, without the parts of the request that a service repeats."""
     text = str(error).replace("retry_timeout", "")  # a setting that obstore repeats
     status, code = re.search(r"\b([345]\d\d) [A-Z]\w+", text), re.search(r"<Code>(\w{1,64})</Code>", text)
     found = [f"status {status[1]}" if status else "", code[1] if code else ""]

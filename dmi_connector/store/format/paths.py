@@ -15,7 +15,7 @@ UMASKS = dict(zip(FILE_MODES, (0o077, 0o027, 0o022), strict=True))
 """umask for each `file_mode`. Processes that write stores set it."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _STEM_LENGTH = 160
-"""Of a store's name before its suffixes: the whole stays below the 255 bytes of a file name."""
+"""Maximum length of a store's name without suffixes. With them it stays below the 255 bytes of a file name."""
 
 
 def safe(text: str) -> str:

@@ -43,7 +43,7 @@ class RemotePath:
 
     @property
     def parent(self) -> RemotePath:
-        """Without the last part."""
+        """The path without its last part."""
         return RemotePath(self.bucket, self.key.rpartition("/")[0])
 
     def absolute(self) -> RemotePath:

@@ -16,7 +16,7 @@ FORMAT_VERSION = "1.5"
 PARTIAL_SUFFIX = ".partial"
 INDEX_NAME = "index.jsonl"
 INDEX_FOLDER = "index"
-"""In an object store: a folder of such indexes, each of which one process writes."""
+"""Folder of indexes in an object store. One process writes each of them."""
 ATTR_KEY = "dmi"
 SAMPLES_PER_SHARD = 64
 """Rows of a per-sample array (logits) in one shard file. An inner chunk holds one row."""
@@ -49,7 +49,7 @@ def effective_grid(length: int, chunk_tokens: int, segment_tokens: int) -> Grid:
 
 
 def inner_codecs(codec: str, itemsize: int, chunk_bytes: int) -> list[dict[str, Any]]:
-    """The Zarr codecs of one inner chunk. codec: a name in CODECS. chunk_bytes: of a decoded chunk."""
+    """The Zarr codecs of one inner chunk. codec: a name in CODECS. chunk_bytes: bytes of a decoded chunk."""
     return [_bytes_codec(itemsize), *CODECS[codec].metadata(itemsize, chunk_bytes), {"name": "crc32c"}]
 
 

@@ -22,13 +22,13 @@ from dmi_connector.store.read.metadata import NotACapture, read_attrs
 FINISHED = ("complete", "incomplete")
 """States of finished stores."""
 _ADDED = re.compile(r"(_[0-9]+)?(-|\Z)")
-"""What vLLM adds behind a request id, up to the end or a dash."""
+"""What vLLM appends to a request id, up to the end or a dash."""
 _DRAFTS = {"draft_tokens_scheduled": "scheduled", "draft_tokens_accepted": "accepted"}
 """Counts of draft tokens: their names here, and in the attribute `draft_tokens` of a store."""
 SCORES = ("max", "at", "min", "mean", "last")
 """What the index says of the scores of a probe."""
 _OF_END = ("state", "reason", "finished", "bytes", "num_tokens", "prompt_len", "model", "scores", *_DRAFTS)
-"""What the line of a store's end tells of it."""
+"""Fields of the line that is appended when a store ends."""
 _STORES = (".zarr", ".zarr" + PARTIAL_SUFFIX)
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
 """Keys and request ids that are the same in JSON and in the name of a store."""
@@ -77,7 +77,7 @@ def read_index(directory: Given, word: str | None = None) -> Iterable[dict[str, 
     """The whole lines of the index, one by one. Torn and foreign lines are skipped. None where there is no index.
 
     word: only the lines of stores with this key or, in a part, this request id, and others perhaps. Lines without the
-    word are not parsed, where that tells these stores from others.
+    word are not parsed if that distinguishes these stores from others.
     """
     texts = _texts(place_of(directory))
     if word is not None and _PLAIN.fullmatch(word):
@@ -155,7 +155,7 @@ def find_captures(
     behind (`resp_xxxx_0`), and every request a random suffix (`id-xxxx`). `request_id` matches these too. Aborted and
     removed captures are left out.
 
-    The directory's index is read, and no store whose end it tells is opened. Others in a directory of this machine,
+    The directory's index is read. A store whose end it records is not opened. Others in a directory of this machine,
     such as copies, are found by their names (*.zarr), and each is opened once. With a key or request id that is done
     only where the index has none. Such a store that cannot be read has the state "failed".
 
@@ -358,7 +358,7 @@ class LineTail:
     def read(self, of: str | None = None) -> list[dict[str, Any]]:
         """The whole lines since the last call. [] where there is no index. One that was replaced or cut is read anew.
 
-        of: only the lines of the store of this name. Lines without the name are not parsed, where that tells them.
+        of: only the lines of the store of this name. Lines without the name are not parsed, if that identifies them.
         """
         try:
             with open(self._path, "rb") as index:
@@ -371,7 +371,7 @@ class LineTail:
                 text = index.read()
         except FileNotFoundError:
             return []
-        whole = text[: text.rfind(b"\n") + 1]  # what is behind it is still being written
+        whole = text[: text.rfind(b"\n") + 1]  # the rest is still being written
         self._at += len(whole)
         raws = _raws_with(whole, of.encode()) if of is not None and _PLAIN.fullmatch(of) else whole.split(b"\n")
         return [line for line in _parse(raws) if of in (None, line["store"])]

@@ -67,7 +67,7 @@ class PartialStore:
         return {spec.name: replace(spec, rank=0) for spec in known}
 
     def token_ids(self, first: int) -> np.ndarray | None:
-        """int32 [rows of a chunk], of the chunk that begins at row `first`; None where it is not written yet."""
+        """int32 [rows of a chunk], of the chunk that begins at row `first`; None if it is not written yet."""
         return next((j.token_ids[first] for j in self._journals if first in j.token_ids), None)
 
     def written(self, known: np.ndarray) -> np.ndarray:
@@ -117,7 +117,7 @@ class PartialStore:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
     def documents(self, length: int, samples: int) -> dict[str, Any]:
-        """By name, the zarr.json that each array would have in a store of `length` rows and `samples` logits."""
+        """array -> the zarr.json that it would have in a store of `length` rows and `samples` rows of logits."""
         journal = self._journals[0]
         grid = schema.Grid(journal.chunk_tokens, journal.segment_tokens)
         return {

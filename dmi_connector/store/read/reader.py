@@ -75,7 +75,7 @@ class StoreReader:
 
     hooks: names that can be read, aliases included. layers: hook -> layer numbers ([] for a hook that exists once).
     complete, reason, missing: whether rows are missing, why, and which [start, stop) rows. prompt_len: tokens of the
-    prompt. num_layers: of the model; negative layer numbers count from there. attrs: the root attribute
+    prompt. num_layers: layers of the model; negative layer numbers count from the last. attrs: the root attribute
     (docs/FORMAT.md, section 5).
 
     `in` says whether a hook is there, and a loop gives the names of `hooks`. `dmi prune` and retention do not remove
@@ -90,7 +90,7 @@ class StoreReader:
         self._read_from(path, attrs, HookValues(self.files, attrs, path))
 
     def _read_from(self, path: Place, attrs: dict[str, Any], values: HookValues) -> None:
-        """Set all that methods use, but what `close` needs. values: of the hooks that `attrs` names."""
+        """Set all attributes that methods use, except those of `close`. values: those of the hooks of `attrs`."""
         self.path, self.attrs, self._values = path, attrs, values
         self._table = HookTable.of(attrs)
         self.num_layers = self._table.num_layers
@@ -155,7 +155,7 @@ class StoreReader:
     @property
     def draft_index(self) -> np.ndarray:
         """uint8 [tokens]: which draft token of its step a generated token was, from 1 on; 0 if it was sampled, and in
-        the prompt; 255 if that is not known (accepted, behind a pause of the engine).
+        the prompt; 255 if that is not known (accepted after a pause of the engine).
 
         Raises KeyError without speculative decoding, and for a repaired store.
         """

@@ -25,8 +25,8 @@ from dmi_connector.store.read.arrays.hook_array import HookArray
 from dmi_connector.store.read.arrays.shard_reader import ShardReader
 
 TOLERANCE = {"bfloat16": 2 * 2.0**-8, "float16": 2 * 2.0**-11, "float32": 1e-5, "float64": 1e-12}
-"""Largest error of a sum of two, relative to the row's largest magnitude: 2 ulp at that scale; 1e-5 for float32. A sum
-of three may have 1.5 times as much.
+"""Largest error of a sum of two terms, relative to the row's largest magnitude. For bfloat16 and float16 it is 1 to 2
+ulp of that magnitude. A sum of three terms may have 1.5 times as much.
 """
 Term = tuple[str, int]
 """(hook, layer)."""

@@ -13,7 +13,7 @@ MANIFESTS = "manifest*.jsonl"
 
 
 def read_manifest(path: Path) -> Iterator[dict[str, Any]]:
-    """The entries of a manifest, in the order of its lines. Lines that are none are passed by: their stores tell."""
+    """The entries of a manifest, in the order of its lines. Lines that cannot be parsed are skipped."""
     if not path.exists():
         return
     with open(path, "rb") as file:

@@ -246,7 +246,7 @@ class _Check:
                 yield self.problem(path, "the file does not match its checksum")
 
     def _media(self, attrs: dict[str, Any]) -> Iterator[Problem]:
-        """Media lie in the prompt, or in those of a session's turns, one behind the other."""
+        """Media lie in the prompt, or in those of a session's turns, one after the other."""
         before, end = 0, attrs.get("last_prompt_len", attrs["prompt_len"])
         for start, stop in (span for item in attrs.get("media", ()) for span in item["positions"]):
             if not before <= start < stop <= end:

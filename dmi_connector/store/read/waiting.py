@@ -116,7 +116,7 @@ class Watch:
             raise CaptureFailed(text, self.final, end["state"], end.get("reason"))
 
     def _end(self) -> dict[str, Any] | None:
-        """What is known of a capture of which no store comes; None where one may come."""
+        """What the index says of a capture that will leave no store; None if it still may leave one."""
         for line in self._tail.read(of=self.final.name):
             self._line = merge_line(self._line, line)
         if self._line.get("state") in ("failed", "aborted", "removed"):

@@ -93,7 +93,7 @@ class StoreClient:
         self.settings, self.writers = settings or WriteSettings(), writers
         self.ring = Ring(ring_bytes)
         self._lock = threading.Condition()
-        self._layouts: dict[int, Message] = {}  # those that a new coordinator is told of, by number
+        self._layouts: dict[int, Message] = {}  # those that a new coordinator gets, by number
         self._registered = 0
         self._captures: dict[int, OpenCapture] = {}
         self._out: dict[int, Extent] = {}  # extents that the coordinator has, by number

@@ -113,7 +113,7 @@ class Ring(RingBase):
             self._changed.notify_all()
 
     def alloc(self, nbytes: int, timeout: float | None = None) -> Extent | None:
-        """Take `nbytes` bytes; wait up to `timeout` seconds for space (None: for ever, 0: not at all).
+        """Take `nbytes` bytes; wait up to `timeout` seconds for space (None: forever, 0: not at all).
 
         Returns None if there was no space in time. Raises ValueError for more than the ring holds.
         """
@@ -134,7 +134,7 @@ class Ring(RingBase):
             return extent
 
     def _place(self, size: int) -> int | None:
-        """Where `size` contiguous bytes are free: behind the last extent, else at the start. None: nowhere now."""
+        """Offset of `size` contiguous free bytes, after the last extent or at the start; None if there are none."""
         if not self._extents:
             return 0 if size <= self.usable else None
         first, last = self._extents[0].offset, self._extents[-1]

@@ -4,7 +4,7 @@ import { short } from "./colour.js";
 
 /**
  * items: [{label, value, said, colour, title, pick}]. A value below 0 has its bar on the left of the middle. said: what
- * stands behind the bar; without it the value. pick(): makes a button of the label.
+ * stands after the bar; without it the value. pick(): makes a button of the label.
  */
 export function bars(list, items) {
   const largest = Math.max(...items.map((item) => Math.abs(item.value ?? 0)), 1e-12);

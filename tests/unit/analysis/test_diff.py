@@ -134,7 +134,7 @@ def test_a_summary_beside_full_rows_is_not_compared(write: Write, tmp_path: Path
     owner.write(tmp_path / "b.zarr", arrays, ROWS, ids=IDS, attrs={"dtype": "float32", "num_layers": 2})
     assert owner.shutdown(kit.PATIENCE)
     found = both(write("a"), tmp_path / "b.zarr")
-    assert found.left_out["mlp_out"] == "it is full rows in one and topk in the other, or of other settings"
+    assert found.left_out["mlp_out"] == "it is full rows in one and topk in the other, or with other settings"
 
 
 def test_rows_behind_another_token_and_missing_rows_are_not_compared(write: Write) -> None:

@@ -175,7 +175,7 @@ def test_captures_of_different_widths_and_no_captures_are_refused(stores: list[P
 
 def test_importance_refuses_hooks_without_neurons_and_absent_layers(stores: list[Path]) -> None:
     capture = open_capture(stores[0], 0)
-    with pytest.raises(ValueError, match="'ln2' was stored as rp, which this cannot be worked out from"):
+    with pytest.raises(ValueError, match="'ln2' was stored as rp, from which this cannot be computed"):
         importance(capture, "ln2", 0)
     with pytest.raises(ValueError, match="name one layer"):
         importance(capture, "q")

@@ -65,7 +65,7 @@ def unembedding() -> Unembedding:
 
 
 def refuses(call: Callable[[], Any], hook: str, kind: str) -> None:
-    with pytest.raises(ValueError, match=f"'{hook}' was stored as {kind}, which this cannot be worked out from"):
+    with pytest.raises(ValueError, match=f"'{hook}' was stored as {kind}, from which this cannot be computed"):
         call()
 
 

@@ -278,7 +278,7 @@ def test_hooks_that_keep_no_neurons_and_sets_of_other_widths_are_refused(folder:
     owner.write(tmp_path / "wide.zarr", [ArraySpec("mlp_post", "float32", (0, 1), 8)], TOKENS)
     assert owner.shutdown()
     with open_capture(tmp_path / "rp.zarr", 0) as projected, open_capture(tmp_path / "wide.zarr", 0) as wide:
-        with pytest.raises(ValueError, match="was stored as rp, which this cannot be worked out from"):
+        with pytest.raises(ValueError, match="was stored as rp, from which this cannot be computed"):
             top_tokens(projected, "mlp_post", 0, 0)
         with open_capture(folder / "0.zarr", 0) as one:
             with pytest.raises(ValueError, match="16 values in one set, 8 in the other"):

@@ -476,7 +476,7 @@ def test_names_that_depend_on_the_model_are_those_of_its_store(tmp_path: Path) -
         packed = PackedRows(found[:1], name, 4)
         assert packed.name == name
         np.testing.assert_array_equal(packed.read(0, 5).reshape(20, 8), batch)
-    with pytest.raises(KeyError, match="no equal here: not captured: q and k are behind the norm"):
+    with pytest.raises(KeyError, match="no equal here: not captured: q and k are after the norm"):
         TokenDataset(every.filter(hooks="attn_proj"), "blocks.1.attn.hook_q", 4)
     with pytest.raises(KeyError, match=r"'blocks\.1\.hook_nothing' has no equal here; suffixes that have"):
         every.filter(hooks="blocks.1.hook_nothing")

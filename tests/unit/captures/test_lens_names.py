@@ -80,7 +80,7 @@ def test_names_depend_on_the_model(attrs: Attrs, there: set[str], absent: set[st
 def test_reasons_say_what_to_take_instead() -> None:
     old, normed, plain = {"hooks": {}}, {"hooks": {}, "qk_norm": True}, {"hooks": {}, "qk_norm": False}
     assert "too old" in (names.why_not_equal("attn.hook_q", old) or "")
-    assert "behind the norm" in (names.why_not_equal("attn.q.hook_out", normed) or "")
+    assert "after the norm" in (names.why_not_equal("attn.q.hook_out", normed) or "")
     assert "no norm" in (names.why_not_equal("attn.hook_k_normed", plain) or "")
     bloom, llama4 = {"architecture": "BloomForCausalLM"}, {"architecture": "Llama4ForCausalLM"}
     assert "resid_pre of layer 0" in (names.why_not_equal("hook_embed", bloom) or "")
@@ -101,7 +101,7 @@ def test_a_capture_reads_by_these_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ["GraniteForCausalLM", "GraniteMoeHybridForCausalLM"])
 def test_a_name_of_another_tensor_is_refused_with_the_reason(architecture: str, tmp_path: Path) -> None:
     cap = capture(tmp_path, qk_norm=True, architecture=architecture)
-    with pytest.raises(KeyError, match=r"'blocks.1.attn.hook_q' has no equal here: .*behind the norm"):
+    with pytest.raises(KeyError, match=r"'blocks.1.attn.hook_q' has no equal here: .*after the norm"):
         cap["blocks.1.attn.hook_q"]
     with pytest.raises(KeyError, match=r"'hook_embed' has no equal here: embed is from before"):
         cap["hook_embed"]
@@ -145,7 +145,7 @@ def of_attention(*layers: int, keys: tuple[int, ...] = ()) -> list[ArraySpec]:
 def test_the_reason_for_an_absent_pattern_is_that_of_its_layer(cache_of: Callable[..., Any]) -> None:
     cache = cache_of(of_attention(1))
     assert "blocks.1.attn.hook_pattern" in cache.cache_dict
-    why = "it is worked out from q_rot and k_rot of layer 0, which were not both captured"
+    why = "it is computed from q_rot and k_rot of layer 0, which were not both captured"
     assert cache.why_absent("blocks.0.attn.hook_pattern") == why
     with pytest.raises(KeyError, match=f"'blocks.0.attn.hook_pattern' is not in the cache: {why}"):
         cache["blocks.0.attn.hook_pattern"]

@@ -78,7 +78,7 @@ def test_scores_have_the_shape_of_the_probe(stores: Path, tmp_path: Path) -> Non
     assert cap.xarray().sizes["probe.risk_width"] == 2
     with pytest.raises(ValueError, match=r"hook 'probe\.risk' holds no latents of an autoencoder"):
         cap.latents("probe.risk")
-    with pytest.raises(ValueError, match=r"'probe\.risk' was stored as probe, which this cannot be worked out from"):
+    with pytest.raises(ValueError, match=r"'probe\.risk' was stored as probe, from which this cannot be computed"):
         cap.tally("probe.risk")
 
 

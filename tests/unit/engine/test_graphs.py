@@ -130,6 +130,6 @@ def test_a_user_who_asks_for_full_where_it_is_wrong_is_warned(lines: list[str]) 
 
 def test_graphs_that_end_early_are_mentioned(lines: list[str]) -> None:
     graphs.choose_graphs(config(FULL, Layer(), largest=128), "auto")
-    assert len(lines) == 1 and "CUDA graphs end at 128 tokens" in lines[0]
+    assert len(lines) == 1 and "the largest CUDA graph has 128 tokens" in lines[0]
     graphs.choose_graphs(config(PIECES, Layer(), device="cpu"), "auto")
     assert len(lines) == 1

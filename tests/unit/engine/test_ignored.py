@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of vLLM's own connector that choose nothing here are named in responses and in the log."""
+"""Settings of vLLM's own connector that have no effect here are named in responses and in the log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.trackerkit import DIMS, ask, generate, make_tracker
 
 
 def layers(hooks: str, ids: object, owner: str = "draft") -> str:
-    """What is said of these layer ids of a model with three layers."""
+    """The warning about these layer ids of a model with three layers."""
     context: Any = SimpleNamespace(dims=DIMS, selection=parse_selection(hooks, DIMS))
     draft = SimpleNamespace(hf_config=SimpleNamespace(eagle_aux_hidden_state_layer_ids=ids))
     config: Any = SimpleNamespace(speculative_config=SimpleNamespace(draft_model_config=draft))
@@ -37,7 +37,7 @@ def layers(hooks: str, ids: object, owner: str = "draft") -> str:
 )
 def test_layer_ids_of_other_layers_than_the_captured_ones_are_named(hooks: str, ids: list[int], fix: str) -> None:
     said = layers(hooks, ids)
-    assert said.startswith(f"eagle_aux_hidden_state_layer_ids: {ids} choose nothing here, hooks do"), said
+    assert said.startswith(f"eagle_aux_hidden_state_layer_ids: {ids} have no effect, since hooks"), said
     assert f"set hooks to {fix} and the ids to [1]" in said
 
 

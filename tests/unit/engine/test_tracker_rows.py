@@ -152,7 +152,7 @@ def test_the_blocks_of_a_resumed_request_take_the_place_of_its_old_ones(tmp_path
 
 
 def test_rows_of_tokens_without_a_known_id_wait(tmp_path: Path) -> None:
-    """With asynchronous scheduling a step may compute a token that lies behind a stop."""
+    """With asynchronous scheduling a step may compute a token after a stop."""
     run = Run(make_tracker(tmp_path, "resid_pre"), ask({"include_output_tokens": True}, 30))
     assert [one.first for one in run.step(30).chunks] == [0] and run.step(1, ahead=1).chunks == []
     run.request.tokens = run.request.tokens[:31]
@@ -443,10 +443,10 @@ def test_tokens_behind_the_end_are_named_in_the_response(tmp_path: Path) -> None
     tracker.on_new_request(request)
     _, response = generate(tracker, request, 3)
     assert response is not None and "dmi_missing" not in response
-    assert response["dmi_reason"].startswith("dmi.tokens: [100, 200] lies behind the last row")
+    assert response["dmi_reason"].startswith("dmi.tokens: [100, 200] is after the last row")
 
 
-@pytest.mark.parametrize(("generated", "says"), [(20, "lies behind the prompt"), (2, "lies behind the last row")])
+@pytest.mark.parametrize(("generated", "says"), [(20, "is after the prompt"), (2, "is after the last row")])
 def test_tokens_behind_the_prompt_name_the_option_that_they_need(tmp_path: Path, generated: int, says: str) -> None:
     """Rows of generated tokens are there only with include_output_tokens."""
     tracker = make_tracker(tmp_path)

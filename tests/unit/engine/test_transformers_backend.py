@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks that a decoder layer's structure tells, and what is not taken for one."""
+"""The hooks that are found by the structure of a decoder layer, and structures in which none are found."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Twice(Layer):
 
 
 class OneOfAnother(Layer):
-    """What the MLP makes of attention's output alone: both outputs come from attention."""
+    """The input of the MLP is the output of attention alone, so both outputs depend on attention."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         out = self.attn(hidden_states)[0]

@@ -366,7 +366,7 @@ assert client.shutdown(t.PATIENCE)
 
 
 def test_the_coordinator_counts_the_ring_as_the_engine_does() -> None:
-    """The engine takes space back in order: what lies behind an extent that is in use is not free yet."""
+    """The engine takes space back in order: the space after an extent that is in use is not free yet."""
     ring, freed = Ring(1 << 16), []
     remote = RemoteRing(ring.fd, ring.nbytes, SimpleNamespace(put=freed.append))  # type: ignore[arg-type]
     assert remote.used == 0

@@ -197,7 +197,7 @@ def test_attention_of_image_tokens_that_see_later_ones_is_refused(stores: kit.St
     attrs = {"media": MEDIA, "num_layers": 1, "dims": {"heads": 2, "kv_heads": 2, "head_dim": 8}}
     stores.write(tmp_path / "a.zarr", specs, LENGTH, attrs={**attrs, "attention": {"image_blocks": True}})
     capture = open_capture(tmp_path / "a.zarr")
-    with pytest.raises(ValueError, match="attention of image tokens cannot be worked out"):
+    with pytest.raises(ValueError, match="attention of image tokens cannot be computed"):
         capture.attention(0)
     assert capture.attention(0, queries=slice(20, 30)).shape == (2, 10, 30)
     stores.write(tmp_path / "b.zarr", specs, LENGTH, attrs=attrs)

@@ -383,7 +383,7 @@ def test_a_profile_without_credentials_is_named(stores: Path, tmp_path: Path, pr
         run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=kit.PATIENCE)
         return run.returncode, run.stdout, run.stderr
 
-    said = f"AWS_PROFILE: the profile '{profile}' gives no credentials ({error}); name one of ~/.aws, or set"
+    said = f"AWS_PROFILE: the profile '{profile}' gives no credentials ({error}); name a profile of ~/.aws, or set"
     status, _, err = dmi("verify", f"{URL}/all/a.zarr")
     assert status == 2 and err.startswith(f"dmi: {said}") and "Traceback" not in err
     status, out, err = dmi("repair", str(tmp_path / "stores"))

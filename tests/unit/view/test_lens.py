@@ -56,4 +56,4 @@ def test_projections_of_the_stream_are_named_in_place_of_a_lens(tmp_path: Path, 
     assert owner.shutdown(kit.PATIENCE)
     with open_capture(tmp_path / "a.zarr", 0) as capture:
         for model in (None, tmp_path):
-            assert (lacking(capture, model) or "").startswith("'resid_pre' was stored as rp, which this cannot be")
+            assert (lacking(capture, model) or "").startswith("'resid_pre' was stored as rp, from which this cannot be")

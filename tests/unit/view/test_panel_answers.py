@@ -295,7 +295,7 @@ def test_an_autoencoder_of_another_width_or_of_reduced_rows_is_refused(root: Pat
     with open_capture(tmp_path / "a.zarr") as capture:
         said = {hook: Latents.load(root / "sae", hook).lacking(capture) for hook in ("resid_pre@0", "mlp_out@0")}
     assert said["mlp_out@0"] == "The autoencoder takes rows of 64 values; mlp_out@0 has 8."
-    assert str(said["resid_pre@0"]).startswith("'resid_pre' was stored as rp, which this cannot be")
+    assert str(said["resid_pre@0"]).startswith("'resid_pre' was stored as rp, from which this cannot be")
 
 
 def test_the_strongest_latents_of_a_token(page: TestClient, root: Path, parts: Capture) -> None:

@@ -15,7 +15,7 @@ TRANSFORMERS_CLASSES = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
 """Its classes of text models."""
 
 FORWARD = "forward"
-"""As a path: the model's own forward."""
+"""A path that stands for the model's own forward."""
 QK_NORM: dict[str, Any] = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 """Fields of rows: norms of q and k."""
 
@@ -33,7 +33,7 @@ class Architecture:
     where only the model does; positions_at: the number of that argument; positions_as: its keyword. stream_at: the
     number of a layer's argument that is its input. ln1, ln2, final_norm: a fused add-and-norm returns (normed, residual
     stream), a plain norm gets the residual stream as input; taps tell them apart by the output. plain_norms: norms
-    return something else behind the normed values, and get the stream as input. Without ln1 the stream is the layer's
+    return something else after the normed values, and get the stream as input. Without ln1 the stream is the layer's
     input, without ln2 the MLP's, without final_norm the last layer's output. qkv: the projection that returns q, k and
     v side by side; qkv_by_head: it returns those of a head, or group of heads, side by side. q_norm, k_norm: norms of q
     and k; heads_first: these get [heads, tokens, head_dim]. v_at_attn: v is changed between qkv and attention, which
@@ -120,7 +120,7 @@ class Architecture:
         return row
 
     def of_layer(self, index: int, dims: ModelDims) -> Architecture:
-        """The row of one layer. dims: of the model."""
+        """The row of one layer. dims: the sizes of the model."""
         return self
 
     @property
@@ -188,11 +188,11 @@ class Architecture:
         )
 
     def block_scale(self, config: Any) -> float:
-        """By what a block's output is multiplied before it is added to the residual stream."""
+        """The factor of a block's output before it is added to the residual stream."""
         return float(getattr(config, self.scale)) if self.scale else 1.0
 
     def visual_layers(self, config: Any) -> int:
-        """First layers behind which visual features are added, as the config of the whole model says (deepstack)."""
+        """The number of first layers after which visual features are added, by the model's config (deepstack)."""
         vision = getattr(config, "vision_config", None) if self.language else None
         return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
@@ -210,12 +210,12 @@ _INTERMEDIATE = ("prefix_dense_intermediate_size", "intermediate_size_mlp", "int
 
 
 def _first(config: Any, *names: str) -> Any:
-    """The first of these fields that a config has a value for; None without one."""
+    """The value of the first of these fields that a config sets; None if it sets none."""
     return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
 def _moe_layers(config: Any, layers: int) -> tuple[int, ...]:
-    """Layers with experts, as a config tells: all that it does not say to be dense."""
+    """Layers with experts by a config: all that it does not declare dense."""
     if listed := getattr(config, "moe_layers", None):  # Llama 4
         return tuple(listed)
     types = getattr(config, "mlp_layer_types", None)

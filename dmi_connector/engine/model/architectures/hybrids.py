@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hybrid models: in some layers a mixer stands in the place of attention.
 
-Hooks of such layers are read at the mixer's input projections, at the norm behind its core and at its output
+Hooks of such layers are read at the mixer's input projections, at the norm after its core and at its output
 projection (`Architecture.mix_in`, `mix_norm`, `mix_out`).
 """
 

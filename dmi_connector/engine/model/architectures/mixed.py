@@ -18,7 +18,7 @@ _NO_ATTENTION: dict[str, Any] = dict.fromkeys(("qkv", "q_norm", "k_norm", "attn"
 
 
 class Sizes(NamedTuple):
-    """Of attention in one layer. v_head_dim: 0 where it is head_dim."""
+    """The sizes of attention in one layer. v_head_dim: 0 if it equals head_dim."""
 
     heads: int
     kv_heads: int
@@ -63,7 +63,7 @@ class Gemma4(Mixed):
 
     def fit(self, config: Any) -> Architecture:
         wide = getattr(config, "use_double_wide_mlp", False) and _shared(config)
-        # With experts the norm behind the MLP gets the sum of both, which no module returns.
+        # With experts the norm after the MLP gets the sum of both, which no module returns.
         neurons = dict.fromkeys(("mlp_pre", "mlp_pre_linear", "mlp_post"), wide)
         lacks = {**neurons, "mlp_proj": getattr(config, "num_experts", None)}
         return replace(self, lacks=tuple(name for name, absent in lacks.items() if absent))

@@ -15,7 +15,7 @@ from dmi_connector.store.read.files.thread_pool import in_fetch_threads, in_thre
 _LEAST_JOB, _MOST_JOB = 1 << 20, 16 << 20
 """Decoded bytes of one job of a thread."""
 _MOST_RUN, _MOST_FETCHED = 8 << 20, 256 << 20
-"""Of an object store: stored bytes of one request; decoded bytes that are planned at a time."""
+"""Maximum bytes of one request to an object store, and of decoded values that are planned at a time."""
 
 
 def read_pieces(planned: Iterable[ShardPieces]) -> None:

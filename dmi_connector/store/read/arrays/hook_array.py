@@ -27,7 +27,7 @@ Slot = tuple[int, ...]
 class Piece(NamedTuple):
     """Rows of one inner chunk, and their place in the result.
 
-    slot: of the chunk in the index of its shard. rows: which rows of the chunk. out: [any, columns of the shard], in
+    slot: the index entry of the chunk in its shard. rows: rows of the chunk. out: [any, columns of the shard], in
     `HookArray.bits` or float32. places: the rows of `out` that receive them.
     """
 

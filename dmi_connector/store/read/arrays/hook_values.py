@@ -77,7 +77,7 @@ class HookValues:
         return out if widened else out.view(dtype)
 
     def reduced(self, name: str) -> StoredReduction | None:
-        """The reduction of an array, None without one."""
+        """The reduction of an array; None if it was not reduced."""
         return StoredReduction.of(self._attrs["hooks"][name], self._store)
 
     def layers(self, name: str, indexes: Sequence[int]) -> list[int]:
@@ -86,7 +86,7 @@ class HookValues:
         return [own[index] if own else 0 for index in indexes]
 
     def reduction(self, hook: str, sources: Sequence[Source]) -> Reduction | None:
-        """That of the arrays of a hook. Raises ValueError where they have different ones."""
+        """The reduction of the arrays of a hook. Raises ValueError if they have different ones."""
         found = {None if (reduced := self.reduced(name)) is None else reduced.reduction for name in _arrays(sources)}
         _check_one(hook, len(found))
         return found.pop()
@@ -103,7 +103,7 @@ class HookValues:
             _check_one(hook, len({self._form(name) for name in names}))
 
     def _form(self, name: str) -> tuple[int, Reduction | None]:
-        """What tells decoded rows of an array from others: their width, and a reduction to other values."""
+        """What decoded rows of two arrays must share: their width, and a reduction to other values."""
         reduced = self.reduced(name)
         other = reduced is not None and Keeps.VALUES not in reduced.reduction.keeps
         return self.width(name), reduced.reduction if reduced is not None and other else None

@@ -25,7 +25,7 @@ _OF_VALUES = ("dtype", "width")
 class StoredReduction:
     """The reduction of an array.
 
-    width: of the values of one slice, before reduction. dtype: theirs. shards: tensor-parallel slices, which were
+    width, dtype: those of the values of one slice before reduction. shards: tensor-parallel slices, which were
     reduced apart. stored_width, stored_dtype: of a whole stored row. store: beside it lies the file that
     rows are decoded with, if they need one.
     """
@@ -40,7 +40,7 @@ class StoredReduction:
 
     @classmethod
     def of(cls, hook: Mapping[str, Any], store: Place) -> StoredReduction | None:
-        """That of an entry of the attribute `hooks`; None without one. Raises ReduceError for an unknown one."""
+        """The reduction of an entry of the attribute `hooks`, or None. Raises ReduceError for an unknown one."""
         settings = hook.get("reduce")
         if settings is None:
             return None

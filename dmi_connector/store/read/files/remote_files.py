@@ -53,7 +53,7 @@ def look(place: RemotePath) -> tuple[int, str | None]:
 
 
 def check_bucket(place: RemotePath) -> None:
-    """Raise FileNotFoundError where the bucket does not exist, which `look` does not tell from an object that does not.
+    """Raise FileNotFoundError where the bucket does not exist, which `look` does not distinguish from a missing object.
 
     Other errors count for nothing here: a key may not be allowed to list.
     """

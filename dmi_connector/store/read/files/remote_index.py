@@ -51,7 +51,7 @@ def finished_below(place: RemotePath, names: Iterable[str]) -> set[str]:
 
 
 def read_indexes(place: RemotePath) -> list[bytes]:
-    """The index of a directory that was copied there, and those of all uploads. [] where there is none."""
+    """The index of a directory that was copied there, and those of all uploads; [] if there is none."""
     folder = RemoteFiles(place / INDEX_FOLDER)
     parts = [f"{INDEX_FOLDER}/{name}" for name in sorted(folder.names()) if name.endswith(".jsonl")]
     files, found = RemoteFiles(place), dict.fromkeys([INDEX_NAME, *parts], b"")

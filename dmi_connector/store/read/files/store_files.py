@@ -56,7 +56,7 @@ class StoredFile(ABC):
 
     @abstractmethod
     def read_into(self, offset: int, parts: Sequence[Buffer]) -> None:
-        """Fill `parts`, one after the other, with the bytes from `offset` on. Raises ValueError behind the end."""
+        """Fill `parts`, one after the other, with the bytes from `offset` on. Raises ValueError beyond the end."""
 
     def __enter__(self) -> StoredFile:
         return self
@@ -166,7 +166,7 @@ class StoreFiles(ABC):
 
     @abstractmethod
     def size(self, path: str) -> int | None:
-        """Bytes of a file; None where there is no such file."""
+        """Bytes of a file; None if it does not exist."""
 
     def blocks(self, path: str) -> Iterator[bytes]:
         """All bytes of a file in parts, so that memory does not grow with the file. Raises FileNotFoundError."""

@@ -18,7 +18,7 @@ FETCH_THREADS = 32
 
 
 def _cores() -> int:
-    """Cores that this process may use; those of the machine where the system does not tell (macOS, Windows)."""
+    """Cores that this process may use; those of the machine if the system does not say (macOS, Windows)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -61,9 +61,9 @@ class Encoded(NamedTuple):
 def encode(chunk: np.ndarray, codec: str, rows: int | None = None, plain: bool = False) -> Encoded:
     """Encode one inner chunk, a C-contiguous array of unsigned integers as wide as the dtype.
 
-    codec: a name in CODECS. rows: of the whole chunk; zeros fill the rows that `chunk` lacks (default: none). plain: do
-    not compress, if the codec can mark a chunk as uncompressed. The body of an uncompressed chunk is a view of `chunk`:
-    its bytes are not copied.
+    codec: a name in CODECS. rows: number of rows of a full chunk; zeros fill the rows that `chunk` lacks (default:
+    none). plain: do not compress, if the codec can mark a chunk as uncompressed. The body of an uncompressed chunk is a
+    view of `chunk`: its bytes are not copied.
     """
     its = CODECS[codec]
     zeros = 0 if rows is None else (rows - len(chunk)) * chunk[0].nbytes

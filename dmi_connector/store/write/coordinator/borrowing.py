@@ -2,10 +2,10 @@
 """Rows that a capture does not send, because the store of an earlier one of this engine has them.
 
 The engine's prefix cache had their tokens, so they were not computed. Writers copy them at once from a finished store.
-From one that is still written they copy them when the first chunk of the capture comes, or its end, or that of the
-source: rows leave an engine in order, so those of the source came before. Then the source's writers are asked for a
-sign (`mark`) that what was sent to them is in files. A source is not finished before its rows are copied: whoever reads
-it may remove it.
+From one that is still written they copy them when the first chunk of the capture arrives, or when the capture or the
+source ends: rows leave an engine in order, so those of the source arrived before. Then the source's writers confirm
+(`mark`) that what was sent to them is in files. A source is not finished before its rows are copied, since a reader may
+remove a finished store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dmi_connector.store.write.coordinator.writer_pool import Assignment, Writer
 from dmi_connector.store.write.messages import Message, pack_array, unpack_array
 
 Takers = Callable[[CaptureRecord, int], list[Assignment]]
-"""(capture, segment) -> who writes the token arrays of the segment."""
+"""(capture, segment) -> assignments that write the token arrays of the segment."""
 OnLost = Callable[[CaptureRecord, list[Loss]], None]
 
 
@@ -49,9 +49,10 @@ def check_borrow(borrow: Message | None, layout: PayloadLayout) -> None:
 class Borrowed:
     """The rows [0, rows) of `record`, from the store `final`.
 
-    source: its capture while that is under way. fd: its directory, held until the rows are copied. due: whether the
-    source's rows have come. marks: writers that have not signed yet, None before they are asked. posted: whether the
-    writers of the capture were told to copy. copying: writers that have not answered, one for each message.
+    source: the capture of that store, while it is under way. fd: the directory of the store, held until the rows are
+    copied. due: whether the source's rows have arrived. marks: writers that have not confirmed yet; None before they
+    are asked. posted: whether the writers of the capture have been asked to copy. copying: writers that have not
+    answered, one for each message.
     """
 
     record: CaptureRecord
@@ -68,7 +69,7 @@ class Borrowed:
 
     @property
     def copied(self) -> bool:
-        """Whether its source is not needed any more."""
+        """Whether the source is no longer needed."""
         return self.posted and not self.copying
 
     def hold(self) -> None:
@@ -89,7 +90,7 @@ class Borrowed:
 class Borrowing:
     """All captures that borrow rows. Not thread-safe: call it with the owner's lock held.
 
-    takers: see `Takers`. ends: brings captures to their end. on_lost: told of rows that are missing, at once.
+    takers: see `Takers`. ends: brings captures to their end. on_lost: called at once for rows that are missing.
     """
 
     def __init__(self, pool: WriterPool, takers: Takers, ends: CaptureEnds, on_lost: OnLost) -> None:
@@ -115,9 +116,9 @@ class Borrowing:
             self._advance()
 
     def _follow(self, known: Borrowed) -> None:
-        """While the source has not copied its own borrowed rows, take them from where it takes them.
+        """If the source has not copied its own borrowed rows yet, copy from the same store as the source.
 
-        Else each copy would wait for the one before: in a backlog without end.
+        Otherwise each copy would wait for the one before it, in a chain that may never end.
         """
         while known.source is not None and (its := self._open.get(known.source.number)) is not None:
             if its.copied or its.source is None or its.rows < known.rows:
@@ -132,8 +133,8 @@ class Borrowing:
             self._advance()
 
     def end(self, record: CaptureRecord, message: Message) -> None:
-        """A capture takes no more rows. message: what its writers are told once it has those that it borrows, and
-        others have those that they borrow from it.
+        """A capture takes no more rows. message: sent to its writers once it has the rows that it borrows,
+        and others have the rows that they borrow from it.
         """
         record.state = State.CLOSING
         self._ending[record.number] = record, message
@@ -149,12 +150,12 @@ class Borrowing:
         return all(known.copied for known in self._open.values() if known.source is record)
 
     def pending(self, record: CaptureRecord) -> bool:
-        """Whether writers are still to be told what to copy, and with it perhaps that they have segments."""
+        """Whether the writers do not know yet what to copy. The message may also assign segments to them."""
         known = self._open.get(record.number)
         return known is not None and not known.posted
 
     def ended(self, record: CaptureRecord) -> None:
-        """A capture is no more under way. Its store may be pruned from now on."""
+        """A capture is no longer under way. From now on its store may be pruned."""
         for known in self._open.values():
             if known.source is record:
                 known.hold()

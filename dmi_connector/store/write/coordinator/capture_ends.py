@@ -67,7 +67,7 @@ class CaptureEnds:
         self._pool, self._settings = pool, settings
 
     def begin(self, record: CaptureRecord, message: Message) -> None:
-        """OPEN -> CLOSING. message: what the writers of the capture are told."""
+        """OPEN -> CLOSING. message: sent to the writers of the capture."""
         record.state = State.CLOSING
         for assignment in record.assignments:
             if assignment.open:

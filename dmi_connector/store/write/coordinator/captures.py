@@ -42,7 +42,8 @@ class Captures:
     """Takes captures from their first row to the store. All methods may be called from any thread.
 
     ring: where payloads lie. pass_fds: descriptors that writers keep open while they live. on_done: called once for
-    each capture that has ended, on_lost: of borrowed rows that are missing; with the lock held, so they must not block.
+    each capture that has ended. on_lost: called when borrowed rows are missing. Both are called with the lock held, so
+    they must not block.
     """
 
     def __init__(
@@ -60,9 +61,9 @@ class Captures:
         self._records: dict[int, CaptureRecord] = {}
         self._unwanted: set[int] = set()  # layouts to forget once no open capture has them
         self._opened = 0
-        self._open = 0  # captures that more rows may come for
-        self._to_come = 0  # payload bytes that they may still bring
-        self._largest = 0  # bytes of the largest payload: the ring's free bytes may not be in one place
+        self._open = 0  # captures that may still get rows
+        self._to_come = 0  # payload bytes that open captures may still send
+        self._largest = 0  # bytes of the largest payload, which needs contiguous free bytes in the ring
         self._counts = dict.fromkeys((*ENDS, "writers_died", "bytes_raw", "bytes_stored"), 0)
         self._errors: deque[str] = deque(maxlen=ERRORS_KEPT)
         self._stopping = False
@@ -156,7 +157,7 @@ class Captures:
         """Write token rows [first, first + count), counted from the start of the store.
 
         first: a multiple of chunk_tokens. count: chunk_tokens, or fewer in the last chunk. The payload (see
-        `PayloadLayout`) lies `offset` bytes into `extent`, which stays the caller's to release.
+        `PayloadLayout`) begins at byte `offset` of `extent`. The caller releases `extent`.
         """
         with self._lock:
             self._expect_open(record)
@@ -183,8 +184,10 @@ class Captures:
     def rows(
         self, record: CaptureRecord, name: str, extent: Extent, first: int, positions: Sequence[int], offset: int = 0
     ) -> None:
-        """Write samples from `first` on of a per-sample array: C-order [samples, local width], `offset` bytes into
-        `extent`. positions: the token position of each sample.
+        """Write samples [first, first + len(positions)) of the per-sample array `name`.
+
+        The samples begin at byte `offset` of `extent`, in C order: [samples, local width]. positions: the token
+        position of each sample.
         """
         with self._lock:
             self._expect_open(record)
@@ -263,7 +266,7 @@ class Captures:
             for record in [r for r in self._records.values() if r.state is State.OPEN]:
                 self.abandon(record, loss)
 
-    # ---- the whole ------------------------------------------------------------------------------------------------
+    # ---- all captures ---------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Captures by state, writers that died, bytes raw and stored, bytes waiting in the ring, the latest errors."""
@@ -302,7 +305,7 @@ class Captures:
         assignment.process.post({**message, "about": about})
 
     def _takers(self, record: CaptureRecord, segment: int) -> list[Assignment]:
-        """Who writes the token arrays of a segment."""
+        """The assignments that write the token arrays of a segment."""
         if segment not in record.takers:
             record.takers[segment] = []
             for leader in record.takers[0]:
@@ -314,7 +317,7 @@ class Captures:
         return record.takers[segment]
 
     def _finish(self, record: CaptureRecord, message: Message) -> None:
-        """OPEN -> CLOSING. message: what the writers of the capture are told."""
+        """OPEN -> CLOSING. message: sent to the writers of the capture."""
         self._open -= 1
         self._came(record, record.to_come)
         self._set_pace()
@@ -331,7 +334,7 @@ class Captures:
                 self.pool.forget(number)
 
     def _end(self, record: CaptureRecord) -> None:
-        """Forget a capture that is in one of ENDS, and say so."""
+        """Forget a capture whose state is one of ENDS, and call `on_done`."""
         del self._records[record.number]
         self._borrowing.ended(record)
         self._counts[record.state] += 1
@@ -376,10 +379,10 @@ class Captures:
                     self._end(record)
             self._borrowing.on_death(process)
 
-    # ---- small things -----------------------------------------------------------------------------------------------
+    # ---- helpers ----------------------------------------------------------------------------------------------------
 
     def _came(self, record: CaptureRecord, nbytes: int) -> None:
-        """Payload bytes of a capture came, or will not come any more."""
+        """Subtract payload bytes of a capture that have arrived, or that will not arrive."""
         nbytes = min(nbytes, record.to_come)
         record.to_come -= nbytes
         self._to_come -= nbytes

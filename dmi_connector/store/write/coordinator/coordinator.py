@@ -220,7 +220,7 @@ class Coordinator:
     ) -> None:
         """A capture was lost with an earlier coordinator: say in the index what became of it.
 
-        Its store may be there: the end of a capture is told to the engine a moment later. id: None where the engine
+        Its store may be there: the engine learns of the end of a capture a moment later. id: None where the engine
         waits for no answer.
         """
         state, raw, stored = State.FAILED, 0, 0

@@ -28,10 +28,10 @@ SEGMENT_BYTES = 16 << 20
 class Assignment:
     """The arrays of a capture that one writer has, or some segments of them.
 
-    writer: its number in the pool. arrays: indexes in the layout. load: bytes of a token. tokens: whether token arrays
-    are among them. samples: names of the per-sample arrays among them. leader: the assignment that writes the metadata
-    of these arrays, None for that one itself. segments: how many it has. bytes_raw: of the rows that it wrote. open:
-    whether it still writes them.
+    writer: the writer's number in the pool. arrays: indexes in the layout. load: bytes of a token. tokens: whether
+    token arrays are among the arrays. samples: names of the per-sample arrays among them. leader: the assignment that
+    writes the metadata of these arrays; None for the leader itself. segments: the number of its segments. bytes_raw:
+    bytes of the rows that it wrote. open: whether it still writes.
     """
 
     process: Child

@@ -41,7 +41,8 @@ def now() -> str:
 def append_index(directory: str, record: dict[str, Any]) -> None:
     """Append one line to the index of a store directory, in one write, so that lines of several writers never mix.
 
-    If a full disk cut the last line short, that line is ended first. Raises OSError, also where the index is a link.
+    If a full disk truncated the last line, a newline is written before the new one. Raises OSError, also if the index
+    is a symbolic link.
     """
     line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
     path = os.path.join(directory, schema.INDEX_NAME)
@@ -59,13 +60,13 @@ def append_index(directory: str, record: dict[str, Any]) -> None:
 
 
 _RANK_PREFIX = ".rank-"
-"""Of the files in which ranks leave their results for rank 0."""
+"""Prefix of the names of the files in which ranks leave their results for rank 0."""
 FOUND_BY = ("prompt_len", "model")
 """Attributes that the index repeats, so that a reader finds stores by them without opening each."""
 
 
 def finish_line(name: str, attrs: dict[str, Any]) -> dict[str, Any]:
-    """The line of a finished store in an index, but for the bytes before compression. name: NAME.zarr."""
+    """The index line of a finished store, without `bytes_raw`. name: NAME.zarr."""
     state = "complete" if attrs["complete"] else "incomplete"
     line = {"event": "finish", "store": name, "state": state, "reason": attrs["reason"]}
     line |= {k: attrs.get(k) for k in ("key", "request_id", "created", "finished", "num_tokens", *FOUND_BY)}
@@ -80,7 +81,10 @@ def append_finish(final: str, attrs: dict[str, Any], bytes_raw: int) -> None:
 
 
 def append_failed(final: str, reason: str, request: Mapping[str, Any]) -> None:
-    """Append the line of a capture that failed. request: its `key` and `request_id`, and more. Raises OSError."""
+    """Append the line of a capture that failed. Raises OSError.
+
+    request: its `key`, `request_id` and `created`, those that are known.
+    """
     line = {"event": "finish", "store": os.path.basename(final), "state": "failed", "reason": reason}
     line |= {name: request[name] for name in ("key", "request_id", "created") if name in request}
     append_index(os.path.dirname(final), {**line, "finished": now()})
@@ -94,7 +98,7 @@ def raw_bytes(store: str, attrs: dict[str, Any]) -> int:
 
 
 def written_attrs(partial: str) -> dict[str, Any] | None:
-    """The root attributes of a partial store whose root document is whole, else None."""
+    """The root attributes of a partial store; None if its root document is missing or incomplete."""
     try:
         attrs = read_attrs(partial)
     except ValueError:
@@ -103,7 +107,7 @@ def written_attrs(partial: str) -> dict[str, Any] | None:
 
 
 def finished_attrs(final: str, request_id: str | None, key: str | None) -> dict[str, Any] | None:
-    """The root attributes of the store of a request, None where it is not there, or another store has its name."""
+    """The root attributes of a request's store; None if it does not exist or belongs to another request."""
     try:
         attrs = read_attrs(final)
     except ValueError:
@@ -112,22 +116,26 @@ def finished_attrs(final: str, request_id: str | None, key: str | None) -> dict[
 
 
 def publish(partial: str, final: str, attrs: dict[str, Any], fsync: bool = False) -> None:
-    """Give a directory its final name when its root document is written. attrs: of that document. Raises OSError."""
+    """Rename a partial directory to its final name. Raises OSError.
+
+    attrs: the root attributes; the root document with them is already written. fsync: flush all files first.
+    """
     expect_free(final)
     if fsync:
         paths = [os.path.join(partial, path) for path in ("zarr.json", *attrs["files"])]
         for path in paths + sorted({os.path.dirname(path) for path in paths}):
             fsync_path(path)
-    remove_notes(partial)  # a store with its root document needs them no more
+    remove_notes(partial)  # a store with a root document does not need them
     os.rename(partial, final)
     if fsync:
         fsync_path(os.path.dirname(final))
 
 
 def record_end(final: str, attrs: dict[str, Any], bytes_raw: int, losses: Sequence[Loss]) -> Message:
-    """Append the line of a store that has just got its final name. Returns facts for the answer.
+    """Append the index line of a store that has just got its final name. Returns facts for the answer.
 
-    attrs: its root attributes. The store is whole without the line: where that cannot be written, the answer says why.
+    attrs: its root attributes. If the line cannot be written, the store is still valid, and the answer says why
+    (`index_error`).
     """
     label = None if attrs["complete"] or not losses else completeness.label(losses)
     answer = {"complete": attrs["complete"], "reason": attrs["reason"], "label": label}
@@ -157,16 +165,16 @@ def is_note(name: str) -> bool:
 def remove_notes(partial: str) -> None:
     """Remove journals and results of ranks from a directory that is about to become a store. Raises OSError."""
     for name in filter(is_note, os.listdir(partial)):
-        Path(partial, name).unlink(missing_ok=True)  # a rank that is late may just rename its own
+        Path(partial, name).unlink(missing_ok=True)  # a late rank may rename its own meanwhile
 
 
 def write_rank_done(message: Message) -> None:
-    """Say, atomically, that this rank has finished its files. Raises OSError."""
+    """Record atomically that this rank has finished its files. Raises OSError."""
     path = rank_file(message["partial"], message["rank"])
     if os.path.islink(message["partial"]):
         raise OSError(f"{message['partial']} is a link: remove it")
-    if not os.path.exists(message["partial"].removesuffix(schema.PARTIAL_SUFFIX)):  # else rank 0 gave this rank up
-        os.makedirs(message["partial"], exist_ok=True)  # the process that was to make it has died
+    if not os.path.exists(message["partial"].removesuffix(schema.PARTIAL_SUFFIX)):  # else rank 0 has committed already
+        os.makedirs(message["partial"], exist_ok=True)  # the process that makes it may have died
     with open(path + ".tmp", "w", opener=no_follow) as f:
         json.dump({k: message[k] for k in ("files", "losses", "bytes_raw")}, f)
     os.rename(path + ".tmp", path)
@@ -189,10 +197,10 @@ def give_up(message: Message, reason: str) -> None:
 
 @dataclass
 class Commit:
-    """One commit on its way, waiting for the other tensor-parallel ranks if there are any.
+    """A pending commit. With tensor parallelism it waits for the other ranks.
 
-    message: from capture_ends.py. deadline: of time.monotonic(). losses: all that is known to be missing. written: the
-    root attributes, where a process that died had written all but the final name.
+    message: from capture_ends.py. deadline: when it stops waiting, by time.monotonic(). losses: everything known to be
+    missing. written: the root attributes, if a process wrote the root document and died before it renamed the store.
     """
 
     message: Message
@@ -208,7 +216,7 @@ class Commit:
         return cls(message, deadline, losses_from_json(message["losses"]), written)
 
     def ready(self) -> bool:
-        """Whether every rank is there, or has been waited for long enough."""
+        """Whether every rank has finished, or the deadline has passed."""
         return self.written is not None or not self._waiting() or time.monotonic() >= self.deadline
 
     def _waiting(self) -> list[int]:
@@ -269,7 +277,7 @@ class Commit:
         return bytes_raw
 
     def _drop_vanished(self, files: FileList) -> None:
-        """Forget files that somebody removed while the store was written: their rows would read as zeros."""
+        """Forget files that were removed while the store was written: their rows would read as zeros."""
         gone = [path for path, (size, _) in files.items() if not self._has(path, size)]
         if gone:
             self.losses.append(Loss.of(Cause.FILES_GONE, self._all_rows(), count=len(gone), first=gone[0]))
@@ -318,9 +326,9 @@ def fsync_path(path: str) -> None:
 
 
 def sweep(partial: str, files: FileList) -> None:
-    """Remove what an incomplete store does not list: shards without an index, arrays without metadata.
+    """Remove files that an incomplete store does not list: shards without an index, arrays without metadata.
 
-    Not journals and results of ranks: whoever may have to commit again needs them.
+    Journals and results of ranks are kept: a second commit may need them.
     """
     for folder, names, leaves in os.walk(partial, topdown=False):
         for leaf in leaves:
@@ -334,7 +342,7 @@ def sweep(partial: str, files: FileList) -> None:
 
 
 def remove_partial(partial: str) -> None:
-    """Remove an aborted capture. Raises OSError when something other than absence is in the way."""
+    """Remove the partial store of an aborted capture. Raises OSError, but not if it does not exist."""
     if not partial.endswith(schema.PARTIAL_SUFFIX):
         raise ValueError(f"{partial} is not a partial store")
     with contextlib.suppress(FileNotFoundError):  # every rank removes it: another may be faster

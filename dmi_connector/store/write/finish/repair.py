@@ -140,7 +140,7 @@ def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_
                 continue
             began = time.monotonic()
             outcomes.append(_finish_upload(info, alone, retry_seconds, parts))
-            # What cannot pass fails at once. With pauses that double, the last try is behind a quarter of the time.
+            # What cannot pass fails at once. With pauses that double, the last try is after a quarter of the time.
             if outcomes[-1].state == "not uploaded" and time.monotonic() - began > retry_seconds / 4:
                 retry_seconds = 0
         for part in parts.values():

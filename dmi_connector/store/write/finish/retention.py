@@ -84,7 +84,7 @@ class StoreSizes:
 
 
 def _finished(store: str) -> float | None:
-    """When the root document of a store was written, in seconds since the epoch; None without one."""
+    """When the root document of a store was written, in seconds since the epoch; None if there is none."""
     try:
         return os.lstat(os.path.join(store, "zarr.json")).st_mtime
     except FileNotFoundError:
@@ -272,7 +272,7 @@ def write_usage(directory: str, usage: Usage) -> None:
 
 
 def usage_stamp(directory: str) -> tuple[int, int] | None:
-    """What tells the keeper's last measurement from earlier ones, whatever the clock does. None without one."""
+    """What identifies the keeper's last measurement, whatever the clock does; None if there is none."""
     try:
         found = os.lstat(os.path.join(directory, USAGE_NAME))
     except FileNotFoundError:

@@ -179,8 +179,8 @@ def patiently(work: Callable[[], Any], deadline: float) -> Any:
 class UploadResult:
     """What became of an upload.
 
-    reason: why it failed, None if it did not. kept: whether the local copy is there. line: of the index there, without
-    a failure.
+    reason: why it failed, None if it did not. kept: whether the local copy still exists. line: the line of the index in
+    the bucket, without a failure.
     """
 
     store: Path

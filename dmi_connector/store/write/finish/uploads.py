@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 UPLOADER = "dmi_connector.store.write.finish.uploader"
 _DEATHS = 3
-"""After so many deaths of the process without an upload between them what waits is given up."""
+"""The waiting uploads are given up after this many deaths of the process without an upload between them."""
 _LOOK_S = 0.5
 """How often a wait for room looks whether it still has a reason."""
 
