@@ -41,7 +41,9 @@ settings.load_profile("suite")
 
 _PROGRAMS = "engine/test_bulk serve/test_faults serve/test_owners serve/test_serve soak/test_bulk_kills"
 _PROGRAMS += " unit/engine/test_plugin"
-_FORKED = "engine/test_tp2 engine/test_faults engine/test_lives engine/test_tokens_and_steps soak/test_soak"
+_ALONE = "engine/test_tp2 engine/test_faults"
+"""They kill the only worker below the test process, and so come before servers that live on to the end."""
+_FORKED = "engine/test_lives engine/test_tokens_and_steps soak/test_soak"
 _COMPILED = "reduce attention bf16 compile_hash compiled_tokens coverage hooks_vs_transformers lora speculative"
 SHARE_ENGINES = {
     **{f"tests/{name}.py": "programs" for name in _PROGRAMS.split()},
@@ -52,16 +54,26 @@ forked from (programs.py), or what the first compiled engine of a process prepar
 imports.
 """
 _LONG = [f"tests/unit/{name}.py" for name in ("view/test_browser", "view/test_panels", "test_notebooks")]
-_PROCESSES = [f"tests/{name}.py" for name in f"{_PROGRAMS} {_FORKED}".split()]
+_PROCESSES = [f"tests/{name}.py" for name in f"{_ALONE} {_PROGRAMS} {_FORKED}".split()]
 FIRST = tuple(dict.fromkeys((*_PROCESSES, *SHARE_ENGINES, *_LONG)))
 """Files that come before all others: what takes longest, so that no test process is idle at the end. Engines in forked
 processes come before those that are compiled in this one, which may not be forked any more then.
 """
+SAME_SERVERS = {"tests/serve/test_serve.py": "tests/serve/test_owners.py"}
+"""A file, and the one whose place in FIRST it shares: pytest has put tests of both that have the same server side by
+side, so that each server starts once.
+"""
+
+
+def _rank(item: pytest.Item) -> int:
+    file = item.nodeid.split("::")[0]
+    path = SAME_SERVERS.get(file, file)
+    return FIRST.index(path) if path in FIRST else len(FIRST)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of FIRST come first, the others as they were."""
-    items.sort(key=lambda item: FIRST.index(path) if (path := item.nodeid.split("::")[0]) in FIRST else len(FIRST))
+    items.sort(key=_rank)
 
 
 def scope_of(nodeid: str) -> str:
