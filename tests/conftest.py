@@ -49,10 +49,13 @@ _PROGRAMS += " unit/engine/test_plugin"
 _ALONE = "engine/test_tp2 engine/test_faults"
 """They kill the only worker below the test process, and so come before servers that live on to the end."""
 _FORKED = "engine/test_lives engine/test_tokens_and_steps soak/test_soak"
-_COMPILED = "reduce attention bf16 compile_hash compiled_tokens coverage hooks_vs_transformers lora speculative"
+_COMPILED = "reduce attention bf16 compile_hash coverage hooks_vs_transformers lora"
+_COMPILED_TOO = "compiled_tokens speculative"
+"""In a process of their own: one with all of them would be the last to end."""
 SHARE_ENGINES = {
     **{f"tests/{name}.py": "programs" for name in _PROGRAMS.split()},
     **{f"tests/engine/test_{name}.py": "compiled" for name in _COMPILED.split()},
+    **{f"tests/engine/test_{name}.py": "compiled too" for name in _COMPILED_TOO.split()},
 }
 """Files that stay in one test process, and what they share: servers of a fixture and the process that programs are
 forked from (programs.py), or what the first compiled engine of a process prepares for all, such as the compiler's
