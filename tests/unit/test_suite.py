@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -69,3 +70,8 @@ def test_two_files_share_each_server(pytestconfig: pytest.Config) -> None:
     suite.pytest_collection_modifyitems(items)
     assert [item.nodeid for item in items] == order
     assert suite.scope_of(one) == suite.scope_of(other), "in one test process"
+
+
+def test_garbage_is_looked_for_while_tests_run() -> None:
+    """It is not while they are collected."""
+    assert gc.isenabled()
