@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import os
 import shutil
@@ -23,6 +25,9 @@ from tests import runner, vision
 if TYPE_CHECKING:
     from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 
+# Modules and tests are made of a million objects that stay. While they are made, Python would look through them for
+# garbage again and again, a fifth of the time that importing vLLM takes: see `pytest_collection_finish`.
+gc.disable()
 # vLLM reads these when it is first imported, so they are set before any test module is.
 for _name, _value in ENV.items():
     os.environ.setdefault(_name, _value)
@@ -41,27 +46,49 @@ settings.load_profile("suite")
 
 _PROGRAMS = "engine/test_bulk serve/test_faults serve/test_owners serve/test_serve soak/test_bulk_kills"
 _PROGRAMS += " unit/engine/test_plugin"
-_FORKED = "engine/test_tp2 engine/test_faults engine/test_lives engine/test_tokens_and_steps soak/test_soak"
-_COMPILED = "reduce attention bf16 compile_hash compiled_tokens coverage hooks_vs_transformers lora speculative"
+_ALONE = "engine/test_tp2 engine/test_faults"
+"""They kill the only worker below the test process, and so come before servers that live on to the end."""
+_FORKED = "engine/test_lives engine/test_tokens_and_steps soak/test_soak"
+_COMPILED = "reduce attention bf16 compile_hash coverage hooks_vs_transformers lora"
+_COMPILED_TOO = "compiled_tokens speculative"
+"""In a process of their own: one with all of them would be the last to end."""
 SHARE_ENGINES = {
     **{f"tests/{name}.py": "programs" for name in _PROGRAMS.split()},
     **{f"tests/engine/test_{name}.py": "compiled" for name in _COMPILED.split()},
+    **{f"tests/engine/test_{name}.py": "compiled too" for name in _COMPILED_TOO.split()},
 }
 """Files that stay in one test process, and what they share: servers of a fixture and the process that programs are
 forked from (programs.py), or what the first compiled engine of a process prepares for all, such as the compiler's
 imports.
 """
 _LONG = [f"tests/unit/{name}.py" for name in ("view/test_browser", "view/test_panels", "test_notebooks")]
-_PROCESSES = [f"tests/{name}.py" for name in f"{_PROGRAMS} {_FORKED}".split()]
+_PROCESSES = [f"tests/{name}.py" for name in f"{_ALONE} {_PROGRAMS} {_FORKED}".split()]
 FIRST = tuple(dict.fromkeys((*_PROCESSES, *SHARE_ENGINES, *_LONG)))
 """Files that come before all others: what takes longest, so that no test process is idle at the end. Engines in forked
 processes come before those that are compiled in this one, which may not be forked any more then.
 """
+SAME_SERVERS = {"tests/serve/test_serve.py": "tests/serve/test_owners.py"}
+"""A file, and the one whose place in FIRST it shares: pytest has put tests of both that have the same server side by
+side, so that each server starts once.
+"""
+
+
+def _rank(item: pytest.Item) -> int:
+    file = item.nodeid.split("::")[0]
+    path = SAME_SERVERS.get(file, file)
+    return FIRST.index(path) if path in FIRST else len(FIRST)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of FIRST come first, the others as they were."""
-    items.sort(key=lambda item: FIRST.index(path) if (path := item.nodeid.split("::")[0]) in FIRST else len(FIRST))
+    items.sort(key=_rank)
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage from now on, among what tests make alone."""
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # libraries that count their objects at the end find none left
 
 
 def scope_of(nodeid: str) -> str:

@@ -8,6 +8,7 @@ as a program is the server: see forks.py. `own_interpreters` starts the same com
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -161,8 +162,11 @@ def main(life: int) -> None:
     """Be a server of programs that import vLLM."""
     from dmi_connector.store.write import child_process
 
+    gc.disable()  # as in conftest.py
     for module in _IMPORTS:
         importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
     getproctitle()  # it looks for the place of the title, and finds it only while the environment is as it was
     forked = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _method=None: forked  # type: ignore[assignment]

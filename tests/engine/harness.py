@@ -6,7 +6,6 @@ So at most one engine lives at a time, in whatever order tests run.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import gc
 import multiprocessing
@@ -48,7 +47,6 @@ END_SECONDS = 120
 """vLLM kills an engine that takes longer to end. By itself it waits 5 seconds: too few for stores on a busy machine."""
 
 _FREEZE = gc.freeze
-atexit.register(gc.unfreeze)  # libraries that count their objects at the end find none left
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -55,3 +56,22 @@ def test_long_files_come_first_and_engines_are_forked_before_a_model_is_compiled
     compiled = next(i for i, path in enumerate(suite.FIRST) if suite.scope_of(path) == "compiled")
     assert len(forked) > 3 and forked <= {*suite.FIRST[:compiled], "tests/engine/test_reduce.py"}
     assert suite.FIRST[compiled] == "tests/engine/test_reduce.py", "its ranks are forked before it compiles"
+    server = suite.FIRST.index("tests/serve/test_owners.py")
+    killers = [suite.FIRST.index(f"tests/engine/test_{name}.py") for name in ("tp2", "faults")]
+    assert max(killers) < server, "they kill the only worker below this process: a server would have another"
+
+
+def test_two_files_share_each_server(pytestconfig: pytest.Config) -> None:
+    """pytest puts tests side by side that share a fixture of the session. The order of FIRST must not undo that."""
+    (suite,) = (p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "SAME_SERVERS"))
+    [(one, other)] = suite.SAME_SERVERS.items()
+    order = [f"{file}::test_x[{server}]" for server in ("draft", "target") for file in (other, one)]
+    items = [SimpleNamespace(nodeid=name) for name in order]
+    suite.pytest_collection_modifyitems(items)
+    assert [item.nodeid for item in items] == order
+    assert suite.scope_of(one) == suite.scope_of(other), "in one test process"
+
+
+def test_garbage_is_looked_for_while_tests_run() -> None:
+    """It is not while they are collected."""
+    assert gc.isenabled()
