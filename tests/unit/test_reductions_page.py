@@ -267,3 +267,35 @@ def test_every_form_is_described_and_every_kind_has_its_bytes() -> None:
     for kind in KINDS.values():
         assert kind.forms and all(form.partition("(")[0] == kind.kind for form in kind.forms)
         assert {type(parse(spec)) for spec in (*kind.compared, *filter(None, [kind.example]))} <= {kind}
+
+
+SPEED = {
+    "`fp8`": ("h200-encodings-int8", "fp8 null"),
+    "`int8(32)`": ("h200-encodings-int8", "int8(32) null"),
+    "`int8(channel=file)`": ("h200-encodings-int8", "int8(channel) null"),
+    "`rp(512)`": ("h200-encodings", "rp(512) null"),
+    "`topk(64)`": ("h200-encodings", "topk(64) null"),
+    "`cs(512)`": ("h200-encodings", "cs(512) null"),
+    "`pca(file)`, k = 128": ("h200-encodings-fitted", "pca(128) null"),
+    "`pq(file)`, 4 bits, sub-vectors of 4": ("h200-encodings-fitted", "pq(4 bits) null"),
+    "`pq(file)`, 8 bits, sub-vectors of 8": ("h200-encodings-fitted", "pq(8 bits) null"),
+}
+
+
+def test_speeds_are_those_of_the_runs_beside_int8() -> None:
+    runs = json.loads((ROOT / "benchmarks/results/gpu-busy.json").read_text())["runs"]
+    section = PAGE.split("## Speed on a GPU")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:3] == "| `"]
+    assert [row[0] for row in rows] == [*SPEED]
+    fastest = []
+    for (name, width, ratios, each_ms), (run, setup) in zip(rows, SPEED.values(), strict=True):
+        (load,) = runs[run]["engines"][setup]["loads"]
+        own, base = (runs[run]["engines"][engine]["loads"][load] for engine in (setup, "int8 null"))
+        pairs = zip(own["tok_per_s"], base["tok_per_s"], strict=False)
+        assert ratios == ", ".join(f"{mine / int8:.2f}" for mine, int8 in pairs), name
+        assert width == f"{runs[run]['engines'][setup]['bytes_per_token']:,}", name
+        if each_ms:
+            more = (own["between_tokens_p50_ms"][0] - base["between_tokens_p50_ms"][0]) / 399
+            assert float(each_ms) == pytest.approx(more, rel=0.25), name
+        fastest += base["tok_per_s"] if load == "short64" else []
+    assert f"{min(fastest):,.0f} to {max(fastest):,.0f} tokens/s" in section
