@@ -401,7 +401,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "media_hash": Name(
             "vllm.multimodal.inputs:MultiModalFeatureSpec.__dataclass_fields__.identifier",
-            "identifies an image",
+            "identifies the image of a prompt",
         ),
         "media_rows": Name(
             "vllm.multimodal.inputs:PlaceholderRange.__dataclass_fields__.is_embed",
