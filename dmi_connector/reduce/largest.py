@@ -62,7 +62,7 @@ def over_rows(rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndar
     """
     parts = rows.reshape(len(rows), -1, 2, k).transpose(1, 2, 0, 3).reshape(-1, 2, len(rows) * k)
     ids, values = parts[:, 0], parts[:, 1]
-    magnitude = np.abs(values)
+    magnitude = np.where(np.isnan(ids), -1, np.abs(values))  # a row that has not come hides no other
     found = []
     for left in reversed(range(k)):
         best = magnitude.argmax(1)[:, None]

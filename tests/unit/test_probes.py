@@ -413,6 +413,9 @@ def test_the_largest_of_each_row_give_the_largest_neurons_of_all_rows(k: int, co
 
 def test_rows_that_did_not_come_have_no_neuron() -> None:
     assert over_rows(np.full((3, 4), np.nan, np.float32), 1)[0].tolist() == [[-1], [-1]]
+    known = np.array([[np.nan] * 4, [5, 2, 9, -3]], np.float32)  # the scores of the first row are not here
+    neurons, values, at = over_rows(known, 2)
+    assert (neurons.tolist(), values.tolist(), at.tolist()) == ([[5, 2]], [[9.0, -3.0]], [[1, 1]])
 
 
 @pytest.mark.parametrize(
