@@ -35,8 +35,9 @@ PROBES = ("one", "layers", "latents", "keep")
 """One linear probe of 16 outputs; one on each layer; an autoencoder of 16,384 latents, of which 32 are stored; one
 linear probe beside the residual stream, of which `dmi.keep_if` keeps every hundredth request."""
 OUTPUTS, LATENTS, KEPT_OF = 16, 16384, 100
-SIZES = {"pq(8 bits)": (8, 8), "pq(4 bits)": (4, 4), "pca(128)": 128}
-"""(values of a sub-vector, bits); components."""
+CODES = {"pq(8 bits)": (8, 8), "pq(4 bits)": (4, 4)}
+"""(values of a sub-vector, bits)."""
+COMPONENTS = 128
 
 
 def dims_of(model: str) -> ModelDims:
@@ -89,13 +90,13 @@ def _kind(encoding: str, projection: Any) -> tuple[Any, Callable[[int], dict[str
 
     def random(name: str, shape: tuple[int, ...]) -> np.ndarray:
         drawn = rng.standard_normal(shape, np.float32)
-        return np.abs(drawn) + np.float32(0.01) if name in ("scale", "std") else drawn / np.float32(16)
+        return np.asarray(np.abs(drawn) + np.float32(0.01) if name in ("scale", "std") else drawn / np.float32(16))
 
-    if encoding.startswith("pq"):
-        size, bits = SIZES[encoding]
+    if encoding in CODES:
+        size, bits = CODES[encoding]
         return Codebooks, lambda width: {"m": width // size, "bits": bits}, random
     if encoding.startswith("pca"):
-        return Basis, lambda _: {"k": SIZES[encoding]}, random
+        return Basis, lambda _: {"k": COMPONENTS}, random
     if encoding == "rp(512) channel":
         return Scales, lambda _: {"projected": projection.k, "projection": projection.settings()}, random
     return Scales, lambda _: {}, random
@@ -107,7 +108,10 @@ def probes(kind: str, model: str, folder: Path) -> dict[str, str]:
 
     dims = dims_of(model)
     middle, rng = dims.layers // 2, np.random.default_rng(0)
-    draw = lambda *shape: rng.standard_normal(shape, np.float32) / np.float32(dims.hidden**0.5)  # noqa: E731
+
+    def draw(*shape: int) -> np.ndarray:
+        return np.asarray(rng.standard_normal(shape, np.float32) / np.float32(dims.hidden**0.5))
+
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "latents":
         _save_encoder(folder, dims.hidden, draw)
