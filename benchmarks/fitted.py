@@ -65,7 +65,8 @@ def fitted_file(encoding: str, hooks: str, model: str, folder: Path) -> Path:
 
     dims = dims_of(model)
     kind, about_of, content = _kind(encoding, RandomProjection(512))
-    tensors, about = {}, {}
+    tensors: dict[str, np.ndarray] = {}
+    about: dict[str, dict[str, Any]] = {}
     for name, layers in parse_selection(hooks, dims).hooks.items():
         if HOOKS[name].dtype == "int32" or HOOKS[name].scope == "sampled":
             continue
