@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.fitted import dims_of
 from benchmarks.without import MECHANISMS
 
 FULL = "vllm-full,-logits"
@@ -140,13 +141,9 @@ LAYER_STEPS = {"layers-quarter": 4, "layers-half": 2}
 
 def first_layers(model: str, share: int) -> str:
     """FULL of the first 1/share of a model's layers."""
-    from transformers import AutoConfig
-
-    from dmi_connector.engine.model.architectures import ARCHITECTURES
     from dmi_connector.hooks import HOOKS, parse_selection
 
-    config = AutoConfig.from_pretrained(model)
-    dims = ARCHITECTURES[config.architectures[0]].dims(config.get_text_config())
+    dims = dims_of(model)
     count = -(-dims.layers // share)
     selected = parse_selection(FULL, dims).hooks
     once = [name for name in selected if HOOKS[name].scope != "layer"]

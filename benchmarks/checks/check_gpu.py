@@ -47,16 +47,7 @@ HOOKS = "vllm-full,attention,mlp_pre*"
 """Presets and wildcards leave out what a family lacks. Together they name every hook but `pattern`."""
 LENGTHS = (5, 16, 31, 64, 127, 128, 129, 200, 300, 400)
 SIZES: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 4}
-SIZES_OF_ARCH: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"qk_nope_head_dim": 128, "v_head_dim": 128},
-    "qwen3_5_text": {
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    },
-    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 64, "ssm_state_size": 64},
-}
+SIZES_OF_ARCH: dict[str, dict[str, Any]] = {"deepseek_v2": {"qk_nope_head_dim": 128, "v_head_dim": 128}}
 """Of --arch, where a GPU's kernels take no others."""
 ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 320, "gpu_memory_utilization": 0.5}
 """Some prompts are prefilled in several steps, and steps have more and fewer tokens than `deferred.MOST_TOKENS`."""

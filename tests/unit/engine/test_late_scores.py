@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
 from dmi_connector.engine.messages import ScoreRows, StepScores
 from dmi_connector.engine.scheduler import late_scores
 from dmi_connector.engine.scheduler.late_scores import LateScores
 from dmi_connector.engine.scheduler.request_scores import RequestScores
+from dmi_connector.engine.transfer.scores import ScoreReader
 
 
 def step(parts: list[tuple[int, int, int]], values: np.ndarray, ranks: int = 1) -> list[StepScores]:
@@ -65,3 +70,16 @@ def test_a_row_that_is_computed_again_replaces_the_one_before() -> None:
     assert scores.of("risk", 9)[:, 0].tolist() == [1, 4, 5]
     scores.put("risk", np.array([600]), np.array([[6]], np.float32))
     assert scores.stop == 601 and scores.of("risk", 9)[:3, 0].tolist() == [1, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "offsets", [(16, 24), (16, 32), (32, 16), ()], ids=["side by side", "apart", "swapped", "none"]
+)
+def test_scores_are_read_where_they_lie_in_a_row(offsets: tuple[int, ...]) -> None:
+    """Two values each. Latents of an autoencoder, which are no scores, may lie between them."""
+    layout: Any = SimpleNamespace(scored=[SimpleNamespace(offset=at, stored=(2, 2)) for at in offsets])
+    rows = torch.arange(5 * 12, dtype=torch.float32).reshape(5, 12)
+    reader = ScoreReader(layout, 3, torch.device("cpu"))
+    found = reader.read(rows.view(torch.uint8), ScoreRows([7, 8], [0, 4], [4, 1]))
+    columns = [at // 4 + i for at in offsets for i in range(2)]
+    assert found.rank == 3 and found.values.tolist() == [[float(12 * slot + c) for c in columns] for slot in (4, 1)]
