@@ -61,7 +61,8 @@ class Sustained(Setup):
 
 def _narrow(model: str) -> str:
     """What interpretability work often takes: neurons and residual stream of four layers in the middle."""
-    layers = json.loads((Path(model) / "config.json").read_text())["num_hidden_layers"]
+    config = json.loads((Path(model) / "config.json").read_text())
+    layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
     first = max(0, layers // 2 - 2)
     last = min(layers - 1, first + 3)
     return f"mlp_post@{first}-{last},resid_post@{first}-{last}"

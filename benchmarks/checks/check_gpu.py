@@ -41,13 +41,18 @@ import numpy as np
 
 from benchmarks import common, drafts
 from benchmarks.checks.same_tokens import MOST_TIE, MOST_TIE_OF_ARCH, compare_tokens, token_failures
+from dmi_connector.cli.tiny_hybrids import ON_CPU
 
 MODULE = "benchmarks.checks.check_gpu"
 HOOKS = "vllm-full,attention,mlp_pre*"
 """Presets and wildcards leave out what a family lacks. Together they name every hook but `pattern`."""
 LENGTHS = (5, 16, 31, 64, 127, 128, 129, 200, 300, 400)
 SIZES: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 4}
-SIZES_OF_ARCH: dict[str, dict[str, Any]] = {"deepseek_v2": {"qk_nope_head_dim": 128, "v_head_dim": 128}}
+SIZES_OF_ARCH: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"qk_nope_head_dim": 128, "v_head_dim": 128},
+    "nemotron_h": {"head_dim": 64, "mamba_head_dim": 64, "ssm_state_size": 128},
+    "qwen3_5_text": {"head_dim": 64, **ON_CPU},
+}
 """Of --arch, where a GPU's kernels take no others."""
 ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 320, "gpu_memory_utilization": 0.5}
 """Some prompts are prefilled in several steps, and steps have more and fewer tokens than `deferred.MOST_TOKENS`."""
