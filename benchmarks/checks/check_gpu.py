@@ -60,6 +60,9 @@ LEAST_COSINE = 0.998
 """Of a row with transformers' in float32; bfloat16 alone gives 0.9994 or more."""
 LEAST_COSINE_OF_ARCH = 0.99
 """The same for --arch: bfloat16 alone gives 0.996 in a small Gemma 3, whose residual stream is large."""
+LEAST_COSINES = {"qwen3": LEAST_COSINE, "nemotron_h": 0.96}
+"""Of families that have one of their own. In transformers bfloat16 alone gives 0.960 (`attn_out`) of the small
+Nemotron-H."""
 MOST_FLIPPED = 0.05
 """Part of a hook's rows that may be below these in models with experts: rounding changes some rows' experts.
 
@@ -289,7 +292,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(want, axis=-1)
             cosines = (got * want).sum(-1) / np.maximum(norms, 1e-30)
             least = float(cosines.min())
-            limit = args.least_cosine or (LEAST_COSINE if args.arch == "qwen3" else LEAST_COSINE_OF_ARCH)
+            limit = args.least_cosine or LEAST_COSINES.get(args.arch, LEAST_COSINE_OF_ARCH)
             below.setdefault(hook, []).extend((~(cosines >= limit)).ravel().tolist())
             worst = float((np.abs(got - want).max(-1) / np.maximum(np.abs(want).max(-1), 1e-30)).max())
             cosine[hook] = float(np.minimum(cosine.get(hook, 1.0), least))
