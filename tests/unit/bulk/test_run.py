@@ -14,10 +14,12 @@ from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dmi_connector.bulk import budget as budget_module
 from dmi_connector.bulk import run as run_module
 from dmi_connector.bulk.budget import Budget
 from dmi_connector.bulk.engines import Answer, Death
@@ -479,6 +481,44 @@ def test_a_budget_that_is_used_up_at_the_start_sees_that_stores_are_removed(tmp_
     now[0] = 5.0
     assert not budget.allows(1), "until a store was seen, one at a time"
     assert budget.allows(0)
+
+
+@pytest.mark.parametrize(("takes", "rest"), [(0.02, 1.0), (0.1, 1.0), (0.5, 5.0), (3.0, 30.0)])
+def test_a_budget_is_measured_for_a_tenth_of_the_time_at_most(
+    takes: float, rest: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And once a second at most, from the end of the last measurement on."""
+    now, measured = [100.0], list[float]()
+
+    def measure(directory: str, sizes: Any) -> Any:
+        assert directory == str(tmp_path) and sizes is budget_sizes[-1]
+        measured.append(now[0])
+        now[0] += takes
+        return SimpleNamespace(nbytes=1000)
+
+    budget_sizes: list[Any] = []
+    monkeypatch.setattr(budget_module, "StoreSizes", lambda: budget_sizes.append(object()) or budget_sizes[-1])
+    monkeypatch.setattr(budget_module, "measure", measure)
+    budget = Budget(tmp_path, max_bytes=1000, clock=lambda: now[0])
+    assert not budget.allows(0) and measured == [100]
+    now[0] = 100 + takes + rest - 0.01
+    assert not budget.allows(0) and len(measured) == 1
+    now[0] = 100 + takes + rest
+    assert not budget.allows(0) and len(measured) == 2
+
+
+@pytest.mark.parametrize(("free", "allowed"), [(3 * 4096 + 10_000, True), (3 * 4096 + 9_999, False)])
+def test_what_must_stay_free_does_so_beside_all_prompts_in_flight(
+    free: int, allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two prompts in flight and one more, each of one byte and a root document."""
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_bavail=free, f_frsize=1) if path == tmp_path else 0
+    )
+    budget = Budget(tmp_path, min_free_bytes=10_000 - 3)
+    budget.stored(1)
+    assert budget.allows(2) == allowed
+    assert Budget(tmp_path).allows(10**9), "without limits"
 
 
 def test_at_the_budget_a_run_can_end_and_go_on_later(store: Path, out: Path, tmp_path: Path) -> None:
