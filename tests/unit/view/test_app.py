@@ -386,6 +386,20 @@ def test_attention_is_that_of_the_reader(real: Path) -> None:
     assert keys[0]["weight"] == pytest.approx(whole[20].max())
 
 
+def test_of_keys_with_equal_weights_the_first_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none that has no weight."""
+    weights = np.zeros((1, 1000), "f4")
+    weights[0, 5::2] = 0.25
+    weights[0, 900] = 0.5
+    monkeypatch.setattr(attention, "attention_pattern", lambda *_: weights)
+    found = attention.largest(None, 0, 0, 999)  # type: ignore[arg-type]
+    assert [key["row"] for key in found] == [900, *range(5, 23, 2)] and found[1] == {"row": 5, "weight": 0.25}
+    assert [key["row"] for key in attention.largest(None, 0, 0, 999, 2)] == [900, 5]  # type: ignore[arg-type]
+    weights[0, 5:900] = 0
+    weights[0, 901:] = 0
+    assert attention.largest(None, 0, 0, 999) == [{"row": 900, "weight": 0.5}]  # type: ignore[arg-type]
+
+
 def test_attention_is_shown_as_far_as_its_keys_are_there(stores: Path, real: Path) -> None:
     page = client(stores)
     assert page.get("api/capture/story.zarr").json()["attention"]["until"] > 200
