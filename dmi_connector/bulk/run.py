@@ -260,6 +260,7 @@ class Run:
                     self.outcome.counts.waiting = f"writers of {death.name} finish their stores"
                     continue
             self._orphans.remove(orphans)
+            self.outcome.counts.waiting = ""
             kept = settle_left(self._out, self._run, [flight.placed.position for flight in flights])
             self._read_index()  # lines of these stores say nothing of the next try
             for flight in flights:

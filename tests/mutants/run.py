@@ -10,6 +10,7 @@ the survivors once more, which is what a new test needs.
 from __future__ import annotations
 
 import argparse
+import configparser
 import datetime
 import json
 import os
@@ -60,10 +61,10 @@ def only_code(node: Any) -> Any:
     return [] if " " in getattr(node, "value", "") else mutators.operator_string(node)
 
 
-def choose(part: int, parts: int, seed: int) -> None:
+def choose(part: int, parts: int, seed: int, only: list[str]) -> None:
     """Let mutmut make one of `parts` equal parts of the mutants of each file, chosen at random; at least one mutant.
 
-    Writes how many there are of each file below made/.
+    Of files whose path has none of `only`, no mutant. Writes how many there are of each other file below made/.
     """
     from mutmut.mutation import file_mutation, mutators
 
@@ -74,6 +75,8 @@ def choose(part: int, parts: int, seed: int) -> None:
     def chosen(filename: str, *arguments: Any) -> Any:
         module, mutations, *rest = create(filename, *arguments)
         within = [m for m in mutations if m.contained_by_top_level_function is not None]
+        if not any(part in filename for part in only):
+            return module, [], *rest
         Path("made", filename.replace("/", "-")).write_text(str(len(within)))
         numbers = list(range(len(within)))
         random.Random(f"{seed} {filename}").shuffle(numbers)
@@ -91,14 +94,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="how they are shared out")
     parser.add_argument("--jobs", type=int, default=2 * (os.cpu_count() or 1), help="mutants at a time; most wait")
     parser.add_argument("--again", action="store_true", help="try survivors of an earlier run once more")
-    parser.add_argument("--only", nargs="+", default=[""], help="run only mutants with one of these in their name")
+    parser.add_argument("--only", nargs="+", default=[""], help="only files with one of these in their path")
+    parser.add_argument("--tests", nargs="+", help="only these tests, in place of those in setup.cfg")
     parser.add_argument("--result", type=Path, help="where the counts go, as JSON")
     args = parser.parse_args()
     began = time.monotonic()
-    tree = ROOT / ".mutants" / f"part-{args.part}-of-{args.parts}-seed-{args.seed}"
+    rooms = "".join("-" + part.strip("/").replace("/", ".") for part in args.only if part)
+    tree = ROOT / ".mutants" / f"part-{args.part}-of-{args.parts}-seed-{args.seed}{rooms}"
     (tree / "mutants").mkdir(parents=True, exist_ok=True)
     (tree / "made").mkdir(exist_ok=True)
     copy_tree(tree)
+    if args.tests:
+        settings = configparser.ConfigParser()
+        settings.read(tree / "setup.cfg")
+        settings["mutmut"]["pytest_add_cli_args_test_selection"] = "\n" + "\n".join(args.tests)
+        with open(tree / "setup.cfg", "w") as f:
+            settings.write(f)
     os.chdir(tree)
     hits = tree / "hits"
     shutil.rmtree(hits, ignore_errors=True)
@@ -109,7 +120,7 @@ def main() -> int:
     from mutmut import __main__ as mutmut
     from mutmut.stats import status_by_exit_code
 
-    choose(args.part, args.parts, args.seed)
+    choose(args.part, args.parts, args.seed, args.only)
     mutmut.set_mutant_under_test("mutant_generation")
     mutmut.copy_src_dir()
     mutmut.copy_also_copy_files()
@@ -120,11 +131,10 @@ def main() -> int:
         raise
     known, _ = mutmut.collect_source_file_mutation_data(mutant_names=[])
     open_ = [n for _, n, code in known if code is None or (args.again and status_by_exit_code[code] not in FOUND)]
-    wanted = [name for name in open_ if any(part in name for part in args.only)]
     everything = sum(int(path.read_text()) for path in Path("made").iterdir())
-    print(f"{everything} mutants, {len(known)} in this part, {len(wanted)} to be run", flush=True)
-    if wanted:
-        mutmut._run(wanted, args.jobs)
+    print(f"{everything} mutants, {len(known)} in this part, {len(open_)} to be run", flush=True)
+    if open_:
+        mutmut._run(open_, args.jobs)
 
     _, files = mutmut.collect_source_file_mutation_data(mutant_names=[])
     counts: dict[str, dict[str, int]] = {}

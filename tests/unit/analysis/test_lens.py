@@ -330,3 +330,10 @@ def test_queries_of_a_store_that_does_not_say_rotary_are_the_second_choice(tmp_p
         with open_capture(tmp_path / f"{number}.zarr", 0) as capture:
             chosen.append(pattern_hooks(capture, 0))
     assert chosen == [("q", "k"), ("pattern",)]
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 7), (1, 1)])
+def test_distributions_lie_along_the_last_axis(shape: tuple[int, ...]) -> None:
+    """Logits that are too large for exp are no matter."""
+    logits = torch.randn(shape, dtype=torch.float64) * 400
+    torch.testing.assert_close(torch.from_numpy(log_softmax(logits.numpy())), logits.log_softmax(-1))

@@ -18,6 +18,7 @@ from matplotlib.patches import Rectangle
 from tokenizers import Tokenizer, models
 
 from dmi_connector import open_capture
+from dmi_connector.analysis.labels import name_of_values
 from dmi_connector.analysis.lens import Uncertainty, uncertainty
 from dmi_connector.analysis.neurons import top_tokens
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
@@ -29,6 +30,7 @@ from dmi_connector.analysis.pictures.plot_text import colour_map
 from dmi_connector.analysis.unembedding import Unembedding
 from dmi_connector.cli.main import main
 from dmi_connector.cli.plots import KINDS
+from dmi_connector.hooks import HOOKS
 from dmi_connector.store.format.schema import ATTR_KEY
 from tests import analysiskit
 from tests.unit.analysis.test_plot import OPTIONS, PROMPT, TOKENS, folder, plot
@@ -193,6 +195,13 @@ def test_a_neuron_is_drawn_over_whole_words_each_with_its_value(
     )
     frames = [patch for patch in patches if not patch.get_fill() and patch.get_height() == pytest.approx(0.92)]
     assert [frame.get_x() for frame in frames] == [0.0, 0.0], "the tokens themselves stand below each other"
+
+
+def test_a_value_has_the_name_of_what_computes_it() -> None:
+    names = {hook: name_of_values(hook) for hook in (*HOOKS, "probe.p")}
+    neurons = {hook for hook, name in names.items() if name == "neuron"}
+    assert neurons == {"mlp_pre", "mlp_pre_linear", "mlp_post"} and names.pop("probe.p") == "output"
+    assert set(names.values()) == {"neuron", "dimension"}
 
 
 @pytest.mark.parametrize(("hook", "name"), [("resid_pre", "dimension"), ("mlp_post", "neuron")])

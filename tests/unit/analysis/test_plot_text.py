@@ -10,6 +10,8 @@ import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -312,3 +314,14 @@ def test_characters_without_a_font_are_ids_in_a_png_and_text_in_an_svg(
             plot(store, tmp_path / f"x{ending}", "resid_final", *options)
             with open_capture(store, 0, allow_incomplete=True) as capture:
                 assert written == [expected.format(i) for i in capture.token_ids[10:12]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "asked"), [(slice(None, 0), "0:0"), (slice(5, 5), "5:5"), (slice(7, None), "7:"), (slice(9, 3), "9:3")]
+)
+def test_rows_without_a_token_are_named_as_they_were_asked_for(rows: slice, asked: str) -> None:
+    capture: Any = SimpleNamespace(token_ids=np.zeros(7, np.int32))
+    with pytest.raises(ValueError, match=f"plot: rows {asked} hold no token; name some of the store's, 0:7$"):
+        plot_text._window(capture, rows)
+    assert plot_text._window(capture, slice(None)) == slice(0, 7)
+    assert plot_text._window(capture, slice(-2, None)) == slice(5, 7)

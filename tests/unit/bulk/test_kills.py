@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dmi_connector.bulk.order import Order
+from dmi_connector.bulk.recovery import recover
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.read.index import read_index
 from dmi_connector.store.read.run_manifest import read_manifest
@@ -151,6 +152,21 @@ def test_a_store_without_a_line_that_is_not_whole_is_done_again(
     go(prompts, tmp_path, engines)
     assert engines.submitted == [GOOD[1]]
     check_whole(tmp_path, GOOD)
+
+
+@pytest.mark.parametrize("suffix", [".partial", ".removing"])
+def test_the_index_says_that_an_unfinished_store_was_removed(
+    suffix: str, prompts: Path, store: Path, tmp_path: Path
+) -> None:
+    """Of one that was being removed it says so already."""
+    first = some_done(prompts, tmp_path, store)[0]
+    (tmp_path / "manifest.jsonl").unlink()
+    first.rename(first.with_name(first.name + suffix))
+    said = len(list(read_index(tmp_path)))
+    assert recover(tmp_path, RUN, Order(), tmp_path / "manifest.jsonl").removed == 1
+    ended = {"event": "abort", "store": first.name, "state": "aborted"}
+    assert list(read_index(tmp_path))[said:] == ([ended] if suffix == ".partial" else [])
+    assert not first.with_name(first.name + suffix).exists()
 
 
 def test_a_store_whose_values_are_not_finite_stays(prompts: Path, store: Path, tmp_path: Path) -> None:

@@ -11,16 +11,20 @@ import shutil
 import signal
 import threading
 from collections.abc import Collection
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dmi_connector.bulk import budget as budget_module
 from dmi_connector.bulk import run as run_module
 from dmi_connector.bulk.budget import Budget
 from dmi_connector.bulk.engines import Answer, Death
 from dmi_connector.bulk.order import Order
-from dmi_connector.bulk.progress import Progress
+from dmi_connector.bulk.progress import Counts, Progress
 from dmi_connector.bulk.signals import stopped_by_signals
 from dmi_connector.cli.run import _summarise, _wait_for_uploads
 from dmi_connector.store.format.locks import lock_alone
@@ -173,6 +177,96 @@ def test_prompts_of_a_dead_engine_are_lost_while_another_goes_on(store: Path, ou
     assert ended["engine"] == "engine 0" and "signal 9" in ended["why"]
     assert events[-1]["lost"] == ended["left"] == 1 and events[-1]["stopped"] == "signal"
     assert events[-1]["engines"] == [0, 9]
+
+
+class Survived(FakeEngines):
+    """One of its engines dies with prompts: it has written the stores of `whole`, and of `answered` besides, for which
+    the run has an answer too. Its processes go on for three looks. waits: what the run then waits for.
+    """
+
+    def __init__(self, *args: Any, held: ExitStack, whole: int = 1, answered: int = 4, **options: Any) -> None:
+        super().__init__(*args, window=5, **options)
+        self.held, self.whole, self.answered, self.looks = held, whole, answered, 0
+        self.run: Any = None
+        self.waits: list[str] = []
+
+    def shows(self, counts: Counts, force: bool = False) -> None:
+        if self.looks:
+            self.waits.append(counts.waiting)
+
+    def events(self, timeout: float) -> list[Answer | Death]:
+        if self.looks == 0 and self.work:
+            life = self.out / ".life.lock.worker-0-1"
+            assert self.held.enter_context(lock_alone(life))
+            self.looks, mine = 1, sorted(self.work)[1:]
+            for position in mine[: self.whole]:
+                assert [None for _ in self.work[position][0]]
+            found: list[Answer | Death] = []
+            for position in mine:
+                pieces, answer = self.work.pop(position)
+                next(pieces, None)
+                if position == self.answered:
+                    found.append(replace(answer, engine="worker 0"))
+            lost = tuple(position for position in mine if position != self.answered)
+            return [*found, Death("worker 0", "it died (signal 9)", lost, life)]
+        if self.looks:
+            self.looks += 1
+            if self.looks == 4:
+                self.held.close()
+        return super().events(timeout)
+
+
+def test_prompts_of_a_dead_engine_go_to_others_once_its_processes_have_ended(
+    store: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they finished meanwhile is kept. What is left of the rest is removed, so that no prompt has two stores."""
+    said = io.StringIO()
+    with ExitStack() as held:
+        engines, progress = Survived(store, out, held=held), Progress(True, said)
+        monkeypatch.setattr(progress, "show", engines.shows)
+        outcome = start_run(write_prompts(tmp_path / "p.jsonl", 7), out, engines, progress=progress).go()
+    assert outcome.all_done and (outcome.counts.done, outcome.counts.failed, outcome.lost) == (7, 0, 0)
+    check_whole(out, range(7))
+    assert [engines.submitted.count(n) for n in range(7)] == [1, 1, 2, 2, 2, 1, 1]
+    assert engines.waits[:3] == ["writers of worker 0 finish their stores"] * 3 and set(engines.waits[3:]) == {""}
+    (ended,) = [e for line in said.getvalue().splitlines() if (e := json.loads(line))["event"] == "engine_ended"]
+    assert (ended["engine"], ended["why"], ended["left"], ended["again"]) == ("worker 0", "it died (signal 9)", 0, 4)
+    assert outcome.counts.tokens == 7 * (ROWS + 1) and outcome.counts.bytes > 0
+
+
+def test_a_run_says_no_longer_that_it_waits_for_writers_that_have_ended(
+    store: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where all they had is whole, so that no prompt is handed out any more."""
+    with ExitStack() as held:
+        engines, progress = Survived(store, out, held=held, whole=2), Progress(True, io.StringIO())
+        monkeypatch.setattr(progress, "show", engines.shows)
+        outcome = start_run(write_prompts(tmp_path / "p.jsonl", 3), out, engines, progress=progress).go()
+    assert outcome.all_done and engines.submitted == [0, 1, 2]
+    assert engines.waits[:3] == ["writers of worker 0 finish their stores"] * 3 and set(engines.waits[3:]) == {""}
+
+
+def test_a_run_that_stops_leaves_prompts_whose_engine_still_writes(store: Path, out: Path, tmp_path: Path) -> None:
+    said = io.StringIO()
+
+    class Stopped(Survived):
+        def events(self, timeout: float) -> list[Answer | Death]:
+            if self.looks == 2:
+                self.run.stop("signal")
+                self.run.stop("max_bytes")
+            return super().events(timeout)
+
+    with ExitStack() as held:
+        engines = Stopped(store, out, held=held)
+        run = engines.run = start_run(
+            write_prompts(tmp_path / "p.jsonl", 7), out, engines, progress=Progress(False, said)
+        )
+        outcome = run.go()
+    assert (outcome.stopped, outcome.lost, outcome.all_done) == ("signal", 4, False), "the first reason counts"
+    assert "dmi: worker 0 ended early: it died (signal 9). 4 prompts go to other engines\n" in said.getvalue()
+    assert [engines.submitted.count(n) for n in (1, 2, 3, 4)] == [1] * 4
+    assert go(tmp_path / "p.jsonl", out, FakeEngines(store, out)).all_done
+    check_whole(out, range(7))
 
 
 def test_a_run_whose_captures_all_fail_stops(store: Path, out: Path, tmp_path: Path) -> None:
@@ -389,6 +483,44 @@ def test_a_budget_that_is_used_up_at_the_start_sees_that_stores_are_removed(tmp_
     assert budget.allows(0)
 
 
+@pytest.mark.parametrize(("takes", "rest"), [(0.02, 1.0), (0.1, 1.0), (0.5, 5.0), (3.0, 30.0)])
+def test_a_budget_is_measured_for_a_tenth_of_the_time_at_most(
+    takes: float, rest: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And once a second at most, from the end of the last measurement on."""
+    now, measured = [100.0], list[float]()
+
+    def measure(directory: str, sizes: Any) -> Any:
+        assert directory == str(tmp_path) and sizes is budget_sizes[-1]
+        measured.append(now[0])
+        now[0] += takes
+        return SimpleNamespace(nbytes=1000)
+
+    budget_sizes: list[Any] = []
+    monkeypatch.setattr(budget_module, "StoreSizes", lambda: budget_sizes.append(object()) or budget_sizes[-1])
+    monkeypatch.setattr(budget_module, "measure", measure)
+    budget = Budget(tmp_path, max_bytes=1000, clock=lambda: now[0])
+    assert not budget.allows(0) and measured == [100]
+    now[0] = 100 + takes + rest - 0.01
+    assert not budget.allows(0) and len(measured) == 1
+    now[0] = 100 + takes + rest
+    assert not budget.allows(0) and len(measured) == 2
+
+
+@pytest.mark.parametrize(("free", "allowed"), [(3 * 4096 + 10_000, True), (3 * 4096 + 9_999, False)])
+def test_what_must_stay_free_does_so_beside_all_prompts_in_flight(
+    free: int, allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two prompts in flight and one more, each of one byte and a root document."""
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_bavail=free, f_frsize=1) if path == tmp_path else 0
+    )
+    budget = Budget(tmp_path, min_free_bytes=10_000 - 3)
+    budget.stored(1)
+    assert budget.allows(2) == allowed
+    assert Budget(tmp_path).allows(10**9), "without limits"
+
+
 def test_at_the_budget_a_run_can_end_and_go_on_later(store: Path, out: Path, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", 12)
     sizes = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
@@ -431,6 +563,18 @@ def test_a_signal_ends_a_run_in_order(store: Path, out: Path, tmp_path: Path) ->
     assert outcome.counts.done < 12
     assert go(prompts, out, FakeEngines(store, out)).all_done
     check_whole(out, range(12))
+
+
+def test_the_second_signal_ends_a_run_at_once() -> None:
+    """Whichever of the two it is."""
+    stopped: list[str] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for first, second in ((signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)):
+        with pytest.raises(KeyboardInterrupt), stopped_by_signals(stopped.append):
+            os.kill(os.getpid(), first)
+            assert stopped.pop() == "signal"
+            os.kill(os.getpid(), second)
+        assert stopped == [] and all(signal.getsignal(number) is then for number, then in before.items())
 
 
 def test_keys_name_run_and_position(store: Path, out: Path, tmp_path: Path) -> None:

@@ -508,20 +508,85 @@ def test_a_manifest_of_one_torn_line_is_empty(tmp_path: Path) -> None:
     assert list(read_manifest(tmp_path / "none")) == []
 
 
+def test_a_torn_line_is_cut_behind_the_last_whole_one(tmp_path: Path) -> None:
+    """However long it is: the end of the file is read in parts, and a line may begin where one does."""
+    path = tmp_path / "m"
+    for torn in (0, 1, (1 << 16) - 1, 1 << 16, (1 << 16) + 1, 3 << 16):
+        path.write_bytes(b'{"key":"a"}\n{"key":"b"}\n' + b"x" * torn)
+        Manifest(path).close()
+        assert path.read_bytes() == b'{"key":"a"}\n{"key":"b"}\n', torn
+
+
 def test_lines_are_flushed_together_or_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
+    """256 of them, or more than a second after the first."""
+    now, path = [100.0], tmp_path / "m"
     monkeypatch.setattr("dmi_connector.bulk.manifest.time.monotonic", lambda: now[0])
-    manifest = Manifest(tmp_path / "m")
+    manifest = Manifest(path)
     manifest.add({"key": "a"})
     manifest.flush(now=False)
-    assert (tmp_path / "m").read_bytes() == b""
-    now[0] += 2
+    now[0] += 0.5
+    manifest.add({"key": "b"})
+    now[0] += 0.5
     manifest.flush(now=False)
-    assert len(list(read_manifest(tmp_path / "m"))) == 1
-    for i in range(300):
+    assert path.read_bytes() == b"", "just a second after the first one"
+    now[0] += 0.01
+    manifest.flush(now=False)
+    assert path.read_bytes() == b'{"key":"a"}\n{"key":"b"}\n'
+    for i in range(255):
         manifest.add({"key": str(i)})
     manifest.flush(now=False)
-    assert len(list(read_manifest(tmp_path / "m"))) == 301
+    assert len(list(read_manifest(path))) == 2
+    manifest.add({"key": "255"})
+    manifest.flush(now=False)
+    assert len(list(read_manifest(path))) == 258
+    manifest.add({"key": "c"})
+    manifest.flush()
+    manifest.flush()
+    assert len(list(read_manifest(path))) == 259
+    manifest.close()
+
+
+def test_a_manifest_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not written stays, and is written later. A write may take a part."""
+    manifest, write = Manifest(tmp_path / "m"), os.write
+    manifest.add({"key": "a"})
+
+    def full(_fd: int, _data: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(OSError) as error:
+            manifest.flush()
+    assert str(error.value) == (
+        f"--out {tmp_path}: m cannot be written (No space left on device); make room there, or change its mode, and"
+        " start the same command again"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, data: write(fd, bytes(data[:4])))
+        manifest.flush()
+    assert (tmp_path / "m").read_bytes() == b'{"key":"a"}\n'
+    manifest.close()
+
+
+@pytest.mark.parametrize(("as_json", "terminal", "every"), [(True, False, 1), (False, True, 1), (False, False, 30)])
+def test_counts_are_shown_once_a_second_or_in_a_log_twice_a_minute(
+    as_json: bool, terminal: bool, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, shown = [100.0], list[float]()
+    monkeypatch.setattr("dmi_connector.bulk.progress.time.monotonic", lambda: now[0])
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: terminal)
+    progress = Progress(as_json, out)
+    monkeypatch.setattr(progress, "_show_bar", lambda counts, _speed: print(counts.done, file=out))
+    for tenths in range(0, 10 * every + 2):
+        now[0] = 100 + tenths / 10
+        before = out.tell()
+        progress.show(Counts(total=9, done=4))
+        shown += [now[0] - 100] if out.tell() > before else []
+    assert shown == [0, every]
+    progress.show(Counts(total=9, done=4), force=True)
+    assert len(out.getvalue().splitlines()) == 3
 
 
 @pytest.mark.parametrize(

@@ -299,6 +299,8 @@ def test_the_likeliest_tokens_of_many_stores(captures: Captures) -> None:
     want = [every[row, token].item() if token < VOCAB else np.nan for row, token in enumerate(following)]
     assert 0 < np.isnan(want).sum() < len(want)
     np.testing.assert_allclose(found.next_logprobs, want, atol=1e-5)
+    dtypes = [values.dtype for values in (found.token_ids, found.logprobs, found.next_logprobs)]
+    assert dtypes == [np.int32, np.float32, np.float32]
     with pytest.raises(ValueError, match="k 321 is not valid; use 1 to 320"):
         top_logprobs(captures.rows("logits"), 321)
     with pytest.raises(ValueError, match="'z' does not hold logits"):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.messages import Borrow, Open, Rows, Sample, StepMetadata
+from dmi_connector.engine.messages import Accepted, Borrow, Open, Rows, Sample, StepMetadata
 from dmi_connector.engine.model.coverage import UNWRITTEN
 from dmi_connector.engine.owners.row_cache import CaptureLayer
 from dmi_connector.engine.transfer.chunk_layout import chunk_layout
@@ -330,6 +330,66 @@ def test_logits_without_room_are_lost_at_their_row_under_policy_drop(make: Make)
     exporter.logits.export(sampled(exporter, [[6, 7]]))
     assert client.rows_given == [] and lost(exporter.captures[1]) == [(Cause.FELL_BEHIND, ((4, 5),))]
     assert exporter.take_report().lost == {1: [[4, 5]]}
+
+
+def drafted(make: Make, policy: str = "block") -> tuple[Exporter, Client, Noted]:
+    """An exporter beside speculative decoding with a capture of logits (1) and one of q alone (2). Step 1 was run: its
+    tokens are in slots 5, 6, 7 and 30, of which 5, 6, 7 may be kept.
+    """
+    exporter, client = with_logits(make, policy)
+    exporter.client = None
+    noted = begin(exporter, 1, 20, start=15)
+    hooks = {"q": exporter.context.selection.hooks["q"]}
+    opened = Open(2, "/x/2.zarr", hooks, "r2", None, 0, 20, {"prompt_len": 20})
+    exporter.before_forward(StepMetadata(opens=[opened]))
+    exporter.client, exporter.logits.post, exporter.logits._drafts = client, client.rows, True  # type: ignore[assignment]
+    exporter.before_forward(StepMetadata(logits_step=1, logits_slots=[5, 6, 7]))
+    sampled(exporter, [[5, 6, 7], [30]])
+    exporter.logits.of_tokens(torch.arange(4))
+    exporter.logits.export(torch.arange(4 * SMALL.vocab, dtype=torch.float32).view(4, -1))
+    assert client.rows_given == [], "nothing is accepted yet"
+    return exporter, client, noted
+
+
+def test_logits_of_accepted_tokens_leave_once_they_are_known(make: Make) -> None:
+    """Of captures with logits alone. Those that end in the step have theirs too."""
+    exporter, client, noted = drafted(make)
+    first = Accepted(1, 4, 22, np.array([5, 6]), 1)
+    other = Accepted(2, 0, 19, np.array([7]), 1)
+    last = closing(1, 9, accepted=[Accepted(1, 6, 24, np.array([7]), 1)])
+    exporter.before_forward(StepMetadata(accepted=[first, other], closes=[last], decided=1))
+    assert client.rows_given == [[(noted, "logits", 4 + n, 22 + n, n * LOGIT_BYTES) for n in range(3)]]
+    values = np.frombuffer(client.bytes_given[0][: 3 * LOGIT_BYTES], np.float32)
+    assert values.tolist() == list(range(3 * SMALL.vocab))
+    assert exporter.progress.counts["lost_rows"] == 0 and len(noted.closed) == 1
+    assert exporter.logits.draft_logits._steps == [], "nothing of the step is wanted any more"
+
+
+def test_accepted_tokens_whose_logits_are_not_there_are_lost_at_their_rows(make: Make) -> None:
+    """Slot 30 was not kept, and of a step before 1 there are none."""
+    exporter, client, noted = drafted(make)
+    exporter.before_forward(StepMetadata(accepted=[Accepted(1, 4, 22, np.array([6, 30]), 1)]))
+    assert client.rows_given == [[(noted, "logits", 4, 22, 0)]]
+    assert lost(exporter.captures[1]) == [(Cause.FELL_BEHIND, ((8, 9),))]
+    exporter.before_forward(StepMetadata(accepted=[Accepted(1, 6, 24, np.array([6]), 0)], decided=1))
+    exporter.before_forward(StepMetadata(accepted=[Accepted(1, 7, 25, np.array([6]), 1)]))
+    assert [rows for _, rows in lost(exporter.captures[1])] == [((8, 9), (9, 10), (10, 11))]
+
+
+def test_accepted_logits_without_room_are_lost_under_policy_drop(make: Make) -> None:
+    exporter, client, _ = drafted(make, "drop")
+    assert exporter.ring.alloc(exporter.ring.nbytes, 0) is not None
+    exporter.before_forward(StepMetadata(accepted=[Accepted(1, 4, 22, np.array([5, 6]), 1)]))
+    assert client.rows_given == [] and [rows for _, rows in lost(exporter.captures[1])] == [((7, 8), (8, 9))]
+
+
+def test_a_step_whose_tokens_are_unknown_is_an_error(make: Make) -> None:
+    exporter, _, _ = drafted(make)
+    for tokens, known in ((None, "unknown"), (torch.arange(3), "3")):
+        exporter.logits._tokens = tokens
+        exporter.before_forward(StepMetadata(logits_step=2, logits_slots=[5]))
+        with pytest.raises(RuntimeError, match=f"has 2 rows of logits, but {known} token indices"):
+            exporter.logits.export(sampled(exporter, [[5], [6]]))
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------------------------

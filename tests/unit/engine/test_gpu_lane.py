@@ -370,3 +370,78 @@ def test_staging_memory_is_given_out_in_a_ring_of_whole_units() -> None:
     assert f and (f.start, f.end) == (0, 1024) and list(staging.used) == [f]
     with pytest.raises(ValueError, match="2049 bytes do not fit the staging buffer of 2048 bytes"):
         staging.reserve(2049)
+
+
+def test_the_speed_of_the_link_is_that_of_its_second_copy(
+    make: Callable[[int, int], Lane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bytes per second, of as much as staging memory and ring both hold."""
+    lane, order = make(3, 2), list[tuple[str, int]]()
+
+    class Timed:
+        def __init__(self, enable_timing: bool = False) -> None:
+            assert enable_timing
+            self.name, self.records = f"event {len(made)}", 0
+            made.append(self)
+
+        def record(self) -> None:
+            self.records += 1
+            order.append((self.name, int(lane.ring.memory[: 3 * CHUNK].sum())))
+            lane.lane.staging.buffer.fill_(self.records)
+
+        def synchronize(self) -> None:
+            order.append((f"{self.name} is waited for", self.records))
+
+        def elapsed_time(self, end: Timed) -> float:
+            assert (self, end) == (made[0], made[1])
+            return 0.5  # milliseconds
+
+    made: list[Timed] = []
+    lane.lane.staging.buffer.fill_(0)
+    monkeypatch.setattr(gpu_lane.torch.cuda, "Event", Timed)
+    assert lane.lane.link_bytes_per_second() == 2 * CHUNK / 0.0005
+    copied = [("event 0", 0), ("event 1", 2 * CHUNK), ("event 0", 2 * CHUNK), ("event 1", 4 * CHUNK)]
+    assert order == [*copied, ("event 1 is waited for", 2)]
+
+
+def test_a_tensor_goes_to_its_place_in_the_ring(make: Callable[[int, int], Lane]) -> None:
+    """In its turn between gathers."""
+    lane = make(4, 4)
+    extents = [lane.ring.alloc(CHUNK, 0) for _ in range(2)]
+    source = torch.arange(100, dtype=torch.uint8) + 1
+    assert extents[1] is not None
+    lane.lane.send([lane.chunk(0)])
+    lane.lane.send_tensor(source, extents[1].offset, lambda: lane.delivered.append((-1, b"")))
+    lane.lane.send([lane.chunk(1)])
+    kit.until(lambda: len(lane.delivered) == 3)
+    assert [number for number, _ in lane.delivered] == [0, -1, 1]
+    assert lane.ring.view(extents[1]).tobytes() == source.numpy().tobytes() + bytes(CHUNK - 100)
+
+
+def test_a_lane_whose_copies_do_not_end_keeps_its_memory(
+    make: Callable[[int, int], Lane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread still uses it. What is delivered later is delivered."""
+    Event.link.clear()
+    lane, closed, lines = make(4, 4), list[str](), list[str]()
+    monkeypatch.setattr(lane.lane._pinned, "close", lambda: closed.append("closed"))
+    monkeypatch.setattr(gpu_lane.logger, "error", lambda text, *values: lines.append(text % values))
+    lane.lane.send([lane.chunk(0)])
+    lane.lane.shutdown(0.01)
+    assert closed == [] and lines == ["copies did not end within 0.01 s of the shutdown: their rows are missing"]
+    Event.link.set()
+    kit.until(lambda: len(lane.delivered) == 1)
+    lane.lane.shutdown(kit.PATIENCE)
+    assert closed == ["closed"]
+
+
+def test_the_first_gather_of_a_request_is_compiled_before(
+    make: Callable[[int, int], Lane], launches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row is gathered by the table of all hooks, which then stays on the GPU."""
+    lane, table = make(4, 4), np.array([[64, 128, 0]])
+    lane.lane.staging.buffer.fill_(0)
+    lane.lane.warm_up(table)
+    assert launches == [1] and lane.lane._tables[id(table)].tolist() == table.tolist()
+    assert lane.lane.staging.buffer[:128].tolist() == lane.rows[0, 64:192].tolist()
+    assert not lane.lane.staging.buffer[128:].any()

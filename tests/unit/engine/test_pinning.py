@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -118,3 +120,61 @@ def test_an_engine_that_ends_early_stops_pinning(cuda: Cuda, ring: Ring) -> None
     cuda.go.set()
     memory.close()
     assert ring.usable < RING and cuda.pinned == {}
+
+
+class Library:
+    """Stands for a C library: notes the calls of its functions. answers: what these give, one after the other."""
+
+    def __init__(self, *answers: int) -> None:
+        self.answers, self.calls = list(answers), list[tuple[Any, ...]]()
+        self.madvise, self.cuThreadExchangeStreamCaptureMode = Function(self), Function(self)
+
+
+class Function:
+    def __init__(self, library: Library) -> None:
+        self.library, self.argtypes = library, ()
+
+    def __call__(self, *given: Any) -> int:
+        self.library.calls.append(given)
+        return self.library.answers.pop(0)
+
+
+UNIT = 16 << 20
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "answers", "sizes"),
+    [
+        (2 * UNIT + 5, [0, 0, 0], [UNIT, UNIT, 5]),
+        (UNIT, [0], [UNIT]),
+        (3 * UNIT, [0, -1], [UNIT, UNIT]),
+        (1, [-1], [1]),
+    ],
+)
+def test_memory_is_taken_from_the_system_in_parts(
+    nbytes: int, answers: list[int], sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the kernel refuses it: pinning then takes the rest."""
+    library = Library(*answers)
+    monkeypatch.setattr(pinning.ctypes, "CDLL", lambda name: library if name is None else None)
+    pinning._populate(4096, nbytes, threading.Event())
+    assert library.calls == [(4096 + n * UNIT, size, 23) for n, size in enumerate(sizes)] and library.answers == []
+    assert library.madvise.argtypes == (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def test_an_engine_that_ends_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, stop = Library(), threading.Event()
+    stop.set()
+    monkeypatch.setattr(pinning.ctypes, "CDLL", lambda _name: library)
+    pinning._populate(4096, 5, stop)
+    assert library.calls == []
+
+
+def test_captures_of_graphs_are_relaxed_for_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, names = Library(0, 401), list[str]()
+    monkeypatch.setattr(pinning.ctypes, "CDLL", lambda name: (names.append(name), library)[1])
+    pinning.relax_captures()
+    with pytest.raises(RuntimeError, match=r"cuThreadExchangeStreamCaptureMode failed: CUDA error 401"):
+        pinning.relax_captures()
+    assert names == ["libcuda.so.1"] * 2
+    assert [pointer._obj.value for (pointer,) in library.calls] == [2, 2]

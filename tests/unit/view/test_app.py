@@ -21,7 +21,7 @@ from dmi_connector.analysis.texts import Texts
 from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
-from dmi_connector.view import attention, data, lens, texts_index
+from dmi_connector.view import attention, data, lens, server, texts_index
 from dmi_connector.view.app import ACTIONS, MOST_TOKENS, make_app
 from dmi_connector.view.app import _Pages as make_pages
 from dmi_connector.view.data import Library
@@ -163,6 +163,34 @@ def test_a_search_of_texts_goes_on_where_it_stopped(stores: Path, model: Path, m
     assert found["pending"] == 0 and {line["name"] for line in found["captures"]} == {
         f"{name}.zarr" for name in ("story", "long", "lossy")
     }
+
+
+def test_texts_are_cut_to_what_is_shown_and_to_what_is_searched(tmp_path: Path) -> None:
+    """The list shows 96 characters of the prompt on one line. 2,048 tokens are searched, in lower case."""
+
+    class Words:
+        """Stands for `Texts`: a word for each token."""
+
+        def whole(self, ids: list[int]) -> str:
+            asked.append(len(ids))
+            return " \n".join(f"W{i}" for i in ids)
+
+    owner, ids = kit.Store(1 << 20), np.arange(2100, dtype="<i4")
+    for name, prompt in (("a", 5), ("b", 300)):
+        about = {"model": "tiny", "prompt_len": prompt}
+        owner.write(tmp_path / f"{name}.zarr", [ArraySpec("q", "float32", (), 1)], 2100, ids=ids, attrs=about)
+    assert owner.shutdown()
+    asked: list[int] = []
+    index = texts_index.TextIndex(lambda model: Words() if model == "tiny" else None)  # type: ignore[arg-type, return-value]
+    infos = {info.store.name: info for info in Library.at(tmp_path)._found()}
+    assert index.prompt(infos["a.zarr"]) == "W0 W1 W2 W3 W4" and asked == [2048, 5]
+    assert index.prompt(infos["b.zarr"]) == " ".join(f"W{i}" for i in range(96))[:96] and asked[2:] == [2048, 96]
+    pairs = [(info, name) for name, info in sorted(infos.items())]
+    for words, found in ((["w2047", "a.zarr"], ["a.zarr"]), (["w2048"], []), (["w0", "w1"], ["a.zarr", "b.zarr"])):
+        assert [info.store.name for info in index.search(pairs, words)[0]] == found
+    assert len(asked) == 4, "each is read once"
+    broken = texts_index.TextIndex(lambda _model: (_ for _ in ()).throw(ValueError("no tokenizer")))
+    assert broken.prompt(infos["b.zarr"]) == "" and broken.search(pairs, ["w0"]) == ([], 0)
 
 
 def test_predictions_come_from_captured_logits_without_a_model(real: Path) -> None:
@@ -358,6 +386,20 @@ def test_attention_is_that_of_the_reader(real: Path) -> None:
     assert keys[0]["weight"] == pytest.approx(whole[20].max())
 
 
+def test_of_keys_with_equal_weights_the_first_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none that has no weight."""
+    weights = np.zeros((1, 1000), "f4")
+    weights[0, 5::2] = 0.25
+    weights[0, 900] = 0.5
+    monkeypatch.setattr(attention, "attention_pattern", lambda *_: weights)
+    found = attention.largest(None, 0, 0, 999)  # type: ignore[arg-type]
+    assert [key["row"] for key in found] == [900, *range(5, 23, 2)] and found[1] == {"row": 5, "weight": 0.25}
+    assert [key["row"] for key in attention.largest(None, 0, 0, 999, 2)] == [900, 5]  # type: ignore[arg-type]
+    weights[0, 5:900] = 0
+    weights[0, 901:] = 0
+    assert attention.largest(None, 0, 0, 999) == [{"row": 900, "weight": 0.5}]  # type: ignore[arg-type]
+
+
 def test_attention_is_shown_as_far_as_its_keys_are_there(stores: Path, real: Path) -> None:
     page = client(stores)
     assert page.get("api/capture/story.zarr").json()["attention"]["until"] > 200
@@ -549,6 +591,50 @@ def test_the_command_serves_on_loopback_alone(stores: Path) -> None:
         finally:
             process.terminate()
     assert process.returncode in (0, -15)
+
+
+def test_the_server_listens_on_loopback_and_says_where(
+    stores: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the port that is given, or a free one; without a log of requests, and without websockets."""
+    made: list[Any] = []
+
+    class Server:
+        def __init__(self, config: Any) -> None:
+            self.config, self.sockets = config, list[Any]()
+            made.append(self)
+
+        def run(self, sockets: list[socket.socket]) -> None:
+            self.sockets = [one.getsockname() for one in sockets]
+            with socket.socket() as other:
+                other.connect(sockets[0].getsockname())
+
+    monkeypatch.setattr(server.uvicorn, "Server", Server)
+    said: list[str] = []
+    server.serve(stores, model=model, tokenizer=model, say=said.append)
+    server.serve(stores / "story.zarr", made[0].sockets[0][1], say=said.append)
+    first, second = made
+    assert first.sockets == second.sockets, "the port is free again at the end"
+    ((host, port),) = first.sockets
+    assert host == "127.0.0.1" and port > 0
+    tokens = [text.removeprefix(f"http://127.0.0.1:{port}/").removesuffix("/") for text in said]
+    assert all(len(token) == 32 for token in tokens) and tokens[0] != tokens[1]
+    for one, token, count in zip(made, tokens, (7, 1), strict=True):
+        config = one.config
+        assert (config.access_log, config.log_level, config.lifespan, config.ws) == (False, "warning", "off", "none")
+        page = TestClient(config.app, base_url=f"http://127.0.0.1/{token}/")
+        assert page.get("api/captures").json()["total"] == count
+    told = [
+        TestClient(one.config.app, base_url=f"http://127.0.0.1/{token}/").get("api/capture/story.zarr").json()["lens"]
+        for one, token in zip(made, tokens, strict=True)
+    ]
+    assert told[0] is None and "--model DIR" in told[1]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ValueError, match=rf"--port {taken.getsockname()[1]} cannot be used \(.*give another, or 0"):
+            server.serve(stores, taken.getsockname()[1], say=said.append)
+    assert len(said) == 2
 
 
 @pytest.mark.parametrize(
