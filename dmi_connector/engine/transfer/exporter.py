@@ -190,7 +190,8 @@ class Exporter:
             report.scores.append(self.scores.read(self.rows, scores))
         report.staged = self.context.may_sleep and self.lane is not None and self.lane.staged
         if self.client is not None:
-            report.stored, losses = self.client.take_news()
+            ended, losses = self.client.take_news()
+            report.stored = ended if self.rank == 0 else {}  # which makes the store, once all ranks have finished
             for capture in [*self.captures.values(), *(capture for capture, _ in self.ending)] if losses else ():
                 if capture.out is not None and capture.out.path in losses:
                     report.unborrowed[capture.number] = losses[capture.out.path]
