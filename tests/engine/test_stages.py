@@ -18,7 +18,19 @@ from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.write.finish.repair import repair
 from tests.engine.check import check_store, hooks_of
 from tests.engine.faults import Live, check_rows, gone, kill, many, processes, until
-from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
+from tests.engine.harness import (
+    ALL_HOOKS,
+    SMALL,
+    Ask,
+    Run,
+    engine,
+    finish,
+    generate,
+    prompt,
+    step,
+    submit,
+    watch_scheduler,
+)
 
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each stage needs a core")
 
@@ -125,3 +137,35 @@ def test_the_rows_of_a_killed_stage_are_salvaged_with_those_of_the_other(
     captures = [open_capture(store, timeout=0, allow_incomplete=True) for store in stores]
     assert not any(capture.complete for capture in captures)
     assert sum(check_rows(capture, oracle("qwen3")) for capture in captures) > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("owner", ["target", "pool"])
+def test_batches_that_overlap_preemptions_and_aborts_leave_whole_stores(
+    owner: str, tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path
+) -> None:
+    """Six blocks for four requests that need two or three each. The scheduler runs in this process."""
+    run = Run(tmp_path)
+    asks = {f"r{n}": Ask(prompt(n), sampling={"max_tokens": 80}) for n in (90, 100, 110, 200)}
+    again = {f"again{n}": Ask(prompt(n, 1), sampling={"max_tokens": 80}) for n in (90, 100, 110, 200)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        args = {**options(run, owner, False), "in_process": True, "num_gpu_blocks_override": 7}
+        with engine(tiny_model("qwen3"), **args) as llm:
+            watch_scheduler(llm, run)
+            queue, most = llm.llm_engine.engine_core.engine_core.batch_queue, 0
+            generate(llm, run, asks)
+            preempted = len(run.preempted)
+            submit(llm, again)
+            while len(run.preempted) == preempted:
+                step(llm, run)
+                most = max(most, len(queue))
+            victim = run.preempted[preempted].rsplit("-", 1)[0]
+            running = next(name for name in again if name != victim)
+            llm.llm_engine.abort_request([victim, running])
+            finish((llm, run))
+    assert preempted, "nothing was preempted: this test shows nothing"
+    assert most, "no batch was under way while another was scheduled"
+    for name, ask in (asks | again).items():
+        if name not in (victim, running):
+            check_store(run.store(name), oracle("qwen3"), run.tokens(name), len(ask.prompt), hooks_of("qwen3"))
