@@ -109,6 +109,8 @@ def _check_pipeline(vllm_config: VllmConfig) -> None:
         (vllm_config.use_v2_model_runner, "vLLM's V2 runner", "set VLLM_USE_V2_MODEL_RUNNER=0"),
         (model.using_transformers_backend(), "vLLM's Transformers backend", "use a model that vLLM has itself"),
         (model.runner_type == "pooling", "runner 'pooling'", "use tensor_parallel_size instead"),
+        (vllm_config.lora_config is not None, "enable_lora", "remove --enable-lora"),
+        (model.is_hybrid, "Mamba or linear-attention layers", "use tensor_parallel_size instead"),
         (may_sleep(model), "sleep", "remove --enable-sleep-mode and --enable-cumem-allocator"),
     )
     for applies, what, fix in refused:

@@ -16,8 +16,8 @@ from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.hooks import HOOKS
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.write.finish.repair import repair
-from tests.engine.check import check_store, hooks_of
-from tests.engine.faults import Live, check_rows, gone, kill, many, processes, until
+from tests.engine.check import check_store, cosines, hooks_of
+from tests.engine.faults import Live, check_rows, gone, kill, many, processes
 from tests.engine.harness import (
     ALL_HOOKS,
     SMALL,
@@ -47,9 +47,10 @@ CAPTURED = ("len1", "len33", "len128", "len300", "again")
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("target", True), id="target"),
-        pytest.param(("pool", True), marks=pytest.mark.soak, id="pool"),
-        pytest.param(("target", False), marks=pytest.mark.soak, id="target-compiled"),
+        pytest.param(("target", True, "qwen3"), id="target"),
+        pytest.param(("pool", True, "qwen3"), marks=pytest.mark.soak, id="pool"),
+        pytest.param(("target", True, "qwen3_moe"), marks=pytest.mark.soak, id="target, experts"),
+        pytest.param(("target", False, "qwen3"), marks=pytest.mark.soak, id="target, compiled"),
     ],
 )
 def run(
@@ -60,17 +61,18 @@ def run(
 ) -> Run:
     """At its end the worker of the second stage is killed while captures are under way."""
     run = Run(tmp_path_factory.mktemp("stages"))
-    run.facts["owner"], eager = request.param
+    run.facts["owner"], eager, arch = request.param
+    run.facts["arch"], run.facts["hooks"] = arch, hooks_of(arch)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
         if eager:
             profile_eager_models(patch)
-        with engine(tiny_model("qwen3"), **options(run, run.facts["owner"], eager)) as llm:
+        with engine(tiny_model(arch), **options(run, run.facts["owner"], eager)) as llm:
             generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS} | {"plain": Ask(prompt(50), kv=None)})
             generate(llm, run, {"again": Ask(prompt(300)), "only": Ask(prompt(40), kv={})})
             asked = ONE_STAGE | {"late": {"hooks": "resid_pre", "layers": LATE}}
             generate(llm, run, {name: Ask(prompt(200), kv={**ALL, "dmi": dmi}) for name, dmi in asked.items()})
-            live = Live(llm, run, oracle("qwen3"))
+            live = Live(llm, run, oracle(arch))
             answers = live.begin(many("killed", 8, tokens=370))
             writing = processes("dmi-")  # which processes() does not find once the engine has ended
             kill(processes("Worker_PP1"))
@@ -101,10 +103,10 @@ def profile_eager_models(patch: pytest.MonkeyPatch) -> None:
 def test_a_store_of_two_stages_reads_like_that_of_the_whole_model(run: Run, oracle: Callable[..., Oracle]) -> None:
     for name in CAPTURED:
         length = len(run.replies[name].prompt_token_ids)
-        check_store(run.store(name), oracle("qwen3"), run.tokens(name), length, hooks_of("qwen3"))
+        check_store(run.store(name), oracle(run.facts["arch"]), run.tokens(name), length, run.facts["hooks"])
     borrowed = 256 if run.facts["owner"] == "pool" else 0
     assert read_attrs(run.store("again")).get("borrowed_tokens", 0) == borrowed
-    check_store(run.store("only"), oracle("qwen3"), run.tokens("only"), 40, hooks_of("qwen3"), rows=(0, 40))
+    check_store(run.store("only"), oracle(run.facts["arch"]), run.tokens("only"), 40, run.facts["hooks"], rows=(0, 40))
 
 
 def test_each_stage_writes_the_layers_that_it_has(run: Run) -> None:
@@ -119,10 +121,11 @@ def test_each_stage_writes_the_layers_that_it_has(run: Run) -> None:
 
 
 def test_a_stage_may_have_nothing_to_write_of_a_request(run: Run, oracle: Callable[..., Oracle]) -> None:
+    twin = oracle(run.facts["arch"])
     for name, dmi in ONE_STAGE.items():
         layers = {"q": [0]} if name == "layer" else None
-        check_store(run.store(name), oracle("qwen3"), run.tokens(name), 200, [dmi["hooks"]], layers=layers)
-    check_store(run.store("late"), oracle("qwen3"), run.tokens("late"), 200, ["resid_pre"], layers={"resid_pre": LATE})
+        check_store(run.store(name), twin, run.tokens(name), 200, [dmi["hooks"]], layers=layers)
+    check_store(run.store("late"), twin, run.tokens("late"), 200, ["resid_pre"], layers={"resid_pre": LATE})
 
 
 def test_the_rows_of_a_killed_stage_are_salvaged_with_those_of_the_other(
@@ -136,7 +139,7 @@ def test_the_rows_of_a_killed_stage_are_salvaged_with_those_of_the_other(
     stores = [outcome.store for outcome in outcomes if outcome.store is not None]
     captures = [open_capture(store, timeout=0, allow_incomplete=True) for store in stores]
     assert not any(capture.complete for capture in captures)
-    assert sum(check_rows(capture, oracle("qwen3")) for capture in captures) > 0
+    assert sum(check_rows(capture, oracle(run.facts["arch"])) for capture in captures) > 0
 
 
 @pytest.mark.soak
@@ -169,3 +172,23 @@ def test_batches_that_overlap_preemptions_and_aborts_leave_whole_stores(
     for name, ask in (asks | again).items():
         if name not in (victim, running):
             check_store(run.store(name), oracle("qwen3"), run.tokens(name), len(ask.prompt), hooks_of("qwen3"))
+
+
+@pytest.mark.soak
+def test_stages_reduce_the_rows_of_their_layers(
+    tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path
+) -> None:
+    run = Run(tmp_path)
+    reduce = {"mlp_post": "topk(64)", "*": "int8"}
+    args = options(run, "target", False)
+    args |= capture_args("hidden-states,resid_mid,mlp_post,q", tmp_path, "target", reduce=reduce, **SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        with engine(tiny_model("qwen3"), **args) as llm:
+            generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in (33, 300)})
+    for length in (33, 300):
+        name = f"len{length}"
+        hooks = list(open_capture(run.store(name), timeout=300).attrs["hooks"])
+        least = cosines(run.store(name), oracle("qwen3"), run.tokens(name), length, hooks)
+        assert set(least) == {"resid_pre", "resid_final", "resid_mid", "mlp_post", "q"}
+        assert least.pop("mlp_post") > 0.9 and min(least.values()) > 0.999, least

@@ -24,9 +24,7 @@ KV_HEADS = 2
 """Fewer than 4 or 8 ranks, which then share them."""
 
 
-def make_context(
-    directory: Path, hooks: str, layers: int, tp: int, stages: tuple[range, ...] = ()
-) -> CaptureContext:
+def make_context(directory: Path, hooks: str, layers: int, tp: int, stages: tuple[range, ...] = ()) -> CaptureContext:
     dims = ModelDims("Qwen3ForCausalLM", layers, 256, 8, KV_HEADS, 32, 512, 512)
     options = ServerOptions.parse({"store_dir": str(directory), "hooks": hooks})
     selection = parse_selection(options.hooks, dims)
