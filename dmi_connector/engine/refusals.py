@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm import envs
 
-from dmi_connector.args import CONNECTOR, CONNECTORS, POOL_CONNECTOR
+from dmi_connector.args import CONNECTOR, CONNECTORS, EXTRACT_HIDDEN_STATES, POOL_CONNECTOR
 from dmi_connector.engine import contract
 from dmi_connector.engine.features import features_of, may_sleep
 from dmi_connector.engine.model.architectures import Mixed
@@ -98,11 +98,11 @@ def _check_pipeline(vllm_config: VllmConfig) -> None:
     parallel, model, drafts = vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
     if parallel.pipeline_parallel_size == 1:
         return
-    draft, backend = owner_of(vllm_config).name == "draft", parallel.distributed_executor_backend
+    drafted = drafts is not None and drafts.method != EXTRACT_HIDDEN_STATES
+    backend = parallel.distributed_executor_backend
     tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
     refused = (
-        (draft, "owner='draft', whose rows lie on the last stage alone", "use owner='target' or owner='pool'"),
-        (not draft and drafts is not None, "speculative_config", "leave it out"),
+        (drafted, "speculative_config", "leave it out"),
         (tp > 1, f"tensor_parallel_size {tp}", "set one of the two to 1"),
         (dp > 1, f"data_parallel_size {dp}", "set one of the two to 1"),
         (backend != "mp", f"distributed_executor_backend {backend!r}", "use 'mp'"),

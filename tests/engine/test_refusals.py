@@ -327,6 +327,7 @@ def test_pipeline_stages_are_accepted(model: Path, tmp_path: Path, owner: str) -
 def test_the_draft_with_pipeline_stages_is_refused(model: Path, tmp_path: Path) -> None:
     config = vllm_config(model, tmp_path, owner="draft")  # as an argument, vLLM refuses it for its own draft model
     config.parallel_config.pipeline_parallel_size = 2
+    config.parallel_config.distributed_executor_backend = "mp"
     with pytest.raises(ValueError, match=r"pipeline_parallel_size: 2 with owner='draft'.*use owner='target'"):
         capture_context(config)
 

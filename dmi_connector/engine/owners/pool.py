@@ -99,14 +99,14 @@ class Pool(Owner):
     def row_memory(self, context: Context, config: KVCacheConfig, vllm_config: VllmConfig) -> RowMemory:
         from dmi_connector.engine.owners.pool_memory import RowPool
 
-        pool = vllm_config.compilation_config.static_forward_context[context.cache_layer]
-        assert isinstance(pool, RowPool)
         _, layer, block_size = key_group(config)
         if not layer:
             raise ValueError(
                 f"pipeline_parallel_size: layers {context.here.start} to {context.here.stop - 1} of this stage have no "
                 "full attention, by whose slots owner='pool' finds rows; use fewer stages, or owner='target'"
             )
+        pool = vllm_config.compilation_config.static_forward_context[context.cache_layer]
+        assert isinstance(pool, RowPool)
         pool.follow(layer, block_size, config.num_blocks, vllm_config)
         return pool
 
