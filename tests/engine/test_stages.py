@@ -65,8 +65,6 @@ def run(
     run.facts["arch"], run.facts["hooks"] = arch, hooks_of(arch)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-        if eager:
-            profile_eager_models(patch)
         with engine(tiny_model(arch), **options(run, run.facts["owner"], eager)) as llm:
             generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS} | {"plain": Ask(prompt(50), kv=None)})
             generate(llm, run, {"again": Ask(prompt(300)), "only": Ask(prompt(40), kv={})})
@@ -85,19 +83,10 @@ def run(
 def options(run: Run, owner: str, eager: bool) -> dict[str, Any]:
     """Of an engine with two stages."""
     stages = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp", "enforce_eager": eager}
+    if eager:
+        stages["worker_cls"] = "tests.engine.stage_cpu.StageWorker"
     args = capture_args(HOOKS_OF_STAGES, run.store_dir, owner, **SMALL)
     return {"in_process": False, "fork": eager, "end_seconds": 10, **stages, **args}
-
-
-def profile_eager_models(patch: pytest.MonkeyPatch) -> None:
-    """On a GPU vLLM profiles each model, which allocates what a later stage receives. On a CPU it does so for compiled
-    models alone, and an eager one ends with an AssertionError in its first step.
-    """
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-    from vllm.v1.worker.cpu_worker import CPUWorker
-
-    patch.setattr(CPUWorker, "_should_warm_up_model", lambda _self: True)
-    patch.setattr(CPUModelRunner, "warming_up_model", CPUModelRunner.profile_run)
 
 
 def test_a_store_of_two_stages_reads_like_that_of_the_whole_model(run: Run, oracle: Callable[..., Oracle]) -> None:
