@@ -110,6 +110,7 @@ def _check_pipeline(vllm_config: VllmConfig) -> None:
         (model.using_transformers_backend(), "vLLM's Transformers backend", "use a model that vLLM has itself"),
         (model.runner_type == "pooling", "runner 'pooling'", "use tensor_parallel_size instead"),
         (vllm_config.lora_config is not None, "enable_lora", "remove --enable-lora"),
+        (model.use_mla, "latent attention", "use tensor_parallel_size instead"),
         (model.is_hybrid, "Mamba or linear-attention layers", "use tensor_parallel_size instead"),
         (may_sleep(model), "sleep", "remove --enable-sleep-mode and --enable-cumem-allocator"),
     )

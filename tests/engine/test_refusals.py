@@ -339,6 +339,7 @@ def test_the_draft_with_pipeline_stages_is_refused(model: Path, tmp_path: Path) 
         ("parallel_config", "data_parallel_size", 2, r"data_parallel_size 2 .*set one of the two to 1"),
         ("parallel_config", "distributed_executor_backend", "ray", r"distributed_executor_backend 'ray' .*use 'mp'"),
         ("", "lora_config", object(), r"enable_lora .*remove --enable-lora"),
+        ("model_config", "use_mla", True, r"latent attention .*use tensor_parallel_size"),
         ("model_config", "is_hybrid", True, r"Mamba or linear-attention layers .*use tensor_parallel_size"),
         ("model_config", "runner_type", "pooling", r"runner 'pooling' .*use tensor_parallel_size"),
         ("model_config", "enable_sleep_mode", True, r"sleep .*remove --enable-sleep-mode"),
@@ -349,7 +350,7 @@ def test_what_was_not_tried_with_pipeline_stages_is_refused(
 ) -> None:
     config = staged(model, tmp_path)
     part = getattr(config, where) if where else config
-    monkeypatch.setattr(type(part) if option == "is_hybrid" else part, option, value)
+    monkeypatch.setattr(type(part) if option in ("is_hybrid", "use_mla") else part, option, value)
     with pytest.raises(ValueError, match=rf"pipeline_parallel_size: 2 with {reason}"):
         capture_context(config)
 
