@@ -18,7 +18,7 @@ from typing import Any
 from dmi_connector.codecs import CODECS
 from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.hooks import ALIASES, HOOKS, ModelDims, Selection, hook_dtype
-from dmi_connector.ranks import Place, shard_of, writers_of_whole
+from dmi_connector.ranks import Place, shard_of, writers_of_stages, writers_of_whole
 from dmi_connector.reduce import ReduceError, Reduction, parse, summaries
 from dmi_connector.reduce.probe import Probe
 from dmi_connector.wording import suggest
@@ -60,7 +60,7 @@ _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
 
 @dataclass(frozen=True)
 class RowField:
-    """One hook of one layer in a row, on one tensor-parallel rank.
+    """One hook of one layer in a row, on one rank.
 
     dtype, width: those of the hook's values before reduction. offset: byte in the row. source: for a probe, the hook
     whose values it takes.
@@ -95,11 +95,11 @@ class RowField:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where hooks lie in the rows of one tensor-parallel rank.
+    """Where hooks lie in the rows of one rank.
 
     fields: the fields of the selected hooks, without those that another rank writes. row_bytes: bytes of the longest
     row of any rank: all ranks have rows of that length. writer: (hook, layer) -> the rank that writes it, for
-    hooks that each rank has whole.
+    hooks that each rank has whole. Pipeline stages write all that they compute.
     """
 
     fields: tuple[RowField, ...]
@@ -173,12 +173,17 @@ def hook_reductions(rules: Sequence[tuple[str, str]], selection: Selection, dims
 
 
 def row_layouts(
-    selection: Selection, dims: ModelDims, dtype: str, tp: int = 1, reductions: Reductions | None = None
+    selection: Selection,
+    dims: ModelDims,
+    dtype: str,
+    tp: int = 1,
+    reductions: Reductions | None = None,
+    stages: Sequence[range] = (),
 ) -> tuple[RowLayout, ...]:
-    """The rows of `selection` on each of `tp` ranks: hooks side by side, layer by layer, each aligned to ROW_ALIGN.
+    """The rows of `selection` on each rank: hooks side by side, layer by layer, each aligned to ROW_ALIGN.
 
-    dtype: the model's ("bfloat16", "float16" or "float32"). Positions on axes are on all ranks: the header's come from
-    them.
+    dtype: the model's ("bfloat16", "float16" or "float32"). stages: of each rank the layers of its pipeline stage;
+    without them there are `tp` ranks. Positions on axes are on all ranks: the header's come from them.
     """
     order = sorted(
         (
@@ -194,13 +199,14 @@ def row_layouts(
         fields.append(RowField(name, layer, hook_dtype(hook, dtype), width, 0, reduction, hook.source))
     sampled = [HOOKS[name] for name in selection.hooks.keys() - selection.row_hooks.keys()]
     logits = sum(dims.width(hook) * ITEMSIZE[hook_dtype(hook, dtype)] for hook in sampled)
-    writer = writers_of_whole({(f.hook, f.layer): f.nbytes for f in fields}, logits, dims, tp)
+    nbytes = {(f.hook, f.layer): f.nbytes for f in fields}
+    writer = writers_of_stages(nbytes, dims, stages) if stages else writers_of_whole(nbytes, logits, dims, tp)
 
     def writes(rank: int, f: RowField) -> bool:
         owner = shard_of(dims.hooks[f.hook], dims, tp, rank).owner
         return writer.get((f.hook, f.layer), rank if owner else None) == rank or f.hook == AXES
 
-    packed = [_pack([f for f in fields if writes(rank, f)]) for rank in range(tp)]
+    packed = [_pack([f for f in fields if writes(rank, f)]) for rank in range(len(stages) or tp)]
     longest = max(nbytes for _, nbytes in packed)
     return tuple(RowLayout(mine, longest, writer) for mine, _ in packed)
 

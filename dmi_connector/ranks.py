@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensor-parallel rank has which slice of a hook, and which rank writes what all ranks have."""
+"""Which tensor-parallel rank has which slice of a hook, and which rank writes what all ranks, or one stage, have."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dmi_connector.hooks import Hook, ModelDims
@@ -38,6 +38,21 @@ def shard_of(hook: Hook, dims: ModelDims, tp: int, rank: int) -> HookShard:
         copies = tp // dims.kv_heads
         return HookShard(dims.head_dim, dims.kv_heads, rank // copies, rank % copies == 0)
     return HookShard(width // tp, tp, rank, True)
+
+
+def writers_of_stages(places: Iterable[Place], dims: ModelDims, stages: Sequence[range]) -> dict[Place, int]:
+    """The rank that computes each hook and layer, where pipeline stages share the model out.
+
+    stages: the layers of each rank. Of hooks that exist once, `embed` is on the first stage, others are on the last.
+    """
+    by_layer = {layer: rank for rank, layers in enumerate(stages) for layer in layers}
+
+    def layer_of(name: str, layer: int) -> int:
+        if dims.hooks[name].scope != "once":
+            return layer
+        return 0 if name == "embed" else dims.layers - 1
+
+    return {(name, layer): by_layer[layer_of(name, layer)] for name, layer in places}
 
 
 def writers_of_whole(nbytes: Mapping[Place, int], logits: int, dims: ModelDims, tp: int) -> dict[Place, int]:

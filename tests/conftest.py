@@ -46,7 +46,7 @@ settings.load_profile("suite")
 
 _PROGRAMS = "engine/test_bulk serve/test_faults serve/test_owners serve/test_serve soak/test_bulk_kills"
 _PROGRAMS += " unit/engine/test_plugin"
-_ALONE = "engine/test_tp2 engine/test_faults"
+_ALONE = "engine/test_tp2 engine/test_stages engine/test_faults"
 """They kill the only worker below the test process, and so come before servers that live on to the end."""
 _FORKED = "engine/test_lives engine/test_tokens_and_steps soak/test_soak"
 _COMPILED = "reduce attention bf16 compile_hash coverage hooks_vs_transformers lora"

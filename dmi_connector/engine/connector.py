@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
 
-from dmi_connector.engine.context import capture_context
+from dmi_connector.engine.context import capture_context, rank_here
 from dmi_connector.engine.messages import Report, RowPages, StepMetadata
 from dmi_connector.engine.metrics import CaptureProm, CaptureStats, described
 
@@ -54,7 +54,7 @@ class DMIConnector(KVConnectorBase_V1):
             from dmi_connector.engine.replaced import ask_one_rank, scores_before_ends
             from dmi_connector.engine.scheduler.tracker import Tracker
 
-            if self.context.tp > 1:
+            if self.context.ranks > 1:
                 ask_one_rank()
             if self.context.scored:
                 scores_before_ends()
@@ -81,6 +81,12 @@ class DMIConnector(KVConnectorBase_V1):
         """metadata: by rank; {} where rows have no pages."""
         if pages := [rank.count for rank in metadata.values() if isinstance(rank, RowPages)]:
             self.tracker.slots.sized(min(pages))
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """metadata: by pipeline stage and tensor-parallel rank."""
+        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
 
     def on_new_request(self, request: Request) -> None:
         self.tracker.on_new_request(request)
@@ -143,13 +149,11 @@ class DMIConnector(KVConnectorBase_V1):
     # ---- worker half ----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
         from dmi_connector.engine.transfer.exporter import Exporter
 
         self._check_coverage()
         memory = self.context.owner.row_memory(self.context, self._kv_cache_config, self._vllm_config)
-        rank = get_tensor_model_parallel_rank()
+        rank = rank_here(self.context.tp, len(self.context.stages))
         self.exporter = Exporter(self.context, memory, rank, self._vllm_config)
 
     def get_handshake_metadata(self) -> RowPages | None:
@@ -171,7 +175,7 @@ class DMIConnector(KVConnectorBase_V1):
             assert coverage.model is not None, "the tapped model was built before"
             first_forward(coverage.model(), self._vllm_config)
         coverage.check()
-        if "logits" in self.context.selection.hooks:
+        if "logits" in self.context.selection.hooks and self.context.last_stage:
             coverage.check_logits()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -216,7 +220,7 @@ class DMIConnector(KVConnectorBase_V1):
         metadata, exporter = self._connector_metadata, self.exporter
         if exporter is None or not isinstance(metadata, StepMetadata) or metadata.report:
             return exporter
-        return exporter if self.context.tp == 1 and exporter.progress.lost else None
+        return exporter if self.context.ranks == 1 and exporter.progress.lost else None
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         exporter = self._reporting()

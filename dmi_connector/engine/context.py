@@ -46,11 +46,13 @@ class Drafting:
 class CaptureContext:
     """What one engine captures.
 
-    layouts: the layout of the rows of each tensor-parallel rank. dtype: the model's. tp: tensor-parallel size. rank:
-    the rank of this process, 0 if it has none. may_sleep: whether vLLM may discard its caches (sleep mode). owner: the
-    owner of the rows. block_scale: the factor of the output of a block before it is added to the residual stream.
-    visual_layers: first layers after which visual features are added to the residual stream. drafting: the speculative
-    decoding beside the capture; None if there is none. coverage: what the taps of this process have written.
+    layouts: the layout of the rows of each rank. dtype: the model's. tp: tensor-parallel size. rank: the rank of this
+    process, 0 if it has none. may_sleep: whether vLLM may discard its caches (sleep mode). owner: the owner of the
+    rows. block_scale: the factor of the output of a block before it is added to the residual stream. visual_layers:
+    first layers after which visual features are added to the residual stream. drafting: the speculative decoding beside
+    the capture; None if there is none. stages: of each rank the layers that its pipeline stage has, () without stages.
+    The last stage is rank 0: it has the logits, and vLLM waits for its answer. coverage: what the taps of this process
+    have written.
     """
 
     options: ServerOptions
@@ -67,12 +69,33 @@ class CaptureContext:
     embed_scale: float = 1.0
     visual_layers: int = 0
     drafting: Drafting | None = None
+    stages: tuple[range, ...] = ()
     coverage: Coverage = field(default_factory=Coverage, compare=False, repr=False)
 
     @property
     def cache_layer(self) -> str:
         """Name of the cache layer of the rows. vLLM reads exactly one integer out of it and sorts layers by it."""
         return f"dmi_rows.{self.dims.layers}"
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that write a store."""
+        return len(self.stages) or self.tp
+
+    @property
+    def here(self) -> range:
+        """The layers that this process has."""
+        return self.stages[self.rank] if self.stages else range(self.dims.layers)
+
+    @property
+    def first_stage(self) -> bool:
+        """Whether this process embeds tokens."""
+        return self.here.start == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this process has the final norm and the logits."""
+        return self.here.stop == self.dims.layers
 
     @property
     def scored(self) -> bool:
@@ -95,7 +118,7 @@ class CaptureContext:
         settings = {f.hook: f.reduction.settings() for f in fields if f.reduction is not None}
         # The content of a file is data: with another probe the graph is the same.
         reduced = {hook: {**found, "sha256": None} if "sha256" in found else found for hook, found in settings.items()}
-        ranks = f"tp{self.tp}{sorted(self.layout.writer.items()) if self.tp > 1 else ''}"
+        ranks = f"tp{self.tp}{sorted(self.layout.writer.items()) if self.ranks > 1 else ''}"
         return f"{self.owner.name};{self.dtype};{ranks};row{self.layout.row_bytes};{self.selection};{reduced}"
 
 
@@ -119,7 +142,7 @@ def capture_context(vllm_config: VllmConfig) -> CaptureContext:
     """
     global _built
     transfer = vllm_config.kv_transfer_config
-    if _built is None or _built[0] is not transfer or _built[1].rank != _rank(_built[1].tp):
+    if _built is None or _built[0] is not transfer or _built[1].rank != rank_here(_built[1].tp, len(_built[1].stages)):
         _built = transfer, _build(vllm_config)
     return _built[1]
 
@@ -138,7 +161,7 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
         arch = arch.over_heads()
     refusals.check_attention(arch, model)
     dims = replace(arch.dims(model.hf_text_config), rope_axes=model.mrope_num_dims if model.uses_mrope else 0)
-    tp = vllm_config.parallel_config.tensor_parallel_size
+    tp, stages = vllm_config.parallel_config.tensor_parallel_size, _stages(vllm_config, dims.layers)
     dims, probes = with_probes(dims, options.probes, tp)
     check_names(options.hooks, [name for name, _ in options.probes])
     selection = parse_selection(options.hooks, dims)
@@ -148,6 +171,7 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
         refusals.check_logits(vllm_config)
     dtype = str(model.dtype).removeprefix("torch.")
     refusals.check_ranks(arch, tapped, tp)
+    refusals.check_stages(arch, dims, selection.hooks, options, stages)
     check_directories(options)
     chosen = hook_reductions(options.reduce, selection, dims, tp)
     reductions = {**chosen, **{name: probe for name, probe in probes.items() if name in selection.hooks}}
@@ -159,20 +183,35 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
         contract.check_names(["scores in responses"])
     if options.sink == "disk":
         _keep_files(options, reductions)
-    layouts, rank = row_layouts(selection, dims, dtype, tp, reductions), _rank(tp)
-    coverage = Coverage(layouts[rank].fields, options.check == "poison", header_first=bool(arch.language))
+    layouts, rank = row_layouts(selection, dims, dtype, tp, reductions, stages), rank_here(tp, len(stages))
+    header_first = bool(arch.language or (stages and stages[rank].start))
+    coverage = Coverage(layouts[rank].fields, options.check == "poison", header_first)
     scales = arch.block_scale(model.hf_text_config), _embed_scale(arch, dims, model.dtype)
-    rest = (may_sleep(model), *scales, arch.visual_layers(model.hf_config), _drafting(vllm_config), coverage)
+    rest = (may_sleep(model), *scales, arch.visual_layers(model.hf_config), _drafting(vllm_config), stages, coverage)
     owner, given = owner_of(vllm_config), transfer.kv_connector_extra_config or {}
     options = owner.options(options, given, layouts[rank].row_bytes)
     return CaptureContext(options, arch, dims, selection, layouts, dtype, tp, owner, rank, *rest)
 
 
-def _rank(tp: int) -> int:
-    """The tensor-parallel rank of this process; 0 in the scheduler's."""
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, model_parallel_is_initialized
+def _stages(vllm_config: VllmConfig, layers: int) -> tuple[range, ...]:
+    """`CaptureContext.stages` of an engine whose model has so many layers."""
+    from vllm.distributed.utils import get_pp_indices
 
-    return get_tensor_model_parallel_rank() if tp > 1 and model_parallel_is_initialized() else 0
+    size = vllm_config.parallel_config.pipeline_parallel_size
+    return tuple(range(*get_pp_indices(layers, stage, size)) for stage in reversed(range(size))) if size > 1 else ()
+
+
+def rank_here(tp: int, stages: int) -> int:
+    """The rank of this process among those of `CaptureContext`; 0 in the scheduler's. stages: 0 without."""
+    from vllm.distributed.parallel_state import (
+        get_pp_group,
+        get_tensor_model_parallel_rank,
+        model_parallel_is_initialized,
+    )
+
+    if max(tp, stages) == 1 or not model_parallel_is_initialized():
+        return 0
+    return stages - 1 - get_pp_group().rank_in_group if stages else get_tensor_model_parallel_rank()
 
 
 def _embed_scale(arch: Architecture, dims: ModelDims, dtype: torch.dtype) -> float:

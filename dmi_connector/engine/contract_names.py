@@ -272,6 +272,24 @@ NAMES: dict[str, dict[str, Name]] = {
             "several ranks: asks only one rank in steps in which the others have no results",
         ),
     },
+    "pipeline stages": {
+        "stage_layers": Name(
+            "vllm.distributed.utils:get_pp_indices",
+            "says which layers each pipeline stage has",
+        ),
+        "stage": Name(
+            "vllm.distributed.parallel_state:get_pp_group",
+            "says which pipeline stage a process is",
+        ),
+        "stage_input": Name(
+            "vllm.model_executor.models.interfaces:SupportsPP.__annotations__.make_empty_intermediate_tensors",
+            "makes what a later stage gets in our first forward",
+        ),
+        "pages_of_stages": Name(
+            "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware",
+            "tells the scheduler half the pages of the pool of each stage",
+        ),
+    },
     "scores in responses": {
         "step_result": Name(
             "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",

@@ -28,7 +28,8 @@ def features_of(vllm_config: VllmConfig) -> list[str]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     gpu = vllm_config.device_config.device_type != "cpu"
     used = {
-        "several ranks": parallel.tensor_parallel_size > 1,
+        "several ranks": max(parallel.tensor_parallel_size, parallel.pipeline_parallel_size) > 1,
+        "pipeline stages": parallel.pipeline_parallel_size > 1,
         "expert parallelism": parallel.enable_expert_parallel,
         "compilation": not model.enforce_eager,
         "CUDA graphs": gpu and not model.enforce_eager,

@@ -112,7 +112,10 @@ class Tapped:
             self.dmi_taps.resting = True
 
     def dmi_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Write what enters the forward of a model whose embeddings are made before. Returns its keyword arguments."""
+        """Write what enters the forward of a model whose embeddings are made before it, or by another pipeline stage.
+
+        Returns its keyword arguments.
+        """
         from dmi_connector.engine.taps.inputs import write_inputs
 
         given = {**dict(zip(_INPUTS, args, strict=False)), **kwargs}
@@ -179,7 +182,7 @@ def _tapped_class(name: str) -> type:
         if not traced:
             self.dmi_begin()
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
-        if self.dmi_context is not None and self.dmi_context.arch.language:
+        if self.dmi_context is not None and (self.dmi_context.arch.language or not self.dmi_context.first_stage):
             args, kwargs = (), self.dmi_inputs(args, kwargs)
         with self.dmi_forward(traced):
             output = base.forward(self, *args, **kwargs)

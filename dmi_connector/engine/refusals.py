@@ -6,13 +6,13 @@ Those that depend on where rows lie are refused by their owner (owners/).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from vllm import envs
 
-from dmi_connector.args import CONNECTOR, CONNECTORS, POOL_CONNECTOR
+from dmi_connector.args import CONNECTOR, CONNECTORS, EXTRACT_HIDDEN_STATES, POOL_CONNECTOR
 from dmi_connector.engine import contract
 from dmi_connector.engine.features import features_of, may_sleep
 from dmi_connector.engine.model.architectures import Mixed
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
     from dmi_connector.engine.model.architectures import Architecture
+    from dmi_connector.hooks import ModelDims
     from dmi_connector.layout import Reductions
+    from dmi_connector.settings import ServerOptions
 
 
 def check(vllm_config: VllmConfig) -> None:
@@ -36,6 +38,7 @@ def check(vllm_config: VllmConfig) -> None:
     contract.check_names(features_of(vllm_config))
     _check_connector(vllm_config)
     _check_parallel(vllm_config.parallel_config)
+    _check_pipeline(vllm_config)
     _check_model(vllm_config)
     _check_compilation(vllm_config)
     owner_of(vllm_config).check(vllm_config)
@@ -60,12 +63,7 @@ def _check_connector(vllm_config: VllmConfig) -> None:
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:
-    """Rows of a request's tokens lie on every tensor-parallel rank, and a batch is one forward."""
-    if parallel.pipeline_parallel_size > 1:
-        raise ValueError(
-            f"pipeline_parallel_size: {parallel.pipeline_parallel_size} is not supported: rows would be spread over "
-            "stages; use tensor_parallel_size instead"
-        )
+    """Rows of a request's tokens lie on every rank, and a batch is one forward."""
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError(
             "context parallelism spreads a request's tokens over ranks, which capture does not support; set it to 1"
@@ -93,6 +91,34 @@ def _check_parallel(parallel: ParallelConfig) -> None:
             f"{parallel.data_parallel_size} ranks share out a step's tokens in expert layers, which capture does not "
             "support; set one of the two sizes to 1"
         )
+
+
+def _check_pipeline(vllm_config: VllmConfig) -> None:
+    """Each stage has a row of every token, with the hooks of its layers. What was not tried with stages is refused."""
+    parallel, model, drafts = vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
+    if parallel.pipeline_parallel_size == 1:
+        return
+    drafted = drafts is not None and drafts.method != EXTRACT_HIDDEN_STATES
+    backend = parallel.distributed_executor_backend
+    tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
+    refused = (
+        (drafted, "speculative_config", "leave it out"),
+        (tp > 1, f"tensor_parallel_size {tp}", "set one of the two to 1"),
+        (dp > 1, f"data_parallel_size {dp}", "set one of the two to 1"),
+        (backend != "mp", f"distributed_executor_backend {backend!r}", "use 'mp'"),
+        (vllm_config.use_v2_model_runner, "vLLM's V2 runner", "set VLLM_USE_V2_MODEL_RUNNER=0"),
+        (model.using_transformers_backend(), "vLLM's Transformers backend", "use a model that vLLM has itself"),
+        (model.runner_type == "pooling", "runner 'pooling'", "use tensor_parallel_size instead"),
+        (vllm_config.lora_config is not None, "enable_lora", "remove --enable-lora"),
+        (model.use_mla, "latent attention", "use tensor_parallel_size instead"),
+        (model.is_hybrid, "Mamba or linear-attention layers", "use tensor_parallel_size instead"),
+        (may_sleep(model), "sleep", "remove --enable-sleep-mode and --enable-cumem-allocator"),
+    )
+    for applies, what, fix in refused:
+        if applies:
+            raise ValueError(
+                f"pipeline_parallel_size: {parallel.pipeline_parallel_size} with {what} is not supported; {fix}"
+            )
 
 
 def _check_model(vllm_config: VllmConfig) -> None:
@@ -180,6 +206,27 @@ def check_ranks(arch: Architecture, hooks: Iterable[str], tp: int) -> None:
             f"tensor_parallel_size: {tp} splits {', '.join(partial)} of {arch.name} in a way that capture does not "
             f"support; set it to 1, or take them out of the hooks, as in 'vllm-full,-{partial[0]}'"
         )
+
+
+def check_stages(
+    arch: Architecture, dims: ModelDims, hooks: Container[str], options: ServerOptions, stages: Sequence[range]
+) -> None:
+    """Raises ValueError for what cannot be captured in pipeline stages. stages: layers of each; () without stages."""
+    if not stages:
+        return
+    if not all(stages):
+        raise ValueError(
+            f"pipeline_parallel_size: a stage has no layers ({', '.join(str(len(s)) for s in reversed(stages))}); "
+            "use fewer stages, or another VLLM_PP_LAYER_PARTITION"
+        )
+    refused = (
+        (arch.language or dims.rope_axes, f"{arch.name}, which takes images", "use a text model"),
+        (options.probes, "probes", "leave probes out"),
+        ("pattern" in hooks, "attention summaries", "take pattern out of the hooks"),
+    )
+    for applies, what, fix in refused:
+        if applies:
+            raise ValueError(f"pipeline_parallel_size: {len(stages)} with {what} is not supported; {fix}")
 
 
 def _check_sleep(vllm_config: VllmConfig) -> None:

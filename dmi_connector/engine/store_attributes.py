@@ -37,7 +37,7 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
         "qk_norm": bool(context.arch.q_norm),
         **({"experts": {"count": dims.experts, "layers": list(dims.moe_layers)}} if dims.moe_layers else {}),
         **({"parallel": True} if context.arch.parallel else {}),
-        "tp": context.tp,
+        "tp": context.ranks,
         "owner": context.owner.name,
         "versions": {
             "dmi_connector": __version__,

@@ -310,12 +310,90 @@ def test_a_row_of_plain_attention_for_a_latent_model_is_refused(
         capture_context(vllm_config(latent_model(tmp_path), tmp_path / "captures"))
 
 
-@pytest.mark.parametrize("owner", OWNERS)
-def test_pipeline_parallelism_is_refused(model: Path, tmp_path: Path, owner: str) -> None:
-    config = vllm_config(model, tmp_path, owner=owner)  # as an argument, vLLM refuses it for its own draft model
+def staged(model: Path, store_dir: Path, extra: dict[str, Any] | None = None, **args: Any) -> Any:
+    """The config of an engine with two stages."""
+    return vllm_config(
+        model, store_dir, extra, **{"pipeline_parallel_size": 2, "distributed_executor_backend": "mp", **args}
+    )
+
+
+@pytest.mark.parametrize("owner", ["target", "pool"])
+def test_pipeline_stages_are_accepted(model: Path, tmp_path: Path, owner: str) -> None:
+    context = capture_context(staged(model, tmp_path, owner=owner))
+    assert (context.ranks, context.stages) == (2, (range(2, 3), range(2))), "the last stage is rank 0"
+    assert (context.first_stage, context.last_stage) == (False, True)
+
+
+def test_the_draft_with_pipeline_stages_is_refused(model: Path, tmp_path: Path) -> None:
+    config = vllm_config(model, tmp_path, owner="draft")  # as an argument, vLLM refuses it for its own draft model
     config.parallel_config.pipeline_parallel_size = 2
-    with pytest.raises(ValueError, match=r"pipeline_parallel_size: 2 .*use tensor_parallel_size"):
+    config.parallel_config.distributed_executor_backend = "mp"
+    with pytest.raises(ValueError, match=r"pipeline_parallel_size: 2 with owner='draft'.*use owner='target'"):
         capture_context(config)
+
+
+@pytest.mark.parametrize(
+    ("where", "option", "value", "reason"),
+    [
+        ("parallel_config", "tensor_parallel_size", 2, r"tensor_parallel_size 2 .*set one of the two to 1"),
+        ("parallel_config", "data_parallel_size", 2, r"data_parallel_size 2 .*set one of the two to 1"),
+        ("parallel_config", "distributed_executor_backend", "ray", r"distributed_executor_backend 'ray' .*use 'mp'"),
+        ("", "lora_config", object(), r"enable_lora .*remove --enable-lora"),
+        ("model_config", "use_mla", True, r"latent attention .*use tensor_parallel_size"),
+        ("model_config", "is_hybrid", True, r"Mamba or linear-attention layers .*use tensor_parallel_size"),
+        ("model_config", "runner_type", "pooling", r"runner 'pooling' .*use tensor_parallel_size"),
+        ("model_config", "enable_sleep_mode", True, r"sleep .*remove --enable-sleep-mode"),
+    ],
+)
+def test_what_was_not_tried_with_pipeline_stages_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, option: str, value: object, reason: str
+) -> None:
+    config = staged(model, tmp_path)
+    part = getattr(config, where) if where else config
+    monkeypatch.setattr(type(part) if option in ("is_hybrid", "use_mla") else part, option, value)
+    with pytest.raises(ValueError, match=rf"pipeline_parallel_size: 2 with {reason}"):
+        capture_context(config)
+
+
+def test_pipeline_stages_on_the_v2_runner_are_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = staged(model, tmp_path)
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    with pytest.raises(ValueError, match=r"with vLLM's V2 runner .*set VLLM_USE_V2_MODEL_RUNNER=0"):
+        capture_context(config)
+
+
+def test_drafts_beside_pipeline_stages_are_refused(model: Path, tmp_path: Path) -> None:
+    config = staged(model, tmp_path, speculative_config=NGRAM)
+    with pytest.raises(ValueError, match=r"with speculative_config is not supported; leave it out"):
+        capture_context(config)
+
+
+def test_the_transformers_backend_in_pipeline_stages_is_refused(model: Path, tmp_path: Path) -> None:
+    config = staged(model, tmp_path, model_impl="transformers")
+    with pytest.raises(ValueError, match=r"with vLLM's Transformers backend .*use a model that vLLM has itself"):
+        capture_context(config)
+
+
+def test_probes_and_attention_summaries_in_pipeline_stages_are_refused(model: Path, tmp_path: Path) -> None:
+    probe = save_probe(tmp_path / "p.safetensors", "resid_pre", (1,), 64, 1)
+    with pytest.raises(ValueError, match=r"with probes is not supported; leave probes out"):
+        capture_context(staged(model, tmp_path, {"hooks": "resid_pre,probe.p", "probes": {"p": str(probe)}}))
+    summary = {"hooks": "pattern", "reduce": {"pattern": "attn(4)"}}
+    with pytest.raises(ValueError, match=r"with attention summaries .*take pattern out of the hooks"):
+        capture_context(staged(model, tmp_path, summary))
+
+
+def test_images_in_pipeline_stages_are_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"which takes images .*use a text model"):
+        capture_context(staged(tiny_model("qwen3_vl"), tmp_path))
+
+
+def test_a_stage_without_layers_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,0")
+    with pytest.raises(ValueError, match=r"a stage has no layers \(3, 0\); use fewer stages, or another VLLM_PP"):
+        capture_context(staged(model, tmp_path))
 
 
 @pytest.mark.parametrize("owner", OWNERS)
@@ -520,24 +598,6 @@ def test_async_scheduling_is_accepted_where_vllm_has_it(model: Path, tmp_path: P
     if not config.scheduler_config.async_scheduling:
         pytest.skip("vLLM took async_scheduling=True and switched it off: it has none on this platform")
     assert capture_context(config).owner.name == owner
-
-
-@pytest.mark.parametrize(
-    ("args", "reason"),
-    [
-        (
-            {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
-            r"pipeline_parallel_size: 2 .*use tensor_parallel_size",
-        ),
-    ],
-    ids=["pipeline"],
-)
-def test_the_contract_refuses_pipeline_parallelism(
-    model: Path, tmp_path: Path, args: dict[str, Any], reason: str
-) -> None:
-    config = vllm_config(model, tmp_path, **args)
-    with pytest.raises(ValueError, match=reason):
-        refusals.check(config)
 
 
 @pytest.mark.parametrize("name", ["allow_buffer_reuse", "inplace_buffers", "memory_planning"])

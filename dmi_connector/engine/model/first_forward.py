@@ -31,10 +31,13 @@ def first_forward(model: Any, vllm_config: VllmConfig) -> None:
     if model.dmi_context.arch.language and config.supports_multimodal_inputs:
         with torch.inference_mode():
             embeddings = model.embed_input_ids(ids)
+    context, before = model.dmi_context, None
+    if not context.first_stage:
+        before = model.make_empty_intermediate_tensors(batch_size=_FEW_TOKENS, dtype=config.dtype, device=device)
     with torch.inference_mode(), set_forward_context(None, vllm_config, num_tokens=_FEW_TOKENS):
-        output = model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=embeddings)
+        output = model(input_ids=ids, positions=positions, intermediate_tensors=before, inputs_embeds=embeddings)
         hidden = output[0] if isinstance(output, tuple) else output
-        if config.runner_type != "pooling":
+        if config.runner_type != "pooling" and context.last_stage:
             model.compute_logits(hidden[:_SAMPLED])
 
 

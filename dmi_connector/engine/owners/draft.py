@@ -40,6 +40,11 @@ class Draft(Paged):
 
     def check(self, vllm_config: VllmConfig) -> None:
         super().check(vllm_config)
+        if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
+            raise ValueError(
+                f"pipeline_parallel_size: {stages} with owner='draft' is not supported: vLLM has the draft on the last "
+                "stage alone; use owner='target' or owner='pool'"
+            )
         if vllm_config.model_config.runner_type == "pooling":
             raise ValueError(
                 "runner: 'pooling' skips the step in which vLLM lets a draft's rows be exported; use owner='target'"

@@ -99,15 +99,22 @@ class Pool(Owner):
     def row_memory(self, context: Context, config: KVCacheConfig, vllm_config: VllmConfig) -> RowMemory:
         from dmi_connector.engine.owners.pool_memory import RowPool
 
+        _, layer, block_size = key_group(config)
+        if not layer:
+            raise ValueError(
+                f"pipeline_parallel_size: layers {context.here.start} to {context.here.stop - 1} of this stage have no "
+                "full attention, by whose slots owner='pool' finds rows; use fewer stages, or owner='target'"
+            )
         pool = vllm_config.compilation_config.static_forward_context[context.cache_layer]
         assert isinstance(pool, RowPool)
-        _, layer, block_size = key_group(config)
         pool.follow(layer, block_size, config.num_blocks, vllm_config)
         return pool
 
 
 def key_group(config: KVCacheConfig) -> tuple[int, str, int]:
     """(number, first layer, slots of a block) of the first cache group with full attention.
+
+    The layer is "" in a pipeline stage that has none of the group.
 
     Such a group keeps a slot for each token until the request ends. Groups with a window give slots of older tokens to
     other requests, and those with a state (Mamba) have none for most tokens. Raises ValueError without such a group.
@@ -119,7 +126,7 @@ def key_group(config: KVCacheConfig) -> tuple[int, str, int]:
         if isinstance(spec, UniformTypeKVCacheSpecs):
             spec = next(iter(spec.kv_cache_specs.values()))
         if isinstance(spec, FullAttentionSpec) and not hasattr(spec, "rswa_window"):
-            return index, group.layer_names[0], group.kv_cache_spec.block_size
+            return index, next(iter(group.layer_names), ""), group.kv_cache_spec.block_size
     kinds = sorted({type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups})
     raise ValueError(
         "model: none of its layers has full attention, whose cache keeps a slot for each token of a request, and "

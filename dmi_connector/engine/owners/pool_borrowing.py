@@ -83,7 +83,7 @@ class Borrowing:
 
     def __init__(self, context: Context, block_size: int) -> None:
         options = context.options
-        self.sources = RowSources(options.chunk_tokens, block_size, context.tp > 1, options.sink == "disk")
+        self.sources = RowSources(options.chunk_tokens, block_size, context.ranks > 1, options.sink == "disk")
         self._holds = Holds(options.store_dir)
         self._lent: dict[str, str] = {}  # links by path of the store that is copied to
         self._part_hits = False  # whether hits may end inside a block

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taps of what leaves the last layer: the residual stream and the final norm, after which a step's taps end."""
+"""Taps of what leaves the last layer: the residual stream and the final norm, after which a step's taps end.
+
+In a pipeline stage before the last they end with its last layer.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,12 @@ def install_final(taps: ModelTaps) -> None:
         batch.add_all(final, _sum(terms, first(output)))
         batch.write()
 
+    def after_stage(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        batch.end(first(output).flatten(0, -2))
+
+    if not context.last_stage:
+        taps.hook(arch.path(context.here[-1], "layer"), after_stage)
+        return
     path = arch.final_norm or arch.path(context.dims.layers - 1, "layer")
     if arch.final_norm:
         taps.hook(path, at_final_norm)

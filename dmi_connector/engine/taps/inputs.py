@@ -6,7 +6,8 @@ layers may not get them (FORWARD), they are written from the arguments of the mo
 
 A model with a vision tower gets embeddings, into which those of images are merged. They were made before the forward,
 so its header is read from the arguments of the forward itself (`write_inputs`). vLLM passes token ids beside embeddings
-where the model asks for them (`requires_raw_input_tokens`).
+where the model asks for them (`requires_raw_input_tokens`). A pipeline stage after the first embeds nothing, and its
+header is read there too.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ def install_inputs(taps: ModelTaps) -> None:
         header.add(POSITIONS, kwargs[arch.positions_as] if arch.positions_as in kwargs else args[arch.positions_at])
         header.write()
 
-    taps.hook(arch.embed, at_embed)  # outside a forward it writes nothing
+    if context.first_stage:
+        taps.hook(arch.embed, at_embed)  # outside a forward it writes nothing
     ids, positions = arch.embed, arch.positions or f"{arch.layers}.0"
-    if arch.language:
+    if arch.language or not context.first_stage:
         ids = positions = "the forward of the model"
     elif positions != FORWARD:
         taps.hook(positions, before_layer, before=True, with_kwargs=True)
@@ -57,7 +59,7 @@ def write_inputs(
     taps: ModelTaps, ids: torch.Tensor | None, positions: torch.Tensor, embeddings: torch.Tensor | None
 ) -> None:
     """Write the header, and the embeddings that enter the first layer, before the forward of a model in which
-    `Architecture.language` is part of the whole.
+    `Architecture.language` is part of the whole, or of a later pipeline stage.
 
     ids: int [tokens]. positions: int [tokens], or [axes, tokens] with M-RoPE. embeddings: [tokens, hidden]; None where
     the language model embeds token ids itself. Raises RuntimeError without token ids.

@@ -47,7 +47,7 @@ def install(model: nn.Module, context: CaptureContext, compilation: Compilation)
     batches: dict[int, TapBatch] = {}
     joined = joined_before_attention(fields)
     layers: Any = model.get_submodule(arch.layers)
-    for index in range(context.dims.layers):
+    for index in context.here:
         row = arch.of_layer(index, context.dims)
         if index in joined and (mixes := row.attn or row.mix_in):
             taps.before_attention(f"{arch.layers}.{index}.{mixes}", lambda _module, _args: taps.join())

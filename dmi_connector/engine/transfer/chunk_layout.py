@@ -41,7 +41,7 @@ def run_length(writers: Sequence[int | None]) -> int:
 
 
 def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], rank: int) -> ChunkLayout:
-    """The layout for a capture of `hooks` on tensor-parallel rank `rank`.
+    """The layout for a capture of `hooks` on rank `rank`.
 
     What another rank writes is left out. Where ranks share the layers of a hook, the array has a file for each run.
     """

@@ -41,7 +41,7 @@ LAYOUTS_KEPT = 64
 
 
 class Exporter:
-    """Owns the ring, the coordinator and the captures under way on one tensor-parallel rank.
+    """Owns the ring, the coordinator and the captures under way on one rank.
 
     On a CPU rows are copied to the ring at once. On a GPU they take the lane (gpu_lane.py); what finds no room waits in
     the cache. When a request ends meanwhile, either its blocks are kept until its rows are gathered (`ending`), or its
@@ -69,7 +69,7 @@ class Exporter:
         seqs = vllm_config.scheduler_config.max_num_seqs
         drafts = 0 if context.drafting is None else context.drafting.most
         logits = 0 if full.logits is None else step_bytes(full.logits.token_bytes, seqs, drafts)
-        ranks = [chunk_layout(context, context.selection.hooks, r).payload.token_bytes for r in range(context.tp)]
+        ranks = [chunk_layout(context, context.selection.hooks, r).payload.token_bytes for r in range(context.ranks)]
         share = sizing.gpu_share(ranks, rank) if gpu else 1.0
         sizes = sizing.buffer_sizes(options, full.payload.token_bytes, gpu, logits, share)
         self.client: StoreClient | None = None
@@ -190,7 +190,8 @@ class Exporter:
             report.scores.append(self.scores.read(self.rows, scores))
         report.staged = self.context.may_sleep and self.lane is not None and self.lane.staged
         if self.client is not None:
-            report.stored, losses = self.client.take_news()
+            ended, losses = self.client.take_news()
+            report.stored = ended if self.rank == 0 else {}  # which makes the store, once all ranks have finished
             for capture in [*self.captures.values(), *(capture for capture, _ in self.ending)] if losses else ():
                 if capture.out is not None and capture.out.path in losses:
                     report.unborrowed[capture.number] = losses[capture.out.path]
@@ -215,7 +216,7 @@ class Exporter:
                 message.request_id,
                 message.key,
                 self.rank,
-                self.context.tp,
+                self.context.ranks,
                 message.most_rows,
                 None if message.borrow is None else _borrow_message(message.borrow),
             )

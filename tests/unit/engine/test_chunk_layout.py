@@ -24,13 +24,13 @@ KV_HEADS = 2
 """Fewer than 4 or 8 ranks, which then share them."""
 
 
-def make_context(directory: Path, hooks: str, layers: int, tp: int) -> CaptureContext:
+def make_context(directory: Path, hooks: str, layers: int, tp: int, stages: tuple[range, ...] = ()) -> CaptureContext:
     dims = ModelDims("Qwen3ForCausalLM", layers, 256, 8, KV_HEADS, 32, 512, 512)
     options = ServerOptions.parse({"store_dir": str(directory), "hooks": hooks})
     selection = parse_selection(options.hooks, dims)
-    layouts = row_layouts(selection, dims, "float32", tp)
+    layouts = row_layouts(selection, dims, "float32", tp, None, stages)
     arch = ARCHITECTURES["Qwen3ForCausalLM"]
-    return CaptureContext(options, arch, dims, selection, layouts, "float32", tp, OWNERS["target"])
+    return CaptureContext(options, arch, dims, selection, layouts, "float32", tp, OWNERS["target"], stages=stages)
 
 
 def written(layout: ChunkLayout, hook: str) -> list[int]:
@@ -57,6 +57,30 @@ def test_each_choice_of_layers_is_written_once_by_its_owner(tp: int, layers: int
                 assert copied == [(f.offset, f.nbytes) for f in fields if f is not None], (chosen, rank)
                 found.update(mine)
             assert found == Counter(chosen), f"layers {chosen}: written {dict(found)}"
+
+
+STAGES = {"even": (range(3, 6), range(3)), "uneven": (range(5, 6), range(2, 5), range(2))}
+"""Of six layers, the last stage first."""
+
+
+@pytest.mark.parametrize("stages", STAGES.values(), ids=STAGES)
+def test_each_stage_writes_its_layers(stages: tuple[range, ...], tmp_path: Path) -> None:
+    """A request takes any layers, and rank 0 writes the logits."""
+    context = make_context(tmp_path, "embed,resid_pre,q,resid_final,logits", 6, 1, stages)
+    assert context.ranks == len(stages)
+    for count in range(1, 7):
+        for chosen in combinations(range(6), count):
+            hooks = {"embed": (0,), "resid_pre": chosen, "q": chosen, "resid_final": (0,), "logits": ()}
+            for rank, layers in enumerate(stages):
+                layout = chunk_layout(context, hooks, rank)
+                mine = [layer for layer in chosen if layer in layers]
+                assert written(layout, "resid_pre") == written(layout, "q") == mine, (chosen, rank)
+                first, last = rank == len(stages) - 1, rank == 0
+                names = {spec.name for spec in layout.payload.arrays}
+                assert ("embed" in names, "resid_final" in names, "logits" in names) == (first, last, last)
+                fields = [f for hook in hooks for layer in mine if (f := context.layouts[rank].find(hook, layer))]
+                copied = {(int(at), int(size)) for at, size, _ in layout.table[:-1]}
+                assert copied >= {(f.offset, f.nbytes) for f in fields if f.hook in ("resid_pre", "q")}
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])

@@ -122,6 +122,15 @@ def test_a_report_names_finished_stores_and_what_could_not_be_borrowed(make: Mak
     assert report.stored == stored and report.unborrowed == {2: [lost]}
 
 
+def test_only_rank_0_says_that_a_store_is_finished(make: Make) -> None:
+    """Others are ready before rank 0 has made the store. Who would borrow its rows would not find it."""
+    exporter = make(rank=1, tp=2)
+    exporter.client = SimpleNamespace(take_news=lambda: ({"/x/1.zarr": True}, {}))  # type: ignore[assignment]
+    report = exporter.take_report()
+    exporter.client = None
+    assert report.stored == {}
+
+
 def test_the_last_rows_are_exported_before_the_capture_is_closed(make: Make) -> None:
     exporter = make()
     a, other = begin(exporter, 1, 20), begin(exporter, 2, 20)

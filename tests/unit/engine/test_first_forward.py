@@ -17,7 +17,7 @@ from dmi_connector.engine.model import first_forward
 class Model(torch.nn.Module):
     """As InternLM 2 in vLLM: a forward whose third argument has no default."""
 
-    dmi_context = SimpleNamespace(arch=SimpleNamespace(language=""))
+    dmi_context = SimpleNamespace(arch=SimpleNamespace(language=""), first_stage=True, last_stage=True)
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,3 +41,29 @@ def test_each_argument_of_a_forward_is_given(monkeypatch: pytest.MonkeyPatch) ->
     model = Model()
     first_forward.first_forward(model, config)
     assert model.rows == 1
+
+
+class SecondOfThree(torch.nn.Module):
+    """A pipeline stage that neither embeds tokens nor computes logits."""
+
+    dmi_context = SimpleNamespace(arch=SimpleNamespace(language=""), first_stage=False, last_stage=False)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.given = torch.nn.Parameter(torch.ones(3)), None
+
+    def make_empty_intermediate_tensors(self, batch_size: int, dtype: Any, device: Any) -> Any:
+        return {"hidden_states": torch.zeros(batch_size, 3, dtype=dtype, device=device)}
+
+    def forward(self, input_ids: Any, positions: Any, intermediate_tensors: Any, inputs_embeds: Any) -> Any:
+        self.given = intermediate_tensors["hidden_states"].shape
+        return intermediate_tensors
+
+
+def test_a_later_stage_gets_what_the_one_before_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_forward, "set_forward_context", lambda *_args, **_kwargs: contextlib.nullcontext())
+    settings = SimpleNamespace(uses_mrope=False, runner_type="generate", dtype=torch.float32)
+    config: Any = SimpleNamespace(model_config=settings, lora_config=None)
+    model = SecondOfThree()
+    first_forward.first_forward(model, config)
+    assert model.given == (2, 3)

@@ -70,6 +70,7 @@ def config(
             "speculative_config": None if method is None else speculative,
             "use_v2_model_runner": v2,
             "scheduler_config": scheduler,
+            "parallel_config": SimpleNamespace(pipeline_parallel_size=1),
             "model_config": model,
             "kv_transfer_config": SimpleNamespace(kv_connector_extra_config={"owner": owner} if owner else {}),
             **more,
@@ -162,6 +163,16 @@ def test_a_connector_takes_its_blocks_of_all_groups() -> None:
     connector.tracker = SimpleNamespace(slots=slots, finish=lambda _request, blocks: ended.append(blocks))  # type: ignore[assignment]
     connector.request_finished_all_groups(None, ([1], [2, 3], []))  # type: ignore[arg-type]
     assert ended == [[2, 3]]
+
+
+def test_a_stage_without_full_attention_has_no_pool() -> None:
+    """Every stage has the groups of the whole model, of which one may have no layer there."""
+    found = groups(FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32))
+    found.kv_cache_groups[0].layer_names.clear()
+    assert key_group(found) == (0, "", 32)
+    context: Any = SimpleNamespace(here=range(2, 4))
+    with pytest.raises(ValueError, match=r"pipeline_parallel_size: layers 2 to 3 of this stage have no full attention"):
+        OWNERS["pool"].row_memory(context, found, config(None))
 
 
 def test_a_draft_refuses_prompts_that_would_wait_for_ever() -> None:

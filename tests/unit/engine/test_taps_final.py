@@ -60,6 +60,7 @@ def test_dynamo_sees_a_sum_of_the_last_terms_and_calls_no_update() -> None:
     blocks = {"ln1": "input_layernorm", "o_proj": "attn", "mlp": "mlp"}
     context: Any = SimpleNamespace(
         drafting=None,
+        last_stage=True,
         arch=Architecture("Some", f"{TRANSFORMERS}:Some", plain_norms=True, parallel=True, **blocks),
         dims=SimpleNamespace(layers=2),
         layout=SimpleNamespace(fields=[field], taking=lambda name, _layer: [field] if name == "resid_final" else []),
