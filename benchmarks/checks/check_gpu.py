@@ -21,7 +21,7 @@ computes several tokens of a request: steps are recorded, not judged, but for a 
 "eagle3" vLLM accepts drafts by chance, so tokens are counted, not judged.
 
 Exit status 1: tokens differ by more than rounding, more was computed than needed, rows are missing, a store has
-problems or values are off: a row's cosine below LEAST_COSINE, a larger value left out by top k than rounding explains,
+problems or values are off: a row's cosine below LEAST_COSINES, a larger value left out by top k than rounding explains,
 an attention weight.
 
 On a CPU add `--engine-args '{"max_num_batched_tokens": 2048}'`: there vLLM cannot split a seeded prompt over steps.
@@ -56,13 +56,9 @@ SIZES_OF_ARCH: dict[str, dict[str, Any]] = {
 """Of --arch, where a GPU's kernels take no others."""
 ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 320, "gpu_memory_utilization": 0.5}
 """Some prompts are prefilled in several steps, and steps have more and fewer tokens than `deferred.MOST_TOKENS`."""
-LEAST_COSINE = 0.998
-"""Of a row with transformers' in float32; bfloat16 alone gives 0.9994 or more."""
-LEAST_COSINE_OF_ARCH = 0.99
-"""The same for --arch: bfloat16 alone gives 0.996 in a small Gemma 3, whose residual stream is large."""
-LEAST_COSINES = {"qwen3": LEAST_COSINE, "nemotron_h": 0.96}
-"""Of families that have one of their own. In transformers bfloat16 alone gives 0.960 (`attn_out`) of the small
-Nemotron-H."""
+LEAST_COSINES, LEAST_COSINE_OF_ARCH = {"qwen3": 0.998, "nemotron_h": 0.96}, 0.99
+"""Of a row with transformers' in float32, of these families and of others. bfloat16 alone gives 0.9994, 0.960 and, in
+a Gemma 3, whose residual stream is large, 0.996."""
 MOST_FLIPPED = 0.05
 """Part of a hook's rows that may be below these in models with experts: rounding changes some rows' experts.
 
@@ -317,9 +313,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--heads", type=int, default=0, help="of Qwen3: a multiple of the ranks (0: four)")
     p.add_argument("--head-dim", type=int, default=SIZES["head_dim"], help="with 128 steps run as one CUDA graph each")
     p.add_argument("--drafts", choices=drafts.METHODS, help="draft tokens in all engines; of ours, owner target alone")
-    p.add_argument(
-        "--least-cosine", type=float, default=0.0, help="instead of LEAST_COSINE, where caches are quantised"
-    )
+    p.add_argument("--least-cosine", type=float, default=0.0, help="of a row, where caches are quantised")
     p.add_argument("--eager", action="store_true")
     return p
 

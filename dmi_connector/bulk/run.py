@@ -252,6 +252,8 @@ class Run:
         if self._orphans and (self.outcome.stopped or not self._engines.alive()):
             self.outcome.lost += sum(len(flights) for _, flights in self._orphans)
             self._orphans.clear()
+        if self._orphans:
+            self.outcome.counts.waiting = ""  # unless another one still waits
         for orphans in list(self._orphans):
             death, flights = orphans
             assert death.life is not None
@@ -260,7 +262,6 @@ class Run:
                     self.outcome.counts.waiting = f"writers of {death.name} finish their stores"
                     continue
             self._orphans.remove(orphans)
-            self.outcome.counts.waiting = ""
             kept = settle_left(self._out, self._run, [flight.placed.position for flight in flights])
             self._read_index()  # lines of these stores say nothing of the next try
             for flight in flights:
