@@ -34,23 +34,25 @@ if TYPE_CHECKING:
 
 REPEATED = prompt(12) * 6
 ASKS = {
-    "repeated": Ask(REPEATED, sampling={"max_tokens": 100}),
-    "plain": Ask(prompt(40), sampling={"max_tokens": 80}),
+    "repeated": Ask(REPEATED, sampling={"max_tokens": 64}),
+    "plain": Ask(prompt(40), sampling={"max_tokens": 40}),
     "narrow": Ask(
-        REPEATED + prompt(3), {"include_output_tokens": True, "dmi": {"tokens": [70, 110]}}, {"max_tokens": 60}
+        REPEATED + prompt(3), {"include_output_tokens": True, "dmi": {"tokens": [70, 110]}}, {"max_tokens": 45}
     ),
-    "prompt": Ask(REPEATED, {"include_output_tokens": False}, {"max_tokens": 40}),
+    "prompt": Ask(REPEATED, {"include_output_tokens": False}, {"max_tokens": 12}),
     **{f"len{n}": Ask(prompt(n)) for n in (1, 32, 127, 129, 300)},
     "one": Ask(prompt(40, seed=4), sampling={"max_tokens": 1}),
 }
 THREE = Ask(
     prompt(129, seed=2),
     {"include_output_tokens": True, "dmi": {"key": "three"}},
-    {"n": 3, "temperature": 0.8, "max_tokens": 40},
+    {"n": 3, "temperature": 0.8, "max_tokens": 20},
 )
 PROMPT_ONLY = ("prompt",)
 SAMPLED = ("three", "grammar", "seeded", "seeded-again")
 """Not the best tokens by the model's logits."""
+CACHE_BYTES = 128 << 20
+"""Of the KV cache: room for all requests here. What is watched is compared whole."""
 WATCHED = 8
 """Steps in which the rows are compared before and after the draft has run."""
 KEYED = {"include_output_tokens": True, "dmi": {"key": "keyed"}}
@@ -78,12 +80,14 @@ def watch_samples(llm: LLM, run: Run) -> None:
 
 def watch_draft(llm: LLM, run: Run) -> None:
     """Note for some steps whether the rows changed while the draft model ran."""
+    import torch
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     drafter = worker.model_runner.speculator if V2 else worker.model_runner.drafter
     connector: Any = get_kv_transfer_group()
-    propose, rows, changed = drafter.propose, connector.exporter.rows, run.facts.setdefault("changed", [])
+    propose, changed = drafter.propose, run.facts.setdefault("changed", [])
+    rows = connector.exporter.rows.view(torch.int64)  # compared eight bytes at a time
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         if len(changed) >= WATCHED:
@@ -104,7 +108,7 @@ def lives(llm: LLM, run: Run) -> None:
     seeded = {"temperature": 0.8, "seed": 3, "max_tokens": 40}
     asks = {
         "aborted": Ask(REPEATED, KEYED, {"max_tokens": 300}),
-        "bystander": Ask(REPEATED, sampling={"max_tokens": 90}),
+        "bystander": Ask(REPEATED, sampling={"max_tokens": 50}),
     }
     grammar = {"structured_outputs": regex, "max_tokens": 60, "ignore_eos": False}
     if not V2:  # vLLM's V2 kernel for grammars does not run in Triton's interpreter
@@ -128,7 +132,7 @@ def run(
     pair = make_pair(method, tiny_model, tmp_path_factory.mktemp("draft"))
     run.facts |= {"pair": pair, "method": method, "compiled": compiled}
     args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, owner, **SMALL)
-    with drafting(pair, enforce_eager=not compiled, **args) as llm:
+    with drafting(pair, enforce_eager=not compiled, kv_cache_memory_bytes=CACHE_BYTES, **args) as llm:
         watch_scheduler(llm, run)
         watch_samples(llm, run)
         watch_draft(llm, run)
@@ -141,8 +145,8 @@ def run(
             llm,
             run,
             {
-                "stopped": Ask(REPEATED, sampling={"max_tokens": 60, "stop_token_ids": [stop]}),
-                "hit": Ask(again, sampling={"max_tokens": 40}),
+                "stopped": Ask(REPEATED, sampling={"max_tokens": 40, "stop_token_ids": [stop]}),
+                "hit": Ask(again, sampling={"max_tokens": 20}),
                 "short": Ask(REPEATED, sampling={"max_tokens": 6}),
                 "scored": Ask(prompt(300), sampling={"prompt_logprobs": 1}),
             },
