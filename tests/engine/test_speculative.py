@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
 from dmi_connector import capture_args, find_captures, open_capture
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
@@ -34,19 +35,19 @@ if TYPE_CHECKING:
 
 REPEATED = prompt(12) * 6
 ASKS = {
-    "repeated": Ask(REPEATED, sampling={"max_tokens": 64}),
-    "plain": Ask(prompt(40), sampling={"max_tokens": 40}),
+    "repeated": Ask(REPEATED, sampling={"max_tokens": 100}),
+    "plain": Ask(prompt(40), sampling={"max_tokens": 80}),
     "narrow": Ask(
-        REPEATED + prompt(3), {"include_output_tokens": True, "dmi": {"tokens": [70, 110]}}, {"max_tokens": 45}
+        REPEATED + prompt(3), {"include_output_tokens": True, "dmi": {"tokens": [70, 110]}}, {"max_tokens": 60}
     ),
-    "prompt": Ask(REPEATED, {"include_output_tokens": False}, {"max_tokens": 12}),
+    "prompt": Ask(REPEATED, {"include_output_tokens": False}, {"max_tokens": 40}),
     **{f"len{n}": Ask(prompt(n)) for n in (1, 32, 127, 129, 300)},
     "one": Ask(prompt(40, seed=4), sampling={"max_tokens": 1}),
 }
 THREE = Ask(
     prompt(129, seed=2),
     {"include_output_tokens": True, "dmi": {"key": "three"}},
-    {"n": 3, "temperature": 0.8, "max_tokens": 20},
+    {"n": 3, "temperature": 0.8, "max_tokens": 40},
 )
 PROMPT_ONLY = ("prompt",)
 SAMPLED = ("three", "grammar", "seeded", "seeded-again")
@@ -80,7 +81,6 @@ def watch_samples(llm: LLM, run: Run) -> None:
 
 def watch_draft(llm: LLM, run: Run) -> None:
     """Note for some steps whether the rows changed while the draft model ran."""
-    import torch
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
@@ -108,7 +108,7 @@ def lives(llm: LLM, run: Run) -> None:
     seeded = {"temperature": 0.8, "seed": 3, "max_tokens": 40}
     asks = {
         "aborted": Ask(REPEATED, KEYED, {"max_tokens": 300}),
-        "bystander": Ask(REPEATED, sampling={"max_tokens": 50}),
+        "bystander": Ask(REPEATED, sampling={"max_tokens": 90}),
     }
     grammar = {"structured_outputs": regex, "max_tokens": 60, "ignore_eos": False}
     if not V2:  # vLLM's V2 kernel for grammars does not run in Triton's interpreter
@@ -130,7 +130,7 @@ def run(
     compiled, owner = "compiled" in more, "pool" if "pool" in more else "target"
     run = Run(tmp_path_factory.mktemp("speculative"))
     pair = make_pair(method, tiny_model, tmp_path_factory.mktemp("draft"))
-    run.facts |= {"pair": pair, "method": method, "compiled": compiled}
+    run.facts |= {"pair": pair, "method": method, "compiled": compiled, "threads": [torch.get_num_threads()]}
     args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, owner, **SMALL)
     with drafting(pair, enforce_eager=not compiled, kv_cache_memory_bytes=CACHE_BYTES, **args) as llm:
         watch_scheduler(llm, run)
@@ -145,14 +145,15 @@ def run(
             llm,
             run,
             {
-                "stopped": Ask(REPEATED, sampling={"max_tokens": 40, "stop_token_ids": [stop]}),
-                "hit": Ask(again, sampling={"max_tokens": 20}),
+                "stopped": Ask(REPEATED, sampling={"max_tokens": 60, "stop_token_ids": [stop]}),
+                "hit": Ask(again, sampling={"max_tokens": 40}),
                 "short": Ask(REPEATED, sampling={"max_tokens": 6}),
                 "scored": Ask(prompt(300), sampling={"prompt_logprobs": 1}),
             },
         )
         if request.param == CASES[0]:
             lives(llm, run)
+    run.facts["threads"].append(torch.get_num_threads())
     return run
 
 
@@ -199,6 +200,13 @@ def test_draft_index_says_which_tokens_were_drafted(run: Run) -> None:
 def test_the_forward_of_a_draft_writes_no_row(run: Run) -> None:
     """Whatever weights it has, such as those that a trainer loads while it serves."""
     assert run.facts["changed"] == [False] * WATCHED
+
+
+@pytest.mark.parametrize("run", CASES[:1], indirect=True)
+def test_the_process_has_no_more_threads_after_an_engine(run: Run) -> None:
+    """They would spin while they wait for each other, in all tests that follow: see `NUMBA_NUM_THREADS` in conftest."""
+    before, after = run.facts["threads"]
+    assert before == after
 
 
 @pytest.mark.parametrize("run", CASES[:1], indirect=True)
