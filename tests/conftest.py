@@ -33,6 +33,8 @@ for _name, _value in ENV.items():
     os.environ.setdefault(_name, _value)
 # Several engines run at once, and tiny models gain nothing from threads, which spin while they wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# vLLM looks for n-grams with numba, which sets its own number of threads for OpenMP, and torch, until the process ends.
+os.environ.setdefault("NUMBA_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
 # Inductor would try the compiler's vector instructions in every process anew, which takes eight seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 runner.choose()

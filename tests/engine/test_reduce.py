@@ -127,7 +127,8 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_encoder(tmp_path_factory.mktemp("sae") / "sae", 64, 200)
 
 
-# The ranks first: they are forked, which no process may be that has compiled a model.
+# The ranks first: they are forked, which no process may be that has compiled a model. So tests of one rank alone come
+# after all others.
 @pytest.fixture(scope="module", params=[2, 1], ids=["tp2", "tp1"])
 def run(
     request: pytest.FixtureRequest,
@@ -167,15 +168,6 @@ def run(
             generate(llm, run, {f"len{n}": Ask(prompt(n), asked) for n in LENGTHS})
             generate(llm, run, {"again": Ask(prompt(300), asked)})  # its first blocks come from the prefix cache
     return run
-
-
-@pytest.mark.parametrize("run", [1], ids=["tp1"], indirect=True)  # two ranks run eagerly, each in its own process
-def test_attention_waits_for_the_taps_that_reduce(run: Run) -> None:
-    """t: a tap (header, embedding, three layers, final norm). j: a wait before the attention of layer 1 or 2."""
-    *steps, after = "".join({"_tap": "t", "_tap_join": "j", "_tap_end": "e"}[op] for op in run.facts["ops"]).split("e")
-    assert len(steps) > 20 and after == ""
-    steps[0] = steps[0].lstrip("j")  # in a profiling run there are no rows, so taps do not get that far
-    assert set(steps) == {"tttjtjtt"}
 
 
 def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray) -> None:
@@ -420,3 +412,12 @@ def test_attention_summaries_are_those_of_transformers(run: Run, tiny_model: Cal
 
 def weights_of(capture: Capture, layer: int) -> np.ndarray:
     return capture.attention_summary(layer)[1]
+
+
+@pytest.mark.parametrize("run", [1], ids=["tp1"], indirect=True)  # two ranks run eagerly, each in its own process
+def test_attention_waits_for_the_taps_that_reduce(run: Run) -> None:
+    """t: a tap (header, embedding, three layers, final norm). j: a wait before the attention of layer 1 or 2."""
+    *steps, after = "".join({"_tap": "t", "_tap_join": "j", "_tap_end": "e"}[op] for op in run.facts["ops"]).split("e")
+    assert len(steps) > 20 and after == ""
+    steps[0] = steps[0].lstrip("j")  # in a profiling run there are no rows, so taps do not get that far
+    assert set(steps) == {"tttjtjtt"}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
 from dmi_connector import capture_args, find_captures, open_capture
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
@@ -51,6 +52,8 @@ THREE = Ask(
 PROMPT_ONLY = ("prompt",)
 SAMPLED = ("three", "grammar", "seeded", "seeded-again")
 """Not the best tokens by the model's logits."""
+CACHE_BYTES = 128 << 20
+"""Of the KV cache: room for all requests here. What is watched is compared whole."""
 WATCHED = 8
 """Steps in which the rows are compared before and after the draft has run."""
 KEYED = {"include_output_tokens": True, "dmi": {"key": "keyed"}}
@@ -83,7 +86,8 @@ def watch_draft(llm: LLM, run: Run) -> None:
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     drafter = worker.model_runner.speculator if V2 else worker.model_runner.drafter
     connector: Any = get_kv_transfer_group()
-    propose, rows, changed = drafter.propose, connector.exporter.rows, run.facts.setdefault("changed", [])
+    propose, changed = drafter.propose, run.facts.setdefault("changed", [])
+    rows = connector.exporter.rows.view(torch.int64)  # compared eight bytes at a time
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         if len(changed) >= WATCHED:
@@ -126,9 +130,9 @@ def run(
     compiled, owner = "compiled" in more, "pool" if "pool" in more else "target"
     run = Run(tmp_path_factory.mktemp("speculative"))
     pair = make_pair(method, tiny_model, tmp_path_factory.mktemp("draft"))
-    run.facts |= {"pair": pair, "method": method, "compiled": compiled}
+    run.facts |= {"pair": pair, "method": method, "compiled": compiled, "threads": [torch.get_num_threads()]}
     args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, owner, **SMALL)
-    with drafting(pair, enforce_eager=not compiled, **args) as llm:
+    with drafting(pair, enforce_eager=not compiled, kv_cache_memory_bytes=CACHE_BYTES, **args) as llm:
         watch_scheduler(llm, run)
         watch_samples(llm, run)
         watch_draft(llm, run)
@@ -149,6 +153,7 @@ def run(
         )
         if request.param == CASES[0]:
             lives(llm, run)
+    run.facts["threads"].append(torch.get_num_threads())
     return run
 
 
@@ -195,6 +200,13 @@ def test_draft_index_says_which_tokens_were_drafted(run: Run) -> None:
 def test_the_forward_of_a_draft_writes_no_row(run: Run) -> None:
     """Whatever weights it has, such as those that a trainer loads while it serves."""
     assert run.facts["changed"] == [False] * WATCHED
+
+
+@pytest.mark.parametrize("run", CASES[:1], indirect=True)
+def test_the_process_has_no_more_threads_after_an_engine(run: Run) -> None:
+    """They would spin while they wait for each other, in all tests that follow: see `NUMBA_NUM_THREADS` in conftest."""
+    before, after = run.facts["threads"]
+    assert before == after
 
 
 @pytest.mark.parametrize("run", CASES[:1], indirect=True)

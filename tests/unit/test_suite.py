@@ -61,6 +61,16 @@ def test_long_files_come_first_and_engines_are_forked_before_a_model_is_compiled
     assert max(killers) < server, "they kill the only worker below this process: a server would have another"
 
 
+def test_ranks_of_reductions_are_forked_before_one_rank_compiles(request: pytest.FixtureRequest) -> None:
+    """Else they are spawned, and each of three processes imports vLLM."""
+    items = request.session.items
+    names = [item.name for item in items if item.nodeid.startswith("tests/engine/test_reduce.py") and "tp" in item.name]
+    if not names:
+        pytest.skip("tests/engine/test_reduce.py does not run")
+    ranks = ["tp2" in name for name in names]
+    assert ranks == sorted(ranks, reverse=True), names
+
+
 def test_two_files_share_each_server(pytestconfig: pytest.Config) -> None:
     """pytest puts tests side by side that share a fixture of the session. The order of FIRST must not undo that."""
     (suite,) = (p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "SAME_SERVERS"))
