@@ -156,6 +156,8 @@ function newValues() {
 function showPanel() {
   if (!now.store || $("view").hidden) return null;
   const { store, token } = now;
+  if (tabs.name !== "attention") attention.heads.stop();
+  if (tabs.name !== "lens") lensMap.stop();
   if (tabs.name === "attribution") return showAttribution(page, () => now.store === store && now.token === token);
   return { attention: () => attention.showHeads(), lens: () => lensMap.show(), experts: () => experts.show(), latents: () => latents.show() }[tabs.name]();
 }
