@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two checkouts of this repository in turns: `benchmarks.reading --before DIR`."""
+"""Two checkouts of this repository in turns: `benchmarks.reading --before DIR`.
+
+On a machine with other work, compare what part of its limit a read reaches by processor time: that varies least.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def beside(args: argparse.Namespace) -> dict[str, Any]:
     A round is one process of each checkout. It measures twice, and the first warms up. The checkout that begins changes
     from round to round.
     """
-    found: dict[str, list[dict[str, float]]] = {"before": [], "after": []}
+    found: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
     flags = ["--only", *args.only, "--few", args.few, "--layers", args.layers, "--many", args.many]
     flags += ["--batch", args.batch, "--repeat", 1, "--directory", args.directory]
     part = args.out.absolute().with_name(args.out.name + ".round")
@@ -34,14 +37,22 @@ def beside(args: argparse.Namespace) -> dict[str, Any]:
             command = [sys.executable, "-m", "benchmarks.reading", "--out", str(part), *map(str, flags)]
             env = {**os.environ, "PYTHONPATH": str(root)}
             subprocess.run(command, check=True, cwd=root, env=env, stdout=sys.stderr)
-            found[side].append(json.loads(part.read_bytes())["median"])
+            found[side].append(_figures(json.loads(part.read_bytes())))
     part.unlink()
-    names = [name for name in found["after"][0] if not name.endswith(COUNTS)]
     return {
         "before": common.commit(args.before, "DMI_BEFORE"),
+        "stores": {"whole": [args.few, args.layers], "random": [args.many, 2]},
         "rounds": args.repeat,
-        "of_before": {name: compared(*([one[name] for one in rounds] for rounds in found.values())) for name in names},
+        "of_before": {
+            name: compared(*([one[name] for one in rounds] for rounds in found.values())) for name in found["after"][0]
+        },
     }
+
+
+def _figures(results: dict[str, Any]) -> dict[str, float]:
+    """Speeds and times of a round, and what part of its limit each read reaches by processor time."""
+    figures = {name: value for name, value in results["median"].items() if not name.endswith(COUNTS)}
+    return figures | {f"{one['read']} of {one['limit']}": one["ratio_processor_time"] for one in results["of_limit"]}
 
 
 def compared(before: list[float], after: list[float]) -> dict[str, float]:

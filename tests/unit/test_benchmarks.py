@@ -78,12 +78,13 @@ def test_the_reading_benchmark_measures_one_part_alone(tmp_path: Path) -> None:
 
 def test_the_reading_benchmark_measures_two_checkouts_in_turns(tmp_path: Path) -> None:
     """Here both are this one."""
-    out, argv = tmp_path / "reading.json", ["--only", "open", "--many", "2", "--repeat", "2"]
+    out, argv = tmp_path / "reading.json", ["--only", "open", "random", "--many", "2", "--batch", "9", "--repeat", "2"]
     argv += ["--out", str(out), "--directory", str(tmp_path / "stores"), "--before", str(common.ROOT)]
     assert reading.main(argv) == 0
     found = json.loads(out.read_text())
     assert found["rounds"] == 2 and found["before"] == found["header"]["commit"] and [*tmp_path.iterdir()] == [out]
-    assert found["of_before"].keys() == {"open none, s", "open zstd, s"}
+    assert {"open none, s", "random zstd", "random none of in order none"} < found["of_before"].keys()
+    assert not [name for name in found["of_before"] if "chunks" in name]
     for one in found["of_before"].values():
         assert 0 < one["least"] <= one["ratio"] <= one["most"] and min(one["before"], one["after"]) > 0
     assert summary.summarise(found) == found
