@@ -139,9 +139,9 @@ def read_by_zarr(captures: Captures) -> None:
         capture.array(HOOK)[:]
 
 
-def count(data: TokenDataset) -> int:
-    """Go through an epoch."""
-    return sum(1 for _ in data)
+def read_epoch(data: TokenDataset) -> None:
+    """Go through the batches of one epoch."""
+    assert sum(1 for _ in data) == data.batches()
 
 
 class Clock:
@@ -246,10 +246,10 @@ class Round:
     def batches(self, _seed: int) -> None:
         """An epoch of the data set."""
         codec, data = self.codec, self.data
-        data.load_state_dict({**data.state_dict(), "epoch": 0, "batch": 0})
+        data.set_epoch(0)
         planned, nbytes = epoch_chunks(data), data.batches() * data.batch_size * WIDTH * 2
         self.clock.rate(f"in that order {codec}", nbytes, lambda: chunks_in_order(planned, self.buffer))
-        self.clock.rate(f"batches {codec}", nbytes, lambda: count(data))
+        self.clock.rate(f"batches {codec}", nbytes, lambda: read_epoch(data))
 
     def export(self, _seed: int) -> None:
         """A data set of SAELens. Reading and writing each alone, and both."""
