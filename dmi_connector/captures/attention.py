@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dmi_connector.captures.own_values import check_own_values
+from dmi_connector.store.read.files.thread_pool import in_threads
 from dmi_connector.store.read.reader import StoreReader
 
 
@@ -34,21 +35,34 @@ class _How:
         scale = facts.get("scale", float(capture.attrs["dims"]["head_dim"]) ** -0.5)
         return cls(scale, facts.get("soft_cap"), window, chunk, facts.get("alibi_slopes"))
 
-    def scores(self, products: np.ndarray, head: int, first: int) -> np.ndarray:
-        """Scores before the softmax of products [queries, keys]; the first query is row `first`."""
-        scores = products * np.float32(self.scale)
+    def first_key(self, query: int) -> int:
+        """The first key that a query sees."""
+        first = max(query - self.window + 1, 0) if self.window else 0
+        return max(first, query // self.chunk * self.chunk) if self.chunk else first
+
+    def finish(self, scores: np.ndarray, head: int, query: int, key: int) -> None:
+        """Turn scaled products [queries, keys] into scores before the softmax, in place. They begin at row `query` and
+        row `key`.
+        """
         if self.soft_cap:
-            scores = np.tanh(scores / np.float32(self.soft_cap)) * np.float32(self.soft_cap)
-        queries, keys = np.arange(first, first + len(scores))[:, None], np.arange(scores.shape[1])[None]
+            scores /= np.float32(self.soft_cap)
+            np.tanh(scores, out=scores)
+            scores *= np.float32(self.soft_cap)
+        queries, keys = np.arange(query, query + len(scores))[:, None], np.arange(key, key + scores.shape[1])[None]
         if self.alibi_slopes is not None:
             scores += np.float32(self.alibi_slopes[head]) * (keys - queries).astype(np.float32)
-        hidden = keys > queries
-        if self.window:
-            hidden |= keys <= queries - self.window
-        if self.chunk:
-            hidden |= keys < queries // self.chunk * self.chunk
-        scores[hidden] = -np.inf
-        return scores
+        first, last = self.first_key(query + len(scores) - 1), query + 1
+        for part in (
+            slice(0, max(first - key, 0)),
+            slice(max(last - key, 0), None),
+        ):  # every query sees what is between
+            own = keys[:, part]
+            hidden = own > queries
+            if self.window:
+                hidden |= own <= queries - self.window
+            if self.chunk:
+                hidden |= own < queries // self.chunk * self.chunk
+            scores[:, part][hidden] = -np.inf
 
 
 def _check_model(capture: StoreReader) -> None:
@@ -94,7 +108,7 @@ def check_head(head: int | None, heads: int) -> None:
         raise ValueError(f"head {head} does not exist: the model has heads 0 to {heads - 1}")
 
 
-_QUERIES = 256
+_QUERIES = 128
 """Queries computed at a time per head, so that scores take little memory compared with the result."""
 
 
@@ -115,6 +129,27 @@ def attention(capture: StoreReader, layer: int, head: int | None = None, queries
     - for models with attention sinks or latent attention;
     - if `queries` contains image tokens of a model in which these see later tokens of their image.
     """
+    rows = query_rows(capture, queries)
+    q, k = queries_and_keys(capture, layer, rows, head)
+    heads = heads_of(capture)
+    if head is not None:
+        return weights_of_head(capture, layer, range(heads)[head], q, k, rows.start)
+    weights = np.zeros((heads, len(rows), rows.stop), np.float32)
+
+    def fill(one: int) -> None:
+        weights_of_head(capture, layer, one, q, k, rows.start, weights[one])
+
+    in_threads(fill, range(heads))
+    return weights
+
+
+def queries_and_keys(
+    capture: StoreReader, layer: int, rows: range, head: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """What attention of the queries `rows` is computed from: float32 queries [rows, width] and keys [rows.stop, width].
+
+    Raises KeyError and ValueError as `attention`, for which `head` is checked.
+    """
     _check_model(capture)
     names = seen_by_attention(capture)
     if not all(name in capture for name in names):
@@ -122,9 +157,7 @@ def attention(capture: StoreReader, layer: int, head: int | None = None, queries
         raise KeyError(f"{capture.path} lacks queries or keys of attention; capture {names[0]} and {names[1]}{preset}")
     for name in names:
         check_own_values(capture, name, layer)
-    heads = heads_of(capture)
-    check_head(head, heads)
-    rows = query_rows(capture, queries)
+    check_head(head, heads_of(capture))
     if capture.attrs.get("attention", {}).get("image_blocks") and (capture.media[rows.start : rows.stop] >= 0).any():
         raise ValueError(
             f"{capture.path}: attention of image tokens cannot be computed: in this model they see later tokens of "
@@ -134,13 +167,7 @@ def attention(capture: StoreReader, layer: int, head: int | None = None, queries
     if int(capture.attrs["start"]) or lacking:
         raise ValueError(f"{capture.path} lacks rows before the queries, and attention needs all of them as keys")
     q = capture.numpy(names[0], layer, slice(rows.start, rows.stop))
-    k = capture.numpy(names[1], layer, slice(0, rows.stop))
-    if head is not None:
-        return weights_of_head(capture, layer, range(heads)[head], q, k, rows.start)
-    weights = np.zeros((heads, len(rows), rows.stop), np.float32)
-    for h in range(heads):
-        weights[h] = weights_of_head(capture, layer, h, q, k, rows.start)
-    return weights
+    return q, capture.numpy(names[1], layer, slice(0, rows.stop))
 
 
 def heads_of(capture: StoreReader) -> int:
@@ -149,22 +176,55 @@ def heads_of(capture: StoreReader) -> int:
 
 
 def weights_of_head(
-    capture: StoreReader, layer: int, head: int, q: np.ndarray, k: np.ndarray, first: int = 0
+    capture: StoreReader,
+    layer: int,
+    head: int,
+    q: np.ndarray,
+    k: np.ndarray,
+    first: int = 0,
+    out: np.ndarray | None = None,
 ) -> np.ndarray:
     """Attention weights of one head, float32 [queries, keys].
 
     q, k: queries and keys, [rows, width of all heads]. k begins at row 0. first: the row of the first query. The
-    attributes of `capture` say how the layer attends.
+    attributes of `capture` say how the layer attends. out: zeros of the result's shape, which are filled.
+    """
+    weights = np.zeros((len(q), len(k)), np.float32) if out is None else out
+    for queries, keys, shares, sums in _softmax(capture, layer, head, q, k, first):
+        np.divide(shares, sums, out=weights[queries, keys])
+    return weights
+
+
+def window_of_head(capture: StoreReader, layer: int, head: int, q: np.ndarray, k: np.ndarray, first: int) -> np.ndarray:
+    """Attention weights of one head on the keys from row `first` on, float32 [queries, 1 + keys].
+
+    The first column is the sum of the weights on earlier keys. Arguments as of `weights_of_head`. Memory holds the
+    weights on all keys of some queries only.
+    """
+    weights = np.zeros((len(q), 1 + len(k) - first), np.float32)
+    for queries, keys, shares, sums in _softmax(capture, layer, head, q, k, first):
+        before = max(first - keys.start, 0)
+        weights[queries, 0] = shares[:, :before].sum(axis=1) / sums[:, 0]
+        start = keys.start + before - first
+        np.divide(shares[:, before:], sums, out=weights[queries, 1 + start : 1 + keys.stop - first])
+    return weights
+
+
+def _softmax(
+    capture: StoreReader, layer: int, head: int, q: np.ndarray, k: np.ndarray, first: int
+) -> Iterator[tuple[slice, slice, np.ndarray, np.ndarray]]:
+    """(queries, keys, shares [queries, keys], their sums [queries, 1]) in blocks of queries. A weight is a share
+    divided by the sum. Weights on other keys are 0.
     """
     how, dims = _How.of(capture, layer), capture.attrs["dims"]
     heads, kv_heads, size = (int(dims[name]) for name in ("heads", "kv_heads", "head_dim"))
-    queries = q.reshape(len(q), heads, size)[:, head]
-    keys = k.reshape(len(k), kv_heads, size)[:, head // (heads // kv_heads)].T
-    weights = np.zeros((len(q), len(k)), np.float32)
+    queries = q.reshape(len(q), heads, size)[:, head] * np.float32(how.scale)
+    keys = k.reshape(len(k), kv_heads, size)[:, head // (heads // kv_heads)]
     for start in range(0, len(q), _QUERIES):
         block = slice(start, min(start + _QUERIES, len(q)))
-        scores = how.scores(queries[block] @ keys, head, first + start)
-        scores -= scores.max(axis=1, keepdims=True)
-        np.exp(scores, out=scores)
-        weights[block] = scores / scores.sum(axis=1, keepdims=True)
-    return weights
+        seen = slice(how.first_key(first + start), min(first + block.stop, len(k)))
+        shares = queries[block] @ keys[seen].T
+        how.finish(shares, head, first + start, seen.start)
+        shares -= shares.max(axis=1, keepdims=True)
+        np.exp(shares, out=shares)
+        yield block, seen, shares, shares.sum(axis=1, keepdims=True)

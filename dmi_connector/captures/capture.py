@@ -96,6 +96,17 @@ class Capture(StoreReader):
             return False
         return self._table.holds(hook, layer)
 
+    def numpy(self, hook: str, layer: Layers = None, tokens: Tokens = None, convert: bool = True) -> np.ndarray:
+        """As `StoreReader.numpy`. hook: also with its layer, as in "q@3".
+
+        Raises ValueError for a bad layer behind the `@`, and if `layer` is given too.
+        """
+        if "@" in hook:
+            if layer is not None:
+                raise ValueError(f"{hook!r} names its layer; leave layer={layer!r} out")
+            hook, layer = hook_and_layer(hook, self.attrs)
+        return super().numpy(hook, layer, tokens, convert)
+
     def torch(self, hook: str, layer: Layers = None, tokens: Tokens = None) -> torch.Tensor:
         """Like `numpy`, as a torch tensor in the stored dtype."""
         return as_torch(self.numpy(hook, layer, tokens, convert=False))

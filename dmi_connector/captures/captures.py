@@ -362,16 +362,22 @@ class Captures:
     ) -> RowView:
         """The rows of a hook in all stores, one after the other, as one long array that reads rows on use.
 
-        hook, layer: as in `Capture.numpy`; `logits` have a row for each sampled token. skip: rows that are left out at
-        the start of each store. phase: "prompt" or "generated". after: a token id, or several: rows after the first
-        row with one of them; none of a store without one. mask: a function of an open `Capture` that returns a boolean
-        for each of its rows (of logits: for each sample). last: at most this many rows per store, the last that pass
-        the others. Missing rows are left out. phase, after and mask read the token arrays of each store once.
+        hook, layer: as in `Capture.numpy`, `resid_pre@12` too; `logits` have a row for each sampled token. skip: rows
+        that are left out at the start of each store. phase: "prompt" or "generated". after: a token id, or several:
+        rows after the first row with one of them; none of a store without one. mask: a function of an open `Capture`
+        that returns a boolean for each of its rows (of logits: for each sample). last: at most this many rows per
+        store, the last that pass the others. Missing rows are left out. phase, after and mask read the token arrays of
+        each store once.
 
         Raises ValueError without a store, for stores of several models, and for options that are not valid; KeyError
         for a hook or layer that the first store did not capture. Another store that did not is found when it is read,
         which then raises KeyError: `filter(hooks=...)` leaves such stores out.
         """
+        choice = RowChoice(skip, phase, after, mask, last)
+        if "@" in hook:
+            if layer is not None:
+                raise ValueError(f"{hook!r} names its layer; leave layer={layer!r} out")
+            return named_rows(self, hook, choice)
         self.check_one_model()
         check_some(self.infos, hook, self.why_empty)
-        return RowView(self.infos, hook, layer, RowChoice(skip, phase, after, mask, last))
+        return RowView(self.infos, hook, layer, choice)

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import itertools
+import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,14 @@ import numpy as np
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import (
+    FileResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -44,7 +54,7 @@ ACTIONS: tuple[str, ...] = (
     "tokens",
     "heat",
     "attention",
-    "thumbnail",
+    "heads",
     "attended",
     "lens",
     "predicted",
@@ -53,6 +63,8 @@ ACTIONS: tuple[str, ...] = (
 ACTIONS += ("attribution", "experts", "load", "latents", "contexts", "verify")
 """What is answered about one store."""
 
+_REFUSALS = (NoSuchStore, FileNotFoundError, TimeoutError, ValueError, LookupError)
+"""Errors of a question: what is not there, or cannot be shown."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -139,17 +151,18 @@ def _answer(page: Callable[[Request], Response]) -> Callable[[Request], Response
                 return page(request)
             except FileNotFoundError:  # the store of a request that ended meanwhile has another name now
                 return page(request)
-        except (NoSuchStore, FileNotFoundError, TimeoutError) as error:
-            return _error(error, 404)
-        except (ValueError, LookupError) as error:
-            return _error(error, 400)
+        except _REFUSALS as error:
+            return _error(error, 404 if isinstance(error, (NoSuchStore, FileNotFoundError, TimeoutError)) else 400)
 
     return answered
 
 
 def _error(error: Exception, status: int) -> JSONResponse:
-    text = error.args[0] if isinstance(error, KeyError) and error.args else error
-    return JSONResponse({"error": str(text)}, status)
+    return JSONResponse({"error": _words(error)}, status)
+
+
+def _words(error: Exception) -> str:
+    return str(error.args[0] if isinstance(error, KeyError) and error.args else error)
 
 
 def _number(request: Request, name: str, default: int | None = None) -> int:
@@ -164,6 +177,23 @@ def _floats(values: np.ndarray) -> Response:
     """float32 values, little-endian, in C order; the shape in a header."""
     shape = {"X-Shape": ",".join(map(str, values.shape))}
     return Response(np.ascontiguousarray(values, "<f4").tobytes(), media_type="application/octet-stream", headers=shape)
+
+
+def _stream(pieces: Iterator[dict[str, Any]]) -> Response:
+    """Each piece as a line of JSON, as soon as it is there. None is computed once the client has gone.
+
+    The first is computed at once, so that its errors are an answer's. Later ones are a line {"error": ...}.
+    """
+    first = [*itertools.islice(pieces, 1)]
+
+    def lines() -> Iterator[str]:
+        try:
+            for piece in itertools.chain(first, pieces):
+                yield json.dumps(piece) + "\n"
+        except _REFUSALS as error:
+            yield json.dumps({"error": _words(error)}) + "\n"
+
+    return StreamingResponse(lines(), media_type="application/x-ndjson")
 
 
 def _window(request: Request, capture: Capture) -> slice:
@@ -241,11 +271,15 @@ class _Pages:
             layer, head = _number(request, "layer"), _number(request, "head")
             return _floats(attention.window(capture, layer, head, _window(request, capture)))
 
-    def thumbnail(self, request: Request) -> Response:
+    def heads(self, request: Request) -> Response:
+        return _stream(self._heads(request))
+
+    def _heads(self, request: Request) -> Iterator[dict[str, Any]]:
         with self._open(request) as capture:
-            layer, head = _number(request, "layer"), _number(request, "head")
-            whole = attention.window(capture, layer, head, _window(request, capture))[:, 1:]
-            return _floats(attention.pooled(whole, _CELLS))
+            found = attention.windows(capture, _number(request, "layer"), _window(request, capture))
+            for head, whole in enumerate(found):
+                small = np.ascontiguousarray(attention.pooled(whole[:, 1:], _CELLS), "<f4")
+                yield {"head": head, "shape": small.shape, "values": base64.b64encode(small.tobytes()).decode()}
 
     def attended(self, request: Request) -> Response:
         with self._open(request) as capture:
@@ -267,14 +301,18 @@ class _Pages:
             return JSONResponse({"places": found})
 
     def predicted(self, request: Request) -> Response:
+        return _stream(self._predicted(request))
+
+    def _predicted(self, request: Request) -> Iterator[dict[str, Any]]:
         with self._open(request) as capture:
-            window, place = _window(request, capture), request.query_params.get("place", predictions.FINAL)
-            if place not in predictions.places(capture, self.model):
-                raise ValueError(f"place {place!r} does not exist; see places of the capture")
-            own = predictions.predicted(capture, self._end(), place, window)
-            best = self._with_texts(capture, [{} for _ in own.best], own.best.tolist())
-            logprobs, entropy = (_or_none(values) for values in (own.logprobs, own.entropy))
-            return JSONResponse({"place": place, "logprobs": logprobs, "entropy": entropy, "best": best})
+            names, end = predictions.places(capture, self.model), self._end()
+            if end is None or not names:
+                raise ValueError(lens.lacking(capture, self.model))
+            token = _number(request, "token") if "token" in request.query_params else None
+            for place, first, found in predictions.lens_map(capture, end, names, _window(request, capture), token):
+                best = self._with_texts(capture, [{} for _ in found.best], found.best.tolist())
+                logprobs, entropy = (_or_none(values) for values in (found.logprobs, found.entropy))
+                yield {"place": place, "token": first, "logprobs": logprobs, "entropy": entropy, "best": best}
 
     def alternatives(self, request: Request) -> Response:
         with self._open(request) as capture:

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from dmi_connector.analysis.patterns import SUMMARY, attention_pattern, pattern_hooks
+from dmi_connector.analysis.training.rows import attribute
+from dmi_connector.captures.attention import heads_of, queries_and_keys, window_of_head
 from dmi_connector.captures.capture import Capture
+from dmi_connector.store.read.files.thread_pool import in_threads, read_threads
 from dmi_connector.store.read.hook_names import HookTable
 
 
@@ -29,6 +33,33 @@ def window(capture: Capture, layer: int, head: int, rows: slice) -> np.ndarray:
 
     Raises KeyError and ValueError as `attention_pattern` does.
     """
+    if pattern_hooks(capture, layer) in ((), (SUMMARY,)):
+        return _of_summary(capture, layer, head, rows)
+    attribute(capture, "dims")
+    q, k = queries_and_keys(capture, layer, range(rows.start, rows.stop), head)
+    return window_of_head(capture, layer, head, q, k, rows.start)
+
+
+def windows(capture: Capture, layer: int, rows: slice) -> Iterator[np.ndarray]:
+    """`window` of each head in their order. Queries and keys are read once."""
+    if pattern_hooks(capture, layer) in ((), (SUMMARY,)):
+        yield from (_of_summary(capture, layer, head, rows) for head in range(heads_of(capture)))
+        return
+    attribute(capture, "dims")
+    q, k = queries_and_keys(capture, layer, range(rows.start, rows.stop))
+    heads = range(heads_of(capture))
+    for first in range(0, len(heads), read_threads()):
+        some = heads[first : first + read_threads()]
+        found: dict[int, np.ndarray] = {}
+
+        def fill(head: int, found: dict[int, np.ndarray] = found) -> None:
+            found[head] = window_of_head(capture, layer, head, q, k, rows.start)
+
+        in_threads(fill, some)
+        yield from (found[head] for head in some)
+
+
+def _of_summary(capture: Capture, layer: int, head: int, rows: slice) -> np.ndarray:
     weights = attention_pattern(capture, layer, head, rows)
     return np.concatenate([weights[:, : rows.start].sum(axis=1, keepdims=True), weights[:, rows]], axis=1)
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from dmi_connector.analysis.attribution import logit_attribution
 from dmi_connector.analysis.lens import likeliest
 from dmi_connector.analysis.training.rows import known_tokens, present_rows
-from dmi_connector.analysis.unembedding import Unembedding, entropy_of, log_softmax
+from dmi_connector.analysis.unembedding import Outcomes, Unembedding, log_softmax, outcomes_of
 from dmi_connector.captures.capture import Capture
 from dmi_connector.view import lens
 from dmi_connector.view.data import ranges
@@ -24,19 +23,8 @@ STATISTICS = ("log-probability", "entropy")
 FINAL = "final"
 _SAMPLES = 64
 """Rows of logits that are read at a time."""
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """The predictions of the tokens of a window.
-
-    logprobs: float32 [tokens], the log-probability of each token in nats. entropy: float32 [tokens], in nats. best:
-    int64 [tokens], the likeliest token. Without a distribution in the row before, best is -1, and the others are NaN.
-    """
-
-    logprobs: np.ndarray
-    entropy: np.ndarray
-    best: np.ndarray
+_ROWS = 128
+"""Rows of the residual stream that are multiplied with the unembedding at a time."""
 
 
 def lacking(capture: Capture, model: Path | None) -> str | None:
@@ -68,23 +56,52 @@ def places(capture: Capture, model: Path | None) -> list[str]:
     return [*map(str, layers), *([FINAL] if "resid_final" in capture else [])]
 
 
-def predicted(capture: Capture, end: Unembedding | None, place: str, window: slice) -> Predicted:
+def predicted(capture: Capture, end: Unembedding | None, place: str, window: slice) -> Outcomes:
     """How the tokens of a window are predicted from the residual stream. place: one of `places`.
 
     "final" is the model's own prediction. It is computed from `resid_final`, or without `end` from the captured logits.
-    Raises ValueError or KeyError if the store lacks these.
+    A token whose row before has no distribution has NaN, and -1 as best. Raises ValueError or KeyError if the store
+    lacks what is needed.
     """
     count = window.stop - window.start
     ids, known = capture.token_ids.astype(np.int64), known_tokens(capture)
     logprobs, entropy = np.full((2, count), np.nan, np.float32)
     best = np.full(count, -1, np.int64)
-    for rows, own in _distributions(capture, end, place, slice(max(window.start - 1, 0), max(window.stop - 1, 0))):
-        at, came = rows + 1 - window.start, ids[rows + 1]
-        finite = ~np.isnan(own).any(-1)
-        right = finite & known[rows + 1] & (came < own.shape[1])
-        logprobs[at[right]] = own[right, came[right]]
-        entropy[at[finite]], best[at[finite]] = entropy_of(own[finite]), own[finite].argmax(-1)
-    return Predicted(logprobs, entropy, best)
+    came = np.where(known, ids, -1)
+    for rows, found in _outcomes(capture, end, place, slice(max(window.start - 1, 0), max(window.stop - 1, 0)), came):
+        at = rows + 1 - window.start
+        logprobs[at], entropy[at], best[at] = found.logprobs, found.entropy, found.best
+    return Outcomes(logprobs, entropy, best)
+
+
+def lens_map(
+    capture: Capture, end: Unembedding, names: list[str], window: slice, token: int | None
+) -> Iterator[tuple[str | None, int, Outcomes]]:
+    """What each place predicts for the tokens of a window, in pieces: (place, first token, values of the next tokens).
+
+    names: the `places`. If `token` is a row of the window, its values at all places come first, in their order; the
+    place is None. Then each place follows as `predicted` gives it: the last one, the first, those between by halves.
+    """
+    if token is not None and token in range(max(window.start, 1), window.stop) and present_rows(capture)[token - 1]:
+        came = int(capture.token_ids[token]) if known_tokens(capture)[token] else -1
+        rows = lens.residual_rows(capture, token - 1)[1]
+        yield None, token, end.outcomes(rows, np.full(len(rows), came))
+    for at in halving(len(names)):
+        for first in range(window.start, window.stop, _ROWS):
+            part = slice(first, min(first + _ROWS, window.stop))
+            yield names[at], first, predicted(capture, end, names[at], part)
+
+
+def halving(count: int) -> list[int]:
+    """0 to count - 1: the last, the first, then those halfway between, so that all of the range is seen early."""
+    order, ranges_left = [count - 1, 0][:count], [(0, count - 1)]
+    while ranges_left:
+        first, last = ranges_left.pop(0)
+        if last - first > 1:
+            middle = (first + last) // 2
+            order.append(middle)
+            ranges_left += [(first, middle), (middle, last)]
+    return order
 
 
 def alternatives(capture: Capture, end: Unembedding | None, row: int, count: int) -> dict[str, Any]:
@@ -105,6 +122,26 @@ def alternatives(capture: Capture, end: Unembedding | None, row: int, count: int
     return {"ids": [], "p": [], "rank": None, "came": None}
 
 
+def _outcomes(
+    capture: Capture, end: Unembedding | None, place: str, rows: slice, came: np.ndarray
+) -> Iterator[tuple[np.ndarray, Outcomes]]:
+    """(rows of the store, what is predicted after each), in blocks. came: int64 [tokens], -1 where it is not known."""
+    if end is not None and not (place == FINAL and "resid_final" not in capture):
+        wanted = np.arange(rows.start, rows.stop)
+        wanted = wanted[present_rows(capture)[wanted]]
+        for first in range(0, len(wanted), _ROWS):
+            some = wanted[first : first + _ROWS]
+            yield some, end.outcomes(_stream(capture, place, some), came[some + 1])
+        return
+    for some, own in _distributions(capture, end, place, rows):
+        yield some, outcomes_of(own, came[some + 1])
+
+
+def _stream(capture: Capture, place: str, rows: np.ndarray) -> np.ndarray:
+    hook, layer = ("resid_final", None) if place == FINAL else ("resid_pre", int(place))
+    return capture.numpy(hook, layer, rows)
+
+
 def _distributions(
     capture: Capture, end: Unembedding | None, place: str, rows: slice
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -112,10 +149,9 @@ def _distributions(
     wanted = np.arange(rows.start, rows.stop)
     wanted = wanted[present_rows(capture)[wanted]]
     if end is not None and not (place == FINAL and "resid_final" not in capture):
-        hook, layer = ("resid_final", None) if place == FINAL else ("resid_pre", int(place))
         for first in range(0, len(wanted), end.block):
             some = wanted[first : first + end.block]
-            yield some, log_softmax(end.logits(capture.numpy(hook, layer, some)))
+            yield some, log_softmax(end.logits(_stream(capture, place, some)))
         return
     if place != FINAL:
         raise ValueError("the lens needs the option --model of dmi view")

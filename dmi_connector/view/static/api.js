@@ -10,14 +10,17 @@ function address(action, name, query) {
   return `api/${path}?${new URLSearchParams(query)}`;
 }
 
-async function answer(url, signal) {
+async function sent(url, signal) {
   const response = await fetch(url, { signal });
-  if (!response.ok) {
-    const text = await response.text();
-    let message = text;
-    try { message = JSON.parse(text).error; } catch { /* not every refusal is JSON */ }
-    throw Object.assign(new Error(message), { status: response.status });
-  }
+  if (response.ok) return response;
+  const text = await response.text();
+  let message = text;
+  try { message = JSON.parse(text).error; } catch { /* not every refusal is JSON */ }
+  throw Object.assign(new Error(message), { status: response.status });
+}
+
+async function answer(url, signal) {
+  const response = await sent(url, signal);
   if (response.headers.get("content-type").startsWith("application/json")) return response.json();
   const shape = response.headers.get("x-shape").split(",").map(Number);
   return { shape, values: new Float32Array(await response.arrayBuffer()) };
@@ -36,13 +39,54 @@ export async function ask(slot, action, name, query = {}, keep = true) {
   try {
     const found = await answer(url, mine.signal);
     if (action === "capture") growing[found.running ? "add" : "delete"](name);
-    if (keep && !grew && !growing.has(name)) {
-      kept.set(url, found);
-      if (kept.size > MOST_KEPT) kept.delete(kept.keys().next().value);
-    }
+    if (keep && !grew) remember(name, url, found);
     return running.get(slot) === mine ? found : null;
   } catch (error) {
     if (error.name === "AbortError") return null;
     throw error;
   }
+}
+
+function remember(name, url, found) {
+  if (growing.has(name)) return;
+  kept.set(url, found);
+  if (kept.size > MOST_KEPT) kept.delete(kept.keys().next().value);
+}
+
+/**
+ * A question that is answered in pieces: each(piece) is called for every one, as soon as it is there. first: of the query,
+ * what only changes which piece comes first. A newer question of the slot stops this one, also in the server. Gives
+ * whether all pieces came.
+ */
+export async function pieces(slot, action, name, query, first, each) {
+  running.get(slot)?.abort();
+  const mine = new AbortController(), url = address(action, name, query), grew = growing.has(name), all = [];
+  running.set(slot, mine);
+  if (kept.has(url)) { kept.get(url).forEach(each); return true; }
+  try {
+    const response = await sent(address(action, name, { ...query, ...first }), mine.signal);
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let rest = "", part = await reader.read(); !part.done; part = await reader.read()) {
+      const lines = (rest + part.value).split("\n");
+      rest = lines.pop();
+      for (const line of lines) {
+        const piece = JSON.parse(line);
+        if (running.get(slot) !== mine) return false;
+        if (piece.error) throw new Error(piece.error);
+        all.push(piece);
+        each(piece);
+      }
+    }
+    if (!grew) remember(name, url, all);
+    return true;
+  } catch (error) {
+    if (error.name === "AbortError") return false;
+    throw error;
+  }
+}
+
+/** Nobody waits for the answer of a slot any more. */
+export function forget(slot) {
+  running.get(slot)?.abort();
+  running.delete(slot);
 }

@@ -21,7 +21,7 @@ export class Attention {
     this.heads = new Heads($("heads"), {
       pick: (head) => { $("head").value = head; changed(); },
       tip: (words) => { $("att-tip").textContent = words || "\u00a0"; },
-      point, label: page.label,
+      point, label: page.label, fault: page.fault,
     });
   }
 

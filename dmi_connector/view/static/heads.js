@@ -1,6 +1,6 @@
 // The attention of every head of a layer, small. The pointer on one says which tokens and which weight.
 
-import { ask } from "./api.js";
+import { forget, pieces } from "./api.js";
 import { css, scaleOf, short } from "./colour.js";
 
 const SHARES = { from: 0, root: true };
@@ -8,14 +8,15 @@ const SHARES = { from: 0, root: true };
 export class Heads {
   /**
    * pick(head): a click. tip(text): what lies under the pointer, "" for nothing. point(rows): marks tokens in the text.
-   * label(column): the text of a token of the window.
+   * label(column): the text of a token of the window. fault(error): says what went wrong.
    */
-  constructor(box, { pick, tip, point, label }) {
-    Object.assign(this, { box, pick, tip, point, label, asked: "", heads: [] });
+  constructor(box, { pick, tip, point, label, fault }) {
+    Object.assign(this, { box, pick, tip, point, label, fault, asked: "", going: false, heads: [] });
   }
 
   clear() {
-    this.asked = "";
+    forget("heads");
+    Object.assign(this, { asked: "", going: false });
     this.box.replaceChildren();
     this.heads = [];
   }
@@ -29,11 +30,11 @@ export class Heads {
       this.heads = Array.from({ length: store.heads }, (_, head) => this.button(head));
       this.box.replaceChildren(...this.heads.map(({ button }) => button));
       this.mark(chosen);
-      for (const { head } of this.heads) {
-        const found = await ask("thumbnail", "thumbnail", store.name, { ...query, head }).catch(() => null);
-        if (this.asked !== asked) return;
-        if (found) this.fill(head, found, query);
-      }
+      this.going = true;
+      const done = await pieces("heads", "heads", store.name, query, {}, (piece) => this.fill(piece, query)).catch(this.fault);
+      if (this.asked !== asked) return;
+      this.going = false;
+      if (done === null) this.asked = ""; // it failed: another look asks again
     }
     this.mark(chosen);
   }
@@ -51,7 +52,8 @@ export class Heads {
     return { head, button, canvas };
   }
 
-  fill(head, { values, shape: [rows, columns] }, query) {
+  fill({ head, values: text, shape: [rows, columns] }, query) {
+    const values = new Float32Array(Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0)).buffer);
     const entry = Object.assign(this.heads[head], { values, rows, columns, step: Math.ceil(query.count / rows), first: query.first });
     entry.canvas.addEventListener("pointermove", (event) => this.hover(entry, event));
     entry.canvas.addEventListener("pointerleave", () => { this.tip(""); this.point([]); });
@@ -66,6 +68,9 @@ export class Heads {
     values.forEach((value, i) => { const rgb = scale.colour(value); if (rgb) image.data.set([...rgb, 255], 4 * i); });
     pen.putImageData(image, 0, 0);
   }
+
+  /** Another panel is shown: what is still awaited is asked for when this one is. */
+  stop() { if (this.going) this.clear(); }
 
   /** Other colours: the theme changed. */
   repaint() { this.heads.forEach((entry) => this.paint(entry)); }

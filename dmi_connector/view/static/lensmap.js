@@ -1,6 +1,7 @@
-// The logit lens of all tokens of the window: how likely each token was to each layer. It comes layer by layer.
+// The logit lens of all tokens of the window: how likely each token was to each layer. The chosen token comes first, then
+// layer by layer.
 
-import { ask } from "./api.js";
+import { forget, pieces } from "./api.js";
 import { drawLegend, scaleOf, short } from "./colour.js";
 import { awaited } from "./live.js";
 import { Matrix } from "./matrix.js";
@@ -11,7 +12,7 @@ const $ = (id) => document.getElementById(id);
 export class LensMap {
   /** page: what is shown now; pick(row): a click on a token of a place. */
   constructor(page, pick) {
-    Object.assign(this, { page, asked: "", places: [], answers: [] });
+    Object.assign(this, { page, asked: "", going: false, places: [], answers: [] });
     this.matrix = new Matrix($("lens-map"), {
       height: (rows) => Math.min(Math.max(rows * 16, 24), 420),
       pick: (place, column) => pick(this.first + column),
@@ -21,7 +22,8 @@ export class LensMap {
   }
 
   clear() {
-    this.asked = "";
+    forget("lens map");
+    Object.assign(this, { asked: "", going: false });
     this.matrix.show(null);
     $("lens-legend").textContent = "";
   }
@@ -33,22 +35,33 @@ export class LensMap {
     $("lens-map-lacks").textContent = lacks ?? "";
     const asked = JSON.stringify([store.name, first, count]);
     if (lacks || asked === this.asked) { this.paint(); return; }
-    Object.assign(this, { asked, first, places: store.places, answers: [] });
+    Object.assign(this, { asked, first, places: store.places, going: true });
     this.columns = Math.min(count, store.tokens - first);
-    for (let at = this.places.length - 1; at >= 0; at--) { // the model's own prediction first
-      const found = await ask("lens map", "predicted", store.name, { first, count, place: this.places[at] }).catch(this.page.fault);
-      if (this.asked !== asked) return;
-      if (!found) { this.asked = ""; return; }
-      this.answers[at] = found;
-      this.paint();
-    }
+    this.answers = Array.from(this.places, () => Array(this.columns).fill(null));
+    const token = this.page.token === null ? {} : { token: this.page.token };
+    const done = await pieces("lens map", "predicted", store.name, { first, count }, token, (piece) => this.fill(piece)).catch(this.page.fault);
+    if (this.asked !== asked) return;
+    this.going = false;
+    if (done === null) this.asked = ""; // it failed: another look asks again
+  }
+
+  /** Another panel is shown: what is still awaited is asked for when this one is. */
+  stop() { if (this.going) this.clear(); }
+
+  /** A piece: tokens from `token` on at one place, or with place null one token at all places. */
+  fill({ place, token, logprobs, entropy, best }) {
+    const row = this.places.indexOf(place), start = token - this.first;
+    logprobs.forEach((logprob, i) => {
+      const [at, column] = place === null ? [i, start] : [row, start + i];
+      this.answers[at][column] = { logprobs: logprob, entropy: entropy[i], best: best[i] };
+    });
+    this.paint();
   }
 
   paint() {
     if (!this.asked || !this.answers.length) return;
     const kind = $("lens-statistic").value, { columns } = this;
-    this.values = new Float32Array(this.places.length * columns).fill(NaN);
-    this.answers.forEach((found, at) => found[kind].forEach((value, i) => { this.values[at * columns + i] = value ?? NaN; }));
+    this.values = Float32Array.from(this.answers.flat(), (found) => found?.[kind] ?? NaN);
     const scale = scaleOf(this.values, { flipped: kind === "logprobs" });
     drawLegend($("lens-legend"), scale, " nats");
     $("lens-map").setAttribute("aria-label", `Lens, ${kind}: ${this.places.length} places, ${columns} tokens`);
@@ -60,11 +73,11 @@ export class LensMap {
   }
 
   tip(at, column) {
-    const found = this.answers[at], best = found?.best[column];
+    const found = this.answers[at][column];
     if (!found) return `place ${this.places[at]}: awaited`;
     const token = `${this.places[at]}, token ${this.first + column} ${this.page.label(column)}`;
-    if (best.id < 0) return `${token}: no prediction`;
-    const [logprob, entropy] = [found.logprobs, found.entropy].map((values) => short(values[column]));
-    return `${token}: log-probability ${logprob}, entropy ${entropy}, likeliest ${inLine(best.text, best.id)}`;
+    if (found.best.id < 0) return `${token}: no prediction`;
+    const [logprob, entropy] = [found.logprobs, found.entropy].map(short);
+    return `${token}: log-probability ${logprob}, entropy ${entropy}, likeliest ${inLine(found.best.text, found.best.id)}`;
   }
 }

@@ -156,6 +156,7 @@ function newValues() {
 function showPanel() {
   if (!now.store || $("view").hidden) return null;
   const { store, token } = now;
+  for (const [name, part] of [["attention", attention.heads], ["lens", lensMap]]) if (tabs.name !== name) part.stop();
   if (tabs.name === "attribution") return showAttribution(page, () => now.store === store && now.token === token);
   return { attention: () => attention.showHeads(), lens: () => lensMap.show(), experts: () => experts.show(), latents: () => latents.show() }[tabs.name]();
 }

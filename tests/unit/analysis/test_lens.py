@@ -273,6 +273,31 @@ def test_a_logit_of_minus_infinity_adds_nothing_to_the_entropy() -> None:
     assert entropy_of(log_softmax(np.array([[-np.inf, 3.0]], "f4"))) == 0
 
 
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_outcomes_are_those_of_all_logits(soft_cap: float | None) -> None:
+    """Of bfloat16 weights in several blocks, one of which has no likely token, and of rows that are not finite."""
+    rng, width, block = np.random.default_rng(0), 16, unembedding._BLOCK
+    offset = rng.standard_normal(2 * block + 452).astype("f4")
+    if soft_cap is None:
+        offset[:block] = -np.inf  # of the first block no token can come
+    weight = rng.standard_normal((len(offset), width)).astype(ml_dtypes.bfloat16)
+    end = Unembedding(weight, np.ones(width, "f4"), np.zeros(width, "f4"), 1e-6, offset=offset, soft_cap=soft_cap)
+    rows = rng.standard_normal((6, width)).astype("f4")
+    rows[2, 3], rows[4, 1] = np.nan, np.inf
+    came = np.array([block + 5, 2 * block + 9, 3, -1, 7, len(offset)])
+    with np.errstate(invalid="ignore"):
+        found, own = end.outcomes(rows, came), log_softmax(end.logits(rows))
+    finite = np.array([0, 1, 3, 5])
+    assert np.isnan([found.logprobs[[2, 4]], found.entropy[[2, 4]]]).all() and np.isnan(found.logprobs[[3, 5]]).all()
+    assert found.best[[2, 4]].tolist() == [-1, -1]
+    np.testing.assert_allclose(found.logprobs[:2], own[[0, 1], came[:2]], rtol=1e-5)
+    np.testing.assert_allclose(found.entropy[finite], entropy_of(own[finite]), rtol=1e-5)
+    assert found.best[finite].tolist() == own[finite].argmax(-1).tolist()
+    plain = unembedding.outcomes_of(own, came)
+    for one, other in zip(vars(found).values(), vars(plain).values(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
 def test_bfloat16_weights_and_sharded_files_are_read(tmp_path: Path) -> None:
     whole = Unembedding.load(make_model("llama", tmp_path / "whole", "bfloat16"))
     assert whole.weight.dtype == ml_dtypes.bfloat16, "memory holds no float32 copy"

@@ -163,6 +163,9 @@ def test_a_name_may_have_its_layer(written: tuple[Capture, kit.Values]) -> None:
     cap, v = written
     np.testing.assert_array_equal(cap["z@2"], v["z"][1])
     np.testing.assert_array_equal(cap["resid_post@-1"], v["resid_final"][0])
+    np.testing.assert_array_equal(cap.numpy("z@2", tokens=slice(3, 5)), v["z"][1, 3:5])
+    with pytest.raises(ValueError, match="'z@2' names its layer; leave layer=2 out"):
+        cap.numpy("z@2", layer=2)  # the layer is named twice
     assert "z@2" in cap and "z@-2" in cap and "z@1" not in cap and "z@x" not in cap and "zz@1" not in cap
     with pytest.raises(KeyError, match="no layer 1"):
         cap["z@1"]

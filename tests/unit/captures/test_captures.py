@@ -498,6 +498,9 @@ def test_a_view_reads_other_hooks_and_all_layers(directory: Path) -> None:
     np.testing.assert_array_equal(captures.rows("resid_final")[5:9], joined("resid_final")[0, 5:9])
     np.testing.assert_array_equal(captures.rows("resid_post", 0)[5:9], joined("resid_pre")[1, 5:9])
     np.testing.assert_array_equal(captures.rows("resid_post", -1)[5:9], joined("resid_final")[0, 5:9])
+    np.testing.assert_array_equal(captures.rows("resid_pre@1", skip=1)[5:9], joined("resid_pre")[1, 6:10])
+    with pytest.raises(ValueError, match="'q@1' names its layer; leave layer=0 out"):
+        captures.rows("q@1", 0)
     ids = captures.rows("topk_ids", -1)[:]
     assert ids.dtype == np.int32
     np.testing.assert_array_equal(ids, joined("topk_ids")[1])

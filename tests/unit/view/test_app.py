@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -215,9 +216,14 @@ def test_thumbnails_have_the_largest_weights(real: Path) -> None:
     small = attention.pooled(weights, 128)
     assert small.shape == (100, 100) and small[2, 5] == weights[6:9, 15:18].max()
     assert np.array_equal(attention.pooled(weights[:100, :100], 128), weights[:100, :100])
-    found = floats(client(real).get("api/thumbnail/full.zarr", params={"layer": 1, "head": 2, "first": 8, "count": 12}))
+    answer = client(real).get("api/heads/full.zarr", params={"layer": 1, "first": 8, "count": 12})
+    found = [json.loads(line) for line in answer.text.splitlines()]
     with open_capture(real / "full.zarr") as cap:
-        np.testing.assert_allclose(found, cap.attention(1, 2)[8:20, 8:20], rtol=1e-5)
+        whole = cap.attention(1)[:, 8:20, 8:20]
+    assert [(one["head"], one["shape"]) for one in found] == [(head, [12, 12]) for head in range(4)]
+    for one, wanted in zip(found, whole, strict=True):
+        values = np.frombuffer(base64.b64decode(one["values"]), "<f4").reshape(12, 12)
+        np.testing.assert_allclose(values, wanted, rtol=1e-5)
 
 
 def test_ten_thousand_captures_are_listed_in_pieces(tmp_path: Path) -> None:
@@ -490,7 +496,8 @@ def test_a_word_keeps_its_space_where_decoders_drop_the_first_one(tmp_path: Path
         ("attended/full.zarr?layer=0&head=0&token=26", "token 26 does not exist: the store has 26"),
         ("lens/full.zarr?token=0", "--model DIR"),
         ("heat/full.zarr?hook=prediction&statistic=norm", "'norm' does not exist for 'prediction'"),
-        ("predicted/full.zarr?place=0", "place '0' does not exist"),
+        ("predicted/full.zarr", "--model DIR"),
+        ("heads/full.zarr?layer=9", "no layer 9"),
         ("attribution/full.zarr?token=1", "--model DIR"),
         ("load/full.zarr?layer=0", "no topk_ids"),
         ("experts/full.zarr", "hook 'topk_ids' is not in this store"),

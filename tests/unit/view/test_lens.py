@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logit lens of one token."""
+"""The logit lens of one token, and that of all tokens where the page asks for something else meanwhile."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,9 @@ from dmi_connector.captures.capture import open_capture
 from dmi_connector.cli.tiny_models import make_model
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
+from dmi_connector.view import predictions as all_tokens
+from dmi_connector.view.app import make_app
+from dmi_connector.view.data import Library
 from dmi_connector.view.lens import end_of, lacking, predictions
 from tests import storekit as kit
 from tests import viewkit
@@ -57,3 +62,26 @@ def test_projections_of_the_stream_are_named_in_place_of_a_lens(tmp_path: Path, 
     with open_capture(tmp_path / "a.zarr", 0) as capture:
         for model in (None, tmp_path):
             assert (lacking(capture, model) or "").startswith("'resid_pre' was stored as rp, from which this cannot be")
+
+
+def test_what_is_awaited_is_not_computed_once_the_client_has_gone(
+    stores: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[str] = []
+    gone = asyncio.Event()
+    real = all_tokens.predicted
+    monkeypatch.setattr(all_tokens, "predicted", lambda *given: computed.append(given[2]) or real(*given))
+
+    async def receive() -> dict[str, Any]:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message.get("body"):
+            gone.set()
+
+    scope = {"type": "http", "method": "GET", "headers": [], "query_string": b"", "http_version": "1.1", "asgi": {}}
+    path = "/secret/api/predicted/story.zarr"
+    app = make_app(Library.at(stores), "secret", model)
+    asyncio.run(app({**scope, "path": path, "raw_path": path.encode()}, receive, send))  # type: ignore[arg-type]
+    assert computed[0] == "final" and len(computed) < 5, "of 13 places"

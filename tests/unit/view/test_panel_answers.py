@@ -16,12 +16,13 @@ from starlette.testclient import TestClient
 
 from dmi_connector.analysis.attribution import logit_attribution
 from dmi_connector.analysis.texts import Texts
-from dmi_connector.analysis.unembedding import Unembedding, log_softmax
+from dmi_connector.analysis.unembedding import Outcomes, Unembedding, log_softmax
 from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.view import latents as view_latents
+from dmi_connector.view import predictions
 from dmi_connector.view.app import make_app
 from dmi_connector.view.data import Library
 from dmi_connector.view.latents import Latents
@@ -175,19 +176,41 @@ def test_a_store_is_told_from_a_directory_of_stores(name: str, root: Path, tmp_p
 # ---- predictions ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["6", "final"])
-def test_the_lens_of_all_tokens_reads_the_layer_that_is_named(
-    place: str, page: TestClient, parts: Capture, model: Path
-) -> None:
-    rows = parts.numpy("resid_final") if place == "final" else parts.numpy("resid_pre", 6)
-    own = log_softmax(Unembedding.load(model).logits(rows))[9:19]  # those before the window
-    found, ids = told(page, "predicted", place=place, first=10, count=10), parts.token_ids[10:20]
-    assert found["place"] == place
-    np.testing.assert_allclose(found["logprobs"], own[np.arange(10), ids], rtol=1e-4)
-    np.testing.assert_allclose(found["entropy"], -(np.exp(own) * own).sum(-1), rtol=1e-4)
-    best = own.argmax(-1).tolist()
-    assert [one["id"] for one in found["best"]] == best
-    assert [one["text"] for one in found["best"]] == list(Texts(model).of(best) or [])
+def test_the_lens_of_all_tokens_comes_in_pieces(page: TestClient, parts: Capture, model: Path) -> None:
+    """First the chosen token at all places, then each place with all tokens."""
+    end, places = Unembedding.load(model), [*map(str, range(12)), "final"]
+    rows = [*parts.numpy("resid_pre"), parts.numpy("resid_final")]
+    answer = page.get("api/predicted/parts.zarr", params={"first": 10, "count": 10, "token": 13})
+    pieces = [json.loads(line) for line in answer.text.splitlines()]
+    assert [piece["place"] for piece in pieces[:4]] == [None, "final", "0", "6"] and pieces[0]["token"] == 13
+    assert sorted(piece["place"] for piece in pieces[1:]) == sorted(places)
+    for piece in pieces[1:]:
+        own = log_softmax(end.logits(rows[places.index(piece["place"])]))[9:19]  # those before the window
+        assert piece["token"] == 10
+        np.testing.assert_allclose(piece["logprobs"], own[np.arange(10), parts.token_ids[10:20]], rtol=1e-4)
+        np.testing.assert_allclose(piece["entropy"], -(np.exp(own) * own).sum(-1), rtol=1e-4, atol=1e-6)
+        best = own.argmax(-1).tolist()
+        assert [one["id"] for one in piece["best"]] == best
+        assert [one["text"] for one in piece["best"]] == list(Texts(model).of(best) or [])
+        at = places.index(piece["place"])
+        assert pieces[0]["best"][at] == piece["best"][3]
+        assert [pieces[0][of][at] for of in ("logprobs", "entropy")] == pytest.approx(
+            [piece["logprobs"][3], piece["entropy"][3]]
+        )
+
+
+def test_the_error_of_a_later_piece_is_a_line(page: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = predictions.predicted
+
+    def predicted(*given: Any) -> Outcomes:
+        if given[2] == "0":
+            raise ValueError("layer 0 is damaged")
+        return real(*given)
+
+    monkeypatch.setattr(predictions, "predicted", predicted)
+    first, *others = map(json.loads, page.get("api/predicted/parts.zarr", params={"count": 4}).text.splitlines())
+    assert first["place"] == "final" and others == [{"error": "layer 0 is damaged"}]
+    assert [predictions.halving(n) for n in range(4)] == [[], [0], [1, 0], [2, 0, 1]]
 
 
 def test_a_token_outside_the_vocabulary_has_no_log_probability(root: Path) -> None:

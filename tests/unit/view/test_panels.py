@@ -170,6 +170,36 @@ def test_the_lens_of_all_tokens(parts: Callable[[str], Page], panels: tuple[Path
     page.until(lambda: page.pixels("#lens-map") != before, "entropy")
 
 
+FIRST_PIECE = """
+const real = window.fetch;
+window.signals = [];
+window.fetch = async (url, options) => {
+  if (!url.startsWith("api/predicted/")) return real(url, options);
+  window.signals.push(options.signal);
+  const [first] = (await (await real(url)).text()).split("\\n");
+  return new Response(new ReadableStream({ start: (out) => out.enqueue(new TextEncoder().encode(`${first}\\n`)) }));
+};
+"""
+"""Of the lens only the first piece comes. signals: of the questions, whether the page has given them up."""
+
+
+def test_the_lens_of_the_chosen_token_comes_first_and_another_panel_ends_the_rest(parts: Callable[[str], Page]) -> None:
+    page = parts("token=20")
+    page.run(FIRST_PIECE)
+
+    def tip(column: int) -> str:
+        hover(page, "#lens-map", column, 60, viewkit.LAYERS, viewkit.LAYERS + 1)
+        return page.text("#lens-tip")
+
+    page.press("2")
+    page.until(lambda: "log-probability" in tip(20), "the chosen token")
+    assert tip(30) == "place 0: awaited"
+    page.press("1")
+    page.until(lambda: page.run("return window.signals[0].aborted"), "nobody waits for the rest")
+    page.press("2")
+    page.until(lambda: page.run("return window.signals.length") == 2, "it is asked for again")
+
+
 def test_the_parts_of_a_logit(parts: Callable[[str], Page], panels: tuple[Path, str, Path], model: Path) -> None:
     page = parts("panel=attribution&token=30")
     with open_capture(panels[0]) as cap:
