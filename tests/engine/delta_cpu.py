@@ -51,12 +51,13 @@ def core(qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Tensor,
         given = torch.cat([conv[slots[i]], qkv[first:last].T], -1)
         conv[slots[i]] = given[:, -conv.shape[-1] :]
         mixed = F.silu(F.conv1d(given[None], layer.conv1d.weight, groups=len(given))[0].T)
-        q, k, v = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
-        q, k = (x.unflatten(-1, (layer.num_k_heads, -1)) for x in (q, k))
-        q, k = (x.repeat_interleave(layer.num_v_heads // layer.num_k_heads, 1) for x in (q, k))
+        keys, heads = (n // layer.tp_size for n in (layer.num_k_heads, layer.num_v_heads))  # of this rank
+        widths = (layer.head_k_dim * keys, layer.head_k_dim * keys, layer.head_v_dim * heads)
+        q, k, v = mixed.split(widths, -1)
+        q, k = (x.unflatten(-1, (keys, -1)).repeat_interleave(heads // keys, 1) for x in (q, k))
         decay = torch.exp(-layer.A_log.exp() * F.softplus(a[first:last] + layer.dt_bias))
-        inputs = (q, k, v.unflatten(-1, (layer.num_v_heads, -1)), decay, b[first:last].sigmoid())
-        state = states[slots[i]].view(layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
+        inputs = (q, k, v.unflatten(-1, (heads, -1)), decay, b[first:last].sigmoid())
+        state = states[slots[i]].view(heads, layer.head_k_dim, layer.head_v_dim)
         out[first:last] = delta_rule(state, *inputs)
 
 

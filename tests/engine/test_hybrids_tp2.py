@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hybrid models on two tensor-parallel ranks, with rows in a pool: every hook against transformers.
+
+`mix_proj` is refused there: a rank has a slice of each of its parts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dmi_connector import capture_args, open_capture
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle, largest
+from dmi_connector.cli.tiny_models import make_model
+from tests.engine import delta_cpu, latent_cpu
+from tests.engine.check import relative_errors
+from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
+from tests.engine.test_hybrids import DELTA, MODELS
+from tests.engine.test_models import MOST
+
+pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
+
+_EVEN: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+FIELDS: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {**_EVEN, "mamba_n_heads": 8},
+    "lfm2": {**_EVEN, "conv_dim": 128, "block_dim": 128},
+    "lfm2_moe": _EVEN,
+}
+"""Numbers of heads that two ranks can share, of models with other ones."""
+SHORT = "qwen3_5-text"
+NAMES = ("qwen3_next", "qwen3_5_moe-text", "nemotron_h", *FIELDS)
+
+
+class _Oracle(Oracle):
+    """Without the hook that is refused."""
+
+    def run(self, token_ids: Sequence[int], images: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
+        return {hook: rows for hook, rows in super().run(token_ids, images).items() if hook != "mix_proj"}
+
+
+@pytest.fixture(scope="module", params=[SHORT, *(pytest.param(name, marks=pytest.mark.soak) for name in NAMES)])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(name: str, known_models: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    arch, fields = MODELS[name]
+    return make_model(arch, tmp_path_factory.mktemp(name), **{**fields, **FIELDS.get(name, {})})
+
+
+@pytest.fixture(scope="module")
+def run(name: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tmp_path_factory.mktemp("hybrids_tp2"))
+    hooks = ALL_HOOKS if name.startswith("lfm2") else f"{ALL_HOOKS},-mix_proj"
+    args: dict[str, Any] = capture_args(hooks, run.store_dir, "pool", pool_bytes=48 << 20, **SMALL)
+    args |= latent_cpu.ROTARY if name.startswith("lfm2") else {}
+    args |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        if name in DELTA:
+            delta_cpu.stand_in(patch)
+        with engine(model, in_process=False, fork=True, enforce_eager=True, **args) as llm:
+            run.block_size = llm.llm_engine.vllm_config.cache_config.block_size
+            generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in (5, 33, 300)})
+            generate(llm, run, {"hit": Ask(prompt(300)[:280] + prompt(9, 4))})
+    return run
+
+
+def test_every_hook_is_that_of_transformers(model: Path, run: Run) -> None:
+    twin = _Oracle(model, torch.float32)
+    lengths = {name: len(reply.prompt_token_ids or ()) for name, reply in run.replies.items()}
+    worst = largest(relative_errors(run.store(name), twin, run.tokens(name), n) for name, n in lengths.items())
+    assert {hook: error for hook, error in worst.items() if not error <= MOST} == {}
+
+
+def test_both_ranks_wrote(run: Run) -> None:
+    """Slices of `z` and of the mixers' outputs."""
+    capture = open_capture(run.store("len33"))
+    assert capture.attrs["tp"] == 2
+    for hook in (hook for hook in ("z", "mix_core", "mix_z") if hook in capture):
+        assert len(list((run.store("len33") / hook / "c").glob("*/0/*"))) == 2, hook
