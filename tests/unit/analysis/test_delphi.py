@@ -225,6 +225,29 @@ main({argv!r})
     assert main(argv) == 0 and len(first) == len(set(first)), "a third run has nothing to do"
 
 
+@pytest.mark.parametrize(
+    ("latents", "edges"),
+    [
+        (7, [0, 7]),
+        (5, [0, 1, 2, 3, 4, 5]),
+        (24576, [0, 4915, 9830, 14745, 19660, 24576]),
+        (16, [0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14, 16]),
+        (131072, [0, 9362, 18724, 28086, 37449, 46811, 56173, 65535, 74898, 84260, 93622, 102985, 112347, 121709, 131072]),
+        ((1 << 24) + 1, [0, 4194304, 8388608, 12582912, 16777216]),
+    ],
+)
+def test_files_begin_and_end_where_delphis_do(latents: int, edges: list[int]) -> None:
+    """edges: torch.linspace(0, latents, splits + 1).long(), which Delphi cuts at (torch 2.13, AVX2 and AVX-512)."""
+    bounds = delphi._bounds(latents, len(edges) - 1)
+    assert [first for first, _ in bounds] == edges[:-1] and [last + 1 for _, last in bounds] == edges[1:]
+
+
+def test_of_many_files_the_middle_ones_begin_where_delphis_do() -> None:
+    """torch.linspace(0, 24576, 124).long()[[40, 41, 42]] and torch.linspace(0, 100, 91).long()[[44, 45, 46]]."""
+    assert [delphi._bounds(24576, 123)[i][0] for i in (40, 41, 42)] == [7992, 8191, 8391]
+    assert [delphi._bounds(100, 90)[i][0] for i in (44, 45, 46)] == [48, 49, 51]
+
+
 def test_splits_that_do_not_fit_are_named(
     stores: Path, tmp_path: Path, save: Save, capsys: pytest.CaptureFixture[str]
 ) -> None:
