@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -350,3 +351,15 @@ def test_nan_is_the_largest_difference(oracles: dict[str, Oracle], tmp_path: Pat
     model = Path(oracle.config.name_or_path)
     for captures in ([good, bad], [bad, good]):
         assert demo.judge([], demo.compare_all(captures, model)) == 1
+
+
+def test_images_go_into_the_model_in_its_dtype_with_the_places_of_their_tokens() -> None:
+    """Models of Qwen's kind, which have a grid, are told which tokens are images."""
+    model = SimpleNamespace(dtype=torch.bfloat16, config=SimpleNamespace(image_token_id=9))
+    ids, pixels, grid = torch.tensor([[1, 9, 9, 2]]), torch.ones(2, 3), torch.tensor([[1, 2, 3]])
+    oracle: Any = SimpleNamespace(model=model)
+    assert Oracle._with_images(oracle, ids, None) == {} == Oracle._with_images(oracle, ids, {})
+    found = Oracle._with_images(oracle, ids, {"pixel_values": pixels, "image_grid_thw": grid})
+    assert found["pixel_values"].dtype == torch.bfloat16 and found["image_grid_thw"] is grid
+    assert found["mm_token_type_ids"].tolist() == [[0, 1, 1, 0]] and found["mm_token_type_ids"].dtype == torch.int32
+    assert Oracle._with_images(oracle, ids, {"pixel_values": pixels}).keys() == {"pixel_values"}

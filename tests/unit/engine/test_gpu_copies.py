@@ -134,6 +134,7 @@ def function(name, kinds):
 
 names = {"cuMemcpyDtoHAsync_v2": "read", "cuStreamWaitEvent": "usleep", "cuEventRecord": "usleep"}
 loop = copies.compiled(copies.make_loop(*(function(names[name], kinds) for name, kinds in copies._DRIVER.items())))
+assert loop.signatures, "numba compiled it before it was needed"
 end, other = os.pipe()
 buffer = ctypes.create_string_buffer(1)
 copy = threading.Thread(target=loop, args=(0, 0, 0, 0, 0, end, ctypes.addressof(buffer), 1, 1, 1))

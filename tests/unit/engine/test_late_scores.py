@@ -81,5 +81,6 @@ def test_scores_are_read_where_they_lie_in_a_row(offsets: tuple[int, ...]) -> No
     rows = torch.arange(5 * 12, dtype=torch.float32).reshape(5, 12)
     reader = ScoreReader(layout, 3, torch.device("cpu"))
     found = reader.read(rows.view(torch.uint8), ScoreRows([7, 8], [0, 4], [4, 1]))
+    assert reader.read(rows.view(torch.uint8), ScoreRows([], [], [])).values.shape == (0, 2 * len(offsets))
     columns = [at // 4 + i for at in offsets for i in range(2)]
     assert found.rank == 3 and found.values.tolist() == [[float(12 * slot + c) for c in columns] for slot in (4, 1)]
