@@ -25,7 +25,7 @@ from dmi_connector.analysis.lens import Uncertainty, uncertainty
 from dmi_connector.analysis.neurons import top_tokens
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.analysis.patterns import attention_pattern
-from dmi_connector.analysis.pictures import canvas
+from dmi_connector.analysis.pictures import canvas, plot_sets
 from dmi_connector.analysis.pictures import plot as plot_module
 from dmi_connector.analysis.pictures.plot_sets import draw_top_tokens
 from dmi_connector.analysis.pictures.plot_text import colour_map
@@ -219,6 +219,19 @@ def test_a_neuron_is_drawn_over_whole_words_each_with_its_value(
     )
     frames = [patch for patch in patches if not patch.get_fill() and patch.get_height() == pytest.approx(0.92)]
     assert [frame.get_x() for frame in frames] == [0.0, 0.0], "the tokens themselves stand below each other"
+
+
+def test_a_token_without_letters_is_drawn_by_its_id_around_a_neuron() -> None:
+    """Here one that no font has. Line feeds and tabs are drawn as arrows."""
+    texts: Any = SimpleNamespace(of=lambda _ids: ["ab", "\u2603", "c\n", "\td"])
+    one: Any = SimpleNamespace(context=[5, 70, 8, 9], before=2)
+    pieces = plot_sets._pieces(one, texts, frozenset(map(ord, "abcd\n\t")))
+    assert ["".join(word for _, word in piece.words) for piece in pieces] == ["ab", "⟨70⟩", "c↵", "→d"]
+    assert [piece.start for piece in pieces] == [-6, -4, 0, 2] and pieces[-1].stop == 4
+    known = plot_sets._pieces(one, texts, None)
+    assert ["".join(word for _, word in piece.words) for piece in known][1] == "\u2603"
+    texts.of = lambda _ids: None
+    assert [piece.words[0][1] for piece in plot_sets._pieces(one, texts, None)] == ["5", "70", "8", "9"]
 
 
 def test_a_value_has_the_name_of_what_computes_it() -> None:
