@@ -31,7 +31,7 @@ DIRTY = "-dirty"
 """Suffix of a commit whose tree has uncommitted changes."""
 CLOSE_S = 60
 """Seconds that a child has to end by itself."""
-_PACKAGES = ("vllm", "torch", "triton", "numpy", "zarr", "numcodecs", "numba")
+_PACKAGES = ("vllm", "torch", "triton", "numpy", "zarr", "numcodecs")
 """Packages whose versions a result names."""
 WIDTHS = {
     **{"resid_pre": 2560, "ln1": 2560, "q": 4096, "k": 1024, "v": 1024, "z": 4096, "attn_out": 2560},

@@ -185,7 +185,7 @@ for phase in "$@"; do
         'stock,hidden-states null,hidden-states zstd,hidden-states lz4,hidden-states none' short64 ;;
     sustained-without)
       busy sustained-without '{"stock": 4, "*": 9}' \
-        'stock,hidden-states zstd,hidden-states zstd without pace,hidden-states zstd without idle,hidden-states zstd without copies,hidden-states zstd without branch' \
+        'stock,hidden-states zstd,hidden-states zstd without pace,hidden-states zstd without idle,hidden-states zstd without branch' \
         short64 --repeat 3 ;;
     sustained-reports)
       busy sustained-reports '{"stock": 4, "*": 9}' \

@@ -28,13 +28,6 @@ def _joins() -> None:
     vars(install)["joined_before_attention"] = lambda _fields: set()
 
 
-def _copies() -> None:
-    """The loop over slices of a copy is interpreted."""
-    from dmi_connector.engine.transfer import gpu_copies
-
-    vars(gpu_copies)["compiled"] = lambda loop: loop
-
-
 def _idle() -> None:
     """Writers run at nice level 19, not in the scheduling class for idle time."""
     from dmi_connector.engine import sizing
@@ -89,7 +82,6 @@ IN_ENGINE = ("answers", "held")
 MECHANISMS: dict[str, Callable[[], None]] = {
     "branch": _branch,
     "joins": _joins,
-    "copies": _copies,
     "idle": _idle,
     "pace": _pace,
     "plain": _plain,

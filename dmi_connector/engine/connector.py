@@ -193,7 +193,7 @@ class DMIConnector(KVConnectorBase_V1):
         try:
             yield
         except Exception as error:
-            if rank == 0 or metadata.report:
+            if rank == 0 or metadata.answered:
                 raise
             logger.exception("dmi_connector: rank %d failed", rank)
             raise SystemExit(1) from error
@@ -228,10 +228,13 @@ class DMIConnector(KVConnectorBase_V1):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Called after the forward. Beside a draft, `wait_for_save` may come later: here rows of the step are there."""
-        exporter, metadata = self._reporting(), self._connector_metadata
-        if exporter is None:
+        metadata = self._connector_metadata
+        scores = metadata.scores if isinstance(metadata, StepMetadata) else None
+        if exporter := self._reporting():
+            return exporter.take_report(scores)
+        if scores is None or self.exporter is None:
             return None
-        return exporter.take_report(metadata.scores if isinstance(metadata, StepMetadata) else None)
+        return self.exporter.score_report(scores)
 
     def shutdown(self) -> None:
         exporter = getattr(self, "exporter", None)

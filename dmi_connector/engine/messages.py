@@ -37,26 +37,31 @@ class Rows:
 class ScoreRows:
     """Rows of a step whose scores the workers report after it.
 
-    captures, positions, slots: of each row its capture, its position, and where it lies.
+    captures, positions, slots: of each row its capture, its position, and where it lies, int64 [rows]. Not changed once
+    they are sent.
     """
 
-    captures: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
+    captures: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+
+    def joined(self, other: ScoreRows) -> ScoreRows:
+        """These rows, then others."""
+        mine, more = ((rows.captures, rows.positions, rows.slots) for rows in (self, other))
+        return ScoreRows(*map(np.concatenate, zip(mine, more, strict=True)))
 
 
 @dataclass
 class StepScores:
     """Scores of the rows of one step, as one rank has them. Pickles once they are there.
 
-    rank: the worker's rank. asked: the rows. late: float32 [rows, values], the
-    values of `RowLayout.scored` side by side: in the worker's process a torch tensor in host memory. ready: the CUDA
-    event after which they are there; None if they already are.
+    rank: the worker's rank. asked: the rows. late: float32 [rows, values], the values of `RowLayout.scored` side by
+    side. ready: the CUDA event after which they are there; None if they already are.
     """
 
     rank: int
     asked: ScoreRows
-    late: Any
+    late: np.ndarray
     ready: Any = None
 
     @property
@@ -64,7 +69,7 @@ class StepScores:
         """`late` as an array. It waits for `ready`, which precedes the sampled tokens of the step on its stream."""
         if self.ready is not None:
             self.ready.synchronize()
-        return np.asarray(self.late)
+        return self.late
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StepScores, (self.rank, self.asked, self.values)
@@ -197,6 +202,11 @@ class StepMetadata(KVConnectorMetadata):
     table: np.ndarray | None = None
     need: int = 0
 
+    @property
+    def answered(self) -> bool:
+        """Whether each rank answers: with a report, or with scores alone."""
+        return self.report or self.scores is not None
+
 
 @dataclass
 class RowPages(KVConnectorHandshakeMetadata):
@@ -207,7 +217,8 @@ class RowPages(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
-    """A worker's message to the scheduler, in a step that asks for it.
+    """A worker's message to the scheduler, in a step that asks for it. Where only scores are asked for, it has nothing
+    else but `gathered`.
 
     gathered: rows gathered since the start. lost: row ranges given up since its last report, by capture. staged:
     whether some of what is gathered lies in staging memory. Only said in an engine that may sleep. stored: paths of

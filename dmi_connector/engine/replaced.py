@@ -84,8 +84,8 @@ def ask_one_rank() -> None:
     """Executor of several ranks: wait for one rank's answer in steps in which ranks do not report.
 
     vLLM takes the answers of all ranks in each step as soon as there is a connector, and of one rank without. A rank's
-    answer takes its own thread and the engine's time. Our ranks report in one step of STEPS_TOGETHER, and answer the
-    others with nothing of ours. The scheduler half calls this.
+    answer takes its own thread and the engine's time. Our ranks report in one step of STEPS_TOGETHER, and in those that
+    ask for scores. They answer the others with nothing of ours. The scheduler half calls this.
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -93,7 +93,7 @@ def ask_one_rank() -> None:
         """The answer of one rank, or of all, as vLLM's own method gives it."""
         if method == "execute_model":
             metadata = kwargs["args"][0].kv_connector_metadata
-            self.dmi_one_rank = isinstance(metadata, StepMetadata) and not metadata.report
+            self.dmi_one_rank = isinstance(metadata, StepMetadata) and not metadata.answered
         if method in ("execute_model", "sample_tokens") and self.dmi_one_rank:
             kwargs["kv_output_aggregator"] = None
         return calls(self, method, *args, **kwargs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,18 @@ class Keeps(enum.Flag):
     NORMS = enum.auto()
     DIRECTIONS = enum.auto()
     ALL = VALUES | EVERY_VALUE | NORMS | DIRECTIONS
+
+
+class LinearHead(NamedTuple):
+    """A linear head on a device.
+
+    weight: float32 [outputs, width], contiguous. bias: float32 [outputs]. output: what is done to the sums: "none",
+    "sigmoid" or "softmax".
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    output: str
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,7 @@ class Reduction:
     """Whether reading rows needs the file of `fitted`, by `read`."""
     at_end: ClassVar[bool] = False
     """Whether small steps reduce all layers together at the end of the step. For kernels that wait more than compute.
+    Those with `one_kernel` do not.
     """
 
     # ---- settings ---------------------------------------------------------------------------------------------------
@@ -164,6 +177,15 @@ class Reduction:
         None: there is no such kernel, and a GPU runs `encode`.
         """
         return None
+
+    @property
+    def one_kernel(self) -> bool:
+        """Whether a GPU computes stored rows from the values in one kernel (engine/kernels/linear.py), from `head`."""
+        return False
+
+    def head(self, layer: int, device: torch.device) -> LinearHead:
+        """The head of a layer that `prepare` put on the device, where `one_kernel`."""
+        raise NotImplementedError
 
     def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
         """The part that library operations compute before our kernel: a projection. values: [tokens, width]."""

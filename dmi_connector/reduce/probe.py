@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from dmi_connector.reduce import largest
-from dmi_connector.reduce.base import Keeps, Reduction
+from dmi_connector.reduce.base import Keeps, LinearHead, Reduction
 from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.probe_file import NORM_EPS, load
 from dmi_connector.reduce.statistic import Statistic
@@ -30,8 +30,10 @@ NORM = "norm"
 """The `form` of a probe whose score is the L2 norm of the row."""
 TOP = "top"
 """The `form` of a probe that has the largest values of the row and their indexes (largest.py)."""
+MOST_OUTPUTS = 64
+"""Outputs of a linear probe that a kernel of ours computes. With more a library's product is faster."""
 _DEVICE: dict[tuple[str, int, Any], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-"""(weight [in, out], bias [out]) of each matrix by file, layer and device. `prepare` fills it."""
+"""(weight [out, in], bias [out]) of each matrix by file, layer and device. `prepare` fills it."""
 _FIRST: dict[tuple[str, int, Any], int] = {}
 """Index of the first value of this rank's slice, by hook, layer and device, of TOP. `prepare` fills it."""
 
@@ -146,9 +148,7 @@ class Probe(Reduction):
             if place == 0 and self.shards > 1:
                 weight = weight[:, shard * width : (shard + 1) * width]
                 bias = bias if shard == 0 else np.zeros_like(bias)
-            found.append(
-                (torch.from_numpy(np.ascontiguousarray(weight.T)).to(device), torch.from_numpy(bias).to(device))
-            )
+            found.append((torch.from_numpy(np.ascontiguousarray(weight)).to(device), torch.from_numpy(bias).to(device)))
         _DEVICE[self.sha256, layer, device] = found
 
     def stored_dtype(self, dtype: str) -> str:
@@ -176,10 +176,23 @@ class Probe(Reduction):
         for number, (weight, bias) in enumerate(_DEVICE[self.sha256, layer, values.device]):
             if number:
                 found = torch.tanh(found) if self.activation == "tanh" else getattr(functional, self.activation)(found)
-            found = torch.addmm(bias, found, weight)
-        if self.shards > 1 or self.output == "none":
+            found = functional.linear(found, weight, bias)
+        if self._finish == "none":
             return found
-        return found.sigmoid() if self.output == "sigmoid" else found.softmax(1)
+        return found.sigmoid() if self._finish == "sigmoid" else found.softmax(1)
+
+    @property
+    def _finish(self) -> str:
+        """The output function that a rank applies: none to the parts of a sum."""
+        return "none" if self.shards > 1 else self.output
+
+    @property
+    def one_kernel(self) -> bool:
+        return self.linear and len(self.outputs) <= MOST_OUTPUTS
+
+    def head(self, layer: int, device: torch.device) -> LinearHead:
+        ((weight, bias),) = _DEVICE[self.sha256, layer, device]
+        return LinearHead(weight, bias, self._finish)
 
     def before_layers(self, values: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
         import torch
@@ -189,6 +202,8 @@ class Probe(Reduction):
     def scratch(self, width: int, dtype: str) -> int:
         if self.form == TOP:
             return (8 if self.k == 1 else 32) * width  # two copies in float32, three in int64
+        if self.one_kernel:
+            return 0
         copies = 2 if self.norm != "none" else 1
         return 4 * (copies * width + 2 * self.hidden + 2 * len(self.outputs))
 

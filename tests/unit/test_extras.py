@@ -37,7 +37,6 @@ OPTIONAL = [
     "xarray",
     "dask",
     "triton",
-    "numba",
     "transformer_lens",
     "ray",
     "tokenizers",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from dmi_connector.engine.kernels.copy import CopyRows, copy_rows_torch
+from dmi_connector.engine.kernels.linear import linear_rows
 from dmi_connector.engine.kernels.reduce import ReduceRows, Target, as_words, reduce_layers_triton, zero_offset
 from dmi_connector.reduce import Reduction
 
@@ -105,6 +106,9 @@ class RowWriter:
         for i in self._alone:
             reduction, none = self._reductions[i], zero_offset(rows.device)
             assert reduction is not None
+            if reduction.one_kernel:
+                linear_rows(rows, slots, values[i], reduction.head(self._layer, rows.device), self._offsets[i])
+                continue
             reduce_layers_triton(rows, slots, values[i][:, None], none, reduction, [self._layer], self._offsets[i])
         for sources, launch in self._launches:
             mine, steps = [values[i] for i in sources], [strides[i][0] for i in sources]

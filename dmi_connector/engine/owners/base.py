@@ -125,6 +125,11 @@ class RowSlots(ABC):
         """vLLM's slot of a token, by which the workers find its row of logits."""
         return tracked.blocks[position // self.block_size] * self.block_size + position % self.block_size
 
+    @property
+    def neighbours(self) -> int:
+        """Rows of positions between two multiples of this lie in slots one after the other."""
+        return self.block_size
+
     def row_slot(self, tracked: Captured, position: int) -> int:
         """Where the row of one position lies. Faster than `of`."""
         size = self.block_size

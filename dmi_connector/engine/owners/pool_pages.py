@@ -132,6 +132,10 @@ class PoolSlots(RowSlots):
 
     # ---- places -----------------------------------------------------------------------------------------------------
 
+    @property
+    def neighbours(self) -> int:
+        return self.size
+
     def row_slot(self, tracked: Captured, position: int) -> int:
         rows = self._rows[tracked.request.request_id]
         return rows.pages[position // self.size - rows.first] * self.size + position % self.size

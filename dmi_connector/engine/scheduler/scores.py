@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,17 +13,23 @@ import numpy as np
 from dmi_connector.conditions import AGGREGATES, Condition
 from dmi_connector.engine.messages import ScoreRows, StepScores
 from dmi_connector.engine.metrics import ALERTS, SCORE
-from dmi_connector.engine.scheduler.late_scores import LateScores, ScoredRows
+from dmi_connector.engine.scheduler.decode import Decode
+from dmi_connector.engine.scheduler.late_scores import LateScores
 from dmi_connector.engine.scheduler.request_scores import RequestScores
 from dmi_connector.hook_table import PROBE
 from dmi_connector.reduce import largest
 from dmi_connector.reduce.probe import NORM, TOP, Probe
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
     from dmi_connector.engine.context import CaptureContext
     from dmi_connector.engine.owners.base import RowSlots
     from dmi_connector.engine.scheduler.tracked_request import Tracked
     from dmi_connector.request_options import CaptureParams
+
+_Places = list[tuple[int, slice]]
+"""Of values that are merged: the ranks that have them, and where in their answer."""
 
 
 class ProbeScores:
@@ -33,17 +40,17 @@ class ProbeScores:
     def __init__(self, context: CaptureContext, slots: RowSlots, drafts: bool) -> None:
         self._slots, self._drafts = slots, drafts
         self._probes: dict[str, Probe] = {}
-        self._places: dict[str, dict[int, list[tuple[int, slice]]]] = {}  # probe, layer -> where ranks have its values
+        found: dict[str, dict[int, _Places]] = {}  # probe, layer -> where ranks have its values
         for rank, layout in enumerate(context.layouts):
             at = 0
             for one in layout.scored:
                 name, width = one.hook.removeprefix(PROBE), one.stored[1]
                 assert isinstance(one.reduction, Probe)
                 self._probes[name] = one.reduction
-                self._places.setdefault(name, {}).setdefault(one.layer, []).append((rank, slice(at, at + width)))
+                found.setdefault(name, {}).setdefault(one.layer, []).append((rank, slice(at, at + width)))
                 at += width
-        for name, layers in self._places.items():  # ranks may share out the layers of a hook that all have whole
-            self._places[name] = dict(sorted(layers.items()))
+        # Ranks may share out the layers of a hook that all have whole.
+        self._places = {name: _joined([layers[n] for n in sorted(layers)]) for name, layers in found.items()}
         self._others = [name for name, _ in context.options.probes if name not in self._probes]
         of_rows = [name for name, probe in self._probes.items() if probe.form in (NORM, TOP)]
         self._summarised = sorted(of_rows, key=lambda name: self._probes[name].k)  # of a hook, the larger k is said
@@ -52,6 +59,8 @@ class ProbeScores:
         self.running: dict[int, Tracked] = {}
         self._stopping: dict[int, Condition] = {}  # of running requests, as long as `stop_if` has not held
         self._late = LateScores()
+        self._decode = Decode(slots)
+        self._apart: dict[int, Tracked] = {}  # running requests that are not in `_decode`
 
     # ---- arrival and end --------------------------------------------------------------------------------------------
 
@@ -63,7 +72,7 @@ class ProbeScores:
         """A request is to be captured."""
         if wanted := self._named(tracked) | {*(self._summarised if tracked.params.summary else ())}:
             tracked.scores = RequestScores(tuple(wanted))
-            self.running[tracked.capture] = tracked
+            self.running[tracked.capture] = self._apart[tracked.capture] = tracked
             if tracked.params.stop_if is not None:
                 self._stopping[tracked.capture] = tracked.params.stop_if
 
@@ -78,6 +87,8 @@ class ProbeScores:
         self._stopping.pop(tracked.capture, None)
         if scores is None:
             return
+        if self._apart.pop(tracked.capture, None) is None:
+            self._decode.ended(tracked)
         for name in self._named(tracked):
             rows = scores.of(name, end)
             if self._probes[name].one_score and len(rows):
@@ -94,31 +105,36 @@ class ProbeScores:
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
-    def ask(self, scheduled: Mapping[str, int]) -> ScoreRows | None:
-        """The rows whose scores the workers report after this step. scheduled: its tokens by request.
+    def ask(self, output: SchedulerOutput) -> ScoreRows | None:
+        """The rows whose scores the workers report after this step.
 
         Rows of draft tokens count as those of any token: which are accepted is known later. With asynchronous
         scheduling it is not even known which of the step before were accepted. So all rows from the last known token
         on are asked for. `Tracked.blocks` must include the blocks of this step.
         """
-        found, row_slot = ScoreRows(), self._slots.row_slot
-        capture, position, slot = found.captures.append, found.positions.append, found.slots.append
-        for tracked in self.running.values():  # each step goes through all requests: keep this short
+        scheduled = output.num_scheduled_tokens
+        for tracked in self._decode.step(output):
+            self._apart[tracked.capture] = tracked
+        one, more, joining = _Parts(), _Parts(), []
+        for tracked in self._apart.values():
             request, scores = tracked.request, tracked.scores
             count = scheduled.get(request.request_id)
             if count is None or scores is None:
                 continue
             computed = request.num_computed_tokens
-            if count == 1 and computed == scores.asked and computed < scores.until:  # as most are, in decode
-                scores.asked = computed + 1
-                capture(tracked.capture)
-                position(computed)
-                slot(row_slot(tracked, computed))
+            if count == 1 and computed == scores.asked and computed < scores.until:
+                joining.append(tracked)
+                one.add(tracked.capture, [computed], [self._slots.row_slot(tracked, computed)])
             elif tracked.opened:
-                self._ask_rows(found, tracked, scores, count)
-        return found if found.slots else None
+                self._ask_rows(more, tracked, scores, count)
+        if joining:
+            self._decode.join(joining, one.rows)
+            for tracked in joining:
+                del self._apart[tracked.capture]
+        found = self._decode.rows.joined(more.rows) if more.slots else self._decode.rows
+        return found if len(found.slots) else None
 
-    def _ask_rows(self, found: ScoreRows, tracked: Tracked, scores: RequestScores, count: int) -> None:
+    def _ask_rows(self, parts: _Parts, tracked: Tracked, scores: RequestScores, count: int) -> None:
         """Ask for the rows of a request in a step of `count` tokens of it."""
         request = tracked.request
         computed = request.num_computed_tokens
@@ -130,9 +146,7 @@ class ProbeScores:
         first = max(min(first, scores.asked), least, self._slots.captured(tracked))
         stop = min(computed + count, tracked.limit)
         if first < stop:
-            found.captures += [tracked.capture] * (stop - first)
-            found.positions += range(first, stop)
-            found.slots += self._slots.of(tracked, first, stop).tolist()
+            parts.add(tracked.capture, range(first, stop), self._slots.of(tracked, first, stop).tolist())
             if scores.first < 0:
                 scores.first = first
             scores.asked = max(scores.asked, stop)
@@ -143,9 +157,16 @@ class ProbeScores:
         """Scores of a step have come, from one rank or from each. They are sorted by request when one needs them."""
         self._late.add(answers)
         if self._late.full or self._stopping:
-            for capture, rows in self._late.take().items():
+            rows = self._late.take()
+            wanted = {name for tracked in self.running.values() if tracked.scores for name in tracked.scores.wanted}
+            merged = {name: self._merge(name, rows.values) for name in wanted if len(rows.positions)}
+            for capture, part in rows.by_capture():
                 if (tracked := self.running.get(capture)) is not None and tracked.scores is not None:
-                    self._put(tracked.scores, rows)
+                    for name in tracked.scores.wanted:
+                        tracked.scores.put(name, rows.positions[part], merged[name][part])
+            for tracked in self.running.values():
+                if tracked.scores is not None:
+                    tracked.scores.sorted = self._late.added
         for capture in [*self._stopping]:
             tracked, condition = self.running[capture], self._stopping[capture]
             if (scores := tracked.scores) is not None and scores.sorted == self._late.added:
@@ -157,19 +178,17 @@ class ProbeScores:
         """The scores of a request, with those of the last step."""
         scores = tracked.scores
         if scores is not None and scores.sorted < self._late.added and tracked.capture in self.running:
-            self._put(scores, self._late.of(tracked.capture))
+            rows = self._late.of(tracked.capture)
+            scores.sorted = self._late.added
+            for name in scores.wanted if len(rows.positions) else ():
+                scores.put(name, rows.positions, self._merge(name, rows.values))
         return scores
-
-    def _put(self, scores: RequestScores, rows: ScoredRows) -> None:
-        """Rows of a request have come."""
-        scores.sorted = self._late.added
-        for name in scores.wanted if len(rows.positions) else ():
-            scores.put(name, rows.positions, self._merge(name, rows.values))
 
     def _merge(self, name: str, values: Mapping[int, np.ndarray]) -> np.ndarray:
         """The scores of one probe, layer after layer, [rows, values]. values: by rank."""
-        layers = [[values[rank][:, at] for rank, at in places] for places in self._places[name].values()]
-        return np.concatenate([self._probes[name].merge(parts) for parts in layers], 1)
+        layers = [[values[rank][:, at] for rank, at in places] for places in self._places[name]]
+        merged = [self._probes[name].merge(parts) for parts in layers]
+        return merged[0] if len(merged) == 1 else np.concatenate(merged, 1)
 
     # ---- conditions -------------------------------------------------------------------------------------------------
 
@@ -191,7 +210,10 @@ class ProbeScores:
     def _stop(tracked: Tracked, condition: Condition, scores: RequestScores) -> None:
         """End a request if `stop_if` holds for a row of a token that is known. vLLM then takes one more token."""
         request = tracked.request
-        rows = scores.of(condition.probe, min(request.num_tokens, tracked.limit))[:, 0]
+        rows = scores.of(condition.probe, min(request.num_tokens, tracked.limit))
+        if not len(rows):
+            return
+        rows = rows[:, 0]
         since = max(0, scores.checked - scores.first)
         found = np.flatnonzero(condition.of_rows(rows[since:]))
         scores.checked = scores.first + len(rows)
@@ -260,13 +282,45 @@ def _neurons(rows: np.ndarray, k: int, first: int, prompt: int) -> dict[str, Any
     return {what: _plain(of_layers.ravel(), k) for what, of_layers in found.items()}
 
 
+def _joined(layers: list[_Places]) -> list[_Places]:
+    """The same with neighbours of one rank as one, where nothing is merged."""
+    found: list[_Places] = []
+    for places in layers:
+        [(rank, at), *others], [(before, last), *more] = places, found[-1] if found else [(-1, slice(0))]
+        if rank == before and at.start == last.stop and not others and not more:
+            found[-1] = [(rank, slice(last.start, at.stop))]
+        else:
+            found.append(places)
+    return found
+
+
+@dataclass
+class _Parts:
+    """`ScoreRows` that grow."""
+
+    captures: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+
+    def add(self, capture: int, positions: Sequence[int], slots: Sequence[int]) -> None:
+        """Rows of a capture."""
+        self.captures += [capture] * len(slots)
+        self.positions += positions
+        self.slots += slots
+
+    @property
+    def rows(self) -> ScoreRows:
+        """What was added."""
+        return ScoreRows(*(np.array(values, np.int64) for values in (self.captures, self.positions, self.slots)))
+
+
 def _plain(values: np.ndarray, each: int) -> Any:
     """JSON: of each layer a number, or a list of `each`; with several layers a list of these. null if not finite."""
-    kept = values.astype(object)
-    kept[~np.isfinite(values.astype(float))] = None
-    layers = [kept[at : at + each].tolist() for at in range(0, len(kept), each)]
-    if each == 1:
-        layers = [only for (only,) in layers]
+    finite, kept = np.isfinite(values), values
+    if not finite.all():
+        kept = values.astype(object)
+        kept[~finite] = None
+    layers = kept.tolist() if each == 1 else kept.reshape(-1, each).tolist()
     return layers[0] if len(layers) == 1 else layers
 
 

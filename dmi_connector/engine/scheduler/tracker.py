@@ -201,7 +201,7 @@ class Tracker:
                             take(tracked, computed, metadata)
         if self.scores.running:
             self._take_blocks()
-            metadata.scores = self.scores.ask(scheduled)
+            metadata.scores = self.scores.ask(output)
         for prompt, computed in prompts:  # after that, as these rows leave their places
             self._export_chunks(self.tracked[prompt.request.request_id], computed, metadata.chunks)
         self._plan(metadata)
@@ -219,7 +219,7 @@ class Tracker:
             self._waited, self._left = 0, self.handed
         self._unreported += 1
         short = self.handed - self.gathered > self.keep_rows or self.context.options.policy == "drop"
-        now = metadata.gather or metadata.idle or metadata.release or short or metadata.scores is not None
+        now = metadata.gather or metadata.idle or metadata.release or short
         if now or self._unreported >= self._steps:
             metadata.report, self._unreported = True, 0
 
@@ -361,7 +361,8 @@ class Tracker:
     def take_counts(self) -> dict[str, Any]:
         """What changed since the last call, by key of `CaptureStats.data`."""
         counts, self._counts = self._counts, Counter()
-        return dict(counts + Counter(self.slots.take_counts())) | self.scores.take_counts()
+        more = {key: count for key, count in self.slots.take_counts().items() if count}
+        return {**counts, **more, **self.scores.take_counts()}
 
     def _close(self, tracked: Tracked) -> Close:
         """The end of a capture. The last sampled token was never an input and has no row."""

@@ -54,7 +54,7 @@ class DeferredReductions:
         self._places: dict[int, int] = {}  # byte offset in a row of the cache -> in a row of the buffer
         self._hooks: list[_Hook] = []
         end = 0
-        mine = [f for f in fields if f.reduction is not None and f.reduction.at_end]
+        mine = [f for f in fields if (r := f.reduction) is not None and r.at_end and not r.one_kernel]
         for name in dict.fromkeys(f.hook for f in mine):
             of_hook = [f for f in mine if f.hook == name]
             first, start = of_hook[0], -(-end // ROW_ALIGN) * ROW_ALIGN

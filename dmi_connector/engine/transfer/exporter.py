@@ -80,7 +80,7 @@ class Exporter:
         self.ring = self.client.ring if self.client else Ring(sizes.host)
         post = None if self.client is None or full.logits is None else self.client.rows
         self.logits = LogitsExport(self, post, drafts > 0)
-        self.scores = ScoreReader(context.layout, rank, self.rows.device)
+        self.scores = ScoreReader(context.layout, rank, self.rows)
         self.meter = Meter(self.progress, self.client, self.ring, rank)
         self.lane: DeviceLane | None = None
         if gpu and options.sink != "null":
@@ -187,7 +187,7 @@ class Exporter:
         """What is new for the scheduler. scores: rows of this step whose scores it asks for."""
         report = self.progress.report()
         if scores is not None:
-            report.scores.append(self.scores.read(self.rows, scores))
+            report.scores.append(self.scores.read(scores))
         report.staged = self.context.may_sleep and self.lane is not None and self.lane.staged
         if self.client is not None:
             ended, losses = self.client.take_news()
@@ -196,6 +196,10 @@ class Exporter:
                 if capture.out is not None and capture.out.path in losses:
                     report.unborrowed[capture.number] = losses[capture.out.path]
         return report
+
+    def score_report(self, scores: ScoreRows) -> Report:
+        """The scores of these rows alone: what else is new waits for the next report."""
+        return Report(self.progress.count(), scores=[self.scores.read(scores)])
 
     def take_finished(self) -> set[str]:
         """Requests whose blocks were kept for us and can be freed now."""

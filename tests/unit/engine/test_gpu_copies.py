@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +13,6 @@ import pytest
 import torch
 
 from dmi_connector.engine.transfer import gpu_copies as copies
-from tests import storekit as kit
 
 
 class Stream:
@@ -42,8 +39,8 @@ NAMES = {"cuMemcpyDtoHAsync_v2": "copy", "cuStreamWaitEvent": "wait", "cuEventRe
 failing: dict[str, int] = {}
 
 
-@pytest.fixture(params=["compiled", "interpreted"])
-def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[list[tuple[Any, ...]]]:
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     made: list[tuple[Any, ...]] = []
     functions = []
 
@@ -60,8 +57,6 @@ def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> It
     monkeypatch.setattr(torch.cuda, "Event", Event)
     driver = SimpleNamespace(**{name: function(NAMES[name], kinds) for name, kinds in copies._DRIVER.items()})
     monkeypatch.setattr(copies.ctypes, "PyDLL", lambda _: driver)
-    if request.param == "interpreted":
-        monkeypatch.setitem(sys.modules, "numba", None)
     yield made
 
 
@@ -103,48 +98,3 @@ def test_an_error_of_the_driver_is_raised(calls: list[tuple[Any, ...]], name: st
     with pytest.raises(RuntimeError, match="CUDA error 700"):
         copier.copy(torch.zeros(250, dtype=torch.uint8), 5000, Event())
     assert [call[0] for call in calls][-1] == name and len(calls) <= 3
-
-
-def test_without_numba_the_loop_is_interpreted(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And a warning says so."""
-    loop = copies.make_loop(lambda *_: 0, lambda *_: 0, lambda *_: 0)
-    monkeypatch.setitem(sys.modules, "numba", None)
-    with caplog.at_level("WARNING", "vllm.dmi_connector"):
-        assert copies.compiled(loop) is loop
-    assert "numba cannot compile a loop (import of numba halted" in caplog.text
-
-
-def test_a_loop_that_numba_does_not_compile_is_interpreted(caplog: pytest.LogCaptureFixture) -> None:
-    loop = copies.make_loop(lambda *_: 0, lambda *_: 0, lambda *_: 0)  # numba knows no types of plain functions
-    with caplog.at_level("WARNING", "vllm.dmi_connector"):
-        assert copies.compiled(loop) is loop
-    assert "numba cannot compile a loop" in caplog.text
-
-
-HOLDS_NO_LOCK = """
-import ctypes, os, sys, threading
-from dmi_connector.engine.transfer import gpu_copies as copies
-
-def function(name, kinds):
-    found = getattr(ctypes.CDLL(None), name)
-    found.argtypes, found.restype = kinds, ctypes.c_int
-    return found
-
-names = {"cuMemcpyDtoHAsync_v2": "read", "cuStreamWaitEvent": "usleep", "cuEventRecord": "usleep"}
-loop = copies.compiled(copies.make_loop(*(function(names[name], kinds) for name, kinds in copies._DRIVER.items())))
-assert loop.signatures, "numba compiled it before it was needed"
-end, other = os.pipe()
-buffer = ctypes.create_string_buffer(1)
-copy = threading.Thread(target=loop, args=(0, 0, 0, 0, 0, end, ctypes.addressof(buffer), 1, 1, 1))
-copy.start()
-os.write(other, b"x")  # only a thread that has the lock comes here while the copy reads from the pipe
-copy.join()
-assert buffer.raw == b"x"
-"""
-
-
-def test_the_compiled_loop_runs_without_the_lock() -> None:
-    """A copy that blocks does not block other threads: here it reads from a pipe that another thread writes to."""
-    subprocess.run([sys.executable, "-c", HOLDS_NO_LOCK], check=True, timeout=kit.PATIENCE)

@@ -12,7 +12,7 @@ import torch
 
 from dmi_connector.engine.messages import ScoreRows, StepScores
 from dmi_connector.engine.scheduler import late_scores
-from dmi_connector.engine.scheduler.late_scores import LateScores
+from dmi_connector.engine.scheduler.late_scores import LateScores, ScoredRows
 from dmi_connector.engine.scheduler.request_scores import RequestScores
 from dmi_connector.engine.transfer.scores import ScoreReader
 
@@ -21,7 +21,7 @@ def step(parts: list[tuple[int, int, int]], values: np.ndarray, ranks: int = 1) 
     """The answers of the ranks; rank n has 1000 n more."""
     rows = [(capture, position) for capture, first, count in parts for position in range(first, first + count)]
     captures, positions = map(list, zip(*rows, strict=True))
-    asked = ScoreRows(captures, positions, [0] * len(rows))
+    asked = ScoreRows(np.array(captures), np.array(positions), np.zeros(len(rows), np.int64))
     return [StepScores(rank, asked, values + np.float32(1000 * rank)) for rank in range(ranks)]
 
 
@@ -40,14 +40,18 @@ def test_each_request_gets_its_rows_in_the_order_of_steps(ranks: int) -> None:
                 want.setdefault(capture, []).append((position, values[-1]))
         late.add(step(parts, np.array(values, np.float32)[:, None], ranks))
     singly = {capture: late.of(capture) for capture in want}
-    together = late.take()
+    rows = late.take()
+    together = {
+        capture: ScoredRows(rows.captures[part], rows.positions[part], {n: v[part] for n, v in rows.values.items()})
+        for capture, part in rows.by_capture()
+    }
     assert together.keys() == want.keys() and late.added == 20
-    for capture, rows in want.items():
+    for capture, mine in want.items():
         for found in (singly[capture], together[capture]):
-            assert list(zip(found.positions.tolist(), found.values[0][:, 0].tolist(), strict=True)) == rows
+            assert list(zip(found.positions.tolist(), found.values[0][:, 0].tolist(), strict=True)) == mine
             assert all((found.values[n] == found.values[0] + 1000 * n).all() for n in range(ranks))
     late.add(step([(7, 0, 1)], np.ones((1, 1), np.float32)))
-    assert late.take().keys() == {7}, "rows that were taken are gone"
+    assert [capture for capture, _ in late.take().by_capture()] == [7], "rows that were taken are gone"
 
 
 def test_steps_and_rows_fill_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,8 +83,7 @@ def test_scores_are_read_where_they_lie_in_a_row(offsets: tuple[int, ...]) -> No
     """Two values each. Latents of an autoencoder, which are no scores, may lie between them."""
     layout: Any = SimpleNamespace(scored=[SimpleNamespace(offset=at, stored=(2, 2)) for at in offsets])
     rows = torch.arange(5 * 12, dtype=torch.float32).reshape(5, 12)
-    reader = ScoreReader(layout, 3, torch.device("cpu"))
-    found = reader.read(rows.view(torch.uint8), ScoreRows([7, 8], [0, 4], [4, 1]))
-    assert reader.read(rows.view(torch.uint8), ScoreRows([], [], [])).values.shape == (0, 2 * len(offsets))
+    reader = ScoreReader(layout, 3, rows.view(torch.uint8))
+    found = reader.read(ScoreRows(np.array([7, 8]), np.array([0, 4]), np.array([4, 1])))
     columns = [at // 4 + i for at in offsets for i in range(2)]
     assert found.rank == 3 and found.values.tolist() == [[float(12 * slot + c) for c in columns] for slot in (4, 1)]

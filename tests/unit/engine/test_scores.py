@@ -127,7 +127,7 @@ def test_parts_of_ranks_are_added_up_and_layers_stay_apart(tmp_path: Path) -> No
     tracker = Tracker(context, PagedSlots(context, 16, 8), 1 << 60)
     tracker.on_new_request(request)  # type: ignore[arg-type]
     steps, _ = generate(tracker, request, 1, ended=False)
-    assert steps[0].report, "all ranks answer"
+    assert steps[0].answered, "all ranks answer"
     first, second = (pickle.loads(pickle.dumps(exporter.take_report(steps[0].scores))) for exporter in exporters)
     tracker.scores.take(first.aggregate(second).scores)
     _, response = tracker.finish(request, [1])  # type: ignore[arg-type]
@@ -198,8 +198,8 @@ def test_scores_that_are_still_being_copied_are_waited_for_where_they_are_read()
         def synchronize(self) -> None:
             values[:] = 7
 
-    values = torch.zeros(2, 1)
-    scores = StepScores(0, ScoreRows([1, 1], [0, 1], [5, 6]), values, Late())
+    values = np.zeros((2, 1), np.float32)
+    scores = StepScores(0, ScoreRows(np.array([1, 1]), np.array([0, 1]), np.array([5, 6])), values, Late())
     assert values.tolist() == [[0], [0]], "making the report waits for nothing"
     copy = pickle.loads(pickle.dumps(scores))
     assert copy.ready is None and copy.values.tolist() == [[7], [7]] == scores.values.tolist()

@@ -63,6 +63,8 @@ def test_probes_at_the_end_of_a_step_equal_those_at_once(fields: list[RowField],
         RowWriter(*one)(want, slots, values)
     buffered.reduce(mine, slots, tokens)
     assert torch.equal(mine, want) and (mine[slots] != 7).any()
+    waiting = [place is not None for place in buffered.places([f.offset for f in fields])]
+    assert waiting == [False, True, False, True, True], "a linear head is computed at once, by a kernel of its own"
 
 
 @pytest.mark.parametrize("number", range(5))
@@ -81,13 +83,22 @@ def test_kernels_write_what_torch_does(fields: list[RowField], number: int) -> N
     reduce_layers_torch(twin, slots, values, offsets, probe, (layer, layer))
     reduce_layers_triton(rows, slots, values, offsets, probe, (layer, layer))
     twin[0] = kit.UNTOUCHED
-    assert torch.equal(rows, twin) and (rows[slots[0]] != kit.UNTOUCHED).any()
+    check_same(rows, twin, probe)
+    assert (rows[slots[0]] != kit.UNTOUCHED).any()
     writer = RowWriter([WIDTH], torch.bfloat16, [64], [probe], layer)
     for write, out in ((writer.in_torch, twin), (writer.in_triton, rows)):
         out.fill_(kit.UNTOUCHED)
         write(out, slots, [values[:, 0].contiguous()])
     twin[0] = kit.UNTOUCHED
-    assert torch.equal(rows, twin)
+    check_same(rows, twin, probe)
+
+
+def check_same(rows: torch.Tensor, twin: torch.Tensor, probe: Reduction) -> None:
+    """Fail unless rows are the same. A kernel of ours adds up in another order than a library's."""
+    if probe.one_kernel:
+        torch.testing.assert_close(rows.view(torch.float32), twin.view(torch.float32), rtol=1e-6, atol=1e-6)
+    else:
+        assert torch.equal(rows, twin)
 
 
 def test_a_large_encoder_takes_few_tokens_at_a_time(fields: list[RowField], monkeypatch: pytest.MonkeyPatch) -> None:
