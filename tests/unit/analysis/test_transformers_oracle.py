@@ -218,6 +218,12 @@ def test_dense_layers_of_a_moe_model_have_no_router(tmp_path: Path) -> None:
     assert got["router_logits"].shape[0] == 2 and got["mlp_post"].shape[0] == 1
 
 
+def test_projections_before_a_norm_are_hooks_only_where_a_model_has_that_norm(tmp_path: Path) -> None:
+    for norms in (True, False):
+        model = make_model("hyperclovax", tmp_path / str(norms), num_hidden_layers=1, use_post_norm=norms)
+        assert ({"attn_proj", "mlp_proj"} <= Oracle(model).run(IDS[:2]).keys()) is norms
+
+
 def test_greedy_matches_the_teacher_forced_logits(oracles: dict[str, Oracle]) -> None:
     for oracle in oracles.values():
         new = oracle.greedy(IDS, 8)
