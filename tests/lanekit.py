@@ -50,8 +50,8 @@ class Event:
 class Copier:
     """Copies when it is asked; the events say so when the link goes on."""
 
-    def __init__(self, *_: Any) -> None:
-        return
+    def __init__(self, *given: Any) -> None:
+        self.given = given
 
     def start(self) -> None:
         return

@@ -75,9 +75,16 @@ def export(
 
 
 def _bounds(latents: int, splits: int) -> list[tuple[int, int]]:
-    """(first, last) latent of each file, as Delphi cuts them."""
-    edges = np.linspace(0, latents, splits + 1, dtype=np.float32).astype(np.int64).tolist()
-    return [(start, stop - 1) for start, stop in itertools.pairwise(edges)]
+    """(first, last) latent of each file, as Delphi cuts them.
+
+    Delphi's edges are float32 of torch.linspace, cut off to integers. torch counts the second half back from the end,
+    in one rounding each (a fused multiply-add: processors without one have other edges).
+    """
+    end, numbers = np.float32(latents), np.arange(splits + 1)
+    step = end / np.float32(splits)
+    back = np.float64(end) - np.float64(step) * (splits - numbers)  # float64 holds the product, so one rounding is left
+    floats = np.where(numbers < (splits + 1) // 2, step * numbers.astype(np.float32), back.astype(np.float32))
+    return [(start, stop - 1) for start, stop in itertools.pairwise(floats.astype(np.int64).tolist())]
 
 
 def _encode(rows: PackedRows, encoder: SparseEncoder, parts: _Parts, first: int, stop: int) -> None:

@@ -18,6 +18,7 @@ from dmi_connector.analysis.export import delphi
 from dmi_connector.analysis.export.packed import PackedRows
 from dmi_connector.analysis.sparse_encoder import SparseEncoder
 from dmi_connector.captures.captures import open_captures
+from dmi_connector.captures.finite import FiniteCheck
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from tests import storekit as kit
@@ -173,6 +174,39 @@ def test_all_latents_of_all_contexts_are_written(
     assert not list(out.rglob("*.partial"))
 
 
+def test_contexts_have_256_tokens_and_files_are_five_unless_said(tmp_path: Path, save: Save) -> None:
+    owner, attrs = kit.Store(1 << 20), {"num_layers": 2, "model": "a/model"}
+    owner.write(tmp_path / "a" / "a.zarr", [ArraySpec("mlp_out", "float32", (1,), WIDTH)], 520, attrs=attrs)
+    assert owner.shutdown()
+    out, seen = tmp_path / "latents", []
+    flags = {"hook": "mlp_out@1", "sae": str(save())}
+    captures, finite = open_captures(tmp_path / "a"), FiniteCheck("skip")
+    out.mkdir()
+    done = delphi.export(captures, out, lambda *counts: seen.append(counts), finite, **flags)
+    assert done.notes == ("2 contexts of 256 tokens, 23 latents; 8 tokens left over",) and seen[-1] == (2, 2)
+    files = sorted(out.glob("*/*.safetensors"))
+    assert done.written == len(files) == 5 and done.kept == 0
+    assert all(load_file(path)["tokens"].shape == (2, 256) for path in files)
+    config = json.loads((files[0].parent / "config.json").read_text())
+    assert config == {
+        "dataset_repo": str(tmp_path / "a"),
+        "dataset_split": "",
+        "dataset_name": "",
+        "dataset_column": "token_ids",
+        "batch_size": 1,
+        "cache_ctx_len": 256,
+        "n_tokens": 512,
+        "n_splits": 5,
+        "model_name": "a/model",
+    }
+    settings = json.loads((files[0].parent / ".dmi-export.json").read_text())["settings"]
+    assert len(settings.pop("sae_digest")) == 64
+    told = {"to": "delphi", "hook": "mlp_out@1", "context_size": 256, "skip": 0, "splits": 5}
+    assert settings == {**told, "sae": flags["sae"]}
+    again = delphi.export(captures, out, lambda *counts: seen.append(counts), finite, **flags)
+    assert (again.written, again.kept, again.notes) == (0, 5, done.notes)
+
+
 def test_a_negative_layer_gets_its_number(stores: Path, tmp_path: Path, save: Save) -> None:
     folder, out = save(), tmp_path / "latents"
     flags = ["--sae", str(folder), "--context-size", str(CONTEXT), "-o", str(out)]
@@ -223,6 +257,32 @@ main({argv!r})
     assert first[0] == 4, "it goes on behind the contexts that were counted"
     check(module, stores, folder, 2)
     assert main(argv) == 0 and len(first) == len(set(first)), "a third run has nothing to do"
+
+
+@pytest.mark.parametrize(
+    ("latents", "edges"),
+    [
+        (7, [0, 7]),
+        (5, [0, 1, 2, 3, 4, 5]),
+        (24576, [0, 4915, 9830, 14745, 19660, 24576]),
+        (16, [0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14, 16]),
+        (
+            131072,
+            [0, 9362, 18724, 28086, 37449, 46811, 56173, 65535, 74898, 84260, 93622, 102985, 112347, 121709, 131072],
+        ),
+        ((1 << 24) + 1, [0, 4194304, 8388608, 12582912, 16777216]),
+    ],
+)
+def test_files_begin_and_end_where_delphis_do(latents: int, edges: list[int]) -> None:
+    """edges: torch.linspace(0, latents, splits + 1).long(), which Delphi cuts at (torch 2.13, AVX2 and AVX-512)."""
+    bounds = delphi._bounds(latents, len(edges) - 1)
+    assert [first for first, _ in bounds] == edges[:-1] and [last + 1 for _, last in bounds] == edges[1:]
+
+
+def test_of_many_files_the_middle_ones_begin_where_delphis_do() -> None:
+    """torch.linspace(0, 24576, 124).long()[[40, 41, 42]] and torch.linspace(0, 100, 91).long()[[44, 45, 46]]."""
+    assert [delphi._bounds(24576, 123)[i][0] for i in (40, 41, 42)] == [7992, 8191, 8391]
+    assert [delphi._bounds(100, 90)[i][0] for i in (44, 45, 46)] == [48, 49, 51]
 
 
 def test_splits_that_do_not_fit_are_named(

@@ -137,6 +137,18 @@ def test_a_summary_beside_full_rows_is_not_compared(write: Write, tmp_path: Path
     assert found.left_out["mlp_out"] == "it is full rows in one and topk in the other, or with other settings"
 
 
+def test_rows_of_other_widths_are_not_compared(tmp_path: Path) -> None:
+    owner = kit.Store(1 << 20)
+    for name, width in (("a", WIDTH), ("b", WIDTH // 2)):
+        spec = ArraySpec("mlp_out", "float32", (0,), width)
+        both_have, attrs = ArraySpec("q", "float32", (0,), WIDTH), {"dtype": "float32", "num_layers": 2}
+        owner.write(tmp_path / f"{name}.zarr", [spec, both_have], ROWS, ids=IDS, attrs=attrs)
+    assert owner.shutdown(kit.PATIENCE)
+    found = both(tmp_path / "a.zarr", tmp_path / "b.zarr")
+    assert found.left_out == {"mlp_out": "its rows have 8 and 4 values"}
+    assert [hook.name for hook in found.hooks] == ["q@0"]
+
+
 def test_rows_behind_another_token_and_missing_rows_are_not_compared(write: Write) -> None:
     other = IDS.copy()
     other[8] = 90

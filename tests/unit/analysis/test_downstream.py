@@ -62,6 +62,8 @@ def measured(stores: list[Path], spec: str, hook: str = "mlp_post", **more: obje
 def test_concepts_are_those_of_the_most_frequent_tokens_or_of_labels(stores: list[Path]) -> None:
     found = concepts_of(stores, "tokens")
     assert found.targets.shape == (STORES * TOKENS, 5) and (found.targets.sum(1) == 1).all()
+    again = concepts_of(stores, "tokens")
+    assert np.array_equal(found.fit, again.fit) and np.array_equal(found.test, again.test), "the same halves each time"
     assert len(np.intersect1d(found.fit, found.test)) == 0 and len(found.fit) + len(found.test) == STORES * TOKENS
     named = concepts_of(stores, {("store", f"{n}.zarr"): bool(n % 2) for n in range(STORES - 1)})
     np.testing.assert_array_equal(

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from dmi_connector.analysis.export import progress, safetensors, specforge
 from dmi_connector.analysis.export.progress import NOTE
-from dmi_connector.analysis.export.targets import TARGETS
+from dmi_connector.analysis.export.targets import TARGETS, export
 from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.captures.captures import captures_of
 from dmi_connector.cli.export import FLAGS
@@ -27,6 +27,7 @@ from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
 from tests import storekit as kit
+from tests.recorded import recorded
 
 WIDTH = 16
 SPECS = (
@@ -438,3 +439,32 @@ def test_a_log_sees_a_line_now_and_then(
     clock = iter(range(0, 1000, 6))  # 6 seconds a store
     monkeypatch.setattr("dmi_connector.cli.export.time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert run(stores, "--to", to, "-o", tmp_path)[2] == "2/3 stores exported\n"
+
+
+SETTINGS: dict[str, dict[str, object]] = {
+    "safetensors": {"layers": [0, 2]},
+    "zip": {},
+    "numpy": {"hook": "resid_pre@0,resid_final"},
+    "parquet": {"hook": "resid_pre@2"},
+    "webdataset": {"hook": "resid_pre@1,final_ln", "shard_size": 20000},
+    "speculators": {"number_by": "key"},
+    "specforge": {"loss": "all"},
+}
+
+
+@pytest.mark.parametrize("to", SETTINGS)
+def test_a_run_and_the_one_after_it_say_what_they_did(stores: Path, tmp_path: Path, to: str) -> None:
+    """Files, notes, steps of the progress, and settings that a later run is compared with: data/exports.json."""
+    captures, out = captures_of([str(stores)]), tmp_path / "out"
+    said = []
+    for _ in range(2):
+        steps: list[tuple[int, int]] = []
+        done = export(captures, to, out, SETTINGS[to], lambda *step: steps.append(step))  # noqa: B023
+        assert done.out == out and not done.not_finite
+        notes = [note.replace(str(stores), "STORES") for note in (*done.notes, *done.warnings)]
+        progress = " ".join(f"{i}/{count}" for i, count in steps)
+        said.append({"written": done.written, "kept": done.kept, "notes": notes, "progress": progress})
+    files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file())
+    note = json.loads((out / NOTE).read_text().replace(str(stores), "STORES")) if (out / NOTE).exists() else None
+    found = [*said, files, note]
+    assert found == recorded("exports.json", to, found)

@@ -31,6 +31,7 @@ from tests import analysiskit
 from tests import storekit as kit
 from tests.engine.test_models import MODELS, make, oracle
 from tests.engine.wrapped import ALL as RENAMED
+from tests.recorded import check_recorded
 
 TOKENS, PROMPT = 24, 10
 IDS = np.random.default_rng(0).integers(5, 512, TOKENS)
@@ -252,6 +253,8 @@ def test_the_end_of_every_family_gives_the_logits_of_transformers(family: str, t
     expected = oracle.run(IDS.tolist())
     logits = Unembedding.load(tmp_path).logits(expected["resid_final"][0])
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-5)
+    sizes = {name: [*value.shape, float(np.abs(value).mean().round(6))] for name, value in expected.items()}
+    check_recorded("hooks_of_families.json", family, sizes)
 
 
 @pytest.mark.parametrize("name", [name for name in RENAMED if name in MODELS])

@@ -23,7 +23,7 @@ from dmi_connector.cli.main import main
 from dmi_connector.cli.plots import KINDS
 from dmi_connector.cli.tiny_models import make_model
 from dmi_connector.store.format.completeness import Cause, Loss
-from tests import analysiskit
+from tests import analysiskit, picturekit
 
 PROMPT, TOKENS = 6, 14
 OPTIONS: dict[str, list[str]] = {
@@ -88,12 +88,16 @@ def test_a_png_is_more_than_a_blank_page(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_svg_has_the_texts_as_text_and_is_the_same_twice(kind: str, folder: Path, tmp_path: Path) -> None:
+def test_an_svg_has_the_texts_as_text_and_is_the_same_twice(
+    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = picturekit.figures(monkeypatch)
     assert plot(folder, kind, tmp_path / "a.svg") == 0 and plot(folder, kind, tmp_path / "b.svg") == 0
     whole = (tmp_path / "a.svg").read_bytes()
     assert whole == (tmp_path / "b.svg").read_bytes()
     texts = {"".join(e.itertext()).strip() for e in ElementTree.fromstring(whole).iter() if e.tag.endswith("}text")}
     assert set(WORDS[kind]) <= texts, texts
+    picturekit.check(kind, drawn[0])
 
 
 def test_pictures_show_the_numbers_of_the_functions(

@@ -32,7 +32,7 @@ from dmi_connector.cli.tiny_models import make_model
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.view import app
-from tests import analysiskit, viewkit
+from tests import analysiskit, picturekit, viewkit
 from tests import storekit as kit
 
 TEXT = "The model reads a prompt and answers. Its lines are longer than a line of the picture, so that they wrap:\n" * 2
@@ -72,7 +72,8 @@ class Drawn:
         add, lay_out = Axes.add_collection, plot_text.lay_out
 
         def noted(axes: Axes, collection: object, *args: object, **more: object) -> object:
-            self.colours = collection if isinstance(collection, PatchCollection) else self.colours
+            if isinstance(collection, PatchCollection) and not collection.get_hatch():
+                self.colours = collection
             return add(axes, collection, *args, **more)
 
         def laid_out(texts: Sequence[str], columns: int) -> list[Piece]:
@@ -172,6 +173,17 @@ def test_the_colours_and_the_rule_for_unprintable_tokens_are_those_of_the_page()
     ]
 
 
+def test_letters_are_black_where_white_would_have_less_contrast() -> None:
+    """The contrast of two colours is (lighter + 0.05) / (darker + 0.05) of their relative luminance (WCAG 2)."""
+    colours = np.concatenate([np.mgrid[:6, :6, :6].reshape(3, -1).T / 5, np.arange(256)[:, None].repeat(3, 1) / 255])
+    linear = np.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
+    luminance = linear @ [0.2126, 0.7152, 0.0722]
+    black = (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05)
+    for colour, dark in zip(colours, black, strict=True):
+        assert plot_text.ink_on(np.array([*colour, 1.0])) == ("#000000" if dark else "#ffffff"), colour
+        assert plot_text.ink_on(np.array([*colour, 0.0])) == "#000000", "on the page"
+
+
 def test_a_piece_has_the_ends_of_the_scale_and_letters_that_can_be_read(
     store: Path, tmp_path: Path, drawn: Drawn
 ) -> None:
@@ -210,7 +222,9 @@ def test_generated_tokens_are_underlined_and_missing_ones_hatched(
     hatched: list[object] = []
     add = Axes.add_patch
     monkeypatch.setattr(Axes, "add_patch", lambda self, p: hatched.append(p) if p.get_hatch() else None or add(self, p))
+    pictures = picturekit.figures(monkeypatch)
     plot(store, tmp_path / "x.svg", "resid_final")
+    picturekit.check("text with missing rows", pictures[0])
     with open_capture(store, 0, allow_incomplete=True) as capture:
         phase = capture.phase
     boxes = [(token, path.get_extents()) for token, path in zip(drawn.tokens, drawn.colours.get_paths(), strict=True)]
@@ -241,7 +255,9 @@ def test_values_that_are_not_finite_are_crossed_and_not_blank_alone(
     store: Path, tmp_path: Path, drawn: Drawn, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
     crossed: list[Sequence[tuple[float, float, float, float]]] = []
-    monkeypatch.setattr(canvas, "cross_out", lambda _panel, cells: crossed.append(cells))
+    cross = canvas.cross_out
+    monkeypatch.setattr(canvas, "cross_out", lambda panel, cells: crossed.append(cells) or cross(panel, cells))
+    pictures = picturekit.figures(monkeypatch)
     plot(spoilt(store, tmp_path, slice(7, 12), value), tmp_path / "x.svg", "resid_final", "--values", "mean")
     boxes = [(token, path.get_extents()) for token, path in zip(drawn.tokens, drawn.colours.get_paths(), strict=True)]
     wanted = [(box.x0, box.y0) for token, box in boxes if 9 <= token < 12]
@@ -251,6 +267,7 @@ def test_values_that_are_not_finite_are_crossed_and_not_blank_alone(
     assert "missing ones are hatched; values that are not finite are crossed" in (tmp_path / "x.svg").read_text()
     low, high = drawn.colours.get_clim()
     assert np.isfinite([low, high]).all()
+    picturekit.check("crossed text", pictures[0])
 
 
 def test_crosses_have_a_colour_that_is_in_no_scale(store: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 
 from dmi_connector import TokenDataset, open_captures  # noqa: E402
 from dmi_connector.analysis.export.packed import PackedRows  # noqa: E402
+from dmi_connector.analysis.training.token_batches import TokenBatches  # noqa: E402
 from dmi_connector.analysis.training.worker_loops import Batch  # noqa: E402
 from dmi_connector.captures.captures import Captures  # noqa: E402
 from dmi_connector.layout import ArraySpec  # noqa: E402
@@ -482,3 +483,21 @@ def test_names_that_depend_on_the_model_are_those_of_its_store(tmp_path: Path) -
         every.filter(hooks="blocks.1.hook_nothing")
     with pytest.raises(ValueError, match=r"no store to read 'blocks\.1\.attn\.hook_q' from"):
         TokenDataset(every[:0], "blocks.1.attn.hook_q", 4)
+
+
+def test_rows_that_fill_no_batch_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stores of 10 and 4 rows: the second begins where the only batch ends."""
+    owner = kit.Store(1 << 20)
+    for name, rows in (("a", 10), ("b", 4)):
+        owner.write(tmp_path / f"{name}.zarr", [ArraySpec("q", "float32", (0,), 4)], rows)
+    assert owner.shutdown()
+    data = TokenDataset(open_captures(tmp_path), "q@0", batch_size=10, buffer_tokens=10, shuffle=False)
+    read: list[int] = []
+    fetch = TokenBatches._read
+
+    def noted(self: TokenBatches, stream: Any, group: Any, memory: Any) -> Any:
+        read.append(group[0])
+        return fetch(self, stream, group, memory)
+
+    monkeypatch.setattr(TokenBatches, "_read", noted)
+    assert [len(batch) for batch in data] == [10] and read == [0]

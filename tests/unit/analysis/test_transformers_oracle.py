@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -217,6 +218,12 @@ def test_dense_layers_of_a_moe_model_have_no_router(tmp_path: Path) -> None:
     assert got["router_logits"].shape[0] == 2 and got["mlp_post"].shape[0] == 1
 
 
+def test_projections_before_a_norm_are_hooks_only_where_a_model_has_that_norm(tmp_path: Path) -> None:
+    for norms in (True, False):
+        model = make_model("hyperclovax", tmp_path / str(norms), num_hidden_layers=1, use_post_norm=norms)
+        assert ({"attn_proj", "mlp_proj"} <= Oracle(model).run(IDS[:2]).keys()) is norms
+
+
 def test_greedy_matches_the_teacher_forced_logits(oracles: dict[str, Oracle]) -> None:
     for oracle in oracles.values():
         new = oracle.greedy(IDS, 8)
@@ -350,3 +357,15 @@ def test_nan_is_the_largest_difference(oracles: dict[str, Oracle], tmp_path: Pat
     model = Path(oracle.config.name_or_path)
     for captures in ([good, bad], [bad, good]):
         assert demo.judge([], demo.compare_all(captures, model)) == 1
+
+
+def test_images_go_into_the_model_in_its_dtype_with_the_places_of_their_tokens() -> None:
+    """Models of Qwen's kind, which have a grid, are told which tokens are images."""
+    model = SimpleNamespace(dtype=torch.bfloat16, config=SimpleNamespace(image_token_id=9))
+    ids, pixels, grid = torch.tensor([[1, 9, 9, 2]]), torch.ones(2, 3), torch.tensor([[1, 2, 3]])
+    oracle: Any = SimpleNamespace(model=model)
+    assert Oracle._with_images(oracle, ids, None) == {} == Oracle._with_images(oracle, ids, {})
+    found = Oracle._with_images(oracle, ids, {"pixel_values": pixels, "image_grid_thw": grid})
+    assert found["pixel_values"].dtype == torch.bfloat16 and found["image_grid_thw"] is grid
+    assert found["mm_token_type_ids"].tolist() == [[0, 1, 1, 0]] and found["mm_token_type_ids"].dtype == torch.int32
+    assert Oracle._with_images(oracle, ids, {"pixel_values": pixels}).keys() == {"pixel_values"}

@@ -52,6 +52,13 @@ def test_a_log_that_is_not_there_or_shorter_than_before_tells_nothing(tmp_path: 
     assert cause(VLLM, log, 10**6) == VLLM
 
 
+def test_bytes_that_are_no_text_do_not_hide_the_cause(tmp_path: Path) -> None:
+    """As where the part that is read begins inside a letter."""
+    log = tmp_path / "engine-0.log"
+    log.write_bytes("…".encode()[1:] + b"\xff\n" + OURS.encode() + b"\n")
+    assert cause(VLLM, log, 0) == "SelectionError: hooks: 'resid_pree' is unknown"
+
+
 class Process:
     """Stands for the process of an engine."""
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from dmi_connector.bulk.order import Order
-from dmi_connector.bulk.recovery import recover
+from dmi_connector.bulk.recovery import not_uploaded, recover
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.read.index import read_index
 from dmi_connector.store.read.run_manifest import read_manifest
@@ -211,9 +212,36 @@ def test_of_two_stores_the_one_of_the_manifest_stays(prompts: Path, store: Path,
     stores = some_done(prompts, tmp_path, store)
     for name in ("aaaaaaaaaaaa", "ffffffffffff"):
         shutil.copytree(stores[0], tmp_path / f"{RUN}-000000000--0-{name}.zarr")
+    found = recover(tmp_path, RUN, Order(), tmp_path / "manifest.jsonl")
+    assert found.removed == 2 and stores[0].exists() and not found.found
     go(prompts, tmp_path, FakeEngines(store, tmp_path))
     assert stores[0].exists()
     check_whole(tmp_path, GOOD)
+
+
+def test_stores_that_wait_for_their_upload_are_counted_with_the_latest_reason(tmp_path: Path) -> None:
+    """Not those of other shares and runs, nor those that are gone."""
+    names = [f"{RUN}-00000000{i}--{i}-aaaaaaaaaaaa.zarr" for i in range(6)]
+    names.append("9999abcd-000000001--1-aaaaaaaaaaaa.zarr")
+    for name in names:
+        (tmp_path / name).mkdir()
+    (tmp_path / names[2]).rmdir()
+    said = [
+        {"store": names[0], "upload": "failed", "upload_reason": "first"},
+        {"store": names[1], "upload": "pending"},
+        {"store": names[0], "upload": "failed", "upload_reason": "second"},
+        {"store": names[2], "upload": "failed", "upload_reason": "it is gone"},
+        {"store": names[3], "upload": "failed", "upload_reason": "done since"},
+        {"store": names[4], "upload": "failed", "upload_reason": "third"},
+        {"store": names[5], "state": "complete"},
+        {"store": names[6], "upload": "failed", "upload_reason": "of another run"},
+        {"store": names[3], "upload": "done"},
+        {"store": names[1], "upload": "pending"},
+    ]
+    (tmp_path / "index.jsonl").write_text("".join(json.dumps({"event": "finish", **line}) + "\n" for line in said))
+    assert not_uploaded(tmp_path, RUN, Order()) == (3, "third")
+    assert not_uploaded(tmp_path, RUN, Order(share=1, shares=2)) == (1, None)
+    assert not_uploaded(tmp_path, RUN, Order(share=0, shares=2)) == (2, "third")
 
 
 def test_of_two_stores_without_a_line_one_that_is_sound_stays(prompts: Path, store: Path, tmp_path: Path) -> None:

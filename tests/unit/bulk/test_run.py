@@ -25,6 +25,7 @@ from dmi_connector.bulk.budget import Budget
 from dmi_connector.bulk.engines import Answer, Death
 from dmi_connector.bulk.order import Order
 from dmi_connector.bulk.progress import Counts, Progress
+from dmi_connector.bulk.run import Run
 from dmi_connector.bulk.signals import stopped_by_signals
 from dmi_connector.cli.run import _summarise, _wait_for_uploads
 from dmi_connector.store.format.locks import lock_alone
@@ -580,3 +581,15 @@ def test_the_second_signal_ends_a_run_at_once() -> None:
 def test_keys_name_run_and_position(store: Path, out: Path, tmp_path: Path) -> None:
     go(write_prompts(tmp_path / "p.jsonl", 2), out, FakeEngines(store, out))
     assert {path.name.split("--")[0] for path in out.glob("*.zarr")} == {f"{RUN}-000000000", f"{RUN}-000000001"}
+
+
+def test_the_store_of_an_answer_without_its_name_is_found_by_its_key(tmp_path: Path) -> None:
+    """Finished, or while it is written; None where there is none."""
+    run, where = SimpleNamespace(_out=tmp_path, _run="0123abcd"), Run._path
+    answers = [SimpleNamespace(store=None, position=position) for position in range(4)]
+    (tmp_path / "0123abcd-000000000--0-aaaaaaaaaaaa.zarr").mkdir()
+    (tmp_path / "0123abcd-000000001--1-aaaaaaaaaaaa.zarr.partial").mkdir()
+    (tmp_path / "9999abcd-000000002--2-aaaaaaaaaaaa.zarr").mkdir()
+    names = ["0123abcd-000000000--0-aaaaaaaaaaaa.zarr", "0123abcd-000000001--1-aaaaaaaaaaaa.zarr"]
+    assert [where(run, answer) for answer in answers] == [*(tmp_path / name for name in names), None, None]
+    assert where(run, SimpleNamespace(store="/a/b.zarr", position=0)) == Path("/a/b.zarr")

@@ -8,6 +8,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from dmi_connector.bulk.engines import device_shares, visible_devices
 from dmi_connector.bulk.manifest import Manifest, Positions
 from dmi_connector.bulk.progress import Counts, Progress, Speedometer, duration
 from dmi_connector.bulk.prompts import BadRow, Columns, Prompt
-from dmi_connector.bulk.settings import RunSettings, joined, settle
+from dmi_connector.bulk.settings import RunSettings, joined, settle, tensor_parallel
 from dmi_connector.cli.main import main, make_run_parser, make_serve_parser
 from dmi_connector.cli.run import NOT_OURS, settings_of
 from dmi_connector.option_values import OptionError
@@ -704,3 +705,24 @@ def test_reserved_sampling_fields_are_refused_by_the_settings_alone() -> None:
     with pytest.raises(OptionError, match="--sampling extra_args"):
         parsed("--sampling", '{"extra_args": {}}')
     assert parsed("--sampling", '{"n": 1}').sampling == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus"),
+    [
+        ([], 1),
+        (["--dtype", "float32"], 1),
+        (["--tensor-parallel-size", "2"], 2),
+        (["-tp", "4"], 4),
+        (["--tensor_parallel_size=8", "--dtype", "float32"], 8),
+        (["-tp=2", "--tensor-parallel-size=1"], 1),
+    ],
+)
+def test_an_engine_takes_as_many_gpus_as_its_flags_say(flags: list[str], gpus: int) -> None:
+    assert tensor_parallel(flags) == gpus
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", ""])
+def test_a_number_of_gpus_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"--tensor-parallel-size {value!r} is not valid; give a whole")):
+        tensor_parallel([f"--tensor-parallel-size={value}"])

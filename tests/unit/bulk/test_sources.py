@@ -338,3 +338,26 @@ def test_a_damaged_file_of_a_data_set_is_named(name: str, text: str, tmp_path: P
     (path / name).write_text(text)
     with pytest.raises(ValueError, match=rf"--prompts \S*{re.escape(name)} is damaged \(.*; save the data set again"):
         open_source(path, Columns())
+
+
+def test_a_line_whose_end_is_just_beyond_the_limit_does_not_take_the_next_one_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "LONGEST_LINE", 8)
+    written = [b"1234567\n", b"12345678\n", b"123456789\n", b"1" * 27 + b"\n", b"5\n", b"1" * 30]
+    (tmp_path / "a.jsonl").write_bytes(b"".join(written))
+    with open(tmp_path / "a.jsonl", "rb") as file:
+        lines = sources.Lines(file, "a.jsonl")
+        found, passed = [], []
+        for number, line in lines:
+            found.append((number, line))
+            passed.append(round(lines.fraction() * sum(map(len, written))))
+    assert found == [(number, line[:9]) for number, line in enumerate(written)]
+    assert passed == [sum(map(len, written[: i + 1])) for i in range(len(written))]
+
+
+def test_an_empty_file_of_lines_is_passed_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    with open(tmp_path / "a.jsonl", "rb") as file:
+        lines = sources.Lines(file, "a.jsonl")
+        assert list(lines) == [] and lines.fraction() == 1.0 and lines.count() is None

@@ -246,7 +246,8 @@ def test_whitened_rows_have_the_identity_as_covariance(captures: Captures, tmp_p
     np.testing.assert_allclose(np.cov(rows.numpy().T), np.eye(4), atol=1e-2)
     plain = torch.from_numpy(captures.rows("z", 1)[:])
     data.save_normalization(tmp_path / "w.safetensors")
-    loaded = TokenDataset(captures, "z@1", normalize=tmp_path / "w.safetensors", **options).normalization["z@1"]
+    path = str(tmp_path / "w.safetensors")
+    loaded = TokenDataset(captures, "z@1", normalize=path, **options).normalization["z@1"]
     np.testing.assert_allclose(loaded.invert(rows), plain, atol=0.5)
 
 

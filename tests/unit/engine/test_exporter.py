@@ -668,3 +668,51 @@ def test_two_ranks_export_each_hook_once_and_about_as_many_bytes(tmp_path: Path,
     for exporter, layout in zip(ranks, (first, second), strict=True):
         assert int(layout.table[:, 1].sum()) == layout.payload.token_bytes
         exporter.ring.close()
+
+
+@pytest.mark.parametrize(("policy", "waited"), [("block", 0.5), ("drop", 0.0)])
+def test_a_flush_counts_the_time_that_it_took_under_policy_block(
+    make: Make, monkeypatch: pytest.MonkeyPatch, policy: str, waited: float
+) -> None:
+    exporter = make(policy)
+    begin(exporter, 1, 20)
+    capture, flushed = exporter.captures[1], []
+    capture.waiting = [SimpleNamespace()]  # type: ignore[list-item]
+    exporter.lane = SimpleNamespace(flush=lambda *how: flushed.append(how))  # type: ignore[assignment]
+    clock = iter([7.0, 7.5])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    exporter._flush(capture)
+    assert exporter.progress.counts["blocked_seconds"] == waited
+    assert flushed == [(capture, policy == "drop")] and not capture.waiting
+    exporter._flush(capture)
+    assert len(flushed) == 1, "nothing waits"
+
+
+def test_before_it_sleeps_a_worker_ends_captures_and_lets_their_rows_leave(make: Make) -> None:
+    class Lane:
+        """Gathers what it was sent when it is drained."""
+
+        def __init__(self) -> None:
+            self.sent: list[Any] = []
+
+        def send(self, transfers: list[Any]) -> None:
+            self.sent += transfers
+
+        def drain(self) -> None:
+            for transfer in self.sent:
+                exporter._export_now(transfer)
+                transfer.capture.waiting.clear()
+
+        def flush(self, *_how: Any) -> None: ...
+
+        def then(self, work: Callable[[], None]) -> None:
+            work()
+
+    exporter = make()
+    a, b = begin(exporter, 1, 8), begin(exporter, 2, 8)
+    exporter.lane = Lane()  # type: ignore[assignment]
+    exporter.after_forward(StepMetadata(chunks=[rows(2, 8)]))
+    exporter.before_sleep([closing(1, 4, rows=[rows(1, 0)])])
+    exporter.lane = None
+    assert [(first, count) for first, count, _ in (*a.chunks, *b.chunks)] == [(0, 4), (8, 4)]
+    assert list(exporter.captures) == [2] and exporter.ending == [] and len(a.closed) == 1 and not b.closed

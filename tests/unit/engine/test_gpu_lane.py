@@ -55,6 +55,12 @@ def test_a_drained_lane_needs_no_memory_of_the_gpu(make: Callable[[int, int], La
     assert all(any(payload) for _, payload in lane.delivered)
 
 
+def test_slices_of_copies_lie_as_those_of_the_ring(make: Callable[[int, int], Lane]) -> None:
+    """The copier is told where the ring begins, from which it counts."""
+    lane = make(2, 8)
+    assert lane.lane.copier.given == (gpu_lane._SLICE_BYTES, lane.rows.device, lane.lane.ring.data_ptr())
+
+
 def test_rows_arrive_in_order(make: Callable[[int, int], Lane], launches: list[int]) -> None:
     """In one gather where there is room, behind them what was to run then."""
     lane = make(8, 8)

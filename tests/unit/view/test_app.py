@@ -23,11 +23,12 @@ from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.view import attention, data, lens, server, texts_index
-from dmi_connector.view.app import ACTIONS, MOST_TOKENS, make_app
+from dmi_connector.view.app import ACTIONS, MOST_TOKENS, _or_none, make_app
 from dmi_connector.view.app import _Pages as make_pages
 from dmi_connector.view.data import Library
 from tests import storekit as kit
 from tests import viewkit
+from tests.recorded import check_recorded
 
 TOKEN = "secret"
 ROOT = Path(__file__).parents[3]
@@ -77,6 +78,7 @@ def test_the_root_is_refused_without_a_token(stores: Path) -> None:
 def test_only_get_is_answered(method: str, place: str, stores: Path) -> None:
     asked = client(stores).request(method, place)
     assert (asked.status_code, asked.headers["allow"]) == (405, "GET")
+    assert asked.text == ("" if method == "HEAD" else "only GET is answered")
 
 
 OUTSIDE = ["..", ".", "", "../secret.zarr", "%2e%2e%2fsecret.zarr", "..%2Fsecret.zarr", "%2Fetc", "a/../../secret.zarr"]
@@ -688,3 +690,41 @@ def test_verify_of_a_store_that_cannot_be_opened_lists_its_problems(tmp_path: Pa
     assert page.get("api/capture/a.zarr").status_code == 400
     found = page.get("api/verify/a.zarr")
     assert found.status_code == 200 and any("q" in problem for problem in found.json()["problems"])
+
+
+def test_json_has_null_for_numbers_that_are_not_finite() -> None:
+    assert _or_none(np.array([0.5, np.nan, np.inf, -np.inf], np.float32)) == [0.5, None, None, None]
+
+
+ASKED = (
+    *("captures?count=3", "captures?search=story", "captures?search=lighthouse&first=0&count=2"),
+    *("capture/story.zarr", "capture/bare.zarr", "capture/lossy.zarr", "tokens/story.zarr?first=20&count=5"),
+    *("heat/story.zarr?hook=prediction&first=2&count=9", "heat/story.zarr?hook=prediction&statistic=entropy&count=7"),
+    *("heat/story.zarr?hook=resid_pre", "heat/story.zarr?hook=q&statistic=value&index=3&count=8"),
+    *("attention/story.zarr?layer=0&head=1&count=12", "thumbnail/story.zarr?layer=0&head=0"),
+    *("attended/story.zarr?layer=0&head=1&token=17", "lens/story.zarr?token=9", "alternatives/story.zarr?token=9"),
+    *("predicted/story.zarr?count=4", "predicted/story.zarr?place=0&first=3&count=4", "attribution/story.zarr?token=5"),
+    *("verify/story.zarr", "heat/lossy.zarr?hook=prediction&first=60&count=8", "alternatives/lossy.zarr?token=65"),
+)
+
+
+def test_answers_are_those_of_before(stores: Path, model: Path) -> None:
+    """data/answers.json has them: the page reads their keys. Of arrays there are the shape and the mean size."""
+    asking = client(stores, model=model, tokenizer=model)
+    for query in ASKED:
+        asked = asking.get(f"api/{query}")
+        found: Any = [asked.status_code, asked.headers["content-type"]]
+        if "x-shape" in asked.headers:
+            values = floats(asked)
+            found += [list(values.shape), int(np.isnan(values).sum()), float(np.nanmean(np.abs(values)))]
+        else:
+            text = asked.text.replace(json.dumps(str(stores))[1:-1], "STORES").replace(
+                json.dumps(str(model))[1:-1], "M"
+            )
+            found.append(json.loads(text, object_hook=without_times))
+        check_recorded("answers.json", query, found)
+
+
+def without_times(answer: dict[str, Any]) -> dict[str, Any]:
+    """Without sizes of files either, which hold paths of this run."""
+    return {key: value for key, value in answer.items() if key not in ("started", "created", "model", "bytes")}
