@@ -45,8 +45,8 @@ _LIB.define("tap_join(Tensor(a!) token) -> ()", tags=_TAGS)
 _LIB.define("tap_end(Tensor like, Tensor(a!) token, Tensor place, str cache_layer) -> ()", tags=_TAGS)
 
 _REDUCE_TOKENS, _LEAST_TOKENS = 1024, 64
-"""Tokens that torch reduces at a time, and their minimum. If one value needs more than SCRATCH, fewer than the first
-are reduced, but at least the second. vLLM's memory profile does not include what encoders allocate.
+"""Default and least tokens that torch reduces at a time. It reduces fewer than the default if one value would need more
+than SCRATCH. vLLM's memory profile does not include what encoders allocate.
 """
 
 
