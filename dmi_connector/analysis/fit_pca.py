@@ -25,8 +25,9 @@ def fit_pca(
 ) -> dict[str, float]:
     """Fit a basis of `rank` components for each layer of `hooks`, and write all to `out`, a new safetensors file.
 
-    It reads the stores once for each hook and layer, and needs 8 width² bytes of memory. Missing rows are skipped. So
-    are rows with a NaN or an infinity; a warning says how many.
+    The stores are read once per hook and layer. The fit needs 8 width² bytes of memory. Missing rows are skipped. Rows
+    with a NaN or an infinity are skipped too, and a warning counts them.
+
     layers: layer numbers; negative numbers count from the last layer; None: all captured layers. model: uses only
     stores of this model, as in `open_captures`; None: all stores must be of one model. group: dimensions that get
     `rank` components of their own, such as those of a head; 0: all of a row together.

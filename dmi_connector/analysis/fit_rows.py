@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `dmi fit-pca` and its like share: the rows of stores that they read, and the file that they write."""
+"""Common code of the `dmi fit-*` commands: reading rows of stores, and writing the fitted file."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ _ROWS = 4096
 
 
 class LayerFit(NamedTuple):
-    """What was fitted to one layer of a hook. tensors: by NAME (see `FittedFile`). about: the hook's entry of the file,
-    without its layers. result: a number for the user.
+    """The fit of one layer of a hook.
+
+    tensors: by NAME (see `FittedFile`). about: the hook's entry in the file, without `layers`. result: a number for the
+    user, such as the share of the variance.
     """
 
     tensors: dict[str, np.ndarray]
@@ -46,8 +48,8 @@ def fit_file(
 ) -> dict[str, float]:
     """Fit each layer of `hooks`, and write all to `out`, a new safetensors file of `kind`.
 
-    fit: takes a hook and its rows in blocks [n, width]. Rows that are missing are skipped. So are rows with a NaN or an
-    infinity; a warning says how many. layers: layer numbers; negative numbers count from the last layer; None: all
+    fit: takes a hook and its rows in blocks [n, width]. Missing rows are skipped. Rows with a NaN or an infinity are
+    skipped too, and a warning counts them. layers: layer numbers; negative numbers count from the last layer; None: all
     captured layers. model: uses only stores of this model, as in `open_captures`; None: all stores must be of one.
 
     Returns {"HOOK.LAYER": result of the fit}. Raises what `stores_of`, `finite_rows` and `fit` do; KeyError for a layer

@@ -15,7 +15,7 @@ from dmi_connector.reduce.scales import Scales, scales_of
 from dmi_connector.store.format.remote_path import Given
 
 MARGIN = 1.1
-"""Factor by which the range is wider than that of the rows on which it is fitted."""
+"""Default ratio of the fitted range to the largest magnitude in the rows."""
 
 
 def fit_scales(
@@ -27,16 +27,19 @@ def fit_scales(
     margin: float = MARGIN,
     project: str | None = None,
 ) -> dict[str, int]:
-    """Fit a scale for each dimension of each layer of `hooks`, and write all to `out`, a new safetensors file.
+    """Fit a scale for each dimension of each layer of `hooks`, and write the scales to a new safetensors file `out`.
 
-    The range of a dimension is its largest magnitude in any row, times `margin`. It reads the stores once for each hook
-    and layer. Missing rows are skipped. So are rows with a NaN or an infinity; a warning says how many.
-    layers, model: as in `fit_pca`. project: a reduction such as "rp(512)", which projects the rows first.
+    The range of a dimension is its largest magnitude in any row, times `margin`. The stores are read once per hook and
+    layer. Missing rows are skipped. Rows with a NaN or an infinity are skipped too, and a warning counts them.
 
-    Returns {"HOOK.LAYER": number of rows}. Raises ValueError for a margin below 1, another reduction than `rp`,
-    hooks that cannot be reduced, are stored reduced or differ between stores, stores of several models, a model without
-    a store, no row, no finite row; KeyError for a hook or layer that was not captured; FileExistsError; OSError, before
-    the fit, if `out` cannot be written.
+    layers, model: as in `fit_pca`. project: a projection such as "rp(512)", applied to the rows first; None: none.
+
+    Returns {"HOOK.LAYER": number of rows}.
+
+    Raises ValueError if `margin` is below 1 or not finite, `project` is not a projection, a hook cannot be reduced, is
+    stored reduced or has another width in another store, the stores are of several models or none is of `model`, or no
+    row is finite. Raises KeyError for a hook or layer that was not captured, FileExistsError if `out` exists, and
+    OSError before the fit if `out` cannot be written.
     """
     if not 1 <= margin < float("inf"):
         raise ValueError(f"--margin {margin} is not valid; give a factor of 1 or more")
@@ -64,7 +67,7 @@ def fit_scales(
 
 
 def _largest(hook: str, blocks: Iterator[np.ndarray]) -> tuple[np.ndarray, int]:
-    """(largest magnitude of each dimension [width], number of rows). Raises ValueError without a row."""
+    """(largest magnitude of each dimension [width], number of rows). Raises ValueError if there is no row."""
     largest, count = np.zeros(0), 0
     for block in blocks:
         own = np.abs(block).max(0)

@@ -25,12 +25,12 @@ _SHOWN = 20
 def add_diff(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dmi diff`."""
     parser.add_argument("a", metavar="A", help="a store, or a directory of stores")
-    parser.add_argument("b", metavar="B", help="likewise; stores of directories are paired by key, else by prompt")
+    parser.add_argument("b", metavar="B", help="the same; stores of two directories are paired by key, else by prompt")
     parser.add_argument("--hooks", default="*", help="names or wildcards, separated by commas (default: all)")
     parser.add_argument(
         "--tolerance", type=float, metavar="E", help="relative error of a row (default: by dtype, 0.05 for bfloat16)"
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON list, one entry a pair")
+    parser.add_argument("--json", action="store_true", help="print a JSON list, one entry per pair")
     parser.set_defaults(run=run_diff)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi fidelity`: what reductions would keep of the rows of stores."""
+"""`dmi fidelity`: measures what reductions would keep of stored rows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dmi_connector.cli import places
 
 def add_fidelity(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dmi fidelity`."""
-    parser.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="of stores that hold hooks in full")
+    parser.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="stores that hold the hooks unreduced")
     parser.add_argument("--reduce", action="append", metavar="SPEC", help="as in server options; can be repeated")
     parser.add_argument("--hooks", default="*", help="names or wildcards, separated by commas (default: all)")
-    parser.add_argument("--layer", action="append", type=int, metavar="N", help="only this one; can be repeated")
+    parser.add_argument("--layer", action="append", type=int, metavar="N", help="only this layer; can be repeated")
     parser.add_argument(
         "--labels",
         metavar="FILE|tokens",
@@ -28,9 +28,9 @@ def add_fidelity(parser: argparse.ArgumentParser) -> None:
         help="measure the latents of this autoencoder, and its reconstruction error, as the option probes names it",
     )
     parser.add_argument(
-        "--bar", type=float, metavar="VALUE", help="say which measures are below it, and exit with 1 if any is"
+        "--bar", type=float, metavar="VALUE", help="print measures below VALUE; exit 1 if there are any"
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON list, one entry a layer")
+    parser.add_argument("--json", action="store_true", help="print a JSON list, one entry per layer")
     parser.set_defaults(run=run_fidelity)
 
 

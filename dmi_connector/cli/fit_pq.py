@@ -10,11 +10,11 @@ from dmi_connector.cli import places
 
 def add_fit_pq(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dmi fit-pq`."""
-    parser.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="of stores that hold the hooks in full")
+    parser.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="stores that hold the hooks unreduced")
     parser.add_argument("--hook", action="append", required=True, metavar="HOOK", help="can be repeated")
     parser.add_argument("--subvectors", type=int, required=True, metavar="M", help="parts that a row is cut into")
     parser.add_argument("--bits", type=int, default=8, metavar="N", help="of the code of a part: 8 (default) or 4")
-    parser.add_argument("--layer", action="append", type=int, metavar="N", help="only this one; can be repeated")
+    parser.add_argument("--layer", action="append", type=int, metavar="N", help="only this layer; can be repeated")
     parser.add_argument("--model", help="only stores of this model: its name, or the last part of its path")
     parser.add_argument("--rows", type=int, default=16384, metavar="N", help="maximum rows to fit on (default: 16384)")
     parser.add_argument("-o", "--out", required=True, metavar="FILE", help="a new .safetensors file")

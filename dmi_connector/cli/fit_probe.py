@@ -14,15 +14,19 @@ def add_fit_probe(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dmi fit-probe`."""
     from dmi_connector.analysis.directions import ROWS
 
-    parser.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="of stores that hold the hook in full")
+    parser.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="stores that hold the hook unreduced")
     parser.add_argument(
         "--labels", required=True, metavar="FILE", help="CSV or JSON lines: key (or store) and label 0 or 1"
     )
-    parser.add_argument("--hook", required=True, metavar="HOOK", help="whose rows the probe scores")
-    parser.add_argument("--layer", type=int, metavar="N", help="required where several were captured")
+    parser.add_argument("--hook", required=True, metavar="HOOK", help="hook whose rows the probe scores")
+    parser.add_argument("--layer", type=int, metavar="N", help="required if several were captured")
     parser.add_argument("--rows", choices=ROWS, default="all", help="which rows have the label (default: all)")
-    parser.add_argument("--held-out", type=float, default=0.2, metavar="SHARE", help="of the captures (default: 0.2)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="chooses these captures (default: 0)")
+    parser.add_argument(
+        "--held-out", type=float, default=0.2, metavar="SHARE", help="share of captures to test on (default: 0.2)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed that chooses these captures (default: 0)"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.add_argument("-o", "--out", required=True, metavar="FILE", help="a new .safetensors file")
     parser.set_defaults(run=run_fit_probe)

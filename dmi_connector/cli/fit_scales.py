@@ -10,16 +10,16 @@ from dmi_connector.cli import places
 
 def add_fit_scales(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dmi fit-scales`."""
-    parser.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="of stores that hold the hooks in full")
+    parser.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="stores that hold the hooks unreduced")
     parser.add_argument("--hook", action="append", required=True, metavar="HOOK", help="can be repeated")
-    parser.add_argument("--layer", action="append", type=int, metavar="N", help="only this one; can be repeated")
+    parser.add_argument("--layer", action="append", type=int, metavar="N", help="only this layer; can be repeated")
     parser.add_argument("--model", help="only stores of this model: its name, or the last part of its path")
     parser.add_argument(
         "--margin",
         type=float,
         default=1.1,
         metavar="FACTOR",
-        help="how far beyond the largest values of these stores the range goes (default: 1.1)",
+        help="ratio of the range to the largest magnitude in the stores (default: 1.1)",
     )
     parser.add_argument(
         "--project", metavar="RP", help="project the rows first, as in rp(512), for rp(512,channel=FILE)"

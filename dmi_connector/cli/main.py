@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> Parser:
-    """The parser of all subcommands. `serve` has one of its own, see `make_serve_parser`."""
+    """The parser of all subcommands but `serve` and `run`, which have parsers of their own."""
     import dmi_connector
     from dmi_connector.cli.plots import add_plot_options
     from dmi_connector.cli.verify import add_verify
@@ -39,7 +39,7 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
 
     demo = commands.add_parser("demo", help="capture every hook of a tiny model and compare it with transformers")
-    demo.add_argument("--dir", default="demo", help="where model, stores and picture go (default: demo)")
+    demo.add_argument("--dir", default="demo", help="directory for the model, stores and picture (default: demo)")
     demo.add_argument("--hooks", default=None, help="what to capture (default: vllm-full,q_rot,k_rot)")
     demo.add_argument("--keep", action="store_true", help="keep the stores of earlier demos in DIR")
     demo.set_defaults(run=_demo)
@@ -52,25 +52,25 @@ def make_parser() -> Parser:
 
     ls = commands.add_parser("ls", help="list the captures of a store directory")
     ls.add_argument("dir", metavar="DIR")
-    ls.add_argument("--key", help="only those with this key")
-    ls.add_argument("--request-id", help="only those of this request, with all its children")
-    ls.add_argument("--stats", action="store_true", help="totals by state, bytes, missing rows and why, oldest, newest")
+    ls.add_argument("--key", help="only captures with this key")
+    ls.add_argument("--request-id", help="only captures of this request and its children")
+    ls.add_argument("--stats", action="store_true", help="print totals: states, bytes, missing rows and reasons, dates")
     ls.add_argument("--json", action="store_true", help="print a JSON list (with --stats, an object)")
     ls.set_defaults(run=_ls)
 
-    tail = commands.add_parser("tail", help="print captures as they finish, a line each")
+    tail = commands.add_parser("tail", help="print captures as they finish, one per line")
     tail.add_argument("dir", metavar="DIR")
-    tail.add_argument("-n", "--last", type=int, default=10, metavar="N", help="begin with the last N (default: 10)")
-    tail.add_argument("--key", help="only those with this key")
+    tail.add_argument("-n", "--last", type=int, default=10, metavar="N", help="print the last N first (default: 10)")
+    tail.add_argument("--key", help="only captures with this key")
     tail.add_argument(
-        "--rows", metavar="KEY", help="the newest capture with this key instead: a line for each row, as it is written"
+        "--rows", metavar="KEY", help="print the rows of the newest capture with this key as they are written"
     )
-    tail.add_argument("--hook", action="append", default=[], help="with --rows: print its norms; such as resid_pre@20")
-    tail.add_argument("--once", action="store_true", help="print those that have finished, and end")
-    tail.add_argument("--json", action="store_true", help="print a JSON object a line")
+    tail.add_argument("--hook", action="append", default=[], help="with --rows: print norms of a hook, as resid_pre@20")
+    tail.add_argument("--once", action="store_true", help="print what exists and exit, without waiting")
+    tail.add_argument("--json", action="store_true", help="print one JSON object per line")
     tail.set_defaults(run=_tail)
 
-    info = commands.add_parser("info", help="arrays, sizes and attributes of a store")
+    info = commands.add_parser("info", help="print arrays, sizes and attributes of a store")
     info.add_argument("store", metavar="STORE")
     info.add_argument("--json", action="store_true", help="print a JSON object")
     info.set_defaults(run=_info)
@@ -78,36 +78,36 @@ def make_parser() -> Parser:
     add_verify(commands.add_parser("verify", help="check stores; exit 1: one is damaged, 3: values are not finite"))
 
     repair = commands.add_parser(
-        "repair", help="make stores of what killed writers left, finish uploads; exit 1 when something is left over"
+        "repair", help="finish stores of killed writers, and uploads; exit 1: something could not be finished"
     )
     repair.add_argument("path", metavar="DIR|PARTIAL", help="a store directory, or one NAME.zarr.partial")
     repair.add_argument("--json", action="store_true", help="print a JSON list")
-    repair.add_argument("--remove-empty", action="store_true", help="remove those with nothing to salvage")
+    repair.add_argument("--remove-empty", action="store_true", help="remove partial stores with nothing to salvage")
     repair.set_defaults(run=_repair)
 
     prune = commands.add_parser("prune", help="remove the oldest finished stores that nobody reads")
     prune.add_argument("dir", metavar="DIR")
     prune.add_argument(
-        "--older-than", type=units.seconds, metavar="AGE", help="those older than this: 3600, 90m, 12h, 7d"
+        "--older-than", type=units.seconds, metavar="AGE", help="remove stores older than this: 3600, 90m, 12h, 7d"
     )
-    prune.add_argument("--keep-bytes", type=units.nbytes, metavar="SIZE", help="until the rest takes no more: 500M, 2T")
-    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    prune.add_argument("--keep-bytes", type=units.nbytes, metavar="SIZE", help="size limit of the rest: 500M, 2T")
+    prune.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     prune.add_argument("--json", action="store_true", help="print a JSON list")
     prune.set_defaults(run=_prune)
 
     from dmi_connector.cli.diff import add_diff
     from dmi_connector.cli.export import add_export
 
-    add_diff(commands.add_parser("diff", help="where two captures of the same tokens differ; exit 1 if they do"))
+    add_diff(commands.add_parser("diff", help="compare two captures of the same tokens; exit 1: they differ"))
 
     add_export(commands.add_parser("export", help="write stores in the formats of other programs"))
 
     fit = commands.add_parser("fit-pca", help="fit principal components on stores, for reduce pca(FILE)")
-    fit.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="of stores that hold the hooks in full")
+    fit.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="stores that hold the hooks unreduced")
     fit.add_argument("--hook", action="append", required=True, metavar="HOOK", help="can be repeated")
     fit.add_argument("--rank", type=int, required=True, metavar="K", help="components to keep")
-    fit.add_argument("--group", type=int, default=0, metavar="D", help="a basis for each D values, such as head_dim")
-    fit.add_argument("--layer", action="append", type=int, metavar="N", help="only this one; can be repeated")
+    fit.add_argument("--group", type=int, default=0, metavar="D", help="one basis per D values, such as head_dim")
+    fit.add_argument("--layer", action="append", type=int, metavar="N", help="only this layer; can be repeated")
     fit.add_argument("--model", help="only stores of this model: its name, or the last part of its path")
     fit.add_argument("-o", "--out", required=True, metavar="FILE", help="a new .safetensors file")
     fit.set_defaults(run=_fit_pca)
@@ -123,7 +123,7 @@ def make_parser() -> Parser:
     from dmi_connector.cli.fidelity import add_fidelity
 
     add_fidelity(
-        commands.add_parser("fidelity", help="what reductions would keep of the rows of stores; exit 1: below --bar")
+        commands.add_parser("fidelity", help="measure what reductions would keep of stored rows; exit 1: below --bar")
     )
 
     plot = commands.add_parser("plot", help="draw stores as PNG or SVG: norms, logit lens, attention and others")
@@ -132,13 +132,13 @@ def make_parser() -> Parser:
 
     view = commands.add_parser("view", help="look at captures in a browser on this machine")
     view.add_argument("path", metavar="DIR|STORE")
-    view.add_argument("--port", type=int, default=0, metavar="N", help="default: a free one")
+    view.add_argument("--port", type=int, default=0, metavar="N", help="port (default: a free one)")
     view.add_argument("--model", type=Path, metavar="DIR", help="the model's directory, for the logit lens")
     view.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="directory of tokenizer.json (default: the model's)"
     )
     view.add_argument("--sae", type=Path, metavar="FILE", help="safetensors of an autoencoder, for its latents")
-    view.add_argument("--sae-hook", metavar="HOOK", help="the hook that it encodes; default: the one in its cfg.json")
+    view.add_argument("--sae-hook", metavar="HOOK", help="the hook that --sae encodes (default: from its cfg.json)")
     view.set_defaults(run=_view)
     for name, command in commands.choices.items():
         describe(command, name)
@@ -146,7 +146,7 @@ def make_parser() -> Parser:
 
 
 def make_serve_parser() -> Parser:
-    """The parser of our flags of `dmi serve`. It takes no abbreviations, which could be flags of vLLM."""
+    """The parser of the capture flags of `dmi serve`. It accepts no abbreviated flags: they could be flags of vLLM."""
     from dmi_connector.cli.serve import USAGE, add_options
 
     parser = Parser(prog="dmi serve", usage=USAGE, allow_abbrev=False)
@@ -156,7 +156,7 @@ def make_serve_parser() -> Parser:
 
 
 def make_run_parser() -> Parser:
-    """The parser of our flags of `dmi run`. It takes no abbreviations, which could be flags of vLLM."""
+    """The parser of the capture flags of `dmi run`. It accepts no abbreviated flags: they could be flags of vLLM."""
     from dmi_connector.cli.run import USAGE, add_run
 
     parser = Parser(prog="dmi run", usage=USAGE, allow_abbrev=False)
@@ -166,8 +166,10 @@ def make_run_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0; 1 if it found something wrong; 2 if it could not run. Without a
-    command it prints the help.
+    """Run one command. Without a command, print the help.
+
+    Returns the exit status. 0: success. 1: the command found something wrong. 2: it could not run. 130: Ctrl-C. Single
+    commands have further ones.
     """
     arguments = [_at_home(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     from dmi_connector.store.format.linux import check_linux
@@ -190,11 +192,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = make_parser().parse_args(arguments)
         return int(options.run(options))
     except BrokenPipeError:
-        # The reader of our output is gone, as in `dmi ls | head`.
+        # The reader of standard output has closed the pipe, as in `dmi ls | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(
             bool(arguments) and arguments[0] in ("run", "repair", "prune", "verify", "export")
-        )  # what they had left is not done
+        )  # these commands stopped before their work was done
     except KeyboardInterrupt:
         return 130
     except CaptureIncomplete as error:
@@ -212,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _at_home(argument: str) -> str:
-    """An argument with the user's home in the place of `~/`, which shells leave in --out=~/x and in quotes."""
+    """Expand `~/` at the start of an argument or of an option's value. Shells do not, in --out=~/x and in quotes."""
     option, equals, path = argument.partition("=")
     if argument.startswith("--") and path.startswith("~/"):
         return f"{option}{equals}{os.path.expanduser(path)}"

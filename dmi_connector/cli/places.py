@@ -14,7 +14,10 @@ from dmi_connector.urls import is_url, parse_url
 
 
 def place(path: str, kind: str) -> Place:
-    """A URL, a directory, or the zip file of a store. kind: what to give instead, for errors."""
+    """Parse an argument that is a URL, a directory, or the zip file of a store.
+
+    kind: what the command takes, for the error message. Raises ValueError for anything else.
+    """
     found = place_of(path)
     if isinstance(found, RemotePath) or (found.suffix == ".zip" and found.is_file()):
         return found
@@ -22,7 +25,7 @@ def place(path: str, kind: str) -> Place:
 
 
 def directory(path: str, kind: str) -> Path:
-    """A directory of this machine. Raises ValueError."""
+    """Parse an argument that is a local directory. kind: as in `place`. Raises ValueError for anything else."""
     if is_url(path):
         parse_url("path", path)
         raise ValueError(f"{path} is a URL, which this command does not take; give {kind} on this machine")
@@ -32,14 +35,14 @@ def directory(path: str, kind: str) -> Path:
 
 
 def store_directory(path: str, kind: str = "a store directory") -> Path:
-    """A directory of stores. Raises ValueError for one whose stores lie one level below."""
+    """Parse a directory of stores. Raises ValueError if only its subdirectories hold stores."""
     found = directory(path, kind)
     check_not_above(found)
     return found
 
 
 def refuse_many(found: Place) -> None:
-    """Raise ValueError for a directory of stores, or of such directories, where one store is wanted."""
+    """Raise ValueError if `found` or its subdirectories are directories of stores. For commands that take one store."""
     if not isinstance(found, Path) or is_store(found):
         return
     inside = sorted(found.glob("*.zarr"))
@@ -49,9 +52,11 @@ def refuse_many(found: Place) -> None:
 
 
 def stores(paths: Sequence[str], complete: bool = False) -> list[Place]:
-    """Stores, and those of directories. complete: leave those of directories out that lack rows, and say how many.
+    """The stores that `paths` name, and all stores in the directories that they name.
 
-    Raises ValueError for a directory whose stores lie one level below.
+    complete: leave out incomplete stores of directories, and print their number. Stores named themselves are kept.
+
+    Raises ValueError for a path that is neither, and for a directory or prefix without a finished store.
     """
     from dmi_connector.store.read.metadata import read_attrs
     from dmi_connector.store.read.verify import stores_of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi tail`: a line for each capture that finishes, or for each row of one that is written."""
+"""`dmi tail`: prints a line for each capture that finishes, or for each row of one capture as it is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dmi_connector.store.read.index import CaptureInfo, IndexTail, find_captures
 from dmi_connector.wording import cut
 
 _PAUSE_S = 0.5
-"""Seconds between two looks at the index."""
+"""Seconds between two reads of the index."""
 _COLUMNS = "{:<19}  {:>7}  {:>9}  {:<10}  {:<16}  {}"
 """Format of a line. Later lines are not known, so widths are fixed, and the longest texts stand last."""
 

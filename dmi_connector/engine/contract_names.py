@@ -12,8 +12,8 @@ from typing import NamedTuple
 class Name(NamedTuple):
     """A name outside this package.
 
-    places: `module:attribute path`. A name that has moved has several, separated by spaces; the first that exists is
-    used. why: what it is used for. without: what happens if it is missing; "": the engine refuses to start.
+    places: `module:attribute path`. For a name that has moved: all its paths, separated by spaces; the first that
+    exists is used. why: its use here. without: the behaviour if it is missing; "": the engine does not start.
     """
 
     places: str
@@ -45,11 +45,11 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "full_graphs": Name(
             "vllm.v1.attention.backend:AttentionCGSupport.ALWAYS",
-            "our metadata builder claims it, so that full CUDA graphs stay on",
+            "returned by our metadata builder, so that full CUDA graphs stay on",
         ),
         "static_layers": Name(
             "vllm.config:CompilationConfig.__dataclass_fields__.static_forward_context",
-            "the cache layer is entered there under its name",
+            "the cache layer is registered there under its name",
         ),
         "query_starts": Name(
             "vllm.v1.attention.backend:CommonAttentionMetadata.__dataclass_fields__.query_start_loc",
@@ -93,7 +93,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "has_group": Name(
             "vllm.distributed.kv_transfer.kv_transfer_state:has_kv_transfer_group",
-            "says whether this process has a connector: vLLM keeps one",
+            "says whether this process already has a connector, of which vLLM allows one",
         ),
         "cache_manager": Name(
             "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.bind_kv_cache_manager",
@@ -122,7 +122,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "scheduled": Name(
             "vllm.config:SchedulerConfig.__dataclass_fields__.max_num_scheduled_tokens",
-            "detects prompts that would wait forever: a draft limits the step, and chunked prefill is off",
+            "detects prompts longer than a step that could never be scheduled: with a draft, without chunked prefill",
         ),
         "latent_used": Name(
             "vllm.config:ModelConfig.use_mla",
@@ -191,7 +191,7 @@ NAMES: dict[str, dict[str, Name]] = {
     "pool": {
         "metadata_builders": Name(
             "vllm.v1.attention.backend:AttentionMetadataBuilder.build",
-            "wrapped, so that the metadata of every batch is seen: there is no cache layer of ours that gets it",
+            "wrapped to read the metadata of every batch, because a pool has no cache layer that receives it",
         ),
         "attention_spec": Name(
             "vllm.v1.kv_cache_interface:FullAttentionSpec",
@@ -211,15 +211,15 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "skips_cache": Name(
             "vllm.v1.request:Request.get_skip_reading_prefix_cache",
-            "sets the attribute skip_reading_prefix_cache, with which cached tokens are computed again for their rows",
+            "sets the attribute skip_reading_prefix_cache, which makes vLLM compute cached tokens again",
         ),
         "hashes": Name(
             "vllm.v1.request:Request.update_block_hashes",
-            "fills the list block_hashes, which finds earlier captures of the same tokens and limits hits",
+            "fills the list block_hashes, by which earlier captures are found and prefix hits limited",
         ),
         "hash_size": Name(
             "vllm.v1.core.block_pool:BlockPool",
-            "its hash_block_size is the number of tokens of a hash",
+            "its hash_block_size is the number of tokens per hash",
         ),
     },
     "hybrid models": {
@@ -239,7 +239,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "target_config": Name(
             "vllm.config:SpeculativeConfig.__dataclass_fields__.target_model_config",
-            "the model that methods without a draft model name as their draft",
+            "the target model; methods without a draft model set it as their draft model",
         ),
         "shares_modules": Name(
             "vllm.config:SpeculativeConfig.use_eagle",
@@ -269,7 +269,7 @@ NAMES: dict[str, dict[str, Name]] = {
     "several ranks": {
         "answers": Name(
             "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc",
-            "several ranks: asks only one rank in steps in which the others have no results",
+            "several ranks: called for one rank only in steps in which the others have no results",
         ),
     },
     "pipeline stages": {
@@ -283,7 +283,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "stage_input": Name(
             "vllm.model_executor.models.interfaces:SupportsPP.__annotations__.make_empty_intermediate_tensors",
-            "makes what a later stage gets in our first forward",
+            "makes the intermediate tensors of a later stage for our first forward",
         ),
         "pages_of_stages": Name(
             "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware",
@@ -317,7 +317,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "passes": Name(
             "vllm.config:CompilationConfig.__dataclass_fields__.pass_config",
-            "has the passes fuse_norm_quant and fuse_allreduce_rms",
+            "holds the options fuse_norm_quant and fuse_allreduce_rms",
         ),
         "norm_quant": Name(
             "vllm.config.compilation:PassConfig.__dataclass_fields__.fuse_norm_quant",
@@ -333,7 +333,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "once": Name(
             "vllm.config:CompilationConfig.__dataclass_fields__.inductor_compile_config",
-            "passes the three options of Inductor below",
+            "passes the next three options to Inductor",
         ),
         "reuse": Name(
             "torch._inductor.config:allow_buffer_reuse",
@@ -411,7 +411,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "pruned": Name(
             "vllm.config:MultiModalConfig.__dataclass_fields__.video_pruning_rate",
-            "drops tokens of videos, which is refused",
+            "if set, vLLM drops tokens of videos; refused at start",
         ),
         "media": Name(
             "vllm.multimodal.inputs:MultiModalFeatureSpec.__dataclass_fields__.mm_position",
@@ -427,7 +427,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "image_blocks": Name(
             "vllm.v1.attention.backend:AttentionBackend.supports_mm_prefix",
-            "says whether tokens of an image see each other",
+            "says whether tokens of an image attend to each other",
         ),
     },
     "attention summaries": {
@@ -459,7 +459,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "registered": Name(
             "vllm.model_executor.models.registry:_LazyRegisteredModel.__dataclass_fields__.class_name",
-            "names the class that serves an architecture: ours is registered where it is one of that backend",
+            "names the class that serves an architecture; if it is of the Transformers backend, ours replaces it",
         ),
     },
     "sleep": {

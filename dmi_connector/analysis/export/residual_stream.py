@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The residual stream under vLLM's auxiliary layer ids, as trainers of draft models take it.
+"""The residual stream, indexed by vLLM's auxiliary layer ids. Trainers of draft models use the same ids.
 
-An id below the number of layers is the stream entering that layer (resid_pre). The number of layers is the stream after
-the last one, before the final norm (resid_final).
+In a model with N layers, ids 0 to N - 1 are the inputs of the layers (resid_pre). Id N is the output of the last layer,
+before the final norm (resid_final).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dmi_connector.store.read.metadata import read_attrs
 
 
 def layer_ids(store: Place, attrs: Mapping[str, Any]) -> list[int]:
-    """The ids that a store with these root attributes holds, in ascending order.
+    """The layer ids that a store holds, in ascending order. attrs: its root attributes.
 
-    Raises ValueError where its number of layers is unknown.
+    Raises ValueError if the store has resid_final but no attribute `num_layers`.
     """
     hooks = attrs["hooks"]
     found = list(hooks["resid_pre"]["layers"]) if "resid_pre" in hooks else []
@@ -37,10 +37,12 @@ def layer_ids(store: Place, attrs: Mapping[str, Any]) -> list[int]:
 def ids_of_all(
     captures: Captures, ids_of: Callable[[Place, Mapping[str, Any]], list[int]], wanted: Sequence[int] | None
 ) -> list[int]:
-    """The ids to export of every store, so that all files are alike: those wanted, by default those of the first store.
+    """The layer ids to export from every store, so that all files have the same layers.
 
-    ids_of: the ids that a store holds, by its root attributes, of which each is read once. Stores of later tokens alone
-    do not count: no file is made of them. Raises ValueError where stores differ in what is exported.
+    ids_of: returns the ids that a store holds, from the store and its root attributes. wanted: the ids to export; None:
+    those of the first store. Stores without the first tokens of their request are ignored, as they are not exported.
+
+    Raises ValueError if only some stores have the ids in `wanted`, or if `wanted` is None and the stores differ.
     """
     all_ids: list[tuple[int, ...] | None] = [None] * len(captures)
 
@@ -54,7 +56,7 @@ def ids_of_all(
     stores = [info.store for info, ids in zip(captures.infos, all_ids, strict=True) if ids is not None]
     known = [ids for ids in all_ids if ids is not None] or [()]
     same = [ids == known[0] if wanted is None else set(wanted) <= set(ids) for ids in known]
-    if all(same) or not any(same):  # what no store has is named when the first is written
+    if all(same) or not any(same):  # ids that all stores lack are an error of `chosen_ids`
         return list(known[0] if wanted is None else dict.fromkeys(wanted))
     number, every = same.index(False), sorted(set(known[0]).intersection(*known))
     use = ",".join(map(str, every))
@@ -66,9 +68,9 @@ def ids_of_all(
 
 
 def chosen_ids(capture: Capture, wanted: Sequence[int] | None) -> list[int]:
-    """The ids to export: those wanted, by default all.
+    """The layer ids to export from one store: `wanted` without duplicates; None: all ids of the store.
 
-    Raises ValueError for a store without a residual stream, and for ids that it lacks.
+    Raises ValueError for a store without a residual stream, for ids that it lacks, and for an empty `wanted`.
     """
     known = layer_ids(capture.path, capture.attrs)
     if not known:
@@ -85,9 +87,9 @@ def chosen_ids(capture: Capture, wanted: Sequence[int] | None) -> list[int]:
 
 
 def stream_rows(capture: Capture, ids: Sequence[int], rows: slice) -> np.ndarray:
-    """Rows [rows, layers, hidden] of the stream in the stored dtype; reduced hooks as float32.
+    """The residual stream [rows, layers, hidden] in the stored dtype. Reduced hooks are decoded to float32.
 
-    Raises ValueError for projections.
+    Raises ValueError for hooks that are stored as projections.
     """
     last = capture.attrs.get("num_layers")
     parts = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export of stores to safetensors, as vLLM's own connector writes hidden states."""
+"""Export of stores to safetensors, in the layout of vLLM's ExampleHiddenStatesConnector."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _NAMES = {
     "uint16": "U16",
     "uint8": "U8",
 }
-"""numpy's names of dtypes -> those of safetensors."""
+"""numpy dtype -> safetensors dtype."""
 Blocks = tuple[np.dtype, tuple[int, ...], Iterable[np.ndarray]]
-"""(dtype, shape, values in C order, in parts)."""
+"""(dtype, shape, blocks of the values in C order)."""
 
 
 def write_file(path: Path, tensors: Mapping[str, Blocks]) -> None:
-    """Write a safetensors file part by part. Raises ValueError for a dtype that the format lacks."""
+    """Write a safetensors file block by block. Raises ValueError for a dtype that the format lacks."""
     # safetensors puts wider types first.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0]))
     header, offset = {}, 0
@@ -69,9 +69,10 @@ def write_hidden_states(
     finite: FiniteCheck,
     progress: Progress = lambda _done, _total: None,
 ) -> None:
-    """Write `hidden_states` [tokens, layers, hidden] of these layer ids and `token_ids` int64 [tokens].
+    """Write `hidden_states` [tokens, layers, hidden] of the layer ids `ids`, and `token_ids` int64 [tokens].
 
-    progress: called with (rows that were read, all of them). Raises NotFinite as `finite` says.
+    progress: called with (rows written, total rows). Raises NotFinite for a NaN or an infinity, unless `finite` keeps
+    them.
     """
     tokens = capture.token_ids.astype("<i8")
     first = stream_rows(capture, ids, slice(0, 0))
@@ -88,16 +89,17 @@ def write_hidden_states(
 def export_safetensors(
     store: Given, out: str | os.PathLike[str], layer_ids: Sequence[int] | None = None, finite: str = "fail"
 ) -> list[int]:
-    """Write the file that vLLM's ExampleHiddenStatesConnector would have written for this request, a new file.
+    """Write one store to a new file, as vLLM's ExampleHiddenStatesConnector would have written the request.
 
-    The file holds `hidden_states` [tokens, layers, hidden] in the stored dtype and `token_ids` int64 [tokens]. It gets
-    its name when it is whole. Beside it lies the empty `OUT.lock` that vLLM's `load_hidden_states` locks.
+    The file holds `hidden_states` [tokens, layers, hidden] in the stored dtype and `token_ids` int64 [tokens]. It is
+    written under a temporary name and renamed at the end. The empty file `OUT.lock` is created too, because vLLM's
+    `load_hidden_states` locks it.
 
-    layer_ids: vLLM's auxiliary layer ids (see `residual_stream`), written in ascending order. None: all that were
-    captured. finite: "keep" writes values that are not finite, "fail" raises NotFinite. Returns the ids written.
+    layer_ids: vLLM's auxiliary layer ids (see `residual_stream`), written in ascending order. None: all captured
+    ids. finite: "keep" writes a NaN or an infinity, "fail" raises NotFinite. Returns the ids written.
 
     Raises ValueError if the store has no residual stream or lacks an id; CaptureIncomplete for an incomplete store;
-    FileExistsError.
+    FileExistsError if `out` exists.
     """
     return _write_one(local_path(out), store, layer_ids, FiniteCheck(finite), lambda _done, _total: None)
 
@@ -115,14 +117,14 @@ def _write_one(
 
 
 def _lock_file(path: Path) -> None:
-    """The file that vLLM's `load_hidden_states(path)` takes a shared lock of. It is empty, and nobody holds it here."""
+    """Create the empty lock file of `path`, on which vLLM's `load_hidden_states` takes a shared lock."""
     path.with_name(path.name + ".lock").touch()
 
 
 def export(
     captures: Captures, out: Path, progress: Progress, finite: FiniteCheck, layers: Sequence[int] | None = None
 ) -> Done:
-    """Write `NAME.safetensors` for each store, in the directory `out`, and the lock file of each."""
+    """Write `out/NAME.safetensors` and its lock file for each store."""
 
     def write(capture: Capture, path: Path) -> None:
         write_hidden_states(capture, path, sorted(chosen_ids(capture, layers)), finite)
@@ -135,6 +137,6 @@ def export(
 def export_file(
     captures: Captures, out: Path, progress: Progress, finite: FiniteCheck, layers: Sequence[int] | None = None
 ) -> Done:
-    """Write the one store of `captures` as the file `out`, which must be new."""
+    """Write the only store of `captures` to the new file `out`."""
     ids = _write_one(out, captures.infos[0].store, layers, finite, progress)
     return Done(out, 1, notes=(f"layer ids {', '.join(map(str, ids))}",))

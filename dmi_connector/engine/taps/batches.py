@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of tapped values: which values one op writes together."""
+"""Batches of tapped values. One op writes the values of a batch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from dmi_connector.layout import RowField
 from dmi_connector.ranks import shard_of
 
 _LASTING = frozenset(("resid_pre", "resid_mid", "q", "k"))
-"""Hooks whose values nothing overwrites later in a compiled forward: taps read copies of them."""
+"""Hooks whose tapped tensors keep their values until a compiled forward ends (see `Keep`)."""
 _BATCH_BYTES = 64 << 10
-"""Bytes of a token that a batch of several layers references: a step needs that much more memory for each token."""
+"""Maximum bytes per token of a batch of several layers. The batch keeps these tensors alive until it is written."""
 
 
 def in_layer(field: RowField) -> bool:
@@ -37,7 +37,7 @@ def batches_of_layers(fields: Sequence[RowField]) -> list[list[int]]:
     """Layers that one op can write together in a compiled model, in ascending order.
 
     A layer qualifies if all its selected hooks are in _LASTING and none is reduced. A batch has at most MAX_VALUES
-    values and _BATCH_BYTES bytes of a token.
+    values and, if it has several layers, _BATCH_BYTES bytes per token.
     """
     batches: list[list[int]] = []
     values = nbytes = 0
@@ -56,8 +56,10 @@ def batches_of_layers(fields: Sequence[RowField]) -> list[list[int]]:
 
 @dataclass
 class _Hook:
-    """A forward hook on the module at `path`. options: of its registration, a pre-hook if `before`. direct: something
-    calls the module's `forward`, past its hooks.
+    """A forward hook on the module at `path`.
+
+    before: whether it is a pre-hook. options: keyword arguments of its registration. direct: whether the model calls
+    the module's `forward` directly, which skips forward hooks. `forward` is then wrapped.
     """
 
     path: str
@@ -69,7 +71,7 @@ class _Hook:
     handle: torch.utils.hooks.RemovableHandle | None = None
 
     def register(self, module: nn.Module) -> None:
-        """Let it fire in `module`, and no longer elsewhere."""
+        """Register the hook on `module`, and remove a forward hook from its previous module."""
         if self.handle is not None:
             self.handle.remove()
         self.module = module
@@ -81,7 +83,7 @@ class _Hook:
 
 
 def _calls_before(module: nn.Module) -> list[Callable[..., Any]]:
-    """What runs before each `forward` of this module, whoever calls it."""
+    """The list of functions that run before each `forward` of a module. The first call wraps `forward`."""
     calls: list[Callable[..., Any]]
     if "dmi_calls" not in vars(module):
         calls, inner = [], module.forward
@@ -98,10 +100,10 @@ def _calls_before(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 class ModelTaps:
-    """What the taps of one model share: the token buffer, the deferred reductions, the way it is compiled.
+    """State that the taps of one model share: the token buffer, the deferred reductions, the compilation.
 
-    resting: no hook fires. A draft model may share modules with the target, such as the embedding. Then hooks rest
-    outside the target's own forward (`models.Tapped.dmi_forward`), so that the draft's forward writes nothing.
+    resting: whether hooks do nothing. A draft model may share modules with the target, such as the embedding. Hooks
+    then rest outside the target's own forward (`models.Tapped.dmi_forward`), so the draft's forward writes no rows.
     """
 
     def __init__(self, model: nn.Module, context: CaptureContext, compilation: Compilation) -> None:
@@ -118,7 +120,10 @@ class ModelTaps:
         self._add(_Hook(path, call, before, options))
 
     def before_attention(self, path: str, call: Callable[..., Any]) -> None:
-        """Call `call(module, args)` before the attention at `path`. vLLM's Transformers backend calls its `forward`."""
+        """Call `call(module, args)` before the attention at `path`.
+
+        vLLM's Transformers backend calls the attention's `forward` directly, so forward hooks do not run there.
+        """
         self._add(_Hook(path, call, True, {}, direct=self.context.arch.in_transformers))
 
     def _add(self, hook: _Hook) -> None:
@@ -137,13 +142,13 @@ class ModelTaps:
 
     def _unless_resting(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
-        def hook(*args: Any, **kwargs: Any) -> Any:  # a compiled model has the answer as a constant
+        def hook(*args: Any, **kwargs: Any) -> Any:  # in a compiled model `resting` is a constant
             return None if self.resting else call(*args, **kwargs)
 
         return hook
 
     def follow(self) -> None:
-        """Move hooks to modules that stand in the place of those they were registered on, such as LoRA's layers."""
+        """Move hooks from replaced modules to their replacements, such as the layers of LoRA."""
         for hook in self._hooks:
             module = self._model.get_submodule(hook.path)
             if module is not hook.module:
@@ -151,14 +156,14 @@ class ModelTaps:
 
     @cached_property
     def once(self) -> TapBatch:
-        """The batch of what exists once in the model. `TapBatch.again` gives more of them."""
+        """The batch of hooks that exist once in the model. `TapBatch.again` makes further batches."""
         fields = [f for f in self.context.layout.fields if not in_layer(f)]
         return self._batch("once", fields, 0)
 
     def batch(self, layers: Sequence[int], lasting: bool = False) -> TapBatch:
-        """The batch of one layer, or of several whose values last."""
+        """The batch of one layer, or of several layers. lasting: see `TapBatch`."""
         fields = [f for f in self.context.layout.fields if f.layer in layers and in_layer(f)]
-        # Offsets count from the batch's first, so that graphs of equal layers are equal and vLLM compiles one of them.
+        # Offsets are relative to the batch's first. Equal layers then have equal graphs, which vLLM compiles once.
         return self._batch(str(layers[0]), fields, min(f.offset for f in fields), lasting)
 
     def _batch(self, name: str, fields: Sequence[RowField], start: int, lasting: bool = False) -> TapBatch:
@@ -177,15 +182,16 @@ class ModelTaps:
         return TapBatch(self, self._model.get_buffer(buffer), place, lasting)
 
     def join(self) -> None:
-        """Let the model wait for the tap before. Only compiled models overlap taps."""
+        """Make the model wait until the previous tap has finished. Only compiled models run beside taps."""
         if torch.compiler.is_compiling():
             torch.ops.dmi.tap_join(self.token)
 
 
 class TapBatch:
-    """Values that wait for their common write.
+    """Values that one op writes together.
 
-    tensor: stands for `place` in the graph. lasting: its values stay as they are to the end of the forward.
+    tensor: the graph input that identifies `place` (see `stand_for`). lasting: whether the values are not overwritten
+    until the forward ends.
     """
 
     def __init__(self, taps: ModelTaps, tensor: torch.Tensor, place: Place, lasting: bool = False) -> None:
@@ -199,7 +205,7 @@ class TapBatch:
         return TapBatch(self.taps, self.tensor, self.place, self.lasting)
 
     def add(self, row_field: RowField | None, value: torch.Tensor) -> None:
-        """Add a value; None: it is not selected."""
+        """Add the value of a field. row_field: None if the hook is not selected; the value is then ignored."""
         if row_field is not None:
             self.fields.append(row_field)
             self.values.append(value)
@@ -210,14 +216,17 @@ class TapBatch:
             self.add(row_field, value)
 
     def pause(self, more_compiled: bool, more_eager: bool = False, beside: bool = True) -> None:
-        """Write, unless the values can wait for more to come. beside: see `write`."""
+        """Write the batch, unless more values follow. beside: see `write`.
+
+        more_compiled, more_eager: whether to wait for more values in a compiled and in an eager model.
+        """
         if not (more_compiled if torch.compiler.is_compiling() else more_eager):
             self.write(beside)
 
     def write(self, beside: bool = True) -> None:
-        """Write what waits, with one op for each dtype (nearly always one).
+        """Write the values of the batch, with one op per dtype, and empty it.
 
-        beside: the values stay as they are until the next tap.
+        beside: whether the values are not overwritten until the next tap.
         """
         fields, values = list(self.fields), list(self.values)
         # Cleared, not replaced: Dynamo replays what happens to the lists themselves, and tensors left in one would be
@@ -233,9 +242,10 @@ class TapBatch:
             torch.ops.dmi.tap(rows, taps.token, self.tensor, offsets, overlap, taps.context.cache_layer)
 
     def end(self, like: torch.Tensor, always: bool = False) -> None:
-        """Nothing more is written in this forward. like: a tensor with one entry for each token.
+        """End the taps of this forward. like: a tensor with one entry per token.
 
-        always: also where this is not compiled, since what was written before may be.
+        always: also run the op in eager mode without deferred reductions. Needed where this code is eager but the
+        taps before it may be compiled.
         """
         taps = self.taps
         if always or taps.deferred.tokens or torch.compiler.is_compiling():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM compiles a model, as far as taps must know it, and the option that they need (`disable_buffer_reuse`)."""
+"""The properties of vLLM's compilation that taps depend on, and the option that taps need (`disable_buffer_reuse`)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _BACKENDS = ("", "inductor", "eager")
 class Compilation(NamedTuple):
     """How a model is compiled.
 
-    in_place: the model may overwrite a tap's input before the next tap, whoever references it. vLLM's own kernel for an
-    add-and-norm does (`UnsafeCloneEliminationPass`), and compilers other than Inductor may. stream_lasts: the residual
-    stream before a layer is written to memory in the model's dtype, and not overwritten in this forward. products_last:
-    the output of a linear layer is that of its matrix product; LoRA adds to it. copies: nothing of this is known, so
-    each tap reads a copy.
+    in_place: the model may overwrite a tap's input before the next tap, even if it is still referenced. vLLM's own
+    kernel for an add-and-norm does (`UnsafeCloneEliminationPass`), and compilers other than Inductor may. stream_lasts:
+    the residual stream before a layer is written to memory in the model's dtype, and not overwritten in this forward.
+    products_last: whether the matrix product is the last operation of a linear layer; with LoRA it is not. copies: the
+    vLLM version is untested, so each tap reads a copy.
     """
 
     in_place: bool

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions that small steps carry out at their end, for all layers at once (`Reduction.at_end`).
+"""Reductions that small steps run at their end, for all layers together (`Reduction.at_end`).
 
-In a decode step, a projection or a search for the largest values waits far longer than it computes. One layer after the
-other they would take longer than the model's own kernels. So taps copy such values to a buffer, and one operation for
-each hook reduces them after the last layer. Larger steps fill the GPU with each layer and reduce at once.
+In a decode step, the launch latency of a projection or a top-k is far longer than its computation. Run layer by layer,
+they would take longer than the model's own kernels. So taps copy the values to a buffer, and one operation per hook
+reduces them after the last layer. Larger steps fill the GPU with one layer, and reduce in each layer.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dmi_connector.layout import ROW_ALIGN, ROW_BYTES_ALIGN, RowField
 from dmi_connector.reduce import Reduction
 
 MOST_TOKENS = 256
-"""Larger steps reduce at once."""
+"""Steps of more tokens reduce in each layer."""
 MOST_BYTES = 512 << 20
-"""Largest size of the buffer. Where rows are so wide that it holds fewer tokens, fewer are deferred."""
+"""Maximum bytes of the buffer. With wide rows it holds fewer than MOST_TOKENS tokens."""
 SCRATCH = 64 << 20
-"""Bytes that projections may allocate at a time. vLLM's memory profile does not see them. Where one layer of an
-autoencoder takes more for MOST_TOKENS, fewer are deferred.
+"""Maximum bytes that projections allocate at a time. vLLM's memory profile does not include them. If one layer of an
+autoencoder needs more for MOST_TOKENS tokens, the buffer holds fewer tokens.
 """
 
 
@@ -32,7 +32,7 @@ autoencoder takes more for MOST_TOKENS, fewer are deferred.
 class _Hook:
     """One hook in the buffer: `width` values of each layer, side by side, from byte `start` of a token's row on.
 
-    offsets: int64 [layers], where they go in a token's row of the cache, in bytes.
+    offsets: int64 [layers], byte offsets of the reduced values in a row of the cache.
     """
 
     reduction: Reduction
@@ -46,8 +46,8 @@ class _Hook:
 class DeferredReductions:
     """The buffer of one model, and the reductions of its content.
 
-    tokens: steps of more tokens do not use it; 0 where no hook is reduced at the end. buffer: uint8 [tokens, bytes]. It
-    is made before vLLM measures how much memory is left for the cache.
+    tokens: the most tokens of a step that uses the buffer; 0 if no hook is reduced at the end. buffer: uint8
+    [tokens, bytes], allocated before vLLM measures the memory that is left for the cache.
     """
 
     def __init__(self, fields: Sequence[RowField], device: torch.device) -> None:
@@ -71,18 +71,18 @@ class DeferredReductions:
         fit = min(MOST_BYTES // row_bytes, SCRATCH // max(scratch, 1)) if row_bytes else 0
         self.tokens = min(MOST_TOKENS, fit)
         self.buffer = torch.empty(self.tokens, row_bytes, dtype=torch.uint8, device=device)
-        zero_offset(device)  # made now, before a CUDA graph is captured
+        zero_offset(device)  # allocated before a CUDA graph is captured
 
     def takes(self, tokens: int) -> bool:
         """Whether a step of `tokens` tokens defers."""
         return 0 < tokens <= self.tokens
 
     def places(self, offsets: Sequence[int]) -> list[int | None]:
-        """Byte of a row of `buffer` for values that go to byte `offsets` of a row of the cache; None: not deferred."""
+        """Byte offsets in a row of `buffer`, for byte `offsets` in a row of the cache. None: not deferred."""
         return [self._places.get(offset) for offset in offsets]
 
     def reduce(self, rows: torch.Tensor, slots: torch.Tensor, tokens: int) -> None:
-        """Reduce what the taps of this step deferred, and write it to the rows `slots`."""
+        """Reduce the values that this step deferred, and write the results to the rows `slots`."""
         if not self.takes(tokens):
             return
         for hook in self._hooks:

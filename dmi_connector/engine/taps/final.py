@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taps of what leaves the last layer: the residual stream and the final norm, after which a step's taps end.
+"""Taps after the last layer: the residual stream and the final norm. They are the last taps of a step.
 
-In a pipeline stage before the last they end with its last layer.
+In a pipeline stage before the last, the taps of a step end with the stage's last layer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dmi_connector.engine.taps.values import copied, first, norm_outputs
 
 
 def install_final(taps: ModelTaps) -> None:
-    """Register the taps at the final norm or, where it is not known, at the last layer."""
+    """Register the taps at the final norm, or at the last layer if the architecture names no final norm."""
     context, arch, batch = taps.context, taps.context.arch, taps.once.again()
     final, normed = context.layout.taking("resid_final", 0), context.layout.taking("final_ln", 0)
     terms = _last_terms(taps) if final else []
@@ -50,13 +50,13 @@ def install_final(taps: ModelTaps) -> None:
 
 
 def _last_terms(taps: ModelTaps) -> list[torch.Tensor]:
-    """What the last layer adds up, in its order, while a model of the Transformers backend is compiled.
+    """The terms that the last layer adds, in order, while a model of the Transformers backend is compiled.
 
-    Such a sum may read much. Inductor would then write it to memory where a tap reads it beside the final norm, and the
-    norm would go on from values rounded to the model's dtype. So taps add up for themselves.
+    If a tap reads the sum too, Inductor may write it to memory, and the final norm would read values that are rounded
+    to the model's dtype. So the tap computes a sum of its own.
 
-    It is no dict: Dynamo ends a graph that changed one with a call of `update`, by whose name vLLM refuses graphs that
-    change a buffer of the model.
+    The result is a list, not a dict: for a changed dict, Dynamo ends the graph with a call of `update`. vLLM takes a
+    call of that name for a change of a buffer, and refuses the graph.
     """
     context, arch = taps.context, taps.context.arch
     terms: list[torch.Tensor] = []
@@ -84,5 +84,5 @@ def _sum(terms: list[torch.Tensor], stream: torch.Tensor) -> torch.Tensor:
     if not terms:
         return copied(stream)
     values = [copied(value) for value in reversed(terms)]
-    terms.clear()  # tensors left in it would be outputs of the compiled graph
+    terms.clear()  # remaining tensors would be outputs of the compiled graph
     return functools.reduce(torch.add, values)

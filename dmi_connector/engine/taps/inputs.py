@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taps of what enters the model: the row header (token id and position, as the model saw them) and the embedding.
+"""Taps of the model's inputs: the row header (token id and position, as the model saw them) and the embedding.
 
-Token ids are read from the arguments of the embedding, positions from those of a module that gets them. In models whose
-layers may not get them (FORWARD), they are written from the arguments of the model's own forward, once that has ended.
+Token ids are read from the arguments of the embedding, positions from those of a module that takes positions. In models
+whose layers may not take positions (FORWARD), they are written from the arguments of the model's own forward, when it
+has ended.
 
-A model with a vision tower gets embeddings, into which those of images are merged. They were made before the forward,
-so its header is read from the arguments of the forward itself (`write_inputs`). vLLM passes token ids beside embeddings
-where the model asks for them (`requires_raw_input_tokens`). A pipeline stage after the first embeds nothing, and its
-header is read there too.
+A model with a vision tower takes embeddings that are computed before the forward, with those of images merged in. Its
+header is read from the arguments of the forward (`write_inputs`). vLLM passes token ids beside embeddings
+where the model asks for them (`requires_raw_input_tokens`). Pipeline stages after the first have no
+embedding, so their header is read from these arguments too.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def write_inputs(
 
 
 def end_forward(taps: ModelTaps, positions: torch.Tensor) -> None:
-    """Write the positions that a forward got, where taps do not see them, and end the taps of the step.
+    """Write the positions of a forward in models whose taps do not see them, and end the taps of the step.
 
     positions: int [tokens].
     """

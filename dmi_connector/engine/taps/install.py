@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installs taps: forward hooks on a model's modules that hand tensors to the tap op. points.py has the table."""
+"""Installs taps: forward hooks that pass tensors of a model's modules to the tap op. points.py lists the tap points."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from dmi_connector.layout import RowField, RowLayout
 
 
 def install(model: nn.Module, context: CaptureContext, compilation: Compilation) -> ModelTaps:
-    """Register the taps of the selection on a freshly built model, before its first forward."""
+    """Register the taps of the selected hooks on a model. Call it before the model's first forward."""
     taps = ModelTaps(model, context, compilation)
     fields, arch = context.layout.fields, context.arch
     install_inputs(taps)
@@ -61,9 +61,9 @@ def install(model: nn.Module, context: CaptureContext, compilation: Compilation)
 
 
 def joined_before_attention(fields: Sequence[RowField]) -> set[int]:
-    """Layers before whose attention the model waits for the tap before: those after a layer that reduces.
+    """Layers whose attention waits for the previous tap: each layer that follows one with a reduced hook.
 
-    Slow reducing kernels beside attention made decode slower. `pattern` is written elsewhere.
+    Decode is slower if a reduction's kernel runs beside attention. `pattern` does not count: no layer tap writes it.
     """
     reduced = (f for f in fields if f.reduction is not None and f.hook != "pattern")
     return {f.layer + 1 for f in reduced if in_layer(f)}
@@ -73,7 +73,7 @@ def joined_before_attention(fields: Sequence[RowField]) -> set[int]:
 
 
 def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatch, more: bool = False) -> None:
-    """Register the taps of one layer. more: further layers of the batch follow."""
+    """Register the taps of one layer. more: whether further layers of the batch follow."""
     context, compilation = taps.context, taps.compilation
     arch, path = context.arch.of_layer(index, context.dims), f"{context.arch.layers}.{index}"
     experts = index in context.dims.moe_layers
@@ -105,13 +105,13 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
 
 def _sizes(attn: Any, rotary: int) -> tuple[int, int, int, int]:
     """(head_size, q_size, kv_size, shared) of `LayerFacts`. rotary: rotary dimensions of a head in latent attention."""
-    absorbed = hasattr(attn, "qk_head_dim")  # latent attention whose head_size is that of the cache
+    absorbed = hasattr(attn, "qk_head_dim")  # in absorbed latent attention, head_size is that of the cache
     head_size = attn.qk_head_dim if absorbed else attn.head_size
     return head_size, attn.num_heads * head_size, attn.num_kv_heads * head_size, 0 if absorbed else rotary
 
 
 def _unfuse_norms(attention: Any) -> None:
-    """Let gated attention call its norms of q and k, where vLLM has a kernel for these, rotary and the gate."""
+    """Disable vLLM's fused kernel of gated attention, so that the norms of q and k run as modules, which taps need."""
     if hasattr(attention, "use_fused_qk_norm_rope_gate"):
         attention.use_fused_qk_norm_rope_gate = False
 
@@ -120,7 +120,7 @@ Points = Sequence[tuple[TapPoint, Sequence[RowField]]]
 
 
 def _points(arch: Architecture, layout: RowLayout, index: int, experts: bool) -> Points:
-    """The tap points of a layer whose hooks are selected or probed, with the fields that take their values."""
+    """The tap points of a layer that are selected or probed, each with the fields that its value is written to."""
     found = []
     for point in TAP_POINTS:
         fields = layout.taking(point.hook, index)
@@ -133,7 +133,7 @@ def _points(arch: Architecture, layout: RowLayout, index: int, experts: bool) ->
 
 
 def _end_of(arch: Architecture, stage: Stage, points: Points) -> str:
-    """The module at which a stage ends: after the last of its points, and where that module is, at `ends_at`."""
+    """The module at which a stage ends: that of its last point, or `ends_at` if the layer has it and it runs later."""
     mine = [point.module for point, _ in points if point.stage is stage]
     return max([*mine, *([stage.ends_at] if getattr(arch, stage.ends_at) else [])], key=MODULES.index)
 
@@ -147,7 +147,7 @@ class _Pause(NamedTuple):
 
 
 def _pause(stage: Stage, points: Points, more: bool) -> _Pause:
-    """What to do at the end of a stage. more: further layers of the batch follow."""
+    """The arguments of `TapBatch.pause` at the end of a stage. more: whether further layers of the batch follow."""
     later = any(STAGES.index(point.stage) > STAGES.index(stage) for point, _ in points)
     return _Pause(
         more or (later and stage.waits is not Waits.NEVER), later and stage.waits is Waits.ALWAYS, stage.beside
@@ -163,7 +163,7 @@ def _register(
     pause: _Pause | None,
     batch: TapBatch,
 ) -> None:
-    """Register one hook at `path` that takes the values of `here`, and ends a stage with `pause`."""
+    """Register one forward hook at `path` that reads the values of `here`. pause: None if no stage ends there."""
 
     def tap(args: tuple[Any, ...], output: Any) -> None:
         for fields, read in here:
@@ -173,7 +173,7 @@ def _register(
 
     if name == "attn":
         taps.before_attention(path, lambda _module, args: tap(args, None))
-    elif name in INPUTS:  # which may be given by their names
+    elif name in INPUTS:  # the model may pass these inputs as keyword arguments
         taps.hook(
             path, lambda _module, args, kwargs: tap(args or tuple(kwargs.values()), None), before=True, with_kwargs=True
         )
@@ -182,10 +182,10 @@ def _register(
 
 
 def _joined(taps: ModelTaps, point: TapPoint, index: int, layer: LayerFacts) -> Read:
-    """How a value is read, of two modules if the point has a first one."""
+    """The function that reads a point's value. If the point has a `first` module, it joins the outputs of both."""
     if not point.first or not getattr(layer.arch, point.first):
         return _reader(point, layer)
-    noted: list[torch.Tensor] = []  # a list is emptied, see `TapBatch.write`
+    noted: list[torch.Tensor] = []  # cleared, not replaced: see `TapBatch.write`
 
     def note(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         noted.clear()
@@ -201,7 +201,7 @@ def _joined(taps: ModelTaps, point: TapPoint, index: int, layer: LayerFacts) -> 
 
 
 def _reader(point: TapPoint, layer: LayerFacts) -> Read:
-    """How a value is read so that it is there when it is written (see `Keep`)."""
+    """The function that reads a point's value. It copies a value that may be overwritten before the write (`Keep`)."""
     read, keep, compilation = point.read, point.keep, layer.compilation
     if compilation.copies and keep is not Keep.HALVES:
         keep = Keep.COPY
@@ -222,7 +222,7 @@ def _reader(point: TapPoint, layer: LayerFacts) -> Read:
 
 
 def _module(layer: LayerFacts, name: str) -> nn.Module | None:
-    """The module of a layer that a field of `Architecture` names.
+    """The module of a layer whose path is the field `name` of `Architecture`.
 
     None if vLLM built the layer without it: `ModelTaps.hook` then refuses the hook.
     """
@@ -233,29 +233,29 @@ def _module(layer: LayerFacts, name: str) -> nn.Module | None:
 
 
 def _has_bias(layer: LayerFacts) -> bool:
-    """Whether the MLP's last product adds a bias. Inductor may add it later, together with what is next."""
+    """Whether the MLP's last linear layer has a bias. Inductor may fuse the addition with the operation after it."""
     return bool(layer.arch.down_proj) and getattr(_module(layer, "down_proj"), "bias", None) is not None
 
 
 def _written_by_product(linear: nn.Module | None) -> bool:
     """Whether a matrix product writes a linear layer's output, in the model's dtype.
 
-    Inductor may fuse what follows the product, such as a bias or the scales of quantised weights, with what is next.
+    A bias, or the scales of quantised weights, follow the product. Inductor may fuse them with the next operation.
     """
     plain = isinstance(getattr(linear, "quant_method", None), UnquantizedLinearMethod)
     return plain and getattr(linear, "bias", None) is None
 
 
 def _rename(value: torch.Tensor) -> torch.Tensor:
-    """`value` under a name of its own: vLLM refuses graphs that use an add-and-norm's input under the same name."""
+    """A view of `value`. vLLM refuses graphs in which a tap reads the same tensor as an add-and-norm."""
     return value.view(value.shape)
 
 
 def _copy_halves(value: torch.Tensor, head_size: int) -> torch.Tensor:
     """A copy of heads, made of the two halves of each head.
 
-    Rotary reads halves, so its kernel writes the copy too. Else Inductor lets the norm's kernel write it, which would
-    otherwise only sum up squares.
+    Rotary embedding reads halves, so Inductor writes this copy in its kernel. A copy of whole heads would be written by
+    the norm's kernel, which otherwise only sums squares.
     """
     if not torch.compiler.is_compiling():
         return value

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The custom ops of taps.
 
-    dmi::tap        writes values into this step's paged rows, reduced where that is wanted
+    dmi::tap        writes values into this step's paged rows, reduced if selected
     dmi::tap_header writes row headers where positions have several axes (inputs.py)
-    dmi::tap_join   lets the model wait for the tap before it (overlap.py)
+    dmi::tap_join   makes the model wait for the previous tap (overlap.py)
     dmi::tap_end    ends a step's taps: reduces what they deferred (deferred.py)
 
 Each op mutates a one-element token buffer. The mutation keeps torch.compile from removing or reordering the op, at no
@@ -45,8 +45,8 @@ _LIB.define("tap_join(Tensor(a!) token) -> ()", tags=_TAGS)
 _LIB.define("tap_end(Tensor like, Tensor(a!) token, Tensor place, str cache_layer) -> ()", tags=_TAGS)
 
 _REDUCE_TOKENS, _LEAST_TOKENS = 1024, 64
-"""Tokens that torch reduces at a time, unless one value takes more than SCRATCH for them; and then at least. vLLM's
-memory profile does not see what encoders allocate.
+"""Default and least tokens that torch reduces at a time. It reduces fewer than the default if one value would need more
+than SCRATCH. vLLM's memory profile does not include what encoders allocate.
 """
 
 
@@ -74,10 +74,10 @@ class Tap:
 
 @dataclass(eq=False)
 class Place:
-    """Where the taps of a batch write: what cannot be passed to the op through the graph.
+    """The arguments of a batch's taps that cannot be passed to the op through the graph.
 
-    start: byte of a row that their offsets count from. layer: for reductions. reductions: by byte offset in a row.
-    deferred, coverage: the model's. taps: those that have run.
+    start: byte of a row to which their offsets are relative. layer: layer number, for reductions. reductions: by byte
+    offset in a row. deferred, coverage: those of the model. taps: the taps that have run.
     """
 
     start: int
@@ -103,12 +103,12 @@ class Place:
 
 
 _PLACES: weakref.WeakValueDictionary[int, Place] = weakref.WeakValueDictionary()
-"""By the address of the tensor that is its key. The model's taps own the places.
+"""Places by the address of the tensor that stands for each. The model's taps own the places.
 
 Graphs of equal layers must be equal, so that vLLM compiles one for all of them. A number or a layer's name would be a
-constant of its graph, but a tensor is an input. Its value cannot hold the place: to read it from a GPU is to wait for
-the GPU, and is an error while a CUDA graph is captured. A CPU tensor could be read. It would be an input on another
-device than the values, which was not tried on a GPU with Inductor and CUDA graphs.
+constant of its graph, but a tensor is an input. Its value cannot identify the place: reading it from a GPU
+synchronises, which is an error while a CUDA graph is captured. A CPU tensor could be read. It would be an input on
+another device than the values, which was not tried on a GPU with Inductor and CUDA graphs.
 
 Tensors of live models have different addresses, and the places of a freed model go with it. A tensor that was copied or
 moved, as by `model.to()`, has no place: the op ends with a KeyError and writes no row.
@@ -175,8 +175,8 @@ def _tap_header(
 ) -> None:
     """Write token id, position in the request, and position on each axis.
 
-    ids: int [tokens]. positions: int [axes, tokens]. They do not give the position in the request after an image, so
-    that one is vLLM's own, by which it also chose the slots.
+    ids: int [tokens]. positions: int [axes, tokens]. After an image they differ from the position in the request, which
+    is read from the batch metadata. vLLM assigns slots by the same positions.
     """
     at = positions[0]
     if forward_context.is_forward_context_available():
@@ -191,7 +191,8 @@ def _tap_header(
 def compile_others(place: Place, rows: torch.Tensor, values: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:
     """Compile the kernels that smaller and larger steps need, by running them on padding, which they skip.
 
-    Else a first prompt would wait for Triton. What fails here is left to that prompt.
+    Otherwise the first prompt would wait for Triton. A failure is logged, and the first prompt then compiles the
+    kernels.
     """
     counts = {1, DECODE_TOKENS + 1}
     if any(place.start + offset in place.reductions for offset in offsets):
@@ -206,7 +207,7 @@ def compile_others(place: Place, rows: torch.Tensor, values: Sequence[torch.Tens
 
 
 def _tap_join(token: torch.Tensor) -> None:
-    """Let the model wait for the tap before, if that runs on a branch."""
+    """Make the model wait for the previous tap, if that runs on a branch."""
     if branch := captured_branch(token.device):
         branch.join(forward_context.get_forward_context())
 
@@ -225,7 +226,7 @@ def tokens_at_once(values: Sequence[torch.Tensor], reductions: Sequence[Reductio
         return sys.maxsize
     pairs = zip(values, reductions, strict=True)
     scratch = [r.scratch(v.shape[1], str(v.dtype).removeprefix("torch.")) for v, r in pairs if r is not None]
-    # Of a large autoencoder fewer fit.
+    # A large autoencoder takes fewer tokens.
     least = min(_REDUCE_TOKENS, max(_LEAST_TOKENS, SCRATCH // max(1, *scratch)))
     if not values[0].is_cuda:
         return least

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the hooks of a layer are tapped (TAP_POINTS), how their values are read, and how long these stay.
+"""The tap points of a layer's hooks (TAP_POINTS): where values are read, and how long they stay valid.
 
 A stage of a layer ends where its values may be overwritten; they are written by then. In eager mode each stage is
 written by one op. Under torch.compile one op writes the whole layer at its end, and narrow layers share an op
-(batches.py); `Keep` says what of that a value needs.
+(batches.py). `Keep` says which values need a copy for that.
 
     stage           hooks                               written before
     ATTENTION_IN    resid_pre, ln1, q, k, v, mix_proj   rotary, which may rotate q and k in place, or a mixer's core
@@ -35,14 +35,14 @@ class Waits(enum.Enum):
     """Whether the values of a stage can wait for the layer's later stages."""
 
     NEVER = "never"
-    COMPILED = "compiled"  # Inductor keeps what it is told to keep; eager kernels work in place
+    COMPILED = "compiled"  # compiled models keep the values; eager kernels overwrite them
     ALWAYS = "always"
 
 
 class Stage(NamedTuple):
-    """A stretch of a layer.
+    """A part of a layer whose values are written together.
 
-    ends_at: the earliest module at which it ends. beside: its values stay until the next tap.
+    ends_at: the earliest module at which it ends. beside: whether its values are not overwritten until the next tap.
     """
 
     ends_at: str
@@ -73,11 +73,11 @@ MODULES = (
 )
 """Modules of a layer in the order in which they run: attributes of `Architecture`."""
 INPUTS = ("layer", "attn", "mix_norm", "before_mlp")
-"""Those whose inputs are tapped, before anything works on them."""
+"""Modules whose inputs are tapped, by a pre-hook."""
 
 
 class Keep(enum.Enum):
-    """What a compiled model needs so that a value is still there when it is written."""
+    """Whether a compiled model needs a copy of a value, so that it is unchanged when it is written."""
 
     AS_IS = enum.auto()  # the value itself
     COPY = enum.auto()  # a copy: it is overwritten later, or never written to memory
@@ -91,10 +91,10 @@ class Keep(enum.Enum):
 class LayerFacts(NamedTuple):
     """One decoder layer.
 
-    head_size: of q, 0 without attention. q_size, kv_size: widths of q and k on this rank. shared: values of each key
-    that all heads share, at its end, where latent attention gets keys of heads; else 0. experts: whether its MLP is a
-    mixture of experts. mlp_taps: whether hooks of its MLP are selected. scale: by what the outputs of its blocks are
-    multiplied before they are added.
+    head_size: that of q; 0 without attention. q_size, kv_size: widths of q and k on this rank. shared: number of values
+    at the end of each key that all heads share, in latent attention with keys per head; else 0. experts: whether its
+    MLP is a mixture of experts. mlp_taps: whether hooks of its MLP are selected. scale: the factor of the outputs of
+    its blocks before they are added to the residual stream.
     """
 
     module: nn.Module

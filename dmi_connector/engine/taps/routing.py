@@ -13,7 +13,7 @@ from dmi_connector.engine.taps.batches import ModelTaps, TapBatch
 
 
 def install_routing(taps: ModelTaps, arch: Architecture, module: nn.Module, index: int, batch: TapBatch) -> None:
-    """Register the routing taps of one layer, with this row. They run inside an opaque op: each is written at once."""
+    """Register the routing taps of one layer. They run inside an opaque op, so each value is written immediately."""
     context, path = taps.context, f"{arch.layers}.{index}"
     scores = context.layout.taking("router_logits", index)
     ids, weights = context.layout.taking("topk_ids", index), context.layout.taking("topk_weights", index)
@@ -32,7 +32,7 @@ def install_routing(taps: ModelTaps, arch: Architecture, module: nn.Module, inde
         select, to_places = router.select_experts, router._apply_eplb_mapping
 
         def apply_eplb_mapping(topk_ids: torch.Tensor) -> torch.Tensor:
-            """Takes the model's numbers of experts; with redundant experts the result numbers their places."""
+            """Capture the model's expert numbers, before redundant experts map them to places."""
             chosen.add_all(ids, topk_ids)
             return to_places(topk_ids)
 

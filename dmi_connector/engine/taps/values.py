@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values on their way to a tap."""
+"""Functions that prepare values for a tap."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dmi_connector.engine.model.architectures import Architecture
 def copied(value: torch.Tensor) -> torch.Tensor:
     """A copy for a tap. The compiled model then computes the same as without it, and may overwrite the original.
 
-    Inductor keeps fused sums and norms in float32. What an opaque op reads must be written in the model's dtype, and
-    everything after it would go on from the rounded tensor. (A plain clone is removed as a no-op.)
+    Inductor keeps fused sums and norms in float32. An opaque op reads tensors in the model's dtype. Without a copy, the
+    model would continue from the rounded tensor. Inductor removes a plain clone as a no-op, so this negates twice.
     """
     return torch.neg(torch.neg(value)) if torch.compiler.is_compiling() else value
 
 
 def first(output: Any) -> torch.Tensor:
-    """A module's output, of a tuple the first."""
+    """A module's output, or its first element if it is a tuple."""
     value: torch.Tensor = output[0] if isinstance(output, tuple) else output
     return value
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a capture lacks rows.
 
-Every part of the package reports a `Loss`. The commit puts losses into words, once. A capture that ends without a
-commit has its words made at its end.
+Every part of the package reports missing rows as a `Loss`. `reason` turns the losses of a capture into the sentences of
+its attribute `reason`, and `missing` into row ranges.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 LABELS = ("shutdown", "write_error", "dropped", "quota", "aborted", "other")
-"""Labels under which metrics count incomplete captures. Of several that apply the first counts (docs/OPERATIONS.md)."""
+"""Metric labels of incomplete captures. If several apply, the first one is used (docs/OPERATIONS.md)."""
 
 OWN_ENDS = ("stop", "length", "repetition")
-"""Finish reasons of requests that came to their own end. One that was aborted, as by the end of its engine, leaves a
-complete store of the tokens until then.
+"""Finish reasons of requests that were not aborted. The store of an aborted request may be complete too: it
+then has the rows of all tokens up to the abort. A request is also aborted when its engine shuts down.
 """
 
 Ranges = Sequence[Sequence[int]]
@@ -51,7 +51,7 @@ class Cause(enum.Enum):
     RANKS_LATE = "other", "tensor-parallel ranks {ranks} did not finish in {seconds} s"
     FILES_GONE = "write_error", "{count} files are gone from the partial store, the first: {first}"
     NOT_SALVAGED = "write_error", "what is left of {hooks} cannot be salvaged: {error}"
-    NOT_WRITTEN = "write_error", ""  # only lists rows: the loss that stopped their writer has the words
+    NOT_WRITTEN = "write_error", ""  # lists rows only; the loss that stopped the writer has the sentence
     HOOKS_WITHOUT_DATA = "other", "hooks without data: {hooks}"
     # In a repair.
     SALVAGED = "other", "salvaged after the writer or the engine was killed"
@@ -74,8 +74,8 @@ class Cause(enum.Enum):
 class Loss:
     """One reason why a capture is incomplete.
 
-    rows: the ranges that are lost, () if none or not known. facts: what the cause's sentence names. rank: the
-    tensor-parallel rank that reports it.
+    rows: the [start, stop) ranges that are lost; () if none is, or if they are unknown. facts: values of the
+    placeholders in the cause's sentence. rank: the tensor-parallel rank that reports the loss.
     """
 
     cause: Cause
@@ -85,7 +85,7 @@ class Loss:
 
     @classmethod
     def of(cls, cause: Cause, rows: Ranges = (), **facts: Any) -> Loss:
-        """A loss of `rows`."""
+        """Make a loss of `rows`."""
         return cls(cause, tuple((int(start), int(stop)) for start, stop in rows), facts)
 
     @property
@@ -104,13 +104,13 @@ class Loss:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Loss:
-        """What `to_json` gave."""
+        """The inverse of `to_json`."""
         rows = tuple((start, stop) for start, stop in values["rows"])
         return cls(Cause[values["cause"]], rows, values["facts"], values["rank"])
 
 
 def add_loss(losses: list[Loss], loss: Loss) -> None:
-    """Add a loss; one with the same words as an earlier one only adds its rows there."""
+    """Append a loss. If one with the same cause, facts and rank exists, its rows are extended instead."""
     for i, other in enumerate(losses):
         if (other.cause, other.facts, other.rank) == (loss.cause, loss.facts, loss.rank):
             losses[i] = replace(other, rows=other.rows + loss.rows)
@@ -124,22 +124,22 @@ def losses_to_json(losses: Iterable[Loss]) -> list[dict[str, Any]]:
 
 
 def losses_from_json(values: Iterable[Mapping[str, Any]]) -> list[Loss]:
-    """What `losses_to_json` gave."""
+    """The inverse of `losses_to_json`."""
     return [Loss.from_json(one) for one in values]
 
 
 def reason(losses: Iterable[Loss]) -> str | None:
-    """The `reason` of a store: all losses in words, each once; None if there are none."""
+    """The attribute `reason` of a store: the distinct sentences of its losses, or None if there are none."""
     return "; ".join(dict.fromkeys(filter(None, (loss.words for loss in losses)))) or None
 
 
 def missing(losses: Iterable[Loss]) -> list[list[int]]:
-    """The `missing` of a store: the rows of all losses."""
+    """The attribute `missing` of a store: the rows of all losses, as merged [start, stop) ranges."""
     return merge_ranges(rows for loss in losses for rows in loss.rows)
 
 
 def label(losses: Iterable[Loss]) -> str:
-    """The label under which metrics count a capture with these losses."""
+    """The metric label of a capture with these losses, which must not be empty."""
     found = {loss.cause.label for loss in losses}
     return next(name for name in LABELS if name in found)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the bytes of a store come from: a directory, one zip file, or an object store. All reads go through here."""
+"""Access to the files of a store. LocalFiles reads directories; zip_files.py and remote_files.py add the others."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import numpy as np
 Buffer = memoryview
 """A writable, contiguous view of bytes."""
 _BLOCK_BYTES = 8 << 20
-"""Bytes that are copied at a time."""
+"""Bytes per read of `StoreFiles.blocks`."""
 MAPPED_BYTES = 1 << 20
-"""From this size on a file is mapped, so that only what is asked for is read from disk."""
+"""`load_file` memory-maps files of at least this many bytes. Only the pages that are used are read from disk."""
 _FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0)
-"""Windows would change the ends of lines of a file that is not opened as binary."""
+"""Flags of `os.open`. Without O_BINARY, Windows translates line ends."""
 _seeking = threading.Lock()
 
 
 def _seek_and_read(fd: int, nbytes: int, offset: int) -> bytes:
-    """`os.pread` for Windows, which has none. The lock is there because threads may share a descriptor."""
+    """Replaces `os.pread` on Windows. The lock keeps threads that share a descriptor from moving its offset."""
     with _seeking:
         os.lseek(fd, offset, os.SEEK_SET)
         return os.read(fd, nbytes)
 
 
 def _read_and_copy(fd: int, parts: Sequence[Buffer], offset: int) -> int:
-    """`os.preadv` for systems that have none."""
+    """Replaces `os.preadv` on systems that lack it."""
     data, at = memoryview(_pread(fd, sum(map(len, parts)), offset)), 0
     for part in parts:
         piece = data[at : at + len(part)]
@@ -48,15 +48,15 @@ class StoredFile(ABC):
 
     @abstractmethod
     def read(self, offset: int, nbytes: int) -> bytes:
-        """`nbytes` bytes from `offset` on; fewer at the end of the file. Raises FileNotFoundError, OSError."""
+        """Read `nbytes` bytes from `offset`, or fewer at the end of the file. Raises FileNotFoundError, OSError."""
 
     @abstractmethod
     def read_end(self, nbytes: int) -> bytes:
-        """The last `nbytes` bytes; fewer of a shorter file. Raises FileNotFoundError, OSError."""
+        """Read the last `nbytes` bytes, or the whole file if it is shorter. Raises FileNotFoundError, OSError."""
 
     @abstractmethod
     def read_into(self, offset: int, parts: Sequence[Buffer]) -> None:
-        """Fill `parts`, one after the other, with the bytes from `offset` on. Raises ValueError beyond the end."""
+        """Fill `parts` in order with the bytes from `offset`. Raises ValueError if the file ends before."""
 
     def __enter__(self) -> StoredFile:
         return self
@@ -66,7 +66,10 @@ class StoredFile(ABC):
 
 
 class LocalFile(StoredFile):
-    """A file of a local file system, or the part of one that begins at `base` and has `nbytes` bytes (None: all)."""
+    """A local file, or a byte range of one.
+
+    base: offset of the range. nbytes: its size; None: up to the end of the file.
+    """
 
     def __init__(self, path: str, base: int = 0, nbytes: int | None = None) -> None:
         self._fd = os.open(path, _FLAGS)
@@ -94,7 +97,7 @@ class LocalFile(StoredFile):
             self._read_rest(self._base + offset, parts, got)
 
     def _read_rest(self, offset: int, parts: Sequence[Buffer], got: int) -> None:
-        """Go on after `got` bytes."""
+        """Read the rest of `parts` after a short read of `got` bytes."""
         views = list(parts)
         while views:
             offset += got
@@ -111,13 +114,13 @@ class LocalFile(StoredFile):
 
 
 def read_all(file: LocalFile) -> bytes:
-    """All bytes of an open file, which is closed."""
+    """Read all bytes of an open file, and close it."""
     with file:
         return file.read(0, file.size)
 
 
 class HeldBytes(StoredFile):
-    """Bytes of a file that are in memory already, from `first` on."""
+    """Bytes of a file that are already in memory. first: the offset of `data` in the file."""
 
     def __init__(self, data: bytes | memoryview, first: int = 0) -> None:
         self._data, self._first = memoryview(data), first
@@ -148,7 +151,10 @@ def load_file(path: Path) -> bytes | np.ndarray | None:
 
 
 class StoreFiles(ABC):
-    """The files of one store. remote: whether a read is a request to a server, so that many should be under way."""
+    """The files of one store.
+
+    remote: whether each read is a request to a server. Readers then send several requests at once.
+    """
 
     remote = False
 
@@ -169,7 +175,10 @@ class StoreFiles(ABC):
         """Bytes of a file; None if it does not exist."""
 
     def blocks(self, path: str) -> Iterator[bytes]:
-        """All bytes of a file in parts, so that memory does not grow with the file. Raises FileNotFoundError."""
+        """Yield the bytes of a file in blocks of at most 8 MiB.
+
+        Raises FileNotFoundError; ValueError if the file is shorter than its size.
+        """
         size, at = self.size(path) or 0, 0
         with self.open(path) as file:
             while at < size:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The threads that read chunks: as many as this process may use cores, one pool for the whole process."""
+"""The thread pool that reads chunks. A process has one pool, by default with one thread per usable core."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import numpy as np
 Item = TypeVar("Item")
 _PREFIX = "dmi-read"
 FETCH_THREADS = 32
-"""Requests to an object store at a time. Their threads wait for answers, so they are more than cores."""
+"""Concurrent requests to an object store. Their threads mostly wait, so there may be more threads than cores."""
 
 
 def _cores() -> int:
-    """Cores that this process may use; those of the machine if the system does not say (macOS, Windows)."""
+    """Cores that this process may use. On macOS and Windows: all cores of the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Pool:
-    """Starts its threads when they are first needed, and anew in a forked process."""
+    """A thread pool that starts its threads at the first use, and again in a forked process."""
 
     def __init__(self, prefix: str, threads: int | None = None) -> None:
         self.prefix = prefix
@@ -34,7 +34,7 @@ class _Pool:
             os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        self._lock, self._executor = threading.Lock(), None  # the threads are the parent's
+        self._lock, self._executor = threading.Lock(), None  # a forked process does not inherit threads
 
     @property
     def threads(self) -> int:
@@ -42,7 +42,7 @@ class _Pool:
 
     def resize(self, threads: int | None) -> None:
         if threads is not None and threads < 1:
-            raise ValueError(f"threads {threads} is not valid; use 1 or more, or None for one a core")
+            raise ValueError(f"threads {threads} is not valid; use 1 or more, or None for one per core")
         with self._lock:
             if self._executor is not None:
                 self._executor.shutdown(wait=False)
@@ -74,7 +74,7 @@ def set_read_threads(threads: int | None) -> None:
 def in_threads(work: Callable[[Item], object], items: Iterable[Item]) -> None:
     """Do `work` on each of `items` in the pool, and wait. Raises the first error; work that has not begun is dropped.
 
-    One item, one thread, and work that is itself in the pool run in the calling thread.
+    The work runs in the calling thread if there is one item or one thread, or if the caller is a thread of the pool.
     """
     _share(_pool, work, items)
 
@@ -96,7 +96,7 @@ def _share(pool: _Pool, work: Callable[[Item], object], items: Iterable[Item]) -
 
 
 class Scratch(threading.local):
-    """Memory of a thread that is used again for each chunk. Fresh memory would cost as many page faults."""
+    """Buffers of one thread that are reused for each chunk, which avoids page faults of new memory."""
 
     def __init__(self) -> None:
         self._parts: dict[str, np.ndarray] = {}
