@@ -10,7 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 RANK, ALPHA = 8, 16
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "input_linear", "output_linear")
+_MIXER = ("in_proj", "out_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+TARGETS = (*_ATTENTION, *_MLP, *_MIXER)
+"""Linear layers of all models that get an adapter."""
 
 
 def make_adapter(model: Path, folder: Path, merged: Path, seed: int) -> None:

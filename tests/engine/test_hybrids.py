@@ -215,3 +215,22 @@ def test_cached_tokens_are_read_by_the_uncaptured_and_computed_again_for_rows(ru
     assert run.replies["uncaptured hit"].num_cached_tokens == 256, "no prefix-cache hit: this shows nothing"
     assert run.replies["hit"].num_cached_tokens == 0
     assert open_capture(run.store("hit")).attrs["recomputed_tokens"] == 256
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["nemotron_h", "lfm2", "qwen3_5-text"])
+def test_prefix_hits_inside_a_block(name: str, known_models: None, tmp_path: Path) -> None:
+    """With `prefix_match_unit` hits end between the ends of blocks. The tokens of a hit are computed again for rows."""
+    run, model = Run(tmp_path / "stores"), make(name, tmp_path / "model")
+    args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, "pool", pool_bytes=48 << 20, **SMALL)
+    args |= latent_cpu.ROTARY if name.startswith("lfm2") else {}
+    ask = Ask(prompt(290, 3)[:280] + prompt(9, 4))
+    with pytest.MonkeyPatch.context() as patch:
+        if name in DELTA:
+            delta_cpu.stand_in(patch)
+        with engine(model, enforce_eager=True, prefix_match_unit=32, **args) as llm:
+            generate(llm, run, {"first": ask})
+            generate(llm, run, {"hit": ask})
+    assert open_capture(run.store("hit")).attrs["recomputed_tokens"] == 288
+    worst = relative_errors(run.store("hit"), Oracle(model, torch.float32), run.tokens("hit"), len(ask.prompt))
+    assert {hook: error for hook, error in worst.items() if not error <= MOST} == {}
