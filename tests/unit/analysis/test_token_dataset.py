@@ -379,7 +379,7 @@ def test_too_few_tokens_for_workers_are_refused_before_one_starts(
 
 
 def test_a_choice_without_a_row_is_refused(captures: Captures) -> None:
-    with pytest.raises(ValueError, match="^no store has a row that passes skip, phase, after, mask and last"):
+    with pytest.raises(ValueError, match=r"^no store has a row that passes skip, phase, after, mask and last"):
         list(make(captures, after=[1 << 20]))
 
 
