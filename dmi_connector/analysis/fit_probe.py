@@ -174,12 +174,19 @@ def _by_label(
             names = [(field, str(capture.attrs.get(field))) for field in NAMES[:-1]] + [("store", place_of(store).name)]
             name = next((name for name in names if name in labels), None)
             if name is None:
+                told = ", ".join(f"{field} {value!r}" for field, value in names)
                 continue
             one.check(capture.path, capture.attrs.get("model"))
             check_own_values(capture, hook, layer, Keeps.EVERY_VALUE)
             numbers.add(tuple(source.layer for source in capture.sources(hook, layer)))
             used.add(name)
             groups[labels[name]].append(store)
+    if labels and stores and not used:
+        field, value = next(iter(labels))
+        raise ValueError(
+            f"fit-probe: no label names a store: the first is of {field} {value!r}, and the last store has {told};"
+            " give one of these"
+        )
     if unused := len(labels) - len(used):
         logger.warning("fit-probe: %d of %d labels name no store", unused, len(labels))
     if left := len(stores) - sum(map(len, groups)):

@@ -43,6 +43,7 @@ def of_captures(infos: Sequence[CaptureInfo], directories: Iterable[Path], to: s
     rows = [{**vars(whole(info)), "store": str(info.store)} for info in infos]
     names = [name for name in CaptureInfo.__dataclass_fields__ if name != "scores"]  # see `Captures.scores`
     columns = {name: [row[name] for row in rows] for name in names}
+    columns["name"] = [info.store.name for info in infos]
     entries = run_entries(infos, directories)
     of_run = [entries.get(info.store.stem, {}) for info in infos]
     if entries:

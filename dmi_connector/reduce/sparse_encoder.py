@@ -82,17 +82,21 @@ class SparseEncoder:
                 f"sae: {config} has architecture {kind!r} and normalize_activations {normed!r}; encoders of"
                 f" {', '.join(_KINDS)} work, without normalisation or with {' or '.join(_NORMS)}"
             )
-        weight = _get(tensors, "W_enc", file)
-        bias = _get(tensors, "b_gate" if kind == "gated" else "b_enc", file)
+        weight = _weight(tensors, file)
+        width, latents = weight.shape
+        bias = _get(tensors, "b_gate" if kind == "gated" else "b_enc", file, latents)
         if facts.get("rescale_acts_by_decoder_norm"):
-            norm = np.linalg.norm(_get(tensors, "W_dec", file), axis=1)
+            norm = np.linalg.norm(_get(tensors, "W_dec", file, latents, width), axis=1)
             weight, bias = weight * norm, bias * norm
         shifted = facts.get("apply_b_dec_to_input", not facts.get("transcode", False))
-        shift = _get(tensors, "b_dec", file) if shifted else np.zeros(len(weight), np.float32)
-        threshold = _get(tensors, "threshold", file) if kind == "jumprelu" else None
-        if kind.endswith("batchtopk"):
-            threshold = np.full(weight.shape[1], _get(tensors, "topk_threshold", file), np.float32)
-        gate = (np.exp(_get(tensors, "r_mag", file)), _get(tensors, "b_mag", file)) if kind == "gated" else None
+        shift = _get(tensors, "b_dec", file, width) if shifted else np.zeros(width, np.float32)
+        threshold, gate = None, None
+        if kind == "jumprelu":
+            threshold = _get(tensors, "threshold", file, latents)
+        elif kind.endswith("batchtopk"):
+            threshold = np.full(latents, _get(tensors, "topk_threshold", file, 1), np.float32)
+        elif kind == "gated":
+            gate = np.exp(_get(tensors, "r_mag", file, latents)), _get(tensors, "b_mag", file, latents)
         return cls(
             weight, bias, shift, threshold, k if kind == "topk" else None, normed if normed in _NORMS else None, gate
         )
@@ -111,13 +115,17 @@ class SparseEncoder:
         return self.weight.shape[1]
 
     def encode(self, rows: np.ndarray) -> np.ndarray:
-        """float32 [rows, latents] of rows [rows, d_in]. Raises ValueError for rows of another width."""
+        """float32 [rows, latents] of rows [rows, d_in]. A row with a NaN has NaN latents. Raises ValueError for rows of
+        another width, and for a row alone.
+        """
+        if rows.ndim != 2:
+            raise ValueError(f"sae: it takes rows [rows, {len(self.weight)}], not an array {list(rows.shape)}")
         if rows.shape[1] != len(self.weight):
             raise ValueError(f"sae: it takes rows of {len(self.weight)} values, the hook has {rows.shape[1]}")
         found = (self.normed(rows) - self.shift) @ self.weight
         if self.gate is not None:
-            open_ones = found + self.bias > 0
-            found = np.where(open_ones, found * self.gate[0] + self.gate[1], 0)
+            closed = found + self.bias <= 0  # false for a NaN, which stays one
+            found = np.where(closed, 0, found * self.gate[0] + self.gate[1])
         else:
             found += self.bias
         np.maximum(found, 0, out=found)
@@ -141,7 +149,8 @@ class SparseEncoder:
 def _of_gemma_scope(file: Path) -> SparseEncoder:
     """jumprelu(x W + b), with a threshold for each latent."""
     tensors = FloatTensors(file)
-    weight, bias, threshold = (_get(tensors, name, file) for name in ("W_enc", "b_enc", "threshold"))
+    weight = _weight(tensors, file)
+    bias, threshold = (_get(tensors, name, file, weight.shape[1]) for name in ("b_enc", "threshold"))
     return SparseEncoder(weight, bias, np.zeros(len(weight), np.float32), threshold)
 
 
@@ -154,11 +163,12 @@ def _of_llama_scope(file: Path, settings: Path) -> SparseEncoder:
             f"sae: {settings} has act_fn {activation!r} and norm_activation {normed!r}; jumprelu, topk and relu work, "
             "with dataset-wise"
         )
-    weight, bias = _get(tensors, "W_enc", file), _get(tensors, "b_enc", file)
+    weight = _weight(tensors, file)
+    bias = _get(tensors, "b_enc", file, weight.shape[1])
     norm = facts["dataset_average_activation_norm"]["in"]
     shift = np.zeros(len(weight), np.float32)
     if facts.get("apply_decoder_bias_to_pre_encoder"):
-        shift = _get(tensors, "b_dec", file)
+        shift = _get(tensors, "b_dec", file, len(weight))
     scale = np.float32(len(weight) ** 0.5 / norm)
     threshold = None
     if activation == "jumprelu":
@@ -207,11 +217,27 @@ def weights_file(given: str | os.PathLike[str]) -> Path:
     return found[0]
 
 
-def _get(tensors: FloatTensors, name: str, file: Path) -> np.ndarray:
-    """A tensor as float32. Raises ValueError if it is missing or holds no floats."""
-    if name == "W_enc" and name not in tensors.names and "encoder.weight" in tensors.names:
-        return np.ascontiguousarray(_get(tensors, "encoder.weight", file).T)
+def _weight(tensors: FloatTensors, file: Path) -> np.ndarray:
+    """W_enc, float32 [d_in, latents]. Raises ValueError."""
+    if "W_enc" not in tensors.names and "encoder.weight" in tensors.names:
+        found, name = _get(tensors, "encoder.weight", file).T, "encoder.weight"
+    else:
+        found, name = _get(tensors, "W_enc", file), "W_enc"
+    if found.ndim != 2:
+        raise ValueError(f"sae: {file}: {name} has the shape {list(found.shape)}; it needs two dimensions")
+    return np.ascontiguousarray(found)
+
+
+def _get(tensors: FloatTensors, name: str, file: Path, *shape: int) -> np.ndarray:
+    """A tensor as float32. shape: what it has to be, by the shape of W_enc; 1 is a number alone too. Raises ValueError
+    if it is missing, holds no floats or has another shape.
+    """
     for known in _NAMES.get(name, (name,)):
         if (found := tensors.get(known)) is not None:
+            if shape and found.shape != shape and (shape != (1,) or found.ndim):
+                raise ValueError(
+                    f"sae: {file}: {known} has the shape {list(found.shape)}, W_enc [d_in, latents] needs"
+                    f" {list(shape)}; is W_enc transposed, or is the tensor that of another autoencoder?"
+                )
             return found
     raise ValueError(f"sae: {file} holds no {name} of floats; it holds {', '.join(tensors.names)}")

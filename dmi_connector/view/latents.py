@@ -56,6 +56,9 @@ class Latents:
                 return f"The autoencoder encodes {self.hook}, which the store lacks."
             hook, layer = hook_and_layer(self.hook, capture.attrs)
             check_own_values(capture, hook, layer)
+            layers = capture.layers.get(hook, [])
+            if layer is None and len(layers) > 1:
+                return f"{hook} has the layers {layers}; name that of the autoencoder, as in --sae-hook {hook}@N."
         except (KeyError, ValueError) as error:
             return str(error.args[0])
         width, needed = capture.shape(hook)[-1], len(self.encoder.weight)

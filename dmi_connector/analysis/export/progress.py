@@ -145,7 +145,11 @@ def _export(
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory, if it does not exist. Raises OSError if it cannot be created or is not writable."""
+    """Create a directory, if it does not exist. Raises OSError if it cannot be created or is not writable, and
+    ValueError if it lies in a store: `dmi verify` would find the files there as damage.
+    """
+    if store := next((folder for folder in (path, *path.parents) if (folder / "zarr.json").exists()), None):
+        raise ValueError(f"export: {store} is a store, which nothing may be added to; give another -o")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

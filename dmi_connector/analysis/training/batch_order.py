@@ -46,10 +46,13 @@ class BatchOrder:
         number = self.rank * workers + worker
         parts = [order[i::streams] for i in range(streams)]
         least = min(int(self.counts[part].sum()) for part in parts) // self.batch_size
+        if not self.counts.sum():
+            raise ValueError("no store has a row that passes skip, phase, after, mask and last; choose other rows")
         if not least:
+            spread, fewer = (f" in {streams} workers", ", or fewer workers") if streams > 1 else ("", "")
             raise ValueError(
-                f"{self.counts.sum()} tokens are too few for batches of {self.batch_size} in {streams} workers; use a"
-                " smaller batch_size, or fewer workers"
+                f"{self.counts.sum()} tokens are too few for batches of {self.batch_size}{spread}; use a smaller"
+                f" batch_size{fewer}"
             )
         ends = np.cumsum(self.counts[parts[number]])
         return Stream(parts[number], ends, least, (self.seed, epoch, number), self._groups(ends))

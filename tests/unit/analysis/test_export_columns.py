@@ -136,6 +136,19 @@ def test_a_store_without_rows_becomes_an_empty_file(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "parquet/a.parquet").num_rows == 0
 
 
+@pytest.mark.parametrize("to", ["numpy --hook q@0", "webdataset --hook q@0", "speculators", "zip"])
+@pytest.mark.parametrize("inside", ["", "/data"])
+def test_nothing_is_written_into_a_store(
+    stores: Path, to: str, inside: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = stores / "a.zarr"
+    before = sorted(store.rglob("*"))
+    assert main(["export", str(stores), "--to", *to.split(), "-o", f"{store}{inside}"]) == 2
+    told = f"dmi: export: {store} is a store, which nothing may be added to; give another -o\n"
+    assert capsys.readouterr().err == told
+    assert sorted(store.rglob("*")) == before
+
+
 @pytest.mark.parametrize("to", ["numpy", "parquet", "webdataset"])
 @pytest.mark.parametrize(
     ("hook", "words"),

@@ -86,3 +86,52 @@ def test_llama_scope_scales_rows_to_their_average_norm(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, np.where(plain >= fifth, np.maximum(plain, 0), 0), atol=1e-5)
     with pytest.raises(ValueError, match="norm_activation 'token-wise'; jumprelu, topk and relu work"):
         SparseEncoder.load(llama_scope(tmp_path, norm_activation="token-wise"))
+
+
+def sae_lens(folder: Path, kind: str, **changed: np.ndarray) -> Path:
+    names = {"gated": ("b_gate", "r_mag", "b_mag"), "jumprelu": ("b_enc", "threshold")}.get(kind, ("b_enc",))
+    tensors = {"W_enc": WEIGHT, "W_dec": np.ascontiguousarray(WEIGHT.T), "b_dec": SHIFT, **dict.fromkeys(names, BIAS)}
+    if kind == "batchtopk":
+        tensors["topk_threshold"] = np.array([0.5], np.float32)
+    save_file({**tensors, **changed}, folder / "sae.safetensors")
+    config = {"architecture": kind, "apply_b_dec_to_input": True, "rescale_acts_by_decoder_norm": kind == "standard"}
+    (folder / "cfg.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "shape", "needs"),
+    [
+        ("standard", "b_enc", (7,), "[23]"),
+        ("standard", "b_dec", (1,), "[8]"),
+        ("standard", "W_dec", (8, 23), "[23, 8]"),
+        ("jumprelu", "threshold", (1,), "[23]"),
+        ("gated", "b_gate", (23, 1), "[23]"),
+        ("gated", "r_mag", (4,), "[23]"),
+        ("gated", "b_mag", (1,), "[23]"),
+        ("batchtopk", "topk_threshold", (3,), "[1]"),
+        ("jumprelu", "W_enc", (23, 8), None),
+        ("jumprelu", "W_enc", (8,), None),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_when_they_are_read(
+    kind: str, name: str, shape: tuple[int, ...], needs: str | None, tmp_path: Path
+) -> None:
+    assert SparseEncoder.load(sae_lens(tmp_path, kind)).encode(ROWS).shape == (50, LATENTS)
+    folder = sae_lens(tmp_path, kind, **{name: np.ones(shape, np.float32)})
+    with pytest.raises(ValueError) as error:
+        SparseEncoder.load(folder)
+    told = str(error.value)
+    assert told.startswith(f"sae: {folder / 'sae.safetensors'}: ")
+    if needs is not None:
+        assert f"{name} has the shape {list(shape)}, W_enc [d_in, latents] needs {needs}" in told
+
+
+@pytest.mark.parametrize("kind", ["standard", "jumprelu", "batchtopk", "gated"])
+def test_a_row_that_is_not_finite_has_no_latents_that_are(kind: str, tmp_path: Path) -> None:
+    rows = ROWS[:2].copy()
+    rows[1, 3] = np.nan
+    encoder = SparseEncoder.load(sae_lens(tmp_path, kind))
+    assert np.isnan(encoder.encode(rows)[1]).all() and np.isfinite(encoder.encode(rows)[0]).all()
+    with pytest.raises(ValueError, match=r"it takes rows \[rows, 8\], not an array \[8\]"):
+        encoder.encode(rows[0])

@@ -378,7 +378,14 @@ def test_too_few_tokens_for_workers_are_refused_before_one_starts(
         iter(loader)
 
 
+def test_a_choice_without_a_row_is_refused(captures: Captures) -> None:
+    with pytest.raises(ValueError, match=r"^no store has a row that passes skip, phase, after, mask and last"):
+        list(make(captures, after=[1 << 20]))
+
+
 def test_too_few_tokens_are_refused(captures: Captures) -> None:
+    with pytest.raises(ValueError, match=r"^718 tokens are too few for batches of 800; use a smaller batch_size$"):
+        len(make(captures, batch_size=800, buffer_tokens=800))
     with pytest.raises(ValueError, match="718 tokens are too few for batches of 400 in 2 workers"):
         list(make(captures, batch_size=400, buffer_tokens=400, world_size=2, rank=0))
 

@@ -104,6 +104,18 @@ def test_a_table_has_a_row_for_each_token(captures: Captures, library: str) -> N
         captures.token_table("arrow")
 
 
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_tokens_join_with_the_table_of_captures(captures: Captures, library: str) -> None:
+    tokens, table = captures.token_table(library), captures.table(library)[["name", "num_tokens"]]  # type: ignore[call-overload]
+    if library == "pandas":
+        joined = tokens.merge(table, left_on="store", right_on="name")
+    else:
+        joined = tokens.join(table, left_on="store", right_on="name")
+    assert len(joined) == len(tokens) > 0
+    ends = dict(zip(joined["store"], joined["num_tokens"], strict=True))
+    assert ends == {f"s{i}.zarr": length for i, length in enumerate(LENGTHS)}
+
+
 def test_a_ragged_dataset_has_all_rows(captures: Captures, written: tuple[Path, list[kit.Values]]) -> None:
     ds = captures.xarray(["z@1", "topk_ids"])
     rows = [v["z"].view("f4")[1] for v in written[1]]

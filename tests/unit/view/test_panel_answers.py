@@ -288,6 +288,7 @@ def test_the_hook_of_an_autoencoder_is_given_or_that_of_its_files(root: Path, tm
     ("hook", "words"),
     [
         ("resid_pre@1", None),
+        ("resid_pre", "resid_pre has the layers [0, 1]; name that of the autoencoder, as in --sae-hook resid_pre@N."),
         ("resid_pre@7", "The autoencoder encodes resid_pre@7, which the store lacks."),
         ("blocks.0.hook_mlp_out", "The autoencoder encodes blocks.0.hook_mlp_out, which the store lacks."),
         ("resid_pre@first", "'resid_pre@first' names no layer; write a hook as in 'resid_pre@3'"),
