@@ -248,11 +248,18 @@ def test_the_lens_of_a_row_names_its_places(tmp_path: Path, model: Path) -> None
         own = log_softmax(end.logits(np.concatenate([stream[:, 5], final[:, 5]])))
         assert places == names and np.array_equal(ids, np.argsort(-own, axis=1)[:, :4])
         np.testing.assert_allclose(shares, -np.sort(-np.exp(own), axis=1)[:, :4], rtol=1e-4)
+        none = {"ids": [], "p": [], "rank": None, "came": None}
+        for row in (0, 9, 10):
+            assert predictions.alternatives(capture, end, row, 2) == none, row
+        own = log_softmax(end.logits(final[:, 5]))[0]
+        found = predictions.alternatives(capture, end, 6, 2)
+        assert found["ids"] == np.argsort(-own)[:2].tolist()
+        assert found["came"] == pytest.approx(float(np.exp(own[capture.token_ids[6]])), rel=1e-4)
         assert predictions.described(capture, model)[0]["rows"] == [[1, 9], [11, 20]]
-        found = predictions.predicted(capture, end, "3", slice(0, 20))
+        outcomes = predictions.predicted(capture, end, "3", slice(0, 20))
         own = log_softmax(end.logits(stream[1]))
         wanted = np.append(np.nan, own[np.arange(19), capture.token_ids[1:]])
         wanted[[9, 10]] = np.nan
-        known = np.isfinite(found.logprobs)
-        np.testing.assert_allclose(found.logprobs[known], wanted[known], rtol=1e-4)
-        assert np.flatnonzero(found.best == -1).tolist() == [0, 9, 10]
+        known = np.isfinite(outcomes.logprobs)
+        np.testing.assert_allclose(outcomes.logprobs[known], wanted[known], rtol=1e-4)
+        assert np.flatnonzero(outcomes.best == -1).tolist() == [0, 9, 10]
