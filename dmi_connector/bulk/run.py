@@ -252,7 +252,7 @@ class Run:
         if self._orphans and (self.outcome.stopped or not self._engines.alive()):
             self.outcome.lost += sum(len(flights) for _, flights in self._orphans)
             self._orphans.clear()
-        if self._orphans:
+        elif self._orphans:
             self.outcome.counts.waiting = ""  # unless another one still waits
         for orphans in list(self._orphans):
             death, flights = orphans

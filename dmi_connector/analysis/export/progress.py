@@ -149,7 +149,7 @@ def make_directory(path: Path) -> None:
     ValueError if it lies in a store: `dmi verify` would find the files there as damage.
     """
     if store := next((folder for folder in (path, *path.parents) if (folder / "zarr.json").exists()), None):
-        raise ValueError(f"export: {store} is a store, which nothing may be added to; give another -o")
+        raise ValueError(f"export: {store} is a store, and an export must not add files to it; give another -o")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -15,19 +15,20 @@ from dmi_connector.engine.kernels.launch import Launch
 from dmi_connector.reduce.base import LinearHead
 
 OUTPUTS_OF = {"none": 0, "sigmoid": 1, "softmax": 2}
-"""What is done to the sums."""
+"""Output function of a head -> its number in the kernel."""
 _SIGMOID = tl.constexpr(OUTPUTS_OF["sigmoid"])
 _SOFTMAX = tl.constexpr(OUTPUTS_OF["softmax"])
 _TOGETHER = 4
-"""Outputs that a program computes. A decode step has few rows, so several programs share one, and each reads a part of
-the weights. Softmax needs all outputs in one program.
+"""Outputs per program. A decode step has few rows, so several programs share a row, and each reads a part of the
+weights. Softmax needs all outputs in one program.
 """
 _WEIGHTS, _LEAST, _WARPS = 4096, 256, 8
-"""Weights that a program reads at a time, values of a row at least, and warps: 16 weights a thread, in loads of 16
-bytes.
+"""Weights that a program reads at a time, the least number of columns at a time, and warps per program. A thread then
+reads 16 weights, in loads of 16 bytes.
 """
 
 _UNROLLED = tl.constexpr(4)
+"""Most blocks of columns whose loop is unrolled."""
 
 
 def linear_rows(rows: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, head: LinearHead, offset: int) -> None:
@@ -49,20 +50,15 @@ def linear_rows(rows: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, h
 @functools.cache
 def _launch(width: int, outputs: int, output: str, dtype: torch.dtype, device: torch.device) -> tuple[Launch, int]:
     """(the launch, programs for one row). dtype: of the values. A `Launch` compiles for one dtype and device."""
-    tile = _power(outputs if output == "softmax" else min(outputs, _TOGETHER))
-    block = min(_power(width), max(_LEAST, _WEIGHTS // tile))
+    tile = triton.next_power_of_2(outputs if output == "softmax" else min(outputs, _TOGETHER))
+    block = min(triton.next_power_of_2(width), max(_LEAST, _WEIGHTS // tile))
     fixed = [width, outputs, OUTPUTS_OF[output], tile, block]
     return Launch(linear_rows_kernel, fixed, num_warps=_WARPS, enable_fp_fusion=True), -(-outputs // tile)
 
 
-def _power(number: int) -> int:
-    """The smallest power of two that is not below."""
-    return 1 << (number - 1).bit_length()
-
-
 @triton.jit
 def _products(x, weight, outputs, start, width: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Weights times values, float32 [outputs, BLOCK], of the columns from `start` on. x, weight: a row, and all."""
+    """Weights times values, float32 [outputs, BLOCK], of the columns from `start` on. x: a row. weight: the matrix."""
     columns = start + tl.arange(0, BLOCK)
     inside = columns < width
     value = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
@@ -80,7 +76,7 @@ def linear_rows_kernel(
     slot = tl.load(slots + token)
     outputs = tl.program_id(1) * TILE + tl.arange(0, TILE)
     sums = tl.zeros([TILE, BLOCK], tl.float32)
-    if width <= _UNROLLED * BLOCK:  # all loads are under way at the same time; of more, registers would not hold them
+    if width <= _UNROLLED * BLOCK:  # all loads are issued together; more would not fit in registers
         for start in tl.static_range(0, width, BLOCK):
             sums += _products(x + token * stride, weight, outputs, start, width, OUTPUTS, BLOCK)
     else:

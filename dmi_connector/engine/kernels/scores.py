@@ -12,7 +12,7 @@ import triton.language as tl
 from dmi_connector.engine.kernels.launch import Launch
 
 _MOST_BLOCK = 1024
-"""Scores that a program copies at most."""
+"""Most scores that one program copies."""
 
 
 class ReadScores:
@@ -23,14 +23,16 @@ class ReadScores:
 
     def __init__(self, places: torch.Tensor) -> None:
         self._places, values = places, len(places)
-        block = min(_MOST_BLOCK, 1 << (values - 1).bit_length())
+        block = min(_MOST_BLOCK, triton.next_power_of_2(values))
         self._tiles = -(-values // block)
         self._launch = Launch(read_scores_kernel, [values, block], num_warps=1 if block <= 128 else 4)
 
     def __call__(self, rows: torch.Tensor, memory: torch.Tensor, slots: int, scores: int, count: int) -> None:
-        """rows: uint8 [slots, row bytes], contiguous. memory: int32, 1-D, pinned where the rows are on a GPU, which
-        then reads and writes it where it is. It has `count` slots, int64, from word `slots` (even) on, and gets
-        their scores, float32 [count, values], from word `scores` on.
+        """Copy the scores of `count` rows.
+
+        rows: uint8 [slots, row bytes], contiguous. memory: int32, 1-D; pinned if the rows are on a GPU, whose kernel
+        reads and writes it in place. The slots, int64 [count], begin at word `slots` of `memory` (an even number). The
+        scores, float32 [count, values], are written from word `scores` on.
         """
         assert rows.dtype == torch.uint8 and memory.dtype == torch.int32 and slots % 2 == 0
         integers = [rows.stride(0) // 4]

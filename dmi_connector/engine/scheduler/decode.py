@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows whose scores are asked for in steps of one token for each request."""
+"""The rows whose scores are requested, for requests that decode one token per step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Decode:
-    """Requests that had one token in the last step, and its row. Most requests of a server do in most steps.
+    """The requests that had one token in the last step, and the rows of these tokens.
 
-    The next step has one token more of each, whose row lies behind the last one except where a block begins. So all
-    requests take the time of a few array operations. rows: of the last step. While a request is here, its
+    In the next step each has one more token. Its row is in the next slot, unless it begins a block. So a few array
+    operations find the rows of all requests. rows: of the last step. While a request is here, its
     `RequestScores.asked` is not up to date.
     """
 
@@ -34,7 +34,7 @@ class Decode:
         self.rows = ScoreRows(*(np.zeros(0, np.int64) for _ in range(3)))
 
     def step(self, output: SchedulerOutput) -> list[Tracked]:
-        """Go on with a step. Returns the requests that do not go on, which are here no longer."""
+        """Advance to the rows of a step. Removes and returns the requests that do not have their next token in it."""
         if not self._ids:
             return []
         cached = output.scheduled_cached_reqs
@@ -58,7 +58,7 @@ class Decode:
         return left
 
     def _keep(self, which: np.ndarray) -> list[Tracked]:
-        """Keep these requests. Returns the others, with what was asked for noted with each."""
+        """Remove the other requests and return them, with their `RequestScores.asked` up to date."""
         left = list(compress(self._tracked, ~which))
         for tracked, position in zip(left, self.rows.positions[~which].tolist(), strict=True):
             assert tracked.scores is not None
@@ -70,7 +70,7 @@ class Decode:
         return left
 
     def join(self, joining: Sequence[Tracked], rows: ScoreRows) -> None:
-        """Take requests in. rows: the row of each in this step."""
+        """Add requests. rows: the row of each in this step."""
         mine = self.rows
         self._tracked += joining
         self._ids += [tracked.request.request_id for tracked in joining]
@@ -79,7 +79,7 @@ class Decode:
         self.rows = mine.joined(rows)
 
     def ended(self, tracked: Tracked) -> None:
-        """A request has ended. It may be one that is not here."""
+        """Remove a request that has ended, if it is here."""
         which = self.rows.captures != tracked.capture
         if not which.all():
             self._keep(which)

@@ -13,7 +13,7 @@ from dmi_connector.engine.messages import StepScores
 _STEPS, _ROWS = 64, 16384
 """Steps and rows to keep at most. A step of decoding has few rows, one of prompts thousands."""
 _LEAST_ROOM = 1024
-"""Room for rows to begin with. It doubles."""
+"""Initial capacity in rows. It doubles when it is full."""
 
 
 class ScoredRows(NamedTuple):

@@ -144,7 +144,7 @@ def test_nothing_is_written_into_a_store(
     store = stores / "a.zarr"
     before = sorted(store.rglob("*"))
     assert main(["export", str(stores), "--to", *to.split(), "-o", f"{store}{inside}"]) == 2
-    told = f"dmi: export: {store} is a store, which nothing may be added to; give another -o\n"
+    told = f"dmi: export: {store} is a store, and an export must not add files to it; give another -o\n"
     assert capsys.readouterr().err == told
     assert sorted(store.rglob("*")) == before
 

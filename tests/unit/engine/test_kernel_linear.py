@@ -104,8 +104,8 @@ def test_weights_are_read_in_pieces_that_fit() -> None:
     """Each case above takes one way through the kernel or the other."""
     pieces = []
     for width, outputs, output in CASES:
-        tile = linear._power(outputs if output == "softmax" else min(outputs, linear._TOGETHER))
-        block = min(linear._power(width), max(linear._LEAST, linear._WEIGHTS // tile))
+        launch, _ = linear._launch(width, outputs, output, torch.float32, torch.device("cpu"))
+        *_, block = launch._fixed
         pieces.append(-(-width // block))
     most = int(linear._UNROLLED.value)
     assert min(pieces) == 1 and max(pieces) > most and any(1 < count <= most for count in pieces)
