@@ -22,7 +22,7 @@ from vllm.config import CUDAGraphMode
 
 
 class _Pending(NamedTuple):
-    """A write on the branch that may be running. forward: vLLM's context of its forward. values: tensors that it reads."""
+    """A write on the branch that may be running. forward: vLLM's context of its forward. values: the tensors read."""
 
     forward: weakref.ref[object]
     written: torch.cuda.Event

@@ -89,7 +89,7 @@ class GraniteHybrid(Hybrid):
 
 
 class Lfm2(Hybrid):
-    """Some layers have short convolutions, the others attention. A convolution with its projections is one opaque op."""
+    """Some layers have short convolutions, the others attention. A convolution and its projections are one op."""
 
     def of_layer(self, index: int, dims: ModelDims) -> Architecture:
         if index in (dims.attn_layers or ()):

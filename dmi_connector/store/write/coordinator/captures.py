@@ -373,8 +373,7 @@ class Captures:
             if not self._stopping or unread:
                 self._counts["writers_died"] += 1
                 self._note(loss.words)
-            # After a shutdown, `dmi repair` finishes the captures.
-            for record in [] if self._over else list(self._records.values()):
+            for record in [] if self._over else list(self._records.values()):  # when over, dmi repair ends them
                 self._ends.on_death(record, process, loss)
                 if record.state in ENDS:
                     self._end(record)
