@@ -11,7 +11,7 @@ _WIDTH = 79
 
 
 class Help(NamedTuple):
-    """A sentence that says what a command does, and example command lines."""
+    """One sentence about a command, and example command lines."""
 
     sentence: str
     examples: tuple[str, ...]
@@ -115,7 +115,7 @@ COMMANDS = {
 
 
 def describe(parser: argparse.ArgumentParser, command: str) -> None:
-    """Put the sentence of a command above its options, and its examples below. Existing text below the options stays."""
+    """Put the sentence of a command above its options, and its examples below. Existing text below stays."""
     sentence, examples = COMMANDS[command]
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = textwrap.fill(sentence, _WIDTH)

@@ -286,7 +286,7 @@ def _summarise(
     suffix: str,
     progress: Progress,
 ) -> int:
-    """Print how a run ended. Returns its exit status. answered: prompts by engine. left: the result of `not_uploaded`."""
+    """Print how a run ended. Returns its exit status. answered: prompts by engine. left: see `not_uploaded`."""
     counts, (not_uploaded, why) = outcome.counts, left
     rejects = out / f"rejects{suffix}.jsonl"
     event = {
