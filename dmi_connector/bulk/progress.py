@@ -28,7 +28,8 @@ class Counts:
     JSON lines are still being read. done: prompts with a store. before: those of them that had a store when the run
     started. rejected: rows without a valid prompt. failed: prompts that could not be captured. tokens, bytes: of the
     stores of this run, including prompts. engine: prompts in the engines. backlog: answered prompts whose stores are
-    not finished. waiting: why no prompt is submitted, "" if they are. starting: logs of the engines until one is ready.
+    not finished. waiting: why no prompts are submitted, "" if they are. starting: logs of the engines until one is
+    ready.
     """
 
     total: int | None = None
