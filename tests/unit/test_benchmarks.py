@@ -21,6 +21,7 @@ from benchmarks import (
     kernels,
     node,
     reading,
+    scale,
     shapes,
     stores,
     summary,
@@ -138,7 +139,7 @@ def test_the_benchmark_of_indexes_finds_what_it_wrote(tmp_path: Path) -> None:
 
 def test_ranks_of_a_simulated_node_write_sound_stores(tmp_path: Path) -> None:
     """Two ranks at once: each writes stores of its own, or its part of the same ones."""
-    dims, options = replace(node.MODELS["Qwen3-4B"], layers=4), node.SELECTIONS["four layers"]
+    dims, options = replace(scale.MODELS["Qwen3-4B"], layers=4), node.SELECTIONS["four layers"]
     with node.new_rank() as first, node.new_rank() as second:
         node.together([first, second], node.fill, [(False,)] * 2)
         for layout, tp in (("DP 2", 1), ("TP 2", 2)):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bulk, limits, node, reading, report, scale
+from benchmarks import bulk, node, reading, report, scale
 from benchmarks.checks import models
 from dmi_connector.hooks import ModelDims, parse_selection
 from dmi_connector.layout import ArraySpec
@@ -170,13 +170,13 @@ def test_the_page_about_scale_has_what_its_script_prints(tmp_path: Path) -> None
 
 def test_the_page_about_scale_has_the_prediction_for_a_node() -> None:
     """The rows of Qwen3-4B are those of the page's other tables. Each limit follows its formula."""
-    found, machine = results("cpu-node.json"), limits.Machine()
-    assert limits.node_table(found, machine, node.SHOWN) in page("SCALE.md") and found["header"]["clean"]
+    found, machine = results("cpu-node.json"), scale.Machine()
+    assert scale.node_table(found, machine, node.SHOWN) in page("SCALE.md") and found["header"]["clean"]
     cases, codecs = list(found["rows"])[::3], ("zstd", "zstd", "lz4")
     sizes = [one.token_bytes for one in scale.SELECTIONS]
     assert [found["rows"][case]["DP 1"]["bytes"] for case in cases] == [pytest.approx(size, rel=1e-3) for size in sizes]
     for case, codec in zip(cases, codecs, strict=True):
-        one, eight, tensor = (limits.node_limits(found, case, codec, at, machine) for at in ("DP 1", *node.SHOWN))
+        one, eight, tensor = (scale.node_limits(found, case, codec, at, machine) for at in ("DP 1", *node.SHOWN))
         size = found["rows"][case]["DP 1"]["bytes"]
         assert one["link"] == pytest.approx(50e9 / size) and eight["link"] == pytest.approx(8 * one["link"])
         assert tensor["link"] < eight["link"] and tensor["writers"] < eight["writers"]
@@ -184,7 +184,7 @@ def test_the_page_about_scale_has_the_prediction_for_a_node() -> None:
         stored = eight["disk"] * size / found["costs"][case][codec]["DP 8"]["compression"]
         assert stored == pytest.approx(20e9) and eight["disk"] < eight["memory"]
     slow = replace(machine, core_cost=2 * machine.core_cost, disk=10)
-    slower, before = (limits.node_limits(found, cases[0], "zstd", "DP 8", one) for one in (slow, machine))
+    slower, before = (scale.node_limits(found, cases[0], "zstd", "DP 8", one) for one in (slow, machine))
     halved = {"cores", "writers", "coordinator", "index", "disk"}
     assert {name for name in before if slower[name] == pytest.approx(before[name] / 2)} == halved
 
