@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of results. Of `benchmarks.capture`: all setups, and each growth curve. Of `benchmarks.sustained`: all loads.
+"""Tables of results. Of `benchmarks.capture`: all setups. Of `benchmarks.sustained`: all loads.
 
     python -m benchmarks.report A.json [B.json ...]
-    python -m benchmarks.report benchmarks/results/gpu-curves.json --plot docs/img/cost.svg
+    python -m benchmarks.report benchmarks/results/gpu-bursts.json --runs h200-curves --plot docs/img/cost.svg
 
 `--plot` draws the speed of each selection by its bytes of a token, for each case.
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.setups import CASES, CURVES, Curve
+from benchmarks.setups import CASES
 from benchmarks.summary import base_of, runs
 
 Results = dict[str, Any]
@@ -103,49 +103,6 @@ def _steadiness(file: str, results: Results) -> str:
     return f"{file}: a fixed piece of Python took {tenths} after rounds (first tenth, median, last tenth)"
 
 
-def _latest(files: dict[str, Results], setup: str, case: str) -> Results | None:
-    """The last file that has this measurement."""
-    return next((r for r in reversed(files.values()) if case in measured(r, setup)), None)
-
-
-def _over_cases(files: dict[str, Results], curve: Curve) -> list[list[str]]:
-    """A line for each case that was measured. Stock's numbers are of the same file as the first setup's."""
-    axis = "requests" if len({CASES[case].requests for case in curve.cases}) > 1 else "prompt_tokens"
-    lines = [[axis.replace("_", " "), "stock", *curve.setups]]
-    for case in curve.cases:
-        sources = [(setup, _latest(files, setup, case)) for setup in curve.setups]
-        first = next((source for _, source in sources if source is not None), None)
-        if first is not None:
-            sources = [("stock", first), *sources]
-            shrunk = next(m[case] for setup, _ in sources if case in (m := measured(first, setup)))
-            at = shrunk.get(axis, getattr(CASES[case], axis))
-            lines.append([str(at), *("" if source is None else cell(source, s, case) for s, source in sources)])
-    return lines
-
-
-def _over_setups(files: dict[str, Results], curve: Curve) -> list[list[str]]:
-    """A line for each selection that was measured."""
-    lines = [["selection", "MB a token", *curve.cases]]
-    for setup in curve.setups:
-        sources = [_latest(files, setup, case) for case in curve.cases]
-        engine: Results = next((e for r in sources if r for e in r["engines"].values() if setup in e["setups"]), {})
-        if "bytes_per_token" in engine:
-            hooks = setup if "@" in engine["hooks"] else engine["hooks"]
-            cells = ["" if r is None else cell(r, setup, case) for r, case in zip(sources, curve.cases, strict=True)]
-            lines.append([hooks, f"{engine['bytes_per_token'] / 1e6:.3g}", *cells])
-    return lines
-
-
-def curve_tables(files: dict[str, Results]) -> str:
-    """A small table for each curve of which two points or more were measured."""
-    parts = []
-    for name, curve in CURVES.items():
-        lines = (_over_cases if curve.over_cases else _over_setups)(files, curve)
-        if len(lines) > 2:
-            parts.append(f"Curve `{name}`: {curve.title}\n\n{common.markdown(lines)}")
-    return "\n\n".join(parts)
-
-
 def points(files: dict[str, Results]) -> dict[str, list[tuple[float, float]]]:
     """case -> (MB a token, ratio to stock) of each selection whose rounds alternated with stock's."""
     found: dict[str, list[tuple[float, float]]] = {}
@@ -175,11 +132,6 @@ def plot(files: dict[str, Results], path: Path) -> None:
     axes.legend(loc="lower left", frameon=False)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
-
-
-def report(files: dict[str, Results]) -> str:
-    """All tables as Markdown. files: name -> results."""
-    return "\n\n".join(part for part in (table(files), curve_tables(files)) if part)
 
 
 # ---- an engine that is always busy -----------------------------------------------------------------------------------
@@ -275,17 +227,22 @@ def _median(machines: list[Results], what: str) -> float:
 def main(argv: list[str] | None = None) -> int:
     p = common.parser("benchmarks.report", __doc__)
     p.add_argument("files", nargs="+", type=Path, metavar="RESULTS.json")
+    p.add_argument("--runs", help="comma-separated, of those that the files have (default: all)")
     p.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the cost by bytes of a token, print nothing")
     args = p.parse_args(argv)
     files: dict[str, Results] = {}
+    chosen = args.runs.split(",") if args.runs else None
     for path in args.files:
         for name, run in runs(path).items():
-            if any("setups" in engine for engine in run.get("engines", {}).values()):
+            bursts = any("setups" in engine for engine in run.get("engines", {}).values())
+            if bursts and (chosen is None or name in chosen):
                 files[f"{path}: {name}" if name in files else name] = run
+    if lacking := set(chosen or ()) - set(files):
+        p.error(f"--runs: the files have no bursts of {', '.join(sorted(lacking))}")
     if args.plot:
         plot(files, args.plot)
     else:
-        print(report(files))
+        print(table(files))
     return 0
 
 
