@@ -34,7 +34,7 @@ from dmi_connector.hooks import parse_selection
 
 pytestmark = pytest.mark.soak  # of what measures, not of what users run
 ROOT = Path(__file__).parents[2]
-SHRINK, CHUNK = 4, 32
+SHRINK, CHUNK = 4, 16
 SETUPS = ("stock", "ehs", "full null", "full disk none", "full disk slow block", "full disk slow drop")
 CASE_NAMES = ("decode32", "prefill8")
 OPTIONS = {

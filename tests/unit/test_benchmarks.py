@@ -237,6 +237,21 @@ def test_a_summary_has_a_run_for_each_result_and_no_rounds(tmp_path: Path, capsy
     assert "other.json: it is no result of capture" in capsys.readouterr().err
 
 
+def test_a_summary_of_runs_in_turns_has_their_ratio_and_one_of_reductions_what_they_keep() -> None:
+    rounds = {"generate": [{"tok_per_s": 2.0}, {"tok_per_s": 4.0}], "run": [{"tok_per_s": 3.0}, {"tok_per_s": 3.0}]}
+    raw = {"header": {}, "settings": {"engines": 1}, "rounds": rounds, "ratios": [1.5, 0.75], "ratio": 1.125}
+    found = summary.summarise(raw)
+    assert found["ratio"] == {"median": 1.125, "rounds": 2, "least": 0.75, "most": 1.5}
+    assert bulk.table(found).splitlines()[2:] == [
+        "| `LLM.generate` | 3 | 1 | 2 |",
+        "| `dmi run` | 3 | 1.125 (0.750 to 1.500) | 2 |",
+    ]
+    row = {"hook": "q", "layer": 0, "reduction": "int8", "tokens": 9, "width": 4, "size": 0.5}
+    raw = {"commit": "1", "losses": [2.0], "trained": [{**row, "measures": {"cosine_least": 0.9, "error": 0.1}}]}
+    kept = {"hook": "q", "layer": 0, "reduction": "int8", "width": 4, "measures": {"cosine_least": 0.9}}
+    assert summary.summarise(raw) == {"header": {"commit": "1"}, "losses": [2.0], "trained": [kept]}
+
+
 def test_a_result_has_one_line_for_what_fits_on_a_line(tmp_path: Path) -> None:
     found = {"short": {"a": [1, 2], "b": None}, "long": list(range(100)), "empty": {}}
     common.save(tmp_path / "a.json", found)

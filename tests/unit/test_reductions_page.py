@@ -17,8 +17,8 @@ from dmi_connector.reduce.modes import rules_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/REDUCTIONS.md").read_text()
-RESULTS = json.loads((ROOT / "benchmarks/results/cpu-fidelity.json").read_text())
-AFTER = json.loads((ROOT / "benchmarks/results/cpu-downstream.json").read_text())
+RUNS = json.loads((ROOT / "benchmarks/results/cpu-fidelity.json").read_text())["runs"]
+RESULTS, AFTER = RUNS["fidelity"], RUNS["downstream"]
 DOWNSTREAM = AFTER["trained"]
 COLUMNS = (
     ("int8", "cosine_least"),
