@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of results. Of `benchmarks.capture`: all setups. Of `benchmarks.sustained`: all loads.
+"""Tables of results: of capture, sustained, data_parallel and bulk.
 
     python -m benchmarks.report A.json [B.json ...]
     python -m benchmarks.report benchmarks/results/gpu-bursts.json --runs h200-curves --plot docs/img/cost.svg
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,6 @@ from benchmarks.summary import base_of, runs
 Results = dict[str, Any]
 SLOW_BASE = "full null"
 """Setups with a slow sink are also compared with this one, which has no sink."""
-QUICK_US = 80.0
-"""A core with a lower `python_us` runs at full speed. Other guests of a machine may halve it for seconds."""
 _MEDIANS = {"first token p50, median": "first_token_p50", "between tokens p99, median": "between_tokens_p99"}
 """Columns of `busy_rounds`, and the figures of a summary."""
 
@@ -144,7 +141,7 @@ def busy_table(results: dict[str, Any]) -> str:
         rows = [[name, *(str(s) for s in engine["start_s"])] for name, engine in engines.items()]
         return common.markdown([["start, s", *(f"{i + 1}." for i in range(len(rows[0]) - 1))], *rows])
     times = ["first token p50, ms", "between tokens p99, ms"]
-    lines = [["load", "setup", "tok/s", "with quick cores", *times, "GB/s", "keeps up", "stores"]]
+    lines = [["load", "setup", "tok/s", *times, "GB/s", "keeps up", "stores"]]
     for load in dict.fromkeys(load for engine in engines.values() for load in engine["loads"]):
         for name, engine in engines.items():
             if load in engine["loads"]:
@@ -152,16 +149,6 @@ def busy_table(results: dict[str, Any]) -> str:
                 lines.append([load, name, *_cells(engine["loads"][load], base)])
     failed = [f"{name} failed: {engine['failed']}" for name, engine in engines.items() if "failed" in engine]
     return "\n\n".join([common.markdown(lines), *failed])
-
-
-def quick(runs: list[dict[str, Any]]) -> float | None:
-    """Median tokens/s of the seconds that begin and end with a quick core; None if there are fewer than three."""
-    found = []
-    for run in runs:
-        ends = pairwise(run["python_us"])
-        rates = run.get("tok_per_s_between_looks", [])
-        found += [rate for rate, us in zip(rates, ends, strict=False) if max(us) < QUICK_US]
-    return statistics.median(found) if len(found) > 2 else None
 
 
 def _cells(runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> list[str]:
@@ -181,20 +168,12 @@ def _cells(runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> list[str]:
         checked += ", NOT VERIFIED"
     return [
         against(lambda one: one["tok_per_s"], 0),
-        _quick_cell(runs, base),
         against(lambda one: one["first_token_ms"].get("p50"), 1),
         against(lambda one: one["between_tokens_ms"].get("p99"), 1),
         f"{last['exported_GB_per_s']:.2f}" if last.get("exported_GB_per_s") else "",
         slower if "keeps_up" in last else "",
         checked,
     ]
-
-
-def _quick_cell(runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> str:
-    mine, stock = quick(runs), quick(base)
-    if mine is None:
-        return ""
-    return f"{mine:,.0f}" + (f" ({mine / stock:.3f})" if stock and base is not runs else "")
 
 
 def busy_rounds(files: list[Results]) -> str:
@@ -221,7 +200,53 @@ def _median(machines: list[Results], what: str) -> float:
     return statistics.median(ratio for one in machines for ratio in one[f"{what}_of_stock"])
 
 
+# ---- servers, and `dmi run` ------------------------------------------------------------------------------------------
+
+
+def servers_table(run: Results) -> str:
+    """A row for each server of a summary of `benchmarks.data_parallel`."""
+    lines = [["server", "tokens/s", "by engine", "of stock", "of one engine, each", "stores, requests"]]
+    servers = run["servers"]
+    rate = {name: found["tok_per_s"] for name, found in servers.items()}
+    for name, found in servers.items():
+        kind, _, engines = name.partition(", ")
+        count = int(engines.split()[0])
+        by_engine = ", ".join(f"{speed:,.0f}" for speed in found["by_engine"].values())
+        counts = f"{found['stores']:,}, {found['answered']:,}" if "stores" in found else ""
+        of_one = f"{rate[name] / count / rate[f'{kind}, 1 engine']:.3f}"
+        of_stock = f"{rate[name] / rate[f'stock, {engines}']:.3f}"
+        lines.append([name, f"{rate[name]:,.0f}", by_engine, of_stock, of_one, counts])
+    return common.markdown(lines)
+
+
+def bulk_table(run: Results) -> str:
+    """Medians of `LLM.generate` and `dmi run`, and their ratio, of a summary of `benchmarks.bulk`."""
+    lines = [["", "tokens/s", "by LLM.generate", "rounds"]]
+    titles = {"generate": "`LLM.generate`", "run": "`dmi run`"}
+    ratio = run.get("ratio")
+    shown = "{median:.3f} ({least:.3f} to {most:.3f})".format(**ratio) if ratio else ""
+    for name, of in run["rounds"].items():
+        lines.append([titles[name], f"{of['tok_per_s']:.0f}", "1" if name == "generate" else shown, str(of["rounds"])])
+    return common.markdown(lines)
+
+
 # ---- the program -----------------------------------------------------------------------------------------------------
+
+
+def tables(files: dict[str, Results]) -> str:
+    """All tables of the runs of summaries, by name."""
+    parts = []
+    if bursts := {name: run for name, run in files.items() if _has(run, "setups")}:
+        parts.append(table(bursts))
+    if any(_has(run, "loads") for run in files.values()):
+        parts.append(busy_rounds([*files.values()]))
+    parts += [f"{name}\n\n{servers_table(run)}" for name, run in files.items() if "servers" in run]
+    parts += [f"{name}\n\n{bulk_table(run)}" for name, run in files.items() if "run" in run.get("rounds", ())]
+    return "\n\n".join(parts)
+
+
+def _has(run: Results, what: str) -> bool:
+    return any(what in engine for engine in run.get("engines", {}).values())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -231,18 +256,17 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the cost by bytes of a token, print nothing")
     args = p.parse_args(argv)
     files: dict[str, Results] = {}
-    chosen = args.runs.split(",") if args.runs else None
     for path in args.files:
         for name, run in runs(path).items():
-            bursts = any("setups" in engine for engine in run.get("engines", {}).values())
-            if bursts and (chosen is None or name in chosen):
-                files[f"{path}: {name}" if name in files else name] = run
-    if lacking := set(chosen or ()) - set(files):
-        p.error(f"--runs: the files have no bursts of {', '.join(sorted(lacking))}")
+            files[f"{path}: {name}" if name in files else name] = run
+    if args.runs:
+        if lacking := set(args.runs.split(",")) - set(files):
+            p.error(f"--runs: the files have no {', '.join(sorted(lacking))}")
+        files = {name: files[name] for name in args.runs.split(",")}
     if args.plot:
-        plot(files, args.plot)
+        plot({name: run for name, run in files.items() if _has(run, "setups")}, args.plot)
     else:
-        print(table(files))
+        print(tables(files))
     return 0
 
 

@@ -6,7 +6,7 @@
 
 A summary has a run for each result file: machine, versions, commit and command as they were, medians, the least and the
 most, and the number of rounds. Of an engine that is always busy the ratios of all rounds are kept. Runs that OUT has
-under other names stay. `benchmarks.report` and `benchmarks.sustained --merged` read summaries too.
+under other names stay. `benchmarks.report` prints their tables.
 """
 
 from __future__ import annotations

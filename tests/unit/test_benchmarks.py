@@ -20,6 +20,7 @@ from benchmarks import (
     kernels,
     node,
     reading,
+    report,
     scale,
     shapes,
     stores,
@@ -242,7 +243,7 @@ def test_a_summary_of_runs_in_turns_has_their_ratio_and_one_of_reductions_what_t
     raw = {"header": {}, "settings": {"engines": 1}, "rounds": rounds, "ratios": [1.5, 0.75], "ratio": 1.125}
     found = summary.summarise(raw)
     assert found["ratio"] == {"median": 1.125, "rounds": 2, "least": 0.75, "most": 1.5}
-    assert bulk.table(found).splitlines()[2:] == [
+    assert report.bulk_table(found).splitlines()[2:] == [
         "| `LLM.generate` | 3 | 1 | 2 |",
         "| `dmi run` | 3 | 1.125 (0.750 to 1.500) | 2 |",
     ]
