@@ -44,13 +44,12 @@ CASES = {
     "decode32": Case(32, 64, 128),
     "decode128": Case(128, 64, 128),
     "decode128x48": Case(128, 16, 48),
-    "decode32x1500": Case(32, 64, 1500),
     "prefill8": Case(8, 512, 1),
     "prefill32": Case(32, 512, 1),
     "prefill32x4": Case(128, 512, 1),
 }
-_USUAL = tuple(case for case in CASES if case not in ("decode32x1500", "decode128x48"))
-"""Those measured unless others are named: one takes minutes, one is for two engines of the full surface on 80 GB."""
+_USUAL = tuple(case for case in CASES if case != "decode128x48")
+"""Those measured unless others are named. The other one is for two engines of the full surface on 80 GB."""
 PROFILED = "decode32"
 PROFILE = f"profile {PROFILED}"
 
@@ -139,33 +138,25 @@ def all_setups(curves: list[str], default_codec: str, model: str) -> list[Setup]
     setups = [
         Setup("stock", "stock", cases=null),
         Setup("ehs", "ehs", cases=everything),
-        Setup("hidden-states null", "hidden", HIDDEN, sink="null", cases=(*everything, "decode32x1500")),
-        Setup("hidden-states disk", "hidden", HIDDEN, codec=default_codec, cases=(*everything, "decode32x1500")),
-        Setup("hidden-states disk none", "hidden", HIDDEN, codec="none", cases=everything),
-        Setup("hidden target disk", "hidden-target", HIDDEN, codec=default_codec, cases=everything, owner="target"),
+        Setup("hidden-states null", "hidden", HIDDEN, sink="null", cases=everything),
+        Setup("hidden-states disk", "hidden", HIDDEN, codec=default_codec, cases=everything),
         Setup("full null", "full", FULL, sink="null", cases=(*null, "decode128x48")),
         Setup("full disk none", "full", FULL, codec="none", cases=none),
         Setup("full host", "full", FULL, sink="host", cases=(*everything, "prefill8", "prefill32x4", "decode128x48")),
-        Setup("full target null", "full-target", FULL, sink="null", cases=everything, owner="target"),
-        Setup("full target host", "full-target", FULL, sink="host", cases=("decode32", "prefill32x4"), owner="target"),
-        Setup("full target disk none", "full-target", FULL, codec="none", cases=none, owner="target"),
         Setup("full disk lz4", "full", FULL, codec="lz4", cases=("prefill32",)),
         Setup("full disk zstd", "full", FULL, codec="zstd", cases=("prefill32",)),
         Setup("full disk slow block", "full", FULL, codec="none", slow=True, cases=_BOTH),
         Setup("full disk slow drop", "full", FULL, codec="none", policy="drop", slow=True, cases=_BOTH),
     ]
-    decode, prefill = ("decode1", "decode32", "decode128"), ("prefill32", "prefill32x4")
-    for how, share in (("unpaced", 1.0), ("gentle", 0.05)):
-        setups += [
-            Setup(f"hidden-states disk {how}", "hidden", HIDDEN, codec=default_codec, cases=decode[1:], share=share),
-            Setup(f"full disk none {how}", "full", FULL, codec="none", cases=_ONE, share=share),
-        ]
+    decode = ("decode1", "decode32", "decode128")
+    setups += [
+        Setup("hidden-states disk unpaced", "hidden", HIDDEN, codec=default_codec, cases=decode[1:], share=1.0),
+        Setup("full disk none unpaced", "full", FULL, codec="none", cases=_ONE, share=1.0),
+    ]
     for name, rules in REDUCE.items():
         setups += [
             Setup(f"{name} null", name, FULL, sink="null", cases=(*decode, "prefill32"), reduce=rules),
-            Setup(f"{name} host", name, FULL, sink="host", cases=("decode32", *prefill), reduce=rules),
             Setup(f"{name} disk none", name, FULL, codec="none", cases=("decode32", "prefill32"), reduce=rules),
-            Setup(f"{name} disk none unpaced", name, FULL, codec="none", share=1.0, cases=_ONE, reduce=rules),
         ]
     bursts = ("decode1", "decode32", "decode128x48", "prefill8")
     setups += [

@@ -43,13 +43,12 @@ _GROWS = 0.02
 
 @dataclass(frozen=True)
 class Sustained(Setup):
-    """graphs: CUDA graph mode of its engine, "" for that of --engine-args. writers: 0 for the default number. drafts:
-    speculative decoding by a method of `benchmarks.drafts`. captures: whether its requests are captured. encoding: of
-    every hook, one of `benchmarks.fitted.ENCODINGS`. probes: one of `benchmarks.fitted.PROBES`.
+    """graphs: CUDA graph mode of its engine, "" for that of --engine-args. drafts: speculative
+    decoding by a method of `benchmarks.drafts`. captures: whether its requests are captured. encoding: of every hook,
+    one of `benchmarks.fitted.ENCODINGS`. probes: one of `benchmarks.fitted.PROBES`.
     """
 
     graphs: str = ""
-    writers: int = 0
     drafts: str = ""
     captures: bool = True
     encoding: str = ""
@@ -80,20 +79,14 @@ def all_setups(model: str) -> list[Sustained]:
         ours("hidden-states zstd draft", HIDDEN, "zstd", "draft"),
         ours("hidden-states lz4", HIDDEN, "lz4"),
         ours("hidden-states none", HIDDEN, "none"),
-        *(ours(f"hidden-states zstd {n} writers", HIDDEN, "zstd", writers=n) for n in (4, 6, 8, 12)),
         ours("narrow zstd", _narrow(model), "zstd"),
         ours("full null", FULL),
-        ours("full null draft", FULL, owner="draft"),
         ours("full none", FULL, "none"),
         ours("int8 null", FULL, reduce=int8),
         ours("int8 none", FULL, "none", reduce=int8),
         ours("int8 lz4", FULL, "lz4", reduce=int8),
-        ours("hidden-states null pool", HIDDEN, owner="pool"),
         ours("hidden-states zstd pool", HIDDEN, "zstd", "pool"),
-        ours("full null pool", FULL, owner="pool"),
-        ours("int8 none pool", FULL, "none", "pool", reduce=int8),
         ours("hidden-states pool uncaptured", HIDDEN, owner="pool", captures=False),
-        ours("full pool uncaptured", FULL, owner="pool", captures=False),
         *(ours(f"{name} null", FULL, encoding=name) for name in fitted.ENCODINGS),
         *(ours(f"probe {kind}", "probe.p", "zstd", probes=kind) for kind in fitted.PROBES if kind != "keep"),
         ours("probe keep", f"{HIDDEN},probe.p", "zstd", probes="keep"),
@@ -127,8 +120,6 @@ class Busy(Bench):
                 setup.drafts, args.model, folder, weights=False
             )
         options = {"sink": setup.sink, "codec": setup.codec, **args.options} if setup.hooks else {}
-        if setup.writers:
-            options["writers"] = setup.writers
         if setup.encoding or setup.probes:
             options |= self._fitted(args, setup)
         if setup.owner == "pool" and (gigabytes := args.pool_gigabytes.get(setup.name, args.pool_gigabytes.get("*"))):

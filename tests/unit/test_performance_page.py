@@ -262,6 +262,24 @@ def test_vllms_own_extraction() -> None:
         assert named == f"`{run}`"
 
 
+def test_one_program_prints_the_tables_of_all_kinds(capsys: pytest.CaptureFixture[str]) -> None:
+    source = str(RESULTS / "gpu-ranks.json")
+    assert report.main([source]) == 0
+    printed = capsys.readouterr().out
+    for begin in (
+        "| h200-two-bursts | hidden-states disk | ",
+        "| short64 | hidden-states zstd | ",
+        "| capture, 4 engines | ",
+        "| `dmi run` | 62735 |",
+    ):
+        assert f"\n{begin}" in printed, begin
+    assert report.main([source, "--runs", "h200-four-bulk"]) == 0
+    assert "capture, 4 engines" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        report.main([source, "--runs", "h200-none"])
+    assert "--runs: the files have no h200-none" in capsys.readouterr().err
+
+
 def test_the_cost_is_drawn_by_bytes_of_a_token(tmp_path: Path) -> None:
     found = report.points({"h200-curves": BURSTS["h200-curves"]})
     assert {case: len(points) for case, points in found.items()} == {"decode32": 6, "prefill8": 6}
