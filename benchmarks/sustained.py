@@ -43,9 +43,9 @@ _GROWS = 0.02
 
 @dataclass(frozen=True)
 class Sustained(Setup):
-    """graphs: CUDA graph mode of its engine, "" for that of --engine-args. drafts: speculative
-    decoding by a method of `benchmarks.drafts`. captures: whether its requests are captured. encoding: of every hook,
-    one of `benchmarks.fitted.ENCODINGS`. probes: one of `benchmarks.fitted.PROBES`.
+    """graphs: CUDA graph mode of its engine, "" for that of --engine-args. drafts: speculative decoding by a method of
+    `benchmarks.drafts`. captures: whether its requests are captured. encoding: of every hook, one of
+    `benchmarks.fitted.ENCODINGS`. probes: one of `benchmarks.fitted.PROBES`.
     """
 
     graphs: str = ""
