@@ -98,7 +98,9 @@ def test_the_page_about_models_has_the_table_of_the_results() -> None:
 )
 def test_larger_shapes(row: int, name: str) -> None:
     found = results("models.json")["gpu"]["speed"][name]
-    *_, card, stock, null, stores = table("MODELS.md", "| shapes | layers | GPU |")[row]
+    rows = table("MODELS.md", "| shapes | layers | GPU |")
+    assert len(rows) == len(results("models.json")["gpu"]["speed"])
+    *_, card, stock, null, stores = rows[row]
     assert name.endswith(card)
     cases = {s: report.measured(found, s)["decode32"] for s in ("stock", "hidden-states null", "hidden-states disk")}
     speeds = [cases["stock"]["tok_per_s"], cases["hidden-states disk"]["stock_tok_per_s"]]
