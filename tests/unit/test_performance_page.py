@@ -262,14 +262,32 @@ def test_vllms_own_extraction() -> None:
         assert named == f"`{run}`"
 
 
+def test_one_program_prints_the_tables_of_all_kinds(capsys: pytest.CaptureFixture[str]) -> None:
+    source = str(RESULTS / "gpu-ranks.json")
+    assert report.main([source]) == 0
+    printed = capsys.readouterr().out
+    for begin in (
+        "| h200-two-bursts | hidden-states disk | ",
+        "| short64 | hidden-states zstd | ",
+        "| capture, 4 engines | ",
+        "| `dmi run` | 62735 |",
+    ):
+        assert f"\n{begin}" in printed, begin
+    assert report.main([source, "--runs", "h200-four-bulk"]) == 0
+    assert "capture, 4 engines" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        report.main([source, "--runs", "h200-none"])
+    assert "--runs: the files have no h200-none" in capsys.readouterr().err
+
+
 def test_the_cost_is_drawn_by_bytes_of_a_token(tmp_path: Path) -> None:
-    source = RESULTS / "gpu-curves.json"
-    found = report.points(results("gpu-curves.json")["runs"])
+    found = report.points({"h200-curves": BURSTS["h200-curves"]})
     assert {case: len(points) for case, points in found.items()} == {"decode32": 6, "prefill8": 6}
     said = page("PERFORMANCE.md").split("`resid_pre` alone, ")[1].split("About")[0]
     ends = [found[case][at] for at in (0, -1) for case in ("decode32", "prefill8")]
     same(said, ends[0][0], ends[0][1], ends[1][1], ends[2][0], ends[2][1], ends[3][1])
-    assert report.main([str(source), "--plot", str(tmp_path / "cost.svg")]) == 0
+    source = str(RESULTS / "gpu-bursts.json")
+    assert report.main([source, "--runs", "h200-curves", "--plot", str(tmp_path / "cost.svg")]) == 0
     for drawn in (tmp_path / "cost.svg", ROOT / "docs" / "img" / "cost.svg"):
         text = drawn.read_text()
         assert "decode, 32 requests" in text and "prompts of 512 tokens, 8 requests" in text
