@@ -3,10 +3,14 @@
 
     python -m benchmarks.reading --out benchmarks/results/cpu-reading.json
     python -m benchmarks.reading --only export --out export.json
+    taskset -c 1 python -m benchmarks.reading --before DIR --out before.json
 
 Stores hold normal bf16 values, one hook `resid_pre`, in memory (/dev/shm). Each round measures every limit and every
 read once, in turns. A ratio is the median over the rounds of limit and read of one round. Beside it stands the ratio of
 their processor times, which says the same on a machine whose cores others use too.
+
+`--before DIR` measures another checkout of this repository too, each with its own program and stores. Rounds of both
+alternate: one process of one round each. A ratio is the median of the ratios within one pair of rounds.
 
 `--only` names what to measure: whole (with float32 and zarr), random, batches, export, ranks, open. The export needs
 the environment that `make types TYPES=sae-lens` builds: `.types/sae-lens/bin/python -m benchmarks.reading`.
@@ -46,6 +50,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common
+from benchmarks.beside import beside, lines
 from benchmarks.limits import (
     CHUNK,
     HOOK,
@@ -315,12 +320,18 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--many", type=int, default=1000, help="stores that random tokens come from, of two layers")
     p.add_argument("--batch", type=int, default=4096, help="random tokens")
     p.add_argument("--repeat", type=int, default=7)
+    p.add_argument("--before", type=Path, help="another checkout of this repository: it is measured too, in turns")
     args = p.parse_args(argv)
     try:
         args.only = chosen(args.only)
     except ValueError as error:
         p.error(str(error))
     header = common.header("benchmarks.reading", argv)
+    if args.before:
+        results = {"header": header, **beside(args)}
+        common.save(args.out, results)
+        print(common.markdown(lines(results)))
+        return 0
     wall: dict[str, list[float]] = {}
     cores: dict[str, list[float]] = {}
     for codec in CODECS:  # one after the other: both sets of stores would take twice the memory

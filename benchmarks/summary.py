@@ -39,7 +39,7 @@ def base_of(setup: str) -> str:
 
 def summarise(raw: Found) -> Found:
     """One result file without its rounds. Raises ValueError for a file of another kind."""
-    if "of_limit" in raw:  # reading writes medians itself
+    if "of_limit" in raw or "of_before" in raw:  # reading writes medians itself
         return raw
     header = {"header": raw.get("header") or _pick(raw, _HEADER)}
     if "trained" in raw:

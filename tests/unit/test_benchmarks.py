@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import (
+    beside,
     bulk,
     common,
     kernels,
@@ -75,6 +76,25 @@ def test_the_reading_benchmark_measures_one_part_alone(tmp_path: Path) -> None:
     argv = ["--out", str(out), "--directory", str(tmp_path / "stores"), "--many", "2", "--repeat", "1"]
     assert reading.main([*argv, "--only", "open"]) == 0
     assert json.loads(out.read_text())["median"].keys() == {"open none, s", "open zstd, s"}
+
+
+def test_the_reading_benchmark_measures_two_checkouts_in_turns(tmp_path: Path) -> None:
+    """Here both are this one."""
+    out, argv = tmp_path / "reading.json", ["--only", "open", "random", "--many", "2", "--batch", "9", "--repeat", "2"]
+    argv += ["--out", str(out), "--directory", str(tmp_path / "stores"), "--before", str(common.ROOT)]
+    assert reading.main(argv) == 0
+    found = json.loads(out.read_text())
+    assert found["rounds"] == 2 and found["before"] == found["header"]["commit"] and [*tmp_path.iterdir()] == [out]
+    assert {"open none, s", "random zstd", "random none of in order none"} < found["of_before"].keys()
+    assert not [name for name in found["of_before"] if "chunks" in name]
+    for one in found["of_before"].values():
+        assert 0 < one["least"] <= one["ratio"] <= one["most"] and min(one["before"], one["after"]) > 0
+    assert summary.summarise(found) == found
+
+
+def test_ratios_of_two_checkouts_are_of_the_same_round() -> None:
+    found = beside.compared([1.0, 2.0, 4.0], [2.0, 2.0, 2.0])
+    assert found == {"before": 2.0, "after": 2.0, "ratio": 1.0, "least": 0.5, "most": 2.0}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="datasets is installed")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bulk, node, report, scale
+from benchmarks import bulk, node, reading, report, scale
 from benchmarks.checks import models
 from dmi_connector.hooks import ModelDims, parse_selection
 from dmi_connector.layout import ArraySpec
@@ -136,6 +136,20 @@ def test_reads_beside_their_limits() -> None:
     ):
         ratios = [one["ratio"] for one in ranks if one["read"].startswith(name)]
         same(" ".join(re.findall(said, text)[0]), min(ratios), max(ratios))
+
+
+def test_reads_beside_those_of_an_earlier_commit() -> None:
+    run = results("cpu-reading.json")["runs"]["cpu-reading-before"]
+    parts = {name: one for name, one in run["of_before"].items() if " of " in name}
+    assert list(parts) == [f"{read} of {limit}" for read, limit, _ in reading.BARS[: len(parts)]] and run["rounds"] > 9
+    for row, one in zip(table("READING.md", "| read | part of | before |"), parts.values(), strict=True):
+        same(" ".join(row[2:]), *one.values())
+    said = re.findall(
+        r"commit (\w+), before them, and (\w+) took turns on one core, (\d+) rounds",
+        " ".join(page("READING.md").split()),
+    )
+    assert said == [(run["before"], run["header"]["commit"], str(run["rounds"]))]
+    assert run["header"]["machine"]["cpu_cores"] == 1 and run["header"]["clean"]
 
 
 # ---- docs/SCALE.md -----------------------------------------------------------------------------------------------
