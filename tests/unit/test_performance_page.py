@@ -109,6 +109,29 @@ def test_speculative_decoding() -> None:
         assert load["verified"] and not load["lost_rows"]
 
 
+def test_speculative_decoding_with_slow_cores() -> None:
+    text = page("PERFORMANCE.md").split("slow cores, six rounds")[1].split("Taps write")[0]
+    eagle3, ngram = (BUSY[f"h200-busy-{name}-slow-cores"]["engines"] for name in ("drafts", "ngram"))
+    found, once = eagle3[f"{ZSTD} eagle3"]["loads"]["short64"], ngram[f"{ZSTD} ngram"]["loads"]["short64"]
+    stock = eagle3["stock eagle3"]["loads"]["short64"]["tok_per_s"]
+    speeds = (min(stock), max(stock), ngram["stock ngram"]["loads"]["short64"]["tok_per_s"][0])
+    same(" ".join(re.findall(r"\d\d,\d{3}", text)), *speeds)
+    kept_up = found["sustained_tok_per_s_of_stock_median"]
+    same(" ".join(re.findall(r"0\.\d\d", text)), *ratios([found]), kept_up, *ratios([once]))
+    assert all(one["verified"] and not one["lost_rows"] for one in (found, once))
+
+
+def test_hybrid_models_in_a_pool() -> None:
+    text = page("PERFORMANCE.md").split("**Hybrid models in a pool**")[1].split("\n- ")[0].replace("vLLM 0.33", "")
+    engines = [BUSY[f"h200-pool-{name}"]["engines"] for name in ("qwen3.5", "nemotron-h")]
+    stock, found = ([one[name]["loads"]["short64"] for one in engines] for name in ("stock", f"{ZSTD} pool"))
+    same(" ".join(re.findall(r"\d,\d{3}", text)), *(speed for one in stock for speed in one["tok_per_s"]))
+    same(" ".join(re.findall(r"\d\.\d\d", text)), *ratios(found))
+    p99s = [p99 for one in stock for p99 in one["between_tokens_p99_ms"]]
+    same(re.findall(r"p99 of (\d+ to \d+)", text)[0], min(p99s), max(p99s))
+    assert all(one["verified"] and not one["lost_rows"] for one in found)
+
+
 def test_rows_in_a_pool() -> None:
     text = page("PERFORMANCE.md").split("**Rows in a pool**")[1].split("No row was lost")[0]
     h100, h200 = BUSY["h100-pool"]["engines"], BUSY["h200-pool"]["engines"]

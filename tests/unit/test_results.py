@@ -86,6 +86,17 @@ def test_the_page_about_models_has_the_table_of_the_results() -> None:
     assert again == gpu["GPTNeoXForCausalLM"]["stock_again"]["same_tokens_as_stock"]
 
 
+def test_models_with_rows_in_a_pool_on_a_gpu() -> None:
+    found = results("gpu-compat.json")
+    checks = {**found["hybrids_of_0.33"]["checks"], **found["models_of_0.33"]["checks"]}
+    rows = table("MODELS.md", "| model | requests with stock's tokens |")
+    said = {row[0].strip("`"): row[1] for row in rows}
+    assert said == {arch: one["same_tokens_as_stock"] for arch, one in checks.items()}
+    for arch, _, cosine in rows:
+        same(cosine, min(checks[arch.strip("`")]["least_cosine"].values()))
+    assert all(one["rows"] == 5610 and not one["rows_missing"] and not one["problems"] for one in checks.values())
+
+
 @pytest.mark.parametrize(
     ("row", "name"),
     [
