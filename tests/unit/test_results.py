@@ -87,7 +87,7 @@ def test_the_page_about_models_has_the_table_of_the_results() -> None:
 
 
 def test_models_with_rows_in_a_pool_on_a_gpu() -> None:
-    found = results("gpu-compat.json")
+    found = results("compat.json")
     checks = {**found["hybrids_of_0.33"]["checks"], **found["models_of_0.33"]["checks"]}
     rows = table("MODELS.md", "| model | requests with stock's tokens |")
     said = {row[0].strip("`"): row[1] for row in rows}
