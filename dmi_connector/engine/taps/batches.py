@@ -244,9 +244,9 @@ class TapBatch:
     def end(self, like: torch.Tensor, always: bool = False) -> None:
         """End the taps of this forward. like: a tensor with one entry per token.
 
-        always: also run the op in eager mode without deferred reductions. Needed where this code is eager but the
-        taps before it may be compiled.
+        always: also run the op in eager mode without deferred reductions and scores. Needed where this code is eager
+        but the taps before it may be compiled.
         """
         taps = self.taps
-        if always or taps.deferred.tokens or torch.compiler.is_compiling():
+        if always or taps.deferred.tokens or taps.context.layout.scored or torch.compiler.is_compiling():
             torch.ops.dmi.tap_end(like, taps.token, self.tensor, taps.context.cache_layer)
