@@ -47,14 +47,13 @@ _GROWS = 0.02
 @dataclass(frozen=True)
 class Sustained(Setup):
     """graphs: CUDA graph mode of its engine, "" for that of --engine-args. writers: 0 for the default number. drafts:
-    speculative decoding by a method of `benchmarks.drafts`. captures: whether its requests are captured. encoding: of
-    every hook, one of `benchmarks.fitted.ENCODINGS`. probes: one of `benchmarks.fitted.PROBES`.
+    speculative decoding by a method of `benchmarks.drafts`. encoding: of every hook, one of
+    `benchmarks.fitted.ENCODINGS`. probes: one of `benchmarks.fitted.PROBES`.
     """
 
     graphs: str = ""
     writers: int = 0
     drafts: str = ""
-    captures: bool = True
     encoding: str = ""
     probes: str = ""
 
@@ -95,8 +94,6 @@ def all_setups(model: str) -> list[Sustained]:
         ours("hidden-states zstd pool", HIDDEN, "zstd", "pool"),
         ours("full null pool", FULL, owner="pool"),
         ours("int8 none pool", FULL, "none", "pool", reduce=int8),
-        ours("hidden-states pool uncaptured", HIDDEN, owner="pool", captures=False),
-        ours("full pool uncaptured", FULL, owner="pool", captures=False),
         *(ours(f"{name} null", FULL, encoding=name) for name in fitted.ENCODINGS),
         *(ours(f"probe {kind}", "probe.p", "zstd", probes=kind) for kind in fitted.PROBES if kind != "keep"),
         ours("probe keep", f"{HIDDEN},probe.p", "zstd", probes="keep"),
@@ -160,8 +157,7 @@ class Busy(Bench):
         kept = self.store_dir.with_name(f"{self.store_dir.name}-kept")
         consumer = self._consumer(kept) if setup.stores else None
         self._seed += 1
-        transfer = setup.captures and setup.hooks != ""
-        client = Client(self.llm.llm_engine, load, self.vocab, transfer, self._seed, setup.probes)
+        client = Client(self.llm.llm_engine, load, self.vocab, setup.hooks != "", self._seed, setup.probes)
         client.run(self.args.warm, lambda: None)
         samples: list[tuple[float, dict[str, float]]] = []
         speeds: list[float] = []
@@ -199,6 +195,8 @@ class Busy(Bench):
         if consumer is not None:
             answer, _ = consumer.communicate()
             result |= json.loads(answer) | self._verify(kept, load)
+            if result["stores"] and not load.captured:
+                raise RuntimeError(f"{name}: requests that are not to be captured gave {result['stores']} stores")
             result["lost_rows"] = self._backlog()["lost_rows"]
         return result
 
@@ -320,8 +318,8 @@ def run(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -> d
 
 def _take_turns(args: argparse.Namespace, children: dict[str, common.Child], results: dict[str, Any]) -> None:
     """Measure each load of each engine, round by round."""
-    for load in args.loads.split(","):
-        for _ in range(args.repeat):
+    for _ in range(args.repeat):
+        for load in args.loads.split(","):
             for name in [n for n in children if load in args.loads_of.get(n, args.loads).split(",")]:
                 answer = children[name].answer({"load": load})
                 note(f"{name:32s} {load:9s} {json.dumps(answer)}")

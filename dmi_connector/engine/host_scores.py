@@ -60,6 +60,8 @@ class HostScores:
             none = torch.full((1,), -1, dtype=torch.int64, device=device)
             row = torch.zeros(1, layout.row_bytes, dtype=torch.uint8, device=device)
             self._copy(row, none, none, self._lines)  # compiled now, not while a CUDA graph is captured
+            if step_tokens:
+                self._copy_line.in_triton(self._lines.view(torch.uint8), none, none, self._lines)
         logger.info("dmi_connector: %.1f MiB of the host's memory for scores of probes", nbytes / (1 << 20))
 
     @property
