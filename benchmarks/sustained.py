@@ -44,13 +44,12 @@ _GROWS = 0.02
 @dataclass(frozen=True)
 class Sustained(Setup):
     """graphs: CUDA graph mode of its engine, "" for that of --engine-args. drafts: speculative decoding by a method of
-    `benchmarks.drafts`. captures: whether its requests are captured. encoding: of every hook, one of
-    `benchmarks.fitted.ENCODINGS`. probes: one of `benchmarks.fitted.PROBES`.
+    `benchmarks.drafts`. encoding: of every hook, one of `benchmarks.fitted.ENCODINGS`. probes: one of
+    `benchmarks.fitted.PROBES`.
     """
 
     graphs: str = ""
     drafts: str = ""
-    captures: bool = True
     encoding: str = ""
     probes: str = ""
 
@@ -86,7 +85,6 @@ def all_setups(model: str) -> list[Sustained]:
         ours("int8 none", FULL, "none", reduce=int8),
         ours("int8 lz4", FULL, "lz4", reduce=int8),
         ours("hidden-states zstd pool", HIDDEN, "zstd", "pool"),
-        ours("hidden-states pool uncaptured", HIDDEN, owner="pool", captures=False),
         *(ours(f"{name} null", FULL, encoding=name) for name in fitted.ENCODINGS),
         *(ours(f"probe {kind}", "probe.p", "zstd", probes=kind) for kind in fitted.PROBES if kind != "keep"),
         ours("probe keep", f"{HIDDEN},probe.p", "zstd", probes="keep"),
@@ -148,8 +146,7 @@ class Busy(Bench):
         kept = self.store_dir.with_name(f"{self.store_dir.name}-kept")
         consumer = self._consumer(kept) if setup.stores else None
         self._seed += 1
-        transfer = setup.captures and setup.hooks != ""
-        client = Client(self.llm.llm_engine, load, self.vocab, transfer, self._seed, setup.probes)
+        client = Client(self.llm.llm_engine, load, self.vocab, setup.hooks != "", self._seed, setup.probes)
         client.run(self.args.warm, lambda: None)
         samples: list[tuple[float, dict[str, float]]] = []
         speeds: list[float] = []
@@ -181,6 +178,8 @@ class Busy(Bench):
         if consumer is not None:
             answer, _ = consumer.communicate()
             result |= json.loads(answer) | self._verify(kept, load)
+            if result["stores"] and not load.captured:
+                raise RuntimeError(f"{name}: requests that are not to be captured gave {result['stores']} stores")
             result["lost_rows"] = self._backlog()["lost_rows"]
         return result
 
@@ -300,8 +299,8 @@ def run(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -> d
 
 def _take_turns(args: argparse.Namespace, children: dict[str, common.Child], results: dict[str, Any]) -> None:
     """Measure each load of each engine, round by round."""
-    for load in args.loads.split(","):
-        for _ in range(args.repeat):
+    for _ in range(args.repeat):
+        for load in args.loads.split(","):
             for name in [n for n in children if load in args.loads_of.get(n, args.loads).split(",")]:
                 answer = children[name].answer({"load": load})
                 note(f"{name:32s} {load:9s} {json.dumps(answer)}")

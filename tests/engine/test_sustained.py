@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks import report, summary, sustained, without
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms, prompts
+from dmi_connector.request_options import CaptureParams
 
 pytestmark = pytest.mark.soak  # of what measures, not of what users run
 
@@ -31,9 +32,11 @@ class Engine:
         self.most = 0
         self.ends: list[int] = []
         self.steps = 0
+        self.sent: list[Any] = []
 
     def add_request(self, name: str, prompt: dict[str, list[int]], params: Any) -> None:
         self.left[name] = params.max_tokens
+        self.sent.append(params)
         self.most = max(self.most, len(self.left))
 
     def has_unfinished_requests(self) -> bool:
@@ -65,6 +68,19 @@ def test_a_client_keeps_requests_in_flight_that_end_one_by_one() -> None:
     assert max(engine.ends.count(step) for step in engine.ends[8:]) == 1, "no two requests end in one step"
     client.finish()
     assert not engine.left
+
+
+@pytest.mark.parametrize(
+    ("load", "captures"), [(Load(1, 5, 4), True), (Load(1, 5, 4, captured=False), True), (Load(1, 5, 4), False)]
+)
+def test_an_engine_is_told_which_requests_to_capture(load: Load, captures: bool) -> None:
+    """It captures requests that say nothing."""
+    engine = Engine()
+    Client(engine, load, 512, captures, 1)
+    params = (engine.sent[0].extra_args or {}).get("kv_transfer_params")
+    assert (params is None) == (not captures)
+    if params is not None:
+        assert CaptureParams.parse(params).enabled == load.captured
 
 
 def test_prompts_share_their_first_tokens_and_no_others() -> None:
