@@ -99,8 +99,7 @@ test: env
 	@$(PY) -m pytest tests -n $(JOBS) --dist loadscope --no-loadscope-reorder --max-worker-restart=0 --durations=20
 
 soak: env
-	@rm -f benchmarks/results/cpu-v2-runner.jsonl
-	@V2_RESULT=benchmarks/results/cpu-v2-runner.jsonl $(PY) -m pytest tests -m soak -s
+	@$(PY) -m pytest tests -m soak -s
 	@$(PY) -m pytest tests/unit -m hypothesis --hypothesis-profile=random
 
 mutants: env

@@ -2,8 +2,7 @@
 """Throughput of capture compared with stock vLLM and with vLLM's own extraction, in one run on one machine.
 
     python -m benchmarks.capture --model DIR --out results.json [--cases decode1,decode32,decode128,prefill32]
-    python -m benchmarks.capture --model DIR --out hooks.json --curves hooks --engines stock,hooks-1,hooks-2,hooks-3
-    python -m benchmarks.report results.json hooks.json
+    python -m benchmarks.report results.json
 
 Every engine runs in a process of its own. Sinks and codecs do not change the compiled graph, so one engine of ours
 serves several of them: the benchmark switches them in the running worker. Numbers with stores count only if the stores
@@ -36,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import common
-from benchmarks.report import report
+from benchmarks.report import table
 from benchmarks.setups import (
     BEFORE,
     CASES,
@@ -214,11 +213,11 @@ def add(results: dict[str, Any], turn: Turn, numbers: dict[str, Any], stock: Sto
 def parser() -> argparse.ArgumentParser:
     p = common.engine_parser(MODULE, __doc__, "benchmarks/results/last.json", "/dev/shm/dmi-bench")
     p.add_argument("--model", help="model directory (weights are random); default: a tiny Qwen3")
-    p.add_argument("--engines", default="", help="comma-separated; default: all that setups and curves need")
+    p.add_argument("--engines", default="", help="comma-separated; default: all that setups need")
     p.add_argument("--only", default="", help="comma-separated setup names")
     p.add_argument("--cases", default="", help=f"comma-separated: {', '.join(CASES)}")
     p.add_argument("--profile", help="comma-separated setup names whose decode is profiled; default: all")
-    p.add_argument("--curves", default="", help=f"comma-separated growth curves, beside the cases: {', '.join(CURVES)}")
+    p.add_argument("--curves", default="", help=f"comma-separated, setups of growing selections: {', '.join(CURVES)}")
     p.add_argument("--repeat", type=int, default=5, help="rounds of each case (default: %(default)s)")
     p.add_argument("--shrink", type=int, default=1, help="divide requests and tokens of all cases, for small machines")
     p.add_argument("--owner", default="draft", choices=["draft", "target", "pool"], help="of the rows")
@@ -350,7 +349,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     common.end_with_children()
     results = _run_all(args, child_argv, setups)
-    print(report({Path(args.out).stem: results}))
+    print(table({Path(args.out).stem: results}))
     return 0 if _sound(results) else 1
 
 

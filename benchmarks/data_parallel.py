@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -31,7 +30,9 @@ from benchmarks.bulk import flags
 from benchmarks.capture import note
 from benchmarks.engine import DRAIN_S
 from benchmarks.loads import LOADS, Load, first_lengths, prompts
+from benchmarks.report import servers_table
 from benchmarks.setups import HIDDEN
+from benchmarks.summary import summarise
 from benchmarks.sustained import check_kept
 
 MODULE = "benchmarks.data_parallel"
@@ -231,7 +232,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--shrink", type=int, default=1, help="divide requests and tokens of the load, for small machines")
     p.add_argument("--port", type=int, default=18200, help="of the first server (default: %(default)s)")
     p.add_argument("--kv-gigabytes", type=json.loads, default={}, help='JSON: GB of KV cache of "stock" and "capture"')
-    p.add_argument("--table", nargs="+", help="print the tables of result files, and measure nothing")
     p.add_argument("--client", default="", help=argparse.SUPPRESS)
     p.add_argument("--vocab", type=int, default=0, help=argparse.SUPPRESS)
     p.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
@@ -269,31 +269,11 @@ def sound(results: dict[str, Any]) -> bool:
     return bool(whole) and all(whole)
 
 
-def table(results: dict[str, Any]) -> str:
-    """A row for each server: medians over rounds."""
-    lines = [["server", "tokens/s", "by engine", "of stock", "of one engine, each", "stores, requests"]]
-    servers = results["servers"]
-    rate = {name: statistics.median(one["tok_per_s"] for one in found) for name, found in servers.items()}
-    for name, found in servers.items():
-        kind, _, engines = name.partition(", ")
-        count = int(engines.split()[0])
-        by_engine = ", ".join(f"{speed:,.0f}" for speed in found[-1]["by_engine"].values())
-        sums = [sum(one.get(what, 0) for one in found) for what in ("stores", "answered")]
-        counts = ", ".join(f"{number:,}" for number in sums) if sums[0] else ""
-        of_one = f"{rate[name] / count / rate[f'{kind}, 1 engine']:.3f}"
-        of_stock = f"{rate[name] / rate[f'stock, {engines}']:.3f}"
-        lines.append([name, f"{rate[name]:,.0f}", by_engine, of_stock, of_one, counts])
-    return common.markdown(lines)
-
-
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     if args.client:
         client(args.client, Load(**json.loads(args.load)), args.vocab, args.seed)
-        return 0
-    if args.table:
-        print("\n\n".join(table(json.loads(Path(name).read_text())) for name in args.table))
         return 0
     if args.load not in LOADS:
         parser().error(f"--load: {args.load!r} is unknown; choose from {', '.join(LOADS)}")
@@ -303,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
     common.end_with_children()
     results = run(args, argv)
     common.save(args.out, results)
-    print(table(results))
+    print(servers_table(summarise(results)))
     return 0 if sound(results) else 1
 
 

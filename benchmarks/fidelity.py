@@ -14,11 +14,14 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import autoencoder, common
+import numpy as np
+
+from benchmarks import common
 from dmi_connector.cli.tiny_models import ENV, make_model, make_tokenizer
 from dmi_connector.cli.tiny_training import texts, train
 
@@ -48,6 +51,10 @@ SUBVECTOR = 4
 HOOKS = "resid_pre,resid_mid,resid_final,q,k,v,z,q_rot,k_rot,mlp_post,mlp_out"
 ENCODED, ENCODED_LAYER, ENCODED_PROMPTS = ("resid_pre", "z", "mlp_post", "mlp_out"), 1, 192
 """Hooks that have an autoencoder, its layer, and the prompts, of the text that the model was trained on, for it."""
+LATENTS, ACTIVE = 512, 16
+"""Latents of an autoencoder, and how many of them a row has at most."""
+STEPS, BATCH, RATE = 500, 256, 1e-3
+"""Of its training."""
 COMPONENTS = 256
 """Principal components of a row of the hooks in WHOLE."""
 WHOLE = ("resid_pre", "resid_mid", "mlp_out")
@@ -123,6 +130,59 @@ def fitted_files(stores: list[Path], folder: Path) -> dict[str, dict[str, str]]:
     return found
 
 
+def rows_of(stores: Sequence[Path], hook: str, layer: int) -> np.ndarray:
+    """Rows of all stores but the first of each, whose token has nothing before it, float32 [n, width]."""
+    from dmi_connector.captures.capture import open_capture
+
+    found = []
+    for store in stores:
+        with open_capture(store, timeout=60) as capture:
+            found.append(capture.numpy(hook, layer)[1:])
+    return np.concatenate(found)
+
+
+def train_autoencoder(rows: np.ndarray, folder: Path) -> dict[str, Any]:
+    """Train relu((x - b_dec) W_enc + b_enc), of which the ACTIVE largest are kept, to add up to `rows` [n, width].
+
+    Writes it into `folder` as SAELens does, in the space of `rows`, and returns facts about it. Seeded, on the CPU.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    scale = rows.shape[1] ** 0.5 / float(np.linalg.norm(rows, axis=1).mean())
+    data = torch.from_numpy(rows * np.float32(scale))
+    directions = torch.nn.functional.normalize(torch.randn(LATENTS, rows.shape[1]), dim=1)
+    made = {"W_enc": directions.T.clone(), "b_enc": torch.zeros(LATENTS), "W_dec": directions, "b_dec": data.mean(0)}
+    parts = {name: torch.nn.Parameter(value) for name, value in made.items()}
+    optimiser = torch.optim.Adam(parts.values(), lr=RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, RATE, total_steps=STEPS)
+    variance, fired, left = (data - data.mean(0)).square().sum(1).mean(), torch.zeros(LATENTS), 0.0
+    for step in range(STEPS):
+        batch = data[torch.randint(0, len(data), (BATCH,))]
+        latents = torch.relu((batch - parts["b_dec"]) @ parts["W_enc"] + parts["b_enc"])
+        most = latents.topk(ACTIVE, dim=1)
+        kept = torch.zeros_like(latents).scatter(1, most.indices, most.values)
+        loss = (kept @ parts["W_dec"] + parts["b_dec"] - batch).square().sum(1).mean() / variance
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        schedule.step()
+        with torch.no_grad():
+            parts["W_dec"].div_(parts["W_dec"].norm(dim=1, keepdim=True))
+            if step >= STEPS - 100:
+                fired += (kept > 0).sum(0)
+                left += loss.item() / 100
+    found = {name: part.detach() for name, part in parts.items()}
+    found |= {"W_enc": found["W_enc"] * scale, "b_dec": found["b_dec"] / scale, "W_dec": found["W_dec"] / scale}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.contiguous() for name, value in found.items()}, folder / "sae_weights.safetensors")
+    settings = {"architecture": "topk", "k": ACTIVE, "apply_b_dec_to_input": True}
+    (folder / "cfg.json").write_text(json.dumps(settings))
+    about = {"latents": LATENTS, "k": ACTIVE, "rows": len(rows), "explained_in_training": round(1 - left, 4)}
+    return {**about, "dead": int((fired == 0).sum())}
+
+
 def autoencoders(stores: list[Path], measured: list[Path], folder: Path) -> tuple[dict[str, Autoencoder], list[Any]]:
     """(One of each hook of ENCODED, trained on `stores`; what is to be said of each, JSON-ready)."""
     from dmi_connector.analysis.autoencoder import Autoencoder
@@ -130,9 +190,9 @@ def autoencoders(stores: list[Path], measured: list[Path], folder: Path) -> tupl
     made, about = {}, []
     for hook in ENCODED:
         start = time.monotonic()
-        facts = autoencoder.train(autoencoder.rows_of(stores, hook, ENCODED_LAYER), folder / hook)
+        facts = train_autoencoder(rows_of(stores, hook, ENCODED_LAYER), folder / hook)
         made[hook] = one = Autoencoder.load(f"{folder / hook}, hook={hook}, layer={ENCODED_LAYER}")
-        rows = autoencoder.rows_of(measured, hook, ENCODED_LAYER)
+        rows = rows_of(measured, hook, ENCODED_LAYER)
         facts |= {"explained": round(1 - one.unexplained(rows, rows), 4), "seconds": round(time.monotonic() - start)}
         about.append({"hook": hook, "layer": ENCODED_LAYER, **facts})
         print(f"autoencoder of {hook} in layer {ENCODED_LAYER}: {facts}")

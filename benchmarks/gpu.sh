@@ -14,19 +14,13 @@
 #   reduced  int8 and mixed (6 minutes)
 #   curves   hooks and layers, seven engines at once (5 minutes)
 #   slow     policies block and drop with a slow sink (4 minutes)
-#   pace     writers of hidden-states and the full surface, paced in other ways (6 minutes)
-#   long     hidden-states of requests that decode for seconds, so that writers keep pace (4 minutes)
 #   ehs      vLLM's own extraction (4 minutes)
 #   sustained   always busy: hidden-states of both owners, a narrow selection (7 minutes)
 #   sustained-full, sustained-int8, sustained-long   always busy: the full surface; int8; prompts of 4,000 tokens, cached
 #               prompts and 256 in flight, also with writers that always compress
-#   sustained-pieces, sustained-codecs, sustained-without, sustained-reports   always busy: vLLM's default graphs; codecs;
-#               mechanisms switched off; how often ranks report
+#   sustained-pieces, sustained-without   always busy: vLLM's default graphs; mechanisms switched off
 # For the next phases the package must be installed: workers find it by its entry point. GPUS: how many there are (2).
 #   sustained-ranks   always busy, tensor parallel on GPUs of 139 GiB (9 minutes)
-#   ranks-answers     the same, both owners, with and without waiting for all ranks in each step, stock last (8 minutes)
-#   ranks-stores      the same, what stores cost: null sink, files as they are, compressed, compressed without kept blocks
-#                     (8 minutes)
 #   sustained-32b, sustained-70b   the same with the shapes of a 32B or 70B model (benchmarks.shapes; 5 minutes)
 #   bursts-ranks      bursts, tensor parallel (5 minutes)
 #   check-ranks       tokens and values, tensor parallel (5 minutes)
@@ -105,12 +99,6 @@ for phase in "$@"; do
     slow)
       capture slow '{"stock": 5, "full": 36}' 'stock,full null,full disk slow block,full disk slow drop' decode32,prefill8 \
         --profile '' ;;
-    pace)
-      capture pace '{"stock": 5, "full": 48, "hidden": 9}' \
-        'stock,hidden-states disk,hidden-states disk gentle,hidden-states disk unpaced,full disk none,full disk none gentle,full disk none unpaced' \
-        decode32,decode128 --profile '' ;;
-    long)
-      capture long '{"stock": 9, "hidden": 20}' 'stock,hidden-states null,hidden-states disk' decode32x1500 --profile '' ;;
     ehs)
       capture ehs '{"stock": 5, "ehs": 20, "hidden": 9}' 'stock,ehs,hidden-states disk' "$decode,prefill32" --profile '' ;;
     sustained)
@@ -129,16 +117,6 @@ for phase in "$@"; do
         busy sustained-ranks '{"stock": 4, "full null": 36, "int8 null": 20, "attn null": 4, "*": 9}' \
         'stock,hidden-states null,hidden-states zstd,hidden-states zstd draft,full null,int8 null,attn null' short64 \
         --repeat 2 --profile 2 --options "$small_ring" ;;
-    ranks-answers)
-      whole="{\"tensor_parallel_size\": $ranks, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
-        busy ranks-answers '{"stock": 4, "*": 7}' \
-        'hidden-states null,hidden-states null without answers,hidden-states zstd,hidden-states zstd draft,stock' \
-        short64 --warm 3 --repeat 3 --options "$small_ring" ;;
-    ranks-stores)
-      whole="{\"tensor_parallel_size\": $ranks, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
-        busy ranks-stores '{"stock": 4, "*": 7}' \
-        'hidden-states null,hidden-states none,hidden-states zstd,hidden-states zstd without held,stock' \
-        short64 --warm 3 --repeat 4 --options "$small_ring" ;;
     sustained-32b | sustained-70b | sustained-235b)
       name=qwen3-32b caches='{"stock": 5, "hidden-states zstd": 26}' parallel="\"tensor_parallel_size\": $ranks"
       [ "$phase" != sustained-70b ] || name=llama3-70b caches='{"stock": 4, "hidden-states zstd": 34}'
@@ -180,17 +158,10 @@ for phase in "$@"; do
     sustained-pieces)
       busy sustained-pieces '{"stock pieces": 4, "full null pieces": 66, "*": 9}' \
         'stock pieces,hidden-states zstd pieces,hidden-states zstd draft pieces,full null pieces' short64 ;;
-    sustained-codecs)
-      busy sustained-codecs '{"stock": 4, "*": 9}' \
-        'stock,hidden-states null,hidden-states zstd,hidden-states lz4,hidden-states none' short64 ;;
     sustained-without)
       busy sustained-without '{"stock": 4, "*": 9}' \
         'stock,hidden-states zstd,hidden-states zstd without pace,hidden-states zstd without idle,hidden-states zstd without branch' \
         short64 --repeat 3 ;;
-    sustained-reports)
-      busy sustained-reports '{"stock": 4, "*": 9}' \
-        'stock,hidden-states zstd,hidden-states zstd draft,hidden-states zstd without reports' \
-        short64 --repeat 3 --profile 2 ;;
     models)
       python3 -m benchmarks.shapes /tmp/dmi-shapes >/dev/null
       few='{"gpu_memory_utilization": 0.03, "max_num_seqs": 64, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}}'

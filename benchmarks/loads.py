@@ -26,17 +26,18 @@ class Load(NamedTuple):
     """Requests that are in flight all the time.
 
     prompt_tokens, output_tokens: of each. shared: tokens at the start of each prompt that are the same in all, so that
-    the prefix cache has them.
+    the prefix cache has them. captured: whether requests are captured, in engines that capture.
     """
 
     in_flight: int
     prompt_tokens: int
     output_tokens: int
     shared: int = 0
+    captured: bool = True
 
     def shrunk(self, by: int) -> Load:
         requests, prompt = max(1, self.in_flight // by), max(1, self.prompt_tokens // by)
-        return Load(requests, prompt, max(2, self.output_tokens // by), self.shared // by)
+        return Load(requests, prompt, max(2, self.output_tokens // by), self.shared // by, self.captured)
 
     @property
     def rows(self) -> int:
@@ -52,12 +53,12 @@ LOADS = {
     "short128": Load(128, 128, 384),
     "short256": Load(256, 128, 384),
     "long16": Load(16, 4000, 200),
-    "long64": Load(64, 4000, 200),
     "long128": Load(128, 5000, 400),
     "cached64": Load(64, 1600, 200, shared=1280),
     "reasoning128": Load(128, 500, 6000),
-    "huge32": Load(32, 16000, 200),
     "prompts16": Load(16, 2000, 2),
+    "uncaptured64": Load(64, 128, 384, captured=False),
+    "uncaptured-prompts16": Load(16, 2000, 2, captured=False),
 }
 EVERY = 16
 _LOOK_S = 0.05
@@ -86,14 +87,15 @@ def first_lengths(load: Load, seed: int) -> list[int]:
 class Client:
     """Keeps `load.in_flight` requests in an engine and notes when their tokens come.
 
-    probes: one of `benchmarks.fitted.PROBES` that requests ask scores of, or "".
+    captures: whether the engine captures; it then captures requests that do not say otherwise. probes: one of
+    `benchmarks.fitted.PROBES` that requests ask scores of, or "".
     """
 
-    def __init__(self, engine: Any, load: Load, vocab: int, transfer: bool, seed: int, probes: str = "") -> None:
+    def __init__(self, engine: Any, load: Load, vocab: int, captures: bool, seed: int, probes: str = "") -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        self.engine, self.load, self.transfer, self._probes = engine, load, transfer, probes
+        self.engine, self.load, self._captures, self._probes = engine, load, captures, probes
         self._prompts = prompts(load, vocab, seed)
         self._make = lambda count, extra: SamplingParams(
             temperature=0.0,
@@ -114,8 +116,9 @@ class Client:
 
     def _send(self, output_tokens: int) -> None:
         name = f"{self._seed}-{self._sent}"
-        params = {"include_output_tokens": True, "dmi": {"key": name, **asked(self._probes, self._sent)}}
-        extra = {"kv_transfer_params": params} if self.transfer else {}
+        dmi = {"key": name, **asked(self._probes, self._sent)} if self.load.captured else {"enabled": False}
+        params = {"include_output_tokens": True, "dmi": dmi}
+        extra = {"kv_transfer_params": params} if self._captures else {}
         self._sent += 1
         self._began[name] = time.perf_counter()
         self.engine.add_request(name, {"prompt_token_ids": next(self._prompts)}, self._make(output_tokens, extra))

@@ -31,7 +31,7 @@ from typing import Any, cast
 import numpy as np
 
 from benchmarks import common, stores
-from benchmarks.limits import STORE_ROWS, Machine, Numbers, node_table, split_layout
+from benchmarks.scale import MODELS, STORE_ROWS, Machine, Numbers, node_table, split_layout
 from dmi_connector.codecs import CODECS
 from dmi_connector.hooks import ModelDims, parse_selection
 from dmi_connector.layout import ArraySpec, PayloadLayout, hook_reductions, row_layouts
@@ -44,11 +44,6 @@ from dmi_connector.store.write.finish import retention
 from dmi_connector.store.write.finish.commit import append_index, finish_line, now
 from dmi_connector.store.write.settings import WriteSettings
 
-MODELS = {
-    "Qwen3-4B": ModelDims("Qwen3ForCausalLM", 36, 2560, 32, 8, 128, 9728, 151936),
-    "Qwen3-32B": ModelDims("Qwen3ForCausalLM", 64, 5120, 64, 8, 128, 25600, 151936),
-    "Llama-3-70B": ModelDims("LlamaForCausalLM", 80, 8192, 64, 8, 128, 28672, 128256),
-}
 SELECTIONS = {
     "`hidden-states`": ServerOptions("", ("hidden-states",)),
     "four layers": ServerOptions("", ("mlp_post@-4--1", "resid_post@-4--1")),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of results. Of `benchmarks.capture`: all setups, and each growth curve. Of `benchmarks.sustained`: all loads.
+"""Tables of results: of capture, sustained, data_parallel and bulk.
 
     python -m benchmarks.report A.json [B.json ...]
-    python -m benchmarks.report benchmarks/results/gpu-curves.json --plot docs/img/cost.svg
+    python -m benchmarks.report benchmarks/results/gpu-bursts.json --runs h200-curves --plot docs/img/cost.svg
 
 `--plot` draws the speed of each selection by its bytes of a token, for each case.
 
@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import statistics
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.setups import CASES, CURVES, Curve
+from benchmarks.setups import CASES
 from benchmarks.summary import base_of, runs
 
 Results = dict[str, Any]
 SLOW_BASE = "full null"
 """Setups with a slow sink are also compared with this one, which has no sink."""
-QUICK_US = 80.0
-"""A core with a lower `python_us` runs at full speed. Other guests of a machine may halve it for seconds."""
 _MEDIANS = {"first token p50, median": "first_token_p50", "between tokens p99, median": "between_tokens_p99"}
 """Columns of `busy_rounds`, and the figures of a summary."""
 
@@ -103,49 +100,6 @@ def _steadiness(file: str, results: Results) -> str:
     return f"{file}: a fixed piece of Python took {tenths} after rounds (first tenth, median, last tenth)"
 
 
-def _latest(files: dict[str, Results], setup: str, case: str) -> Results | None:
-    """The last file that has this measurement."""
-    return next((r for r in reversed(files.values()) if case in measured(r, setup)), None)
-
-
-def _over_cases(files: dict[str, Results], curve: Curve) -> list[list[str]]:
-    """A line for each case that was measured. Stock's numbers are of the same file as the first setup's."""
-    axis = "requests" if len({CASES[case].requests for case in curve.cases}) > 1 else "prompt_tokens"
-    lines = [[axis.replace("_", " "), "stock", *curve.setups]]
-    for case in curve.cases:
-        sources = [(setup, _latest(files, setup, case)) for setup in curve.setups]
-        first = next((source for _, source in sources if source is not None), None)
-        if first is not None:
-            sources = [("stock", first), *sources]
-            shrunk = next(m[case] for setup, _ in sources if case in (m := measured(first, setup)))
-            at = shrunk.get(axis, getattr(CASES[case], axis))
-            lines.append([str(at), *("" if source is None else cell(source, s, case) for s, source in sources)])
-    return lines
-
-
-def _over_setups(files: dict[str, Results], curve: Curve) -> list[list[str]]:
-    """A line for each selection that was measured."""
-    lines = [["selection", "MB a token", *curve.cases]]
-    for setup in curve.setups:
-        sources = [_latest(files, setup, case) for case in curve.cases]
-        engine: Results = next((e for r in sources if r for e in r["engines"].values() if setup in e["setups"]), {})
-        if "bytes_per_token" in engine:
-            hooks = setup if "@" in engine["hooks"] else engine["hooks"]
-            cells = ["" if r is None else cell(r, setup, case) for r, case in zip(sources, curve.cases, strict=True)]
-            lines.append([hooks, f"{engine['bytes_per_token'] / 1e6:.3g}", *cells])
-    return lines
-
-
-def curve_tables(files: dict[str, Results]) -> str:
-    """A small table for each curve of which two points or more were measured."""
-    parts = []
-    for name, curve in CURVES.items():
-        lines = (_over_cases if curve.over_cases else _over_setups)(files, curve)
-        if len(lines) > 2:
-            parts.append(f"Curve `{name}`: {curve.title}\n\n{common.markdown(lines)}")
-    return "\n\n".join(parts)
-
-
 def points(files: dict[str, Results]) -> dict[str, list[tuple[float, float]]]:
     """case -> (MB a token, ratio to stock) of each selection whose rounds alternated with stock's."""
     found: dict[str, list[tuple[float, float]]] = {}
@@ -177,11 +131,6 @@ def plot(files: dict[str, Results], path: Path) -> None:
     pyplot.close(figure)
 
 
-def report(files: dict[str, Results]) -> str:
-    """All tables as Markdown. files: name -> results."""
-    return "\n\n".join(part for part in (table(files), curve_tables(files)) if part)
-
-
 # ---- an engine that is always busy -----------------------------------------------------------------------------------
 
 
@@ -192,7 +141,7 @@ def busy_table(results: dict[str, Any]) -> str:
         rows = [[name, *(str(s) for s in engine["start_s"])] for name, engine in engines.items()]
         return common.markdown([["start, s", *(f"{i + 1}." for i in range(len(rows[0]) - 1))], *rows])
     times = ["first token p50, ms", "between tokens p99, ms"]
-    lines = [["load", "setup", "tok/s", "with quick cores", *times, "GB/s", "keeps up", "stores"]]
+    lines = [["load", "setup", "tok/s", *times, "GB/s", "keeps up", "stores"]]
     for load in dict.fromkeys(load for engine in engines.values() for load in engine["loads"]):
         for name, engine in engines.items():
             if load in engine["loads"]:
@@ -200,16 +149,6 @@ def busy_table(results: dict[str, Any]) -> str:
                 lines.append([load, name, *_cells(engine["loads"][load], base)])
     failed = [f"{name} failed: {engine['failed']}" for name, engine in engines.items() if "failed" in engine]
     return "\n\n".join([common.markdown(lines), *failed])
-
-
-def quick(runs: list[dict[str, Any]]) -> float | None:
-    """Median tokens/s of the seconds that begin and end with a quick core; None if there are fewer than three."""
-    found = []
-    for run in runs:
-        ends = pairwise(run["python_us"])
-        rates = run.get("tok_per_s_between_looks", [])
-        found += [rate for rate, us in zip(rates, ends, strict=False) if max(us) < QUICK_US]
-    return statistics.median(found) if len(found) > 2 else None
 
 
 def _cells(runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> list[str]:
@@ -229,20 +168,12 @@ def _cells(runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> list[str]:
         checked += ", NOT VERIFIED"
     return [
         against(lambda one: one["tok_per_s"], 0),
-        _quick_cell(runs, base),
         against(lambda one: one["first_token_ms"].get("p50"), 1),
         against(lambda one: one["between_tokens_ms"].get("p99"), 1),
         f"{last['exported_GB_per_s']:.2f}" if last.get("exported_GB_per_s") else "",
         slower if "keeps_up" in last else "",
         checked,
     ]
-
-
-def _quick_cell(runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> str:
-    mine, stock = quick(runs), quick(base)
-    if mine is None:
-        return ""
-    return f"{mine:,.0f}" + (f" ({mine / stock:.3f})" if stock and base is not runs else "")
 
 
 def busy_rounds(files: list[Results]) -> str:
@@ -269,23 +200,73 @@ def _median(machines: list[Results], what: str) -> float:
     return statistics.median(ratio for one in machines for ratio in one[f"{what}_of_stock"])
 
 
+# ---- servers, and `dmi run` ------------------------------------------------------------------------------------------
+
+
+def servers_table(run: Results) -> str:
+    """A row for each server of a summary of `benchmarks.data_parallel`."""
+    lines = [["server", "tokens/s", "by engine", "of stock", "of one engine, each", "stores, requests"]]
+    servers = run["servers"]
+    rate = {name: found["tok_per_s"] for name, found in servers.items()}
+    for name, found in servers.items():
+        kind, _, engines = name.partition(", ")
+        count = int(engines.split()[0])
+        by_engine = ", ".join(f"{speed:,.0f}" for speed in found["by_engine"].values())
+        counts = f"{found['stores']:,}, {found['answered']:,}" if "stores" in found else ""
+        of_one = f"{rate[name] / count / rate[f'{kind}, 1 engine']:.3f}"
+        of_stock = f"{rate[name] / rate[f'stock, {engines}']:.3f}"
+        lines.append([name, f"{rate[name]:,.0f}", by_engine, of_stock, of_one, counts])
+    return common.markdown(lines)
+
+
+def bulk_table(run: Results) -> str:
+    """Medians of `LLM.generate` and `dmi run`, and their ratio, of a summary of `benchmarks.bulk`."""
+    lines = [["", "tokens/s", "by LLM.generate", "rounds"]]
+    titles = {"generate": "`LLM.generate`", "run": "`dmi run`"}
+    ratio = run.get("ratio")
+    shown = "{median:.3f} ({least:.3f} to {most:.3f})".format(**ratio) if ratio else ""
+    for name, of in run["rounds"].items():
+        lines.append([titles[name], f"{of['tok_per_s']:.0f}", "1" if name == "generate" else shown, str(of["rounds"])])
+    return common.markdown(lines)
+
+
 # ---- the program -----------------------------------------------------------------------------------------------------
+
+
+def tables(files: dict[str, Results]) -> str:
+    """All tables of the runs of summaries, by name."""
+    parts = []
+    if bursts := {name: run for name, run in files.items() if _has(run, "setups")}:
+        parts.append(table(bursts))
+    if any(_has(run, "loads") for run in files.values()):
+        parts.append(busy_rounds([*files.values()]))
+    parts += [f"{name}\n\n{servers_table(run)}" for name, run in files.items() if "servers" in run]
+    parts += [f"{name}\n\n{bulk_table(run)}" for name, run in files.items() if "run" in run.get("rounds", ())]
+    return "\n\n".join(parts)
+
+
+def _has(run: Results, what: str) -> bool:
+    return any(what in engine for engine in run.get("engines", {}).values())
 
 
 def main(argv: list[str] | None = None) -> int:
     p = common.parser("benchmarks.report", __doc__)
     p.add_argument("files", nargs="+", type=Path, metavar="RESULTS.json")
+    p.add_argument("--runs", help="comma-separated, of those that the files have (default: all)")
     p.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the cost by bytes of a token, print nothing")
     args = p.parse_args(argv)
     files: dict[str, Results] = {}
     for path in args.files:
         for name, run in runs(path).items():
-            if any("setups" in engine for engine in run.get("engines", {}).values()):
-                files[f"{path}: {name}" if name in files else name] = run
+            files[f"{path}: {name}" if name in files else name] = run
+    if args.runs:
+        if lacking := set(args.runs.split(",")) - set(files):
+            p.error(f"--runs: the files have no {', '.join(sorted(lacking))}")
+        files = {name: files[name] for name in args.runs.split(",")}
     if args.plot:
-        plot(files, args.plot)
+        plot({name: run for name, run in files.items() if _has(run, "setups")}, args.plot)
     else:
-        print(report(files))
+        print(tables(files))
     return 0
 
 

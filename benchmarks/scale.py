@@ -1,20 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a billion tokens cost, worked out from measured speeds: the tables of docs/SCALE.md.
+"""Sizes and costs that are worked out: of a billion tokens, of one long sequence, and the limits of a node.
 
-    python -m benchmarks.scale --tokens 1e9 --gpus 1,8,64 --price 0.023
+    python -m benchmarks.scale --tokens 1e9 --gpus 1,8,64 --price 0.023     # the first tables of docs/SCALE.md
+    python -m benchmarks.scale --sequence 2048 --model Qwen3-4B             # the budget of docs/REDUCTIONS.md
 
 Speeds are those of docs/PERFORMANCE.md on one H200 under continuous load. More GPUs are taken to be as many times as
-quick, each with an engine and 16 cores of its own; that was not measured beyond two.
+quick, each with an engine and 16 cores of its own; four were measured. Bytes of a sequence are those of its rows before
+a codec compresses them; files of metadata come to some 20 kB more. `benchmarks.node` measures the costs from which the
+limits of a node are worked out, and prints these.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks import common
+from dmi_connector.dtypes import ITEMSIZE
+from dmi_connector.hooks import ModelDims, parse_selection
+from dmi_connector.layout import TOKEN_ARRAYS, hook_reductions, row_layouts
+from dmi_connector.reduce.modes import rules_of
 
 MODULE = "benchmarks.scale"
+MODELS = {
+    "Qwen3-4B": ModelDims("Qwen3ForCausalLM", 36, 2560, 32, 8, 128, 9728, 151936),
+    "Qwen3-32B": ModelDims("Qwen3ForCausalLM", 64, 5120, 64, 8, 128, 25600, 151936),
+    "Llama-3-70B": ModelDims("LlamaForCausalLM", 80, 8192, 64, 8, 128, 28672, 128256),
+}
+"""Name -> sizes."""
+
+# ---- a billion tokens ----------------------------------------------------------------------------------------------
+
 INDEX_BYTES = 630
 """Of a capture: benchmarks/results/cpu-index.json."""
 FIXED_FILES = 7
@@ -67,8 +85,117 @@ def tables(
     return common.markdown(speed) + "\n\n" + common.markdown(size)
 
 
+# ---- one sequence --------------------------------------------------------------------------------------------------
+
+BUDGET = 120e6
+"""Bytes of one sequence, at most."""
+PARTS = {
+    "residual stream": "resid_pre,resid_final",
+    "MLP neurons": "mlp_post",
+    "attention of each head": "pattern",
+    "output of each head": "z",
+}
+"""What the budget is for, and its hooks."""
+MODES = ("summary", "compact")
+
+
+def token_bytes(hooks: str, mode: str, dims: ModelDims) -> int:
+    """Bytes that one token takes in the arrays of `hooks`, without padding, in a model in bfloat16."""
+    selection = parse_selection(hooks, dims)
+    reductions = hook_reductions(tuple(rules_of(mode).items()), selection, dims, 1)
+    (layout,) = row_layouts(selection, dims, "bfloat16", 1, reductions)
+    return sum(field.nbytes for field in layout.fields)
+
+
+def megabytes(tokens: int, mode: str, dims: ModelDims) -> dict[str, float]:
+    """By part, and of the arrays of tokens, which each store has."""
+    found = {part: token_bytes(hooks, mode, dims) * tokens / 1e6 for part, hooks in PARTS.items()}
+    return {**found, "token arrays": sum(ITEMSIZE[dtype] for dtype in TOKEN_ARRAYS.values()) * tokens / 1e6}
+
+
+def budget_table(tokens: int, dims: ModelDims) -> str:
+    """Markdown, in MB."""
+    found = {mode: megabytes(tokens, mode, dims) for mode in MODES}
+    hooks = {part: ", ".join(f"`{hook}`" for hook in names.split(",")) for part, names in PARTS.items()}
+    lines = [["MB", "hooks", *(f"`{mode}`" for mode in MODES)]]
+    for part in found[MODES[0]]:
+        lines.append([part, hooks.get(part, ""), *(f"{found[mode][part]:.1f}" for mode in MODES)])
+    lines.append(["all", "", *(f"{sum(found[mode].values()):.1f}" for mode in MODES)])
+    return common.markdown(lines)
+
+
+# ---- a node ----------------------------------------------------------------------------------------------------------
+
+Numbers = dict[str, Any]
+STORE_ROWS = 511
+"""Of a store."""
+RAW_PASSES, STORED_PASSES = 2, 3
+"""Passes through main memory, counted, not measured. Raw bytes: into the ring, out of it. Stored bytes: a page is
+cleared, it is filled, the disk reads it.
+"""
+
+
+def _assumed(value: float, what: str) -> Any:
+    return field(default=value, metadata={"what": what})
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A node. Its defaults are assumptions."""
+
+    cores: float = _assumed(16, "cores for each GPU, one of them kept busy by the engine")
+    core_cost: float = _assumed(1.5, "CPU seconds there for one where costs were measured")
+    memory: float = _assumed(400, "GB/s of main memory")
+    disk: float = _assumed(20, "GB/s into the file system")
+    link: float = _assumed(50, "GB/s off each GPU")
+    writers: float = _assumed(64, "writer processes of a rank at most; else its part of the cores")
+
+
+def split_layout(layout: str) -> tuple[bool, int]:
+    """(whether ranks share stores, number of ranks) of "DP 8" or "TP 8"."""
+    return layout.startswith("TP"), int(layout.split()[1])
+
+
+def node_limits(found: Numbers, case: str, codec: str, layout: str, node: Machine) -> dict[str, float]:
+    """Tokens a second of the whole node at which each limit binds. found: a result of `benchmarks.node`."""
+    tensor, n = split_layout(layout)
+    row, store, cost = found["rows"][case][layout], found["costs"][case]["store"], found["costs"][case][codec][layout]
+    GB, share = row["bytes"] / 1e9, row["largest_share"]
+    cpu_s = node.core_cost * (cost["writer_s"] * GB + store[layout]["cpu_s"] / STORE_ROWS)
+    return {
+        "cores": (node.cores - 1) * n / cpu_s,
+        "writers": min(node.writers, node.cores * n * share) / share / cpu_s,
+        "coordinator": (1 if tensor else n) * STORE_ROWS / cost["coordinator_s_a_store"] / node.core_cost,
+        "link": node.link / share / GB,
+        "memory": node.memory / (RAW_PASSES + STORED_PASSES / cost["compression"]) / GB,
+        "disk": node.disk * cost["compression"] / GB,
+        "index": STORE_ROWS / (2 * found["shared"]["append"][str(n)]["cpu_s"]) / node.core_cost,
+    }
+
+
+def node_table(found: Numbers, node: Machine, layouts: Sequence[str], codec: str | None = None) -> str:
+    """Markdown: thousands of tokens a second. codec: in the place of each selection's own."""
+    lines: list[list[str]] = []
+    for case, rows in found["rows"].items():
+        for layout in layouts:
+            used = codec or rows[layout]["codec"]
+            by_limit = node_limits(found, case, used, layout, node)
+            name, least = min(by_limit.items(), key=lambda item: item[1])
+            GB, compression = rows[layout]["bytes"] / 1e9, found["costs"][case][used][layout]["compression"]
+            lines.append([f"{case}, `{used}`", f"{GB * 1e3:.2f}", layout])
+            lines[-1] += [f"{common.three_digits(number / 1e3):,g}" for number in by_limit.values()]
+            lines[-1] += [name, f"{least * GB / compression:.1f}", str(found["measured"][case][layout] or "")]
+    head = ["model, selection, codec", "MB a token", "GPUs", *by_limit, "first", "GB/s stored", "measured"]
+    return common.markdown([head, *lines])
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
+
 def main(argv: list[str] | None = None) -> int:
     p = common.parser(MODULE, __doc__)
+    p.add_argument("--sequence", type=int, metavar="TOKENS", help="print the bytes of one sequence of so many tokens")
+    p.add_argument("--model", choices=MODELS, default="Qwen3-4B", help="with --sequence: whose shapes (%(default)s)")
     p.add_argument("--tokens", type=float, default=1e9)
     p.add_argument("--gpus", default="1,8,64", help="comma-separated (default: %(default)s)")
     p.add_argument("--price", type=float, default=0.023, help="of a GB for a month (default: %(default)s)")
@@ -81,6 +208,9 @@ def main(argv: list[str] | None = None) -> int:
         help="in the place of the table's: bytes a token, exported GB a second, raw to stored bytes, number of hooks",
     )
     args = p.parse_args(argv)
+    if args.sequence:
+        print(budget_table(args.sequence, MODELS[args.model]))
+        return 0
     selections: tuple[Selection, ...] = SELECTIONS
     if args.own:
         nbytes, speed, ratio, hooks = args.own

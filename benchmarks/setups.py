@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the capture benchmark measures: cases, setups and growth curves, and in which order."""
+"""What the capture benchmark measures: cases and setups, and in which order."""
 
 from __future__ import annotations
 
@@ -41,19 +41,15 @@ class Case(NamedTuple):
 
 CASES = {
     "decode1": Case(1, 64, 128),
-    "decode8": Case(8, 64, 128),
     "decode32": Case(32, 64, 128),
     "decode128": Case(128, 64, 128),
     "decode128x48": Case(128, 16, 48),
-    "decode32x1500": Case(32, 64, 1500),
-    "prefill8x128": Case(8, 128, 1),
     "prefill8": Case(8, 512, 1),
-    "prefill8x1500": Case(8, 1500, 1),
     "prefill32": Case(32, 512, 1),
     "prefill32x4": Case(128, 512, 1),
 }
-_USUAL = tuple(case for case in CASES if case not in ("decode32x1500", "decode128x48"))
-"""Those measured unless others are named: one takes minutes, one is for two engines of the full surface on 80 GB."""
+_USUAL = tuple(case for case in CASES if case != "decode128x48")
+"""Those measured unless others are named. The other one is for two engines of the full surface on 80 GB."""
 PROFILED = "decode32"
 PROFILE = f"profile {PROFILED}"
 
@@ -109,24 +105,9 @@ class Turn(NamedTuple):
         return self.setup.engine
 
 
-@dataclass(frozen=True)
-class Curve:
-    """How cost grows along one axis: either over cases, measured with some setups, or over setups on some cases."""
-
-    title: str
-    setups: tuple[str, ...]
-    cases: tuple[str, ...]
-    over_cases: bool
-
-
-_SINKS = ("full null", "full disk none")
 _BOTH, _ONE = ("decode32", "prefill8"), ("decode32",)
-CURVES = {
-    "hooks": Curve("hooks a layer", ("hooks-1", "hooks-2", "hooks-3", "full null"), _BOTH, False),
-    "layers": Curve("layers", ("layers-quarter", "layers-half", "full null"), _BOTH, False),
-    "tokens": Curve("prompt tokens", _SINKS, ("prefill8x128", "prefill8", "prefill8x1500"), True),
-    "batch": Curve("requests that decode", _SINKS, ("decode1", "decode8", "decode32", "decode128"), True),
-}
+CURVES = ("hooks", "layers")
+"""What `--curves` names: setups of growing selections. `benchmarks.report --plot` draws their speed."""
 REDUCE = {
     "int8": (("*", "int8"),),
     "mixed": (("resid_*", "rp(512)"), ("mlp_post", "topk(64)"), ("*", "int8")),
@@ -153,39 +134,29 @@ def first_layers(model: str, share: int) -> str:
 def all_setups(curves: list[str], default_codec: str, model: str) -> list[Setup]:
     """Stock, vLLM's own extraction, ours from the narrow to the full selection, then the engines of `curves`."""
     everything = ("decode1", "decode32", "decode128", "prefill32")
-    extra = [case for name in curves if CURVES[name].over_cases for case in CURVES[name].cases]
-    null = tuple(dict.fromkeys((*everything, "prefill8", *extra)))
-    none = tuple(dict.fromkeys(("decode1", "decode32", "prefill32", *extra)))
+    null, none = (*everything, "prefill8"), ("decode1", "decode32", "prefill32", "prefill8")
     setups = [
         Setup("stock", "stock", cases=null),
         Setup("ehs", "ehs", cases=everything),
-        Setup("hidden-states null", "hidden", HIDDEN, sink="null", cases=(*everything, "decode32x1500")),
-        Setup("hidden-states disk", "hidden", HIDDEN, codec=default_codec, cases=(*everything, "decode32x1500")),
-        Setup("hidden-states disk none", "hidden", HIDDEN, codec="none", cases=everything),
-        Setup("hidden target disk", "hidden-target", HIDDEN, codec=default_codec, cases=everything, owner="target"),
+        Setup("hidden-states null", "hidden", HIDDEN, sink="null", cases=everything),
+        Setup("hidden-states disk", "hidden", HIDDEN, codec=default_codec, cases=everything),
         Setup("full null", "full", FULL, sink="null", cases=(*null, "decode128x48")),
         Setup("full disk none", "full", FULL, codec="none", cases=none),
         Setup("full host", "full", FULL, sink="host", cases=(*everything, "prefill8", "prefill32x4", "decode128x48")),
-        Setup("full target null", "full-target", FULL, sink="null", cases=everything, owner="target"),
-        Setup("full target host", "full-target", FULL, sink="host", cases=("decode32", "prefill32x4"), owner="target"),
-        Setup("full target disk none", "full-target", FULL, codec="none", cases=none, owner="target"),
         Setup("full disk lz4", "full", FULL, codec="lz4", cases=("prefill32",)),
         Setup("full disk zstd", "full", FULL, codec="zstd", cases=("prefill32",)),
         Setup("full disk slow block", "full", FULL, codec="none", slow=True, cases=_BOTH),
         Setup("full disk slow drop", "full", FULL, codec="none", policy="drop", slow=True, cases=_BOTH),
     ]
-    decode, prefill = ("decode1", "decode32", "decode128"), ("prefill32", "prefill32x4")
-    for how, share in (("unpaced", 1.0), ("gentle", 0.05)):
-        setups += [
-            Setup(f"hidden-states disk {how}", "hidden", HIDDEN, codec=default_codec, cases=decode[1:], share=share),
-            Setup(f"full disk none {how}", "full", FULL, codec="none", cases=_ONE, share=share),
-        ]
+    decode = ("decode1", "decode32", "decode128")
+    setups += [
+        Setup("hidden-states disk unpaced", "hidden", HIDDEN, codec=default_codec, cases=decode[1:], share=1.0),
+        Setup("full disk none unpaced", "full", FULL, codec="none", cases=_ONE, share=1.0),
+    ]
     for name, rules in REDUCE.items():
         setups += [
             Setup(f"{name} null", name, FULL, sink="null", cases=(*decode, "prefill32"), reduce=rules),
-            Setup(f"{name} host", name, FULL, sink="host", cases=("decode32", *prefill), reduce=rules),
             Setup(f"{name} disk none", name, FULL, codec="none", cases=("decode32", "prefill32"), reduce=rules),
-            Setup(f"{name} disk none unpaced", name, FULL, codec="none", share=1.0, cases=_ONE, reduce=rules),
         ]
     bursts = ("decode1", "decode32", "decode128x48", "prefill8")
     setups += [
@@ -208,7 +179,7 @@ def choose(args: argparse.Namespace) -> list[Setup]:
 
     Stock is measured on the cases of the others, so that each has something to be compared with.
     """
-    curves = _names("--curves", args.curves, list(CURVES))
+    curves = _names("--curves", args.curves, [*CURVES])
     setups = all_setups(curves, args.default_codec, str(Path(args.model)))
     engines = _names("--engines", args.engines, [s.engine for s in setups])
     only = _names("--only", args.only, [s.name for s in setups])

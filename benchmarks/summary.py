@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Summaries of results, one file for each table of the docs: what pages cite, without raw rounds.
+"""Summaries of results: what pages cite, without raw rounds. Runs of one kind share a file.
 
     python -m benchmarks.summary --out benchmarks/results/gpu-bursts.json one.json another.json
     python -m benchmarks.summary --out benchmarks/results/gpu-busy.json one.json --only 'stock,hidden-states zstd'
 
 A summary has a run for each result file: machine, versions, commit and command as they were, medians, the least and the
 most, and the number of rounds. Of an engine that is always busy the ratios of all rounds are kept. Runs that OUT has
-under other names stay. `benchmarks.report` and `benchmarks.sustained --merged` read summaries too.
+under other names stay. `benchmarks.report` prints their tables.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from benchmarks import common
 from benchmarks.drafts import METHODS
 
 Found = dict[str, Any]
+_PROGRAMS = "capture, sustained, data_parallel, bulk, reading, fidelity, check_gpu or check_experts"
 _HEADER = ("commit", "clean", "commit_note", "note", "command", "machine", "versions", "gpu")
 _CASE = ("requests", "prompt_tokens", "output_tokens", "tok_per_s", "stock_tok_per_s", "ratio", "GB_per_s",
          "exported_GB", "stores", "stored_GB", "rows", "missing_rows", "verified", "not_run")  # fmt: skip
@@ -41,6 +42,9 @@ def summarise(raw: Found) -> Found:
     if "of_limit" in raw or "of_before" in raw:  # reading writes medians itself
         return raw
     header = {"header": raw.get("header") or _pick(raw, _HEADER)}
+    if "trained" in raw:
+        kept = {name: found for name, found in raw.items() if name not in ("header", *_HEADER)}
+        return header | kept | {name: _fidelity(raw[name]) for name in ("trained", "random") if name in raw}
     engines: Found = raw.get("engines", {})
     if any("setups" in engine for engine in engines.values()):
         limits = {name: round(value, 4) for name, value in raw.get("limits", {}).items()}
@@ -50,11 +54,12 @@ def summarise(raw: Found) -> Found:
     if "servers" in raw:
         return {**header, "servers": {name: _rounds(runs) for name, runs in raw["servers"].items()}}
     if "rounds" in raw:
-        rounds = {name: _rounds(runs) for name, runs in raw["rounds"].items()}
-        return {**header, "settings": raw["settings"], "rounds": rounds}
+        found = {"settings": raw["settings"], "rounds": {name: _rounds(runs) for name, runs in raw["rounds"].items()}}
+        ratio = {"ratio": {"median": raw["ratio"], **_spread(raw["ratios"])}} if "ratio" in raw else {}
+        return {**header, **found, **ratio}
     if checks := _checks(raw):
         return {**header, **checks}
-    raise ValueError("it is no result of capture, sustained, data_parallel, bulk, reading, check_gpu or check_experts")
+    raise ValueError(f"it is no result of {_PROGRAMS}")
 
 
 def _pick(found: Found, names: Iterable[str]) -> Found:
@@ -130,6 +135,13 @@ def _rounds(runs: list[Found]) -> Found:
     whole = {"verified": all(one["verified"] for one in runs)} if "verified" in runs[0] else {}
     engines = {"by_engine": runs[-1]["by_engine"]} if "by_engine" in runs[0] else {}
     return {"tok_per_s": round(statistics.median(speeds), 1), **_spread(speeds), **engines, **sums, **whole}
+
+
+def _fidelity(found: list[Found]) -> list[Found]:
+    """What reductions keep (`benchmarks.fidelity`), without sizes, and without errors, which no page has."""
+    rows = [_pick(row, ("hook", "layer", "reduction", "width")) for row in found]
+    measures = [{name: value for name, value in row["measures"].items() if name != "error"} for row in found]
+    return [{**row, "measures": of} for row, of in zip(rows, measures, strict=True)]
 
 
 def _checks(raw: Found) -> Found:

@@ -2,8 +2,7 @@
 """Capture in an engine that is always busy: a fixed number of requests in flight, a consumer that removes stores.
 
     python -m benchmarks.sustained --model DIR --out results.json --loads short64,short256
-    python -m benchmarks.sustained --table results.json
-    python -m benchmarks.sustained --merged one.json another.json
+    python -m benchmarks.report results.json
 
 Each setup has an engine in a process of its own. All engines of a group are up, and one works at a time. So give each
 its part of the GPU's memory (--kv-gigabytes), or a GPU of its own (--gpus). A consumer in another process removes each
@@ -25,7 +24,6 @@ import sys
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +31,8 @@ from benchmarks import common, drafts, fitted
 from benchmarks.capture import note, serve_engine
 from benchmarks.engine import Bench
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms
-from benchmarks.report import busy_rounds, busy_table
+from benchmarks.report import busy_table
 from benchmarks.setups import FULL, HIDDEN, REDUCE, Setup
-from benchmarks.summary import runs
 from benchmarks.without import MECHANISMS
 from benchmarks.worker import worker_backlog, worker_graph_mode, worker_profile, worker_python_us, worker_writers_s
 
@@ -46,15 +43,13 @@ _GROWS = 0.02
 
 @dataclass(frozen=True)
 class Sustained(Setup):
-    """graphs: CUDA graph mode of its engine, "" for that of --engine-args. writers: 0 for the default number. drafts:
-    speculative decoding by a method of `benchmarks.drafts`. captures: whether its requests are captured. encoding: of
-    every hook, one of `benchmarks.fitted.ENCODINGS`. probes: one of `benchmarks.fitted.PROBES`.
+    """graphs: CUDA graph mode of its engine, "" for that of --engine-args. drafts: speculative decoding by a method of
+    `benchmarks.drafts`. encoding: of every hook, one of `benchmarks.fitted.ENCODINGS`. probes: one of
+    `benchmarks.fitted.PROBES`.
     """
 
     graphs: str = ""
-    writers: int = 0
     drafts: str = ""
-    captures: bool = True
     encoding: str = ""
     probes: str = ""
 
@@ -83,20 +78,13 @@ def all_setups(model: str) -> list[Sustained]:
         ours("hidden-states zstd draft", HIDDEN, "zstd", "draft"),
         ours("hidden-states lz4", HIDDEN, "lz4"),
         ours("hidden-states none", HIDDEN, "none"),
-        *(ours(f"hidden-states zstd {n} writers", HIDDEN, "zstd", writers=n) for n in (4, 6, 8, 12)),
         ours("narrow zstd", _narrow(model), "zstd"),
         ours("full null", FULL),
-        ours("full null draft", FULL, owner="draft"),
         ours("full none", FULL, "none"),
         ours("int8 null", FULL, reduce=int8),
         ours("int8 none", FULL, "none", reduce=int8),
         ours("int8 lz4", FULL, "lz4", reduce=int8),
-        ours("hidden-states null pool", HIDDEN, owner="pool"),
         ours("hidden-states zstd pool", HIDDEN, "zstd", "pool"),
-        ours("full null pool", FULL, owner="pool"),
-        ours("int8 none pool", FULL, "none", "pool", reduce=int8),
-        ours("hidden-states pool uncaptured", HIDDEN, owner="pool", captures=False),
-        ours("full pool uncaptured", FULL, owner="pool", captures=False),
         *(ours(f"{name} null", FULL, encoding=name) for name in fitted.ENCODINGS),
         *(ours(f"probe {kind}", "probe.p", "zstd", probes=kind) for kind in fitted.PROBES if kind != "keep"),
         ours("probe keep", f"{HIDDEN},probe.p", "zstd", probes="keep"),
@@ -130,8 +118,6 @@ class Busy(Bench):
                 setup.drafts, args.model, folder, weights=False
             )
         options = {"sink": setup.sink, "codec": setup.codec, **args.options} if setup.hooks else {}
-        if setup.writers:
-            options["writers"] = setup.writers
         if setup.encoding or setup.probes:
             options |= self._fitted(args, setup)
         if setup.owner == "pool" and (gigabytes := args.pool_gigabytes.get(setup.name, args.pool_gigabytes.get("*"))):
@@ -160,28 +146,21 @@ class Busy(Bench):
         kept = self.store_dir.with_name(f"{self.store_dir.name}-kept")
         consumer = self._consumer(kept) if setup.stores else None
         self._seed += 1
-        transfer = setup.captures and setup.hooks != ""
-        client = Client(self.llm.llm_engine, load, self.vocab, transfer, self._seed, setup.probes)
+        client = Client(self.llm.llm_engine, load, self.vocab, setup.hooks != "", self._seed, setup.probes)
         client.run(self.args.warm, lambda: None)
         samples: list[tuple[float, dict[str, float]]] = []
         speeds: list[float] = []
-        counts: list[tuple[float, int]] = []
         began = time.perf_counter()
 
         def look() -> None:
-            now = time.perf_counter()
-            samples.append((now - began, self._backlog()))
+            samples.append((time.perf_counter() - began, self._backlog()))
             speeds.append(self.llm.collective_rpc(worker_python_us)[0])
-            counts.append((now, client.tokens))
 
         writers_s = self._writers_s()
         seconds = client.run(self.args.seconds, look)
         writers_s = self._writers_s() - writers_s
         result: dict[str, Any] = {**load._asdict(), "seconds": round(seconds, 1), "requests": client.requests}
         result |= {"tok_per_s": round(client.tokens / seconds, 1), "python_us": speeds}
-        result["tok_per_s_between_looks"] = [
-            round((tokens - before) / (now - then), 1) for (then, before), (now, tokens) in pairwise(counts)
-        ]
         result |= {"first_token_ms": latency_ms(client.first_s), "between_tokens_ms": latency_ms(client.between_s)}
         if setup.hooks:
             result |= flow(samples, result["tok_per_s"])
@@ -199,6 +178,8 @@ class Busy(Bench):
         if consumer is not None:
             answer, _ = consumer.communicate()
             result |= json.loads(answer) | self._verify(kept, load)
+            if result["stores"] and not load.captured:
+                raise RuntimeError(f"{name}: requests that are not to be captured gave {result['stores']} stores")
             result["lost_rows"] = self._backlog()["lost_rows"]
         return result
 
@@ -280,8 +261,6 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--gpus", type=int, default=0, help="so many GPUs: the engines of a group take one each, in turn")
     p.add_argument("--starts", type=int, default=0, help="start each engine alone so many times, and measure that only")
-    p.add_argument("--table", nargs="+", help="print the tables of result files, and measure nothing")
-    p.add_argument("--merged", nargs="+", help="print one table of all rounds of result files, and measure nothing")
     p.add_argument("--fd", type=int, default=-1, help=argparse.SUPPRESS)
     return p
 
@@ -320,8 +299,8 @@ def run(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -> d
 
 def _take_turns(args: argparse.Namespace, children: dict[str, common.Child], results: dict[str, Any]) -> None:
     """Measure each load of each engine, round by round."""
-    for load in args.loads.split(","):
-        for _ in range(args.repeat):
+    for _ in range(args.repeat):
+        for load in args.loads.split(","):
             for name in [n for n in children if load in args.loads_of.get(n, args.loads).split(",")]:
                 answer = children[name].answer({"load": load})
                 note(f"{name:32s} {load:9s} {json.dumps(answer)}")
@@ -366,12 +345,6 @@ def sound(results: dict[str, Any]) -> bool:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
-    if args.table:
-        print("\n\n".join(busy_table(json.loads(Path(name).read_text())) for name in args.table))
-        return 0
-    if args.merged:
-        print(busy_rounds([found for name in args.merged for found in runs(Path(name)).values()]))
-        return 0
     child_argv = argv
     if args.model is None:
         args.model = common.tiny_model(args.store_dir)

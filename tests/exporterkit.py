@@ -43,7 +43,16 @@ def make_exporter(
         model_config=SimpleNamespace(model="tiny"),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
-    layer: Any = SimpleNamespace(rows=rows, row_dtype=torch.float32, step=None, poisons=False, pages=0)
+    layer: Any = SimpleNamespace(
+        rows=rows,
+        row_dtype=torch.float32,
+        step=None,
+        poisons=False,
+        pages=0,
+        cache_slots=tokens,
+        step_tokens=0,
+        scores=None,
+    )
     return Exporter(context, layer, rank, config)
 
 

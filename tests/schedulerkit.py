@@ -32,11 +32,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from dmi_connector.engine.connector import DMIConnector
 from dmi_connector.engine.context import Drafting
+from dmi_connector.engine.host_scores import HostScores
 from dmi_connector.engine.kernels.lookup import Lookup
 from dmi_connector.engine.owners.paged import PagedSlots
 from dmi_connector.engine.owners.pool_limits import PAGE, StepLimits
 from dmi_connector.engine.owners.pool_pages import PoolSlots
-from dmi_connector.engine.replaced import scores_before_ends
 from dmi_connector.engine.scheduler.tracker import Tracker
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 from dmi_connector.engine.transfer.logits import LogitsExport
@@ -47,6 +47,8 @@ from tests.probekit import save_probe
 from tests.storekit import PATIENCE
 
 BLOCK = 16
+TOKENS = 64
+"""Maximum tokens of a step."""
 STOP = 2
 """The token that ends a request."""
 
@@ -117,7 +119,7 @@ class Stored:
 class Pool:
     """Stands for a `RowPool`. table: page of each block of vLLM's cache."""
 
-    row_dtype, step, poisons, unpoisoned = torch.float32, None, False, None
+    row_dtype, step, poisons, unpoisoned, scores = torch.float32, None, False, None, None
 
     def __init__(self, rows: torch.Tensor, blocks: int) -> None:
         self.rows, self.pages = rows, len(rows) // PAGE - 1
@@ -178,8 +180,6 @@ class Engine:
         if scored:
             probe = save_probe(store_dir / "risk.safetensors", "mlp_out", (1,), SMALL.hidden, 1)
             options |= {"hooks": f"{hooks},probe.risk", "probes": {"risk": str(probe)}, "probe_alerts": alerts or {}}
-            patch.setattr(Scheduler, "update_from_output", Scheduler.update_from_output)  # undone later
-            scores_before_ends()
         if on_gpu:
             simulate(patch)
             Event.link.set()
@@ -198,7 +198,7 @@ class Engine:
             model_config=model_config,
             scheduler_config=SchedulerConfig(
                 max_num_seqs=8,
-                max_num_batched_tokens=64,
+                max_num_batched_tokens=TOKENS,
                 max_model_len=256,
                 enable_chunked_prefill=True,
                 async_scheduling=ahead,
@@ -228,6 +228,12 @@ class Engine:
             self.pool = self.exporter.layer = Pool(self.exporter.rows, blocks)  # type: ignore[assignment]
         self.tracker = Tracker(self.exporter.context, slots, keep_rows, behind=int(ahead))
         SchedulerHalf.tracker_given = self.tracker
+        self._copies = deque[tuple[list[int], list[int]]]()  # slots and scores of steps, not yet in the host's memory
+        if scored:
+            kept = TOKENS if pages else 0
+            scores = HostScores(self.exporter.context.layout, blocks * BLOCK, kept, torch.device("cpu"))
+            self.exporter.layer.scores, self._lines = scores, scores._lines.view(torch.float32)
+            self.tracker.scores.open([scores.path], scores.slots)
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)])
         kind = AsyncScheduler if ahead else Scheduler
@@ -241,8 +247,7 @@ class Engine:
         self.worker = DMIConnector.__new__(DMIConnector)
         KVConnectorBase_V1.__init__(self.worker, vllm_config=config, role=KVConnectorRole.WORKER, kv_cache_config=cache)
         self.worker.context, self.worker.exporter = self.exporter.context, self.exporter
-        found = self.exporter.context.layout.find("probe.risk", 1)
-        self._score_at = None if found is None else found.offset // 4
+        self._scored = scored
         self.stored: dict[str, Stored] = {}
         self._note_opened()
         init_none_hash(sha256)
@@ -302,6 +307,7 @@ class Engine:
                 return
         if self._queue:
             output, result = self._queue.popleft()
+            self._copy_scores(len(self._queue))
             before = {name: self.requests[name].num_tokens for name in output.num_scheduled_tokens}
             answers = self.scheduler.update_from_output(output, result).get(0)
             for name, tokens in before.items():
@@ -312,6 +318,12 @@ class Engine:
             for answer in answers.outputs if answers else ():
                 if answer.finish_reason is not None:
                     self.replies[answer.request_id] = answer.kv_transfer_params
+
+    def _copy_scores(self, left: int) -> None:
+        """The scores of all steps but the last `left` come to the host's memory."""
+        while len(self._copies) > left:
+            slots, scores = self._copies.popleft()
+            self._lines[slots] = torch.tensor(scores, dtype=torch.float32)[:, None]
 
     def _propose(self, names: list[str]) -> None:
         """What a drafter proposes behind a step: sometimes nothing."""
@@ -376,10 +388,12 @@ class Engine:
                 continue  # a runner knows what was accepted, and with `ahead` vLLM's scheduler does not yet
             known["at"] = at
         self.samples += [(sample.capture, sample.position) for sample in message.samples]
+        if message.kept_scores:  # what is copied then precedes it on the stream
+            self._copy_scores(0)
         self.worker.handle_preemptions(message)
         self.worker.bind_connector_metadata(message)
         headers, sampled = self.exporter.rows.view(torch.int32), {}
-        values = self.exporter.rows.view(torch.float32)
+        copied: tuple[list[int], list[int]] = [], []
         counts: list[tuple[int, int]] = []
         slots: list[int] = []
         tokens: list[tuple[int, int]] = []
@@ -393,8 +407,8 @@ class Engine:
                 row = slot if self.pool is None else self.pool.places([slot])[0]
                 if row >= 0:
                     headers[row, 0], headers[row, 1] = inputs[position], position
-                    if self._score_at is not None:
-                        values[row, self._score_at] = score(inputs[position], position)
+                    copied[0].append(slot)
+                    copied[1].append(score(inputs[position], position))
                 slots.append(slot)
                 tokens.append((inputs[position], position))
             last = known["at"] + count >= len(inputs)
@@ -403,6 +417,10 @@ class Engine:
             counts.append((count, 1 + len(drafts) if last else 1))
             known["at"] += count - (len(drafts) - accepted if last else 0)
             known["tokens"], known["drafts"] = known["tokens"] + sampled[name], self._draft() if self._drafts else []
+        if self._scored:
+            self._copies.append(copied)
+            if self.random.random() < 0.5:
+                self._copy_scores(0)
         if self._drafts and slots:
             self._logits(counts, slots, tokens)
         if not self._late:

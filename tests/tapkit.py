@@ -29,6 +29,7 @@ def batch(
     taps: Any = SimpleNamespace(
         token=torch.zeros(1, dtype=torch.int32),
         deferred=deferred,
+        ends=False,
         compilation=Compilation(in_place, stream_lasts, products_last, copies),
         context=SimpleNamespace(cache_layer=CACHE_LAYER),
     )
@@ -46,10 +47,16 @@ class ForwardContext(SimpleNamespace):
 
 
 class RowMemory:
-    """Stands for an owner's memory of rows, over rows and slots as they are. step: metadata of the batch."""
+    """Stands for an owner's memory of rows, over rows and slots as they are. step: metadata of the batch. scores: what
+    copies scores, and vLLM's slots of the tokens.
+    """
 
-    def __init__(self, rows: torch.Tensor, slots: torch.Tensor, step: object = None) -> None:
+    def __init__(self, rows: torch.Tensor, slots: torch.Tensor, step: object = None, scores: Any = None) -> None:
         self.rows, self.slots, self.step = rows, slots, step
+        self.scores, self.in_cache = (None, None) if scores is None else scores
+
+    def slots_in_cache(self, _forward: object) -> Any:
+        return self.in_cache
 
     def rows_and_slots(self, _forward: object, _first: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         return self.rows, self.slots

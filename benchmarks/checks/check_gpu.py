@@ -56,9 +56,9 @@ SIZES_OF_ARCH: dict[str, dict[str, Any]] = {
 """Of --arch, where a GPU's kernels take no others."""
 ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 320, "gpu_memory_utilization": 0.5}
 """Some prompts are prefilled in several steps, and steps have more and fewer tokens than `deferred.MOST_TOKENS`."""
-LEAST_COSINES, LEAST_COSINE_OF_ARCH = {"qwen3": 0.998, "nemotron_h": 0.96}, 0.99
-"""Of a row with transformers' in float32, of these families and of others. bfloat16 alone gives 0.9994, 0.960 and, in
-a Gemma 3, whose residual stream is large, 0.996."""
+LEAST_COSINES, LEAST_COSINE_OF_ARCH = {"qwen3": 0.998, "nemotron_h": 0.96, "gemma4_text": 0.96}, 0.99
+"""Of a row with transformers' in float32, of these families and of others. bfloat16 alone gives 0.9994, 0.960, 0.963
+and, in a Gemma 3, whose residual stream is large, 0.996."""
 MOST_FLIPPED = 0.05
 """Part of a hook's rows that may be below these in models with experts: rounding changes some rows' experts.
 
@@ -146,7 +146,7 @@ def child(args: argparse.Namespace) -> None:
     extra: dict[str, Any] = {}
     if ours:
         reduces: dict[str, tuple[str, str, dict[str, str]]] = {
-            "reduced": (f"{args.hooks},pattern", "draft", REDUCE),
+            "reduced": (f"{args.hooks},pattern", "target" if args.drafts else "draft", REDUCE),
             "pca": (args.hooks, "target", {",".join(PCA_HOOKS): f"pca({_basis(args)})"}),
         }
         hooks, owner, reduce = reduces.get(args.child, (args.hooks, args.child, {}))

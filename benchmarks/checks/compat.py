@@ -2,12 +2,12 @@
 """Runs the core of the tests with each supported vLLM and Python, each in an environment of its own (`make compat`).
 
 An environment is built below `.compat` from a lock file: requirements/cpu.txt and test.txt, changed by what
-requirements/compat has for its vLLM. Results go to benchmarks/results/cpu-compat.json, and from there into the table of
+requirements/compat has for its vLLM. Results go to benchmarks/results/compat.json, and from there into the table of
 docs/COMPATIBILITY.md. tests/unit/test_compat.py holds README, pyproject.toml and the contract to them.
 
 A vLLM without a CPU build (runner GPU) is left out here. On a machine with a GPU, in an environment that has it:
 
-    python -m benchmarks.checks.compat --gpu --out benchmarks/results/gpu-compat.json
+    python -m benchmarks.checks.compat --gpu
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import Any
 from benchmarks import common
 
 BUILT = common.ROOT / ".compat"
-RESULTS = common.ROOT / "benchmarks" / "results" / "cpu-compat.json"
-GPU_RESULTS = RESULTS.with_name("gpu-compat.json")
+RESULTS = common.ROOT / "benchmarks" / "results" / "compat.json"
+"""`runs`: those of the table, newest vLLM first. The other fields are runs of other tests on GPUs, by hand."""
 PAGE = common.ROOT / "docs" / "COMPATIBILITY.md"
 BEGIN = "<!-- written by make compat -->"
 """Before the table in PAGE."""
@@ -80,11 +80,11 @@ class Environment:
 
 
 ENVIRONMENTS = (
+    Environment("0.33", "3.12", ("GPU",)),
     Environment("0.32", "3.11", ("V1", "V2")),
     Environment("0.32", "3.12"),
     Environment("0.32", "3.13"),
     Environment("0.31", "3.11", ("V1", "V2")),
-    Environment("0.33", "3.12", ("GPU",)),
 )
 CPU_ENVIRONMENTS = tuple(environment for environment in ENVIRONMENTS if environment.runners != ("GPU",))
 
@@ -191,23 +191,22 @@ def table(results: dict[str, Any]) -> str:
     return common.markdown([head, *([str(found[name]) for name in names] for found in results["runs"])])
 
 
-def results() -> dict[str, Any]:
-    """All runs, on CPUs and GPUs, newest vLLM first."""
-    runs = [one for path in (GPU_RESULTS, RESULTS) for one in json.loads(path.read_text())["runs"]]
-    return {"runs": runs}
+def save(found: dict[str, Any], path: Path = RESULTS) -> dict[str, Any]:
+    """Add one run to the results in `path`, in the place of older ones of its kind. Returns all of them."""
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": []}
+    kept = [old for old in results["runs"] if kind(old) != kind(found)]
+    order = [(environment.name, runner) for environment in ENVIRONMENTS for runner in environment.runners]
+    results["runs"] = [one for key in order for one in [*kept, found] if kind(one) == key]
+    common.save(path, results)
+    return results
 
 
-def save(found: dict[str, Any]) -> dict[str, Any]:
-    """Add one run to the results of CPUs, in the place of an older one of its kind. Returns all of them."""
-    kept = json.loads(RESULTS.read_text())["runs"] if RESULTS.exists() else []
-    kept = [old for old in kept if (old["environment"], old["runner"]) != (found["environment"], found["runner"])]
-    order = [(environment.name, runner) for environment in CPU_ENVIRONMENTS for runner in environment.runners]
-    runs = [one for key in order for one in [*kept, found] if (one["environment"], one["runner"]) == key]
-    common.save(RESULTS, {"runs": runs})
-    return results()
+def kind(found: dict[str, Any]) -> tuple[str, str]:
+    """Environment and model runner of a run."""
+    return found["environment"], found["runner"]
 
 
-def run_here(out: str, jobs: int) -> int:
+def run_here(out: Path, jobs: int) -> int:
     """The core on the GPU of this machine, in this environment. Results go to `out`. Returns the exit status."""
     import torch
     import vllm
@@ -216,8 +215,9 @@ def run_here(out: str, jobs: int) -> int:
     environment = Environment(minor, f"{sys.version_info[0]}.{sys.version_info[1]}", ("GPU",))
     found = run(environment, "GPU", Path(sys.executable), jobs)
     found |= {"commit": common.commit(), "gpu": torch.cuda.get_device_name()}
-    before = json.loads(Path(out).read_text()) if Path(out).exists() else {}
-    common.save(out, {**before, "runs": [found]})
+    results = save(found, out)
+    if out == RESULTS:
+        common.write_table(PAGE, BEGIN, table(results))
     print(f"{environment.name}: {found['passed']} passed, {found['skipped']} skipped, failed: {found['failures']}")
     return int(found["failed"] > 0)
 
@@ -229,13 +229,13 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--runner", choices=["V1", "V2"], help="of vLLM's model runners; without it both")
     p.add_argument("--jobs", type=int, default=3, help="tests at a time")
     p.add_argument("--gpu", action="store_true", help="run on the GPU of this machine, with the vLLM that is installed")
-    p.add_argument("--out", default=str(GPU_RESULTS), help="results of --gpu (default: %(default)s)")
+    p.add_argument("--out", type=Path, default=RESULTS, help="of --gpu: another result file, and no table")
     args = p.parse_args(argv)
     if args.gpu:
         return run_here(args.out, args.jobs)
     for environment in ENVIRONMENTS:
         if environment not in CPU_ENVIRONMENTS:
-            print(f"{environment.name}: no CPU build of vLLM: {GPU_RESULTS.name} has its run on a GPU")
+            print(f"{environment.name}: no CPU build of vLLM: {RESULTS.name} has its run on a GPU")
     failed, commit = False, common.commit()  # before the first run, which changes the table
     for environment in CPU_ENVIRONMENTS:
         if environment.name not in args.only:

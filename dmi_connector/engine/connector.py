@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 from vllm.logger import init_logger
 
 from dmi_connector.engine.context import capture_context, rank_here
-from dmi_connector.engine.messages import Report, RowPages, StepMetadata
+from dmi_connector.engine.messages import RankMemory, Report, StepMetadata
 from dmi_connector.engine.metrics import CaptureProm, CaptureStats, described
 
 if TYPE_CHECKING:
@@ -51,13 +51,11 @@ class DMIConnector(KVConnectorBase_V1):
         slots = self.context.owner.row_slots(self.context, kv_cache_config, vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             from dmi_connector.engine import sizing
-            from dmi_connector.engine.replaced import ask_one_rank, scores_before_ends
+            from dmi_connector.engine.replaced import ask_one_rank
             from dmi_connector.engine.scheduler.tracker import Tracker
 
             if self.context.ranks > 1:
                 ask_one_rank()
-            if self.context.scored:
-                scores_before_ends()
             behind = int(bool(vllm_config.scheduler_config.async_scheduling))
             self.tracker = Tracker(self.context, slots, sizing.keep_rows(self.context, vllm_config), behind)
             self.tracker.warning = self.context.owner.ignored(vllm_config, self.context)
@@ -78,9 +76,13 @@ class DMIConnector(KVConnectorBase_V1):
         self.tracker.slots.bind(kv_cache_manager)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """metadata: by rank; {} where rows have no pages."""
-        if pages := [rank.count for rank in metadata.values() if isinstance(rank, RowPages)]:
+        """metadata: by rank."""
+        ranks = [metadata[rank] for rank in sorted(metadata)]
+        memory = [rank for rank in ranks if isinstance(rank, RankMemory)]
+        if pages := [rank.pages for rank in memory if rank.pages]:
             self.tracker.slots.sized(min(pages))
+        if memory:
+            self.tracker.scores.open([rank.scores for rank in memory], max(rank.slots for rank in memory))
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -102,12 +104,6 @@ class DMIConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.tracker.finish(request, block_ids)
-
-    def take_scores(self, output: KVConnectorOutput | None) -> None:
-        """Called with what the workers say of a step, before requests end in it (`replaced.scores_before_ends`)."""
-        report = None if output is None else output.kv_connector_worker_meta
-        if isinstance(report, Report) and report.scores:
-            self.tracker.scores.take(report.scores)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
@@ -156,10 +152,14 @@ class DMIConnector(KVConnectorBase_V1):
         rank = rank_here(self.context.tp, len(self.context.stages))
         self.exporter = Exporter(self.context, memory, rank, self._vllm_config)
 
-    def get_handshake_metadata(self) -> RowPages | None:
-        """Told to the scheduler half once, after the caches are made: how many pages the pool of this rank has."""
-        pages = 0 if self.exporter is None else self.exporter.layer.pages
-        return RowPages(pages) if pages else None
+    def get_handshake_metadata(self) -> RankMemory | None:
+        """Told to the scheduler half once, after the caches are made."""
+        if self.exporter is None:
+            return None
+        layer = self.exporter.layer
+        if layer.scores is None:
+            return RankMemory(layer.pages)
+        return RankMemory(layer.pages, layer.scores.path, layer.scores.slots)
 
     def unregister_kv_caches(self) -> None:
         """Called by vLLM from 0.33 on before the caches are given up, in sleep too: rows that still lie there leave."""
@@ -193,7 +193,7 @@ class DMIConnector(KVConnectorBase_V1):
         try:
             yield
         except Exception as error:
-            if rank == 0 or metadata.answered:
+            if rank == 0 or metadata.report:
                 raise
             logger.exception("dmi_connector: rank %d failed", rank)
             raise SystemExit(1) from error
@@ -227,14 +227,8 @@ class DMIConnector(KVConnectorBase_V1):
         return (None if exporter is None else exporter.take_finished() or None), None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Called after the forward. Beside a draft, `wait_for_save` may come later: here rows of the step are there."""
-        metadata = self._connector_metadata
-        scores = metadata.scores if isinstance(metadata, StepMetadata) else None
-        if exporter := self._reporting():
-            return exporter.take_report(scores)
-        if scores is None or self.exporter is None:
-            return None
-        return self.exporter.score_report(scores)
+        exporter = self._reporting()
+        return None if exporter is None else exporter.take_report()
 
     def shutdown(self) -> None:
         exporter = getattr(self, "exporter", None)

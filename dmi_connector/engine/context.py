@@ -180,8 +180,6 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
         refusals.check_reductions(vllm_config, reductions)
     if options.probes:
         refusals.check_precision()
-    if any(isinstance(probe, Probe) for probe in probes.values()):
-        contract.check_names(["scores in responses"])
     if options.sink == "disk":
         _keep_files(options, reductions)
     layouts, rank = row_layouts(selection, dims, dtype, tp, reductions, stages), rank_here(tp, len(stages))

@@ -290,12 +290,6 @@ NAMES: dict[str, dict[str, Name]] = {
             "tells the scheduler half the pages of the pool of each stage",
         ),
     },
-    "scores in responses": {
-        "step_result": Name(
-            "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
-            "wrapped, so that the scores of a step are known before requests end in it",
-        ),
-    },
     "expert parallelism": {
         "shared_tokens": Name(
             "vllm.config:ParallelConfig.use_sequence_parallel_moe",

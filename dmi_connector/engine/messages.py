@@ -34,48 +34,6 @@ class Rows:
 
 
 @dataclass
-class ScoreRows:
-    """Rows of a step whose scores the workers report after it.
-
-    captures, positions, slots: of each row its capture, its position, and where it lies, int64 [rows]. Not changed once
-    they are sent.
-    """
-
-    captures: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-
-    def joined(self, other: ScoreRows) -> ScoreRows:
-        """These rows, then others."""
-        mine, more = ((rows.captures, rows.positions, rows.slots) for rows in (self, other))
-        return ScoreRows(*map(np.concatenate, zip(mine, more, strict=True)))
-
-
-@dataclass
-class StepScores:
-    """Scores of the rows of one step, as one rank has them. Pickles once they are there.
-
-    rank: the worker's rank. asked: the rows. late: float32 [rows, values], the values of `RowLayout.scored` side by
-    side. ready: the CUDA event after which they are there; None if they already are.
-    """
-
-    rank: int
-    asked: ScoreRows
-    late: np.ndarray
-    ready: Any = None
-
-    @property
-    def values(self) -> np.ndarray:
-        """`late` as an array. It waits for `ready`, which precedes the sampled tokens of the step on its stream."""
-        if self.ready is not None:
-            self.ready.synchronize()
-        return self.late
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StepScores, (self.rank, self.asked, self.values)
-
-
-@dataclass
 class Borrow:
     """Rows that a capture takes from the store of an earlier one: its tokens were in the prefix cache.
 
@@ -170,12 +128,12 @@ class StepMetadata(KVConnectorMetadata):
     keep theirs. chunks: exported after it. preempted: captures whose blocks were taken away since the last step.
     leaving: their whole chunks, exported before the forward. idle: nothing is computed, and no other step may follow.
     gather: rows that wait for others leave now, those of this step too. report: each rank says what is new. release:
-    kept blocks were given back, so their rows and all that wait leave before the forward. scores: rows whose scores of
-    probes are reported after it.
+    kept blocks were given back, so their rows and all that wait leave before the forward.
 
     Of rows in a pool of pages. table: entries of its table that change before the forward and their pages, int64
     [2, entries]; None if none does. need: this many rows since the start are gathered before that, because their pages
-    are given out again.
+    are given out again. kept_scores: slots of vLLM whose scores are copied to other lines before the forward, int64
+    [rows], and the first of these lines (host_scores.py).
 
     Beside speculative decoding a step computes logits of draft tokens too, and which of them are accepted is known
     later. logits_step: number of this step if its logits are wanted, else 0. logits_slots: slots of the tokens of
@@ -198,32 +156,31 @@ class StepMetadata(KVConnectorMetadata):
     gather: bool = False
     report: bool = False
     release: bool = False
-    scores: ScoreRows | None = None
     table: np.ndarray | None = None
     need: int = 0
-
-    @property
-    def answered(self) -> bool:
-        """Whether each rank answers: with a report, or with scores alone."""
-        return self.report or self.scores is not None
+    kept_scores: list[tuple[np.ndarray, int]] = field(default_factory=list)
 
 
 @dataclass
-class RowPages(KVConnectorHandshakeMetadata):
-    """A worker's message to the scheduler at start: the pages of its pool, without the null page."""
+class RankMemory(KVConnectorHandshakeMetadata):
+    """A worker's message to the scheduler at start.
 
-    count: int
+    pages: of its pool, without the null page; 0 without a pool. scores: `HostScores.path`, "" without probes. slots: of
+    vLLM's cache, 0 without probes.
+    """
+
+    pages: int = 0
+    scores: str = ""
+    slots: int = 0
 
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
-    """A worker's message to the scheduler, in a step that asks for it. Where only scores are asked for, it has nothing
-    else but `gathered`.
+    """A worker's message to the scheduler, in a step that asks for it.
 
     gathered: rows gathered since the start. lost: row ranges given up since its last report, by capture. staged:
     whether some of what is gathered lies in staging memory. Only said in an engine that may sleep. stored: paths of
     stores that are finished, and whether they have all rows. unborrowed: rows that could not be borrowed, by capture.
-    scores: the scores of each rank, in a step that requests them.
     """
 
     gathered: int = 0
@@ -231,7 +188,6 @@ class Report(KVConnectorWorkerMetadata):
     staged: bool = False
     stored: dict[str, bool] = field(default_factory=dict)
     unborrowed: dict[int, list[Loss]] = field(default_factory=dict)
-    scores: list[StepScores] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Join the reports of two ranks: the slower one counts."""
@@ -242,8 +198,7 @@ class Report(KVConnectorWorkerMetadata):
             **self.stored,
             **{path: whole and self.stored.get(path, True) for path, whole in other.stored.items()},
         }
-        gathered, scores = min(self.gathered, other.gathered), self.scores + other.scores
-        return Report(gathered, lost, self.staged or other.staged, stored, unborrowed, scores)
+        return Report(min(self.gathered, other.gathered), lost, self.staged or other.staged, stored, unborrowed)
 
 
 def _joined(one: dict[int, list[T]], other: dict[int, list[T]]) -> dict[int, list[T]]:

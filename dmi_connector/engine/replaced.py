@@ -84,8 +84,8 @@ def ask_one_rank() -> None:
     """Executor of several ranks: wait for one rank's answer in steps in which ranks do not report.
 
     vLLM takes the answers of all ranks in each step as soon as there is a connector, and of one rank without. A rank's
-    answer takes its own thread and the engine's time. Our ranks report in one step of STEPS_TOGETHER, and in those that
-    ask for scores. They answer the others with nothing of ours. The scheduler half calls this.
+    answer takes its own thread and the engine's time. Our ranks report in one step of STEPS_TOGETHER. They
+    answer the others with nothing of ours. The scheduler half calls this.
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -93,28 +93,12 @@ def ask_one_rank() -> None:
         """The answer of one rank, or of all, as vLLM's own method gives it."""
         if method == "execute_model":
             metadata = kwargs["args"][0].kv_connector_metadata
-            self.dmi_one_rank = isinstance(metadata, StepMetadata) and not metadata.answered
+            self.dmi_one_rank = isinstance(metadata, StepMetadata) and not metadata.report
         if method in ("execute_model", "sample_tokens") and self.dmi_one_rank:
             kwargs["kv_output_aggregator"] = None
         return calls(self, method, *args, **kwargs)
 
     calls = _replace(MultiprocExecutor, collective_rpc)
-
-
-def scores_before_ends() -> None:
-    """Scheduler: hand our connector the scores of a step before it ends requests, so that their responses have them.
-
-    vLLM calls the connector's `update_connector_output` only after that. The scheduler half calls this.
-    """
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """What vLLM's own method returns."""
-        if take := getattr(self.connector, "take_scores", None):
-            take(model_runner_output.kv_connector_output)
-        return updates(self, scheduler_output, model_runner_output)
-
-    updates = _replace(Scheduler, update_from_output)
 
 
 @contextmanager

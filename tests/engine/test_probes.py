@@ -190,9 +190,11 @@ def test_keep_if_stores_only_requests_for_which_it_holds(run: Run, probes: dict[
 def test_stop_if_ends_a_request(run: Run, oracle: Callable[..., Oracle]) -> None:
     reply, tokens = run.replies["stopped"], run.tokens("stopped")
     assert reply.kv_transfer_params["dmi_stop"].startswith("dmi.stop_if: one < 1e9 holds at position 0, where it is ")
-    assert len(tokens) == 51 and reply.outputs[0].finish_reason == "length"
-    assert tokens[-1] == reference(oracle("qwen3"), tuple(tokens))["logits"].argmax(-1)[49]
-    assert len(open_capture(run.store("stopped"), timeout=300).token_ids) == 50
+    drafts = NGRAM["num_speculative_tokens"] if run.drafts else 0
+    assert 51 <= len(tokens) <= 52 + drafts and reply.outputs[0].finish_reason == "length"
+    best = reference(oracle("qwen3"), tuple(tokens))["logits"].argmax(-1)
+    assert tokens[50:] == best[49:-1].tolist()
+    assert len(open_capture(run.store("stopped"), timeout=300).token_ids) == len(tokens) - 1
 
 
 def test_metrics_have_a_score_and_an_alert_for_each_request(run: Run) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks import report, summary, sustained, without
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms, prompts
+from dmi_connector.request_options import CaptureParams
 
 pytestmark = pytest.mark.soak  # of what measures, not of what users run
 
@@ -31,9 +32,11 @@ class Engine:
         self.most = 0
         self.ends: list[int] = []
         self.steps = 0
+        self.sent: list[Any] = []
 
     def add_request(self, name: str, prompt: dict[str, list[int]], params: Any) -> None:
         self.left[name] = params.max_tokens
+        self.sent.append(params)
         self.most = max(self.most, len(self.left))
 
     def has_unfinished_requests(self) -> bool:
@@ -65,6 +68,19 @@ def test_a_client_keeps_requests_in_flight_that_end_one_by_one() -> None:
     assert max(engine.ends.count(step) for step in engine.ends[8:]) == 1, "no two requests end in one step"
     client.finish()
     assert not engine.left
+
+
+@pytest.mark.parametrize(
+    ("load", "captures"), [(Load(1, 5, 4), True), (Load(1, 5, 4, captured=False), True), (Load(1, 5, 4), False)]
+)
+def test_an_engine_is_told_which_requests_to_capture(load: Load, captures: bool) -> None:
+    """It captures requests that say nothing."""
+    engine = Engine()
+    Client(engine, load, 512, captures, 1)
+    params = (engine.sent[0].extra_args or {}).get("kv_transfer_params")
+    assert (params is None) == (not captures)
+    if params is not None:
+        assert CaptureParams.parse(params).enabled == load.captured
 
 
 def test_prompts_share_their_first_tokens_and_no_others() -> None:
@@ -103,9 +119,8 @@ def test_each_mechanism_that_can_be_switched_off_exists() -> None:
         "from dmi_connector.engine import replaced, sizing\n"
         "from dmi_connector.engine.owners import paged\n"
         "from dmi_connector.engine.scheduler import tracker\n"
-        "from dmi_connector.engine.transfer import gpu_copies\n"
-        "def now(): return (op.captured_branch, install.joined_before_attention, gpu_copies.compiled,"
-        " sizing.write_settings, sizing.LEAST_SHARE, tracker.Tracker._plan, replaced.ask_one_rank, paged.HELD)\n"
+        "def now(): return (op.captured_branch, install.joined_before_attention, sizing.write_settings,"
+        " sizing.LEAST_SHARE, tracker.Tracker._plan, replaced.ask_one_rank, paged.HELD)\n"
         "before = now()\n"
         f"for name in '{names}'.split(','): assert isinstance(getattr(w, name), type)\n"
         "assert all(a is not b for a, b in zip(before, now()))\n"
@@ -115,13 +130,12 @@ def test_each_mechanism_that_can_be_switched_off_exists() -> None:
 
 def test_a_speed_at_which_files_fall_behind_is_not_called_sustained() -> None:
     run = {"tok_per_s": 100.0, "first_token_ms": {"p50": 2.0}, "between_tokens_ms": {"p99": 3.0}, "keeps_up": True}
-    run["python_us"] = [60.0]
     late = {**run, "tok_per_s": 90.0, "keeps_up": False, "sustained_tok_per_s": 45.0, "exported_GB_per_s": 2.0}
     stores = {"stores": 5, "verified": False}
     engines = {"stock": {"loads": {"short64": [run]}}, "full none": {"loads": {"short64": [{**late, **stores}]}}}
     text = report.busy_table({"engines": engines})
     assert (
-        "| short64 | full none | 90 (0.900) |  | 2.0 (1.000) | 3.0 (1.000) | 2.00 | no: 45 tok/s | 5, NOT VERIFIED |"
+        "| short64 | full none | 90 (0.900) | 2.0 (1.000) | 3.0 (1.000) | 2.00 | no: 45 tok/s | 5, NOT VERIFIED |"
         in text
     )
     assert not sustained.sound({"engines": engines})
@@ -132,24 +146,15 @@ def test_a_speed_at_which_files_fall_behind_is_not_called_sustained() -> None:
     assert (flow["keeps_up"], flow["sustained_tok_per_s"]) == (False, 45.0)
 
 
-def busy(tok_per_s: float, p99: float, python_us: list[float], between: list[float]) -> dict[str, Any]:
+def busy(tok_per_s: float, p99: float) -> dict[str, Any]:
     latencies = {"first_token_ms": {"p50": 2.0}, "between_tokens_ms": {"p50": 1.0, "p99": p99}}
-    return {"tok_per_s": tok_per_s, "python_us": python_us, "tok_per_s_between_looks": between, **latencies}
-
-
-def test_seconds_with_quick_cores_are_compared_with_such_alone() -> None:
-    stock = busy(75.0, 1.0, [60, 61, 130, 60, 60, 60], [100, 50, 50, 102, 98])
-    mine = busy(90.0, 1.0, [60, 60, 60, 60], [95, 96, 97])
-    few = busy(90.0, 1.0, [60, 60, 130, 60], [95, 96, 97])
-    assert report.quick([stock]) == 100 and report.quick([few]) is None
-    engines = {name: {"loads": {"short64": [run]}} for name, run in {"stock": stock, "full null": mine}.items()}
-    assert "| full null | 90 (1.200) | 96 (0.960) |" in report.busy_table({"engines": engines})
+    return {"tok_per_s": tok_per_s, **latencies}
 
 
 def test_rounds_of_several_machines_are_one_table() -> None:
     def file(stock: float, mine: list[float]) -> dict[str, Any]:
         loads = {"stock": [stock] * 2, "full null": mine}
-        runs = {name: [busy(speed, speed / 10, [60], []) for speed in speeds] for name, speeds in loads.items()}
+        runs = {name: [busy(speed, speed / 10) for speed in speeds] for name, speeds in loads.items()}
         return {"engines": {name: {"loads": {"short64": found}} for name, found in runs.items()}}
 
     text = report.busy_rounds([summary.summarise(one) for one in (file(100.0, [90.0, 80.0]), file(200.0, [194.0]))])

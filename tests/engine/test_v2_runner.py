@@ -3,12 +3,10 @@
 
 Each file runs in a pytest of its own: a process has one runner (tests/runner.py). Kernels run in Triton's interpreter,
 so slowly that all of this is left to `make soak`.
-V2_RESULT names a file to which each run adds a line.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -55,7 +53,3 @@ def test_the_engine_tests_pass_on_the_v2_runner(name: str, runner: str, crowd: i
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
     passed = re.search(r"(\d+) passed", summary)
     assert passed and "failed" not in summary and "error" not in summary, summary
-    if record := os.environ.get("V2_RESULT"):
-        line = {"file": f"tests/engine/{name}.py", "runner": runner, "crowd": crowd, "summary": summary.strip("= ")}
-        with open(record, "a") as lines:
-            lines.write(json.dumps(line) + "\n")

@@ -21,6 +21,8 @@ from benchmarks import (
     kernels,
     node,
     reading,
+    report,
+    scale,
     shapes,
     stores,
     summary,
@@ -138,7 +140,7 @@ def test_the_benchmark_of_indexes_finds_what_it_wrote(tmp_path: Path) -> None:
 
 def test_ranks_of_a_simulated_node_write_sound_stores(tmp_path: Path) -> None:
     """Two ranks at once: each writes stores of its own, or its part of the same ones."""
-    dims, options = replace(node.MODELS["Qwen3-4B"], layers=4), node.SELECTIONS["four layers"]
+    dims, options = replace(scale.MODELS["Qwen3-4B"], layers=4), node.SELECTIONS["four layers"]
     with node.new_rank() as first, node.new_rank() as second:
         node.together([first, second], node.fill, [(False,)] * 2)
         for layout, tp in (("DP 2", 1), ("TP 2", 2)):
@@ -190,8 +192,11 @@ def test_the_shapes_of_published_models_are_of_architectures_that_are_served(nam
     config = AutoConfig.from_pretrained(tmp_path / name)
     (architecture,) = config.architectures
     dims, fields = ARCHITECTURES[architecture].dims(config), shapes.SHAPES[name]
-    assert (dims.layers, dims.hidden) == (fields["num_hidden_layers"], fields["hidden_size"])
-    assert dims.experts == fields.get("num_experts", fields.get("num_local_experts", fields.get("n_routed_experts", 0)))
+    blocks = fields.get("hybrid_override_pattern")
+    assert (dims.layers, dims.hidden) == (len(blocks) if blocks else fields["num_hidden_layers"], fields["hidden_size"])
+    if blocks is None:  # transformers gives a Nemotron-H experts by default, also where no block has any
+        experts = fields.get("num_experts", fields.get("num_local_experts", fields.get("n_routed_experts", 0)))
+        assert dims.experts == experts
 
 
 def test_a_benchmark_that_is_ended_by_a_signal_ends_its_engines(tmp_path: Path) -> None:
@@ -254,6 +259,21 @@ def test_a_summary_has_a_run_for_each_result_and_no_rounds(tmp_path: Path, capsy
     with pytest.raises(SystemExit):
         summary.main([str(tmp_path / "other.json"), "--out", str(out)])
     assert "other.json: it is no result of capture" in capsys.readouterr().err
+
+
+def test_a_summary_of_runs_in_turns_has_their_ratio_and_one_of_reductions_what_they_keep() -> None:
+    rounds = {"generate": [{"tok_per_s": 2.0}, {"tok_per_s": 4.0}], "run": [{"tok_per_s": 3.0}, {"tok_per_s": 3.0}]}
+    raw = {"header": {}, "settings": {"engines": 1}, "rounds": rounds, "ratios": [1.5, 0.75], "ratio": 1.125}
+    found = summary.summarise(raw)
+    assert found["ratio"] == {"median": 1.125, "rounds": 2, "least": 0.75, "most": 1.5}
+    assert report.bulk_table(found).splitlines()[2:] == [
+        "| `LLM.generate` | 3 | 1 | 2 |",
+        "| `dmi run` | 3 | 1.125 (0.750 to 1.500) | 2 |",
+    ]
+    row = {"hook": "q", "layer": 0, "reduction": "int8", "tokens": 9, "width": 4, "size": 0.5}
+    raw = {"commit": "1", "losses": [2.0], "trained": [{**row, "measures": {"cosine_least": 0.9, "error": 0.1}}]}
+    kept = {"hook": "q", "layer": 0, "reduction": "int8", "width": 4, "measures": {"cosine_least": 0.9}}
+    assert summary.summarise(raw) == {"header": {"commit": "1"}, "losses": [2.0], "trained": [kept]}
 
 
 def test_a_result_has_one_line_for_what_fits_on_a_line(tmp_path: Path) -> None:

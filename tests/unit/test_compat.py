@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from benchmarks.checks import compat
 from benchmarks.common import END, ROOT
 from dmi_connector.engine import contract
 
-RUNS: list[dict[str, Any]] = compat.results()["runs"]
+RESULTS: dict[str, Any] = json.loads(compat.RESULTS.read_text())
+RUNS: list[dict[str, Any]] = RESULTS["runs"]
 CPU_RUNS = [run for run in RUNS if run["runner"] != "GPU"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -73,7 +76,19 @@ def test_pages_promise_the_versions_that_were_run(page: str) -> None:
 def test_the_table_is_the_one_that_make_compat_wrote() -> None:
     page = compat.PAGE.read_text()
     shown = page[page.index(compat.BEGIN) + len(compat.BEGIN) : page.index(END)]
-    assert shown.strip() == compat.table(compat.results())
+    assert shown.strip() == compat.table(RESULTS)
+
+
+def test_a_run_takes_the_place_of_those_of_its_kind(tmp_path: Path) -> None:
+    """One on a GPU may be split. What else a file has stays, and so does the order of the table."""
+    path = tmp_path / "compat.json"
+    path.write_text(compat.RESULTS.read_text())
+    again = {"environment": "vllm-0.33-py3.12", "runner": "GPU", "passed": 98}
+    kept = [run for run in RUNS if run["runner"] != "GPU"]
+    assert compat.save(again, path) == {**RESULTS, "runs": [again, *kept]} == json.loads(path.read_text())
+    last = {**kept[-1], "passed": 1}
+    assert compat.save(last, path)["runs"] == [again, *kept[:-1], last]
+    assert compat.save(last, tmp_path / "other.json") == {"runs": [last]}
 
 
 @pytest.mark.parametrize("environment", compat.CPU_ENVIRONMENTS, ids=lambda environment: environment.name)

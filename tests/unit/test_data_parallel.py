@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import common, data_parallel
+from benchmarks import common, data_parallel, report, summary
 from benchmarks.loads import Load
 
 pytestmark = pytest.mark.soak
@@ -78,7 +78,7 @@ def test_the_table_compares_each_engine_with_one_alone() -> None:
         "stock, 2 engines": run([98.0, 102.0]),
         "capture, 2 engines": run([90.0, 92.0], **stores),
     }
-    lines = data_parallel.table({"servers": servers}).splitlines()
+    lines = report.servers_table(summary.summarise({"servers": servers})).splitlines()
     assert lines[-1] == "| capture, 2 engines | 182 | 90, 92 | 0.910 | 0.958 | 7, 7 |"
     assert lines[2] == "| stock, 1 engine | 100 | 100 | 1.000 | 1.000 |  |"
     assert data_parallel.sound({"servers": servers})

@@ -109,15 +109,46 @@ def test_speculative_decoding() -> None:
         assert load["verified"] and not load["lost_rows"]
 
 
+def test_speculative_decoding_with_slow_cores() -> None:
+    text = page("PERFORMANCE.md").split("slow cores, six rounds")[1].split("Taps write")[0]
+    eagle3, ngram = (BUSY[f"h200-busy-{name}-slow-cores"]["engines"] for name in ("drafts", "ngram"))
+    found, once = eagle3[f"{ZSTD} eagle3"]["loads"]["short64"], ngram[f"{ZSTD} ngram"]["loads"]["short64"]
+    stock = eagle3["stock eagle3"]["loads"]["short64"]["tok_per_s"]
+    speeds = (min(stock), max(stock), ngram["stock ngram"]["loads"]["short64"]["tok_per_s"][0])
+    same(" ".join(re.findall(r"\d\d,\d{3}", text)), *speeds)
+    kept_up = found["sustained_tok_per_s_of_stock_median"]
+    same(" ".join(re.findall(r"0\.\d\d", text)), *ratios([found]), kept_up, *ratios([once]))
+    assert all(one["verified"] and not one["lost_rows"] for one in (found, once))
+
+
+def test_hybrid_models_in_a_pool() -> None:
+    text = page("PERFORMANCE.md").split("**Hybrid models in a pool**")[1].split("\n- ")[0].replace("vLLM 0.33", "")
+    engines = [BUSY[f"h200-pool-{name}"]["engines"] for name in ("qwen3.5", "nemotron-h")]
+    stock, found = ([one[name]["loads"]["short64"] for one in engines] for name in ("stock", f"{ZSTD} pool"))
+    same(" ".join(re.findall(r"\d,\d{3}", text)), *(speed for one in stock for speed in one["tok_per_s"]))
+    same(" ".join(re.findall(r"\d\.\d\d", text)), *ratios(found))
+    p99s = [p99 for one in stock for p99 in one["between_tokens_p99_ms"]]
+    same(re.findall(r"p99 of (\d+ to \d+)", text)[0], min(p99s), max(p99s))
+    assert all(one["verified"] and not one["lost_rows"] for one in found)
+
+
 def test_rows_in_a_pool() -> None:
     text = page("PERFORMANCE.md").split("**Rows in a pool**")[1].split("No row was lost")[0]
     h100, h200 = BUSY["h100-pool"]["engines"], BUSY["h200-pool"]["engines"]
-    pool, uncaptured = f"{ZSTD} pool", h200["hidden-states pool uncaptured"]["loads"]
+    pool = f"{ZSTD} pool"
     wide = ratios([h100[pool]["loads"]["short256"]]), ratios([h200[pool]["loads"]["short256"]])
     found = [ratios([h100[name]["loads"]["short64"]]) for name in (pool, ZSTD)]
-    found += [*wide, ratios([uncaptured["short64"]]), ratios([uncaptured["prompts16"]])]
+    found += wide
     same(" ".join(re.findall(r"\d\.\d\d", text.replace("vLLM 0.33", ""))), *(x for each in found for x in each))
     assert not any(each[pool]["loads"]["short256"]["lost_rows"] for each in (h100, h200))
+
+
+def test_a_pool_whose_requests_are_not_captured() -> None:
+    text = page("PERFORMANCE.md").split("**A pool whose requests are not captured**")[1].split("\n- ")[0]
+    engines = BUSY["h200-probes-6"]["engines"]
+    found, stock = engines[f"{ZSTD} pool"]["loads"], engines["stock"]["loads"]["short64"]["tok_per_s"]
+    decode = [ours / theirs for ours, theirs in zip(found["uncaptured64"]["tok_per_s"], stock, strict=True)]
+    same(" ".join(re.findall(r"\d\.\d\d", text)), *decode, *ratios([found["uncaptured-prompts16"]]))
 
 
 def test_a_pool_with_shared_prompts() -> None:
@@ -262,14 +293,32 @@ def test_vllms_own_extraction() -> None:
         assert named == f"`{run}`"
 
 
+def test_one_program_prints_the_tables_of_all_kinds(capsys: pytest.CaptureFixture[str]) -> None:
+    source = str(RESULTS / "gpu-ranks.json")
+    assert report.main([source]) == 0
+    printed = capsys.readouterr().out
+    for begin in (
+        "| h200-two-bursts | hidden-states disk | ",
+        "| short64 | hidden-states zstd | ",
+        "| capture, 4 engines | ",
+        "| `dmi run` | 62735 |",
+    ):
+        assert f"\n{begin}" in printed, begin
+    assert report.main([source, "--runs", "h200-four-bulk"]) == 0
+    assert "capture, 4 engines" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        report.main([source, "--runs", "h200-none"])
+    assert "--runs: the files have no h200-none" in capsys.readouterr().err
+
+
 def test_the_cost_is_drawn_by_bytes_of_a_token(tmp_path: Path) -> None:
-    source = RESULTS / "gpu-curves.json"
-    found = report.points(results("gpu-curves.json")["runs"])
+    found = report.points({"h200-curves": BURSTS["h200-curves"]})
     assert {case: len(points) for case, points in found.items()} == {"decode32": 6, "prefill8": 6}
     said = page("PERFORMANCE.md").split("`resid_pre` alone, ")[1].split("About")[0]
     ends = [found[case][at] for at in (0, -1) for case in ("decode32", "prefill8")]
     same(said, ends[0][0], ends[0][1], ends[1][1], ends[2][0], ends[2][1], ends[3][1])
-    assert report.main([str(source), "--plot", str(tmp_path / "cost.svg")]) == 0
+    source = str(RESULTS / "gpu-bursts.json")
+    assert report.main([source, "--runs", "h200-curves", "--plot", str(tmp_path / "cost.svg")]) == 0
     for drawn in (tmp_path / "cost.svg", ROOT / "docs" / "img" / "cost.svg"):
         text = drawn.read_text()
         assert "decode, 32 requests" in text and "prompts of 512 tokens, 8 requests" in text

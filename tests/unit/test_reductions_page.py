@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import budget
+from benchmarks import scale
 from dmi_connector.analysis.fidelity import LARGER_IS_WORSE
 from dmi_connector.reduce import KINDS, MODES, forms, parse
 from dmi_connector.reduce.modes import rules_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/REDUCTIONS.md").read_text()
-RESULTS = json.loads((ROOT / "benchmarks/results/cpu-fidelity.json").read_text())
-AFTER = json.loads((ROOT / "benchmarks/results/cpu-downstream.json").read_text())
+RUNS = json.loads((ROOT / "benchmarks/results/cpu-fidelity.json").read_text())["runs"]
+RESULTS, AFTER = RUNS["fidelity"], RUNS["downstream"]
 DOWNSTREAM = AFTER["trained"]
 COLUMNS = (
     ("int8", "cosine_least"),
@@ -245,18 +245,18 @@ def test_the_table_of_modes_says_what_they_choose() -> None:
 
 def test_the_table_of_the_budget_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     section = PAGE.split("## A budget for one sequence")[1].split("\n## ")[0]
-    model, tokens = re.findall(r"python -m benchmarks.budget --model (\S+) --tokens (\d+)", section)[0]
-    assert budget.main(["--model", model, "--tokens", tokens]) == 0
+    tokens, model = re.findall(r"python -m benchmarks.scale --sequence (\d+) --model (\S+)`", section)[0]
+    assert scale.main(["--model", model, "--sequence", tokens]) == 0
     assert capsys.readouterr().out.strip() in section
-    dims = budget.MODELS[model]
-    whole = {mode: sum(budget.megabytes(int(tokens), mode, dims).values()) * 1e6 for mode in budget.MODES}
-    assert whole["compact"] < budget.BUDGET < whole["summary"]
+    dims = scale.MODELS[model]
+    whole = {mode: sum(scale.megabytes(int(tokens), mode, dims).values()) * 1e6 for mode in scale.MODES}
+    assert whole["compact"] < scale.BUDGET < whole["summary"]
     assert f"{whole['compact'] / int(tokens) / 1e3:.1f} kB per token" in section
     hooks = re.findall(r'"(resid_pre[^"]*)"', section)[0]
-    assert hooks == ",".join(budget.PARTS.values()), "the example captures what the table counts"
+    assert hooks == ",".join(scale.PARTS.values()), "the example captures what the table counts"
     # A row of 36 layers, by hand: rp(512), topk(64) without a sample, four weights of 32 heads, rp(256).
     by_hand = 36 * (516 + (64 * 3 + 4) + 32 * (4 * 4 + 4) + 260) + 516
-    assert budget.token_bytes(hooks, "compact", dims) == by_hand
+    assert scale.token_bytes(hooks, "compact", dims) == by_hand
 
 
 def test_every_form_is_described_and_every_kind_has_its_bytes() -> None:

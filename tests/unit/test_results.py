@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bulk, limits, node, reading, report, scale
+from benchmarks import bulk, node, reading, report, scale
 from benchmarks.checks import models
 from dmi_connector.hooks import ModelDims, parse_selection
 from dmi_connector.layout import ArraySpec
@@ -88,6 +88,17 @@ def test_the_page_about_models_has_the_table_of_the_results() -> None:
     assert again == gpu["GPTNeoXForCausalLM"]["stock_again"]["same_tokens_as_stock"]
 
 
+def test_models_with_rows_in_a_pool_on_a_gpu() -> None:
+    found = results("compat.json")
+    checks = {**found["hybrids_of_0.33"]["checks"], **found["models_of_0.33"]["checks"]}
+    rows = table("MODELS.md", "| model | requests with stock's tokens |")
+    said = {row[0].strip("`"): row[1] for row in rows}
+    assert said == {arch: one["same_tokens_as_stock"] for arch, one in checks.items()}
+    for arch, _, cosine in rows:
+        same(cosine, min(checks[arch.strip("`")]["least_cosine"].values()))
+    assert all(one["rows"] == 5610 and not one["rows_missing"] and not one["problems"] for one in checks.values())
+
+
 @pytest.mark.parametrize(
     ("row", "name"),
     [
@@ -100,7 +111,9 @@ def test_the_page_about_models_has_the_table_of_the_results() -> None:
 )
 def test_larger_shapes(row: int, name: str) -> None:
     found = results("models.json")["gpu"]["speed"][name]
-    *_, card, stock, null, stores = table("MODELS.md", "| shapes | layers | GPU |")[row]
+    rows = table("MODELS.md", "| shapes | layers | GPU |")
+    assert len(rows) == len(results("models.json")["gpu"]["speed"])
+    *_, card, stock, null, stores = rows[row]
     assert name.endswith(card)
     cases = {s: report.measured(found, s)["decode32"] for s in ("stock", "hidden-states null", "hidden-states disk")}
     speeds = [cases["stock"]["tok_per_s"], cases["hidden-states disk"]["stock_tok_per_s"]]
@@ -114,12 +127,12 @@ def test_larger_shapes(row: int, name: str) -> None:
 
 
 def test_dmi_run_beside_generate() -> None:
-    found = results("cpu-bulk.json")
-    assert found["ratio"] >= bulk.TARGET and len(found["ratios"]) == 9 and found["header"]["clean"]
+    found = results("cpu-bulk.json")["runs"]["cpu-bulk"]
+    ratio = found["ratio"]
+    assert ratio["median"] >= bulk.TARGET and ratio["rounds"] == 9 and found["header"]["clean"]
     generate, run = table("BULK.md", "| | tokens/s | by `LLM.generate`")
-    speeds = {name: median(one["tok_per_s"] for one in of) for name, of in found["rounds"].items()}
-    same(generate[1], speeds["generate"])
-    same(" ".join(run[1:]), speeds["run"], found["ratio"], min(found["ratios"]), max(found["ratios"]))
+    same(generate[1], found["rounds"]["generate"]["tok_per_s"])
+    same(" ".join(run[1:]), found["rounds"]["run"]["tok_per_s"], ratio["median"], ratio["least"], ratio["most"])
 
 
 def test_reads_beside_their_limits() -> None:
@@ -172,13 +185,13 @@ def test_the_page_about_scale_has_what_its_script_prints(tmp_path: Path) -> None
 
 def test_the_page_about_scale_has_the_prediction_for_a_node() -> None:
     """The rows of Qwen3-4B are those of the page's other tables. Each limit follows its formula."""
-    found, machine = results("cpu-node.json"), limits.Machine()
-    assert limits.node_table(found, machine, node.SHOWN) in page("SCALE.md") and found["header"]["clean"]
+    found, machine = results("cpu-node.json"), scale.Machine()
+    assert scale.node_table(found, machine, node.SHOWN) in page("SCALE.md") and found["header"]["clean"]
     cases, codecs = list(found["rows"])[::3], ("zstd", "zstd", "lz4")
     sizes = [one.token_bytes for one in scale.SELECTIONS]
     assert [found["rows"][case]["DP 1"]["bytes"] for case in cases] == [pytest.approx(size, rel=1e-3) for size in sizes]
     for case, codec in zip(cases, codecs, strict=True):
-        one, eight, tensor = (limits.node_limits(found, case, codec, at, machine) for at in ("DP 1", *node.SHOWN))
+        one, eight, tensor = (scale.node_limits(found, case, codec, at, machine) for at in ("DP 1", *node.SHOWN))
         size = found["rows"][case]["DP 1"]["bytes"]
         assert one["link"] == pytest.approx(50e9 / size) and eight["link"] == pytest.approx(8 * one["link"])
         assert tensor["link"] < eight["link"] and tensor["writers"] < eight["writers"]
@@ -186,7 +199,7 @@ def test_the_page_about_scale_has_the_prediction_for_a_node() -> None:
         stored = eight["disk"] * size / found["costs"][case][codec]["DP 8"]["compression"]
         assert stored == pytest.approx(20e9) and eight["disk"] < eight["memory"]
     slow = replace(machine, core_cost=2 * machine.core_cost, disk=10)
-    slower, before = (limits.node_limits(found, cases[0], "zstd", "DP 8", one) for one in (slow, machine))
+    slower, before = (scale.node_limits(found, cases[0], "zstd", "DP 8", one) for one in (slow, machine))
     halved = {"cores", "writers", "coordinator", "index", "disk"}
     assert {name for name in before if slower[name] == pytest.approx(before[name] / 2)} == halved
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads scores out of rows, into the host's memory."""
+"""Copies the scores of a step out of its rows, into the host's memory."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -11,41 +11,68 @@ import triton.language as tl
 
 from dmi_connector.engine.kernels.launch import Launch
 
-_MOST_BLOCK = 1024
-"""Most scores that one program copies."""
+_TOKENS, _BLOCK = 16, 64
+"""Tokens of one program, and the most scores of each that it copies. The bus takes neighbouring words together."""
 
 
-class ReadScores:
-    """Copies some words of rows to the memory that has the slots of these rows, in one launch.
+class CopyScores:
+    """Copies some words of the rows of a step, in one launch.
 
     places: int64 [values], on the device of the rows: words of 4 bytes from the start of a row.
     """
 
     def __init__(self, places: torch.Tensor) -> None:
         self._places, values = places, len(places)
-        block = min(_MOST_BLOCK, triton.next_power_of_2(values))
+        block = min(_BLOCK, triton.next_power_of_2(values))
         self._tiles = -(-values // block)
-        self._launch = Launch(read_scores_kernel, [values, block], num_warps=1 if block <= 128 else 4)
+        self._launch = Launch(copy_scores_kernel, [values, _TOKENS, block], num_warps=1 if block <= 16 else 4)
 
-    def __call__(self, rows: torch.Tensor, memory: torch.Tensor, slots: int, scores: int, count: int) -> None:
-        """Copy the scores of `count` rows.
+    def __call__(self, rows: torch.Tensor, row_slots: torch.Tensor, slots: torch.Tensor, scores: torch.Tensor) -> None:
+        """Copy the words `places` of row `row_slots[t]` to line `slots[t]` of `scores`, for each token t.
 
-        rows: uint8 [slots, row bytes], contiguous. memory: int32, 1-D; pinned if the rows are on a GPU, whose kernel
-        reads and writes it in place. The slots, int64 [count], begin at word `slots` of `memory` (an even number). The
-        scores, float32 [count, values], are written from word `scores` on.
+        rows: uint8 [rows, row bytes]. row_slots: int64 [>= tokens]. slots: int64 [tokens]. scores: int32 [lines,
+        values]; memory of the host that is registered with the driver if the rows are on a GPU, whose kernel writes it
+        in place. All contiguous. A token with a negative slot of either kind is skipped.
         """
-        assert rows.dtype == torch.uint8 and memory.dtype == torch.int32 and slots % 2 == 0
-        integers = [rows.stride(0) // 4]
-        self._launch((count, self._tiles, 1), [rows, memory, self._places], integers, free=[slots, scores])
+        (self.in_triton if rows.is_cuda else self.in_torch)(rows, row_slots, slots, scores)
+
+    def in_torch(self, rows: torch.Tensor, row_slots: torch.Tensor, slots: torch.Tensor, scores: torch.Tensor) -> None:
+        """The twin of `in_triton` in plain torch."""
+        row_slots = row_slots[: len(slots)]
+        known = (row_slots >= 0) & (slots >= 0)
+        scores[slots[known]] = rows.view(torch.int32)[row_slots[known]][:, self._places]
+
+    def in_triton(self, rows: torch.Tensor, row_slots: torch.Tensor, slots: torch.Tensor, scores: torch.Tensor) -> None:
+        """The kernel's launch."""
+        assert (
+            rows.dtype == torch.uint8 and scores.dtype == torch.int32 and row_slots.dtype == slots.dtype == torch.int64
+        )
+        assert slots.is_contiguous() and row_slots.is_contiguous() and len(row_slots) >= len(slots)
+        if count := len(slots):
+            grid = (-(-count // _TOKENS), self._tiles, 1)
+            tensors = [rows, row_slots, slots, self._places, scores]
+            self._launch(grid, tensors, [rows.stride(0) // 4], free=[count])
 
 
-@triton.jit(do_not_specialize=["slots", "scores"])
-def read_scores_kernel(rows, memory, places, slots, scores, row_words, values: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (rows, blocks of their scores)."""
-    row = tl.program_id(0)
-    slot = tl.load((memory + slots).to(tl.pointer_type(tl.int64)) + row)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < values
-    words = rows.to(tl.pointer_type(tl.int32)) + slot * row_words
-    found = tl.load(words + tl.load(places + columns, mask=inside, other=0), mask=inside)
-    tl.store(memory + scores + row * values + columns, found, mask=inside)
+@triton.jit(do_not_specialize=["count"])
+def copy_scores_kernel(
+    rows,
+    row_slots,
+    slots,
+    places,
+    scores,
+    count,
+    row_words,
+    values: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (blocks of tokens, blocks of scores)."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    row = tl.load(row_slots + token, mask=token < count, other=-1)
+    slot = tl.load(slots + token, mask=token < count, other=-1)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(places + column, mask=column < values, other=0)
+    copied = ((row >= 0) & (slot >= 0))[:, None] & (column < values)[None, :]
+    words = rows.to(tl.pointer_type(tl.int32)) + row[:, None] * row_words + place[None, :]
+    tl.store(scores + slot[:, None] * values + column[None, :], tl.load(words, mask=copied), mask=copied)

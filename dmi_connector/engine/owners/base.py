@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+    from dmi_connector.engine.host_scores import HostScores
     from dmi_connector.engine.messages import Borrow, StepMetadata
     from dmi_connector.hooks import ModelDims, Selection
     from dmi_connector.layout import RowLayout
@@ -78,13 +79,15 @@ class RowMemory(Protocol):
 
     row_dtype: the model's. step: metadata of the running batch (query starts and vLLM's slots), None before the first.
     poisons: whether the rows of a step are filled with UNWRITTEN before its forward. unpoisoned: slots of the step
-    whose rows are still to be filled.
+    whose rows are still to be filled. scores: where each forward copies its scores; None without probes, and before
+    vLLM has made its cache.
     """
 
     row_dtype: torch.dtype
     step: CommonAttentionMetadata | None
     poisons: bool
     unpoisoned: torch.Tensor | None
+    scores: HostScores | None
 
     @property
     def pages(self) -> int:
@@ -99,6 +102,17 @@ class RowMemory(Protocol):
 
         first: the first tap of a forward asks.
         """
+
+    @property
+    def cache_slots(self) -> int:
+        """Slots of vLLM's cache, of the layer by whose slots the scheduler finds scores."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Maximum tokens of a step, if their rows stay here when vLLM's slots go; else 0."""
+
+    def slots_in_cache(self, forward: ForwardContext) -> torch.Tensor:
+        """The slots of that layer of the tokens of this forward, int64; padding is negative."""
 
     def place(self, table: np.ndarray) -> None:
         """Change entries of the table of a pool, see `StepMetadata.table`."""
@@ -120,20 +134,19 @@ class RowSlots(ABC):
 
     def __init__(self, group: int, block_size: int) -> None:
         self.group, self.block_size = group, block_size
+        self._in_block = np.arange(block_size)
 
     def sample_slot(self, tracked: Captured, position: int) -> int:
         """vLLM's slot of a token, by which the workers find its row of logits."""
         return tracked.blocks[position // self.block_size] * self.block_size + position % self.block_size
 
-    @property
-    def neighbours(self) -> int:
-        """Rows of positions between two multiples of this lie in slots one after the other."""
-        return self.block_size
-
-    def row_slot(self, tracked: Captured, position: int) -> int:
-        """Where the row of one position lies. Faster than `of`."""
+    def in_cache(self, tracked: Captured, start: int, stop: int) -> np.ndarray:
+        """vLLM's slots of positions [start, stop), int64 [stop - start]."""
         size = self.block_size
-        return tracked.blocks[position // size] * size + position % size
+        before = start // size
+        firsts = np.multiply(tracked.blocks[before : -(-stop // size)], size)
+        slots: np.ndarray = np.add.outer(firsts, self._in_block).ravel()
+        return slots[start - before * size : stop - before * size]
 
     @abstractmethod
     def of(self, tracked: Captured, start: int, stop: int) -> np.ndarray:

@@ -37,17 +37,12 @@ class PagedSlots(RowSlots):
     def __init__(self, context: Context, block_size: int, blocks: int, keep: bool = True, group: int = 0) -> None:
         super().__init__(group, block_size)
         self._context, self.keep = context, keep
-        self._in_block = np.arange(block_size)
         self.held: dict[str, tuple[Request, int]] = {}
         self._most_held = 0 if context.options.sink == "null" else int(blocks * HELD)
         self._release = False
 
     def of(self, tracked: Captured, start: int, stop: int) -> np.ndarray:
-        size = self.block_size
-        before = start // size
-        firsts = np.multiply(tracked.blocks[before : -(-stop // size)], size)
-        slots: np.ndarray = np.add.outer(firsts, self._in_block).ravel()
-        return slots[start - before * size : stop - before * size]
+        return self.in_cache(tracked, start, stop)
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Nothing: rows of a prefix hit lie in its blocks."""

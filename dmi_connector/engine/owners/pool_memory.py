@@ -80,6 +80,19 @@ class RowPool(StepRows, nn.Module):
             self._lookup(slots, self.table, self.slots)
         return self._memory, self.slots[: len(slots)]
 
+    @property
+    def cache_slots(self) -> int:
+        return len(self.table) * self._lookup.size
+
+    @property
+    def step_tokens(self) -> int:
+        return len(self.slots)
+
+    def slots_in_cache(self, forward: ForwardContext) -> torch.Tensor:
+        slots = _slots_of(forward, self._layer)
+        assert slots is not None, "a forward without slots writes no row"
+        return slots
+
     def places(self, slots: torch.Tensor) -> torch.Tensor:
         found = torch.empty_like(slots)
         self._lookup(slots, self.table, found)

@@ -132,14 +132,6 @@ class PoolSlots(RowSlots):
 
     # ---- places -----------------------------------------------------------------------------------------------------
 
-    @property
-    def neighbours(self) -> int:
-        return self.size
-
-    def row_slot(self, tracked: Captured, position: int) -> int:
-        rows = self._rows[tracked.request.request_id]
-        return rows.pages[position // self.size - rows.first] * self.size + position % self.size
-
     def of(self, tracked: Captured, start: int, stop: int) -> np.ndarray:
         rows = self._rows[tracked.request.request_id]
         before = start // self.size

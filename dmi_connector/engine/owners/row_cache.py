@@ -56,6 +56,7 @@ class CaptureLayer(StepRows, nn.Module, AttentionLayerBase):
     """
 
     pages: ClassVar[int] = 0
+    step_tokens: ClassVar[int] = 0
 
     def __init__(self, context: Context) -> None:
         super().__init__()
@@ -85,6 +86,15 @@ class CaptureLayer(StepRows, nn.Module, AttentionLayerBase):
         slots = forward.slot_mapping.get(self.layer_name) if isinstance(forward.slot_mapping, dict) else None
         rows = self.rows
         return None if rows is None or slots is None else (rows, slots)
+
+    @property
+    def cache_slots(self) -> int:
+        rows = self.rows
+        return 0 if rows is None else len(rows)
+
+    def slots_in_cache(self, forward: ForwardContext) -> torch.Tensor:
+        slots: torch.Tensor = forward.slot_mapping[self.layer_name]
+        return slots
 
     def place(self, table: np.ndarray) -> None:
         """There is no table: rows lie in vLLM's blocks."""

@@ -14,19 +14,22 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
+    from dmi_connector.engine.host_scores import HostScores
+
 
 class StepRows:
     """Mixin of a `RowMemory`: the metadata of the running batch, and the pattern that its rows are filled with.
 
     step: metadata of the running batch (query starts and vLLM's slots). poisons: whether the rows of a step are filled
     with UNWRITTEN before its forward, as for the first captures of an untested vLLM. unpoisoned: vLLM's slots of the
-    step whose rows are still to be filled.
+    step whose rows are still to be filled. scores: see `RowMemory`.
     """
 
     row_dtype: torch.dtype
     step: CommonAttentionMetadata | None
     poisons: bool
     unpoisoned: torch.Tensor | None
+    scores: HostScores | None
     _built_last: bool
 
     @property
@@ -40,6 +43,7 @@ class StepRows:
         self.step = None
         self.poisons = bool(contract.untested())
         self.unpoisoned = None
+        self.scores = None
         self._built_last = not vllm_config.use_v2_model_runner
 
     def places(self, slots: torch.Tensor) -> torch.Tensor:

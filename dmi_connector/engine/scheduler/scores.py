@@ -1,66 +1,98 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of running requests: which rows the workers report them of in a step, and what responses say."""
+"""Scores of captured requests: `keep_if`, `stop_if`, alerts, and what responses say."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dmi_connector.conditions import AGGREGATES, Condition
-from dmi_connector.engine.messages import ScoreRows, StepScores
+from dmi_connector.conditions import AGGREGATES
+from dmi_connector.engine.host_scores import KEPT_STEPS, open_scores
 from dmi_connector.engine.metrics import ALERTS, SCORE
-from dmi_connector.engine.scheduler.decode import Decode
-from dmi_connector.engine.scheduler.late_scores import LateScores
 from dmi_connector.engine.scheduler.request_scores import RequestScores
 from dmi_connector.hook_table import PROBE
 from dmi_connector.reduce import largest
 from dmi_connector.reduce.probe import NORM, TOP, Probe
+from dmi_connector.store.format import completeness
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from dmi_connector.engine.context import CaptureContext
+    from dmi_connector.engine.messages import StepMetadata
     from dmi_connector.engine.owners.base import RowSlots
     from dmi_connector.engine.scheduler.tracked_request import Tracked
     from dmi_connector.request_options import CaptureParams
 
 _Places = list[tuple[int, slice]]
-"""Of values that are merged: the ranks that have them, and where in their answer."""
+"""Of values that are merged: the ranks that have them, and where in their lines."""
+
+
+@dataclass
+class _Kept:
+    """Scores of a preempted request in other lines. step: the one before whose forward they are copied. first: position
+    of the first one. line, count: where they are, and how many.
+    """
+
+    step: int
+    tracked: Tracked
+    first: int
+    line: int
+    count: int
 
 
 class ProbeScores:
-    """The scores of all running requests that need them here. slots: where their rows lie. drafts: whether steps
-    compute rows of draft tokens.
+    """The scores of captured requests that are needed here.
+
+    slots: knows vLLM's slots of a request. behind: see `Tracker`. last: the step before, once there was one. stopping:
+    requests with a `stop_if` that has not held yet, by capture.
+
+    A preempted request loses its lines. The scores that are there are taken at once. Rows of the step in flight have
+    none yet. They are computed again, or, if they stay in a pool, their scores are copied to other lines before the
+    next forward, and taken two steps later.
     """
 
-    def __init__(self, context: CaptureContext, slots: RowSlots, drafts: bool) -> None:
-        self._slots, self._drafts = slots, drafts
+    def __init__(self, context: CaptureContext, slots: RowSlots, behind: int) -> None:
+        self._slots, self._behind = slots, behind
+        self.last: SchedulerOutput | None = None
+        self._steps = 0
+        self._kept: list[_Kept] = []
+        self._kept_now = 0  # rows of `_kept` that this step adds
         self._probes: dict[str, Probe] = {}
+        self._widths = [0 for _ in context.layouts]  # scores of a row of each rank
         found: dict[str, dict[int, _Places]] = {}  # probe, layer -> where ranks have its values
         for rank, layout in enumerate(context.layouts):
-            at = 0
             for one in layout.scored:
-                name, width = one.hook.removeprefix(PROBE), one.stored[1]
+                name, width, at = one.hook.removeprefix(PROBE), one.stored[1], self._widths[rank]
                 assert isinstance(one.reduction, Probe)
                 self._probes[name] = one.reduction
                 found.setdefault(name, {}).setdefault(one.layer, []).append((rank, slice(at, at + width)))
-                at += width
+                self._widths[rank] += width
         # Ranks may share out the layers of a hook that all have whole.
         self._places = {name: _joined([layers[n] for n in sorted(layers)]) for name, layers in found.items()}
+        self._lines: list[np.ndarray] = []  # of each rank
+        self._cache_lines = 0  # lines of slots; others come behind them
         self._others = [name for name, _ in context.options.probes if name not in self._probes]
         of_rows = [name for name, probe in self._probes.items() if probe.form in (NORM, TOP)]
         self._summarised = sorted(of_rows, key=lambda name: self._probes[name].k)  # of a hook, the larger k is said
         self._alerts = dict(context.options.probe_alerts)
         self._counts: dict[str, Any] = {f"{ALERTS}.{name}": 0 for name in self._alerts}  # 0: the series exist
-        self.running: dict[int, Tracked] = {}
-        self._stopping: dict[int, Condition] = {}  # of running requests, as long as `stop_if` has not held
-        self._late = LateScores()
-        self._decode = Decode(slots)
-        self._apart: dict[int, Tracked] = {}  # running requests that are not in `_decode`
+        self.stopping: dict[int, Tracked] = {}
+
+    def open(self, paths: Sequence[str], cache_slots: int) -> None:
+        """The workers' memory is there. paths, cache_slots: `RankMemory.scores` of each rank, and `RankMemory.slots`.
+
+        Raises ValueError.
+        """
+        self._cache_lines = cache_slots
+        if self._probes:
+            none = np.zeros((0, 0), np.float32)
+            widths = zip(paths, self._widths, strict=True)
+            self._lines = [open_scores(path, width) if path else none for path, width in widths]
 
     # ---- arrival and end --------------------------------------------------------------------------------------------
 
@@ -72,25 +104,82 @@ class ProbeScores:
         """A request is to be captured."""
         if wanted := self._named(tracked) | {*(self._summarised if tracked.params.summary else ())}:
             tracked.scores = RequestScores(tuple(wanted))
-            self.running[tracked.capture] = self._apart[tracked.capture] = tracked
             if tracked.params.stop_if is not None:
-                self._stopping[tracked.capture] = tracked.params.stop_if
+                self.stopping[tracked.capture] = tracked
 
     def _named(self, tracked: Tracked) -> set[str]:
         """The probes that a request or the option `probe_alerts` names."""
         return {*tracked.params.scored, *self._alerts}
 
-    def ended(self, tracked: Tracked, end: int) -> None:
-        """A request ended. end: position behind its last row."""
-        scores = self._scores(tracked)
-        self.running.pop(tracked.capture, None)
-        self._stopping.pop(tracked.capture, None)
+    def begin_step(self) -> None:
+        """A step is planned. The results of all steps but the last one have come."""
+        self._steps += 1
+        self._kept_now = 0
+        while self._kept and self._kept[0].step <= self._steps - 2:
+            self._take_kept(self._kept.pop(0))
+
+    def preempted(self, tracked: Tracked, computed: int, there: int, metadata: StepMetadata) -> None:
+        """A request loses its blocks. computed, there: what `RowSlots.preempted` took and returned."""
+        scores = tracked.scores
         if scores is None:
             return
-        if self._apart.pop(tracked.capture, None) is None:
-            self._decode.ended(tracked)
+        self._take(tracked, scores, min(there, self._known(tracked, computed or there)))
+        if self._slots.eager and scores.stop < there:
+            slots = self._slots.in_cache(tracked, scores.stop, there)
+            of_step = max(len(lines) - self._cache_lines for lines in self._lines) // KEPT_STEPS
+            assert self._kept_now + len(slots) <= of_step, "more rows than a step has tokens"
+            line = self._cache_lines + self._steps % KEPT_STEPS * of_step + self._kept_now
+            self._kept.append(_Kept(self._steps, tracked, scores.stop, line, len(slots)))
+            self._kept_now += len(slots)
+            metadata.kept_scores.append((slots, line))
+
+    def _take_kept(self, kept: _Kept) -> None:
+        """Take the scores of rows that stayed in a pool."""
+        assert kept.tracked.scores is not None and kept.tracked.scores.stop == kept.first
+        there = slice(kept.line, kept.line + kept.count)
+        self._add(kept.tracked.scores, [lines[there].copy() for lines in self._lines], kept.count)
+
+    def _known(self, tracked: Tracked, computed: int) -> int:
+        """Position up to which the scores of a running request are there.
+
+        computed: its tokens, with those of steps whose results vLLM has not seen yet, such as the last one with
+        asynchronous scheduling. If the request began in that step, cached tokens may be computed in it too. Positions
+        from the last known token on may hold a token that is rejected.
+        """
+        if self._behind and self.last is not None:
+            request_id = tracked.request.request_id
+            if request_id in _beginning(self.last):
+                return 0
+            computed -= self.last.num_scheduled_tokens.get(request_id, 0)
+        return min(computed, tracked.request.num_tokens - 1)
+
+    def _take(self, tracked: Tracked, scores: RequestScores, end: int) -> None:
+        """Take the scores of positions below `end`."""
+        if scores.stop < (end := min(end, tracked.limit)):
+            slots = self._slots.in_cache(tracked, scores.stop, end)
+            self._add(scores, [lines[slots] if lines.size else lines for lines in self._lines], len(slots))
+
+    def _add(self, scores: RequestScores, lines: Sequence[np.ndarray], count: int) -> None:
+        """Add the scores of the next `count` positions. lines: float32 [count, values] of each rank."""
+        scores.add({name: self._merge(name, lines) for name in scores.wanted}, count)
+
+    def ended(self, tracked: Tracked, there: bool) -> None:
+        """A request ended. there: whether it still has blocks, which `tracked.blocks` then names."""
+        self.stopping.pop(tracked.capture, None)
+        if tracked.scores is None or not tracked.opened:
+            return
+        mine = [kept for kept in self._kept if kept.tracked is tracked]
+        self._kept = [kept for kept in self._kept if kept.tracked is not tracked]
+        if there:
+            for kept in mine:  # a step that followed has ended
+                self._take_kept(kept)
+            request = tracked.request
+            computed = self._known(tracked, request.num_computed_tokens)
+            if str(request.get_finished_reason()) in completeness.OWN_ENDS:  # all were, but the last sampled token
+                computed = max(request.num_prompt_tokens, request.num_tokens - 1)
+            self._take(tracked, tracked.scores, computed)
         for name in self._named(tracked):
-            rows = scores.of(name, end)
+            rows = tracked.scores.of(name)
             if self._probes[name].one_score and len(rows):
                 most = float(rows.max())
                 if math.isfinite(most):
@@ -103,143 +192,67 @@ class ProbeScores:
         counts, self._counts = self._counts, {}
         return counts
 
-    # ---- a step -----------------------------------------------------------------------------------------------------
-
-    def ask(self, output: SchedulerOutput) -> ScoreRows | None:
-        """The rows whose scores the workers report after this step.
-
-        Rows of draft tokens count as those of any token: which are accepted is known later. With asynchronous
-        scheduling it is not even known which of the step before were accepted. So all rows from the last known token
-        on are asked for. `Tracked.blocks` must include the blocks of this step.
-        """
-        scheduled = output.num_scheduled_tokens
-        for tracked in self._decode.step(output):
-            self._apart[tracked.capture] = tracked
-        one, more, joining = _Parts(), _Parts(), []
-        for tracked in self._apart.values():
-            request, scores = tracked.request, tracked.scores
-            count = scheduled.get(request.request_id)
-            if count is None or scores is None:
-                continue
-            computed = request.num_computed_tokens
-            if count == 1 and computed == scores.asked and computed < scores.until:
-                joining.append(tracked)
-                one.add(tracked.capture, [computed], [self._slots.row_slot(tracked, computed)])
-            elif tracked.opened:
-                self._ask_rows(more, tracked, scores, count)
-        if joining:
-            self._decode.join(joining, one.rows)
-            for tracked in joining:
-                del self._apart[tracked.capture]
-        found = self._decode.rows.joined(more.rows) if more.slots else self._decode.rows
-        return found if len(found.slots) else None
-
-    def _ask_rows(self, parts: _Parts, tracked: Tracked, scores: RequestScores, count: int) -> None:
-        """Ask for the rows of a request in a step of `count` tokens of it."""
-        request = tracked.request
-        computed = request.num_computed_tokens
-        first = min(computed, request.num_tokens - 1) if self._drafts else computed
-        if scores.first < 0:
-            first = 0  # rows of cached tokens lie in their blocks
-        # Rows that were handed to workers before the step are final, and keep no place in a pool.
-        least = tracked.exported if self._slots.eager else tracked.params.start
-        first = max(min(first, scores.asked), least, self._slots.captured(tracked))
-        stop = min(computed + count, tracked.limit)
-        if first < stop:
-            parts.add(tracked.capture, range(first, stop), self._slots.of(tracked, first, stop).tolist())
-            if scores.first < 0:
-                scores.first = first
-            scores.asked = max(scores.asked, stop)
-            if not self._drafts:
-                scores.until = tracked.limit  # it only grows, with the prompts of a session
-
-    def take(self, answers: Sequence[StepScores]) -> None:
-        """Scores of a step have come, from one rank or from each. They are sorted by request when one needs them."""
-        self._late.add(answers)
-        if self._late.full or self._stopping:
-            rows = self._late.take()
-            wanted = {name for tracked in self.running.values() if tracked.scores for name in tracked.scores.wanted}
-            merged = {name: self._merge(name, rows.values) for name in wanted if len(rows.positions)}
-            for capture, part in rows.by_capture():
-                if (tracked := self.running.get(capture)) is not None and tracked.scores is not None:
-                    for name in tracked.scores.wanted:
-                        tracked.scores.put(name, rows.positions[part], merged[name][part])
-            for tracked in self.running.values():
-                if tracked.scores is not None:
-                    tracked.scores.sorted = self._late.added
-        for capture in [*self._stopping]:
-            tracked, condition = self.running[capture], self._stopping[capture]
-            if (scores := tracked.scores) is not None and scores.sorted == self._late.added:
-                self._stop(tracked, condition, scores)
-                if tracked.stopped:
-                    del self._stopping[capture]
-
-    def _scores(self, tracked: Tracked) -> RequestScores | None:
-        """The scores of a request, with those of the last step."""
-        scores = tracked.scores
-        if scores is not None and scores.sorted < self._late.added and tracked.capture in self.running:
-            rows = self._late.of(tracked.capture)
-            scores.sorted = self._late.added
-            for name in scores.wanted if len(rows.positions) else ():
-                scores.put(name, rows.positions, self._merge(name, rows.values))
-        return scores
-
-    def _merge(self, name: str, values: Mapping[int, np.ndarray]) -> np.ndarray:
-        """The scores of one probe, layer after layer, [rows, values]. values: by rank."""
-        layers = [[values[rank][:, at] for rank, at in places] for places in self._places[name]]
+    def _merge(self, name: str, lines: Sequence[np.ndarray]) -> np.ndarray:
+        """The scores of one probe, layer after layer, [rows, values]. lines: of each rank."""
+        layers = [[lines[rank][:, at] for rank, at in places] for places in self._places[name]]
         merged = [self._probes[name].merge(parts) for parts in layers]
         return merged[0] if len(merged) == 1 else np.concatenate(merged, 1)
 
     # ---- conditions -------------------------------------------------------------------------------------------------
 
-    def why_dropped(self, tracked: Tracked, end: int) -> str:
+    @staticmethod
+    def why_dropped(tracked: Tracked) -> str:
         """Why a request that ended is not kept; "" if it is: `keep_if` holds, or there is no score to decide by."""
-        condition = tracked.params.keep_if
-        if (
-            condition is None
-            or (scores := self._scores(tracked)) is None
-            or not len(rows := scores.of(condition.probe, end))
-        ):
+        condition, scores = tracked.params.keep_if, tracked.scores
+        if condition is None or scores is None or not len(rows := scores.of(condition.probe)):
             return ""
         measure = condition.measure(rows[:, 0])
         if not condition.refutes(measure):
             return ""
         return f"dmi.keep_if: {condition.text} does not hold ({condition.what} is {measure:.6g}), so nothing is stored"
 
-    @staticmethod
-    def _stop(tracked: Tracked, condition: Condition, scores: RequestScores) -> None:
-        """End a request if `stop_if` holds for a row of a token that is known. vLLM then takes one more token."""
-        request = tracked.request
-        rows = scores.of(condition.probe, min(request.num_tokens, tracked.limit))
-        if not len(rows):
-            return
-        rows = rows[:, 0]
-        since = max(0, scores.checked - scores.first)
-        found = np.flatnonzero(condition.of_rows(rows[since:]))
-        scores.checked = scores.first + len(rows)
+    def check_stops(self, output: SchedulerOutput) -> None:
+        """End running requests whose `stop_if` holds. `Tracked.blocks` must include the blocks of this step."""
+        beginning = _beginning(output)
+        for tracked in [*self.stopping.values()]:
+            if not tracked.opened or tracked.request.request_id in beginning:
+                continue
+            end = min(self._known(tracked, tracked.request.num_computed_tokens), tracked.limit)
+            if tracked.scores is not None and tracked.scores.checked < end:
+                self._stop(tracked, tracked.scores, end)
+
+    def _stop(self, tracked: Tracked, scores: RequestScores, end: int) -> None:
+        """End a request if `stop_if` holds below position `end`. vLLM then takes one more token."""
+        condition, request = tracked.params.stop_if, tracked.request
+        assert condition is not None
+        self._take(tracked, scores, end)
+        since, scores.checked = scores.checked, scores.stop
+        rows = scores.of(condition.probe)[since - scores.first :, 0]
+        found = np.flatnonzero(condition.of_rows(rows))
         if len(found):
-            at = since + int(found[0])
+            at = int(found[0])
             tracked.stopped = (
-                f"dmi.stop_if: {condition.text} holds at position {scores.first + at}, where it is {rows[at]:.6g}"
+                f"dmi.stop_if: {condition.text} holds at position {since + at}, where it is {rows[at]:.6g}"
             )
             request.max_tokens = min(request.max_tokens, request.num_output_tokens + 1)
+            del self.stopping[tracked.capture]
 
     # ---- responses --------------------------------------------------------------------------------------------------
 
-    def answer(self, tracked: Tracked, end: int) -> dict[str, Any]:
-        """The scores that the request asks for, as the response has them. end: the position after its last row."""
-        found = {"dmi_probe": self._asked(tracked, end), "dmi_summary": self._summary(tracked, end)}
+    def answer(self, tracked: Tracked) -> dict[str, Any]:
+        """The scores that the request asks for, as the response has them."""
+        found = {"dmi_probe": self._asked(tracked), "dmi_summary": self._summary(tracked)}
         return {key: value for key, value in found.items() if value}
 
-    def _asked(self, tracked: Tracked, end: int) -> dict[str, Any]:
+    def _asked(self, tracked: Tracked) -> dict[str, Any]:
         """probe -> the scores that the request asks for; {} if it names no probe."""
         scores = tracked.scores
         asked = tracked.params.probes
         if scores is None or asked is None:
             return {}
-        return {name: self._inline(name, scores, whats, end) for name, whats in asked.items()}
+        return {name: self._inline(name, scores, whats) for name, whats in asked.items()}
 
-    def _summary(self, tracked: Tracked, end: int) -> dict[str, Any]:
+    def _summary(self, tracked: Tracked) -> dict[str, Any]:
         """By hook and layer the mean norm of rows and that of the last one, and the neurons with the largest values.
         {} if the request asks for no summary.
         """
@@ -248,7 +261,7 @@ class ProbeScores:
             return {}
         found: dict[str, Any] = {}
         for name in self._summarised:
-            rows, probe = scores.of(name, end), self._probes[name]
+            rows, probe = scores.of(name), self._probes[name]
             if not len(rows):
                 return {"tokens": 0}
             if probe.form == TOP:
@@ -258,8 +271,8 @@ class ProbeScores:
             found.setdefault(probe.source, {}).update(about)
         return {**found, "from": scores.first, "through": scores.first + len(rows) - 1}
 
-    def _inline(self, name: str, scores: RequestScores, asked: Sequence[str], end: int) -> dict[str, Any]:
-        rows = scores.of(name, end)
+    def _inline(self, name: str, scores: RequestScores, asked: Sequence[str]) -> dict[str, Any]:
+        rows = scores.of(name)
         if not len(rows):
             return {"tokens": 0}
         found: dict[str, Any] = {}
@@ -282,6 +295,11 @@ def _neurons(rows: np.ndarray, k: int, first: int, prompt: int) -> dict[str, Any
     return {what: _plain(of_layers.ravel(), k) for what, of_layers in found.items()}
 
 
+def _beginning(output: SchedulerOutput) -> set[str]:
+    """The requests that begin in a step, or begin again after a preemption."""
+    return {new.req_id for new in output.scheduled_new_reqs} | set(output.scheduled_cached_reqs.resumed_req_ids)
+
+
 def _joined(layers: list[_Places]) -> list[_Places]:
     """The same with neighbours of one rank as one, where nothing is merged."""
     found: list[_Places] = []
@@ -292,26 +310,6 @@ def _joined(layers: list[_Places]) -> list[_Places]:
         else:
             found.append(places)
     return found
-
-
-@dataclass
-class _Parts:
-    """`ScoreRows` that grow."""
-
-    captures: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-
-    def add(self, capture: int, positions: Sequence[int], slots: Sequence[int]) -> None:
-        """Rows of a capture."""
-        self.captures += [capture] * len(slots)
-        self.positions += positions
-        self.slots += slots
-
-    @property
-    def rows(self) -> ScoreRows:
-        """What was added."""
-        return ScoreRows(*(np.array(values, np.int64) for values in (self.captures, self.positions, self.slots)))
 
 
 def _plain(values: np.ndarray, each: int) -> Any:

@@ -50,7 +50,7 @@ class Tracker:
     Sleep discards rows that wait. In an engine that may sleep, rows leave and workers report in every step.
 
     slots: where rows lie, which the owner of the rows knows. keep_rows: with more rows than this to be gathered,
-    staging memory is short. behind: see `DraftTokens`.
+    staging memory is short. behind: steps in flight when vLLM schedules the next one: 1 with asynchronous scheduling.
     """
 
     def __init__(self, context: CaptureContext, slots: RowSlots, keep_rows: int, behind: int = 0) -> None:
@@ -76,7 +76,7 @@ class Tracker:
         self.lost: dict[int, list[list[int]]] = {}
         self.unborrowed: dict[int, list[Loss]] = {}
         self._captures = 0
-        self.scores = ProbeScores(context, slots, self._drafts is not None)
+        self.scores = ProbeScores(context, slots, behind)
         self._counts: Counter[str] = Counter()  # requests that ended without a capture, since they were last taken
         self.warning = ""  # of all responses: what of the engine's configuration is ignored
         self._path_told = False  # whether the log says that paths of requests are ignored
@@ -145,6 +145,7 @@ class Tracker:
         metadata = StepMetadata(self.pending_opens, self.pending_closes, idle=not scheduled)
         self.pending_opens, self.pending_closes = [], []
         metadata.release = self.slots.take_release()
+        self.scores.begin_step()
         if self._drafts is not None:
             if self._with_logits:
                 self._take_blocks()
@@ -155,7 +156,9 @@ class Tracker:
             if request_id in self.tracked:
                 self._take_blocks()
                 leaving = self.tracked[request_id]
-                computed = self.slots.preempted(leaving, self._computed_before(request_id), metadata)
+                before = self._computed_before(request_id)
+                computed = self.slots.preempted(leaving, before, metadata)
+                self.scores.preempted(leaving, before, computed, metadata)
                 if self._drafts is not None:  # its last step may have computed rows of rejected tokens
                     computed = min(computed, leaving.request.num_tokens - 1)
                 self._export_chunks(leaving, computed, metadata.leaving)
@@ -171,6 +174,8 @@ class Tracker:
                     tracked.opened = True
                     self._with_logits += tracked.has_logits
                     message = opening(tracked, self.slots.begin(tracked), self.context)
+                    if tracked.scores is not None:
+                        tracked.scores.begin(tracked.exported)
                     if tracked.params.keep_if is None:
                         metadata.opens.append(message)
                     else:
@@ -199,13 +204,14 @@ class Tracker:
                         if self._with_logits and request_id in scheduled:
                             take = self._take_sample if self._drafts is None else self._drafts.want_logits
                             take(tracked, computed, metadata)
-        if self.scores.running:
+        if self.scores.stopping:
             self._take_blocks()
-            metadata.scores = self.scores.ask(output)
-        for prompt, computed in prompts:  # after that, as these rows leave their places
+            self.scores.check_stops(output)
+        for prompt, computed in prompts:
             self._export_chunks(self.tracked[prompt.request.request_id], computed, metadata.chunks)
         self._plan(metadata)
         self.slots.plan(output, metadata)
+        self.scores.last = output
         return metadata
 
     def _plan(self, metadata: StepMetadata) -> None:
@@ -314,15 +320,15 @@ class Tracker:
         tracked = self.tracked.pop(request_id, None)
         if tracked is None:
             return False, None
-        why = self.scores.why_dropped(tracked, self._inputs(tracked)) if tracked.opened else ""
+        tracked.blocks = blocks or tracked.blocks  # a preempted request has none, and its last ones had its logits
+        self.scores.ended(tracked, there=bool(blocks))
+        why = self.scores.why_dropped(tracked)
         self.quota.ended(tracked.path, nothing=bool(why) or not tracked.opened)
         if not tracked.opened:
-            self.scores.ended(tracked, 0)
             self.slots.forget(tracked)
             self._counts["cancelled"] += 1
             return False, {"dmi_error": "the request ended before its first token was computed: nothing to capture"}
         self._with_logits -= tracked.has_logits
-        tracked.blocks = blocks or tracked.blocks  # a preempted request has none, and its last ones had its logits
         if why:
             self.slots.forget(tracked)
             self._counts["not_kept"] += 1
@@ -345,18 +351,10 @@ class Tracker:
 
     def _scored(self, tracked: Tracked, said: dict[str, Any]) -> dict[str, Any]:
         """A response with what there is to say of scores. The request has ended."""
-        end = self._inputs(tracked)
-        self.scores.ended(tracked, end)
-        said |= self.scores.answer(tracked, end)
+        said |= self.scores.answer(tracked)
         if tracked.stopped:
             said["dmi_stop"] = tracked.stopped
         return said
-
-    @staticmethod
-    def _inputs(tracked: Tracked) -> int:
-        """Position after the last row that an ended request may have. The last sampled token was never an input."""
-        request = tracked.request
-        return min(max(request.num_prompt_tokens, request.num_tokens - 1), tracked.limit)
 
     def take_counts(self) -> dict[str, Any]:
         """What changed since the last call, by key of `CaptureStats.data`."""

@@ -102,8 +102,9 @@ def _calls_before(module: nn.Module) -> list[Callable[..., Any]]:
 class ModelTaps:
     """State that the taps of one model share: the token buffer, the deferred reductions, the compilation.
 
-    resting: whether hooks do nothing. A draft model may share modules with the target, such as the embedding. Hooks
-    then rest outside the target's own forward (`models.Tapped.dmi_forward`), so the draft's forward writes no rows.
+    ends: whether there is something to do when the taps of a forward end. resting: whether hooks do nothing. A draft
+    model may share modules with the target, such as the embedding. Hooks then rest outside the target's own forward
+    (`models.Tapped.dmi_forward`), so the draft's forward writes no rows.
     """
 
     def __init__(self, model: nn.Module, context: CaptureContext, compilation: Compilation) -> None:
@@ -111,6 +112,7 @@ class ModelTaps:
         self.token = model.get_buffer("dmi_token")
         self.context, self.compilation = context, compilation
         self.deferred = DeferredReductions(context.layout.fields, self.token.device)
+        self.ends = bool(self.deferred.tokens or context.layout.scored)
         self.resting = self._may_rest = context.drafting is not None and context.drafting.shares_modules
         self._model = model
         self._hooks: list[_Hook] = []
@@ -244,9 +246,9 @@ class TapBatch:
     def end(self, like: torch.Tensor, always: bool = False) -> None:
         """End the taps of this forward. like: a tensor with one entry per token.
 
-        always: also run the op in eager mode without deferred reductions. It is needed if this code is eager but the
-        previous taps may be compiled.
+        always: also run the op in eager mode without deferred reductions and scores. It is needed if this code is eager
+        but the previous taps may be compiled.
         """
         taps = self.taps
-        if always or taps.deferred.tokens or torch.compiler.is_compiling():
+        if always or taps.ends or torch.compiler.is_compiling():
             torch.ops.dmi.tap_end(like, taps.token, self.tensor, taps.context.cache_layer)

@@ -4,7 +4,7 @@
     dmi::tap        writes values into this step's paged rows, reduced if selected
     dmi::tap_header writes row headers where positions have several axes (inputs.py)
     dmi::tap_join   makes the model wait for the previous tap (overlap.py)
-    dmi::tap_end    ends a step's taps: reduces what they deferred (deferred.py)
+    dmi::tap_end    ends a step's taps: reduces what they deferred (deferred.py), copies scores (host_scores.py)
 
 Each op mutates a one-element token buffer. The mutation keeps torch.compile from removing or reordering the op, at no
 cost.
@@ -216,9 +216,13 @@ def _tap_join(token: torch.Tensor) -> None:
 def _tap_end(like: torch.Tensor, token: torch.Tensor, place: torch.Tensor, cache_layer: str) -> None:
     """End the taps of a step. like: a tensor with one entry per token."""
     if found := rows_and_slots(cache_layer):
+        forward, tokens = forward_context.get_forward_context(), like.shape[0]
         if branch := captured_branch(like.device):
-            branch.join(forward_context.get_forward_context())
-        _PLACES[place.data_ptr()].deferred.reduce(*found, like.shape[0])
+            branch.join(forward)
+        _PLACES[place.data_ptr()].deferred.reduce(*found, tokens)
+        memory = forward.no_compile_layers[cache_layer]
+        if memory.scores is not None:
+            memory.scores.copy(*found, memory.slots_in_cache(forward)[:tokens])
 
 
 def tokens_at_once(values: Sequence[torch.Tensor], reductions: Sequence[Reduction | None]) -> int:

@@ -12,8 +12,9 @@ from vllm.logger import init_logger
 
 from dmi_connector.engine import contract, sizing
 from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.host_scores import HostScores
 from dmi_connector.engine.kernels.gather import gather_index, gather_rows_torch
-from dmi_connector.engine.messages import Borrow, Close, Open, Report, Rows, ScoreRows, StepMetadata
+from dmi_connector.engine.messages import Borrow, Close, Open, Report, Rows, StepMetadata
 from dmi_connector.engine.store_attributes import store_attributes
 from dmi_connector.engine.transfer.announcement import announce
 from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
@@ -21,7 +22,6 @@ from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTra
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 from dmi_connector.engine.transfer.logits import LogitsExport, step_bytes
 from dmi_connector.engine.transfer.meter import Meter
-from dmi_connector.engine.transfer.scores import ScoreReader
 from dmi_connector.store.format.completeness import Cause
 from dmi_connector.store.write.client import StoreClient
 from dmi_connector.store.write.messages import pack_array
@@ -80,7 +80,8 @@ class Exporter:
         self.ring = self.client.ring if self.client else Ring(sizes.host)
         post = None if self.client is None or full.logits is None else self.client.rows
         self.logits = LogitsExport(self, post, drafts > 0)
-        self.scores = ScoreReader(context.layout, rank, self.rows)
+        if context.layout.scored:
+            layer.scores = HostScores(context.layout, layer.cache_slots, layer.step_tokens, self.rows.device)
         self.meter = Meter(self.progress, self.client, self.ring, rank)
         self.lane: DeviceLane | None = None
         if gpu and options.sink != "null":
@@ -137,6 +138,9 @@ class Exporter:
         if metadata.need > self.progress.count():
             self._export_due()
             self._gather_until(metadata.need)
+        for slots, line in metadata.kept_scores:
+            if self.layer.scores is not None:
+                self.layer.scores.keep(slots, line)
         if metadata.table is not None:
             self.layer.place(metadata.table)
         if self.layer.poisons:
@@ -183,11 +187,9 @@ class Exporter:
             self.lane.drain()
         self._end_gathered()
 
-    def take_report(self, scores: ScoreRows | None = None) -> Report:
-        """What is new for the scheduler. scores: rows of this step whose scores it asks for."""
+    def take_report(self) -> Report:
+        """What is new for the scheduler."""
         report = self.progress.report()
-        if scores is not None:
-            report.scores.append(self.scores.read(scores))
         report.staged = self.context.may_sleep and self.lane is not None and self.lane.staged
         if self.client is not None:
             ended, losses = self.client.take_news()
@@ -196,10 +198,6 @@ class Exporter:
                 if capture.out is not None and capture.out.path in losses:
                     report.unborrowed[capture.number] = losses[capture.out.path]
         return report
-
-    def score_report(self, scores: ScoreRows) -> Report:
-        """The scores of these rows alone: what else is new waits for the next report."""
-        return Report(self.progress.count(), scores=[self.scores.read(scores)])
 
     def take_finished(self) -> set[str]:
         """Requests whose blocks were kept for us and can be freed now."""
@@ -355,6 +353,8 @@ class Exporter:
         if self.client is not None:
             self.client.shutdown(max(1.0, deadline - time.monotonic()))
         self.ring.close()
+        if self.layer.scores is not None:
+            self.layer.scores.close()
 
 
 def _borrow_message(borrow: Borrow) -> dict[str, Any]:

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel that reads scores out of rows, and the pinned memory that it writes them to."""
+"""Scores in the host's memory: the kernel that copies them there, and processes that share it."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,80 +16,92 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from dmi_connector.engine.host_scores import KEPT_STEPS, HostScores, open_scores
 from dmi_connector.engine.kernels import scores as kernel
-from dmi_connector.engine.kernels.scores import ReadScores
-from dmi_connector.engine.messages import ScoreRows
-from dmi_connector.engine.transfer import scores as transfer
-from dmi_connector.engine.transfer.scores import Pinned, ScoreReader
+from dmi_connector.engine.kernels.scores import CopyScores
 from tests import kernelkit as kit
 from tests import runner
 
+SLOTS = 50
 
-@pytest.mark.parametrize("most", [1024, 2])
+
+def memory(values: int) -> torch.Tensor:
+    """Lines of the host, which a kernel writes in place."""
+    return torch.full((SLOTS, values), 7, dtype=torch.int32, pin_memory=runner.GPU)
+
+
+@pytest.mark.parametrize("most", [64, 2])
 @pytest.mark.parametrize("places", [[4], [4, 5, 6], [20, 3, 4, 5, 11]], ids=str)
-def test_scores_come_from_their_places_in_the_rows(
-    monkeypatch: pytest.MonkeyPatch, places: list[int], most: int
+@pytest.mark.parametrize("tokens", [1, 16, 37])
+def test_scores_of_a_step_come_to_the_lines_of_their_slots(
+    monkeypatch: pytest.MonkeyPatch, places: list[int], most: int, tokens: int
 ) -> None:
-    """most: scores that a program copies. Words around the scores stay as they are."""
-    monkeypatch.setattr(kernel, "_MOST_BLOCK", most)
+    """most: scores that a program copies. Lines of other slots stay as they are. The twin does the same."""
+    monkeypatch.setattr(kernel, "_BLOCK", most)
+    rng = np.random.default_rng(tokens)
     rows = torch.randn(kit.ROWS, 32, device=kit.DEVICE)
-    memory = torch.full((64,), 7, dtype=torch.int32, pin_memory=runner.GPU)
-    words, slots = memory.numpy(), np.array([9, 0, 40, 9])
-    words[8:16].view(np.int64)[:] = slots
-    read = ReadScores(torch.tensor(places, device=kit.DEVICE))
-    read(rows.view(torch.uint8), memory, 8, 20, 4)
+    row_slots, slots = rng.permutation(kit.ROWS)[:tokens], rng.permutation(SLOTS)[:tokens]
+    row_slots[tokens // 3 : tokens // 2] = -1  # without a row
+    slots[tokens // 2 : tokens // 2 + 2 * (tokens > 1)] = -1  # padding
+    given = [torch.from_numpy(each).to(kit.DEVICE) for each in (np.append(row_slots, [3, 4]), slots)]
+    copy, lines = CopyScores(torch.tensor(places, device=kit.DEVICE)), memory(len(places))
+    copy.in_triton(rows.view(torch.uint8), *given, lines)
     if runner.GPU:
         torch.cuda.synchronize()
-    end = 20 + 4 * len(places)
-    found = words[20:end].view(np.float32).reshape(4, len(places))
-    np.testing.assert_array_equal(found, rows.cpu().numpy()[slots][:, places])
-    assert (words[:8] == 7).all() and (words[16:20] == 7).all() and (words[end:] == 7).all()
+    want = np.full((SLOTS, len(places)), 7, np.int32)
+    for row, slot in zip(row_slots, slots, strict=True):
+        if row >= 0 and slot >= 0:
+            want[slot] = rows.cpu().numpy().view(np.int32)[row, places]
+    np.testing.assert_array_equal(lines.numpy(), want)
+    twin, lines = CopyScores(torch.tensor(places)), memory(len(places))
+    twin.in_torch(rows.cpu().view(torch.uint8), *(each.cpu() for each in given), lines)
+    np.testing.assert_array_equal(lines.numpy(), want)
 
 
-class Done:
-    """An event of work that is done once `over` is set."""
-
-    over = False
-
-    def query(self) -> bool:
-        return self.over
-
-
-def test_pinned_memory_is_used_once_and_stays_until_the_gpu_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "_WORDS", 16)
-    pinned, events = Pinned(pin=False), [Done() for _ in range(4)]
-    taken = []
-    for event, count in zip(events, (5, 6, 9, 40), strict=True):
-        memory, words, at = pinned.take(count)
-        words[at : at + count] = count
-        pinned.used(event)  # type: ignore[arg-type]
-        taken.append((memory.data_ptr(), at, count, words))
-    assert [at for _, at, _, _ in taken] == [0, 8, 0, 0], "each begins at a multiple of 16 bytes"
-    assert taken[0][0] == taken[1][0] and len({address for address, *_ in taken}) == 3
-    assert all((words[at : at + count] == count).all() for _, at, count, words in taken)
-    assert len(pinned._before) == 2, "the GPU may still read them"
-    events[1].over = True
-    pinned.take(100)
-    assert [done for done, _ in pinned._before] == [events[2], events[3]]
+def host_scores() -> tuple[HostScores, np.ndarray]:
+    """Scores of two fields of all slots. Returns them, and what they are."""
+    layout: Any = SimpleNamespace(
+        scored=[SimpleNamespace(offset=at, stored=(2, 2)) for at in (80, 64)], row_bytes=kit.ROWS * 4
+    )
+    scores = HostScores(layout, SLOTS, 5, kit.DEVICE)
+    rows = torch.randn(SLOTS, 32, device=kit.DEVICE)
+    every = torch.arange(SLOTS, device=kit.DEVICE)
+    scores.copy(rows.view(torch.uint8), every, every)
+    if runner.GPU:
+        torch.cuda.synchronize()
+    return scores, rows.cpu().numpy()[:, [20, 21, 16, 17]]
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_reader_gives_the_scores_of_each_step(monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...]) -> None:
-    """By the kernel, as on a GPU. Scores of a step stay as they are when later ones come."""
-    monkeypatch.setattr(transfer, "_WORDS", 64)
-    layout: Any = SimpleNamespace(scored=[SimpleNamespace(offset=(64, 80)[i], stored=(2, 2)) for i in order])
-    rows = torch.randn(kit.ROWS, 32, device=kit.DEVICE)
-    reader = ScoreReader(layout, 3, rows.view(torch.uint8))
-    if not runner.GPU:
-        event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, query=lambda: True)
-        monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-        reader._kernel, reader._pinned = ReadScores(reader._places), Pinned(pin=False)
-    rng, steps = np.random.default_rng(0), []
-    for count in (3, 1, 9, 20, 4):
-        asked = ScoreRows(*(rng.integers(0, kit.ROWS, count) for _ in range(3)))
-        steps.append((asked.slots, reader.read(asked)))
-        assert steps[-1][1].ready is not None
-    columns = [(16, 20)[i] + n for i in order for n in range(2)]
-    for slots, found in steps:
-        assert found.rank == 3
-        np.testing.assert_array_equal(found.values, rows.cpu().numpy()[slots][:, columns])
+def test_another_process_reads_the_lines_in_place() -> None:
+    scores, want = host_scores()
+    lines = open_scores(scores.path, 4)
+    assert lines.shape == (SLOTS + 5 * KEPT_STEPS, 4) and not lines.flags.writeable
+    np.testing.assert_array_equal(lines[:SLOTS], want)
+    reads = (
+        f"from dmi_connector.engine.host_scores import open_scores; print(open_scores({scores.path!r}, 4)[7].tolist())"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", reads], capture_output=True, text=True, check=True, env=os.environ, timeout=300
+    )
+    assert said.stdout.splitlines()[-1] == str(want[7].tolist())
+    scores.close()
+    scores.close()
+    np.testing.assert_array_equal(lines[:SLOTS], want, "memory that is in use stays")
+
+
+def test_lines_are_copied_to_kept_ones() -> None:
+    scores, want = host_scores()
+    scores.keep(np.array([3, 49, 0]), SLOTS + 2)
+    if runner.GPU:
+        torch.cuda.synchronize()
+    np.testing.assert_array_equal(open_scores(scores.path, 4)[SLOTS + 2 : SLOTS + 5], want[[3, 49, 0]])
+    scores.close()
+
+
+def test_memory_of_another_host_is_refused(tmp_path: Path) -> None:
+    """What lies at the path there is something else, or nothing."""
+    other = tmp_path / "other"
+    other.symlink_to("/dev/null")
+    for path in (str(other), "/proc/1/fd/99999", str(tmp_path / "none")):
+        with pytest.raises(ValueError, match=re.escape(f"cannot read the scores of a worker at {path} (")):
+            open_scores(path, 4)

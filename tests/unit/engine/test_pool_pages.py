@@ -19,7 +19,8 @@ import pytest
 pytest.importorskip("vllm")
 from dmi_connector.engine.connector import DMIConnector
 from dmi_connector.engine.context import CaptureContext
-from dmi_connector.engine.messages import Report, RowPages, Rows, ScoreRows, StepMetadata, StepScores
+from dmi_connector.engine.host_scores import KEPT_STEPS
+from dmi_connector.engine.messages import RankMemory, Report, Rows, StepMetadata
 from dmi_connector.engine.owners import pool_borrowing, pool_limits, pool_pages
 from dmi_connector.engine.owners.pool_free import Pages
 from dmi_connector.engine.owners.pool_limits import StepLimits, page_size, pages_of
@@ -80,8 +81,7 @@ class Life(FakeRequest):
     """A request in the model. blocks: of vLLM. left: tokens that it still generates. drafts: draft tokens of its next
     step. rows: positions of rows that were gathered. length: rows that its close says. cached: blocks that the
     prefix cache has. borrowed: rows that it took from another. handed: rows that the worker was told of. age: resets of
-    the cache before it began. least: with `keep_if`, it is kept if the score of a row, its position, is larger. scored:
-    positions whose scores came.
+    the cache before it began. least: with `keep_if`, it is kept if the score of a row, its position, is larger.
     """
 
     resumable: bool = False
@@ -100,7 +100,10 @@ class Life(FakeRequest):
     handed: int = 0
     age: int = 0
     least: int | None = None
-    scored: set[int] = field(default_factory=set)
+    finish: str = "length"
+
+    def get_finished_reason(self) -> str:  # type: ignore[override]
+        return self.finish
 
     def hash_tokens(self, size: int) -> None:
         """As vLLM: hashes of the blocks that are full now, each of all tokens before it too."""
@@ -133,7 +136,10 @@ class Model:
         self.waiting: list[Life] = []
         self.running: list[Life] = []
         self.results: deque[list[tuple[Life, bool]]] = deque()  # whether each step samples a token of a request
-        self.answers: deque[StepScores | None] = deque()  # scores of these steps
+        self.copies: deque[list[tuple[int, int]]] = deque()  # slot and score of rows of steps, to be copied
+        slots = self.block * (len(self.free) + 1)
+        self.lines = np.full((slots + KEPT_STEPS * TOKENS, 1), np.nan, np.float32)
+        self.tracker.scores._lines, self.tracker.scores._cache_lines = [self.lines], slots
         self.lives: dict[str, Life] = {}
         self.by_capture: dict[int, Life] = {}
         self.preempted: set[str] = set()
@@ -144,6 +150,7 @@ class Model:
         self.spoiled: set[str] = set()  # stores that lack rows
         self.kept = [0, 0]  # requests with `keep_if` that were dropped, and kept
         self.heads: set[str] = set()  # requests that all others waited for
+        self.copied = 0  # scores of preempted requests that were copied to other lines
         self.slots.borrowing.sources._enabled = True
         self.slots.borrowing._holds = Held()
         STORES.clear()
@@ -192,7 +199,9 @@ class Model:
         limits = self.slots.limits
         return pages + limits.pages_of_step(limits.floor(REQUESTS), self.size) <= self.slots.pages.count
 
-    def end(self, life: Life) -> None:
+    def end(self, life: Life, own: bool = False) -> None:
+        """own: it came to its own end."""
+        life.finish = "length" if own else "abort"
         for queue in (self.waiting, self.running):
             if life in queue:
                 queue.remove(life)
@@ -203,7 +212,11 @@ class Model:
         for close in self.tracker.pending_closes[before:]:
             life.length = close.length
         if tracked is not None and tracked.opened and life.least is not None:
-            known = [position for position in life.scored if position < min(inputs, tracked.limit)]
+            assert tracked.scores is not None
+            known, first = tracked.scores.of("risk").ravel().tolist(), tracked.scores.first
+            assert known == [*range(first, first + len(known))], f"{life.request_id} has scores of others"
+            if own and life.blocks:
+                assert first + len(known) == max(first, min(inputs, tracked.limit)), f"{life.request_id} lacks scores"
             assert (life.length is not None) == (not known or max(known) > life.least), f"{life.request_id} kept?"
             self.kept[life.length is not None] += 1
         self.free += life.blocks
@@ -322,7 +335,6 @@ class Model:
         self.work(message, [(self.lives[name], computed[name], n) for name, n in scheduled.items()])
         if scheduled:
             self.results.append([])
-            self.answers.append(self.read(message.scores))
         for name, n in scheduled.items():
             life = self.lives[name]
             self.results[-1].append((life, n == self.ask(life)))
@@ -331,20 +343,14 @@ class Model:
             self.take_result()
         return sum(scheduled.values())
 
-    def read(self, asked: ScoreRows | None) -> StepScores | None:
-        """The scores of rows of a step: their positions."""
-        if asked is None:
-            return None
-        for capture, position, slot in zip(asked.captures, asked.positions, asked.slots, strict=True):
-            found = self.memory[slot]
-            assert found[:2] == (self.by_capture[capture].request_id, position), f"{found} at {position}"
-        return StepScores(0, asked, np.array(asked.positions, np.float32)[:, None])
+    def copy_scores(self, left: int) -> None:
+        """The scores of all steps but the last `left` come to the host. The score of a row is its position."""
+        while len(self.copies) > left:
+            for slot, position in self.copies.popleft():
+                self.lines[slot] = position
 
     def take_result(self) -> None:
-        if (answer := self.answers.popleft()) is not None:
-            self.tracker.scores.take([answer])
-            for capture, position in zip(answer.asked.captures, answer.asked.positions, strict=True):
-                self.by_capture[capture].scored.add(position)
+        self.copy_scores(len(self.results) - 1)
         for life, samples in self.results.popleft():
             if life.left < 0 or not samples:
                 continue  # it is gone, or its prompt goes on
@@ -367,7 +373,7 @@ class Model:
             life.drafts = min(life.drafts, max(0, life.left - 1))
             if not life.left:
                 life.num_computed_tokens = min(life.num_computed_tokens, life.num_tokens)
-                self.end(life)
+                self.end(life, own=True)
 
     # ---- the worker -------------------------------------------------------------------------------------------------
 
@@ -412,6 +418,10 @@ class Model:
             assert close.stays and not close.keeps_blocks
             self.due += close.rows
         self.due += message.leaving
+        for slots, line in message.kept_scores:
+            self.copy_scores(0)  # they precede it on the stream
+            self.lines[line : line + len(slots)] = self.lines[slots]
+            self.copied += len(slots)
         while self.gathered < message.need:
             self.gather()
         if message.table is not None:
@@ -420,14 +430,20 @@ class Model:
             self.table.update(zip(entries, pages, strict=True))
             used = [page for page in self.table.values() if page >= 0]
             assert len(used) == len(set(used)) and 0 not in used, "a page has two places"
+        copies: list[tuple[int, int]] = []
         for life, first, count in tokens:
             for position in range(first, first + count):
                 slot = life.blocks[position // self.block] * self.block + position % self.block
                 page = self.table.get(slot // self.size, -1)
                 if page >= 0:
+                    copies.append((slot, position))
                     assert life.captured, "a row of a request that is not captured"
                     known = position < life.num_tokens + self.in_flight(life)
                     self.memory[page * self.size + slot % self.size] = life.request_id, position, known
+        if tokens:
+            self.copies.append(copies)
+        if self.random.random() < 0.5:
+            self.copy_scores(0)
         self.due += message.chunks
         while self.due and self.random.random() < 0.3:
             self.gather()
@@ -505,6 +521,7 @@ def run(seeds: range, contexts: dict[int, CaptureContext]) -> Counter[str]:
         seen["dropped"] += model.kept[0]
         seen["kept"] += model.kept[1]
         seen["heads"] += len(model.heads)
+        seen["copied"] += model.copied
         seen["refused"] += sum(life.least is not None and not life.captured for life in model.lives.values())
     return seen
 
@@ -512,7 +529,7 @@ def run(seeds: range, contexts: dict[int, CaptureContext]) -> Counter[str]:
 def test_every_row_comes_once_from_its_page_in_random_histories(contexts: dict[int, CaptureContext]) -> None:
     seen = run(range(400), contexts)
     assert seen["rows"] > 10_000 and seen["borrowed"] > 1_000 and seen["lowered"] > 50, seen
-    assert min(seen[what] for what in ("dropped", "kept", "heads", "refused")) > 50, seen
+    assert min(seen[what] for what in ("dropped", "kept", "heads", "refused", "copied")) > 40, seen
 
 
 @pytest.mark.soak
@@ -540,9 +557,12 @@ def test_pages_are_used_again_in_the_order_in_which_their_rows_left() -> None:
 
 def test_the_scheduler_half_hears_of_the_smallest_pool_and_of_none() -> None:
     """vLLM calls it with nothing where no worker has something to say."""
-    heard: list[int] = []
+    heard: list[Any] = []
     connector = DMIConnector.__new__(DMIConnector)
-    connector.tracker = SimpleNamespace(slots=SimpleNamespace(sized=heard.append))  # type: ignore[assignment]
+    scores = SimpleNamespace(open=lambda *given: heard.append(given))
+    parts = {"slots": SimpleNamespace(sized=heard.append), "scores": scores}
+    connector.tracker = SimpleNamespace(**parts)  # type: ignore[assignment]
     connector.set_xfer_handshake_metadata({})
-    connector.set_xfer_handshake_metadata({0: RowPages(9), 1: RowPages(7)})
-    assert heard == [7]
+    connector.set_xfer_handshake_metadata({1: RankMemory(), 0: RankMemory()})
+    connector.set_xfer_handshake_metadata({1: RankMemory(9, "b", 48), 0: RankMemory(7, "a", 48)})
+    assert heard == [(["", ""], 0), 7, (["a", "b"], 48)]

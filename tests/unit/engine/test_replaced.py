@@ -11,7 +11,6 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.worker.gpu.spec_decode.extract_hidden_states import ExtractHiddenStatesSpeculator
 
@@ -134,17 +133,3 @@ def test_an_error_that_nobody_would_hear_of_ends_the_process(rank: int, report: 
     for step in (lambda: connector.handle_preemptions(metadata), connector.wait_for_save):
         with pytest.raises(RuntimeError if report or rank == 0 else SystemExit):
             step()
-
-
-def test_scores_of_a_step_are_taken_before_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, also for a second engine of this process; other connectors are left alone."""
-    seen: list[Any] = []
-    monkeypatch.setattr(Scheduler, "update_from_output", lambda _self, step, _output: seen.append(step))  # undone later
-    replaced.scores_before_ends()
-    replaced.scores_before_ends()
-    output: Any = SimpleNamespace(kv_connector_output="report")
-    made = Scheduler.__new__(Scheduler)
-    for connector in (SimpleNamespace(take_scores=seen.append), SimpleNamespace(), None):
-        made.connector = connector  # type: ignore[assignment]
-        made.update_from_output("ends", output)  # type: ignore[arg-type]
-    assert seen == ["report", "ends", "ends", "ends"]

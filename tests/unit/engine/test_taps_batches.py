@@ -127,7 +127,9 @@ def test_ops_write_beside_the_model_unless_norms_work_in_place(in_place: bool) -
 
 def taps_in(model: torch.nn.Module, base: str) -> ModelTaps:
     """Taps of a model that vLLM's class `base` serves, with nothing selected."""
-    context: Any = SimpleNamespace(layout=SimpleNamespace(fields=[]), arch=Architecture("Some", base), drafting=None)
+    context: Any = SimpleNamespace(
+        layout=SimpleNamespace(fields=[], scored=[]), arch=Architecture("Some", base), drafting=None
+    )
     return ModelTaps(model, context, Compilation(False, False))
 
 

@@ -63,7 +63,9 @@ def test_dynamo_sees_a_sum_of_the_last_terms_and_calls_no_update() -> None:
         last_stage=True,
         arch=Architecture("Some", f"{TRANSFORMERS}:Some", plain_norms=True, parallel=True, **blocks),
         dims=SimpleNamespace(layers=2),
-        layout=SimpleNamespace(fields=[field], taking=lambda name, _layer: [field] if name == "resid_final" else []),
+        layout=SimpleNamespace(
+            fields=[field], scored=[], taking=lambda name, _layer: [field] if name == "resid_final" else []
+        ),
         coverage=Coverage(),
         cache_layer=kit.CACHE_LAYER,
         tp=1,

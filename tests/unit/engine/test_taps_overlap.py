@@ -85,6 +85,25 @@ def test_an_op_waits_for_the_branch_of_the_one_before(monkeypatch: pytest.Monkey
     assert " ".join(streams.done) == "fork write wait", "the next one waits only for its own"
 
 
+def test_scores_are_copied_when_all_rows_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the branch, and after the reductions that wait for the end."""
+    done: list[Any] = []
+    branch: Any = SimpleNamespace(join=lambda _forward: done.append("join"))
+    monkeypatch.setattr(op, "captured_branch", lambda _device: branch)
+    deferred: Any = SimpleNamespace(reduce=lambda *_: done.append("reduce"))
+    scores: Any = SimpleNamespace(copy=lambda *given: done.append(given))
+    rows, slots, cached = torch.zeros(4, 64, dtype=torch.uint8), torch.arange(1, 4), torch.arange(7, 10)
+    memory = RowMemory(rows, slots, scores=(scores, cached))
+    in_forward(monkeypatch, ForwardContext(no_compile_layers={"rows": memory}))
+    token, tensor = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    place = op.Place(0, 0, {}, deferred)
+    op.stand_for(tensor, place)
+    torch.ops.dmi.tap_end(token.expand(2), token, tensor, "rows")
+    assert done[:2] == ["join", "reduce"]
+    copied, row_slots, slots_of_tokens = done[2]
+    assert copied is rows and row_slots is slots and slots_of_tokens.tolist() == [7, 8], "of the tokens of the forward"
+
+
 def test_a_cpu_has_no_branch() -> None:
     assert overlap.captured_branch(torch.device("cpu")) is None
 
