@@ -13,11 +13,11 @@ from dmi_connector.option_values import OptionError
 from dmi_connector.settings import POOL, ServerOptions
 
 MAX_BATCH = 65536
-"""More requests than any vLLM engine runs in one step."""
+"""A batch size that no vLLM engine exceeds."""
 EXTRACT_HIDDEN_STATES = "extract_hidden_states"
 """The method of vLLM's speculative config under which the draft owns the rows."""
 PLACEHOLDER_LAYERS = [1]
-"""Layer ids of that config. vLLM requires some. They have no effect, since hooks choose the layers."""
+"""Layer ids in that config. vLLM requires at least one id. They have no effect, since `hooks` chooses the layers."""
 _DRAFT = {
     "method": EXTRACT_HIDDEN_STATES,
     "num_speculative_tokens": 1,
@@ -28,7 +28,7 @@ OWNER_ARGS: dict[str, dict[str, Any]] = {"draft": {"speculative_config": _DRAFT}
 """Engine arguments that each owner of the rows needs besides the connector. `engine/owners/` has a class for each."""
 OWNERS = tuple(OWNER_ARGS)
 CONNECTOR, CONNECTOR_MODULE = "DMIConnector", "dmi_connector.engine.connector"
-"""The connector's name and home, as vLLM's options have them."""
+"""The connector's name and module in vLLM's options."""
 POOL_CONNECTOR = "DMIPoolConnector"
 """The connector of owner "pool", in the same module. With it vLLM keeps its hybrid cache manager on."""
 CONNECTORS = (CONNECTOR, POOL_CONNECTOR)
@@ -44,11 +44,11 @@ def capture_args(
 
     hooks: the selection, as in "hidden-states,mlp_post@10-20,-logits", or a list. store_dir: where stores are written.
     owner: "draft" gives `speculative_config` (vLLM's extract_hidden_states path, whose draft model owns the rows) and
-    `kv_transfer_config`; "target" gives only `kv_transfer_config`, and the served model owns the rows; so does "pool",
-    and rows lie in memory of their own. options: the other fields of `ServerOptions`.
+    `kv_transfer_config`; "target" gives only `kv_transfer_config`, and the served model owns the rows. "pool" gives
+    only `kv_transfer_config` too, and rows are in separate memory. options: the other fields of `ServerOptions`.
 
-    Raises OptionError for a bad option, and SelectionError for a hook that no model has. What the model has is checked
-    when the engine starts.
+    Raises OptionError for a bad option, and SelectionError for a hook that no model has. The hooks and
+    layers of the model are checked when the engine starts.
     """
     if owner not in OWNERS:
         raise OptionError(f"owner: {owner!r} is unknown; choose one of {', '.join(OWNERS)}")

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 class Hook:
     """One kind of tensor.
 
-    width: symbol of its width, see `ModelDims.width`. scope: "layer" (one a layer), "once" (one a forward) or "sampled"
-    (one row for each sampled position). sharded: under tensor parallelism each rank holds a slice of the width. dtype:
-    "model" (the model's own) or a fixed one. only: who has it: layers that are "dense" or "moe" (mixtures of experts),
-    models with one of FEATURES, models with "mrope" (positions on several axes), or layers with a "mixer" (hybrid
-    models); None for all. unless: models with this one of FEATURES lack it. block: what a layer must have, one of
-    BLOCKS; "" for any layer. source: for a probe, the hook that it is computed from; it has the width, scope, sharding
-    and dtype of that hook. "" for a tensor of the model. layers: for a probe, the layers of its source; (0,) if that
-    exists once.
+    width: symbol of its width, see `ModelDims.width`. scope: "layer" (one per layer), "once" (one per forward) or
+    "sampled" (one row per sampled position). sharded: under tensor parallelism each rank holds a slice of the width.
+    dtype: "model" (the model's own) or a fixed one. only: which layers or models have it: layers that are "dense" or
+    "moe" (mixtures of experts), models with one of FEATURES, models with "mrope" (positions on several axes), or layers
+    with a "mixer" (hybrid models); None: all. unless: a feature; models with it lack the hook. block: one of BLOCKS
+    that a layer must have; "" for any layer. source: for a probe, the hook from which it is computed. A probe has the
+    width, scope, sharding and dtype of its source. "" for a tensor of the model. layers: for a probe, the layers of its
+    source; (0,) if the source exists once.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Hook:
 
     @property
     def layered(self) -> bool:
-        """Whether stores have an entry for each of its layers. A probe of one layer exists once."""
+        """Whether stores have one entry per layer. A probe of one layer exists once."""
         return self.scope == "layer" and len(self.layers) != 1
 
 
@@ -43,8 +43,8 @@ BLOCKS = {
     "tokens": "which have neither attention nor a mixer",
     "mlp": "which have no MLP",
 }
-"""What some layers of hybrid models lack, and what a refusal says of them. "tokens": attention or a mixer, whose output
-for a token depends on tokens before.
+"""Block that some layers of hybrid models lack -> words of the refusal. "tokens" is attention or a mixer, whose output
+for a token depends on earlier tokens.
 """
 FEATURES = {
     "rotary": "which has no rotary embedding",
@@ -56,14 +56,14 @@ FEATURES = {
     "gated_mixer": "which has no norm after the core of its mixers",
     "ungated_mlp": "whose MLP has a gate",
 }
-"""Features of a model that some hooks need, and what a refusal says of a model that lacks one."""
+"""Feature that some hooks need -> words of the refusal for a model without it."""
 USUAL = frozenset(("rotary", "sequential", "input_norm", "mlp_norm"))
 """The features of a Llama."""
 INSTEAD = {
     "latent": "whose attention has kv_c and k_pe in the place of keys and values of heads",
     "ungated_mlp": "whose MLP has no gate",
 }
-"""What a refusal says of a model that lacks a hook because it has one of FEATURES."""
+"""Feature with which a model lacks a hook -> words of the refusal."""
 
 
 def _of_attention(
@@ -73,7 +73,7 @@ def _of_attention(
 
 
 PROBE = "probe."
-"""How the names of probes begin, which are hooks of one engine: `ModelDims.hooks` has them."""
+"""Prefix of the names of probes. Probes are hooks of one engine, and `ModelDims.hooks` has them."""
 
 _LINEAR = Hook(
     "mlp_pre_linear",
@@ -124,11 +124,11 @@ HOOKS: dict[str, Hook] = {
 }
 
 ALWAYS = ("token_ids", "positions", "mrope_positions")
-"""Stored with every capture, the last of models that have it. A selection may name them, without effect."""
+"""Arrays that every capture has; `mrope_positions` only in models with M-RoPE. Selecting them has no effect."""
 
 ALIASES = {"mlp_in": "ln2"}
-"""Other names of the same tensor, which is stored once. `resid_post` is one too: that of layer l is the resid_pre of
-layer l + 1, that of the last layer is resid_final."""
+"""Alias -> the stored hook. `resid_post` is an alias too: of resid_pre of the next layer, and for the last layer of
+resid_final."""
 
 _NAMED_ALONE = ("q_rot", "k_rot", "pattern", "mlp_pre", "mlp_pre_linear")
 """Hooks that `vllm-full` leaves out: other hooks and the weights give their values."""

@@ -51,13 +51,14 @@ __all__ = [
 class ModelDims:
     """The sizes of a model that decide hook widths. Sizes are elements of the whole model, before sharding.
 
-    head_dim: of queries and keys. v_head_dim: of values, 0 where it is head_dim. kv_lora_rank, qk_rope_head_dim: of
-    latent attention, the latent and the rotary part of a head. features: those of FEATURES that it has. rope_axes: axes
-    of the positions of M-RoPE, 0 without it. only: the hooks that can be captured, where not all are known; None: all.
+    head_dim: head size of queries and keys. v_head_dim: head size of values, 0 if it equals head_dim. kv_lora_rank,
+    qk_rope_head_dim: in latent attention, sizes of the latent and of the rotary part of a head. features: the features
+    of FEATURES that the model has. rope_axes: axes of the positions of M-RoPE, 0 without M-RoPE. only: the hooks that
+    can be captured; None: all.
 
-    Of hybrid models: attn_layers, mlp_layers: layers with attention, with an MLP; None: all. mixer_layers: those whose
-    tokens are mixed by something else, such as Mamba or linear attention. mixer_proj, mixer_inner: widths of the
-    outputs of a mixer's input projections, and of its core.
+    For hybrid models: attn_layers, mlp_layers: layers with attention, layers with an MLP; None: all. mixer_layers:
+    layers with a mixer, such as Mamba or linear attention. mixer_proj: total width of the outputs of a mixer's input
+    projections. mixer_inner: width of the output of its core.
 
     probes: hooks that this engine computes from others.
     """
@@ -157,7 +158,7 @@ class Selection:
 
     @property
     def row_hooks(self) -> dict[str, tuple[int, ...]]:
-        """The part that lives in rows: everything but the hooks of sampled positions."""
+        """The hooks that are stored in rows: all except the hooks of sampled positions."""
         return {n: ls for n, ls in self.hooks.items() if n not in SAMPLED}
 
 
@@ -233,7 +234,8 @@ def _items(
 
 
 def check_names(spec: str | Iterable[str], probes: Iterable[str] = ()) -> None:
-    """Raise SelectionError for a selection that cannot be read, or that names what no model has. Layers may be any.
+    """Raise SelectionError for a selection that cannot be parsed, or that names an unknown hook. Layers are not
+    checked.
 
     probes: names of probes, without PROBE. Each has to be selected.
     """
@@ -249,15 +251,15 @@ def check_names(spec: str | Iterable[str], probes: Iterable[str] = ()) -> None:
 def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection | None = None) -> Selection:
     """Parse a selection such as ``"hidden-states,mlp_post@10-20,-logits"`` (or a list of such items) for a model.
 
-    Items add hooks from left to right; an item that starts with ``-`` takes hooks (or some of their layers) away.
-    only: a selection to stay inside. A name means those of its layers that are in `only`. A hook with none there is an
-    error, and so is a layer that is given and not there; presets and wildcards leave these out.
+    Items add hooks from left to right. An item that starts with ``-`` removes hooks, or some of their layers. only: a
+    selection that limits the result. A hook without ``@`` then means its layers in `only`. A hook or an explicit layer
+    that is not in `only` is an error. Presets and wildcards skip such hooks.
 
     Raises:
         SelectionError: an unknown name (with the nearest known one), a hook or layer the model lacks, an empty result.
     """
     chosen: dict[str, set[int]] = {}
-    absent: list[tuple[str, str]] = []  # items without effect that name what the model lacks, and the names
+    absent: list[tuple[str, str]] = []  # items without effect, each with a name that the model lacks
     for item, match, names, lenient in _items(spec, dims.hooks):
         for name in names:
             if name in ALWAYS:
@@ -299,7 +301,7 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
 
 
 def narrow(served: Selection, hooks: Iterable[str] | None, layers: Sequence[int] | None, dims: ModelDims) -> Selection:
-    """What a request keeps of the selection that the server captures.
+    """The part of the server's selection that a request captures.
 
     hooks: items as in `parse_selection`, None for all. layers: layer numbers, negative from the end, None for all;
     hooks that exist once are kept. Raises SelectionError, also for a layer that none of the chosen hooks has.

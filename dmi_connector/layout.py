@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layouts that a selection gives for a model: of a row in the cache, and of a payload on its way to a store.
+"""The layouts of a selection for a model: of a row in the cache, and of a payload on its way to a store.
 
-A row holds every selected hook of one token side by side. Taps write rows, one token each. A payload holds a chunk of
-rows array by array, as the store keeps them. Nothing here imports torch or vllm.
+A row holds all selected hooks of one token, one after the other. Taps write rows. A payload holds a chunk of rows,
+array by array, as the store does. Nothing here imports torch or vllm.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ ROW_BYTES_ALIGN = 64
 """The length of a row is a multiple of this many bytes."""
 
 HEADER_BYTES = 64
-"""Bytes at the start of a row: token id and position of its token (two int32), then padding."""
+"""Bytes of the header at the start of a row: token id and position (two int32), then padding."""
 
 HEADER_SENT_BYTES = 8
-"""Bytes of the header that travel with the row. The coordinator checks them, so that a row cannot be mistaken."""
+"""Bytes of the header in a payload. The coordinator checks them, so a row of another token is detected."""
 
 TOKEN_ARRAYS = {"token_ids": "int32", "positions": "int32", "phase": "uint8"}
 """The 1-D arrays that each store has beside its hooks."""
 
 DRAFT_INDEX = "draft_index"
-"""The 1-D array that stores of requests with speculative decoding have too."""
+"""An additional 1-D array in stores of requests with speculative decoding."""
 
 DRAFT_UNKNOWN = 255
-"""In draft_index: the results of two steps came at once, and which of them drafted the token is not known."""
+"""A value of draft_index: two steps had their results at once, so it is not known which step drafted the token."""
 
 ALL_TOKEN_ARRAYS = {**TOKEN_ARRAYS, DRAFT_INDEX: "uint8"}
 """Every 1-D array of tokens, with its dtype."""
@@ -53,17 +53,17 @@ AXES = "mrope_positions"
 """The hook of positions on axes (M-RoPE)."""
 
 RESERVED = (*ALL_TOKEN_ARRAYS, "logits_positions")
-"""Names of arrays that stores have themselves: no hook array may take them."""
+"""Names of arrays that every store may have. No hook array may have these names."""
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-"""Names that arrays may have: each is a directory of the store."""
+"""Valid names of arrays. Each array is a directory of the store."""
 
 
 @dataclass(frozen=True)
 class RowField:
     """One hook of one layer in a row, on one rank.
 
-    dtype, width: those of the hook's values before reduction. offset: byte in the row. source: for a probe, the hook
-    whose values it takes.
+    dtype, width: of the hook's values before reduction. offset: byte offset in the row. source: for a probe, the hook
+    from which it is computed.
     """
 
     hook: str
@@ -81,25 +81,25 @@ class RowField:
 
     @property
     def stored(self) -> tuple[str, int]:
-        """(dtype, width) of what lies in the row, after reduction."""
+        """(dtype, width) in the row, after reduction."""
         if self.reduction is None:
             return self.dtype, self.width
         return self.reduction.stored_dtype(self.dtype), self.reduction.stored_width(self.width, self.dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes in the row, without padding."""
+        """Bytes in the row, without padding."""
         dtype, width = self.stored
         return width * ITEMSIZE[dtype]
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where hooks lie in the rows of one rank.
+    """The places of hooks in the rows of one rank.
 
-    fields: the fields of the selected hooks, without those that another rank writes. row_bytes: bytes of the longest
-    row of any rank: all ranks have rows of that length. writer: (hook, layer) -> the rank that writes it, for
-    hooks that each rank has whole. Pipeline stages write all that they compute.
+    fields: the fields of the selected hooks, without those that another rank writes. row_bytes: bytes per row,
+    which is the length of the longest row of any rank. writer: (hook, layer) -> the rank that writes it, for replicated
+    hooks. Pipeline stages write all hooks that they compute.
     """
 
     fields: tuple[RowField, ...]
@@ -111,12 +111,12 @@ class RowLayout:
         return self._by_name.get((hook, layer))
 
     def taking(self, hook: str, layer: int) -> list[RowField]:
-        """The fields that take the values of one hook and layer: its own, and those of probes."""
+        """The fields that are computed from the values of one hook and layer: its own field, and those of probes."""
         return self._by_tap.get((hook, layer), [])
 
     @cached_property
     def scored(self) -> list[RowField]:
-        """The fields that hold scores of probes, float32, in the order of the row. Latents of autoencoders are none."""
+        """The fields that hold scores of probes, float32, in the order of the row, without latents of autoencoders."""
         return [f for f in self.fields if isinstance(f.reduction, Probe)]
 
     @cached_property
@@ -132,7 +132,7 @@ class RowLayout:
 
 
 def hook_reductions(rules: Sequence[tuple[str, str]], selection: Selection, dims: ModelDims, tp: int) -> Reductions:
-    """Which hook is reduced how. Of `rules` (comma-separated patterns, reduction) the first match counts.
+    """The reduction of each hook. The first match in `rules`, which are (comma-separated patterns, reduction), applies.
 
     Wildcards skip integer hooks, logits and probes. Raises ReduceError for a rule that names one of these, or a hook
     that is not captured.
@@ -180,10 +180,10 @@ def row_layouts(
     reductions: Reductions | None = None,
     stages: Sequence[range] = (),
 ) -> tuple[RowLayout, ...]:
-    """The rows of `selection` on each rank: hooks side by side, layer by layer, each aligned to ROW_ALIGN.
+    """The rows of `selection` on each rank: one hook after the other, layer by layer, each aligned to ROW_ALIGN.
 
-    dtype: the model's ("bfloat16", "float16" or "float32"). stages: of each rank the layers of its pipeline stage;
-    without them there are `tp` ranks. Positions on axes are on all ranks: the header's come from them.
+    dtype: dtype of the model ("bfloat16", "float16" or "float32"). stages: the layers of each rank's pipeline stage;
+    without stages there are `tp` ranks. All ranks have the positions on axes, from which the header's are computed.
     """
     order = sorted(
         (
@@ -212,7 +212,7 @@ def row_layouts(
 
 
 def _pack(fields: Sequence[RowField]) -> tuple[tuple[RowField, ...], int]:
-    """Fields with their places in a row, and the bytes of the row."""
+    """Assign offsets. Returns (the fields with offsets, bytes of the row)."""
     offset, packed = HEADER_BYTES, []
     for row_field in fields:
         packed.append(replace(row_field, offset=offset))
@@ -229,8 +229,9 @@ class ArraySpec:
     decides: the layers of a hook that exists once, or per sample, become `()`.
 
     reduce: settings of the reduction that was applied (docs/FORMAT.md, section 11), None without one. layers, width: of
-    the whole array. shards: files of a segment. rank: the number of this one. With `part_layers` each file has so many
-    layers, beginning at `rank * part_layers`, the last one those that are left; else each has `width / shards` columns.
+    the whole array. shards: files per segment. rank: index of this file. With `part_layers` each file has this many
+    layers, beginning at `rank * part_layers`, and the last file has the remaining ones. Otherwise each file has `width
+    / shards` columns.
 
     Raises ValueError for a name, dtype or split that the format cannot hold.
     """
@@ -292,7 +293,7 @@ class ArraySpec:
 
     @property
     def shard_layers(self) -> int:
-        """Layers of a file but the last."""
+        """Layers of each file except the last."""
         return self.part_layers or self.n_layers
 
     @property
@@ -317,15 +318,15 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class PayloadLayout:
-    """What one rank sends of a capture, and how it is stored.
+    """The payload that one rank sends for a capture, and how it is stored.
 
     The payload of a chunk of n rows holds each token array as a C-order `[local layers, n, local width]` block, array j
-    at byte `bases[j] * n`; then n row headers of HEADER_SENT_BYTES at byte `header_base * n`. Rows of per-sample arrays
-    travel in payloads of their own.
+    at byte `bases[j] * n`. Then follow n row headers of HEADER_SENT_BYTES at byte `header_base * n`. Rows of per-sample
+    arrays are sent in separate payloads.
 
-    arrays: those this rank writes, token arrays in payload order. chunk_tokens: token rows of a full chunk.
-    segment_tokens: token rows of a shard file. elsewhere: on rank 0, arrays of which other ranks write all. Raises
-    ValueError for what the format cannot hold.
+    arrays: the arrays that this rank writes, with token arrays in payload order. chunk_tokens: token rows per full
+    chunk. segment_tokens: token rows per shard file. elsewhere: on rank 0, arrays that only other ranks write. Raises
+    ValueError for values that the format cannot hold.
     """
 
     arrays: tuple[ArraySpec, ...]
@@ -387,6 +388,6 @@ class PayloadLayout:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PayloadLayout:
-        """What `to_json` gave."""
+        """Rebuild a layout from the result of `to_json`."""
         arrays = {name: tuple(ArraySpec(**a) for a in values[name]) for name in ("arrays", "elsewhere")}
         return cls(**{**values, **arrays})

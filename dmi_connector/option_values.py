@@ -9,9 +9,9 @@ from typing import Any
 from dmi_connector.wording import show, suggest
 
 SUGGEST_FROM = 100
-"""Characters of a given name that are compared with known names."""
+"""Maximum number of characters of a given name that are compared with known names."""
 _LONGEST_PATH, _LONGEST_NAME = 1024, 255
-"""Characters of a path and bytes of one of its names, as file systems take them."""
+"""Maximum characters of a path, and maximum bytes of one of its names, as in Linux file systems."""
 
 
 class OptionError(ValueError):
@@ -19,12 +19,12 @@ class OptionError(ValueError):
 
 
 def refuse(option: str, value: object, fix: str) -> OptionError:
-    """The error to raise. fix: what is wrong with the value, and what to give."""
+    """The error to raise. fix: says what is wrong with the value, and which value to give."""
     return OptionError(f"{option}: {show(value)} {fix}")
 
 
 def check_names(where: str, given: Mapping[Any, Any], known: Sequence[str]) -> None:
-    """Raise OptionError for a name that is not known. where: the option that holds them."""
+    """Raise OptionError for a name that is not known. where: the option that contains the names."""
     for name in given:
         if name not in known:
             near = suggest(name[:SUGGEST_FROM], known) if isinstance(name, str) else ""

@@ -23,10 +23,10 @@ _RESID_POST = "resid_post"
 
 
 def with_probes(dims: ModelDims, probes: Sequence[tuple[str, str]], tp: int) -> tuple[ModelDims, dict[str, AnyProbe]]:
-    """(the sizes of a model with the hooks of `probes`, what computes each hook).
+    """Returns (the sizes of the model with the hooks of `probes`, {hook: the reduction that computes it}).
 
-    probes: name and text of each, as in the option. tp: tensor-parallel size. Raises OptionError for a probe that this
-    model cannot have.
+    probes: (name, text) of each probe, as in the option. tp: tensor-parallel size. Raises OptionError for a probe that
+    does not fit the model.
     """
     hooks: list[Hook] = []
     computed: dict[str, AnyProbe] = {}
@@ -43,7 +43,7 @@ def with_probes(dims: ModelDims, probes: Sequence[tuple[str, str]], tp: int) -> 
 
 
 def _source(name: str, probe: AnyProbe, dims: ModelDims) -> tuple[Hook, tuple[int, ...]]:
-    """The hook of the model that a probe takes, and its layers there. Raises ReduceError."""
+    """The hook from which a probe is computed, and the layers. Raises ReduceError."""
     what = f"probes: {name!r} ({probe.path}) is of {probe.source}"
     source, layers = ALIASES.get(probe.source, probe.source), probe.layers
     if probe.width is None and source == _RESID_POST:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensor-parallel rank has which slice of a hook, and which rank writes what all ranks, or one stage, have."""
+"""Which slice of a hook each tensor-parallel rank has, and which rank writes replicated hooks and hooks of a stage."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Place = tuple[str, int]
 """A hook and a layer."""
 
 _UNEVEN = 1.1
-"""Largest row of a rank, relative to the mean."""
+"""Maximum size of a rank's row, relative to the mean."""
 
 
 @dataclass(frozen=True)
 class HookShard:
     """How a hook's width is split over ranks: into `shards` slices of `width` elements. This rank has slice `shard`.
 
-    owner is False where another rank has the same slice and writes it. Of a hook that all ranks have whole, the first
-    rank is the owner here; `writers_of_whole` shares these out.
+    owner is False if another rank has the same slice and writes it. For a replicated hook the first rank is the owner
+    here. `writers_of_whole` assigns replicated hooks to ranks.
     """
 
     width: int
@@ -41,9 +41,9 @@ def shard_of(hook: Hook, dims: ModelDims, tp: int, rank: int) -> HookShard:
 
 
 def writers_of_stages(places: Iterable[Place], dims: ModelDims, stages: Sequence[range]) -> dict[Place, int]:
-    """The rank that computes each hook and layer, where pipeline stages share the model out.
+    """The rank that computes each hook and layer in an engine with pipeline stages.
 
-    stages: the layers of each rank. Of hooks that exist once, `embed` is on the first stage, others are on the last.
+    stages: the layers of each rank. `embed` is on the first stage. Other hooks that exist once are on the last stage.
     """
     by_layer = {layer: rank for rank, layers in enumerate(stages) for layer in layers}
 
@@ -58,12 +58,12 @@ def writers_of_stages(places: Iterable[Place], dims: ModelDims, stages: Sequence
 def writers_of_whole(nbytes: Mapping[Place, int], logits: int, dims: ModelDims, tp: int) -> dict[Place, int]:
     """Assign each layer of each replicated hook to one rank, so that row sizes are balanced.
 
-    The largest hook is given out first, always to the rank that has the fewest bytes. While that leaves a rank with
-    more than _UNEVEN of the mean, the layers of its largest hook are shared out among all ranks, in runs. The
-    assignment with the smallest largest row is returned.
+    Hooks are assigned from the largest to the smallest, each to the rank with the fewest bytes. While a rank has more
+    than _UNEVEN of the mean, the layers of its largest hook are divided among all ranks, in runs. The result is the
+    assignment whose largest row is smallest.
 
-    nbytes: on one rank, of each selected hook and layer, in the order of the rows. logits: bytes of a row of logits,
-    which rank 0 writes.
+    nbytes: bytes on one rank of each selected hook and layer, in the order of the rows. logits: bytes of a row of
+    logits, which rank 0 writes.
     """
     whole: dict[str, dict[int, int]] = {}  # bytes of each layer
     rows = [0] * tp
@@ -74,7 +74,7 @@ def writers_of_whole(nbytes: Mapping[Place, int], logits: int, dims: ModelDims, 
             continue
         for rank, shard in enumerate(shards):
             rows[rank] += size * shard.owner
-    apart: set[str] = set()  # hooks whose layers are shared out
+    apart: set[str] = set()  # hooks whose layers are divided among the ranks
     found, held = best = _give_out(whole, apart, rows, logits)
     while max(held) * tp > _UNEVEN * sum(held):
         able = [name for name in whole if name not in apart and len(whole[name]) > 1]
@@ -83,7 +83,9 @@ def writers_of_whole(nbytes: Mapping[Place, int], logits: int, dims: ModelDims, 
             break
         apart |= {max(able, key=lambda name: sum(whole[name].values()))}
         found, held = _give_out(whole, apart, rows, logits)
-        if max(held) < max(best[1]):  # where several ranks have the longest row, only after the last of them
+        if max(held) < max(
+            best[1]
+        ):  # if several ranks have the longest row, it becomes shorter only after the last of them is changed
             best = found, held
     return best[0]
 

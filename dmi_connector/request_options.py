@@ -27,17 +27,17 @@ from dmi_connector.reduce.probe import NORM, TOP, Probe
 from dmi_connector.wording import suggest
 
 INLINE = tuple(AGGREGATES)
-"""What a response may have of the scores of a request's rows."""
+"""Aggregates of the scores of a request's rows that a response may have."""
 MOST_SPANS = 4096
-"""Spans of `dmi.loss_spans`, at most."""
+"""Maximum number of spans in `dmi.loss_spans`."""
 _MOST_TOKENS = 1 << 40
 """The largest token position."""
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _INCLUDE = "include_output_tokens"
 _NEAR, _NEAR_LENGTH = 0.85, 3
-"""How alike (0 to 1) a misspelt name is, and by how many characters longer or shorter."""
+"""Minimum similarity (0 to 1) of a misspelt name, and maximum difference in length."""
 _DMI_LIKE = re.compile(r"\s*dmi\s*(?:[._-]\s*(.*))?", re.IGNORECASE | re.DOTALL)
-"""Names that are meant for us. The group is the part after a prefix."""
+"""Names that are meant for this package. The group is the part after a prefix."""
 _ANSWERED = (
     "dmi_store",
     "dmi_request_id",
@@ -51,13 +51,15 @@ _ANSWERED = (
     "dmi_warning",
     "dmi_error",
 )
-"""Names in responses. Proxies hand these on with a request to the next server."""
+"""Names in responses. Proxies pass them on with a request to the next server."""
 _LOOKED_AT = 32
-"""Names that are compared with it at most: that takes the engine's time, and a client may send any number."""
+"""Maximum number of names to compare. Comparing takes the engine's time, and a client may send any number of names."""
 
 
 def _meant(name: str, params: Mapping[Any, Any], known: Sequence[str]) -> str:
-    """How a name beside `dmi` that is meant for us is written; "" for other names, and for those of a response."""
+    """The correct spelling of a name beside `dmi` that is meant for this package; "" for other names and those of
+    responses.
+    """
     like = _DMI_LIKE.fullmatch(name[:SUGGEST_FROM])
     answered = name in _ANSWERED and (name != "dmi_key" or "dmi_request_id" in params)
     if name == "dmi" or answered or not (like or _is_slip(name, "dmi")):
@@ -69,7 +71,7 @@ def _meant(name: str, params: Mapping[Any, Any], known: Sequence[str]) -> str:
 
 
 def _is_slip(name: str, word: str) -> bool:
-    """Whether a name is `word` but for one letter that is missing, wrong or too much, or two that are swapped."""
+    """Whether a name differs from `word` by one missing, wrong or additional letter, or by two swapped letters."""
     name = name[:SUGGEST_FROM].lower()
     if len(name) == len(word):
         wrong = [i for i, (a, b) in enumerate(zip(name, word, strict=True)) if a != b]
@@ -81,15 +83,15 @@ def _is_slip(name: str, word: str) -> bool:
 
 @dataclass(frozen=True)
 class CaptureParams:
-    """What one request asks for, under `kv_transfer_params`.
+    """The options of one request, under `kv_transfer_params`.
 
-    include_output_tokens: rows of generated tokens too (False: prompt rows only, as in vLLM). key: the client's own
-    name for the store. hooks, layers: narrow the server's selection. tokens: positions [start, stop) to keep, stop
+    include_output_tokens: capture rows of generated tokens too (False: only prompt rows, as in vLLM). key: the client's
+    own name for the store. hooks, layers: narrow the server's selection. tokens: positions [start, stop) to keep, stop
     None for all. enabled: False skips the capture. save_path: the directory to write to, if the server allows it.
-    loss_spans: [start, stop) positions of the prompt that a trainer learns from; kept for `dmi export`. probes: name of
-    each probe whose scores the response has, and which of INLINE. summary: the response has the norms
-    and the largest neurons of rows, of the probes that have these. keep_if: nothing is stored unless it holds at the
-    end. stop_if: the request ends once it holds for a row.
+    loss_spans: [start, stop) positions of the prompt that a trainer learns from; kept for `dmi export`. probes: {probe:
+    aggregates of INLINE that the response has}. summary: the response has norms and largest neurons of rows, from the
+    probes that compute them. keep_if: a condition; nothing is stored unless it holds at the end. stop_if: a condition;
+    the request ends once it holds for a row.
     """
 
     include_output_tokens: bool = False
@@ -130,12 +132,12 @@ class CaptureParams:
 
     @property
     def store_attributes(self) -> dict[str, Any]:
-        """What the root attribute of the store keeps of these options."""
+        """The root attributes of the store that come from these options."""
         spans = {} if self.loss_spans is None else {"loss_spans": self.loss_spans}
         return {"include_output_tokens": self.include_output_tokens, **spans}
 
     def check_prompt(self, prompt_len: int) -> None:
-        """Raise OptionError for spans that reach beyond a prompt of this many tokens."""
+        """Raise OptionError for spans beyond the end of a prompt of this many tokens."""
         if self.loss_spans and self.loss_spans[-1][1] > prompt_len:
             raise refuse(
                 "dmi.loss_spans",
@@ -150,7 +152,7 @@ class CaptureParams:
         return {*(self.probes or ()), *conditions}
 
     def check_probes(self, known: Mapping[str, Probe], others: Collection[str]) -> None:
-        """Raise OptionError for a probe that has no scores. known: probes that have. others: autoencoders."""
+        """Raise OptionError for a probe without scores. known: probes with scores. others: autoencoders."""
         conditions = {"dmi.keep_if": self.keep_if, "dmi.stop_if": self.stop_if}
         asked = [("dmi.probes", name) for name in self.probes or ()]
         asked += [(option, condition.probe) for option, condition in conditions.items() if condition is not None]
@@ -171,7 +173,7 @@ class CaptureParams:
                 raise refuse(option, name, "has several scores per row; name a probe of one output in one layer")
 
     def check_waits(self, hooks: Collection[str]) -> None:
-        """Raise OptionError for `keep_if` where rows cannot wait for the end of the request. hooks: to be captured."""
+        """Raise OptionError for `keep_if` if rows cannot wait for the request's end. hooks: the hooks to capture."""
         if self.keep_if is not None and "logits" in hooks:
             raise refuse(
                 "dmi.keep_if",
@@ -181,7 +183,7 @@ class CaptureParams:
 
     @staticmethod
     def _check_places(params: Mapping[Any, Any], known: Sequence[str]) -> None:
-        """Raise OptionError for our options beside `dmi`, and near misses. Other names are for other connectors."""
+        """Raise OptionError for our options beside `dmi`, and for misspelt ones. Other names are ignored."""
         for name in known:
             if name in params:
                 fix = f'write it in dmi, as in {{"dmi": {{"{name}": ...}}}}'
@@ -277,7 +279,7 @@ def _probes(value: object) -> dict[str, tuple[str, ...]] | None:
 
 
 def _inline(name: str, asked: object) -> tuple[str, ...]:
-    """What of the scores of one probe the response has. asked: {"inline": one of INLINE, or a list of them}."""
+    """The aggregates of one probe that the response has. asked: {"inline": one of INLINE, or a list of them}."""
     if not isinstance(asked, Mapping):
         raise refuse("dmi.probes", {name: asked}, 'is not valid; give {name: {"inline": "max"}}')
     check_names("dmi.probes", asked, ["inline"])
@@ -303,6 +305,6 @@ _OPTIONS: dict[str, Callable[[object], Any]] = {
     "keep_if": keep_if,
     "stop_if": stop_if,
 }
-"""The options under `dmi`, each with the function that reads its value. The result is the field of that name, for
-"tokens" the fields `start` and `stop`.
+"""Option under `dmi` -> the function that parses its value. The result is the field of the same name; for "tokens" it
+is the fields `start` and `stop`.
 """

@@ -35,13 +35,13 @@ CUDA_GRAPHS = ("auto", "vllm")
 FILE_MODES = ("private", "group", "world")
 POOL = "pool"
 OWNERS = ("", POOL)
-"""Owners that the connector's options name. The others follow from vLLM's own."""
+"""Owners that the connector's options name. The other owners follow from vLLM's options."""
 _OF_VLLM = {
     "shared_storage_path": "did you mean 'store_dir'?",
     "num_writer_threads": "did you mean 'writers'?",
     "use_synchronization_lock": "leave it out: a store gets its name when it is whole.",
 }
-"""Options of vLLM's ExampleHiddenStatesConnector, and what stands in their place. allow_custom_save_path is in both."""
+"""Option of vLLM's ExampleHiddenStatesConnector -> its replacement. Both have allow_custom_save_path."""
 _MOST_BYTES, _MOST_TOTAL = 1 << 44, 1 << 60
 """Upper bounds of options: bytes of a buffer; bytes and seconds of limits."""
 
@@ -64,7 +64,7 @@ def _roots(value: object) -> tuple[str, ...]:
 
 
 def _upload(value: object) -> str:
-    """The URL without a slash at its end, "" for none."""
+    """The URL without a trailing slash; "" for none."""
     if value == "":
         return ""
     try:
@@ -102,7 +102,7 @@ def _probes(value: object) -> tuple[tuple[str, str], ...]:
 
 
 def _alerts(value: object, probes: Sequence[tuple[str, str]]) -> tuple[tuple[str, float], ...]:
-    """Thresholds of scores. The probes are known to be readable."""
+    """Parse thresholds of scores. probes: the parsed option `probes`."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise refuse("probe_alerts", value, 'is not valid; give {name: score}, as in {"risk": 0.8}')
     files = dict(probes)
@@ -124,33 +124,30 @@ def _alerts(value: object, probes: Sequence[tuple[str, str]]) -> tuple[tuple[str
 class ServerOptions:
     """What one server captures and how it stores it.
 
-    hooks: the selection (see `hooks.parse_selection`). store_dir: directory of the stores, created when missing.
-    owner: "pool" keeps rows in a pool of their own of pool_bytes (0: by the size of the cache), "" in vLLM's cache.
-    codec: of chunks, a name in `codecs.CODECS`. always_compress: writers compress even when they are behind.
+    hooks: the selection (see `hooks.parse_selection`). store_dir: directory of the stores, created when missing. owner:
+    "pool" keeps rows in a pool of their own of pool_bytes (0: by the size of the cache), "" in vLLM's cache. codec:
+    codec of chunks, a name in `codecs.CODECS`. always_compress: writers compress even when they are behind.
     chunk_tokens: token rows of one compressed chunk. segment_tokens: rows of one shard file, a multiple of
-    chunk_tokens. writers: writer processes, 0 for a choice by the machine's cores.
-    host_buffer_bytes: shared (on a GPU: pinned) memory between the engine and the writers. staging_bytes: GPU memory
-    where chunks are gathered before they are copied out. policy: what happens when writing falls behind, "block" (the
-    engine waits, nothing is lost) or "drop" (the engine never waits, stores record the missing ranges).
-    sink: "disk" writes stores; "host" (copy to host memory, then discard) and "null" (leave rows on the GPU) are for
-    benchmarks. fsync: flush every store to the device before it gets its final name.
-    file_mode: who may read stores, "private" (their owner), "group" or "world". allow_custom_save_path: requests may
-    name a directory beneath save_path_roots. Limits, 0 for none: max_request_bytes of the raw rows of a request,
-    max_total_bytes of all stores, min_free_bytes of the file system. Stores older than retain_seconds are removed, and
-    the oldest ones while finished stores take more than retain_bytes; 0 keeps all.
-    shutdown_seconds: how long finishing what is under way may take when the engine ends.
-    reduce: {hook patterns: reduction}, the first that matches a hook counts; or the name of a mode
-    (docs/REDUCTIONS.md).
-    probes: {name: file}, each computed in the forward and captured as the hook probe.NAME (docs/PROBES.md).
-    probe_alerts: {name: score}, requests with a larger score of that probe are counted.
-    check: "poison" fills rows with a pattern before each forward and lists rows as missing in which some of it is left.
-    Slow, for tests of new models and engine features.
-    upload: s3://bucket/prefix where finished stores are uploaded to, "" for none. upload_remove_local: remove the local
-    copy of a store that was uploaded. upload_backlog_bytes: finished stores that wait for their upload take no more;
-    beyond that `policy` says what happens: the engine waits, or a store stays here for a repair. upload_retry_seconds:
-    how long a store whose upload fails is tried again. upload_only_complete: stores that lack rows, and those of
-    requests that were aborted, are not uploaded.
-    cuda_graphs: "auto" takes vLLM's mode FULL in place of its default where that is right, "vllm" leaves it.
+    chunk_tokens. writers: writer processes, 0 for a choice by the machine's cores. host_buffer_bytes: shared (on a GPU:
+    pinned) memory between the engine and the writers. staging_bytes: GPU memory where chunks are gathered before they
+    are copied out. policy: what happens when writing falls behind, "block" (the engine waits, nothing is lost) or
+    "drop" (the engine never waits, stores record the missing ranges). sink: "disk" writes stores; "host" (copy to host
+    memory, then discard) and "null" (leave rows on the GPU) are for benchmarks. fsync: flush every store to the device
+    before it gets its final name. file_mode: who may read stores, "private" (their owner), "group" or "world".
+    allow_custom_save_path: requests may name a directory beneath save_path_roots. Limits, 0 for none: max_request_bytes
+    of the raw rows of a request, max_total_bytes of all stores, min_free_bytes of the file system. Stores older than
+    retain_seconds are removed, and the oldest ones while finished stores take more than retain_bytes; 0 keeps all.
+    shutdown_seconds: how long writing may continue when the engine ends. reduce: {hook patterns: reduction}, of which
+    the first match of a hook applies; or the name of a mode (docs/REDUCTIONS.md). probes: {name: file}, each computed
+    in the forward and captured as the hook probe.NAME (docs/PROBES.md). probe_alerts: {name: score}, requests with a
+    larger score of that probe are counted. check: "poison" fills rows with a pattern before each forward, and lists
+    rows that still contain it as missing. It is slow, and for tests of new models and engine features. upload:
+    s3://bucket/prefix where finished stores are uploaded to, "" for none. upload_remove_local: remove the local copy of
+    a store that was uploaded. upload_backlog_bytes: maximum bytes of finished stores that wait for their upload. Beyond
+    it `policy` decides: the engine waits, or a store stays local for a repair. upload_retry_seconds: how long transient
+    errors of an upload are retried. upload_only_complete: stores that lack rows, and those of requests that were
+    aborted, are not uploaded. cuda_graphs: "auto" uses vLLM's mode FULL instead of its default where FULL is correct,
+    "vllm" keeps the default.
     """
 
     store_dir: str

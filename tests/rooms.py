@@ -80,7 +80,7 @@ def draw(graph: grimp.ImportGraph) -> str:
     """The drawing, as Markdown with Mermaid."""
     return "\n".join(
         [
-            "`A --> B`: files of A import files of B. The arrow is left out where other arrows lead from A to B.",
+            "`A --> B`: files of A import files of B. An arrow is left out if other arrows lead from A to B.",
             "",
             "```mermaid",
             "flowchart TD",

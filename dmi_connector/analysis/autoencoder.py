@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sparse autoencoder makes of rows that were reduced and restored, for `dmi fidelity --sae`."""
+"""Measures of a sparse autoencoder on reduced and restored rows, for `dmi fidelity --sae`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ MEANINGS: Mapping[str, str] = {
 }
 """The measures, with their meaning. A larger `sae_error` is worse; it may be negative."""
 _ROWS = 2048
-"""Rows that are encoded, at most."""
+"""Maximum number of rows to encode."""
 
 
 @dataclass(frozen=True)
 class Autoencoder:
-    """hook, layer: whose rows it encodes, as its settings or the option name them; layer None for a hook that exists
-    once. decoder: (weight [latents, d_in], bias [d_in]) of rows as the encoder normalises them, None where its files do
-    not have it, or where it computes other rows (a transcoder).
+    """A sparse autoencoder, and the hook and layer whose rows it encodes.
+
+    hook, layer: as in its settings or the option; layer is None for a hook that exists once. decoder: (weight [latents,
+    d_in], bias [d_in]) for normalised rows; None if its files lack a decoder, or if it computes other rows (a
+    transcoder).
     """
 
     hook: str
@@ -39,7 +41,7 @@ class Autoencoder:
 
     @classmethod
     def load(cls, text: str) -> Autoencoder:
-        """As in the option `probes`: "DIR, hook=resid_post, layer=12". Raises ValueError."""
+        """Load an autoencoder. text: as in the option `probes`, "DIR, hook=resid_post, layer=12". Raises ValueError."""
         try:
             found = parse_probe("sae", text)
         except ReduceError as error:
@@ -51,8 +53,9 @@ class Autoencoder:
         return cls(ALIASES.get(found.source, found.source), layer, encoder, _decoder(found.path, encoder))
 
     def place(self, layers: int) -> tuple[str, int | None]:
-        """(hook, layer) of the stored rows that it encodes, in a model of so many layers. resid_post lies before the
-        next layer. Raises ValueError for a hook of layers without a layer.
+        """(hook, layer) of the stored rows that it encodes. resid_post is stored as the next layer's resid_pre.
+
+        layers: number of layers of the model. Raises ValueError for a hook of several layers without a layer.
         """
         if self.hook == "resid_post" and self.layer is not None:
             return ("resid_final", None) if self.layer == layers - 1 else ("resid_pre", self.layer + 1)
@@ -64,7 +67,7 @@ class Autoencoder:
         return self.hook, self.layer
 
     def agreement(self, rows: np.ndarray, restored: np.ndarray) -> dict[str, float]:
-        """Those of MEANINGS that can be measured, over at most 2,048 rows. Both [n, d_in].
+        """The measures of MEANINGS that apply, over at most 2,048 rows. rows, restored: [n, d_in].
 
         Raises ValueError for rows of another width.
         """
@@ -79,9 +82,9 @@ class Autoencoder:
         return found
 
     def unexplained(self, rows: np.ndarray, encoded: np.ndarray) -> float:
-        """Share of the variance of rows, as the encoder normalises them, that decoding the latents of `encoded` leaves.
+        """Share of the variance of normalised `rows` that the decoded latents of `encoded` do not explain.
 
-        Both [n, d_in]. Raises ValueError without a decoder.
+        rows, encoded: [n, d_in]. Raises ValueError without a decoder.
         """
         if self.decoder is None:
             raise ValueError("--sae: its files hold no decoder of these rows, so there is no reconstruction error")
@@ -92,7 +95,7 @@ class Autoencoder:
 
 
 def _decoder(path: str, encoder: SparseEncoder) -> tuple[np.ndarray, np.ndarray] | None:
-    """`Autoencoder.decoder` of SAELens, sparsify and Gemma Scope. Llama Scope scales rows in a way of its own."""
+    """`Autoencoder.decoder` of SAELens, sparsify and Gemma Scope. Llama Scope scales rows in another way."""
     facts, tensors = settings_of(path), FloatTensors(weights_file(path))
     weight, bias = tensors.get("W_dec"), tensors.get("b_dec")
     if weight is None or bias is None or facts.get("transcode") or "norm_activation" in facts:

@@ -19,7 +19,7 @@ from dmi_connector.reduce import Keeps
 class MeanDifference:
     """Means of a hook over two sets of captures. Made by `mean_difference`.
 
-    first, second: float64 [width]. scores: the scores of the rows of each set, see `score`.
+    first, second: means, float64 [width]. scores: the scores of the rows of each set, see `score`.
     """
 
     first: np.ndarray
@@ -35,7 +35,7 @@ class MeanDifference:
     def separation(self) -> float:
         """Distance of the means in standard deviations of the scores within the sets (d' of signal detection).
 
-        NaN where the means are equal, or where there is one row or none to spare.
+        It is NaN if the means are equal, or with too few rows.
         """
         squares = sum(float(np.square(scores - scores.mean(dtype=np.float64)).sum()) for scores in self.scores)
         spare = sum(map(len, self.scores)) - 2
@@ -44,7 +44,7 @@ class MeanDifference:
     def score(self, rows: np.ndarray) -> np.ndarray:
         """Position of rows [n, width] between the means, float32 [n]: 1 at `first`, 0 at `second`.
 
-        A row above 0.5 is nearer to `first` along the difference. NaN where the means are equal.
+        A row above 0.5 is nearer to `first` along the difference. It is NaN if the means are equal.
         """
         vector = self.first - self.second
         length = vector @ vector
@@ -52,7 +52,7 @@ class MeanDifference:
 
 
 ROWS = ("all", "prompt", "generated", "last")
-"""Which rows of a capture count. "last" is the last row of the prompt."""
+"""Values of `rows`, which select rows of a capture. "last" is the last row of the prompt."""
 
 
 def mean_difference(
@@ -62,14 +62,14 @@ def mean_difference(
     layer: int | None = None,
     rows: str = "all",
 ) -> MeanDifference:
-    """Mean rows of a hook in two sets of captures, and how far apart they are (Marks and Tegmark, 2023).
+    """Mean rows of a hook in two sets of captures, and their distance (Marks and Tegmark, 2023).
 
-    layer: required where several were captured. rows: "all", "prompt", "generated", or "last" (the prompt's last row).
-    Missing rows are left out. It reads every store twice, in blocks.
+    layer: required if several layers were captured. rows: "all", "prompt", "generated", or "last" (the prompt's last
+    row). Missing rows are left out. Every store is read twice, in blocks.
 
     Raises KeyError for a hook or layer that was not captured. Raises ValueError for another `rows`, for logits, for
     several layers without `layer`, for attention summaries, for sets of different widths, for a set of several models
-    (the two sets may be of two), and for a set without a row.
+    (the two sets may be of different models), and for a set without a row.
     """
     if rows not in ROWS:
         raise ValueError(f"rows {rows!r} is not valid; use {', '.join(map(repr, ROWS))}")
@@ -95,7 +95,7 @@ def _mean(captures: Iterable[Capture], hook: str, layer: int | None, rows: str) 
 
 
 def row_blocks(captures: Iterable[Capture], hook: str, layer: int | None, rows: str) -> Iterator[np.ndarray]:
-    """The rows that count, [n, width] at a time."""
+    """Yield the selected rows in blocks [n, width]."""
     for capture in of_one_model(captures):
         check_one_layer(capture, hook, layer)
         check_own_values(capture, hook, layer, Keeps.DIRECTIONS)
@@ -105,7 +105,7 @@ def row_blocks(captures: Iterable[Capture], hook: str, layer: int | None, rows: 
 
 
 def _wanted(capture: Capture, rows: str) -> np.ndarray:
-    """Rows of the store that count."""
+    """Indexes of the selected rows of a store."""
     there, phase = present_rows(capture), capture.phase
     if rows == "prompt":
         there &= phase == 0

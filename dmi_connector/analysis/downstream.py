@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What analyses find in reduced rows, for `dmi fidelity`: scores of concepts, the logit lens, and latents of a sparse
-autoencoder.
+"""Measures of `dmi fidelity` that run an analysis on reduced rows: scores of concepts, the logit lens, and latents of a
+sparse autoencoder.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ MEANINGS: Mapping[str, str] = {
 `sae_error` is worse.
 """
 LENS_HOOKS = ("resid_pre", "resid_mid", "resid_final")
-"""The residual stream, which the logit lens takes to predictions."""
+"""Hooks of the residual stream, to which the logit lens is applied."""
 TOKENS = "tokens"
-"""Stands for labels that say whether a row's token is one of the most frequent ones."""
+"""A value of `labels`: the labels are then whether the token of a row is each of the most frequent tokens."""
 _ROWS = 2048
-"""Rows that are fitted on, and scored, at most."""
+"""Maximum number of rows to fit on, and of rows to score."""
 _LEAST = 8
-"""Rows of each side that a label needs, to fit on and to score."""
+"""Minimum number of rows with a label, and of rows without it, in each half."""
 _RIDGE = 0.01
-"""Weight of the penalty, as a share of the mean squared norm of the rows times their number."""
+"""Weight of the penalty, relative to the sum of the squared norms of the rows."""
 
 
 @dataclass(frozen=True)
 class Concepts:
-    """Labels of rows. fit, test: numbers of rows, int64, of those that are fitted on and those that are scored.
-    targets: bool [rows, labels].
+    """Labels of rows.
+
+    fit, test: int64, indexes of the rows to fit on and of the rows to score. targets: bool [rows, labels].
     """
 
     fit: np.ndarray
@@ -57,8 +58,8 @@ class Concepts:
 def concepts_of(stores: Sequence[Given], labels: Labels | str) -> Concepts:
     """The concepts of all rows of `stores`.
 
-    labels: of captures (`read_labels`), or TOKENS. Captures without a label are left out. Half of the captures of each
-    label are fitted on; with TOKENS half of the rows. Raises ValueError where these are too few.
+    labels: labels of captures (`read_labels`), or TOKENS. Captures without a label are left out. The fit uses half of
+    the captures of each label, or half of the rows with TOKENS. Raises ValueError if these are too few.
     """
     tokens, own = [], []
     for store in stores:
@@ -97,8 +98,10 @@ def _label_of(capture: Capture, labels: Labels) -> bool | None:
 
 
 class Downstream:
-    """What is measured of one layer of a hook. rows: full, float32 [n, width]. unembedding: for the residual stream.
-    autoencoder, attention: of these rows.
+    """The measures of one layer of a hook.
+
+    rows: the full rows, float32 [n, width]. unembedding: of the model, if the hook is the residual stream.
+    autoencoder, attention: those that take rows of this hook and layer.
     """
 
     def __init__(
@@ -114,8 +117,10 @@ class Downstream:
         self._scores = None if concepts is None else _scores(rows, concepts)
 
     def measures(self, decoded: np.ndarray, restored: np.ndarray | None) -> dict[str, float]:
-        """Those of MEANINGS that can be measured. decoded: [n, any width]. restored: [n, width], None where that is
-        lost. Raises ValueError for rows of another width than the model's, or the autoencoder's.
+        """The measures of MEANINGS that apply.
+
+        decoded: [n, any width]. restored: [n, width], None if the reduction does not keep the hook's space. Raises
+        ValueError if the width is not that of the model or the autoencoder.
         """
         found = {}
         if self._concepts is not None and self._scores is not None:
@@ -130,14 +135,14 @@ class Downstream:
 
 
 def _agreement(full: np.ndarray, reduced: np.ndarray) -> float:
-    """The least correlation of a column with its counterpart. Scores that are all equal correlate with nothing."""
+    """The least correlation of a column with its counterpart. It is 0 for a column of equal scores."""
     with np.errstate(invalid="ignore", divide="ignore"):
         found = [np.corrcoef(a, b)[0, 1] for a, b in zip(full.T, reduced.T, strict=True)]
     return float(np.nan_to_num(found).min())
 
 
 def _scores(rows: np.ndarray, concepts: Concepts) -> np.ndarray:
-    """Scores [test rows, labels] of a ridge regression on unit rows, in its dual form: rows may be wider than many."""
+    """Scores [test rows, labels] of a ridge regression on unit rows. The dual form is faster for wide rows."""
     fit, test = (_unit(rows[part].astype(np.float64)) for part in (concepts.fit, concepts.test))
     mean, targets = fit.mean(0), concepts.targets[concepts.fit].astype(np.float64)
     fit, test = fit - mean, test - mean
@@ -152,9 +157,9 @@ def _unit(rows: np.ndarray) -> np.ndarray:
 
 
 def _lens_agreement(rows: np.ndarray, restored: np.ndarray, unembedding: Unembedding) -> dict[str, float]:
-    """`lens_top` and `lens_kl` of MEANINGS, over at most 2,048 rows. Both [n, width], of the residual stream.
+    """`lens_top` and `lens_kl` of MEANINGS, over at most 2,048 rows. rows, restored: [n, width] of the residual stream.
 
-    Raises ValueError for rows of another width than the model's.
+    Raises ValueError if the width is not that of the model.
     """
     chosen = np.random.default_rng(0).permutation(len(rows))[:_ROWS]
     same, divergence = 0, 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi fidelity`: what reductions keep of captured rows. It reduces full rows offline with the tap's encoders."""
+"""`dmi fidelity`: measures how much of captured rows reductions keep. It reduces full rows with the tap's encoders."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def fidelity(
 ) -> list[Fidelity]:
     """Reduce the rows of `stores` by each of `specs`, and compare the decoded rows with the full ones.
 
-    specs: reductions as in server options. One that needs more values than a hook has is left out for that hook. hooks:
-    names or wildcards, separated by commas. layers: numbers of the model's layers, negative from its last; None: all.
-    Hooks that exist once are measured with any. Stores without rows are left out. labels: of captures, for the measure
-    `concepts`; "tokens" stands for the most frequent tokens. unembedding: the model's unembedding, for the logit lens
-    of the residual stream (see `downstream.MEANINGS`). autoencoder: for the rows that it encodes.
+    specs: reductions as in server options. A reduction that needs more values than a hook has is left out for that
+    hook. hooks: names or wildcards, separated by commas. layers: numbers of the model's layers, negative from its last;
+    None: all. Hooks that exist once are always measured. Stores without rows are left out. labels: labels of captures
+    for the measure `concepts`; "tokens": the most frequent tokens. unembedding: the model's unembedding, for the logit
+    lens of the residual stream (see `downstream.MEANINGS`). autoencoder: measured on the rows that it encodes.
 
-    Raises ValueError for stores that hold none of the hooks in full, or no rows, for stores of several models, for a
-    hook that only the first holds in full, for a layer that none of the hooks has, for an autoencoder of other rows,
-    and where every reduction is left out; KeyError for a hook or layer that another store than the first lacks.
+    Raises ValueError for stores that have none of the hooks in full, or no rows, for stores of several models, for a
+    hook that only the first store has in full, for a layer that none of the hooks has, for an autoencoder of other
+    rows, and if every reduction is left out. Raises KeyError for a hook or layer that a later store lacks.
     """
     kept, names = _chosen(stores, hooks)
     with open_capture(kept[0], 0) as first:
@@ -108,8 +108,10 @@ def fidelity(
 
 
 def _chosen(stores: Sequence[Given], hooks: str) -> tuple[list[Given], list[str]]:
-    """(Stores that hold rows, hooks to measure). Raises ValueError where no store holds rows, the first with rows holds
-    none of the hooks in full, or another holds one reduced or is of another model; KeyError where it lacks one.
+    """Returns (stores with rows, hooks to measure).
+
+    Raises ValueError if no store has rows, if the first store with rows has none of the hooks in full, or if a later
+    one has a reduced hook or is of another model. Raises KeyError if a later store lacks a hook.
     """
     one, empty, names = OneModel(), [], list[str]()
     kept: list[Given] = []
@@ -135,7 +137,7 @@ def _chosen(stores: Sequence[Given], hooks: str) -> tuple[list[Given], list[str]
 
 
 def _in_full(capture: Capture, hooks: str) -> list[str]:
-    """The hooks that a store holds in full, of those that match. Raises ValueError without one."""
+    """The matching hooks that a store has in full. Raises ValueError if there are none."""
     for pattern in map(str.strip, hooks.split(",")):
         if not fnmatch.filter(capture.attrs["hooks"], pattern):
             near = suggest(pattern, capture.attrs["hooks"]) or ";"
@@ -152,8 +154,9 @@ def _in_full(capture: Capture, hooks: str) -> list[str]:
 
 
 def _rows(stores: Sequence[Given], hook: str, layer: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """(Rows [tokens, width] of one layer of a hook, their token ids) of all stores, each opened for itself: thousands
-    at once would be too many open files.
+    """(rows [tokens, width] of one layer of a hook, their token ids) of all stores.
+
+    Stores are opened one at a time, since thousands at once would be too many open files.
     """
     rows, tokens = [], []
     for store in stores:
@@ -164,7 +167,7 @@ def _rows(stores: Sequence[Given], hook: str, layer: int | None) -> tuple[np.nda
 
 
 def _numbers(capture: Capture, hooks: Sequence[str], layers: Sequence[int] | None) -> set[int] | None:
-    """Layers from 0 on; None: all. Raises ValueError for one that none of the hooks has."""
+    """Non-negative layer numbers; None: all. Raises ValueError for a layer that none of the hooks has."""
     own = sorted({number for hook in hooks for number in capture.layers[hook]})
     if layers is None or not own:
         return None
@@ -223,16 +226,16 @@ def _measure(
 
 
 LARGER_IS_WORSE = ("error", "lens_kl", "sae_error")
-"""Measures that no bar applies to."""
+"""Measures without a bar."""
 
 
 def below(measures: Mapping[str, float], bar: float) -> list[str]:
-    """The measures that do not reach a bar. NaN does not. Of LARGER_IS_WORSE none counts."""
+    """The measures that do not reach a bar. NaN does not reach it. Measures of LARGER_IS_WORSE are ignored."""
     return [name for name, value in measures.items() if name not in LARGER_IS_WORSE and not value >= bar]
 
 
 def markdown(found: Sequence[Fidelity], bar: float | None = None) -> str:
-    """One table: the worst layer of each hook and reduction. bar: adds a column that says which measures are below."""
+    """One table: the worst layer of each hook and reduction. bar: adds a column with the measures below it."""
     meanings = {name: meaning for kind in (KINDS | STORED).values() for name, meaning in kind.measured.items()}
     meanings |= DOWNSTREAM
     shown = [name for name in meanings if any(name in f.measures for f in found)]

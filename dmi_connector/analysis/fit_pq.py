@@ -19,12 +19,12 @@ from dmi_connector.reduce.codebooks import BITS, Codebooks, centroids_of
 from dmi_connector.store.format.remote_path import Given
 
 ROWS = 16384
-"""Rows of a layer that codebooks are fitted on, at most."""
+"""Default of the maximum number of rows per layer to fit on."""
 _ROUNDS, _LEAST_GAIN = 20, 1e-3
-"""Rounds of k-means at most, and the share of the error that a round has to save for another one."""
+"""Maximum number of iterations of k-means, and the relative decrease of the error below which it stops."""
 _SEED = 0
 _AT_ONCE = 1 << 22
-"""Distances that are computed at a time: 16 MB, which caches hold."""
+"""Number of distances per matrix product: 16 MB, which fit into the CPU caches."""
 
 
 def fit_pq(
@@ -37,15 +37,15 @@ def fit_pq(
     model: str | None = None,
     rows: int = ROWS,
 ) -> dict[str, float]:
-    """Fit codebooks for each layer of `hooks`, and write all to `out`, a new safetensors file.
+    """Fit codebooks for each layer of `hooks`, and write them to `out`, a new safetensors file.
 
-    A row is cut into `subvectors`, each with 2^bits - 1 centroids, by k-means on at most `rows` rows that are drawn
-    from all of a layer with a fixed seed. It reads the stores once for each hook and layer. layers, model: as in
-    `fit_pca`.
+    Each row is cut into `subvectors` parts, and k-means finds 2^bits - 1 centroids for each part. It uses at most
+    `rows` rows per layer, which are drawn from all rows with a fixed seed. The stores are read once for each hook and
+    layer. layers, model: as in `fit_pca`.
 
-    Returns {"HOOK.LAYER": share of the variance of the fitted rows that is kept}. Raises ValueError for a number of
-    subvectors that does not divide the width, other bits than 4 and 8, fewer rows than centroids, and what `fit_file`
-    raises.
+    Returns {"HOOK.LAYER": share of the variance of the fitted rows that is kept}. Raises ValueError if
+    `subvectors` does not divide the width, if `bits` is not 4 or 8, and for fewer rows than centroids. Raises what
+    `fit_file` raises.
     """
     if bits not in BITS:
         raise ValueError(f"--bits {bits} is not valid; give {' or '.join(map(str, BITS))}")
@@ -86,15 +86,16 @@ def _sample(blocks: Iterator[np.ndarray], most: int) -> np.ndarray:
 
 
 def k_means(rows: np.ndarray, count: int) -> tuple[np.ndarray, float]:
-    """k-means of each of the m sub-vectors of float32 rows [n, m, size], n >= count. A centroid without a row takes the
-    place of the row that is farthest from its own.
+    """k-means of each of the m sub-vectors of float32 rows [n, m, size], n >= count.
 
-    Returns (centroids, float32 [m, count, size], sum of the squared distances of all rows from theirs).
+    A centroid without a row is moved to the row that is farthest from its own centroid.
+
+    Returns (centroids float32 [m, count, size], sum of the squared distances of all rows to their centroids).
     """
     x = torch.from_numpy(np.ascontiguousarray(rows.swapaxes(0, 1)))
     parts = x.split(max(1, _AT_ONCE // (x.shape[1] * count)))
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # parts side by side: each of their operations is too small to be shared
+    torch.set_num_threads(1)  # parts run in parallel, because their operations are too small for several threads
     try:
         with ThreadPoolExecutor(threads) as pool:
             found = list(pool.map(lambda part: _k_means(part, _first(part, count)), parts))
@@ -104,8 +105,10 @@ def k_means(rows: np.ndarray, count: int) -> tuple[np.ndarray, float]:
 
 
 def _first(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Rows of x [m, n, size] to begin with, [m, count, size]: each is drawn with a probability that grows with its
-    squared distance from those before (k-means++; Arthur, Vassilvitskii, 2007).
+    """Initial centroids [m, count, size], drawn from the rows of x [m, n, size] (k-means++; Arthur, Vassilvitskii,
+    2007).
+
+    The probability of a row is proportional to its squared distance from the nearest centroid drawn before.
     """
     generator = torch.Generator().manual_seed(_SEED)
     norms, squares, found = x.square().sum(2), torch.ones(x.shape[:2]), []
@@ -119,7 +122,7 @@ def _first(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _k_means(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """The same for x [m, n, size], from given centroids [m, count, size]."""
+    """k-means of x [m, n, size], from the initial centroids [m, count, size]. Returns as `k_means`."""
     norms, before = x.square().sum(2), float("inf")
     with_one = torch.nn.functional.pad(x, (0, 1), value=1)
     for _ in range(_ROUNDS):
@@ -140,8 +143,9 @@ def _k_means(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, fl
 
 
 def _nearest(with_one: torch.Tensor, norms: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(number of the nearest centroid, squared distance from it), [m, n] each. with_one: x and a 1, [m, n, size + 1].
-    norms: of x, squared.
+    """(index of the nearest centroid, squared distance to it), [m, n] each.
+
+    with_one: x with a column of ones, [m, n, size + 1]. norms: squared norms of x.
     """
     halves = centroids.square().sum(2, keepdim=True) / 2
     least = (with_one @ torch.cat([-centroids, halves], 2).transpose(1, 2)).min(2)

@@ -46,11 +46,12 @@ def fit_file(
     model: str | None,
     fit: Callable[[str, Iterator[np.ndarray]], LayerFit],
 ) -> dict[str, float]:
-    """Fit each layer of `hooks`, and write all to `out`, a new safetensors file of `kind`.
+    """Fit each layer of `hooks`, and write the fits to `out`, a new safetensors file of `kind`.
 
     fit: takes a hook and its rows in blocks [n, width]. Missing rows are skipped. Rows with a NaN or an infinity are
     skipped too, and a warning counts them. layers: layer numbers; negative numbers count from the last layer; None: all
-    captured layers. model: uses only stores of this model, as in `open_captures`; None: all stores must be of one.
+    captured layers. model: use only stores of this model, as in `open_captures`; None: all stores must be of the same
+    model.
 
     Returns {"HOOK.LAYER": result of the fit}. Raises what `stores_of`, `finite_rows` and `fit` do; KeyError for a layer
     that was not captured; FileExistsError; OSError, before the fit, if `out` cannot be written.
@@ -79,10 +80,11 @@ def fit_file(
 
 
 def stores_of(stores: Sequence[Given], hooks: Sequence[str], model: str | None, command: str) -> list[Given]:
-    """The stores to fit on: those of `model`, or all, which then must be of one model. command: what errors name.
+    """The stores to fit on: those of `model`, or all stores, which must then be of one model.
 
-    Raises ValueError for hooks that cannot be reduced, are stored reduced or are aliases, stores of several models, a
-    model without a store; KeyError for a hook that was not captured.
+    command: the command in error messages. Raises ValueError for a hook that cannot be reduced, is stored reduced or is
+    an alias, for stores of several models, and for a model without a store. Raises KeyError for a hook that was not
+    captured.
     """
     for hook in hooks:
         _check(hook)
@@ -101,7 +103,7 @@ def stores_of(stores: Sequence[Given], hooks: Sequence[str], model: str | None, 
 
 
 def layers_of(store: Given, hook: str, layers: Sequence[int] | None) -> list[int | None]:
-    """The layers to fit; [None] for a hook that exists once. layers: numbers, negative from the last; None: all."""
+    """The layers to fit; [None] for a hook that exists once. layers: negative ones count from the last; None: all."""
     with _opened(store) as capture:
         own = capture.layers[hook]
         if not own:
@@ -128,7 +130,7 @@ def _check(hook: str) -> None:
 
 
 def _check_whole(capture: Capture, hook: str) -> None:
-    """Raise KeyError for a hook that a store lacks, ValueError for an alias, and for one that was stored reduced."""
+    """Raise KeyError for a hook that the store lacks, and ValueError for an alias or a hook that is stored reduced."""
     if hook not in capture:
         near = suggest(hook, capture.hooks) or ";"
         raise KeyError(f"{capture.path} holds no {hook}{near} it holds {', '.join(capture.hooks)}")
@@ -141,7 +143,7 @@ def _check_whole(capture: Capture, hook: str) -> None:
 def finite_rows(stores: Sequence[Given], hook: str, layer: int | None, command: str) -> Iterator[np.ndarray]:
     """Yield the rows that are present and finite, in blocks [n, width].
 
-    Logs how many are not finite. Raises ValueError if none is finite.
+    Logs the number of rows that are not finite. Raises ValueError if no row is finite.
     """
     where = hook if layer is None else f"{hook} layer {layer}"
     count, bad = 0, 0

@@ -21,7 +21,7 @@ class Activation:
     """One token and the value of a neuron there.
 
     store: path of the store. row: row of the store. token_id: the token at that row. context: token ids of the rows
-    around it, `before` of them ahead of it. values: values of the neuron at these rows, NaN for missing rows.
+    around it, of which `before` are before it. values: values of the neuron at these rows, NaN for missing rows.
     """
 
     value: float
@@ -44,9 +44,9 @@ def top_tokens(
 ) -> list[Activation]:
     """The rows of `captures` where value `neuron` of a hook is largest, the largest first.
 
-    layer: required where several were captured. count: rows to give. context: tokens shown on either side. lowest: the
-    smallest values instead, the smallest first. Missing rows are left out; equal values keep the order of the captures.
-    It reads each store once, in blocks.
+    layer: required if several layers were captured. count: number of rows to return. context: number of tokens on each
+    side. lowest: return the smallest values instead, the smallest first. Missing rows are left out. Equal values keep
+    the order of the captures. Each store is read once, in blocks.
 
     Raises KeyError for a hook or layer that was not captured. Raises ValueError for a neuron that does not exist, for
     captures of several models, for logits and projections, for several layers without `layer`, and for a count below 1.
@@ -71,7 +71,7 @@ def top_tokens(
                 push = heapq.heappush if len(best) < count else heapq.heappushpop
                 push(best, (float(keys[at]), -seen - int(at), found))
             seen += rows.stop - rows.start
-        # Of those alone that are still among the best. The order of the heap is that of the first two.
+        # Context is read only for rows that are still among the best. The first two elements determine the heap order.
         best = [
             (key, at, found if found.values else _with_values(capture, found, hook, neuron, layer))
             for key, at, found in best

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention patterns from what a store holds: queries and keys, or summaries."""
+"""Attention patterns from stored queries and keys, or from stored summaries."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SUMMARY = "pattern"
 
 
 def pattern_hooks(capture: Capture, layer: int | None = None) -> tuple[str, ...]:
-    """The hooks that a pattern is made of: queries and keys as attention sees them, else the summary, else none.
+    """The hooks from which a pattern is computed: queries and keys as attention sees them, or the summary, or none.
 
-    layer: of this layer. None: of any. Where both are there, the summary is preferred if rows or values of the keys are
-    lacking. An older store does not say whether its model has rotary embedding. If it has, `q` and `k` are not what
-    attention sees, so the summary is preferred there too.
+    layer: a layer, or None for any layer. If both exist, the summary is preferred if rows or values of the keys are
+    missing. It is also preferred for older stores, which do not say whether the model has rotary embedding: attention
+    may then not see `q` and `k` as they are stored.
     """
     pair, table = seen_by_attention(capture), HookTable.of(capture.attrs)
     held = [names for names in (pair, (SUMMARY,)) if all(table.holds(name, layer) for name in names)]
@@ -40,10 +40,11 @@ def attention_pattern(
 ) -> np.ndarray:
     """Attention weights float32 [heads, queries, keys], or [queries, keys] of one head.
 
-    Rebuilt from queries and keys (`Capture.attention`), or from `pattern`, where each head's largest weights are
-    stored: then all others are 0. queries: rows of the store, all by default. Keys are all rows up to the last query.
+    It is computed from queries and keys (`Capture.attention`), or from `pattern`, which has the largest weights of each
+    head. All other weights are then 0. queries: rows of the store, all by default. Keys are all rows up to the last
+    query.
 
-    Raises KeyError where neither was captured, ValueError as `Capture.attention`.
+    Raises KeyError if neither was captured, ValueError as `Capture.attention`.
     """
     names = pattern_hooks(capture, layer) or pattern_hooks(capture)
     if not names:
@@ -65,6 +66,6 @@ def _dense(capture: Capture, layer: int, head: int | None, queries: slice | None
     wanted = range(heads) if head is None else [range(heads)[head]]
     keys = positions[:, wanted] - int(capture.attrs["start"])
     dense = np.zeros((len(wanted), len(rows), rows.stop), np.float32)
-    row, of_head, place = np.nonzero(keys >= 0)  # -1 marks an empty place; a key may lie before the store's first row
+    row, of_head, place = np.nonzero(keys >= 0)  # -1 marks an empty place; a key may be before the store's first row
     dense[of_head, row, keys[row, of_head, place]] = weights[:, wanted][row, of_head, place]
     return dense if head is None else dense[0]

@@ -36,7 +36,7 @@ def statistics(capture: Capture, hook: str) -> tuple[Statistic, ...]:
             Statistic("log-probability of", _of_token, "token id", unit="nats"),
         )
     if reduction is None and capture.attrs["hooks"][capture.sources(hook)[0].array]["dtype"] not in FLOATS:
-        return (_VALUE,)  # numbers of experts: a norm of these means nothing
+        return (_VALUE,)  # expert ids, for which a norm has no meaning
     return _NUMBERS
 
 
@@ -61,7 +61,7 @@ def of_layer(
     statistics that take one. window: any slice of the store's rows. NaN where the store has no value: missing rows, and
     tokens without logits.
 
-    Raises KeyError for what was not captured, ValueError for an index outside its range.
+    Raises KeyError for a hook or layer that was not captured, ValueError for an index outside its range.
     """
     _check_index(capture, hook, statistic, index)
     there = present_rows(capture)[window]
@@ -73,13 +73,13 @@ def of_layer(
 
 
 _SAMPLES = 16
-"""Rows of logits that are read at a time: a vocabulary is wide."""
+"""Rows of logits per read. It is small, because a vocabulary is wide."""
 
 
 def _values(
     capture: Capture, hook: str, layer: int | None, window: slice
 ) -> Iterator[tuple[slice | np.ndarray, np.ndarray]]:
-    """(places in the window, their rows [n, width])."""
+    """(indexes in the window, the rows [n, width] there)."""
     if hook != "logits":
         yield slice(None), capture.numpy(hook, layer, window)
         return

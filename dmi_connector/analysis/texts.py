@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PathLike = str | os.PathLike[str]
 _FILE = "tokenizer.json"
 _CONTROL = re.compile(r"[\u0000-\u0008\u000b-\u001f\u007f]")
-"""All control characters of ASCII but tab and line feed."""
+"""All ASCII control characters except tab and line feed."""
 
 
 class Texts:
@@ -85,7 +85,8 @@ def _load(directory: Path) -> Tokenizer:
 def shown(text: str | None, token: int) -> tuple[str, bool]:
     """(how to display a token, whether that is its id in brackets). The id replaces text that cannot be printed.
 
-    text: of the token; None without a tokenizer: the id without brackets is displayed. `dmi view` has the same rule.
+    text: text of the token; None without a tokenizer. The id without brackets is then displayed. `dmi view` has the
+    same rule.
     """
     if text is None:
         return str(token), False

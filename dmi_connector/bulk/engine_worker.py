@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine process on a node of a Ray cluster, and the actor beside it. `ray_workers.py` starts it."""
+"""The Ray actor that runs an engine process on its node. `ray_workers.py` starts it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.messages import Message
 
 ASK_S, SILENCE_S = 5.0, 60.0
-"""`events` answers after the first time at the latest. If nobody calls it for the second, the run is out of reach."""
+"""Maximum time that a call of `events` waits, and time without a call after which the run counts as unreachable."""
 
 
 class EngineWorker:
-    """Starts an engine process on its node and carries messages to and from it. A Ray actor is made of it.
+    """Starts an engine process on its node and exchanges messages with it. It is the class of a Ray actor.
 
-    The engine is in a process of its own, as without Ray: vLLM then finds no Ray around it, and ends with the actor.
+    The engine runs in its own process, as without Ray. vLLM then does not detect Ray, and the engine ends with the
+    actor.
 
-    log: file for what the engine says. lives: paths of lock files on which all its processes hold a part. start: its
-    first message. silence_s: seconds without a call of `events` after which the engine is killed. The node has lost the
-    run then, or the run this node, and waits for the end of its processes to do their prompts again.
+    log: file for the engine's output. lives: paths of lock files on which all processes of the engine hold shared
+    locks. start: the first message to the engine. silence_s: seconds without a call of `events` after which the engine
+    is killed. The connection between run and node is then lost. The run waits until the engine's processes have ended,
+    and captures their prompts again.
 
-    `post` and `events` run on a thread each.
+    `post` and `events` run on separate threads.
     """
 
     def __init__(self, log: str, lives: Sequence[str], start: Message, silence_s: float = SILENCE_S) -> None:
@@ -55,7 +57,7 @@ class EngineWorker:
         self._outbox.put((how, child.status))
 
     def post(self, message: Message | None) -> None:
-        """Queue a message for the engine. None: none will come, so that it ends."""
+        """Queue a message for the engine. None: no more messages follow, so the engine ends."""
         if self._child is not None:
             if message is None:
                 self._child.finish()
@@ -63,7 +65,7 @@ class EngineWorker:
                 self._child.post(message)
 
     def events(self) -> tuple[list[Message], tuple[str, int | None] | None]:
-        """Messages since the last call, and how the process ended, if it has. Waits up to ASK_S for the first."""
+        """The messages since the last call, and how the process ended, if it has. Waits up to ASK_S for a message."""
         self._asked = time.monotonic()
         messages: list[Message] = []
         with contextlib.suppress(queue.Empty):

@@ -73,7 +73,7 @@ class Engines(Protocol):
         """Send a prompt to the engine with the most room."""
 
     def events(self, timeout: float) -> list[Answer | Death]:
-        """What has happened since the last call; waits up to `timeout` seconds for the first."""
+        """The events since the last call. Waits up to `timeout` seconds for an event."""
 
     def finish(self) -> None:
         """Let the engines exit when they have finished their prompts. No more prompts may be submitted."""
@@ -97,7 +97,7 @@ class EngineChild(Protocol):
         """Queue a message."""
 
     def finish(self) -> None:
-        """Let it exit after the messages queued so far."""
+        """Let it exit after the messages that are queued now."""
 
     def kill(self) -> None:
         """Kill it."""

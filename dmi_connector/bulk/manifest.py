@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 _TAIL = 1 << 16
-"""Bytes that are read at a time to find the end of the last whole line."""
+"""Bytes per read in the search for the end of the last whole line."""
 _LINES, _SECONDS = 256, 1.0
-"""A flush is due after this many lines, or this long after the first of them."""
+"""A flush is due after this many buffered lines, or this many seconds after the first one."""
 
 
 class Positions:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says how far a run is: a bar on a terminal, or a JSON object a line for programs."""
+"""Shows the progress of a run: a bar on a terminal, or one JSON object per line for programs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ _SPAN_S = 30.0
 """Speeds are means over this time."""
 _INTERVAL_S = 1.0
 _BAR, _LEAST_BAR = 20, 5
-"""Characters of the bar, and the fewest with which it is shown."""
+"""Width of the bar in characters, and the minimum width at which it is shown."""
 
 
 @dataclass
 class Counts:
-    """Where a run is.
+    """The progress of a run.
 
-    total: rows of the share, None while that is not known. estimated: it is an estimate, as JSON lines are still read.
-    done: prompts with a store, of which `before` had it when the run started. rejected: rows that are no prompts.
-    failed: prompts that could not be captured. tokens, bytes: of this run's stores, prompt and generated. engine:
-    prompts that the engines have. backlog: answered, their stores are not finished. waiting: for what no prompt is
-    handed out, "" if nothing. starting: logs of the engines while none is ready.
+    total: rows of the run's part of the input, None while it is not known. estimated: total is an estimate, because
+    JSON lines are still being read. done: prompts with a store. before: those of them that had a store when the run
+    started. rejected: rows without a valid prompt. failed: prompts that could not be captured. tokens, bytes: of the
+    stores of this run, including prompts. engine: prompts in the engines. backlog: answered prompts whose stores are
+    not finished. waiting: why no prompts are submitted, "" if they are. starting: logs of the engines until one is
+    ready.
     """
 
     total: int | None = None
@@ -47,7 +48,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Speed:
-    """Means over the last seconds. seconds_left: None where that is not known."""
+    """Means over the last seconds. seconds_left: None if it is not known."""
 
     tokens_per_s: float
     bytes_per_s: float
@@ -62,7 +63,7 @@ class Speedometer:
         self._samples: deque[tuple[float, int, int, int]] = deque()
 
     def look(self, counts: Counts) -> Speed:
-        """Take the counts of this moment in."""
+        """Add the current counts. Returns the speeds."""
         passed = counts.done - counts.before + counts.rejected + counts.failed
         now = self._clock()
         self._samples.append((now, counts.tokens, counts.bytes, passed))
@@ -80,8 +81,8 @@ class Speedometer:
 class Progress:
     """Shows counts once a second.
 
-    as_json: an object a line on standard output; else a bar on standard error, where that is a terminal, or a line
-    every 30 seconds.
+    as_json: print one object per line on standard output. Otherwise print a bar on standard error if it is a terminal,
+    else a line every 30 seconds.
     """
 
     def __init__(self, as_json: bool, out: TextIO | None = None) -> None:
@@ -105,7 +106,7 @@ class Progress:
             print(_line(counts, speed), file=self._out, flush=True)
 
     def say(self, event: dict[str, Any], text: str = "") -> None:
-        """Tell of an event: as a JSON object, or as text for people."""
+        """Report an event as a JSON object, or as text."""
         if self._json:
             print(json.dumps(event), file=self._out, flush=True)
         elif text:
@@ -122,7 +123,7 @@ class Progress:
             from tqdm import tqdm
 
             self._bar = tqdm(total=1, bar_format=layout, file=self._out, ncols=columns)
-        self._bar.ncols, self._bar.bar_format = columns, layout  # a window may change its size
+        self._bar.ncols, self._bar.bar_format = columns, layout  # the size of the window may have changed
         self._bar.total = max(1, counts.total or 1)
         self._bar.n = min(self._bar.total, counts.done + counts.rejected + counts.failed)
         self._bar.set_description_str(text)
@@ -138,7 +139,7 @@ def _rounded(values: dict[str, float | None]) -> dict[str, float | None]:
 
 
 def _line(counts: Counts, speed: Speed, room: int | None = None) -> str:
-    """Counts in words. room: characters, for which speeds are left out, then what is stored; the rest may be longer."""
+    """Counts in words. room: maximum number of characters. Speeds are left out first, then stored bytes."""
     left = "?" if speed.seconds_left is None else duration(speed.seconds_left)
     total = "?" if counts.total is None else f"about {counts.total}" if counts.estimated else str(counts.total)
     stored = f"{counts.done}/{total} stored"
@@ -165,7 +166,7 @@ def _starting(logs: Sequence[str]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as in "1:02:03" or "2:03"."""
+    """Seconds as text, such as "1:02:03" or "2:03"."""
     whole = round(seconds)
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

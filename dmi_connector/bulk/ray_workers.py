@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on the nodes of a Ray cluster. Ray places them, carries prompts and answers, and says when one has died.
+"""Engines on the nodes of a Ray cluster. Ray places them, transfers prompts and answers, and reports their deaths.
 
 Each engine has a Ray actor. Ray Data does not carry the prompts, for three reasons:
 
-- Its vLLM processor keeps texts and token ids of an answer, and leaves out its `kv_transfer_params`: which store a
-  prompt got, or why it got none.
-- It pulls its input in blocks, as fast as its own buffers allow. A run hands out one prompt at a time, when an engine
-  has room, the disk budget allows it, and the store of an earlier try is gone.
-- It does the blocks of a dead worker again at once. The writers of that worker may still be finishing their stores, so
-  that prompts would get two. To make a lost block anew it also reads its input a second time.
+- Its vLLM processor keeps texts and token ids of an answer, but drops `kv_transfer_params`, which name the store of the
+  prompt or the reason why there is none.
+- It reads its input in blocks, as fast as its own buffers allow. A run submits one prompt at a time, when an engine has
+  room, the disk budget allows it, and the store of an earlier attempt is gone.
+- It repeats the blocks of a dead worker at once. The writers of that worker may still be finishing their stores, so
+  prompts would get two stores. To rebuild a lost block it also reads its input a second time.
 
-So reading, order, manifest, budget and recovery are those of any run (`run.py`), and actors do the rest.
+So `run.py` does reading, order, manifest, budget and recovery as for any run, and actors run the engines.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from dmi_connector.store.write.messages import Message
 LOCAL = "local"
 """Address of a cluster that is started on this machine, for one run."""
 _OBJECTS_BYTES = 128 << 20
-"""Object store of such a cluster: prompts are small."""
+"""Size of the object store of a LOCAL cluster, which holds only prompts."""
 _STARTS = 3
-"""How often a worker is started at most without answering one prompt in between."""
+"""Maximum number of starts of a worker without an answered prompt in between."""
 _LONGEST_WORDS = 300
 _LOCKS_S, _LOOK_S = 20.0, 0.1
-"""Time for processes of killed workers to end. A lock that is left then is removed by the next start."""
+"""Maximum time for processes of killed workers to end, and interval of checks. The next start removes remaining locks.
+"""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a worker takes of its node. gpus: 0 on a cluster without GPUs."""
+    """Resources of a worker on its node. gpus: 0 on a cluster without GPUs."""
 
     cpus: int
     gpus: int
@@ -52,10 +53,11 @@ class Needs:
 
 @contextlib.contextmanager
 def connected(address: str, workers: int, cpus: int, gpus: int) -> Iterator[tuple[Needs, int]]:
-    """Be connected to a cluster, or to one on this machine that is started and ended here (LOCAL).
+    """Connect to a cluster. LOCAL starts a cluster on this machine, and ends it at the end of the block.
 
-    cpus, gpus: CPUs and GPUs of a worker; gpus only if the cluster has GPUs. Returns what each worker needs, and for
-    how many there is room. Raises ValueError if there is no such cluster, or if a local one has too few GPUs.
+    cpus, gpus: CPUs and GPUs per worker; gpus only if the cluster has GPUs. Yields the resources of a worker, and the
+    number of workers for which there is room. Raises ValueError if there is no such cluster, or if a local one has too
+    few GPUs.
     """
     if address.startswith("ray://"):
         raise ValueError(
@@ -96,13 +98,13 @@ def connected(address: str, workers: int, cpus: int, gpus: int) -> Iterator[tupl
 
 
 def _one_line(error: Exception) -> str:
-    """What an error of Ray says, without the ids of the actor before it."""
+    """The message of a Ray error, without the ids of the actor."""
     text = " ".join(str(error).split())
     return re.split(r"The actor (?:is dead|died) because ", text)[-1][:_LONGEST_WORDS]
 
 
 class _RemoteChild:
-    """An engine process beside an actor, as `Child` is one on this machine."""
+    """An engine process on another node, with the interface of `Child`."""
 
     def __init__(
         self,
@@ -152,13 +154,13 @@ class _RemoteChild:
 
 
 class RayWorkers(EnginePool):
-    """Spreads prompts over engines of a cluster that this process is connected to.
+    """Distributes prompts over engines of a cluster.
 
-    A worker that dies is started again if the cluster has room. Its prompts are done again once none of its
-    processes lives, which a lock file of its own tells: `out` must be on a file system that all nodes share.
+    A worker that dies is restarted if the cluster has room. Its prompts are repeated once all its processes have ended,
+    which its own lock file proves. So `out` must be on a file system that all nodes share.
 
     count: the number of engines. needs: the resources of each. start: `RunSettings.engine_message`. out: directory of
-    stores and logs. life: path of the lock on which all processes of all engines hold a part.
+    stores and logs. life: path of the file on which all processes of all engines hold shared locks.
     """
 
     def __init__(self, count: int, needs: Needs, start: Message, out: Path, life: Path, suffix: str = "") -> None:
@@ -170,7 +172,7 @@ class RayWorkers(EnginePool):
         self._number: dict[EngineChild, int] = {}
 
     def _begin(self) -> list[Engine]:
-        self._remove_locks()  # of a run that was killed
+        self._remove_locks()  # locks of a killed run
         return [self._start_worker(number) for number in range(self._count)]
 
     def _start_worker(self, number: int) -> Engine:
@@ -196,7 +198,7 @@ class RayWorkers(EnginePool):
         return Engine(child, name, log, life, logged=logged)
 
     def room(self) -> int:
-        # No worker is waited for: the cluster may have no room for some of them yet.
+        # It does not wait for workers, because the cluster may not have room for all of them yet.
         return max((e.window - len(e.has) for e in self._engines if e.alive), default=0)
 
     def _handle(self, child: EngineChild, message: Message | str) -> list[Answer | Death]:
@@ -217,7 +219,7 @@ class RayWorkers(EnginePool):
             time.sleep(_LOOK_S)
 
     def _remove_locks(self) -> bool:
-        """Remove locks of workers on which no process holds a part. Returns whether none is left."""
+        """Remove lock files of workers on which no process holds a lock. Returns whether none is left."""
         held = 0
         for path in self._life.parent.glob(f"{self._life.name}.worker-*"):
             with lock_alone(path) as alone:

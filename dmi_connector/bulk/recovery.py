@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an earlier process of a run has left: looked at, and put in order, before the run goes on."""
+"""Inspects and cleans up what an earlier process of a run left, before the run continues."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def position_of(run: str, key: str) -> int | None:
 
 @dataclass
 class Recovered:
-    """What is done already.
+    """The prompts that are done already.
 
-    done: positions with a line in the manifest. found: stores that are complete and sound but have no line, by
-    position; of one that was uploaded the local copy may be gone. removed: stores that were unfinished, incomplete,
-    damaged or there twice. gone: prompts that are done, but whose stores are no longer there.
+    done: positions with a line in the manifest. found: complete and sound stores without a line, by position. If such a
+    store was uploaded, its local copy may be gone. removed: number of stores that were unfinished, incomplete, damaged
+    or duplicates. gone: number of prompts that are done, but whose stores do not exist any more.
     """
 
     done: Positions = field(default_factory=Positions)
@@ -55,10 +55,10 @@ class Recovered:
 
 
 def recover(out: Path, run: str, order: Order, manifest: Path, redo_missing: bool = False) -> Recovered:
-    """Put the directory of a run in order, its index too. No process of the run may write any more.
+    """Clean up the directory of a run and its index. No process of the run may still write.
 
-    manifest: the manifest of the share. redo_missing: prompts whose stores are gone are not done; what was uploaded is
-    not gone. Raises OSError, and ValueError for a store that must go but is being read.
+    manifest: the manifest of this job (`--shard`). redo_missing: prompts whose stores are gone count as not done.
+    Uploaded stores are not gone. Raises OSError, and ValueError for a store that must be removed but is being read.
     """
     result = Recovered()
     for entry in read_manifest(manifest):
@@ -99,9 +99,9 @@ def recover(out: Path, run: str, order: Order, manifest: Path, redo_missing: boo
 
 
 def is_unused(out: Path, run: str, life: str) -> bool:
-    """Whether a run has captured nothing: no share of it has a line, a store of any kind, or an upload.
+    """Whether a run has captured nothing: none of its jobs has a line, a store of any kind, or an upload.
 
-    life: what the names of its life locks begin with. While a process holds one, a store may still come.
+    life: prefix of the names of its life locks. While a process holds such a lock, it may still write a store.
     """
     for path in out.glob(f"{life}*"):
         with lock_alone(path) as alone:
@@ -114,10 +114,10 @@ def is_unused(out: Path, run: str, life: str) -> bool:
 
 
 def settle_left(out: Path, run: str, positions: Collection[int]) -> dict[int, Place]:
-    """Keep one complete and sound store of each of some positions, and remove all else there is of them.
+    """Keep one complete and sound store for each of some positions, and remove their other stores.
 
-    Returns those that are kept, here or where they were uploaded to. Nobody may write to them. Raises OSError, and
-    ValueError for a store that must go but is being read.
+    Returns the kept stores, local or uploaded. No process may write to them. Raises OSError, and ValueError for a store
+    that must be removed but is being read.
     """
     names: dict[int, list[str]] = {position: [] for position in positions}
     for position, name in _stores(out, run, Order()):
@@ -139,9 +139,9 @@ def settle_left(out: Path, run: str, positions: Collection[int]) -> dict[int, Pl
 
 
 def not_uploaded(out: Path, run: str, order: Order) -> tuple[int, str | None]:
-    """Finished stores of a share that wait for their upload, or whose upload failed: `dmi repair` uploads them.
+    """Finished stores of a job that wait for their upload, or whose upload failed. `dmi repair` uploads them.
 
-    Returns their number, and why the latest of them failed; None if none failed.
+    Returns their number, and the reason of the latest failure; None if none failed.
     """
     left: dict[str, str | None] = {}
     for line in read_index(out):
@@ -181,15 +181,15 @@ def _stores(out: Path, run: str, order: Order) -> Iterator[tuple[int, str]]:
 
 
 def is_sound(path: Path) -> bool:
-    """Whether a finished store is complete, of a request that came to its end, and every byte of it as written.
+    """Whether a finished store is complete, its request was not aborted, and every byte is as written.
 
-    Values that are not finite are no damage: the model computed them, and would again.
+    Values that are not finite are not damage. The model would compute them again.
     """
     return _is_whole(path) and not any(problem.damage for problem in verify_store(path, begun={}))
 
 
 def _is_whole(store: Place) -> bool:
-    """Whether a finished store says that it is complete, and of a request that came to its end."""
+    """Whether the attributes of a finished store say that it is complete, and that its request was not aborted."""
     try:
         attrs = read_attrs(store)
     except ValueError:
@@ -198,7 +198,7 @@ def _is_whole(store: Place) -> bool:
 
 
 def _keep_one(out: Path, run: str, order: Order, manifest: Path, twice: set[int], result: Recovered) -> int:
-    """Keep one store per position: that of the manifest, else an undamaged one. Returns how many were removed."""
+    """Keep one store per position: that of the manifest, or else an undamaged one. Returns how many were removed."""
     noted = {}
     for entry in read_manifest(manifest):
         if (position := position_of(run, entry["key"])) in twice:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Read = Callable[[], np.ndarray]
 Key = tuple[str, int | None]
-"""(what is read, layer)."""
+"""(name of the stored tensor, layer)."""
 
 
 class LazyTensors(MutableMapping[str, "torch.Tensor"]):
@@ -39,7 +39,7 @@ class LazyTensors(MutableMapping[str, "torch.Tensor"]):
         self._set: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, key: Key, read: Read) -> None:
-        """Add a name of a tensor. key: the same for all names of one tensor."""
+        """Add a name of a tensor. key: identifies the tensor. All its names have the same key."""
         self._keys[name] = key
         self._reads.setdefault(key, read)
 
@@ -93,9 +93,9 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
             raise KeyError(f"{name!r} is not in the cache: {self.why_absent(name)}") from None
 
     def why_absent(self, name: str) -> str:
-        """Why a tensor of TransformerLens, such as "blocks.0.mlp.hook_pre", is not in this cache, in one sentence.
+        """Why the cache lacks a TransformerLens tensor, such as "blocks.0.mlp.hook_pre", in one sentence.
 
-        Raises KeyError for a name that is there.
+        Raises KeyError for a name that is in the cache.
         """
         if name in self.cache_dict:
             raise KeyError(f"{name!r} is in the cache")
@@ -159,7 +159,7 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
         return int(self._capture.attrs["dims"][names.HEADS[hook]])
 
     def _is_other(self, hook: str, layer: int | None) -> bool:
-        """Whether stored rows of a hook are not its values. layer: None for the first."""
+        """Whether a reduction keeps other values than the hook's own. layer: None for the first stored layer."""
         number = next(iter(self._capture.layers[hook]), None) if layer is None else layer
         there = layer is None or layer in self._capture.layers[hook]
         reduction = self._capture.reduction(hook, number) if there else None

@@ -41,8 +41,9 @@ class _How:
         return max(first, query // self.chunk * self.chunk) if self.chunk else first
 
     def finish(self, scores: np.ndarray, head: int, query: int, key: int) -> None:
-        """Turn scaled products [queries, keys] into scores before the softmax, in place. They begin at row `query` and
-        row `key`.
+        """Turn scaled products [queries, keys] into scores before the softmax, in place.
+
+        query, key: the rows at which queries and keys begin.
         """
         if self.soft_cap:
             scores /= np.float32(self.soft_cap)
@@ -55,7 +56,7 @@ class _How:
         for part in (
             slice(0, max(first - key, 0)),
             slice(max(last - key, 0), None),
-        ):  # every query sees what is between
+        ):  # every query sees the keys in between
             own = keys[:, part]
             hidden = own > queries
             if self.window:
@@ -116,8 +117,8 @@ def attention(capture: StoreReader, layer: int, head: int | None = None, queries
     """Attention weights of one layer, float32 [heads, queries, keys], or [queries, keys] for one `head`.
 
     softmax(scale * q k') over the keys that each query sees (Vaswani et al., 2017), from `q_rot` and `k_rot`, or from
-    `q` and `k` for models without rotary embedding. Grouped heads share their keys. The store says how its layers
-    attend: scale, soft cap, sliding window, chunk, slopes of ALiBi. For older stores, which do not say it, full
+    `q` and `k` for models without rotary embedding. Grouped heads share their keys. The store has the parameters of
+    its layers: scale, soft cap, sliding window, chunk, slopes of ALiBi. Older stores do not have them. For these, full
     attention with the scale 1 / sqrt(head_dim) is assumed.
 
     queries: rows of the store, all by default. Keys are all rows up to the last query.
@@ -146,7 +147,7 @@ def attention(capture: StoreReader, layer: int, head: int | None = None, queries
 def queries_and_keys(
     capture: StoreReader, layer: int, rows: range, head: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What attention of the queries `rows` is computed from: float32 queries [rows, width] and keys [rows.stop, width].
+    """The inputs of attention for the queries `rows`: float32 queries [rows, width] and keys [rows.stop, width].
 
     Raises KeyError and ValueError as `attention`, for which `head` is checked.
     """
@@ -198,8 +199,8 @@ def weights_of_head(
 def window_of_head(capture: StoreReader, layer: int, head: int, q: np.ndarray, k: np.ndarray, first: int) -> np.ndarray:
     """Attention weights of one head on the keys from row `first` on, float32 [queries, 1 + keys].
 
-    The first column is the sum of the weights on earlier keys. Arguments as of `weights_of_head`. Memory holds the
-    weights on all keys of some queries only.
+    The first column is the sum of the weights on earlier keys. Arguments as of `weights_of_head`. At a time, memory
+    holds the weights of only some queries on all keys.
     """
     weights = np.zeros((len(q), 1 + len(k) - first), np.float32)
     for queries, keys, shares, sums in _softmax(capture, layer, head, q, k, first):

@@ -46,19 +46,19 @@ def open_capture(
 ) -> Capture | FollowedCapture[Capture]:
     """Open a store: a directory NAME.zarr, a zip file of one, or the URL of either, as in s3://bucket/NAME.zarr.
 
-    Waits up to `timeout` seconds until it is there under its final name (None: 60, 0: no wait).
+    Waits up to `timeout` seconds until the store has its final name (None: 60, 0: no wait).
 
-    allow_incomplete: open a store that lacks rows; these read as zeros, and `missing` lists them.
+    allow_incomplete: open a store that lacks rows. Missing rows read as zeros, and `missing` lists them.
 
-    follow: open a capture that is still written; waits until it has begun. `FollowedCapture.follow` gives rows as they
-    are written. A finished one can be followed too. Only on this machine.
+    follow: open a capture that is still being written, on this machine. Waits until the capture has begun.
+    `FollowedCapture.follow` yields rows as they are written. A finished capture can be followed too.
 
-    Raises TimeoutError that says what was seen instead. Raises CaptureFailed (a FileNotFoundError) without more waiting
-    where no store comes: the index of the directory says that the capture failed, was aborted or was removed, or no
-    process writes it any more, and FileNotFoundError for a bucket or a directory that does not exist. Raises
-    CaptureIncomplete for a store that lacks rows, ValueError for a directory that is no store of this format or has
-    dtypes or codecs that it lacks, RemoteError (an OSError) where an object store refuses or does not answer,
-    ImportError without obstore.
+    Raises TimeoutError, which says what exists instead. Raises CaptureFailed (a FileNotFoundError) at once if there
+    will be no store: the directory's index says that the capture failed, was aborted or was removed, or no process
+    writes it any more. Raises FileNotFoundError for a bucket or a directory that does not exist, and CaptureIncomplete
+    for a store that lacks rows. Raises ValueError for a directory that is not a store of this format, or has unknown
+    dtypes or codecs. Raises RemoteError (an OSError) if an object store refuses or does not answer, and ImportError
+    without obstore.
     """
     if follow:
         return follow_capture(path, timeout, lambda final: Capture(*finished_store(final, 0, allow_incomplete=True)))
@@ -74,7 +74,7 @@ class Capture(StoreReader):
     (docs/FORMAT.md, section 5).
 
     `capture["q"]`, `capture["q@3"]` (layer 3) and `capture["blocks.3.attn.hook_z"]` are short for `numpy`; `in` says
-    whether these names are there, and a loop gives the names of `hooks`. `dmi prune` and retention do not remove the
+    whether such a name exists, and iteration yields the names of `hooks`. `dmi prune` and retention do not remove the
     store until `close` or the end of a `with` block.
     """
 
@@ -87,19 +87,19 @@ class Capture(StoreReader):
         return self.numpy(hook, layer)
 
     def __contains__(self, name: object) -> bool:
-        """Whether `capture[name]` is there."""
+        """Whether `capture[name]` exists."""
         if not isinstance(name, str):
             return False
         try:
             hook, layer = hook_and_layer(name, self.attrs)
-        except (KeyError, ValueError):  # a name of TransformerLens that means another tensor, or no layer
+        except (KeyError, ValueError):  # a TransformerLens name that means another tensor, or a bad layer
             return False
         return self._table.holds(hook, layer)
 
     def numpy(self, hook: str, layer: Layers = None, tokens: Tokens = None, convert: bool = True) -> np.ndarray:
-        """As `StoreReader.numpy`. hook: also with its layer, as in "q@3".
+        """As `StoreReader.numpy`. hook: may include the layer, as in "q@3".
 
-        Raises ValueError for a bad layer behind the `@`, and if `layer` is given too.
+        Raises ValueError for a bad layer after the `@`, and if `layer` is given too.
         """
         if "@" in hook:
             if layer is not None:
@@ -127,7 +127,7 @@ class Capture(StoreReader):
         return attention_summary(self, layer, head, tokens)
 
     def latents(self, hook: str, tokens: Tokens = None) -> tuple[np.ndarray, np.ndarray]:
-        """The largest latents of each row, of a probe that is an autoencoder: (ids, values), each [tokens, k].
+        """The largest latents of each row, for a probe that is an autoencoder: (ids, values), each [tokens, k].
 
         ids: int64, in descending order of value, -1 where fewer than k latents are active. values: float32, 0 there.
         Raises KeyError for a hook that was not captured, ValueError for one that is no autoencoder.
@@ -137,7 +137,7 @@ class Capture(StoreReader):
     def project(
         self, hook: str, direction: np.ndarray, layer: int | None = None, basis: str | os.PathLike[str] | None = None
     ) -> np.ndarray:
-        """A direction of a hook's space in the space that the hook was projected to, float32 [k].
+        """Project a direction of a hook's space to the space of the stored rows, float32 [k].
 
         The dot products of the result with rows of `numpy(hook)` approximate those of the direction with the rows
         before projection (for `pca`: with the rows minus their mean).
@@ -154,10 +154,10 @@ class Capture(StoreReader):
         tokens: Tokens = None,
         basis: str | os.PathLike[str] | None = None,
     ) -> np.ndarray:
-        """Rows [tokens, width] of one layer of a hook that was stored as principal components, in the hook's own space.
+        """Restore rows [tokens, width] of one layer of a hook that was stored as principal components.
 
-        basis: the file they were made with; by default the copy that the server put beside its stores. Raises
-        ValueError for a hook stored otherwise and for another basis, FileNotFoundError without one.
+        basis: the basis file of the server. The default is the copy that the server put beside its stores. Raises
+        ValueError for a hook that is stored in another way and for another basis, FileNotFoundError without a basis.
         """
         return restore(self, hook, layer, tokens, basis)
 
@@ -177,10 +177,10 @@ class Capture(StoreReader):
         It has each tensor that is the same in TransformerLens' cache of the unprocessed model, under all its names and
         in its shapes: `[batch, pos, d_model]`, by head `[batch, pos, head, d_head]`, patterns `[batch, head, query,
         key]`, computed from queries and keys. batch is 1; batch_dim=False removes it. pos counts the rows of the store.
-        Each tensor is read on first use, and then kept. `cache.absent` and `cache.why_absent(name)` say why others are
-        not there.
+        Each tensor is read on first use, and then kept. `cache.absent` and `cache.why_absent(name)` say why other
+        tensors are absent.
 
-        model: of TransformerLens, with the same weights. With it the cache has `hook_scale` and `hook_normalized` of
+        model: TransformerLens' model with the same weights. With it the cache has `hook_scale` and `hook_normalized` of
         the norms, and the methods that need weights work.
 
         Raises ImportError without transformer_lens (`dmi_connector[transformer-lens]`).

@@ -59,24 +59,24 @@ def open_captures(
     hooks: str | Collection[str] | None = None,
     on_error: Literal["raise", "skip"] = "raise",
 ) -> Captures:
-    """The finished stores of a directory, by start time. Opens none of them: the directory's index is read.
+    """The finished stores of a directory, by start time. It reads the directory's index and does not open the stores.
 
-    directory: a path, or a URL such as s3://bucket/prefix. There, stores that no index names are opened once; a store
-    whose upload has not ended is left out.
+    directory: a path, or a URL such as s3://bucket/prefix. In an object store, stores that no index names are opened
+    once, and stores whose upload has not ended are left out.
 
     A filter that is None accepts every store.
 
     key: one key, or several. request_id: as in `find_captures`. model: the model's name, or the last part of its path.
-    after, before: when the request began, as ISO 8601, a datetime or a date; without a zone it is UTC. `after` itself
-    counts, `before` does not. prompt_len: tokens of the prompt, a number or a range. incomplete: also stores that lack
-    rows. where: called with each `CaptureInfo` that these filters let pass. hooks: what a store must have captured, as
-    in `Captures.filter`; it is looked for last, since the index does not have it.
+    after, before: when the request began, as ISO 8601, a datetime or a date; without a zone it is UTC. `after` is
+    inclusive, `before` exclusive. prompt_len: tokens of the prompt, a number or a range. incomplete: include stores
+    that lack rows. where: called with each `CaptureInfo` that passes these filters. hooks: hooks that a store must
+    have, as in `Captures.filter`. This filter is applied last, since it reads the stores.
 
-    on_error: "skip" leaves out stores that cannot be opened, such as those with damaged metadata: a warning counts and
-    names them, and `Captures.skipped` lists them. Each store is opened once for that. Damaged values are found when
-    they are read, or by dmi verify.
+    on_error: "skip" leaves out stores that cannot be opened, such as those with damaged metadata. A warning counts and
+    names them, and `Captures.skipped` lists them. Each store is opened once for this check. Damaged values are found
+    when they are read, or by dmi verify.
 
-    Where no store passes the filters, a warning says why. Stores of a directory without an index are found by their
+    If no store passes the filters, a warning says why. Stores of a directory without an index are found by their
     names (*.zarr), and each is opened once. Raises ValueError for a bad time or prompt_len, for a directory that
     does not exist or whose stores are one level below, and for a store in place of a directory; KeyError for a hook
     that none of the stores holds.
@@ -103,14 +103,14 @@ def _open(
     given: dict[str, Any],
     on_error: str = "raise",
 ) -> Captures:
-    """`open_captures` without its warning. given: its other filters that are not None."""
+    """`open_captures` without its warning. given: the other filters, except those that are None."""
     key, request_id, model = given.get("key"), given.get("request_id"), given.get("model")
     prompt_len, where = given.get("prompt_len"), given.get("where")
     place = place_of(directory)
     if isinstance(place, RemotePath):
         found = below_prefix(place, on_error)
     elif on_error == "skip":
-        found = find_captures(place, on_error=on_error)  # of those that cannot be opened no key is known
+        found = find_captures(place, on_error=on_error)  # the key of a store that cannot be opened is not known
     else:
         one = key if isinstance(key, str) else None
         found = find_captures(place, one, request_id)
@@ -146,7 +146,7 @@ def _open(
 
 
 def of_one_model(captures: Capture | Iterable[Capture]) -> Iterator[Capture]:
-    """Yield the captures. Raises ValueError at the first one of another model, as `check_one_model` does."""
+    """Yield the captures. Raises ValueError at the first capture of another model, as `check_one_model` does."""
     one = OneModel(captures.model if isinstance(captures, Captures) else None)
     for capture in [captures] if isinstance(captures, Capture) else captures:
         one.check(capture.path, capture.attrs.get("model"))
@@ -158,8 +158,8 @@ def named_rows(
 ) -> RowView:
     """`Captures.rows` of a hook that is named as in `Captures.filter`. beside: a view that has the same rows.
 
-    Raises as that does. Raises KeyError for a name of TransformerLens that means another tensor in the first store's
-    model, ValueError for one whose hook was stored as other values.
+    Raises as `Captures.rows` does. For a TransformerLens name it also raises KeyError if the name means another tensor
+    in the first store's model, and ValueError if the hook is stored as other values.
     """
     captures.check_one_model()
     check_some(captures.infos, name, captures.why_empty)
@@ -172,7 +172,7 @@ def named_rows(
 
 
 def is_there(info: CaptureInfo) -> bool:
-    """Whether a finished store can be read: on this machine, or where it was uploaded to."""
+    """Whether a finished store can be read, on this machine or in an object store."""
     return isinstance(info.store, RemotePath) or info.store.is_dir()
 
 
@@ -186,8 +186,9 @@ def captures_of(
 
     paths: paths and URLs.
 
-    key, model: as in `open_captures`. Raises CaptureIncomplete for a store that lacks rows; such stores of a directory
-    are left out, unless `incomplete` is true. Raises ValueError for what is neither a store nor a directory.
+    key, model: as in `open_captures`. Raises CaptureIncomplete for a path of a store that lacks rows. Such stores of a
+    directory are left out, unless `incomplete` is true. Raises ValueError for a path that is neither a store nor a
+    directory.
     """
     keys = {key} if isinstance(key, str) else key
     infos: list[CaptureInfo] = []
@@ -212,13 +213,13 @@ def captures_of(
 class Captures:
     """Finished stores, none of them open. Made by `open_captures`.
 
-    `captures[3]` opens one, as `captures["key"]` and `captures["NAME.zarr"]` do; `captures[:100]` gives fewer. A loop
-    opens one store at a time, and closes it when it asks for the next. So memory does not grow with the stores, but for
-    one `CaptureInfo` each.
+    `captures[3]`, `captures["key"]` and `captures["NAME.zarr"]` open one store. `captures[:100]` is a `Captures` of the
+    first hundred. A loop opens one store at a time, and closes it before the next one. Memory grows only by one
+    `CaptureInfo` per store.
 
-    model: the name by which all were chosen. None: they may be of several models. directories: of this machine, in
-    which they were looked for. why_empty: where there is none, the reason, as far as known. skipped: (store, reason) of
-    each that was left out because it cannot be opened, with on_error="skip".
+    model: the model by which the stores were filtered. None: they may be of several models. directories: local
+    directories in which the stores were searched. why_empty: without a store, the reason, as far as it is known.
+    skipped: (store, reason) of each store that cannot be opened and was left out, with on_error="skip".
     """
 
     infos: tuple[CaptureInfo, ...]
@@ -250,7 +251,7 @@ class Captures:
         return open_capture(info.store, timeout=0, allow_incomplete=True)
 
     def _number(self, name: str) -> int:
-        """That of the store with a name (NAME.zarr or NAME), or of the only one with a key. Raises KeyError."""
+        """The index of the store with a name (NAME.zarr or NAME), or of the only store with a key. Raises KeyError."""
         for of in (lambda info: info.store.name, lambda info: info.store.stem, lambda info: info.key):
             found = [number for number, info in enumerate(self.infos) if of(info) == name]
             if len(found) > 1:
@@ -271,12 +272,12 @@ class Captures:
         return f"Captures({len(self)} stores, {tokens} tokens{left}{': ' if self.why_empty else ''}{self.why_empty})"
 
     def filter(self, where: Where | None = None, *, hooks: str | Collection[str] | None = None) -> Captures:
-        """Those whose `CaptureInfo` `where` accepts, and that captured all of `hooks`. None accepts every store.
+        """The captures that `where` accepts and that have all of `hooks`. A filter that is None accepts every store.
 
-        hooks: one name or several, such as "resid_pre@3" (hook@layer), "q" (any layer of it) or "blocks.3.attn.hook_z".
-        A name of TransformerLens that means another tensor in a store's model leaves that store out. The root document
-        of each store that `where` accepts is read once. Raises ValueError where one cannot be read, and for a bad
-        layer, KeyError for a hook or layer that none of these stores holds.
+        where: called with a `CaptureInfo`. hooks: one name or several, such as "resid_pre@3" (hook@layer), "q" (in any
+        layer) or "blocks.3.attn.hook_z". If a TransformerLens name means another tensor in a store's model, the store
+        is left out. The root document of each store that `where` accepts is read once. Raises ValueError if a document
+        cannot be read, and for a bad layer. Raises KeyError for a hook or layer that none of these stores has.
         """
         kept = [info for info in map(whole, self.infos) if where(info)] if where is not None else self.infos
         found, why = kept if hooks is None else holding(kept, hooks), self.why_empty
@@ -286,13 +287,13 @@ class Captures:
         return replace(self, infos=tuple(found), why_empty=why)
 
     def check_one_model(self) -> None:
-        """Raise ValueError where the stores are of several models. Stores chosen by `model` count as one model's."""
+        """Raise ValueError if the stores are of several models. Stores filtered by `model` count as one model."""
         one = OneModel(self.model)
         for info in map(whole, self.infos) if self.model is None else ():
             one.check(info.store, info.model)
 
     def progress(self, description: str | None = None) -> Iterator[Capture]:
-        """Go through the stores as a loop does, with a progress bar (tqdm) on standard error.
+        """Iterate over the stores with a progress bar (tqdm) on standard error.
 
         Raises ImportError without tqdm (`dmi_connector[progress]`).
         """
@@ -306,12 +307,12 @@ class Captures:
         """One score of a probe for each store, from the index: float32 [stores, outputs], or [stores, layers, outputs]
         for a probe of several layers. Opens no store.
 
-        probe: its name, with or without `probe.`. what: "max", "min", "mean", "last" (of the last row), or "at" (the
-        position of the first row with the largest score), over the rows that are not missing. NaN where a store has no
-        score, or one that is not finite.
+        probe: name of the probe, with or without `probe.`. what: "max", "min", "mean", "last" (of the last row), or
+        "at" (the position of the first row with the largest score), over the rows that are not missing. The result is
+        NaN for a store without a score, and for a score that is not finite.
 
-        Raises KeyError if none of the stores has the probe, ValueError for another `what`, and where stores have
-        different outputs or layers of it.
+        Raises KeyError if none of the stores has the probe. Raises ValueError for another `what`, and if the outputs or
+        layers of the probe differ between stores.
         """
         return scores_of(self.infos, probe, what)
 
@@ -323,8 +324,8 @@ class Captures:
         """One row per store, with the fields of `CaptureInfo` as columns. Times are UTC, paths are text.
 
         Stores of `dmi run` also have `row` (number of the row in the input), `id` and `finish_reason`, from the
-        manifests beside them; they are null for other stores. text: makes text of a list of token ids, such as
-        `tokenizer.decode`; adds `prompt`, and opens each store.
+        manifests beside them. These columns are null for other stores. text: a function that decodes a list of token
+        ids, such as `tokenizer.decode`. With it the table has the column `prompt`, and each store is opened.
 
         to: "pandas" or "polars". Raises ImportError without that library (`dmi_connector[pandas]`,
         `dmi_connector[polars]`), ValueError for another name.
@@ -333,9 +334,10 @@ class Captures:
 
     def token_table(self, to: str = "pandas", text: Decode | None = None) -> Any:
         """One row per token that is not missing, with the columns store (its name), key, row, position, token_id and
-        phase (0: prompt, 1: generated), as `to` says. text: makes text of a list of one token id; adds `text`.
+        phase (0: prompt, 1: generated). to: as in `table`. text: a function that decodes a list of one token id. With
+        it the table has the column `text`.
 
-        Reads the token arrays of each store. Raises as `table`.
+        Reads the token arrays of each store. Raises as `table` does.
         """
         return tables.of_tokens(self.infos, to, text)
 
@@ -360,18 +362,18 @@ class Captures:
         mask: Mask | None = None,
         last: int | None = None,
     ) -> RowView:
-        """The rows of a hook in all stores, one after the other, as one long array that reads rows on use.
+        """The rows of a hook in all stores, as one array. Rows are read when they are indexed.
 
-        hook, layer: as in `Capture.numpy`, `resid_pre@12` too; `logits` have a row for each sampled token. skip: rows
-        that are left out at the start of each store. phase: "prompt" or "generated". after: a token id, or several:
-        rows after the first row with one of them; none of a store without one. mask: a function of an open `Capture`
-        that returns a boolean for each of its rows (of logits: for each sample). last: at most this many rows per
-        store, the last that pass the others. Missing rows are left out. phase, after and mask read the token arrays of
-        each store once.
+        hook, layer: as in `Capture.numpy`, also `resid_pre@12`. `logits` have one row per sampled token. skip: number
+        of rows to leave out at the start of each store. phase: "prompt" or "generated". after: a token id, or several.
+        Rows after the first row with one of these ids are kept. A store without such a row gives no rows. mask: a
+        function that takes an open `Capture` and returns a boolean for each row (for `logits`, for each sample). last:
+        keep at most this many rows per store, the last ones that pass the other options. Missing rows are left out.
+        phase, after and mask read the token arrays of each store once.
 
-        Raises ValueError without a store, for stores of several models, and for options that are not valid; KeyError
-        for a hook or layer that the first store did not capture. Another store that did not is found when it is read,
-        which then raises KeyError: `filter(hooks=...)` leaves such stores out.
+        Raises ValueError without a store, for stores of several models, and for options that are not valid. Raises
+        KeyError for a hook or layer that the first store lacks. If another store lacks it, reading its rows raises
+        KeyError. `filter(hooks=...)` leaves such stores out.
         """
         choice = RowChoice(skip, phase, after, mask, last)
         if "@" in hook:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds stores below a prefix of an object store, and those of any directory that cannot be opened."""
+"""Finds stores below a prefix of an object store, and detects stores that cannot be opened."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_unreadable(info: CaptureInfo) -> bool:
 
 
 def opening(infos: Sequence[CaptureInfo]) -> tuple[list[CaptureInfo], list[tuple[Place, str]]]:
-    """(captures that can be opened, (store, reason) of each other one)."""
+    """(captures that can be opened, (store, reason) of each other capture)."""
     reasons: dict[int, str] = {}
 
     def look(number: int) -> None:
@@ -35,7 +35,7 @@ def opening(infos: Sequence[CaptureInfo]) -> tuple[list[CaptureInfo], list[tuple
 
 
 def below_prefix(place: RemotePath, on_error: str) -> list[CaptureInfo]:
-    """Captures below a prefix. Raises ValueError where nothing is, and for a damaged store if on_error is "raise"."""
+    """Captures below a prefix. Raises ValueError if there are none, and for a damaged store if on_error is "raise"."""
     listed = list_prefix(place)
     if not (listed.stores or listed.zips or listed.indexed):
         raise ValueError(f"{place} holds no store and no index; give the prefix of stores, as in s3://bucket/captures")

@@ -55,7 +55,7 @@ QK_NAMES = {
         "attn.k_norm.hook_out": "k",
     },
 }
-"""The same for queries and keys, by whether they pass a norm in the model (attribute `qk_norm`)."""
+"""The same for queries and keys. The key says whether the model has a norm of queries and keys (`qk_norm`)."""
 
 POST_NORM_NAMES = {
     "attn.hook_out": "attn_proj",
@@ -67,16 +67,16 @@ POST_NORM_NAMES = {
     "ln2_post.hook_in": "mlp_proj",
     "ln2_post.hook_out": "mlp_out",
 }
-"""The same in models that norm the output of a block, of which stores hold `attn_proj` or `mlp_proj`."""
+"""The same in models with post-norms, whose stores have `attn_proj` or `mlp_proj`."""
 
 ALL_NAMES = {**TL_NAMES, **QK_NAMES[False], **QK_NAMES[True], **POST_NORM_NAMES}
-"""All of these. Which of them are the same tensors in a model, `equal_hooks` says."""
+"""All names of these tables. `equal_hooks` says which of them are the same tensors in a model."""
 
 PATTERN = "attn.hook_pattern"
 NORMS = {"ln1": "resid_pre", "ln2": "resid_mid", "ln_final": "resid_final"}
 """Norm -> its input. `hook_scale` and `hook_normalized` are computed from the input."""
 HEADS = {"q": "heads", "k": "kv_heads", "v": "kv_heads", "q_rot": "heads", "k_rot": "kv_heads", "z": "heads"}
-"""Hooks of several heads, and which number of them."""
+"""Hook with several heads -> the size of `dims` that is their number."""
 OF_NORMS = tuple(f"{norm}.{part}" for norm in NORMS for part in ("hook_scale", "hook_normalized"))
 
 _EMBED_BEFORE = (
@@ -110,7 +110,7 @@ def split_name(name: str) -> tuple[str, int | None]:
 
 
 def full_name(name: str, layer: int | None) -> str:
-    """The name, with the prefix of its block if it exists in each block."""
+    """The name, with the prefix of its block if it belongs to a block."""
     return name if layer is None else f"blocks.{layer}.{name}"
 
 
@@ -121,7 +121,7 @@ def unlisted(name: str) -> str:
 
 
 def lens_name(hook: str, layer: int | None) -> str | None:
-    """What TransformerLens calls a hook that is the same tensor in every model; None without a name."""
+    """TransformerLens' name of a hook that is the same tensor in every model; None without a name."""
     for name, same in TL_NAMES.items():
         if same == hook:
             return full_name(name, layer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reduced hooks give besides decoded rows: attention summaries, latents, directions, restored rows, sums."""
+"""Results of reduced hooks besides decoded rows: attention summaries, latents, directions, restored rows, sums."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def attention_summary(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(positions, weights, entropy), see `Capture.attention_summary`."""
     reduction = capture.reduction("pattern")
-    # What this returns is the content of this one reduction, so it asks for its class.
+    # The result exists only for this reduction, so the check is for its class.
     assert isinstance(reduction, AttentionSummary), "the pattern is stored in no other form"
     check_head(head, capture.shape("pattern")[-1] // reduction.words)
     parts = reduction.split(capture.numpy("pattern", layer, tokens))
@@ -84,7 +84,7 @@ def tally(capture: StoreReader, hook: str, layer: int | None = None, tokens: Tok
 def _basis(
     capture: StoreReader, hook: str, reduction: Reduction, layer: int | None, basis: str | os.PathLike[str] | None
 ) -> LayerBasis:
-    """The basis of one layer of a hook: that of the array which holds it, with the layer's number there."""
+    """The basis of one layer of a hook. It belongs to the array that holds the hook, and to the layer in that array."""
     source = _only(capture, hook, layer, "a basis")
     layers = capture.attrs["hooks"][source.array]["layers"] or [0]
     fitted = reduction.fitted()
@@ -99,7 +99,7 @@ def _is_fitted_to_basis(reduction: Reduction) -> bool:
 
 
 def _only(capture: StoreReader, hook: str, layer: int | None, what: str) -> Source:
-    """Where one layer of a hook lies. Raises ValueError if the hook has several layers and none is named."""
+    """The source of one layer of a hook. Raises ValueError if the hook has several layers and `layer` is None."""
     sources = capture.sources(hook, layer)
     if len(sources) > 1:
         raise ValueError(f"each layer of {hook!r} has {what} of its own; name one layer")

@@ -8,7 +8,7 @@ import numpy as np
 from dmi_connector.store.read.reader import StoreReader
 
 _MOST_UINT8 = 256
-"""Experts whose numbers fit into uint8, vLLM's limit for it."""
+"""Maximum number of experts for which vLLM uses uint8."""
 _ROWS = 4096
 """Rows that are read at a time."""
 
@@ -16,13 +16,13 @@ _ROWS = 4096
 def routed_experts(capture: StoreReader, prompt_start: int = 0, check: bool = True) -> np.ndarray:
     """Experts [tokens - prompt_start, layers, top_k] as vLLM returns them with `enable_return_routed_experts`.
 
-    tokens: rows of the store; with `include_output_tokens` all tokens of the request but the last, which was never fed
-    to the model. layers: all of the model, zeros where a layer has no experts. By falling weight; uint8 for at most 256
-    experts, else uint16.
+    tokens: rows of the store. With `include_output_tokens` these are all tokens of the request except the last, which
+    is never fed to the model. layers: all layers of the model, with zeros for layers without experts. Experts are in
+    descending order of weight, as uint8 for at most 256 experts, else uint16.
 
-    prompt_start: as `SamplingParams.routed_experts_prompt_start`, tokens of the prompt that are left out at its start,
-    all of the prompt at most.
-    check: refuse a layer with experts whose numbers are all zero, which a kernel that hides its routing leaves.
+    prompt_start: as `SamplingParams.routed_experts_prompt_start`: number of tokens to leave out at the start of the
+    prompt, at most the whole prompt. check: refuse a layer with experts whose numbers are all zero, as from a kernel
+    that hides its routing.
 
     Raises KeyError without `topk_ids`. Raises ValueError for a store that lacks layers or rows, for one too old to say
     how many experts the model has, for a bad prompt_start, and for a layer of zeros.
@@ -49,7 +49,7 @@ def routed_experts(capture: StoreReader, prompt_start: int = 0, check: bool = Tr
 
 
 def _first_row(capture: StoreReader, prompt_start: int) -> int:
-    """The first row to return. Raises ValueError where it or a later row is not there."""
+    """The first row to return. Raises ValueError if it or a later row is missing."""
     if prompt_start < 0:
         raise ValueError(f"prompt_start {prompt_start} is not valid; use 0 or more tokens")
     start, prompt = int(capture.attrs["start"]), capture.prompt_len

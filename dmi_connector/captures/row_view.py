@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of one hook in many stores, as one long array."""
+"""The rows of one hook in many stores, as one array."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ class RowView:
     `Captures.rows`.
 
     `view[5]`, `view[10:20]`, `view[[7, 3, 7]]` and `view[mask, :10]` read rows as float32; integer hooks keep their
-    dtype. An index gives what numpy gives for an array of this shape. None and masks of several axes are refused. Rows
-    may be asked for in any order: each chunk is read once. `numpy.asarray` and functions of numpy read all of it, a
-    loop many rows at a time, `dask.array.from_array` what is computed. A view holds no lock on its stores: keep
-    retention and `dmi prune` away from them.
+    dtype. An index returns the same as for a numpy array of this shape. None and masks of several axes are refused.
+    Rows may be given in any order, and each chunk is read once. `numpy.asarray` and numpy functions read all rows. A
+    loop reads many rows at a time. `dask.array.from_array` reads the rows that are computed. A view holds no lock on
+    its stores, so retention and `dmi prune` must not remove them.
 
     `view.tokens([5])` gives token id, position, phase, store and key of rows.
 
-    shape, dtype: of the array. layers: the layers that are read; [] for a hook that exists once. stores: where the rows
-    are. sampled: whether it has a row for each sampled token, as logits have, not for each token.
+    shape, dtype: of the array. layers: the layers that are read; [] for a hook that exists once. stores: the stores of
+    the rows. sampled: whether it has one row per sampled token, as logits have, instead of one per token.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RowView:
             self.runs = (choice or RowChoice()).of(infos, self._counts(infos), self.sampled)
 
     def _counts(self, infos: Sequence[CaptureInfo]) -> list[int]:
-        """The rows of each store. The index does not have those of logits."""
+        """The number of rows of each store. The index does not have the number of rows of logits."""
         counts = [info.num_tokens or 0 for info in infos]
 
         def look(number: int) -> None:
@@ -165,10 +165,10 @@ class RowView:
     def read(self, rows: slice | Sequence[int] | np.ndarray, convert: bool = True) -> np.ndarray:
         """Rows [n, width] as float32, or with convert=False in the stored dtype; see `Capture.numpy`.
 
-        rows: a slice, a list of whole numbers, or a mask with a boolean for each row of the view. Of all layers:
-        [layers, n, width].
+        rows: a slice, a list of integers, or a mask with a boolean for each row of the view. With several layers the
+        result is [layers, n, width].
 
-        Raises IndexError for rows that are not there and for a mask of another length. Raises ValueError that names the
+        Raises IndexError for rows that do not exist and for a mask of another length. Raises ValueError that names the
         file for damaged values, and for a store whose rows are of another shape. Raises KeyError for a store that did
         not capture the hook or layer.
         """
@@ -200,8 +200,8 @@ class RowView:
         """All rows in order, `size` at a time; the last batch may be smaller.
 
         finite: what happens to rows with a NaN or an infinity: "keep" gives them and "skip" leaves them out, both with
-        a warning that counts them (RuntimeWarning); "fail" raises NotFinite. tokens: give pairs of a batch and what
-        `tokens` returns of its rows. Raises ValueError for a size below 1.
+        a warning that counts them (RuntimeWarning); "fail" raises NotFinite. tokens: yield pairs of a batch and
+        the result of `tokens` for its rows. Raises ValueError for a size below 1.
         """
         check = FiniteCheck(finite)
         if size < 1:
@@ -219,17 +219,17 @@ class RowView:
         check.warn_all()
 
     def origins(self, rows: slice | Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where rows come from: (number in `stores`, row of that store), both int64 [n]."""
+        """The origins of rows: (index in `stores`, row of that store), both int64 [n]."""
         return self.runs.origins(self._numbers(rows))
 
     def tokens(
         self, rows: slice | Sequence[int] | np.ndarray = slice(None), fields: Collection[str] = tuple(DTYPES)
     ) -> dict[str, np.ndarray]:
-        """What is known of the tokens of rows: field -> [n]. Reads the token arrays of their stores.
+        """Fields of the tokens of rows: field -> [n]. Reads the token arrays of their stores.
 
-        fields: of these. token_ids: int32. next_token_ids: int32, the token after it, -1 if the store does not have
+        fields: some of these. token_ids: int32. next_token_ids: int32, the next token, -1 if the store does not have
         it. positions: int32, in the request. phase: uint8, 0 for prompt tokens, 1 for generated ones. store: int64,
-        number in `stores`. row: int64, row of that store; of logits, the sample. key: the request's key, or None.
+        index in `stores`. row: int64, row of that store; for logits, the sample. key: the request's key, or None.
 
         Raises ValueError for another field and for a damaged store, IndexError as `read`.
         """
@@ -275,8 +275,9 @@ class RowView:
         return np.empty((len(self._layers), rows, self._stored_width), f"<u{self.stored_dtype.itemsize}")
 
     def plan_block(self, store: int, begin: int, places: np.ndarray, out: np.ndarray) -> Iterator[ShardPieces]:
-        """What `read_pieces` needs for `len(places)` rows of the view from `begin` on, which are of one store. places:
-        where they go.
+        """Yield the pieces for `read_pieces` of `len(places)` rows of the view from `begin` on, all of one store.
+
+        places: indexes of the rows in `out`.
         """
         array, layers = self._of(store)
         return array.plan(layers, self.runs.span(begin, len(places)), out, places)
@@ -352,7 +353,7 @@ class RowView:
 
 
 def _source(capture: StoreReader, hook: str, layer: Layers) -> tuple[str, list[int | None], list[int]]:
-    """(array that holds the hook, numbers of its wanted layers there, numbers of these layers for the reader)."""
+    """(array that holds the hook, its wanted layers in that array, the numbers of these layers for the reader)."""
     sources = capture.sources(hook, layer)
     names = {source.array for source in sources}
     if len(names) > 1:

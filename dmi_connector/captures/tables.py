@@ -18,7 +18,7 @@ from dmi_connector.store.read.run_manifest import MANIFESTS, read_manifest
 
 Decode = Callable[[list[int]], str]
 _COUNTS = ("bytes", "num_tokens", "prompt_len", "draft_tokens_scheduled", "draft_tokens_accepted", "row")
-"""Columns that are whole numbers, or empty."""
+"""Columns of integers or nulls."""
 _OF_RUN = ("row", "id", "finish_reason")
 """Columns from the manifests of `dmi run`."""
 _TIMES = ("started", "finished")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of the token of each row: its id, position and phase, and the store and key that it is from."""
+"""Fields of the token of each row: its id, position and phase, and the store and key of its request."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ DTYPES: dict[str, str] = {
     "row": "int64",
     "key": "object",
 }
-"""Each field and the dtype of its values.
+"""Field -> dtype of its values.
 
-token_ids: the token. next_token_ids: the one after it, -1 if the store does not have it. positions: positions in the
-request. phase: 0 for prompt tokens, 1 for generated ones. store: number of the store. row: row in the store; for
+token_ids: the token. next_token_ids: the next token, -1 if the store does not have it. positions: positions in the
+request. phase: 0 for prompt tokens, 1 for generated ones. store: index of the store. row: row in the store; for
 logits, the sample. key: the key of the request, or None.
 """
 IN_STORE = ("token_ids", "next_token_ids", "positions", "phase")
-"""Fields that are read from a store; the others are known without it."""
+"""Fields that are read from a store. The others are known without reading it."""
 
 
 def plain_array(store: Place, files: StoreFiles, name: str, dtype: str) -> np.ndarray:
@@ -43,7 +43,9 @@ def plain_array(store: Place, files: StoreFiles, name: str, dtype: str) -> np.nd
 
 
 def store_fields(store: Place, names: Collection[str], complete: bool, sampled: bool = False) -> dict[str, np.ndarray]:
-    """Some of `IN_STORE`, for each row of a store; sampled: for each row of its logits, -1 where its token has no row.
+    """Some fields of `IN_STORE`, for each row of a store.
+
+    sampled: for each row of its logits, -1 if the token has no row.
 
     complete: whether the store has all rows. Raises ValueError for damaged arrays.
     """
@@ -76,7 +78,7 @@ def _taken(values: np.ndarray, rows: np.ndarray, there: np.ndarray, absent: int 
 
 
 def known_ids(attrs: Mapping[str, Any], ids: np.ndarray) -> np.ndarray:
-    """bool [tokens]: which ids are those of tokens. A salvaged store may have 0 in the place of lost ones.
+    """bool [tokens]: which ids are known. A salvaged store may have 0 instead of lost ids.
 
     attrs: the root attribute of the store. ids: all of its `token_ids`.
     """

@@ -24,7 +24,7 @@ _SHOWN = ("model", "request_id", "key", "prompt_len", "complete", "reason", "cre
 
 
 class LazyHook:
-    """A hook that is read when it is indexed as numpy is (see `split_index`), for dask.array.from_array."""
+    """A hook that is indexed as a numpy array (see `split_index`), and read then. For dask.array.from_array."""
 
     def __init__(self, capture: StoreReader, hook: str) -> None:
         self._capture, self._hook = capture, hook
@@ -50,8 +50,8 @@ def dataset(capture: StoreReader, hooks: Iterable[str]) -> xarray.Dataset:
     """Hooks of a capture as dask arrays: float32, integer hooks in their own dtype.
 
     Dimensions: `layer`, `token`, and the width: `hidden` for hooks of the residual stream's width, else `q_width` and
-    so on. Hooks that exist once have no layer dimension. Where hooks have several sets of layers, `layer` is that of
-    most hooks, others are called `layer_0+4`. Logits have `sample` instead of `token`.
+    so on. Hooks that exist once have no layer dimension. If hooks have different layers, `layer` is the dimension of
+    most hooks. The others have a dimension such as `layer_0+4`. Logits have `sample` instead of `token`.
 
     Coordinates: the layer numbers; `position` (an index: `ds.sel(position=5)`), `token_id` and `phase` of each token,
     and `missing` in an incomplete store; `sample_position` of each row of logits. A dask chunk is one layer of one

@@ -29,7 +29,7 @@ TOLERANCE = 1e-5
 """Largest difference from transformers that float32 rounding explains for these models."""
 
 HOOKS = "vllm-full,q_rot,k_rot"
-"""Default selection: what attention patterns are rebuilt from, too."""
+"""Default selection. Attention patterns are computed from q_rot and k_rot."""
 MARKER = ".dmi-demo"
 """File that marks a directory as the demo's own."""
 PROMPTS = {
@@ -46,7 +46,7 @@ NEW_TOKENS = 12
 def prepare_dir(directory: Path, keep: bool) -> Path:
     """Make the directory of the demo. Unless `keep`, remove the stores of earlier demos in it.
 
-    Raises ValueError for a directory with other files, of which it removes none.
+    Raises ValueError for a directory with other files. It does not remove these files.
     """
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"dir: {str(directory)!r} is a file; give a directory")
@@ -66,7 +66,7 @@ class Progress:
     def __init__(self, steps: int) -> None:
         from tqdm import tqdm
 
-        # A descriptor of its own: `output_to` redirects the usual one.
+        # A duplicate of the descriptor, because `output_to` redirects the original.
         self.file = os.fdopen(os.dup(2), "w", buffering=1)
         layout = "{desc:<32} {percentage:3.0f}% |{bar:16}| step {n_fmt} of {total_fmt} [{elapsed}]"
         self.bar: Any = tqdm(total=steps, bar_format=layout, file=self.file, ncols=terminal_columns(self.file) - 1)
@@ -77,7 +77,7 @@ class Progress:
         self.bar.set_description_str(what)
         done = threading.Event()
         thread = threading.Thread(target=self._tick, args=(done,), daemon=True)
-        if self.file.isatty():  # in a log file one line a step is enough
+        if self.file.isatty():  # in a log file one line per step is enough
             thread.start()
         try:
             yield
@@ -155,7 +155,7 @@ def run_demo(directory: str | os.PathLike[str] = "demo", hooks: str = HOOKS, kee
 
 
 def judge(problems: Sequence[object], errors: dict[str, float]) -> int:
-    """Print the verdict. Returns 0 if no store has a problem and every hook is within TOLERANCE, else 1."""
+    """Print the result. Returns 0 if no store has a problem and every hook is within TOLERANCE, else 1."""
     for problem in problems:
         print(f"FAILED: {problem}", file=sys.stderr)
     wrong = {hook: error for hook, error in errors.items() if not error <= TOLERANCE}
@@ -178,7 +178,7 @@ def check_hooks(hooks: str, model: Path) -> None:
 
 
 def ask(model: Path, engine: dict[str, dict[str, Any]], progress: Progress) -> list[Answer]:
-    """Start an engine with capture, answer PROMPTS, stop it. Raises EngineFailed."""
+    """Start an engine with capture, generate answers to PROMPTS, and stop it. Raises EngineFailed."""
     with progress.step("starting vLLM"):
         from dmi_connector.engine.offline.offline import OfflineEngine
 

@@ -19,7 +19,7 @@ from dmi_connector.store.read.index import CaptureInfo, info_of, is_store
 from dmi_connector.wording import cut
 
 _SHOWN = 20
-"""Hooks and layers that the table of one pair shows, and pairs that are named as not compared."""
+"""Maximum number of lines in the table of one pair, and of pairs that are listed as not compared."""
 
 
 def add_diff(parser: argparse.ArgumentParser) -> None:
@@ -81,14 +81,14 @@ def _captures(path: str) -> Captures:
 
 
 def _json(found: CaptureDiff) -> dict[str, Any]:
-    """Plain JSON, which has no infinity: an error of inf is null."""
+    """The result as JSON values. An error of inf becomes null, because JSON has no infinity."""
     hooks = [asdict(hook) | {"worst": None if hook.worst == math.inf else hook.worst} for hook in found.hooks]
     first = next((hook for hook in hooks if hook["unlike"]), None)
     return {**asdict(found), "hooks": hooks, "first": first, "alike": found.alike, "not_compared": None}
 
 
 def _json_of_none(a: CaptureInfo, b: CaptureInfo, why: NothingToCompare) -> dict[str, Any]:
-    """A pair that cannot be compared."""
+    """The JSON entry of a pair that cannot be compared."""
     return {"a": str(a.store), "b": str(b.store), "alike": False, "not_compared": str(why)}
 
 

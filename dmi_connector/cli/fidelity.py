@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi fidelity`: measures what reductions would keep of stored rows."""
+"""`dmi fidelity`: measures how much of stored rows each reduction keeps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the help of each command says beside its options: one sentence, and examples."""
+"""The help of each command besides its options: one sentence, and examples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WIDTH = 79
 
 
 class Help(NamedTuple):
-    """A sentence on what a command does, and command lines that a user can take over."""
+    """One sentence about a command, and example command lines."""
 
     sentence: str
     examples: tuple[str, ...]
@@ -115,7 +115,7 @@ COMMANDS = {
 
 
 def describe(parser: argparse.ArgumentParser, command: str) -> None:
-    """Put the sentence of a command above its options, and its examples below. What stood below stays there."""
+    """Put the sentence of a command above its options, and its examples below. Existing text below stays."""
     sentence, examples = COMMANDS[command]
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = textwrap.fill(sentence, _WIDTH)

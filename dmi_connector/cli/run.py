@@ -54,10 +54,10 @@ NOT_OURS = (
     "retain_bytes",
     "upload_only_complete",
 )
-"""Server options that a bulk capture has no use for, or that it looks after itself."""
+"""Server options that a bulk capture does not need, or sets itself."""
 _WAIT_S = 0.2
 _SHOWN = 5
-"""Bad rows that the summary shows."""
+"""Maximum number of bad rows in the summary."""
 _WHY = {
     "max_bytes": "the disk budget is used up",
     "signal": "it was told to stop",
@@ -130,7 +130,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def settings_of(options: argparse.Namespace, flags: Sequence[str]) -> RunSettings:
-    """The settings of a command line. flags: those for vLLM. Raises OptionError and ValueError."""
+    """The settings of a command line. flags: flags for vLLM. Raises OptionError and ValueError."""
     names = [option.name for option in fields(ServerOptions) if option.name not in NOT_OURS]
     capture = {name: value for name in names if (value := getattr(options, name)) is not None}
     leave_graphs(capture, flags)
@@ -156,8 +156,8 @@ def settings_of(options: argparse.Namespace, flags: Sequence[str]) -> RunSetting
 def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     """Run the command.
 
-    Returns the exit status: 0 if every prompt has its store, and with `upload` every store its copy, 2 if no engine
-    could start, else 1, also where every row was refused. Raises ValueError, OSError.
+    Returns the exit status: 0 if every prompt has its store, and with `upload` every store is uploaded. It is 2 if no
+    engine could start, and otherwise 1, also if every row was refused. Raises ValueError, OSError.
     """
     if options.ray is None and importlib.util.find_spec("vllm") is None:
         raise ValueError("vllm: it is not installed in this environment; install dmi_connector[vllm]")
@@ -226,7 +226,7 @@ def _check_cluster(options: argparse.Namespace) -> None:
 def _engines(
     options: argparse.Namespace, settings: RunSettings, out: Path, life: Path, progress: Progress, stack: ExitStack
 ) -> EnginePool:
-    """The engines of a run. They end, and the cluster is left, with `stack`."""
+    """The engines of a run. When `stack` closes, they end and the cluster is left."""
     start, suffix = settings.engine_message(out), settings.order.suffix
     if options.ray is None:
         return stack.enter_context(closing(EngineProcesses(options.data_parallel, start, out, life, suffix)))
@@ -246,7 +246,7 @@ def _free(life: Path) -> bool:
 
 
 def _wait_for_uploads(life: Path, seconds: float) -> None:
-    """Wait up to this many seconds until the processes of all engines have ended. They upload what is left."""
+    """Wait up to this many seconds until the processes of all engines have ended. They upload the remaining stores."""
     deadline = time.monotonic() + seconds
     while not _free(life) and time.monotonic() < deadline:
         time.sleep(_WAIT_S)
@@ -255,7 +255,7 @@ def _wait_for_uploads(life: Path, seconds: float) -> None:
 def _recover(
     out: Path, run: str, order: Order, manifest: Path, life: Path, redo_missing: bool, progress: Progress
 ) -> Recovered:
-    """Recover once the processes of an earlier start have ended. They get no lock meanwhile."""
+    """Recover once the processes of an earlier start have ended. Meanwhile they get no new lock."""
     told = False
     while True:
         with lock_alone(life) as alone:
@@ -286,7 +286,7 @@ def _summarise(
     suffix: str,
     progress: Progress,
 ) -> int:
-    """Say how a run ended. Returns its exit status. answered: prompts, by engine. left: as `not_uploaded` gives it."""
+    """Print how a run ended. Returns its exit status. answered: prompts by engine. left: see `not_uploaded`."""
     counts, (not_uploaded, why) = outcome.counts, left
     rejects = out / f"rejects{suffix}.jsonl"
     event = {

@@ -48,15 +48,15 @@ _ZERO = {
     "retain_seconds": "no removal",
     "retain_bytes": "no removal",
 }
-"""What 0 means where it is the default."""
+"""Option whose default is 0 -> what 0 means."""
 _JSON = {
     "reduce": '{"resid_*": "rp(512)", "*": "int8"}',
     "probes": '{"risk": "risk.safetensors"}',
     "probe_alerts": '{"risk": 0.8}',
 }
-"""Options whose flags take a JSON object, each with an example."""
+"""Option whose flag takes a JSON object -> an example."""
 _GRAPHS = re.compile(r"^(--compilation[-_]config|-cc)([.=]|$)")
-"""Flags of vLLM with which a user says how CUDA graphs are made."""
+"""vLLM's flags that configure CUDA graphs."""
 
 USAGE = """dmi serve MODEL [--hooks HOOKS] [--store-dir DIR] [--owner OWNER] [option ...] [any vllm flag ...]
 
@@ -64,7 +64,7 @@ USAGE = """dmi serve MODEL [--hooks HOOKS] [--store-dir DIR] [--owner OWNER] [op
 
 
 def add_options(parser: argparse._ActionsContainer, leave_out: Sequence[str] = ()) -> None:
-    """Add --owner and one flag for each field of `ServerOptions` but `leave_out`. The default of each is None."""
+    """Add --owner, and one flag for each field of `ServerOptions` except `leave_out`. All defaults are None."""
     parser.add_argument(
         "--owner", choices=OWNERS, help="where rows lie: draft (default), target or pool, see docs/CAPTURING.md"
     )
@@ -127,7 +127,7 @@ def _said(option: str) -> str:
 def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], ServerOptions | None]:
     """The command line of vLLM's server for the arguments after `dmi serve`, and our options in it.
 
-    The options are None where a --config file of vLLM has them. Raises OptionError for a bad option, and for flags that
+    The options are None if vLLM's --config file has them. Raises OptionError for a bad option, and for flags that
     configure the connector a second time.
     """
     rest = [_spelled(word) for word in argv]
@@ -150,7 +150,7 @@ def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> tupl
 
 
 def _spelled(word: str) -> str:
-    """A word of the command line. Flags of ours may have underscores, as those of vLLM may."""
+    """A word of the command line with dashes in our flags. They may have underscores, as in vLLM."""
     flag, equals, value = word.partition("=")
     if flag.startswith("--") and flag[2:].replace("-", "_") in _OURS:
         return flag.replace("_", "-") + equals + value
@@ -158,13 +158,13 @@ def _spelled(word: str) -> str:
 
 
 def leave_graphs(given: dict[str, Any], flags: Sequence[str]) -> None:
-    """Have the connector leave CUDA graphs alone where a flag of vLLM says how they are made. given: server options."""
+    """Set `cuda_graphs` to "vllm" if a flag of vLLM configures CUDA graphs. given: server options."""
     if any(_GRAPHS.match(flag) for flag in flags):
         given.setdefault("cuda_graphs", "vllm")
 
 
 def refuse_conflicts(flags: Sequence[str], command: str, other: str = "") -> None:
-    """Raise OptionError for flags of vLLM that a command of ours writes itself. other: what else a user may do."""
+    """Raise OptionError for flags of vLLM that our command sets itself. other: an alternative for the message."""
     for flag in flags:
         match = _CONFLICT.match(flag)
         if match is not None:

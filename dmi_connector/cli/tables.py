@@ -46,11 +46,11 @@ ATTRIBUTES = (
 """Root attributes that `dmi info` prints, in this order."""
 
 NUMBERS = {"raw", "stored", "ratio", "bytes", "tokens", "hooks", "width", "max error"}
-"""Columns that are aligned right."""
+"""Right-aligned columns."""
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table with aligned columns: those of NUMBERS right, the others left."""
+    """A table with aligned columns. Columns of NUMBERS are right-aligned, the others left-aligned."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = []
@@ -105,7 +105,7 @@ def format_layers(layers: Sequence[int]) -> str:
 
 
 def info_text(capture: Capture) -> str:
-    """The table of arrays of a store, and the attributes that matter."""
+    """The table of arrays of a store, and the attributes of ATTRIBUTES."""
     rows = [
         (
             s.name,
@@ -141,7 +141,7 @@ def info_json(capture: Capture) -> dict[str, Any]:
 
 
 def captures_text(found: Sequence[CaptureInfo]) -> str:
-    """One line a capture: store, key, request, state, tokens, bytes, start."""
+    """One line per capture: store, key, request, state, tokens, bytes, start."""
     rows = [
         (
             info.store.name,

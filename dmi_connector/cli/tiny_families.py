@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of the configurations of tiny models (`tiny_models.make_model` writes them): more families."""
+"""Configuration fields of tiny models of more families. `tiny_models.make_model` writes the models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ODD: dict[str, Any] = {
 EXPERTS = {**ODD, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 WINDOWS = {"sliding_window": 32, "num_hidden_layers": 4}
 FULL = {"hidden_size": 96, "num_attention_heads": 3, "intermediate_size": 160, "tie_word_embeddings": False}
-"""Heads that share out the residual stream, as older families have them."""
+"""Sizes in which all heads together are as wide as the residual stream, as in older families."""
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _HALF = {**ROPE, "partial_rotary_factor": 0.5}
 _HALVES = {"rope_parameters": _HALF}
@@ -93,7 +93,7 @@ BACKEND: dict[str, dict[str, Any]] = {
     "mellum": {**EXPERTS, **WINDOWS, "num_experts": 6, "layer_types": _LAYERS, "mlp_layer_types": _FIRST_DENSE},
     "seed_oss": {**ODD, "attention_bias": True},
 }
-"""Those that vLLM serves through its Transformers backend."""
+"""`model_type` -> config of tiny models that vLLM serves through its Transformers backend."""
 SPARSE: dict[str, dict[str, Any]] = {
     "afmoe": {
         **_SHARED,

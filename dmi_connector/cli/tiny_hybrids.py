@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of tiny hybrid models (`tiny_models.make_model` writes them): in some layers a mixer stands for attention."""
+"""Fields of tiny hybrid models (`tiny_models.make_model` writes them): in some layers a mixer replaces attention."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ DELTA = {
     "linear_num_value_heads": 6,
     "rms_norm_eps": 1e-3,  # queries and keys that are all but orthogonal give values whose norm is all rounding
 }
-"""Gated delta nets of a size without a kernel of vLLM's on a CPU."""
+"""Gated delta nets of a size for which vLLM has no CPU kernel."""
 ON_CPU = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 3,
 }
-"""What vLLM's CPU kernel for them takes, in bfloat16."""
+"""Sizes that vLLM's CPU kernel for gated delta nets takes, in bfloat16."""
 EXPERTS = {
     "num_experts": 5,
     "num_experts_per_tok": 2,
@@ -75,7 +75,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {
         **_ODD,
         **_MAMBA,
-        "mamba_n_groups": 1,  # with more vLLM norms each by itself, transformers all together
+        "mamba_n_groups": 1,  # with more groups, vLLM norms each group, and transformers all groups together
         "num_attention_heads": 3,
         "num_key_value_heads": 1,
         "num_hidden_layers": 4,
@@ -94,7 +94,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         **_CONV,
         "block_auto_adjust_ff_dim": True,
         "block_multiple_of": 8,
-        "conv_dim": 96,  # which vLLM reads, as published configs have them
+        "conv_dim": 96,  # vLLM reads it, and published configs have it
         "block_dim": 96,
     },
     "lfm2_moe": {
@@ -108,4 +108,4 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 """`model_type` -> config of a tiny hybrid model."""
 CENTRED = ("gemma", "step3p5", "qwen3_next", "qwen3_5")
-"""How the types of models begin whose norms multiply by 1 + weight."""
+"""Prefixes of the `model_type`s whose norms multiply by 1 + weight."""

@@ -136,7 +136,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
             **_QWEN3_ROPE,
             "num_experts": 6,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": 40,  # half the width of the stream would hide which axis is which
+            "moe_intermediate_size": 40,  # half the width of the stream would hide swapped axes
             "norm_topk_prob": True,
         },
         "vision_config": _QWEN3_VISION,
@@ -149,7 +149,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
             **_GLM_ROPE,
             "num_attention_heads": 3,
             "num_key_value_heads": 1,
-            "attention_bias": True,  # transformers does not read it, and has the biases
+            "attention_bias": True,  # transformers does not read it, and always has the biases
         },
         "vision_config": _GLM_VISION,
         **_GLM_IDS,
@@ -165,7 +165,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 48,
             "routed_scaling_factor": 1.5,
-            "use_qk_norm": False,  # which vLLM reads
+            "use_qk_norm": False,  # vLLM reads it
         },
         "vision_config": _GLM_VISION,
         **_GLM_IDS,
@@ -311,7 +311,7 @@ PROCESSORS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
 }
-"""Files beside a model that say how its images are processed."""
+"""Files beside a model that configure its image processor."""
 
 
 TEXT_ONLY: dict[str, dict[str, Any]] = {
@@ -330,11 +330,11 @@ TEXT_ONLY: dict[str, dict[str, Any]] = {
         **{"image_token_id": 500, "tie_word_embeddings": False},
     },
 }
-"""Families whose language model transformers has only inside such a model. No image was tried."""
+"""Families whose language model transformers has only inside such a model. They were not tested with images."""
 
 
 def wrapper_fields(arch: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a family with changes, those of an inner configuration field by field."""
+    """The configuration of a family with changes. Inner configurations are changed field by field."""
     fields = copy.deepcopy((WRAPPERS | TEXT_ONLY)[arch])
     for name, value in changes.items():
         fields[name] = {**fields[name], **value} if name.endswith("_config") else value
@@ -342,9 +342,7 @@ def wrapper_fields(arch: str, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def fill_vision(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Draw the parameters of the vision tower and of its projection, so that images give embeddings of the size of the
-    text's.
-    """
+    """Draw the parameters of the vision tower, so that embeddings of images have the magnitude of those of text."""
     import torch
 
     for name, weight in sorted(model.named_parameters()):
@@ -367,7 +365,7 @@ def is_vision(name: str) -> bool:
 
 
 def named_tokens(arch: str) -> dict[str, str]:
-    """Tokens that the family's processor asks the tokenizer for, by name."""
+    """Tokens that the family's processor looks up in the tokenizer, by name."""
     if arch == "internvl":
         names: tuple[str, ...] = ("context_image_token", "start_image_token", "end_image_token", "video_token")
     else:
@@ -382,8 +380,9 @@ def save_processor(arch: str, path: Path) -> None:
 
 
 def save_names(arch: str, path: Path) -> None:
-    """Write the weights as published checkpoints have them: transformers saves a tower of SigLIP under shorter names,
-    and experts of Qwen3-VL with their axes the other way round.
+    """Write the weights in the form of published checkpoints.
+
+    transformers saves a SigLIP tower under shorter names, and experts of Qwen3-VL with swapped axes.
     """
     if arch not in ("gemma3", "qwen3_vl_moe"):
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one engine captures. Each of its processes computes it once; models, row cache and connector share it."""
+"""What one engine captures. Each process of the engine computes it once. Models, row cache and connector share it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drafting:
-    """Speculative decoding beside a capture.
+    """Speculative decoding in an engine that captures.
 
-    method: as in `speculative_config`. most: draft tokens of a request in a step at most (num_speculative_tokens).
+    method: as in `speculative_config`. most: maximum number of draft tokens per request and step
+    (num_speculative_tokens).
     shares_modules: whether the draft may run modules of the target, such as its embedding.
     """
 
@@ -46,12 +47,12 @@ class Drafting:
 class CaptureContext:
     """What one engine captures.
 
-    layouts: the layout of the rows of each rank. dtype: the model's. tp: tensor-parallel size. rank: the rank of this
+    layouts: the row layout of each rank. dtype: dtype of the model. tp: tensor-parallel size. rank: the rank of this
     process, 0 if it has none. may_sleep: whether vLLM may discard its caches (sleep mode). owner: the owner of the
     rows. block_scale: the factor of the output of a block before it is added to the residual stream. visual_layers:
-    first layers after which visual features are added to the residual stream. drafting: the speculative decoding beside
-    the capture; None if there is none. stages: of each rank the layers that its pipeline stage has, () without stages.
-    The last stage is rank 0: it has the logits, and vLLM waits for its answer. coverage: what the taps of this process
+    number of first layers after which visual features are added to the residual stream. drafting: the speculative
+    decoding of the engine, or None. stages: the layers of each rank's pipeline stage, () without stages. The last stage
+    is rank 0, because it has the logits and vLLM waits for its answer. coverage: which fields the taps of this process
     have written.
     """
 
@@ -74,7 +75,7 @@ class CaptureContext:
 
     @property
     def cache_layer(self) -> str:
-        """Name of the cache layer of the rows. vLLM reads exactly one integer out of it and sorts layers by it."""
+        """Name of the rows' cache layer. vLLM requires exactly one integer in the name, and sorts layers by it."""
         return f"dmi_rows.{self.dims.layers}"
 
     @property
@@ -108,22 +109,22 @@ class CaptureContext:
         return self.layouts[self.rank]
 
     def field(self, hook: str, layer: int) -> RowField | None:
-        """The field of one hook and layer on a rank that writes it: for its size. None if it is not selected."""
+        """The field of a hook and layer on a rank that writes it, which has its size. None if it is not selected."""
         return self.layouts[self.layout.writer.get((hook, layer), self.rank)].find(hook, layer)
 
     @property
     def fingerprint(self) -> str:
-        """Everything here that changes the compiled graph. It becomes part of vLLM's compile hash."""
+        """All settings that change the compiled graph. vLLM's compile hash includes it."""
         fields = [f for layout in self.layouts for f in layout.fields]
         settings = {f.hook: f.reduction.settings() for f in fields if f.reduction is not None}
-        # The content of a file is data: with another probe the graph is the same.
+        # The graph does not depend on the content of a file, such as the weights of a probe.
         reduced = {hook: {**found, "sha256": None} if "sha256" in found else found for hook, found in settings.items()}
         ranks = f"tp{self.tp}{sorted(self.layout.writer.items()) if self.ranks > 1 else ''}"
         return f"{self.owner.name};{self.dtype};{ranks};row{self.layout.row_bytes};{self.selection};{reduced}"
 
 
 def is_active(vllm_config: VllmConfig) -> bool:
-    """Whether this engine runs with our connector. Raises ValueError if it is one of several."""
+    """Whether this engine runs with our connector. Raises ValueError if it is used together with other connectors."""
     from dmi_connector.engine import refusals
 
     refusals.check_alone(vllm_config)
@@ -138,7 +139,7 @@ _built: tuple[object, CaptureContext] | None = None
 def capture_context(vllm_config: VllmConfig) -> CaptureContext:
     """The context of an engine. The target, the draft and both halves of the connector share one.
 
-    Raises ValueError that names option, value and fix for what cannot work.
+    Raises ValueError for a configuration that is not supported. The message names option, value and fix.
     """
     global _built
     transfer = vllm_config.kv_transfer_config
@@ -148,7 +149,7 @@ def capture_context(vllm_config: VllmConfig) -> CaptureContext:
 
 
 def _build(vllm_config: VllmConfig) -> CaptureContext:
-    """Check the configuration, make the store directory, and work out the selection and its layout."""
+    """Check the configuration, make the store directory, and compute the selection and its layout."""
     from dmi_connector.engine import refusals
 
     refusals.check(vllm_config)
@@ -192,7 +193,7 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
 
 
 def _stages(vllm_config: VllmConfig, layers: int) -> tuple[range, ...]:
-    """`CaptureContext.stages` of an engine whose model has so many layers."""
+    """`CaptureContext.stages` for a model with this number of layers."""
     from vllm.distributed.utils import get_pp_indices
 
     size = vllm_config.parallel_config.pipeline_parallel_size
@@ -200,7 +201,10 @@ def _stages(vllm_config: VllmConfig, layers: int) -> tuple[range, ...]:
 
 
 def rank_here(tp: int, stages: int) -> int:
-    """The rank of this process among those of `CaptureContext`; 0 in the scheduler's. stages: 0 without."""
+    """The rank of this process in the sense of `CaptureContext`. It is 0 in the scheduler's process.
+
+    stages: number of pipeline stages, 0 without them.
+    """
     from vllm.distributed.parallel_state import (
         get_pp_group,
         get_tensor_model_parallel_rank,
@@ -213,7 +217,7 @@ def rank_here(tp: int, stages: int) -> int:
 
 
 def _embed_scale(arch: Architecture, dims: ModelDims, dtype: torch.dtype) -> float:
-    """vLLM keeps the factor in the model's dtype."""
+    """The factor of the embeddings, rounded to the model's dtype as in vLLM."""
     return float(torch.tensor(dims.hidden**0.5, dtype=dtype)) if arch.embed_scaled else 1.0
 
 
@@ -225,8 +229,9 @@ def _drafting(vllm_config: VllmConfig) -> Drafting | None:
 
 
 def _keep_files(options: ServerOptions, reductions: Reductions) -> None:
-    """Put copies of the files that reductions were fitted to and of the probes in use beside the stores. Autoencoders
-    are large: these are not copied.
+    """Copy the fitted files of reductions and the files of selected probes to directories beside the stores.
+
+    Autoencoders are not copied, because they are large.
     """
     fitted = [f for r in reductions.values() if (f := r.fitted()) is not None]
     kept = [("reduce", BASES, *file) for file in sorted({(f.source, f.sha256) for f in fitted})]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether this vLLM is one that capture works with: its version, and the names of contract_names.py. Checked at start.
+"""Checks at start whether capture works with this vLLM: its version, and the names of contract_names.py.
 
-A vLLM newer than those that were tested is not refused by its number. Its engine then relies on nothing that only a
-test could show (`untested`), and its first captures are checked for values that no tap wrote.
+A vLLM newer than the tested versions is not refused for its version. Its engine then does not use behaviour that only
+tests can confirm (`untested`), and its first captures are checked for values that no tap wrote.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ logger = logging.getLogger("vllm.dmi_connector")
 SUPPORTED = ">=0.31,<0.34"
 """Versions that were tested. docs/COMPATIBILITY.md has the runs, and why others are excluded."""
 REUSE = ("allow_buffer_reuse", "inplace_buffers", "memory_planning")
-"""Options of Inductor that let it put a value where another one was."""
+"""Options of Inductor that let it reuse the memory of a value for another one."""
 UNTESTED = "DMI_UNTESTED_VLLM"
 """Environment variable: what to do with a newer vLLM, one of `_CHOICES`."""
 _CHOICES = ("check", "refuse")
 
 
 def find(name: Name) -> Any:
-    """What a name stands for. Raises AttributeError if it is in none of its places."""
+    """The object of a name. Raises AttributeError if none of its places exists."""
     for place in name.places.split():
         module, _, attributes = place.partition(":")
         try:
@@ -43,7 +43,7 @@ def find(name: Name) -> Any:
 
 @functools.cache
 def untested() -> str:
-    """The version of a vLLM that is newer than those that were tested; "" for one of them."""
+    """The version of this vLLM if it is newer than the tested ones, else ""."""
     import vllm
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
@@ -54,7 +54,7 @@ def untested() -> str:
 
 
 def _first_newer() -> tuple[int, ...]:
-    """The release at which SUPPORTED ends."""
+    """The first release after SUPPORTED."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
@@ -63,7 +63,7 @@ def _first_newer() -> tuple[int, ...]:
 
 
 def check_version() -> None:
-    """Raises ValueError for a vLLM older than the tested ones, and for a newer one if UNTESTED says so."""
+    """Raise ValueError for a vLLM older than the tested ones, and for a newer one if UNTESTED is "refuse"."""
     import vllm
     from packaging.specifiers import SpecifierSet
 
@@ -83,7 +83,7 @@ def check_version() -> None:
 
 
 def check_names(features: Iterable[str]) -> None:
-    """Raises ValueError for a missing name of these features."""
+    """Raise ValueError if a name of these features is missing."""
     for feature in features:
         for name in NAMES[feature].values():
             if name.without:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names in vLLM, torch and Triton that are not public interfaces and that this package uses, by feature.
+"""Names of vLLM, torch and Triton that this package uses although they are not public, by feature.
 
 contract.py checks the names of the features that an engine uses. docs/CONTRACT.md lists the same names for readers.
 """
@@ -12,8 +12,8 @@ from typing import NamedTuple
 class Name(NamedTuple):
     """A name outside this package.
 
-    places: `module:attribute path`. For a name that has moved: all its paths, separated by spaces; the first that
-    exists is used. why: its use here. without: the behaviour if it is missing; "": the engine does not start.
+    places: `module:attribute path`. A name that has moved has several paths, separated by spaces, and the first one
+    that exists is used. why: its use here. without: the behaviour if it is missing; "": the engine does not start.
     """
 
     places: str

@@ -5,9 +5,9 @@ vLLM's default, FULL_AND_PIECEWISE, runs mixed prefill-decode batches with piece
 more. FULL runs them as one graph, if the attention backend supports that.
 
 FlashAttention 3 supports it. FlashAttention 4 claims to in vLLM 0.33, but was not compared. Version 3 gives wrong
-attention for heads of up to 64 values, or of more than 128: in a step with one token for each request it plans for
-another kernel than the one in the graph (vLLM 0.32, H200: 9 of 30 sequences right with heads of 64 values, 30 of 30
-with 128). So FULL is chosen only where it was found to be correct.
+attention for heads of up to 64 values, or of more than 128. In a step with one token per request it plans for another
+kernel than the one in the graph (vLLM 0.32, H200: 9 of 30 sequences right with heads of 64 values, 30 of 30
+with 128). So FULL is chosen only where tests found it to be correct.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _BACKEND, _VERSION = "FLASH_ATTN", 3
 _WRONG_UP_TO, _RIGHT_UP_TO = 64, 128
 """FULL is correct for head sizes above the first number and up to the second."""
 _LARGEST = 512
-"""Approximate tokens of the largest steps of a busy engine. It is also vLLM's default for the largest graph."""
+"""Approximate number of tokens in the largest steps of a busy engine. It is also vLLM's default for the largest graph.
+"""
 
 
 def choose_graphs(vllm_config: VllmConfig, option: str) -> None:
-    """Replace vLLM's default by FULL where FULL is correct, and log in which steps capture costs more.
+    """Replace vLLM's default mode by FULL if FULL is correct, and log in which steps capture costs more.
 
     Call it once the attention layers are built and before the KV cache is. option: `ServerOptions.cuda_graphs`.
     """

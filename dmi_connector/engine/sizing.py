@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults that follow from the machine: buffer sizes, number and priority of writers."""
+"""Defaults that depend on the machine: buffer sizes, number and priority of writers."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 LEAST_SHARE = 0.05
-"""Minimum share of time that writers beside a GPU work while the ring has room (store/write/pace.py)."""
+"""Minimum duty cycle of writers on a machine with a GPU while the ring has room (store/write/pace.py)."""
 
 WRITER_NICE = 19
-"""Nice level of writers beside a GPU: the lowest priority."""
+"""Nice level of writers on a machine with a GPU: the lowest priority."""
 
 CPU_HOST_BYTES, GPU_STAGING_BYTES = 256 << 20, 1 << 30
 """Default sizes: host buffer on a CPU; staging memory."""
 
 MOST_HOST_SHARE, ALL_HOSTS_SHARE = 1 / 8, 1 / 4
-"""Default host buffers beside GPUs, as shares of the machine's memory: for one GPU at most, and for all together."""
+"""Default host buffers with GPUs, relative to the machine's memory: maximum for one GPU, and total for all GPUs."""
 
 MOST_GPU_WRITERS, MOST_CPU_WRITERS, CPU_CORES_A_WRITER = 64, 4, 4
-"""Maximum default writers beside a GPU and on a CPU; on a CPU one per so many cores, which the model uses too."""
+"""Maximum default number of writers per GPU and on a CPU, and cores per writer on a CPU, which the model uses too."""
 
 _DEVICES = "/dev/nvidia[0-9]*"
 """GPUs of this machine or container, including those that CUDA_VISIBLE_DEVICES hides."""
@@ -44,7 +44,7 @@ _SLACK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class BufferSizes:
-    """Bytes of the shared host buffer, of its least size, and of the GPU staging buffer (0 on the CPU)."""
+    """Bytes of the shared host buffer, its minimum size, and bytes of the GPU staging buffer (0 on a CPU)."""
 
     host: int
     least_host: int
@@ -52,9 +52,10 @@ class BufferSizes:
 
 
 def gpu_share(token_bytes: Sequence[int], rank: int) -> float:
-    """What a rank takes by default of the machine's cores and of the memory for host buffers, as a part of all.
+    """A rank's default share of the machine's cores and of the memory for host buffers.
 
-    Each GPU of the machine has an equal part. The ranks of an engine share theirs by the bytes that each exports.
+    Each GPU of the machine has an equal share. The ranks of an engine divide their shares in proportion to the bytes
+    that each exports.
 
     token_bytes: bytes of a row, by rank of the engine.
     """
@@ -67,8 +68,8 @@ def buffer_sizes(
 ) -> BufferSizes:
     """The buffer sizes that options give, or defaults.
 
-    share: of a rank beside a GPU, see `gpu_share`. Both buffers must hold two full chunks, the host buffer also twice
-    `step_bytes`, the logits of a step. Raises OptionError.
+    share: share of a rank with a GPU, see `gpu_share`. Both buffers must hold two full chunks, the host buffer also
+    twice `step_bytes`, the logits of a step. Raises OptionError.
     """
     chunks = 2 * token_bytes * options.chunk_tokens + _SLACK_BYTES
     host_least = chunks + 2 * step_bytes
@@ -91,7 +92,7 @@ def buffer_sizes(
 
 
 def keep_rows(context: CaptureContext, vllm_config: VllmConfig) -> int:
-    """The scheduler keeps blocks of finished requests while more rows than this wait: half of the staging memory."""
+    """The number of waiting rows above which blocks of finished requests are kept: half of the staging memory."""
     gpu = vllm_config.device_config.device_type != "cpu"
     if not gpu or context.options.sink == "null":
         return UNLIMITED  # rows are gathered at once
@@ -99,10 +100,11 @@ def keep_rows(context: CaptureContext, vllm_config: VllmConfig) -> int:
 
 
 def write_settings(options: ServerOptions, rank: int, gpu: bool) -> WriteSettings:
-    """The settings of a rank's coordinator. That of rank 0 also measures and prunes the directory.
+    """The settings of a rank's coordinator. The coordinator of rank 0 also measures and prunes the directory.
 
-    Beside a GPU writers give way to the engine's thread at once. On a CPU they do not: the model keeps all cores busy,
-    and they would never run. Under policy drop they do not either: a full ring loses rows.
+    With a GPU, writers run in SCHED_IDLE and yield to the engine's thread at once. On a CPU they do not, because the
+    model keeps all cores busy and they would never run. Under policy drop they do not either, because a full ring loses
+    rows.
     """
     give_way = gpu and options.policy == "block"
     keep = {
@@ -129,7 +131,7 @@ def write_settings(options: ServerOptions, rank: int, gpu: bool) -> WriteSetting
         least_share=LEAST_SHARE if give_way else WriteSettings.least_share,
         keep={} if rank else keep,
         upload=upload if options.upload and not rank else {},
-        # A flush and an upload are not in what a writer measures, and plain chunks would make both longer.
+        # A writer does not measure the time of flushes and uploads, and plain chunks would make both longer.
         always_compress=options.always_compress or options.fsync or bool(options.upload),
     )
 
@@ -137,7 +139,7 @@ def write_settings(options: ServerOptions, rank: int, gpu: bool) -> WriteSetting
 def default_writers(gpu: bool, share: float = 1.0) -> int:
     """Writer processes of a rank: fewer than cores on a CPU.
 
-    share: of a rank beside a GPU, see `gpu_share`. There writers give way to the engine, so each core has one.
+    share: share of a rank with a GPU, see `gpu_share`. Writers then yield to the engine, so there is one per core.
     """
     cores = len(os.sched_getaffinity(0))
     if not gpu:

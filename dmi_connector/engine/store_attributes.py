@@ -58,7 +58,7 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
 
 
 def _model_name(model: str) -> str:
-    """A name in a hub is unchanged. A directory becomes an absolute path, since readers may run elsewhere."""
+    """The model's name in a hub, or the absolute path of its directory, since readers may run elsewhere."""
     return os.path.abspath(model) if os.path.isdir(model) else model
 
 
@@ -66,7 +66,7 @@ def _attention(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, An
     """How the layers attend, for readers that compute attention again; {} if vLLM does not say."""
     named = vllm_config.compilation_config.static_forward_context
     arch = context.arch
-    numbers = range(context.dims.layers)  # by which vLLM 0.31's Transformers backend names them
+    numbers = range(context.dims.layers)  # the names of attention layers in vLLM 0.31's Transformers backend
     rows = [(i, arch.of_layer(i, context.dims)) for i in numbers]
     found = {i: named.get(f"{arch.layers}.{i}.{row.attn_name}", named.get(f"{i}.attn")) for i, row in rows if row.attn}
     layers: list[Any] = [*found.values()]

@@ -50,15 +50,15 @@ KINDS: dict[str, type[Reduction]] = {
 }
 """All reductions by name."""
 STORED: dict[str, type[Reduction]] = {c.kind: c for c in (ChannelInt8, ChannelProjection, Probe, Latents)}
-"""What stores name as a reduction too, and settings otherwise or not at all."""
+"""Further reductions in stores. Settings name them in another way, or not at all."""
 FITTED: dict[str, type[Reduction]] = {"int8": ChannelInt8, "rp": ChannelProjection}
-"""What stands in the place of a reduction where its brackets name a file with "channel=FILE"."""
+"""Name -> the reduction that replaces it if its brackets contain "channel=FILE"."""
 _CHANNEL = re.compile(r"(^|,)\s*channel\s*(=|,|$)")
 _SPEC = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 
 def parse(spec: str) -> Reduction | None:
-    """The reduction that a setting names; None for "none". That of a mode says in `bind` which one it is.
+    """The reduction that a setting names; None for "none". For a mode, `bind` returns the reduction.
 
     Raises ReduceError that names the error and the choices.
     """
@@ -85,17 +85,17 @@ def parse_projection(spec: str) -> RandomProjection:
 
 
 def forms() -> list[str]:
-    """How settings write each reduction."""
+    """The forms of each reduction in settings."""
     return [form for kind in KINDS.values() for form in kind.forms]
 
 
 def summaries() -> dict[str, type[Reduction]]:
-    """The hooks that are stored in summary only, each with the reduction that it is for (`Reduction.only`)."""
+    """Hook that is stored only as a summary -> its reduction (`Reduction.only`)."""
     return {hook: kind for kind in KINDS.values() for hook in kind.only}
 
 
 def from_settings(settings: Mapping[str, Any]) -> Reduction:
-    """The reduction that `Reduction.settings` described, as stores keep it. Raises ReduceError."""
+    """Rebuild a reduction from `Reduction.settings`, as stores have them. Raises ReduceError."""
     values = dict(settings)
     kind = values.pop("kind", None)
     known = KINDS | STORED

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attn(m): the m largest attention weights of each head. It stands for `pattern`, which fused kernels never write.
+"""attn(m): the m largest attention weights of each head. It replaces `pattern`, which fused kernels never write.
 
-Row, for each head: m positions (int32) in descending order of weight, ties by lowest position; m weights (float32); the
-entropy of all weights in nats (float32). Where a token sees fewer than m, the rest are position -1 and weight 0.
+A row has for each head: m positions (int32) in descending order of weight, and for equal weights in ascending order; m
+weights (float32); the entropy of all weights in nats (float32). If a token sees fewer than m positions, the rest are
+position -1 and weight 0.
 
-With `half` positions are uint16 (65,535 stands for -1) and weights float16; the entropy stays float32.
+With `half`, positions are uint16 (65,535 stands for -1) and weights are float16. The entropy stays float32.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 LARGEST = 64
 """Largest m. The kernel keeps m scores of each head in registers."""
 NOWHERE = (1 << 16) - 1
-"""The position that stands for none in 16 bits."""
+"""The 16-bit value that stands for position -1."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,12 @@ class AttentionSummary(Reduction):
 
     @property
     def words(self) -> int:
-        """Decoded values of one head."""
+        """Number of decoded values per head."""
         return 2 * self.m + 1
 
     @property
     def stored_words(self) -> int:
-        """Four-byte words of one head, as it is stored."""
+        """Number of stored 4-byte words per head."""
         return (self.m if self.half else 2 * self.m) + 1
 
     def settings(self) -> dict[str, Any]:

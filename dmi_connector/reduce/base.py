@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a reduction: its settings, what it keeps, an encoder in torch that runs on the values' device, a
-decoder in numpy.
+"""The interface of a reduction: its settings, what it keeps, an encoder in torch, and a decoder in numpy. The encoder
+runs on the device of the values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Keeps(enum.Flag):
 class LinearHead(NamedTuple):
     """A linear head on a device.
 
-    weight: float32 [outputs, width], contiguous. bias: float32 [outputs]. output: what is done to the sums: "none",
+    weight: float32 [outputs, width], contiguous. bias: float32 [outputs]. output: the output function: "none",
     "sigmoid" or "softmax".
     """
 
@@ -55,7 +55,7 @@ class LinearHead(NamedTuple):
 
 @dataclass(frozen=True)
 class FittedRef:
-    """Which file a reduction was fitted to, by hash and path. source: its path; "" where a store names it."""
+    """The file of a fitted reduction. source: its path; "" if the reference was read from a store."""
 
     kind: type[FittedFile]
     sha256: str
@@ -64,24 +64,25 @@ class FittedRef:
 
 @dataclass(frozen=True)
 class Reduction:
-    """One reduction with its settings. A subclass in a file of its own and its entry in `KINDS` make a new one.
+    """One reduction with its settings. A new reduction is a subclass in its own file, with an entry in `KINDS`.
 
-    Rows of `width` values become rows of `stored_width(width, dtype)` values of `stored_dtype(dtype)`: for all but
-    `round` these are bytes, laid out as the class says (docs/FORMAT.md, section 11). The bytes of a row are a multiple
+    Rows of `width` values become rows of `stored_width(width, dtype)` values of `stored_dtype(dtype)`: except for
+    `round` these are bytes, in the layout of the class (docs/FORMAT.md, section 11). The bytes of a row are a multiple
     of 4.
 
-    A subclass has to give `kind`, `forms`, `stored_width`, `encode` and `decode`. The rest is right for a reduction
-    that keeps every value of any hook, approximately, and has no kernel of its own.
+    A subclass has to define `kind`, `forms`, `stored_width`, `encode` and `decode`. The other defaults are for a
+    reduction that keeps every value of any hook approximately, and has no kernel of its own.
     """
 
     kind: ClassVar[str] = "none"
     """Its name, in settings and in stores."""
     forms: ClassVar[tuple[str, ...]] = ()
-    """How settings write it, for help and docs/REDUCTIONS.md: ("int8", "int8(affine)", "int8(g)")."""
+    """Its forms in settings, for help and docs/REDUCTIONS.md: ("int8", "int8(affine)", "int8(g)")."""
     example: ClassVar[str] = ""
     """One of its forms with numbers, for messages. Reductions with `only` need it."""
     only: ClassVar[frozenset[str]] = frozenset()
-    """The hooks that it is made for: it takes no others, no other reduction takes these, and no store has them in full.
+    """The only hooks that it reduces. No other reduction takes these hooks, and no store has them in full.
+
     Empty: it takes every other hook of floats.
     """
     keeps: ClassVar[Keeps] = Keeps.ALL
@@ -89,22 +90,26 @@ class Reduction:
     projects: ClassVar[bool] = False
     """Whether decoded rows are projections, so that `project` works."""
     computes: ClassVar[bool] = False
-    """Whether it computes a probe: decoded rows are the values of that hook, whatever `keeps` says of its source."""
+    """Whether it computes a probe. Decoded rows are then the probe's own values. `keeps` is about the source."""
     compared: ClassVar[tuple[str, ...]] = ()
-    """What `dmi fidelity` measures of it by default."""
+    """Forms that `dmi fidelity` measures by default."""
     measured: ClassVar[Mapping[str, str]] = OF_VALUES
-    """The names of `measures`, each with its meaning. A larger `error` is worse. Of the others a smaller one is."""
+    """Name of each of `measures` -> its meaning. A larger `error` is worse. For other measures a smaller value is
+    worse.
+    """
     needs_file: ClassVar[bool] = False
-    """Whether reading rows needs the file of `fitted`, by `read`."""
+    """Whether reading rows needs the file of `fitted` (see `read`)."""
     at_end: ClassVar[bool] = False
-    """Whether small steps reduce all layers together at the end of the step. For kernels that wait more than compute.
-    Those with `one_kernel` do not.
+    """Whether small steps reduce all layers together at their end. It is for kernels with more latency than
+    computation.
+
+    Reductions with `one_kernel` do not do this.
     """
 
     # ---- settings ---------------------------------------------------------------------------------------------------
 
     flags: ClassVar[Mapping[str, tuple[str, Any]]] = {}
-    """Words in the brackets of a setting, such as "affine": the field that each sets, and to what."""
+    """Word in the brackets of a setting, such as "affine" -> (the field that it sets, the value)."""
     number: ClassVar[str] = ""
     """The field that a number without a name sets, as in "topk(64)"; "": it takes none."""
     named: ClassVar[tuple[str, ...]] = ()
@@ -117,7 +122,7 @@ class Reduction:
 
     @classmethod
     def fields_of(cls, inside: str) -> dict[str, Any]:
-        """The fields that such a text sets: words and numbers, separated by commas. Raises ReduceError."""
+        """The fields that the text in the brackets sets: words and numbers, separated by commas. Raises ReduceError."""
         found: dict[str, Any] = {}
         spec = f"{cls.kind}({inside})"
         for item in filter(None, (part.strip() for part in inside.split(","))):
@@ -161,13 +166,16 @@ class Reduction:
         raise NotImplementedError
 
     def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
-        """Put what `encode` needs for slice `shard` on the device. `encode` may run in a CUDA graph and must not."""
+        """Put the tensors that `encode` needs for slice `shard` on the device.
+
+        `encode` may run in a CUDA graph, so it must not do this.
+        """
 
     def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
         """Rows [tokens, width] of a float dtype -> [tokens, stored width] of the stored dtype, on the same device.
 
-        slots: the slots of the rows, int64 [tokens]; None: the order of the rows. An encoder that samples starts from
-        them, so that equal rows get different samples.
+        slots: the slots of the rows, int64 [tokens]; None: the order of the rows. An encoder that samples derives
+        the start from them, so that equal rows get different samples.
         """
         raise NotImplementedError
 
@@ -184,11 +192,11 @@ class Reduction:
         return False
 
     def head(self, layer: int, device: torch.device) -> LinearHead:
-        """The head of a layer that `prepare` put on the device, where `one_kernel`."""
+        """The head of a layer, which `prepare` put on the device. For reductions with `one_kernel`."""
         raise NotImplementedError
 
     def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
-        """The part that library operations compute before our kernel: a projection. values: [tokens, width]."""
+        """The part that library operations compute before our kernel, such as a projection. values: [tokens, width]."""
         return values
 
     def before_layers(self, values: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
@@ -196,13 +204,13 @@ class Reduction:
         return values
 
     def scratch(self, width: int, dtype: str) -> int:
-        """Bytes that a GPU allocates for each row of `width` values: in `before`, or in `encode` without a kernel."""
+        """Bytes that `before` allocates on a GPU per row of `width` values; without a kernel, those of `encode`."""
         return 4 * 4 * width if self.fused(dtype) is None else 0  # a few copies in float32
 
     # ---- decoding ---------------------------------------------------------------------------------------------------
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
-        """Stored rows [..., stored width] -> float32 [..., width], or [..., k] of other values than the hook's."""
+        """Stored rows [..., stored width] -> float32 [..., width], or [..., k] for projections."""
         raise NotImplementedError
 
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
@@ -210,27 +218,25 @@ class Reduction:
         return np.concatenate(parts, axis=-1)
 
     def fitted(self) -> FittedRef | None:
-        """The file that it was fitted to; None for a reduction that is not fitted. The server keeps a copy beside its
-        stores.
-        """
+        """The file of a fitted reduction; None if it is not fitted. The server keeps a copy beside its stores."""
         return None
 
     def part(self, file: FittedFile, layer: int) -> Any:
-        """What `read`, `project` and `restore` need of one layer, from the file of `fitted`."""
+        """The data of one layer in the file of `fitted`, which `read`, `project` and `restore` need."""
         raise NotImplementedError
 
     def read(self, decoded: np.ndarray, part: Any) -> np.ndarray:
-        """Decoded and merged rows -> what readers give. For a reduction with `needs_file`; see `part`."""
+        """Decoded and merged rows -> the rows that readers return. For a reduction with `needs_file`; see `part`."""
         return decoded
 
     def read_width(self, decoded: int) -> int:
-        """Width of what `read` returns for decoded and merged rows of this width."""
+        """Width of the rows that `read` returns for decoded and merged rows of this width."""
         return decoded
 
     def project(self, direction: np.ndarray, basis: LayerBasis | None = None, shards: int = 1) -> np.ndarray:
-        """A direction [width] of the hook's space as float32 [k], in the space of decoded rows.
+        """Project a direction [width] of the hook's space to the space of decoded rows, float32 [k].
 
-        basis: the basis of the layer, for a reduction that is fitted. shards: slices that were reduced apart.
+        basis: the basis of the layer, for a fitted reduction. shards: number of slices that were reduced separately.
         """
         raise NotImplementedError
 
@@ -241,21 +247,21 @@ class Reduction:
     # ---- analysis ---------------------------------------------------------------------------------------------------
 
     def tally_slices(self, slices: Sequence[np.ndarray], width: int, dtype: str, part: Any = None) -> Tally:
-        """Sums of |x| of each neuron, for `importance`. slices: what each rank stored, [rows, stored width]. width: of
-        one slice. part: see `part`; None without `needs_file`.
+        """Sums of |x| of each neuron, for `importance`. slices: the stored rows of each rank, [rows, stored width].
+        width: of one slice. part: see `part`; None without `needs_file`.
         """
         return Tally.of(self.read(self.merge([self.decode(rows, width, dtype) for rows in slices]), part))
 
     def measures(self, rows: ReducedRows) -> dict[str, float]:
-        """What `dmi fidelity` says of it, by the names of `measured`."""
+        """The measures of `dmi fidelity`, by the names of `measured`."""
         return of_values(rows)
 
     def restored(self, rows: ReducedRows) -> np.ndarray | None:
-        """Decoded rows in the hook's own space, float32 [n, width], for the logit lens; None where that is lost."""
+        """Decoded rows in the hook's own space, float32 [n, width], for the logit lens; None if that is lost."""
         return rows.decoded if Keeps.VALUES in self.keeps else None
 
     def statistics(self) -> tuple[Statistic, ...] | None:
-        """The statistics of decoded rows, the default first. None: those that any rows of numbers have."""
+        """The statistics of decoded rows, the default first. None: the statistics of any rows of numbers."""
         return None
 
 
@@ -278,7 +284,7 @@ def steps_over(steps: float, span: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(*parts: torch.Tensor) -> torch.Tensor:
-    """Parts [tokens, n] of any dtype -> their bytes side by side, uint8 [tokens, sum]."""
+    """Parts [tokens, n] of any dtype -> their concatenated bytes, uint8 [tokens, sum]."""
     import torch
 
     return torch.cat([p.contiguous().view(torch.uint8) for p in parts], dim=1)

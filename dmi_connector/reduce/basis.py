@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of PCA bases, which `dmi fit-pca` writes.
 
-For each hook and layer: `mean` [width], `components` [width, k] (orthonormal columns in descending order of variance),
-`std` [k] and `variance` [1] (of all components together). With "group", each group of that
-many dimensions, such as those of a head, has its own basis. Then these rows of `components` are its columns, and `std`
+A file has these tensors for each hook and layer: `mean` [width], `components` [width, k] (orthonormal columns in
+descending order of variance), `std` [k] and `variance` [1] (of all components together). With "group", each group of
+that many dimensions, such as a head, has its own basis. The basis of a group is in its rows of `components`, and `std`
 is [width / group x k], group by group.
 """
 
@@ -22,8 +22,10 @@ METADATA = "dmi_pca"
 
 @dataclass(frozen=True)
 class LayerBasis:
-    """The basis of one hook and layer, float32. mean: [width]. components: [width, k]. std: standard deviations of the
-    scores, [k], of `groups` equal parts of a row [groups x k].
+    """The basis of one hook and layer, float32.
+
+    mean: [width]. components: [width, k]. std: standard deviations of the scores, [groups x k]. groups: number of equal
+    parts of a row that have their own bases.
     """
 
     mean: np.ndarray
@@ -39,13 +41,13 @@ class LayerBasis:
 
 @dataclass(frozen=True)
 class Basis(FittedFile):
-    """One file of bases. hooks: {hook: {"width", "k", "layers"}}, with "group" where groups have bases of their own."""
+    """One file of bases. hooks: {hook: {"width", "k", "layers"}}, and "group" if groups have their own bases."""
 
     metadata: ClassVar[str] = METADATA
     what: ClassVar[str] = "basis"
     command: ClassVar[str] = "dmi fit-pca"
     setting: ClassVar[str] = "pca({})"
-    cached: ClassVar[int] = 0  # bases are large, and rows are read without
+    cached: ClassVar[int] = 0  # bases are large, and reading rows does not need them
 
     @classmethod
     def shapes(cls, about: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -55,7 +57,9 @@ class Basis(FittedFile):
         return {"mean": (width,), "components": (width, k), "std": (width // group * k,)}
 
     def of(self, hook: str, layer: int, k: int) -> LayerBasis:
-        """The first k components for one hook and layer. Raises ReduceError without them; OSError without the file."""
+        """The first k components of one hook and layer. Raises ReduceError if the file lacks them, OSError without a
+        file.
+        """
         mean, components, std = (self.tensor(hook, layer, name) for name in ("mean", "components", "std"))
         groups = len(std) // components.shape[1]
         kept = np.ascontiguousarray(components[:, :k]), np.ascontiguousarray(std.reshape(groups, -1)[:, :k])

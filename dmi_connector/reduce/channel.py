@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """int8(channel=file): 8 bits with one scale for each dimension of each layer, fitted offline by `dmi fit-scales`.
 
-Stored row: `width` int8, zeros up to a multiple of 4. The scales stay in their file. 127 and -127 are values beyond the
-range that the scales were fitted for; -128 is a value that is not finite.
+A stored row is `width` int8, and zeros up to a multiple of 4 bytes. The scales stay in their file. 127 and -127
+stand for values beyond the fitted range. -128 stands for a value that is not finite.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 BEYOND, LOST = 127, -128
-"""Stored magnitude of a value beyond the range, and what is stored for one that is not finite."""
+"""Stored magnitude of a value beyond the range, and stored value for a value that is not finite."""
 
 
 IN_RANGE = "share of the values within the range that the scales were fitted for; the others are clipped"
@@ -32,7 +32,7 @@ IN_RANGE = "share of the values within the range that the scales were fitted for
 
 
 def encode_steps(steps: torch.Tensor) -> torch.Tensor:
-    """Values in steps of their scales, float32 [tokens, width] -> stored rows."""
+    """Values in units of their scales, float32 [tokens, width] -> stored rows."""
     import torch
 
     stored = torch.where(steps.isfinite(), steps.round().clamp(-BEYOND, BEYOND), LOST).to(torch.int8)
@@ -40,7 +40,7 @@ def encode_steps(steps: torch.Tensor) -> torch.Tensor:
 
 
 def decode_steps(stored: np.ndarray, width: int) -> np.ndarray:
-    """Stored rows -> float32 [..., width], in steps of the scales. NaN for what is not finite."""
+    """Stored rows -> float32 [..., width] in units of the scales, with NaN for values that are not finite."""
     steps = unpack_floats(stored, 0, width, "int8")
     steps[steps == LOST] = np.nan
     return steps
@@ -53,9 +53,10 @@ def in_range(steps: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class ChannelInt8(FittedReduction):
-    """value = int8 * the scale of its dimension: an error of half a scale. Values beyond the range are clipped.
+    """value = int8 * the scale of its dimension. The error is at most half a scale. Values beyond the range are
+    clipped.
 
-    `decode` gives the integers; readers multiply them by the scales (`read`).
+    `decode` returns the integers. Readers multiply them by the scales (`read`).
     """
 
     kind: ClassVar[str] = "int8_channel"
@@ -99,7 +100,7 @@ class ChannelInt8(FittedReduction):
         return encode_steps(self.before(values, layer))
 
     def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
-        """Values in steps of their scales, float32."""
+        """Values in units of their scales, float32."""
         return values * self.on_device(layer, values.device)[0]
 
     def before_layers(self, values: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
@@ -122,7 +123,7 @@ class ChannelInt8(FittedReduction):
     def tally_slices(
         self, slices: Sequence[np.ndarray], width: int, dtype: str, part: np.ndarray | None = None
     ) -> Tally:
-        """The tally, with how often each value was clipped."""
+        """The tally, with the number of rows in which each value was clipped."""
         assert part is not None, "scales are in a file"
         steps = self.merge([self.decode(rows, width, dtype) for rows in slices])
         clipped = (np.abs(steps) == BEYOND).sum(0, np.float64)

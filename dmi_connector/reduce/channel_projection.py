@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rp(k,channel=file): the projection of rp(k), stored in 8 bits with one scale for each of its values and each layer,
-fitted offline by `dmi fit-scales --project "rp(k)"`.
+"""rp(k,channel=file): the projection of rp(k), stored in 8 bits with one scale per projected value and layer. `dmi
+fit-scales --project "rp(k)"` fits the scales offline.
 
-Stored row: as that of int8(channel=file), of the projected values.
+A stored row is that of int8(channel=file) for the projected values.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChannelProjection(FittedReduction, RandomProjection):
-    """`decode` gives values in steps of the scales; readers multiply them (`read`). Values beyond the range are
-    clipped.
+    """`decode` returns values in units of the scales. Readers multiply them by the scales (`read`).
+
+    Values beyond the range are clipped.
     """
 
     kind: ClassVar[str] = "rp_channel"
@@ -78,7 +79,7 @@ class ChannelProjection(FittedReduction, RandomProjection):
         return encode_steps(self.before(values, layer))
 
     def before(self, values: torch.Tensor, layer: int = 0) -> torch.Tensor:
-        """Projected values in steps of their scales, float32."""
+        """Projected values in units of their scales, float32."""
         return self._projection.before(values) * self.on_device(layer, values.device)[0]
 
     def before_layers(self, values: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
@@ -89,7 +90,7 @@ class ChannelProjection(FittedReduction, RandomProjection):
 
     @property
     def _projection(self) -> RandomProjection:
-        """The projection alone: that of `rp` calls its own `before`."""
+        """The projection as an `rp` reduction, whose `before` does not scale."""
         return RandomProjection(self.k, self.seed, self.distribution, self.group)
 
     def scratch(self, width: int, dtype: str) -> int:
@@ -110,7 +111,7 @@ class ChannelProjection(FittedReduction, RandomProjection):
 
 
 def _words(projection: Mapping[str, Any] | None) -> str:
-    """What a file or a setting did to rows: "rp(512, seed 0, orthogonal) projected"."""
+    """Describes the projection of a file or a setting: "rp(512, seed 0, orthogonal) projected"."""
     if projection is None:
         return "were not projected"
     values = [f"{name} {value}" for name, value in projection.items() if name not in ("kind", "k")]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cs(k): a CountSketch (Charikar, Chen, Farach-Colton, 2002). Each dimension goes to one of k buckets, with a sign; a
-bucket holds the sum of its values.
+"""cs(k): a CountSketch (Charikar, Chen, Farach-Colton, 2002). Each dimension is multiplied by a sign and assigned to
+one of k buckets. A bucket holds the sum of its values.
 
-The sums are stored as int8 with a row scale (see int8.py), or with `exact` as k float32. Buckets and signs come from
-the seed, by numpy's Philox generator. A permutation assigns dimensions to buckets, so that the numbers of dimensions of
-two buckets differ by one at most. So the rows of the sketch matrix are orthogonal, as those of `rp`. E|y|^2 = |x|^2.
+The sums are stored as int8 with a row scale (see int8.py), or with `exact` as k float32. numpy's Philox
+generator computes buckets and signs from the seed. A permutation assigns dimensions to buckets, so the sizes of buckets
+differ by at most one. The rows of the sketch matrix are orthogonal, as those of `rp`. E|y|^2 = |x|^2.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def table(width: int, k: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def _on_device(width: int, k: int, seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """`table`, padded to a multiple of k. The padding repeats dimensions of the same buckets, with sign 0."""
+    """`table`, padded to a multiple of k. The padding repeats dimensions of the same buckets with sign 0."""
     import torch
 
     (order, signs), lacking = table(width, k, seed), -width % k
@@ -46,7 +46,7 @@ def _on_device(width: int, k: int, seed: int, device: torch.device) -> tuple[tor
 
 @dataclass(frozen=True)
 class CountSketch(SeededProjection):
-    """Keeps norms, cosines and dot products approximately, as `rp` does, with one addition per value instead of k.
+    """Keeps norms, cosines and dot products approximately, as `rp` does. It takes one addition per value instead of k.
 
     exact: sums are stored as float32.
     """
@@ -74,7 +74,9 @@ class CountSketch(SeededProjection):
         return self.before(values)
 
     def scratch(self, width: int, dtype: str) -> int:
-        return 8 * (width + -width % self.k) + 4 * self.k  # gathered, with signs, and the sums
+        return (
+            8 * (width + -width % self.k) + 4 * self.k
+        )  # the gathered values, their product with the signs, and the sums
 
     def stored_width(self, width: int, dtype: str) -> int:
         return 4 * self.k if self.exact else super().stored_width(width, dtype)

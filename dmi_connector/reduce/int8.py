@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """int8: values scaled to 8 bits.
 
-Stored row: `width` int8, zeros up to a multiple of 4, then a float32 scale, and with `affine` a float32 offset. With
-`group`: instead one bfloat16 scale for each group of that many values (the last group may be shorter), and zeros up to
-a multiple of 4.
+A stored row is `width` int8, zeros up to a multiple of 4 bytes, a float32 scale, and with `affine` a float32 offset.
+With `group` it has a bfloat16 scale for each group of that many values instead (the last group may be shorter), and
+zeros up to a multiple of 4 bytes.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Int8(Reduction):
     """value = int8 * scale (+ offset with `affine`).
 
     Symmetric: scale = max|x| / 127, of the row or of each group. Affine: the row's range is mapped to -127 to 127.
-    Zeros have scale 0. With a NaN or an infinity all of the row or group reads as NaN. Rows that span less than 2**-100
-    become zeros.
+    Zeros have scale 0. If a row or group has a NaN or an infinity, all its values read as NaN. Rows that span less
+    than 2**-100 become zeros.
 
-    With groups of 32 the cosine of a row with its decoded row is above 0.9999, also where the row has outliers.
+    With groups of 32 the cosine of a row with its decoded row is above 0.9999, also for rows with outliers.
     """
 
     affine: bool = False

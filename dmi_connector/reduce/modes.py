@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modes: reductions by name, which choose for each hook by its name and width. Stores name what was chosen."""
+"""Modes, which choose a reduction for each hook by its name and width. Stores name the chosen reductions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dmi_connector.reduce.topk import TopK
 class Mode(Reduction):
     """Stands for other reductions until `bind`, which returns the first of `choices` that fits the rows.
 
-    of_hook: for particular hooks instead of `choices`, as (hook, reduction); the others follow where it does not fit.
-    attention: what `pattern` gets from the mode alone.
+    of_hook: (hook, reduction) pairs, tried before `choices` for these hooks. attention: the reduction of `pattern` if
+    the option `reduce` is only the mode.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Mode(Reduction):
         for reduction in others:
             try:
                 return reduction.bind(hook, layers, width, shards)
-            except ReduceError:  # too narrow a row
+            except ReduceError:  # the row is too narrow
                 continue
         return last.bind(hook, layers, width, shards)
 
@@ -54,7 +54,7 @@ MODES: Mapping[str, Mode] = {
 
 
 def rules_of(mode: str) -> dict[str, str]:
-    """The option `reduce` that a mode alone stands for. Raises ReduceError for an unknown one."""
+    """The option `reduce` that is equivalent to a mode. Raises ReduceError for an unknown mode."""
     if mode not in MODES:
         raise ReduceError(
             f"reduce: the mode {mode!r} is unknown; use one of {', '.join(MODES)}, or give {{patterns: reduction}}"

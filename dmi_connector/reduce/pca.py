@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """pca(file): scores of principal components that were fitted offline, each divided by its standard deviation.
 
-The scores are stored as int8 with a row scale (see int8.py). The basis stays in its file. Where the file has a basis
-for each group of dimensions, such as each head, the scores of the groups lie side by side.
+The scores are stored as int8 with a row scale (see int8.py). The basis stays in its file. If the file has a basis
+for each group of dimensions, such as each head, the scores of the groups are concatenated.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     import torch
 
 _LEAST_STD, _TINY = 1e-6, 1e-30
-"""Least standard deviation that scores are divided by, as a share of the largest; least value of the largest."""
+"""Minimum standard deviation for the division of scores, relative to the largest one; minimum of the largest one."""
 
 
 @dataclass(frozen=True)
 class Pca(FittedReduction):
     """Decoded rows are the k scores. They have unit variance on the rows that the basis was fitted on.
 
-    k: components to keep, 0 for all. group: dimensions that have a basis of their own, 0 for all of a row; set by
+    k: components to keep, 0 for all. group: number of dimensions with a common basis, 0 for whole rows; set by
     `bind`.
     """
 
@@ -74,7 +74,7 @@ class Pca(FittedReduction):
 
     def settings(self) -> dict[str, Any]:
         values = super().settings()
-        if not self.group:  # readers of before groups know no such setting
+        if not self.group:  # older readers do not know this setting
             del values["group"]
         return values
 
@@ -127,7 +127,7 @@ class Pca(FittedReduction):
         return Int8().decode(stored, self.k * self._groups(width), dtype)
 
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
-        """The sum over the slices: each rank projects its part of the width. Scores of groups lie side by side."""
+        """The sum over the slices, since each rank projects its part. Scores of groups are concatenated."""
         if self.group:
             return np.concatenate(parts, axis=-1)
         return np.asarray(np.sum(parts, axis=0, dtype=np.float32))
@@ -161,8 +161,9 @@ class Pca(FittedReduction):
 
 
 def _floor(std: np.ndarray) -> np.ndarray:
-    """Standard deviations [groups, k], at least 1e-6 of the largest of their group: a division by less would enlarge
-    rounding errors.
+    """Clip standard deviations [groups, k] to at least 1e-6 of the largest of their group.
+
+    A division by smaller values would amplify rounding errors.
     """
     return np.asarray(np.maximum(std, np.float32(_LEAST_STD) * np.maximum(std[:, :1], _TINY)), np.float32)
 
@@ -170,9 +171,9 @@ def _floor(std: np.ndarray) -> np.ndarray:
 def fit(blocks: Iterable[np.ndarray], rank: int, group: int = 0) -> tuple[LayerBasis, float]:
     """Principal components of float rows that come in blocks [n, width]. Returns (basis, total variance).
 
-    group: dimensions that get `rank` components of their own; 0: all together. Memory is 8 width x group bytes for any
-    number of rows. Raises ValueError for fewer than `rank` + 1 rows, groups of fewer than `rank` values or that do not
-    divide the width, or values that are not finite.
+    group: number of dimensions per basis of `rank` components; 0: one basis for all. Memory is 8 width x group bytes
+    for any number of rows. Raises ValueError for fewer than `rank` + 1 rows, for groups of fewer than `rank` values or
+    that do not divide the width, and for values that are not finite.
     """
     count, total, moments = 0, None, None
     for block in blocks:
@@ -186,9 +187,9 @@ def fit(blocks: Iterable[np.ndarray], rank: int, group: int = 0) -> tuple[LayerB
                 of = "a group" if group else "a row"
                 raise ValueError(f"rank {rank} is more than the {rows.shape[2]} values of {of}; give a smaller one")
             total, moments = np.zeros((len(rows), rows.shape[2])), np.zeros((len(rows), rows.shape[2], rows.shape[2]))
-            origin = rows.mean(1, keepdims=True)  # moments about a point near the mean keep their digits
+            origin = rows.mean(1, keepdims=True)  # moments about a point near the mean avoid cancellation
         count += rows.shape[1]
-        with np.errstate(invalid="ignore"):  # what is not finite is refused below
+        with np.errstate(invalid="ignore"):  # values that are not finite are refused below
             rows = rows - origin
             total += rows.sum(1)
             moments += rows.swapaxes(1, 2) @ rows

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pq(file): product quantisation (Jegou, Douze, Schmid, 2011). A row is cut into m sub-vectors; each is stored as the
-number of the nearest of its 2^bits - 1 centroids. `dmi fit-pq` fits them by k-means.
+"""pq(file): product quantisation (Jegou, Douze, Schmid, 2011). A row is cut into m sub-vectors. Each is
+stored as the index of the nearest of its 2^bits - 1 centroids. `dmi fit-pq` fits the centroids by k-means.
 
-Stored row: m codes of 8 bits, or of 4 bits, the first in the lower half of a byte; zeros up to a multiple of 4. The
-centroids stay in their file. The last code, 2^bits - 1, is a sub-vector that is not finite.
+A stored row is m codes of 8 bits or 4 bits, and zeros up to a multiple of 4 bytes. Of two 4-bit codes the first is in
+the lower half of the byte. The centroids stay in their file. The last code, 2^bits - 1, marks a sub-vector that is not
+finite.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProductQuantisation(FittedReduction):
-    """`decode` gives the codes, NaN for the last one; readers put the centroids in their place (`read`).
+    """`decode` returns the codes, and NaN for the last code. Readers replace codes by centroids (`read`).
 
-    Distances are compared in float32. So of centroids whose distances differ by less than its rounding, another may be
-    taken on another device.
+    Distances are compared in float32. If the distances of two centroids are equal up to rounding, devices may choose
+    different ones.
 
-    bits: bits of a code. size: values of a sub-vector. Both are set by `bind`, from the file.
+    bits: bits per code. size: values per sub-vector. `bind` sets both from the file.
     """
 
     bits: int = 8

@@ -5,8 +5,8 @@ A linear head or a small MLP from a file gives the scores. Without a file the sc
 largest values. The option `reduce` has no form for a probe.
 
 Stored rows are the scores, float32. With tensor parallelism a rank may have only a slice of the hook. It then stores
-the partial products of its slice, and the first rank adds the bias. The reader sums them, then applies the output
-function. Of largest values each rank stores those of its slice.
+the partial products of its slice, and the first rank adds the bias. The reader sums the products, and then
+applies the output function. For the form TOP, each rank stores the largest values of its slice.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ NORM = "norm"
 TOP = "top"
 """The `form` of a probe that has the largest values of the row and their indexes (largest.py)."""
 MOST_OUTPUTS = 64
-"""Outputs of a linear probe that a kernel of ours computes. With more a library's product is faster."""
+"""Maximum number of outputs of a linear probe that our own kernel computes. With more, a library product is faster."""
 _DEVICE: dict[tuple[str, int, Any], list[tuple[torch.Tensor, torch.Tensor]]] = {}
 """(weight [out, in], bias [out]) of each matrix by file, layer and device. `prepare` fills it."""
 _FIRST: dict[tuple[str, int, Any], int] = {}
-"""Index of the first value of this rank's slice, by hook, layer and device, of TOP. `prepare` fills it."""
+"""For TOP: index of the first value of this rank's slice, by hook, layer and device. `prepare` fills it."""
 
 
 @dataclass(frozen=True)
 class Probe(Reduction):
     """Decoded rows are the scores, one for each of `outputs`.
 
-    source, layers: the hook that is scored, and where; no layers where the file names none, and (0,) once it is bound.
-    sha256, path: hash and path of the file. form: the file's `kind`, or NORM or TOP, with the text of the option as
-    `path` and no sha256. activation, output, norm: see `probe_file.ProbeFacts`. hidden: values between matrices.
-    shards: slices that the hook has.
+    source, layers: the hook that is scored, and its layers. If the file names no layers, this is () until `bind` sets
+    (0,). sha256, path: hash and path of the file. form: the file's `kind`, or NORM or TOP. With NORM and TOP, `path` is
+    the text of the option, and there is no sha256. activation, output, norm: see `probe_file.ProbeFacts`. hidden:
+    number of values between the matrices. shards: number of slices of the hook.
     """
 
     source: str = ""
@@ -83,7 +83,7 @@ class Probe(Reduction):
 
     @classmethod
     def top_of(cls, hook: str, k: int, text: str) -> Probe:
-        """The k largest values of the rows of a hook. text: of the option. Raises ReduceError."""
+        """The k largest values of the rows of a hook. text: the text of the option. Raises ReduceError."""
         largest.check(text, k)
         numbers = [""] if k == 1 else [f".{number}" for number in range(k)]
         outputs = tuple(name + number for name in ("neuron", "value") for number in numbers)
@@ -91,17 +91,17 @@ class Probe(Reduction):
 
     @property
     def width(self) -> int | None:
-        """Values of a row of the hook that the file is for; None for any number."""
+        """The width of the hook for which the file is; None: any width."""
         return None if self.form in (NORM, TOP) else load(self.path).width
 
     @property
     def k(self) -> int:
-        """Values of a row that are kept, of TOP."""
+        """For TOP: the number of values that are kept per row."""
         return len(self.outputs) // 2
 
     @property
     def linear(self) -> bool:
-        """Whether the scores of a row are the sum of those of its slices, before the output function."""
+        """Whether the scores of a row, before the output function, are the sum of the scores of its slices."""
         return self.form == "linear" and self.norm == "none"
 
     @property
@@ -183,7 +183,7 @@ class Probe(Reduction):
 
     @property
     def _finish(self) -> str:
-        """The output function that a rank applies: none to the parts of a sum."""
+        """The output function that a rank applies. With several slices it is "none"."""
         return "none" if self.shards > 1 else self.output
 
     @property
@@ -214,8 +214,9 @@ class Probe(Reduction):
         return np.asarray(stored, np.float32)
 
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
-        """The scores: the output function of the sum of the parts. A single part already holds the scores. For TOP, the
-        largest values of all slices.
+        """The scores: the output function of the sum of the parts, or for TOP the largest values of all slices.
+
+        A single part already holds the scores.
         """
         if len(parts) == 1:
             return parts[0]
@@ -236,6 +237,6 @@ class Probe(Reduction):
 
 
 def _sigmoid(values: np.ndarray) -> np.ndarray:
-    """The logistic function. It takes exp only of values up to 0, so nothing overflows."""
+    """The logistic function. It takes exp only of values <= 0, which cannot overflow."""
     powers = np.exp(-np.abs(values))
     return np.where(values >= 0, 1 / (1 + powers), powers / (1 + powers))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of probes: linear heads and small MLPs on a hook (docs/PROBES.md). The SHA-256 of a file identifies it.
 
-A safetensors file with JSON in its metadata. For each layer and each matrix N of the probe, from 0 on, it holds
+It is a safetensors file with JSON in its metadata. For each layer and each matrix N of the probe, from 0 on, it has
 `LAYER.N.weight` [out, in] and `LAYER.N.bias` [out], as in torch's `nn.Linear`. A hook that exists once has layer 0.
 """
 
@@ -25,11 +25,11 @@ METADATA = "dmi_probe"
 """Key of our JSON in the metadata of the safetensors file."""
 KINDS = ("linear", "mlp")
 ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
-"""Between the matrices of an MLP. gelu is the exact one."""
+"""Activations between the matrices of an MLP. gelu is the exact GELU."""
 OUTPUTS = ("none", "sigmoid", "softmax")
-"""What is done to the outputs of the last matrix."""
+"""Functions of the outputs of the last matrix."""
 NORMS = ("none", "unit", "layer")
-"""What is done to a row first: "unit" divides it by its norm, "layer" brings it to mean 0 and variance 1."""
+"""Normalisations of a row: "unit" divides it by its norm, "layer" transforms it to mean 0 and variance 1."""
 NORM_EPS = 1e-5
 """Added to the variance, as torch's `layer_norm` does."""
 
@@ -39,10 +39,11 @@ Matrices = list[tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class ProbeFacts:
-    """What the JSON of a file says.
+    """The contents of the JSON of a file.
 
-    hook: whose rows are scored. layers: its layers; () for a hook that exists once. outputs: names of the scores. kind:
-    one of KINDS. activation: activation of an MLP, one of ACTIVATIONS. output: one of OUTPUTS. norm: one of NORMS.
+    hook: the hook whose rows are scored. layers: its layers; () for a hook that exists once. outputs: names of the
+    scores. kind: one of KINDS. activation: activation of an MLP, one of ACTIVATIONS. output: one of OUTPUTS. norm: one
+    of NORMS.
     """
 
     hook: str
@@ -56,7 +57,7 @@ class ProbeFacts:
 
 @dataclass(frozen=True)
 class ProbeFile:
-    """One file. width: values of a row of the hook. hidden: values between matrices, all together."""
+    """One file. width: values per row of the hook. hidden: total number of values between matrices."""
 
     path: str
     sha256: str
@@ -70,7 +71,7 @@ class ProbeFile:
 
 
 def is_probe(path: str | os.PathLike[str]) -> bool:
-    """Whether a path names a file of this kind. Raises nothing: `load` says what is wrong with a file."""
+    """Whether a path names a file of this kind. It raises nothing. `load` raises for a bad file."""
     try:
         return METADATA in _metadata(Path(path))
     except (OSError, ValueError):
@@ -78,7 +79,7 @@ def is_probe(path: str | os.PathLike[str]) -> bool:
 
 
 def load(path: str | os.PathLike[str]) -> ProbeFile:
-    """Open a file of a probe. Raises ReduceError if it cannot be read, is no such file, or would give no true score."""
+    """Open a file of a probe. Raises ReduceError if it cannot be read, or is not a valid probe."""
     path = os.path.expanduser(os.fspath(path))
     try:
         found = os.stat(path)
@@ -93,9 +94,9 @@ def save(
     matrices: Mapping[int, Sequence[tuple[np.ndarray, np.ndarray]]],
     about: Mapping[str, str] | None = None,
 ) -> ProbeFile:
-    """Write a file and read it back. matrices: by layer; key 0 for a hook that exists once. about: of its making.
+    """Write a file and read it back. matrices: by layer; key 0 for a hook that exists once. about: how it was made.
 
-    Raises ReduceError for what `load` would refuse, OSError.
+    Raises ReduceError for a probe that `load` would refuse, and OSError.
     """
     from safetensors.numpy import save_file
 

@@ -2,10 +2,10 @@
 """rp(k): each row times a fixed random matrix [width, k], stored as int8 with a row scale (see int8.py).
 
 With `group`, each group of that many values of a row is projected separately, with one matrix [group, k]. If the group
-is head_dim, that projects each head. The results lie side by side.
+is head_dim, each head is projected. The results are concatenated.
 
 The CPU makes the matrix from the seed with numpy's Philox generator, in float64, and rounds it to bfloat16. The GPU
-gets a copy, so the matrix is equal to the bit everywhere. E|R'x|^2 = |x|^2.
+gets a copy, so the matrix is bitwise equal on all devices. E|R'x|^2 = |x|^2.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ def _on_device(
 
 @dataclass(frozen=True)
 class SeededProjection(Reduction):
-    """A projection of each row to k values by numbers that a seed gives. Decoded rows are these values; `project` turns
-    a direction of the hook's space into theirs.
+    """A projection of each row to k values by a matrix that the seed determines.
+
+    Decoded rows are the k values. `project` projects a direction of the hook's space in the same way.
     """
 
     k: int = 512
@@ -102,11 +103,11 @@ class SeededProjection(Reduction):
             )
 
     def projected(self, width: int) -> int:
-        """Values that a slice of `width` values is projected to."""
+        """Number of values to which a slice of `width` values is projected."""
         return self.k
 
     def slice_projected(self, values: np.ndarray) -> np.ndarray:
-        """A slice [width] of a direction as float32 [projected(width)]: what `before` does to a row."""
+        """Project a slice [width] of a direction as `before` projects a row. Returns float32 [projected(width)]."""
         raise NotImplementedError
 
     def stored_width(self, width: int, dtype: str) -> int:
@@ -122,24 +123,27 @@ class SeededProjection(Reduction):
         return Int8().decode(stored, self.projected(width), dtype)
 
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Slices of a row are projected by themselves, so the values stay side by side."""
+        """Concatenate the parts: each slice of a row is projected separately."""
         return np.concatenate(parts, axis=-1)
 
     def measures(self, rows: ReducedRows) -> dict[str, float]:
         return {"pairs": pairs(rows), "probes": probes(rows, self.project)}
 
     def project(self, direction: np.ndarray, basis: LayerBasis | None = None, shards: int = 1) -> np.ndarray:
-        """A direction [width] of the hook's space as float32 [k]: decoded rows @ this approximates rows @ direction.
+        """Project a direction [width] of the hook's space to float32 [k].
 
-        Each slice of the direction is projected by itself, as rows are.
+        `decoded rows @ result` approximates `rows @ direction`. Slices of the direction are projected separately, as
+        slices of rows are.
         """
         return self.merge([self.slice_projected(part) for part in np.split(np.asarray(direction, np.float32), shards)])
 
 
 @dataclass(frozen=True)
 class RandomProjection(SeededProjection):
-    """Keeps norms, cosines and dot products approximately: error of a cosine about sqrt(1/k - 1/width) where columns
-    are orthogonal, else 1/sqrt(k). With a group these are of each group, and the width is the group's.
+    """Keeps norms, cosines and dot products approximately.
+
+    The error of a cosine is about sqrt(1/k - 1/width) for orthogonal columns, else 1/sqrt(k). With a group, norms and
+    products of each group are kept, and `width` in the formula is the group's.
     """
 
     distribution: str = "orthogonal"
@@ -164,7 +168,7 @@ class RandomProjection(SeededProjection):
 
     def settings(self) -> dict[str, Any]:
         values = super().settings()
-        if not self.group:  # readers of before groups know no such setting
+        if not self.group:  # older readers do not know this setting
             del values["group"]
         return values
 
@@ -183,7 +187,7 @@ class RandomProjection(SeededProjection):
         return np.asarray(self.rows_projected(values[None])[0])
 
     def rows_projected(self, rows: np.ndarray) -> np.ndarray:
-        """Rows [n, width] of a slice, projected, float32 [n, projected(width)]."""
+        """Project rows [n, width] of a slice. Returns float32 [n, projected(width)]."""
         groups = rows.reshape(-1, self.group or rows.shape[1])
         basis = matrix(groups.shape[1], self.k, self.seed, self.distribution)
         return np.asarray(groups @ basis, np.float32).reshape(len(rows), self.projected(rows.shape[1]))

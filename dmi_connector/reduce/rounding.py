@@ -22,7 +22,8 @@ MANTISSA = {"bfloat16": 7, "float16": 10, "float32": 23}
 class Round(Reduction):
     """Round to nearest, ties to even, at `bits` mantissa bits; the other mantissa bits are zero.
 
-    Relative error at most 2**-(bits + 1). It saves disk only: rows keep their width in the cache and on the link.
+    The relative error is at most 2**-(bits + 1). It saves only disk space: rows keep their width in the cache and on
+    the link.
     """
 
     bits: int = 4

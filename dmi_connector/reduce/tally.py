@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums from which the mean |x| of each neuron is estimated, also where only some values of a row were stored."""
+"""Sums from which the mean |x| of each neuron is estimated, also if only some values of a row are stored."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 class Tally:
     """Sums of |x| over `rows` rows. All arrays are float64 [width].
 
-    kept, kept_rows: sum where the value was stored, and in how many rows it was. sampled, sampled_rows,
-    sampled_squares: the same where it was not stored but sampled, with the sum of squares. clipped: in how many rows it
-    was beyond the range of its scale (`int8(channel=file)`); 0 with other reductions.
+    kept, kept_rows: sum over rows in which the value was stored, and the number of these rows. sampled, sampled_rows,
+    sampled_squares: the same for rows in which the value was only sampled, and the sum of squares. clipped: number of
+    rows in which it was beyond the range of its scale (`int8(channel=file)`); 0 for other reductions.
     """
 
     rows: int
@@ -46,8 +46,8 @@ class Tally:
     def mean(self) -> np.ndarray:
         """Mean |x|, float64 [width].
 
-        Rows without the value are given the neuron's sampled mean. With few samples that mean is drawn towards the mean
-        of all neurons (empirical Bayes; all neurons are taken to have the same variance).
+        For rows without the value, the neuron's sampled mean is used. With few samples that mean is shrunk towards the
+        mean of all neurons (empirical Bayes, under the assumption that all neurons have the same variance).
         """
         count = self.sampled_rows
         several = count > 1

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """topk(k): the k values of largest magnitude of each row, with their indexes, and a sample of the others.
 
-Stored row:
+A stored row has:
   1. k indexes, ascending: uint16 up to a width of 65,536, else uint32. Of equal magnitudes the lower index is kept.
   2. zeros up to a multiple of 4.
-  3. k values: int8 and, at the next multiple of 4, a float32 scale; with `exact` in the model's dtype.
-  4. with a sample of s: its start, uint32, then s values stored like those of 3. Their scale is for the values that are
-     not among the k; larger ones are clipped.
+  3. k values: int8, and at the next multiple of 4 a float32 scale. With `exact` they have the model's dtype.
+  4. with a sample of s: its uint32 start, then s values in the same form. Their scale is for the values that are not
+     among the k. Larger values are clipped.
 
-The sample says something of neurons that are never among the k. It takes every (width // s)-th value from its start on
+The sample covers neurons that are never among the k. It takes every (width // s)-th value from its start on
 and wraps at the end of the row. The start is a hash of the kept values and of the row's slot, so each value is sampled
 with the same probability.
 """
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     import torch
 
 MOST = (1 << 20) - 1
-"""Most values to keep, and to sample. The kernel takes both in one integer."""
+"""Maximum number of values to keep, and to sample. The kernel takes both numbers in one integer."""
 HASH_ROW, HASH_STEP = 40503, 1103515245
-"""Constants of the hash that chooses where a sample starts: of Knuth's multiplicative hash, and of the LCG in C's
+"""Constants of the hash that chooses the start of a sample, from Knuth's multiplicative hash and from the LCG in the C
 standard.
 """
 
@@ -53,7 +53,7 @@ class TopK(Reduction):
 
     Under tensor parallelism each rank keeps k values of its slice, and the reader keeps the k largest of all.
 
-    sample: values to sample of each slice; settings default to a quarter of k.
+    sample: number of values to sample per slice. In settings the default is a quarter of k.
     """
 
     k: int = 64
@@ -114,8 +114,8 @@ class TopK(Reduction):
         import torch
 
         width = values.shape[1]
-        # Magnitudes as integers keep their order, so value and index fit one int64 key and no two keys are equal: the
-        # order is total, on every device.
+        # Magnitudes keep their order as integers. Value and index form one int64 key, so no two keys are equal, and the
+        # order is the same on every device.
         magnitude = values.float().abs().view(torch.int32).to(torch.int64)
         key = (magnitude << 32) | (0x7FFFFFFF - torch.arange(width, device=values.device))
         kept = (0x7FFFFFFF - (key.topk(self.k, dim=1, sorted=False).values & 0x7FFFFFFF)).sort(dim=1).values
@@ -124,7 +124,7 @@ class TopK(Reduction):
         parts = [_padded(kept.to(narrow).contiguous().view(torch.uint8)), *self._encoded(chosen, chosen)]
         if self.sample:
             slots = torch.arange(len(values), device=values.device) if slots is None else slots
-            # 20 bits of each kept value and its place, added up: the same on every device, in any order.
+            # The sum of 20 bits of each kept value and its place is the same on every device, in any order.
             mixed = (((magnitude.gather(1, kept) >> 12) * 31 + kept) & 0xFFFFF).sum(1) + slots * HASH_ROW
             start = (((mixed & 0x7FFFFFFF) * HASH_STEP) >> 20) % width
             places = (start[:, None] + torch.arange(self.sample, device=values.device) * (width // self.sample)) % width
@@ -135,7 +135,7 @@ class TopK(Reduction):
         return as_bytes(*parts)
 
     def _encoded(self, values: torch.Tensor, spanned: torch.Tensor) -> list[torch.Tensor]:
-        """Values [tokens, count] as stored. In 8 bits the scale is that of the largest of `spanned`."""
+        """Encode values [tokens, count]. With 8 bits the scale is that of the largest of `spanned`."""
         import torch
 
         if self.exact:
@@ -174,7 +174,7 @@ class TopK(Reduction):
         return rows
 
     def tally_slices(self, slices: Sequence[np.ndarray], width: int, dtype: str, part: Any = None) -> Tally:
-        """A row that is not finite in one slice is left out of all."""
+        """See `Reduction`. A row that is not finite in one slice is left out of all slices."""
         finite = np.all([self._finite(rows, width, dtype) for rows in slices], axis=0)
         return Tally.beside([self.tally(rows[finite], width, dtype) for rows in slices])
 
@@ -186,8 +186,8 @@ class TopK(Reduction):
         """Sums of |x| of each of the `width` values over rows [rows, stored width]. Rows with infinities or NaN are
         left out.
 
-        A massive value makes the other kept values 0 in 8 bits. They are known to be at least as large as any sampled
-        value that was not kept, so they count as that.
+        With 8 bits, a massive value makes the other kept values 0. Each of them is at least as large as any sampled
+        value that was not kept, so the largest such value is used for it.
         """
         stored = stored[self._finite(stored, width, dtype)]
         kept, values = self.indexes(stored, width), np.abs(self._values(stored, self._value_at(width), self.k, dtype))
@@ -215,7 +215,7 @@ class TopK(Reduction):
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
         rows = np.concatenate(parts, axis=-1)
         if len(parts) > 1:
-            magnitude = np.abs(rows).view(np.int32)  # integers order NaN above all, as in `encode`
+            magnitude = np.abs(rows).view(np.int32)  # integers sort NaN above all values, as in `encode`
             drop = np.argsort(-magnitude, axis=-1, kind="stable")[..., self.k :]
             np.put_along_axis(rows, drop, 0, axis=-1)
         return rows

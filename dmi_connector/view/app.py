@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP side of `dmi view`: a page, JSON, and float32 values. Nothing is written, and no other host is asked."""
+"""The HTTP server of `dmi view`: a page, JSON, and float32 values. It writes nothing, and contacts no other host."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from dmi_connector.view.texts_index import TextIndex
 
 STATIC = Path(__file__).parent / "static"
 MOST_TOKENS = 1024
-"""Tokens of one window."""
+"""Maximum number of tokens per window."""
 _MOST_CAPTURES = 200
-"""Lines of one piece of the list."""
+"""Maximum number of captures per request of the list."""
 _LENS_TOKENS = 5
-"""Tokens that the lens gives for each layer."""
+"""Tokens of the lens per layer."""
 _ALTERNATIVES, _LATENTS, _CONTEXTS = 10, 20, 12
-"""Alternatives to a token, active latents of a token, and contexts of a latent that are given."""
+"""Number of alternatives to a token, of active latents of a token, and of contexts of a latent in an answer."""
 _CELLS = 128
 """Cells of a thumbnail along each side."""
 ACTIONS: tuple[str, ...] = (
@@ -61,10 +61,10 @@ ACTIONS: tuple[str, ...] = (
     "alternatives",
 )
 ACTIONS += ("attribution", "experts", "load", "latents", "contexts", "verify")
-"""What is answered about one store."""
+"""Actions on one store."""
 
 _REFUSALS = (NoSuchStore, FileNotFoundError, TimeoutError, ValueError, LookupError)
-"""Errors of a question: what is not there, or cannot be shown."""
+"""Errors of a request for something that does not exist, or cannot be shown."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -72,11 +72,11 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-"""The browser loads nothing from elsewhere, and sends the token to nobody else."""
+"""With these headers the browser loads nothing from other hosts, and does not send them the token."""
 
 
 def new_token() -> str:
-    """A token that nobody guesses."""
+    """A random secret token."""
     return secrets.token_urlsafe(24)
 
 
@@ -114,7 +114,7 @@ class _Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # no websockets, and nothing to do at start and end
+            return  # no websockets, and no work at start and shutdown
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -133,7 +133,7 @@ class _Guard:
 
 
 def _share(p: np.floating[Any]) -> dict[str, float | None]:
-    """The share of a token, as JSON; None if the row has values that are not finite."""
+    """The probability of a token as JSON; None if the row has values that are not finite."""
     return {"p": float(p) if np.isfinite(p) else None}
 
 
@@ -143,13 +143,13 @@ def _or_none(values: np.ndarray) -> list[float | None]:
 
 
 def _answer(page: Callable[[Request], Response]) -> Callable[[Request], Response]:
-    """A page whose errors are answers: 404 for what is not there, 400 for what cannot be shown."""
+    """Wrap a page so that errors become responses: 404 if something does not exist, 400 if it cannot be shown."""
 
     def answered(request: Request) -> Response:
         try:
             try:
                 return page(request)
-            except FileNotFoundError:  # the store of a request that ended meanwhile has another name now
+            except FileNotFoundError:  # a request ended meanwhile, and its store was renamed
                 return page(request)
         except _REFUSALS as error:
             return _error(error, 404 if isinstance(error, (NoSuchStore, FileNotFoundError, TimeoutError)) else 400)
@@ -166,7 +166,7 @@ def _words(error: Exception) -> str:
 
 
 def _number(request: Request, name: str, default: int | None = None) -> int:
-    """A whole number of the query, 0 or more."""
+    """A non-negative integer of the query."""
     text = request.query_params.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdecimal() and len(text) < 12):
         raise ValueError(f"{name}={text!r} is not valid; give a whole number")
@@ -174,15 +174,16 @@ def _number(request: Request, name: str, default: int | None = None) -> int:
 
 
 def _floats(values: np.ndarray) -> Response:
-    """float32 values, little-endian, in C order; the shape in a header."""
+    """A response of float32 values, little-endian, in C order, with the shape in a header."""
     shape = {"X-Shape": ",".join(map(str, values.shape))}
     return Response(np.ascontiguousarray(values, "<f4").tobytes(), media_type="application/octet-stream", headers=shape)
 
 
 def _stream(pieces: Iterator[dict[str, Any]]) -> Response:
-    """Each piece as a line of JSON, as soon as it is there. None is computed once the client has gone.
+    """Stream each piece as a line of JSON. After the client has disconnected, no further piece is computed.
 
-    The first is computed at once, so that its errors are an answer's. Later ones are a line {"error": ...}.
+    The first piece is computed before the response, so its error gives an error response. A later error becomes a line
+    {"error": ...}.
     """
     first = [*itertools.islice(pieces, 1)]
 
@@ -215,7 +216,7 @@ def _row(request: Request, capture: Capture) -> int:
 
 @dataclass(frozen=True)
 class _Pages:
-    """What each address answers."""
+    """The handlers of all paths."""
 
     library: Library
     model: Path | None
@@ -372,7 +373,7 @@ class _Pages:
         return self.sae
 
     def _latents_of(self, capture: Capture) -> dict[str, Any]:
-        """What can be shown of latents, as JSON."""
+        """Which latents can be shown, as JSON."""
         if self.sae is None:
             return {"lacks": "Start dmi view with --sae FILE, an autoencoder of SAELens or sparsify.", "count": 0}
         return {"lacks": self.sae.lacking(capture), "count": self.sae.encoder.latents, "hook": self.sae.hook}
@@ -385,7 +386,7 @@ class _Pages:
         return Texts(self.tokenizer or own, model)
 
     def _with_texts(self, capture: Capture, items: list[dict[str, Any]], ids: list[int]) -> list[dict[str, Any]]:
-        known = [max(i, 0) for i in ids]  # -1: no token, of a row that is not finite
+        known = [max(i, 0) for i in ids]  # -1: no token, for a row that is not finite
         texts: Sequence[str | None] = self._texts(capture).of(known) or [None] * len(ids)
         texts = [text if i >= 0 else None for text, i in zip(texts, ids, strict=True)]
         return [{**item, "id": i, "text": text} for item, i, text in zip(items, ids, texts, strict=True)]

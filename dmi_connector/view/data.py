@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the page lists, and the stores it may open."""
+"""The captures that the page lists, and the stores that it may open."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHOWN = ("model", "architecture", "dtype", "request_id", "key", "created", "fin
 
 
 class NoSuchStore(LookupError):
-    """No finished store of this name lies in the directory."""
+    """The directory has no finished store of this name."""
 
     def __init__(self, name: str, directory: Path) -> None:
         super().__init__(f"{name!r} is no finished store of {directory}; reload the list")
@@ -38,7 +38,7 @@ class NoSuchStore(LookupError):
 
 @dataclass
 class Library:
-    """The stores of one directory, finished and under way. only: the name of the one store to show, None for all.
+    """The stores of one directory, finished or running. only: name of the only store to show, None for all.
 
     No store stays open between two calls, so `dmi prune` and retention are not kept from removing any.
     """
@@ -64,11 +64,12 @@ class Library:
         """Captures [first, first + count) of those that match, newest first, as JSON.
 
         search: words that must all occur in the name, key, request id, model, state or text of a capture, in any case.
-        pending: captures whose texts were not looked at yet: a further call goes on with them. running: requests under
-        way. again: the list is shown already, so only stores that are new since are read, not the whole index.
+        The result has `pending`, the number of captures whose texts were not searched yet; the next call continues with
+        them. `running` has the running requests. again: the list is shown already, so only new stores are read, not the
+        whole index.
         """
         running = {info.store.name: (info, _text(info)) for info in self._running.infos()}
-        every = running | (self._with_new() if again else self._stores())  # one may have ended in between
+        every = running | (self._with_new() if again else self._stores())  # a request may have ended in between
         newest = sorted(every.values(), key=lambda one: one[0].started, reverse=True) if running else every.values()
         found, pending = texts.search(newest, search.lower().split())
         return {
@@ -87,34 +88,39 @@ class Library:
                 yield self.open(name)
 
     def open(self, name: str) -> Capture:
-        """Open a store by its name: of a request under way the rows so far. Raises NoSuchStore for what is no store of
-        this directory, CaptureFailed for a request that was opened under way, and of which no store comes.
+        """Open a store by its name. For a running request it has the rows so far.
+
+        Raises NoSuchStore for a name that is not a store of this directory. Raises CaptureFailed for a request that was
+        running when it was opened, and will not give a store.
         """
         running = self._running.open(name)
         return running if running is not None else open_capture(self._path(name), timeout=0, allow_incomplete=True)
 
     def verify(self, name: str) -> dict[str, Any]:
-        """What `dmi verify` says of a store, as JSON. not_finite: what the model computed so. Raises NoSuchStore."""
+        """The result of `dmi verify` for a store, as JSON. not_finite: problems of values that are not finite.
+
+        Raises NoSuchStore.
+        """
         path = self._path(name)
         said: dict[bool, list[str]] = {True: [], False: []}
         for problem in verify_store(path):
             said[problem.damage].append(f"{problem.where}: {problem.what}")
         try:
             attrs = read_attrs(path)
-        except ValueError:  # it is among the problems
+        except ValueError:  # the problems include it
             attrs = {}
         return {"problems": said[True], "not_finite": said[False], "unseen": unseen(attrs) if attrs else None}
 
     def _path(self, name: str) -> Path:
         path = self.directory / name
-        known = name in self._listed or name in self._stores()  # an index that grows is not read for each answer
-        # A name of the list may still be a link that leads elsewhere.
+        known = name in self._listed or name in self._stores()  # a growing index is not read for each response
+        # A listed name may still be a link to another place.
         if known and path.is_dir() and path.resolve().parent == self.directory.resolve():
             return path
         raise NoSuchStore(name, self.directory)
 
     def _stores(self) -> dict[str, tuple[CaptureInfo, str]]:
-        """name -> (info, searched text), newest first. It is read again when the directory or its index changed."""
+        """name -> (info, searched text), newest first. It is read again if the directory or its index changed."""
         with self._lock:
             now = tuple(_stamp(path) for path in (self.directory, self.directory / INDEX_NAME))
             if now != self._seen:
@@ -123,26 +129,26 @@ class Library:
             return self._listed
 
     def _with_new(self) -> dict[str, tuple[CaptureInfo, str]]:
-        """Like `_stores`, by the names in the directory: only stores that are not known yet are opened."""
+        """Like `_stores`, but lists the directory, and opens only stores that are not known yet."""
         if self.only is not None or not self._seen:
             return self._stores()
         with self._lock, os.scandir(self.directory) as entries:
             names = {e.name for e in entries if e.name.endswith(".zarr") and e.is_dir(follow_symlinks=False)}
             every = {name: one for name, one in self._listed.items() if name in names}
             for name in names - every.keys():
-                with contextlib.suppress(ValueError):  # no capture, or damaged: not listed
+                with contextlib.suppress(ValueError):  # stores that are damaged or no captures are not listed
                     info = info_of(self.directory / name)
                     every[name] = (info, _text(info))
             self._listed = dict(sorted(every.items(), key=lambda item: item[1][0].started, reverse=True))
             return self._listed
 
     def _found(self) -> list[CaptureInfo]:
-        if self.only is not None:  # what else lies in its directory may be no capture
+        if self.only is not None:  # other entries of its directory may not be captures
             store = self.directory / self.only
             return [info_of(store)] if store.is_dir() else []
         infos = open_captures(self.directory, incomplete=True).infos
         mine = [info for info in infos if info.store.parent == self.directory]
-        # `_path` refuses links that lead elsewhere.
+        # `_path` refuses links to other places.
         return [info for info in mine[::-1] if isinstance(info.store, Path) and not info.store.is_symlink()]
 
 
@@ -172,16 +178,16 @@ def _line(info: CaptureInfo) -> dict[str, Any]:
 
 
 def ranges(rows: np.ndarray) -> list[list[int]]:
-    """Rows as [start, stop) of each run, as `Capture.missing` has them."""
+    """Rows as [start, stop) ranges, as in `Capture.missing`."""
     rows = np.unique(rows)
     runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
     return [[int(run[0]), int(run[-1]) + 1] for run in runs if len(run)]
 
 
 def describe(capture: Capture) -> dict[str, Any]:
-    """What the page must know of a store before it asks for values, as JSON.
+    """The facts of a store that the page needs before it requests values, as JSON.
 
-    rows of a hook: [start, stop) of the rows that have a value, None where all have that are not missing.
+    rows of a hook: [start, stop) ranges of rows with a value; None if all rows that are not missing have one.
     """
     hooks = [
         {

@@ -22,9 +22,9 @@ LATENTS = "latents"
 _ROWS = 256
 """Rows encoded at a time."""
 _SECONDS = 2.0
-"""Time after which no further rows are read for contexts."""
+"""Time limit of reading rows for contexts."""
 _BEFORE, _BEHIND = 8, 4
-"""Tokens of a context."""
+"""Tokens of a context before and after its token."""
 _BINS = 24
 
 
@@ -43,7 +43,9 @@ class Latents:
         """
         encoder = SparseEncoder.load(path)
         config = (path if path.is_dir() else path.parent) / "cfg.json"
-        facts = json.loads(config.read_bytes()) if config.is_file() else {}  # Gemma Scope and Llama Scope have none
+        facts = (
+            json.loads(config.read_bytes()) if config.is_file() else {}
+        )  # Gemma Scope and Llama Scope have no cfg.json
         named = hook or facts.get("hook_name") or (facts.get("metadata") or {}).get("hook_name")
         if not named:
             raise ValueError(f"--sae {path}: its files name no hook; give --sae-hook, such as resid_pre@12")
@@ -71,7 +73,7 @@ class Latents:
         return {**entry, "rows": None, "statistics": values}
 
     def strongest(self, capture: Capture, row: int, count: int) -> list[dict[str, Any]]:
-        """The largest active latents of one token, in descending order, as JSON: {latent, value}. count: at most."""
+        """The largest active latents of one token, in descending order, as JSON: {latent, value}. count: maximum."""
         values = self.encoder.encode(self._rows(capture, slice(row, row + 1)))[0]
         order = np.argsort(-values, kind="stable")[:count]
         return [{"latent": int(at), "value": float(values[at])} for at in order if values[at] > 0]
@@ -98,9 +100,9 @@ class Latents:
     def contexts(self, stores: Iterable[Capture], latent: int, count: int) -> dict[str, Any]:
         """The tokens of many stores at which a latent is strongest, and a histogram of its values, as JSON.
 
-        {found: [{store, row, value, first, ids, values}], rows, active, edges, counts, read}. Stops after two seconds,
-        also within a store. rows: number of encoded rows. active: number of rows with a value above 0. read: number of
-        stores that were read.
+        {found: [{store, row, value, first, ids, values}], rows, active, edges, counts, read}. It stops after two
+        seconds, also within a store. rows: number of encoded rows. active: number of rows with a value above 0. read:
+        number of stores that were read.
         """
         until, best, values, read = time.monotonic() + _SECONDS, list[dict[str, Any]](), [], 0
         for capture in stores:
@@ -125,7 +127,7 @@ class Latents:
         return values[0] if values.ndim == 3 else values
 
     def _only(self, latent: int) -> tuple[SparseEncoder, int]:
-        """(encoder, number of `latent` in it). The encoder computes only this latent, unless it is a top-k encoder."""
+        """(encoder, index of `latent` in it). The encoder computes only this latent, unless it is a top-k encoder."""
         full = self.encoder
         if not 0 <= latent < full.latents:
             raise ValueError(f"latent {latent} does not exist: the autoencoder has {full.latents}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logit lens of one token: what the residual stream predicts before each layer, and after the last."""
+"""Logit lens of one token: the predictions of the residual stream before each layer and after the last one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dmi_connector.captures.own_values import check_own_values
 
 @functools.lru_cache(maxsize=2)
 def end_of(model: Path) -> Unembedding:
-    """The final norm and unembedding of a model's directory, kept for later answers. Raises ValueError as `load`."""
+    """The final norm and unembedding of a model directory, cached for later requests. Raises ValueError as `load`."""
     return Unembedding.load(model)
 
 
@@ -38,9 +38,9 @@ def lacking(capture: Capture, model: Path | None) -> str | None:
 
 
 def residual_rows(capture: Capture, row: int) -> tuple[list[str], np.ndarray]:
-    """(names of the places, the residual stream of one token there, float32 [places, hidden]).
+    """(names of places, rows of the residual stream of one token at these places, float32 [places, hidden]).
 
-    A place is the number of the layer that the stream enters, or "final" after the last.
+    The name of a place is the number of the layer that the stream enters, or "final" after the last layer.
     """
     one = slice(row, row + 1)
     places, rows = [], []
@@ -54,9 +54,9 @@ def residual_rows(capture: Capture, row: int) -> tuple[list[str], np.ndarray]:
 
 
 def predictions(capture: Capture, end: Unembedding, row: int, count: int) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """(Names of the places, the likeliest next tokens of one token there, their probabilities), both [places, count].
+    """(names of places, the likeliest next tokens at these places, their probabilities), the last two [places, count].
 
-    Raises ValueError for a model of another width.
+    Raises ValueError if the model has another width than the rows.
     """
     places, rows = residual_rows(capture, row)
     return places, *likeliest(log_softmax(end.logits(rows)), count)

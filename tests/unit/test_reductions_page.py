@@ -67,11 +67,11 @@ def test_what_is_below_the_bar_is_named() -> None:
         *(("random", "probes", hook) for hook in ("resid_mid", "resid_final", "mlp_out")),
         ("random", "pairs", "mlp_out"),
     }
-    sentence = (
-        "`rp(512)` is below 0.95 for the probe scores of `resid_pre`, and with random weights for those of `resid_mid`,"
-        " `resid_final` and `mlp_out`, whose cosines are below it too."
+    sentences = (
+        "`rp(512)` is below 0.95 for the probe scores of `resid_pre`. With random weights it is below 0.95 for the"
+        " probe scores of `resid_mid`, `resid_final` and `mlp_out`, and for the cosines of `mlp_out`."
     )
-    assert sentence in " ".join(PAGE.split())
+    assert sentences in " ".join(PAGE.split())
 
 
 def test_larger_projections_are_as_measured() -> None:
@@ -149,7 +149,7 @@ def test_figures_of_scales_and_sketches_are_as_measured() -> None:
     others = min(value for hook, value in least.items() if hook != "mlp_post")
     assert f"of `mlp_post` is {least['mlp_post']}, and {others} or more for the other hooks" in text
     beyond = [round(10_000 * (1 - share)) for hook in hooks for share in found(hook, channel, "in_range")]
-    assert set(beyond) <= {0, 1, 2} and "1 or 2 of 10,000 values lay beyond" in text
+    assert set(beyond) <= {0, 1, 2} and "1 or 2 of 10,000 values are beyond" in text
     wide = [hook for hook in hooks if hook.startswith(("resid", "mlp"))]
     pairs, probes = ([min(found(hook, "cs(512)", what)) for hook in wide] for what in ("pairs", "probes"))
     assert f"pairs are {down(min(pairs), 4)} to {down(max(pairs), 4)} on hooks wider than 512" in text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks as columns beside the tokens of a store, for exports with one row per token."""
+"""Hooks as columns of exports with one row per token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = ("token_ids", "positions", "phase")
 
 @dataclass(frozen=True)
 class Column:
-    """One hook in one layer. name: as the user gave it. width: values of a row; heads lie side by side."""
+    """One hook in one layer. name: as in the command. width: values per row, with the heads concatenated."""
 
     name: str
     hook: str
@@ -28,19 +28,22 @@ class Column:
     width: int
 
     def blocks(self, capture: Capture, finite: FiniteCheck) -> Iterator[np.ndarray]:
-        """The rows of each of `parts`, [n, width]: float32, or stored integers. Raises NotFinite as `finite` says."""
+        """Yield the rows of each of `parts`: [n, width], float32 or the stored integer dtype.
+
+        Raises NotFinite if `finite` does.
+        """
         for rows in parts(capture):
             values = finite.check(capture.path, capture.numpy(self.hook, self.layer, rows), rows.start)
             yield values.reshape(len(values), self.width)
 
 
 def parts(capture: Capture) -> list[slice]:
-    """Slices of rows to read at a time: at least one, which is empty if the store has no rows."""
+    """Slices of rows to read at a time. A store without rows has one empty slice."""
     return [*row_blocks(len(capture.token_ids))] or [slice(0, 0)]
 
 
 def check_column(view: RowView, name: str) -> None:
-    """Raise ValueError for a hook of several layers, and for one that has no row for each token."""
+    """Raise ValueError for several layers, and for a hook that does not have one row per token."""
     if view.sampled:
         raise ValueError(f"{name!r} has a row for each sampled token, not for each token; name another hook")
     if len(view.shape) == 3:

@@ -22,7 +22,8 @@ def number_captures(captures: Captures, number_by: str) -> list[int]:
     number_by: "order" numbers them in the order in which their requests began. "key" uses the request's key, "row" the
     row of the input of `dmi run` (from its manifest), "id" the id of that row.
 
-    Raises ValueError if a key or id is no integer, if the manifest lacks a store, or if two captures have one number.
+    Raises ValueError if a key or id is not an integer, if the manifest lacks a store, or if two captures have one
+    number.
     """
     infos = captures.infos
     if number_by == "order":

@@ -24,7 +24,7 @@ class PackedRows:
 
     hook: such as "resid_pre@3". A negative layer is replaced by its number. skip: rows left out at the
     start of each store. finite: what happens to contexts with values that are not finite. name: TransformerLens' name
-    of the hook, or its own. contexts: their number. left: rows that do not fill a context.
+    of the hook, or the hook's own name. contexts: number of contexts. left: rows that do not fill a context.
 
     Raises ValueError for a hook without a layer, for projections and summaries, and if no context is full.
     """
@@ -41,7 +41,7 @@ class PackedRows:
             named = lens_name(found, layer)
             if named is not None and why_not_equal(split_name(named)[0], first.attrs) is not None:
                 named = None
-            check_own_values(first, found, layer)  # the view refuses stores that were reduced in another way
+            check_own_values(first, found, layer)  # the view refuses stores with other reductions
         if layer is not None and layer < 0:
             layer = self._view.layers[0]
             hook, named = f"{found}@{layer}", named and lens_name(found, layer)
@@ -104,6 +104,6 @@ class PackedRows:
         return (f"{len(self._finite.first)} stores kept: {WHAT}",) if self._finite.first else ()
 
     def token_ids(self, first: int, stop: int) -> np.ndarray:
-        """Their tokens, int32 [contexts, context_size]."""
+        """Token ids of contexts [first, stop), int32 [contexts, context_size]."""
         rows = slice(first * self.context_size, stop * self.context_size)
         return self._view.tokens(rows, ["token_ids"])["token_ids"].reshape(-1, self.context_size)

@@ -42,9 +42,11 @@ def refuse_later_part(capture: Capture) -> None:
 
 @dataclass(frozen=True)
 class Done:
-    """The result of an export. out: the directory or file. written, kept: files that it wrote, and that were there
-    already. notes: replace these counts in the command's output. warnings: for the user. not_finite: by store, the
-    first row with a NaN or an infinity.
+    """The result of an export.
+
+    out: the directory or file. written: number of files that it wrote. kept: number of files that existed. notes: lines
+    that replace these counts in the command's output. warnings: for the user. not_finite: the first row with a NaN or
+    an infinity, by store.
     """
 
     out: Path
@@ -145,8 +147,10 @@ def _export(
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory, if it does not exist. Raises OSError if it cannot be created or is not writable, and
-    ValueError if it lies in a store: `dmi verify` would find the files there as damage.
+    """Create a directory, if it does not exist.
+
+    Raises OSError if it cannot be created or is not writable. Raises ValueError if it is inside a store, because `dmi
+    verify` would report its files as damage.
     """
     if store := next((folder for folder in (path, *path.parents) if (folder / "zarr.json").exists()), None):
         raise ValueError(f"export: {store} is a store, and an export must not add files to it; give another -o")
@@ -204,7 +208,7 @@ def note_not_finite(out: Path, finite: FiniteCheck) -> None:
 
 
 def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures, finite: FiniteCheck) -> None:
-    """Write the note of a format whose files form one data set. `finite` gets what earlier runs found.
+    """Write the note of a format whose files form one data set. `finite` gets the results of earlier runs.
 
     Raises ValueError for a directory that was written with other settings or from other stores.
     """

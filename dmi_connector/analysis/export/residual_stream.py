@@ -56,7 +56,7 @@ def ids_of_all(
     stores = [info.store for info, ids in zip(captures.infos, all_ids, strict=True) if ids is not None]
     known = [ids for ids in all_ids if ids is not None] or [()]
     same = [ids == known[0] if wanted is None else set(wanted) <= set(ids) for ids in known]
-    if all(same) or not any(same):  # ids that all stores lack are an error of `chosen_ids`
+    if all(same) or not any(same):  # if all stores lack an id, `chosen_ids` raises the error
         return list(known[0] if wanted is None else dict.fromkeys(wanted))
     number, every = same.index(False), sorted(set(known[0]).intersection(*known))
     use = ",".join(map(str, every))

@@ -26,7 +26,7 @@ from dmi_connector.captures.captures import Captures
 from dmi_connector.captures.finite import FiniteCheck
 
 _BATCHES = 32
-"""Batches of a file. A run that is killed loses one file at most."""
+"""Batches per file. A killed run loses at most one file."""
 
 
 def export(
@@ -41,8 +41,8 @@ def export(
     """Write a data set of Hugging Face to `out`, with the columns HOOK and `token_ids`.
 
     HOOK: `Array2D(shape=(context_size, width))` float32, under TransformerLens' name of the hook. token_ids: int32
-    [context_size]. A context holds rows of one store after the other. skip: rows left out at the start of each store.
-    finite: what happens to contexts with values that are not finite.
+    [context_size]. Contexts are cut from the concatenated rows of all stores. skip: rows left out at the start of each
+    store. finite: what happens to contexts with values that are not finite.
     """
     rows = PackedRows(captures, hook, context_size, skip, finite)
     settings = {"to": "saelens", "hook": rows.hook, "context_size": context_size, "skip": skip}
@@ -75,9 +75,9 @@ def _features(rows: PackedRows) -> datasets.Features:
 
 
 def _write_part(rows: PackedRows, first: int, stop: int, path: Path, progress: Progress) -> None:
-    """Write contexts [first, stop) as a stream of Arrow, which is what `save_to_disk` writes.
+    """Write contexts [first, stop) as an Arrow stream, as `save_to_disk` does.
 
-    `Dataset.from_dict` would pickle all values for a fingerprint: it takes ten times as long.
+    `Dataset.from_dict` would pickle all values for a fingerprint, which takes ten times as long.
     """
     schema = _features(rows).arrow_schema
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
@@ -91,7 +91,7 @@ def _write_part(rows: PackedRows, first: int, stop: int, path: Path, progress: P
 
 
 def _contexts_in(path: Path) -> int:
-    """Contexts of a part. Their values are not read."""
+    """The number of contexts of a part. It does not read their values."""
     with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as batches:
         return sum(batch.num_rows for batch in batches)
 

@@ -44,7 +44,7 @@ Blocks = tuple[np.dtype, tuple[int, ...], Iterable[np.ndarray]]
 
 def write_file(path: Path, tensors: Mapping[str, Blocks]) -> None:
     """Write a safetensors file block by block. Raises ValueError for a dtype that the format lacks."""
-    # safetensors puts wider types first.
+    # The safetensors library also writes wider types first.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0]))
     header, offset = {}, 0
     for name, (dtype, shape, _) in ordered:
@@ -137,6 +137,6 @@ def export(
 def export_file(
     captures: Captures, out: Path, progress: Progress, finite: FiniteCheck, layers: Sequence[int] | None = None
 ) -> Done:
-    """Write the only store of `captures` to the new file `out`."""
+    """Write the store of `captures`, which has only one, to the new file `out`."""
     ids = _write_one(out, captures.infos[0].store, layers, finite, progress)
     return Done(out, 1, notes=(f"layer ids {', '.join(map(str, ids))}",))

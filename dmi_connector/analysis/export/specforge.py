@@ -35,7 +35,7 @@ def features(capture: Capture, layers: Sequence[int] | None, loss: str, finite: 
     SpecForge applies the head. aux_hidden_state: [1, tokens, layers x hidden]. Both in the stored dtype.
 
     layers: auxiliary layer ids; None: all captured layers of resid_pre. loss: which tokens loss_mask selects:
-    "generated" ones, "all", or "spans": generated tokens and those in the request's `dmi.loss_spans`.
+    "generated": generated tokens; "all": all tokens; "spans": generated tokens and those in `dmi.loss_spans`.
 
     Raises ValueError for a store without final_ln or an auxiliary layer, and for projections. Raises LeftOut for a
     store without tokens to train on, without `loss_spans` for "spans", or without the first tokens of its request.
@@ -102,8 +102,8 @@ def export(
 ) -> Done:
     """Write `out/rows_A-B/data_N.ckpt`, or `.ckpt.gz`, each with the `features` of a request.
 
-    layers: None: the layers of the first store; all stores must have the same. Stores without a token to train on, or
-    without the first tokens of their request, are left out.
+    layers: layer ids; None: the layers of the first store. All stores must have the same layers. Stores without a token
+    to train on, or without the first tokens of their request, are left out.
     """
     ids = ids_of_all(captures, _aux_ids if layers is None else _all_ids, layers)
 

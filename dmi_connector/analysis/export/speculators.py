@@ -19,7 +19,7 @@ from dmi_connector.store.format.remote_path import Place
 def training_ids(capture: Capture, layers: Sequence[int] | None) -> list[int]:
     """Auxiliary layers, then the last hidden state before the final norm, which is the verifier's.
 
-    layers: auxiliary layer ids in the order of training; None: all that were captured. Raises ValueError for ids that
+    layers: auxiliary layer ids in the order of training; None: all captured ones. Raises ValueError for ids that
     the store lacks.
     """
     known, last = _ids(capture.path, capture.attrs), capture.attrs["num_layers"]
@@ -27,7 +27,7 @@ def training_ids(capture: Capture, layers: Sequence[int] | None) -> list[int]:
 
 
 def _ids(store: Place, attrs: Mapping[str, Any]) -> list[int]:
-    """The ids of a store. Raises ValueError where the verifier's is not among them."""
+    """The ids of a store. Raises ValueError if the verifier's id is not among them."""
     known = layer_ids(store, attrs)
     if attrs.get("num_layers") not in known:
         raise ValueError(f"{store} lacks resid_final, the verifier's last hidden state; capture resid_final too")
@@ -45,7 +45,7 @@ def export(
     """Write `out/hs_N.safetensors`: `hidden_states` [tokens, layers, hidden], the last layer last, and `token_ids`.
 
     N is the row of the training data set. layers: auxiliary layer ids, see `residual_stream`; None: those of the first
-    store, which all others have too. Stores that begin after the first token are left out.
+    store, which all other stores must have too. Stores that begin after the first token are left out.
     """
     ids = ids_of_all(captures, _ids, layers)
 

@@ -18,12 +18,14 @@ Write = Callable[..., Done]
 
 @dataclass(frozen=True)
 class Target:
-    """One format. doc: what it is, for help. options: those of `dmi export` that it takes. required: of them. counts:
-    what its progress counts. suffix: file name extension for a single store; "" for formats that are always
-    directories. file_counts: what progress counts in that file. finite: the default of --finite.
+    """One format.
 
-    Its module has `export(captures, out, progress, finite, **options)`, which writes a directory. With a suffix it has
-    `export_file` too, which writes one file.
+    doc: description for help. options: the options of `dmi export` that it takes. required: the options that it needs.
+    counts: the unit of its progress. suffix: file name extension for a single store; "" for formats that are always
+    directories. file_counts: the unit of the progress of a single file. finite: the default of --finite.
+
+    Its module has `export(captures, out, progress, finite, **options)`, which writes a directory. With a suffix it also
+    has `export_file`, which writes one file.
     """
 
     name: str
@@ -86,13 +88,15 @@ def export(
     file: bool = False,
     finite: str | None = None,
 ) -> Done:
-    """Write captures in a format. options: those that were given. progress: called with (done, all): `Target.counts`.
-    file: whether `out` is a new file for one capture, for formats with a suffix; else it is a directory. finite: what
+    """Write captures in a format.
+
+    options: the options that were given. progress: called with (done, total), in the unit `Target.counts`. file:
+    whether `out` is a new file for one capture, in formats with a suffix; otherwise it is a directory. finite: what
     happens to stores with values that are not finite, one of `POLICIES`; None: `Target.finite`.
 
-    Raises ValueError without a capture, for captures of several models in one set, for an option that the format lacks,
-    and for one that it needs; FileExistsError for a file that is not new; NotFinite for values that are not finite
-    with "fail", and where nothing but such is there.
+    Raises ValueError without a capture, for captures of several models in one data set, for an option that the format
+    does not take, and without an option that it needs. Raises FileExistsError if the file exists. Raises NotFinite for
+    values that are not finite with "fail", and if every capture has such values.
     """
     target = TARGETS[to]
     foreign = [name for name in options if name not in target.options]
@@ -104,7 +108,7 @@ def export(
     if not len(captures):
         why = captures.why_empty or "give a store, or a directory of stores"
         raise ValueError(f"export: no finished capture matches; {why}")
-    if not target.suffix:  # its files are read as one set
+    if not target.suffix:  # its files form one data set
         captures.check_one_model()
     check = FiniteCheck(target.finite if finite is None else finite, "--finite")
     done = target.load(file)(captures, out, progress, check, **options)

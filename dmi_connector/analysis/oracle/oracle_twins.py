@@ -14,8 +14,8 @@ ONCE = ("embed", "resid_final", "final_ln")
 class Point:
     """Where to read a hook: the input or output of a module.
 
-    module: path in a decoder layer, or in the base model for hooks of ONCE; several, separated by spaces, whose outputs
-    are put side by side, or added if there is a plus between them. needs, unless: modules that a layer must have, or
+    module: path in a decoder layer, or in the base model for hooks of ONCE. Outputs of several modules, separated by
+    spaces, are concatenated. With a plus between them they are added. needs, unless: modules that a layer must have, or
     must not have, for the point to count. side: "in" or "out"; the first element of a tuple is used. part: the part of
     a fused projection: "q", "k" or "v" of queries, keys and values, or "gate" or "up" of both.
     """

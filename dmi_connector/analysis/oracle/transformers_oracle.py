@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The expected value of every hook, from one forward of a transformers model over the whole sequence.
 
-vLLM and transformers share no model code. So where a capture agrees with this oracle, tap points, rows and store are
-right. Tests and demo use it, and so can a user: see `compare`. Needs torch and transformers.
+vLLM and transformers share no model code. So if a capture agrees with this oracle, tap points, rows and store are
+correct. Tests and the demo use it. Users call `compare`. It needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dmi_connector.store.format.completeness import Cause
 logger = logging.getLogger(__name__)
 
 _RUN = 1 << 20
-"""Most rows of a slice without a missing row."""
+"""Maximum number of rows of a slice without missing rows."""
 
 
 class Oracle:
@@ -39,7 +39,8 @@ class Oracle:
 
     A model with a vision tower computes the hooks of its language model, also for prompts with images.
 
-    without: hooks to leave out. config: the config of the language model. architecture: that of the whole model.
+    without: hooks to leave out. config: the config of the language model. architecture: name of the whole model's
+    class.
     """
 
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float32, without: Sequence[str] = ()) -> None:
@@ -57,7 +58,7 @@ class Oracle:
                 if hasattr(module, "gelu_impl"):
                     module.gelu_impl = torch.nn.GELU()  # as vLLM has it; transformers takes the approximation by tanh
         if self.model.config.model_type == "mistral3":
-            # As vLLM has it, whatever the config says.
+            # As in vLLM, for any config.
             self.model.model.multi_modal_projector.norm.variance_epsilon = 1e-5
         base = self.model.get_decoder() if self.wraps else self.model.base_model
         # Llama 4's text model has no base of its own.
@@ -85,13 +86,13 @@ class Oracle:
         """Every hook of one forward over `token_ids` (the prompt, then the generated tokens).
 
         images: what the model's image processor returned for the images of the prompt, such as `pixel_values`; the ids
-        then have their placeholders. Image tokens see earlier ones only, as on vLLM's CPU backend.
+        then contain placeholders. Image tokens attend only to earlier tokens, as on vLLM's CPU backend.
 
-        Layer hooks are float32 [layers, tokens, width], those of ONCE [1, tokens, width], `logits` float32 [tokens,
+        Layer hooks are float32 [layers, tokens, width], hooks of ONCE [1, tokens, width], `logits` float32 [tokens,
         vocab] (row i predicts token i + 1), `token_ids` and `positions` int32 [tokens]. M-RoPE adds `mrope_positions`,
-        int32 [1, tokens, axes]. Models with experts add
-        router_logits and topk_weights (float32) and topk_ids (int32), by descending weight, equal weights by id. The
-        layer axis of a hook holds only layers that have it.
+        int32 [1, tokens, axes]. Models with experts add router_logits and topk_weights (float32) and topk_ids (int32),
+        in descending order of weight, with equal weights in order of id. The layer axis of a hook holds only layers
+        that have it.
         """
         with _Recorder(len(token_ids)) as recorder:
             for point in self.twin.once:
@@ -104,7 +105,7 @@ class Oracle:
             ids = torch.tensor([list(token_ids)], dtype=torch.long)
             with _seen_attention(recorder.rows, self._attention) if self.twin.rotary else nullcontext():
                 logits = self.model(ids, use_cache=False, **self._with_images(ids, images)).logits
-        # Those that are left out may have other widths in other layers. Latent attention needs all below.
+        # Widths of hooks that are left out may differ by layer. Latent attention needs all values below.
         without = () if self.twin.latent else self.without
         values = {name: torch.stack(parts) for name, parts in recorder.rows.items() if name not in without}
         if self.twin.scale:
@@ -145,7 +146,7 @@ class Oracle:
         return {**images, **pixels, **(told if "image_grid_thw" in images else {})}
 
     def _watch_inputs(self, recorder: _Recorder) -> None:
-        """Note the embeddings that enter the language model, with those of images, and the positions of M-RoPE."""
+        """Record the input embeddings of the language model, including images, and the positions of M-RoPE."""
         axes = len((getattr(self.config, "rope_parameters", None) or {}).get("mrope_section", ()))
 
         def before(_module: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -192,7 +193,7 @@ class Oracle:
         return value.reshape(heads // self._head_dim, -1, self._head_dim).transpose(0, 1).flatten(1)
 
     def _share_keys(self, values: dict[str, torch.Tensor]) -> None:
-        """Put the key that all heads share in the place of their keys, and pairs of rotated values side by side."""
+        """Replace the keys of heads by their shared key, and reorder rotated values so that pairs are adjacent."""
         rope = self.config.qk_rope_head_dim
         queries = values["q_rot"].unflatten(-1, (self.config.num_attention_heads, -1)).clone()
         key = values.pop("k_rot").unflatten(-1, (self.config.num_attention_heads, -1))[..., 0, -rope:]
@@ -201,17 +202,17 @@ class Oracle:
         values |= {"q_rot": queries.flatten(-2), "k_pe": key}
 
     def _in_halves(self, value: torch.Tensor) -> torch.Tensor:
-        """Heads whose pairs of values are rotated, as vLLM keeps them: first values of all pairs, then second ones."""
+        """Heads in vLLM's order of rotated values: the first values of all pairs, then the second values."""
         return value.unflatten(-1, (-1, self._head_dim // 2, 2)).transpose(-1, -2).flatten(-3)
 
 
 def _is_heterogeneous(config: Any) -> bool:
-    """Whether transformers keeps sizes by layer, and refuses to give one for all."""
+    """Whether transformers has sizes per layer in this config, and no common size."""
     return bool(getattr(config, "is_heterogeneous", False))
 
 
 def _attention_layers(config: Any) -> list[int]:
-    """The layers whose hooks of attention are captured: those with keys of their own, of the most common size."""
+    """The layers whose attention hooks are captured: those with their own keys, in the most common size."""
     own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
     sizes: list[Any] = [None] * own
     if config.model_type == "mimo_v2_flash":
@@ -226,7 +227,7 @@ def _attention_layers(config: Any) -> list[int]:
 def _as_vllm(config: Any) -> Any:
     """A config with which transformers computes what vLLM does."""
     if config.model_type in ("cohere2", "cohere2_moe"):
-        config.sliding_window += 1  # vLLM's windows have the token itself and so many before it
+        config.sliding_window += 1  # a window of vLLM has the token itself and this many earlier tokens
     return config
 
 
@@ -251,7 +252,7 @@ class _Recorder(ExitStack):
         side: str,
         pick: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """Note the first input or output of a module. pick: takes a part of it."""
+        """Record the first input or output of a module. pick: selects a part of it."""
 
         def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             value = (args[0] if args else next(iter(kwargs.values()))) if side == "in" else output
@@ -262,7 +263,7 @@ class _Recorder(ExitStack):
         self.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
 
     def watch_several(self, modules: Sequence[torch.nn.Module], name: str, add: bool) -> None:
-        """Note the outputs of modules side by side, or their sum. They run in this order."""
+        """Record the concatenated outputs of modules, or their sum. The modules run in this order."""
         parts: list[torch.Tensor] = []
 
         def hook(module: torch.nn.Module, _args: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -275,20 +276,20 @@ class _Recorder(ExitStack):
             self.callback(module.register_forward_hook(hook).remove)
 
     def watch_method(self, module: torch.nn.Module, name: str) -> None:
-        """Note the rotated queries and keys that a method of an attention module gets."""
+        """Record the rotated queries and keys that a method of an attention module gets."""
         method = getattr(module, name)
 
         def noted(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             _note_rotated(self.rows, query, key)
             return method(query, key, *args, **kwargs)
 
-        setattr(module, name, noted)  # on this module, in front of its class's
+        setattr(module, name, noted)  # on the instance, where it shadows the method of the class
         self.callback(delattr, module, name)
 
     def watch_router(self, module: torch.nn.Module, top_k: int, scored: bool = True) -> None:
-        """Note what a router returns: (scores, weights, experts), or of Llama 4 (weights of all experts, scores).
+        """Record the output of a router: (scores, weights, experts), in Llama 4 (weights of all experts, scores).
 
-        scored: whether to note the scores.
+        scored: whether to record the scores.
         """
 
         def hook(_module: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> None:
@@ -309,23 +310,21 @@ class _Recorder(ExitStack):
 
 
 def _note_rotated(rows: dict[str, list[torch.Tensor]], query: torch.Tensor, key: torch.Tensor) -> None:
-    """Note what attention gets, [1, heads, tokens, head_dim], as rows [tokens, width]."""
+    """Record queries and keys [1, heads, tokens, head_dim] as rows [tokens, width]."""
     for name, value in (("q_rot", query), ("k_rot", key)):
         rows[name].append(value[0].transpose(0, 1).flatten(1).clone())
 
 
 @contextmanager
 def _seen_attention(rows: dict[str, list[torch.Tensor]], layers: Container[int]) -> Iterator[None]:
-    """Note the rotated queries and keys that attention gets in these layers: no module has them as its input or
-    output.
-    """
+    """Record the rotated queries and keys of attention in these layers. No module has them as input or output."""
 
     def attention(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if module.layer_idx in layers:
             _note_rotated(rows, query, key)
         return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, *args, **kwargs)
 
-    # The interface that every model asks for "eager", which is no entry of its own.
+    # Every model looks "eager" up in this interface, which has no entry for it.
     ALL_ATTENTION_FUNCTIONS["eager"] = attention
     try:
         yield
@@ -334,15 +333,15 @@ def _seen_attention(rows: dict[str, list[torch.Tensor]], layers: Container[int])
 
 
 def compare(capture: Capture, oracle: Oracle, images: Mapping[str, Any] | None = None) -> dict[str, float]:
-    """The largest absolute difference of each hook of `capture` from `oracle`, over all layers and the rows that are
-    not missing. It is NaN where either computed NaN.
+    """The largest absolute difference of each hook of `capture` from `oracle`, over all layers and present rows.
 
-    Reduced hooks are decoded first, so their difference holds what the reduction lost. Hooks whose rows are other
-    values (rp, pca, attn), and those without a row, are left out with a warning, and hooks that the oracle was made
-    `without`. images: see `Oracle.run`.
+    It is NaN if either computed NaN. Reduced hooks are decoded first, so their difference includes the loss of the
+    reduction. Hooks that are stored as other values (rp, pca, attn), hooks without a row, and hooks of `without` are
+    left out with a warning. images: see `Oracle.run`.
 
-    Raises ValueError if the capture does not begin at position 0 (its earlier tokens are then unknown), holds no rows,
-    lacks token ids, or has a hook, layers or shapes that the oracle's model has not, and where no hook can be compared.
+    Raises ValueError if the capture does not begin at position 0 (its earlier tokens are then unknown), has no rows or
+    no token ids, or has a hook, layers or shapes that the oracle's model lacks. Raises it too if no hook can be
+    compared.
     """
     rows = np.concatenate([np.arange(run.start, run.stop) for run in capture.runs(_RUN)] or [np.arange(0)])
     _check_comparable(capture, rows)
@@ -383,7 +382,7 @@ def compare(capture: Capture, oracle: Oracle, images: Mapping[str, Any] | None =
 
 
 def _check_comparable(capture: Capture, rows: np.ndarray) -> None:
-    """Raise ValueError for a capture that says too little of its tokens. rows: those that are not missing."""
+    """Raise ValueError for a capture whose tokens are not all known. rows: the rows that are not missing."""
     if capture.attrs["start"] != 0:
         raise ValueError(f"{capture.path} begins at position {capture.attrs['start']}: its earlier tokens are unknown")
     if not len(rows):

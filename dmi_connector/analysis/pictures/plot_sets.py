@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from matplotlib.cm import ScalarMappable
 
 _BARS = 20
-"""Dimensions that are shown of a difference."""
+"""Number of dimensions of a difference in the picture."""
 _BEFORE, _AFTER, _LEAST = 46, 54, 10
-"""Columns of text before and from the token on, at most and at least. Tokens that do not fit are left out whole."""
+"""Maximum columns of text before the token and from it on, and the minimum. Tokens that do not fit are left out."""
 _ONE_LINE = 1 << 30
-"""Columns that no context fills."""
+"""More columns than any context has."""
 _LINE, _BAR_WIDTH, _SIDE, _HEAD, _FOOT = 0.28, 2.6, 0.25, 0.75, 0.75
-"""Inches: of a line, of the bars, beside, above and below."""
+"""Inches: height of a line, width of the bars, and margins at the side, above and below."""
 
 
 def draw_top_tokens(
@@ -41,8 +41,8 @@ def draw_top_tokens(
 ) -> Path:
     """Draw the tokens around each activation, each with the colour of its own value, and the value as a bar beside.
 
-    The token itself has a frame. found: of `top_tokens`. name: what the axis says. tokenizer: as in `plot`. Raises
-    ValueError where nothing was found.
+    The token itself has a frame. found: the result of `top_tokens`. name: label of the axis. tokenizer: as in `plot`.
+    Raises ValueError if nothing was found.
     """
     if not found:
         raise ValueError("plot: no token was found; give captures with rows")
@@ -54,7 +54,7 @@ def draw_top_tokens(
     after = max(_LEAST, max(piece.stop for line in lines for piece in line))
     width, height = 3 * _SIDE + (before + after) * COLUMN + _BAR_WIDTH, _HEAD + _LINE * len(found) + _FOOT
     figure.set_size_inches(width, height)
-    figure.set_layout_engine("none")  # letters have their own places
+    figure.set_layout_engine("none")  # letters are placed by this function
     low, tall = _FOOT / height, _LINE * len(found) / height
     text = figure.add_axes((_SIDE / width, low, (before + after) * COLUMN / width, tall))
     text.set(xlim=(-before, after), ylim=(len(found), 0))
@@ -63,7 +63,7 @@ def draw_top_tokens(
     place = figure.add_axes((_SIDE / width, 0.42 / height, min(3.5, width / 2) / width, 0.13 / height))
     bar = figure.colorbar(colours, cax=place, orientation="horizontal")
     bar.set_label("value at each token", fontsize=8)
-    bar.outline.set_edgecolor("#dedee3")  # the lowest colour is that of the page
+    bar.outline.set_edgecolor("#dedee3")  # the lowest colour is the background of the page
     bars = figure.add_axes((1 - (_BAR_WIDTH + _SIDE) / width, low, _BAR_WIDTH / width, tall))
     bars.barh(np.arange(len(found)) + 0.5, [one.value for one in found], color="tab:blue", height=0.7)
     bars.set(ylim=(len(found), 0), yticks=[], xlabel="value")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tokens stand in lines of a fixed width, as a browser puts them. Units: columns, each as wide as a letter."""
+"""Breaks tokens into lines of a fixed width, as a browser does. The unit is a column, which is as wide as a letter."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import NamedTuple
 _TAB = 8
 """Columns of a tab stop."""
 _ID_PAD, _ID_GAP = 0.5, 0.5
-"""Columns on each side of an id, inside its colour; columns between two ids."""
+"""Padding on each side of an id, and gap between two ids, in columns."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """A part of one token on one line.
 
-    token: number of the token. start, stop: columns that it covers. words: (first column, text) without spaces.
+    token: index of the token. start, stop: columns that it covers. words: (first column, text) without spaces.
     """
 
     token: int
@@ -47,8 +47,8 @@ class _Placed(NamedTuple):
 def lay_out(texts: Sequence[str], columns: int) -> list[Piece]:
     """The pieces of tokens, in order. Every token with a printed character has one or more.
 
-    Lines break between words where they can, and at each line feed, which is shown as "↵". A space or a "↵" that
-    follows a full line hangs after it, in column `columns`.
+    Lines break between words if possible, and at each line feed, which is shown as "↵". A space or a "↵" after a full
+    line is placed after it, in column `columns`.
     """
     pieces = []
     placed = _place(texts, columns)
@@ -59,7 +59,7 @@ def lay_out(texts: Sequence[str], columns: int) -> list[Piece]:
 
 
 def lay_out_ids(ids: Sequence[str], columns: int) -> list[Piece]:
-    """The pieces of token ids, one each: an id is never broken."""
+    """The pieces of token ids, one per id. An id is never broken."""
     pieces: list[Piece] = []
     line, at = 0, 0.0
     for token, text in enumerate(ids):
@@ -87,7 +87,7 @@ def _place(texts: Sequence[str], columns: int) -> Iterator[_Placed]:
 
 
 def _together(signs: Iterable[_Sign]) -> Iterator[list[_Sign]]:
-    """Words; every other sign by itself: spaces, line feeds, and wide characters, between which a line may break."""
+    """Group signs into words. Spaces, line feeds and wide characters stay single, since lines may break there."""
     for alone, group in itertools.groupby(signs, key=lambda sign: sign.width > 1 or sign.text in " \t\n"):
         if alone:
             yield from ([sign] for sign in group)
@@ -111,14 +111,16 @@ def _signs(texts: Sequence[str]) -> Iterator[_Sign]:
 
 
 def _width(character: str) -> int:
-    """Columns of a character: 0 for marks that stand on the one before, 2 for the wide ones of East Asia."""
+    """Columns of a character: 0 for combining marks, 2 for wide East Asian characters."""
     if unicodedata.category(character) in ("Mn", "Me", "Cf"):
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def _words(signs: Iterable[_Placed]) -> Iterator[tuple[float, str]]:
-    """Runs of letters of one token on one line. Wide characters stand alone: their advance differs between fonts."""
+    """Runs of letters of one token on one line. Wide characters are single, because their advance differs between
+    fonts.
+    """
     run, start = "", 0
     for sign, _, at, _ in signs:
         letter = sign.width == 1 and sign.text not in " \t"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of the tokens of a `TokenDataset`: which worker of which rank reads which blocks, mixed in which way."""
+"""The order of tokens in a `TokenDataset`: which worker of which rank reads which blocks, and how they are shuffled."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 Group = tuple[int, int, int]
-"""(number, first token, one past the last token) of a part of a stream that is read at once."""
+"""(index, first token, one past the last token) of a part of a stream that is read at once."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """What one worker of one rank reads in one epoch, in this order.
+    """What one worker of one rank reads in one epoch.
 
-    blocks: numbers of blocks. ends: tokens up to the end of each. batches: that it gives. seed: of its shuffling.
+    blocks: indexes of blocks in the order of reading. ends: number of tokens up to the end of each block. batches:
+    number of batches. seed: seed of the shuffling. groups: parts of the stream that are read at once.
     """
 
     blocks: np.ndarray
@@ -27,7 +28,7 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class BatchOrder:
-    """The order that seed, sizes, ranks and workers determine. counts: rows of each block, int64."""
+    """The order of tokens, which depends on seed, sizes, ranks and workers. counts: rows of each block, int64."""
 
     counts: np.ndarray
     batch_size: int
@@ -38,7 +39,7 @@ class BatchOrder:
     world_size: int
 
     def stream(self, epoch: int, worker: int, workers: int) -> Stream:
-        """That of one worker. Raises ValueError where a worker would get less than a batch."""
+        """The stream of one worker. Raises ValueError if a worker would get less than a batch."""
         order = np.arange(len(self.counts))
         if self.shuffle:
             np.random.default_rng((self.seed, epoch)).shuffle(order)
@@ -58,14 +59,16 @@ class BatchOrder:
         return Stream(parts[number], ends, least, (self.seed, epoch, number), self._groups(ends))
 
     def _groups(self, block_ends: np.ndarray) -> list[Group]:
-        """block_ends: tokens up to the end of each block."""
+        """Blocks that end in the same `buffer_tokens` tokens form a group. block_ends: tokens up to the end of each
+        block.
+        """
         of_block = (block_ends - 1) // self.buffer_tokens
         last = np.flatnonzero(np.diff(of_block, append=of_block[-1] + 1))
         ends = block_ends[last].tolist()
         return [(i, begin, end) for i, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))]
 
     def places(self, stream: Stream, group: Group) -> np.ndarray:
-        """Where each token of a group goes in its buffer."""
+        """The index in the buffer of each token of a group."""
         number, begin, end = group
         places = np.arange(end - begin)
         if self.shuffle:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Normalisation of rows before training: fitted once, applied to each batch, kept in a file."""
+"""Normalisation of rows before training. It is fitted once, applied to each batch, and saved in a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _METADATA = "dmi_normalization"
 _BLOCK = 4096
 """Rows read at a time."""
 _LEAST_STD = 1e-3
-"""Least standard deviation that whitening divides by, of the largest: directions without variance are noise."""
+"""Minimum standard deviation for whitening, relative to the largest one. Directions without variance are noise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +32,8 @@ class Normalization:
     """The normalisation of one hook: `apply(x)` is (x - mean) @ matrix, or (x - mean) * scale without a matrix.
 
     kind: "mean_norm" scales rows so that their mean norm is sqrt(width), as SAELens' `expected_average_only_in` does;
-    mean is 0 then. "whiten" makes the mean 0 and the covariance the identity, without a rotation (ZCA); standard
-    deviations below a thousandth of the largest count as that.
+    mean is 0 then. "whiten" makes the mean 0 and the covariance the identity, without a rotation (ZCA); smaller
+    standard deviations are raised to a thousandth of the largest one.
 
     mean: float32 [width]. scale: a number. matrix: float32 [width, width], or None.
     """
@@ -45,10 +45,10 @@ class Normalization:
 
     @classmethod
     def fit(cls, rows: RowView, kind: str = "mean_norm", most: int = 1 << 17, seed: int = 0) -> Normalization:
-        """Fit on rows of a view of one layer: all, or `most` of them that are drawn at random.
+        """Fit on rows of a view of one layer: all rows, or `most` rows that are drawn at random.
 
         Rows that are not finite are left out. Memory is 8 width² bytes for "whiten". Raises ValueError for another
-        kind, for a view of several layers, and where there are too few rows: 1, or for "whiten" width + 1.
+        kind, for a view of several layers, and for too few rows: it needs 1, or for "whiten" width + 1.
         """
         if kind not in KINDS:
             raise ValueError(f"normalize {kind!r} is not valid; use one of {', '.join(KINDS)}, or a file")
@@ -77,7 +77,7 @@ class Normalization:
         return centred @ torch.from_numpy(self.matrix).to(rows.device)
 
     def invert(self, rows: torch.Tensor) -> torch.Tensor:
-        """What `apply` was given, float32: of directions or reconstructions in the normalised space."""
+        """The inverse of `apply`, float32, for directions or reconstructions in the normalised space."""
         mean = torch.from_numpy(self.mean).to(rows.device)
         if self.matrix is None:
             return rows.float() / self.scale + mean
@@ -92,7 +92,7 @@ class Normalization:
 
 
 def save_normalizations(path: str | os.PathLike[str], known: Mapping[str, Normalization]) -> None:
-    """Write those of several hooks to a safetensors file. Raises OSError."""
+    """Write the normalisations of several hooks to a safetensors file. Raises OSError."""
     tensors: dict[str, np.ndarray] = {}
     for name, one in known.items():
         tensors[f"{name}.mean"] = np.ascontiguousarray(one.mean)
@@ -103,7 +103,7 @@ def save_normalizations(path: str | os.PathLike[str], known: Mapping[str, Normal
 
 
 def load_normalizations(path: str | os.PathLike[str]) -> dict[str, Normalization]:
-    """What `save_normalizations` wrote. Raises ValueError for another file, FileNotFoundError."""
+    """Read a file of `save_normalizations`. Raises ValueError for another file, FileNotFoundError."""
     with safe_open(local_path(path), framework="np") as file:
         about = json.loads((file.metadata() or {}).get(_METADATA, "null"))
         if about is None:
@@ -121,11 +121,11 @@ def load_normalizations(path: str | os.PathLike[str]) -> dict[str, Normalization
 
 
 Given = str | os.PathLike[str] | Mapping[str, Normalization] | Normalization
-"""What `TokenDataset` takes: a kind, a file, or what was fitted before."""
+"""The argument of `TokenDataset`: a kind, a file, or fitted normalisations."""
 
 
 def of_views(views: Mapping[str, RowView], given: Given | None, seed: int) -> dict[str, Normalization]:
-    """The normalisation of each hook; {} for None. Raises ValueError where it is not for these hooks."""
+    """The normalisation of each hook; {} for None. Raises ValueError if it is not for these hooks."""
     if given is None:
         return {}
     if isinstance(given, str) and given in KINDS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shuffled batches of the rows of one or several hooks from many stores, and the position of a loop over them."""
+"""Shuffled batches of rows of one or several hooks from many stores. A loop over them can be saved and resumed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dmi_connector.store.read.arrays.hook_array import ShardPieces
 from dmi_connector.store.read.files.thread_pool import read_threads, set_read_threads
 
 _ROW = "number of the row"
-"""Where `_read` puts the number that each row has in the view. No hook has this name."""
+"""Key under which `_read` returns the index of each row in the view. No hook has this name."""
 
 
 class TokenBatches(IterableDataset[Batch]):
@@ -107,7 +107,7 @@ class TokenBatches(IterableDataset[Batch]):
 
     @property
     def remote(self) -> bool:
-        """Whether some stores lie in an object store."""
+        """Whether some stores are in an object store."""
         return any(isinstance(store, RemotePath) for store in self._view.stores)
 
     @property
@@ -116,31 +116,36 @@ class TokenBatches(IterableDataset[Batch]):
         return int(self._blocks[2].sum())
 
     def batches(self, epoch: int = 0, workers: int = 1) -> int:
-        """Batches that this rank gives in an epoch. Raises ValueError when there are too few tokens for one each."""
+        """Number of batches of this rank in an epoch. Raises ValueError if there are too few tokens for a batch per
+        worker.
+        """
         return self.order.stream(epoch, 0, workers).batches * workers
 
     def __len__(self) -> int:
-        """Batches of the next loop in one process, those that `finite` leaves out included. Raises TypeError for
-        endless epochs, as torch expects, and ValueError where there are too few tokens.
+        """Number of batches of the next loop in one process, including those that `finite` leaves out.
+
+        Raises TypeError for endless epochs, as torch expects, and ValueError if there are too few tokens.
         """
         return self._length(self._next, 1)
 
     def _length(self, at: Position, workers: int) -> int:
-        """Batches of a loop from a position on."""
+        """Number of batches of a loop that starts at a position."""
         if at.end is None:
             raise TypeError("a data set with epochs=None has no length: its batches never end")
         return sum(self.batches(epoch, workers) for epoch in range(at.epoch, at.end)) - at.batch
 
     @property
     def not_finite(self) -> dict[str, int]:
-        """Rows with values that are not finite that were read so far: path of the store -> their number, again in each
-        epoch. Where a DataLoader has workers, these count: use `loader`.
+        """Number of rows read so far that hold a value that is not finite, by path of the store.
+
+        A row counts again in each epoch. Workers of a DataLoader count separately: use `loader`.
         """
         return dict(self._finite.rows)
 
     def save_normalization(self, path: str | os.PathLike[str]) -> None:
-        """Write `normalization` to a safetensors file, for `normalize` of another data set. Raises ValueError without
-        one, OSError.
+        """Write `normalization` to a safetensors file, for `normalize` of another data set.
+
+        Raises ValueError without a normalisation, and OSError.
         """
         if not self.normalization:
             raise ValueError("the data set has no normalisation; make it with normalize='mean_norm' or 'whiten'")
@@ -149,16 +154,18 @@ class TokenBatches(IterableDataset[Batch]):
     # ---- resume -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the newest iteration of this object: after the batches that it gave.
+        """The position of the latest loop over this object, after the batches that it returned.
 
-        Where a DataLoader has workers, these hold the iterations: use `loader`.
+        Workers of a DataLoader have their own loops: use `loader`.
         """
         return self._state(self._at, 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next loop begin with this epoch, which has an order of its own. Without it the first loop begins with
-        epoch 0, and each other one with the epoch after those of the loop before. Persistent workers of a `DataLoader`
-        do not see it: use `loader`. Raises ValueError below 0.
+        """Let the next loop begin with this epoch. Each epoch has its own order.
+
+        Without this call, the first loop begins with epoch 0, and each later loop with the epoch after the last one of
+        the previous loop. Persistent workers of a `DataLoader` do not see the call: use `loader`. Raises ValueError
+        below 0.
         """
         if epoch < 0:
             raise ValueError(f"epoch {epoch} is not valid; use 0 or more")
@@ -172,7 +179,7 @@ class TokenBatches(IterableDataset[Batch]):
         return Position(epoch, 0, None if self.epochs is None else epoch + self.epochs)
 
     def _after(self, start: Position) -> Position:
-        """Where the next loop begins, after one that began at `start`."""
+        """Where the loop after the one that began at `start` begins."""
         return self._begin(start.epoch + 1 if start.end is None else start.end)
 
     def _start_loop(self) -> Position:
@@ -180,7 +187,7 @@ class TokenBatches(IterableDataset[Batch]):
         return start
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the batches of `state`: the next iteration gives those that would have followed.
+        """Resume after the batches of `state`: the next loop returns the batches that would have followed.
 
         Raises ValueError for a state of other tokens, settings or ranks.
         """
@@ -234,7 +241,8 @@ class TokenBatches(IterableDataset[Batch]):
         if info is None:
             return self._batches_from(0, 1, start)
         set_read_threads(max(1, read_threads() // info.num_workers))
-        # A DataLoader asks its workers in turn, from the first on: after a resume that one has another's part.
+        # A DataLoader asks its workers in turn, beginning with worker 0. After a resume the first batch may belong to
+        # another worker, so each worker takes the stream of the batch that it is asked for.
         given = start.batch + info.id
         first = replace(start, batch=given // info.num_workers)
         return self._batches_from(given % info.num_workers, info.num_workers, first)
@@ -255,7 +263,9 @@ class TokenBatches(IterableDataset[Batch]):
     def _batches(
         self, stream: Stream, first: int, memory: RowBuffers, ahead: ThreadPoolExecutor
     ) -> Iterator[Batch | None]:
-        """The batches of an epoch, starting with number `first`. While one buffer is used, the next is read."""
+        """The batches of an epoch, starting with batch `first`. The next buffer is read while the current one is in
+        use.
+        """
         size = self.batch_size
         wanted = [group for group in stream.groups if first * size < group[2] and group[1] < stream.batches * size]
         read = ahead.submit(self._read, stream, wanted[0], memory) if wanted else None
@@ -279,15 +289,16 @@ class TokenBatches(IterableDataset[Batch]):
                 yield self._given(whole)
                 del whole
                 if read is None and i + 1 < len(wanted):
-                    # Not before: only now has the caller let go of the last batch of the buffer before this one.
+                    # Not earlier: only now has the caller released the last batch of the previous buffer.
                     read = ahead.submit(self._read, stream, wanted[i + 1], memory)
             del rows
             if read is None and i + 1 < len(wanted):
                 read = ahead.submit(self._read, stream, wanted[i + 1], memory)
 
     def _read(self, stream: Stream, group: Group, memory: RowBuffers) -> dict[str, np.ndarray]:
-        """The rows of one group, mixed: name -> [1, rows, stored width]. `_ROW`: their numbers in the view, and the
-        fields of their tokens, [1, rows].
+        """The shuffled rows of one group, by name of the view: [1, rows, stored width].
+
+        `_ROW` has their indexes in the view, [1, rows]. Each field of their tokens is [1, rows] too.
         """
         _, begin, end = group
         places = self.order.places(stream, group)
@@ -317,7 +328,7 @@ class TokenBatches(IterableDataset[Batch]):
         return found | more
 
     def _given(self, rows: dict[str, np.ndarray]) -> Batch | None:
-        """The batch of some rows; None if no row is left."""
+        """The batch of these rows; None if no row is left."""
         numbers = rows[_ROW][0]
         tensors = {name: as_torch(view.decoded(rows[name])) for name, view in self.views.items()}
         tensors |= {name: one.apply(tensors[name]) for name, one in self.normalization.items()}
@@ -354,7 +365,7 @@ class TokenBatches(IterableDataset[Batch]):
 
 
 def _of_numpy(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in a dtype that numpy has: torch's 8-bit floats in float32."""
+    """The tensor in a dtype that numpy has: torch's 8-bit floats become float32."""
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 

@@ -17,7 +17,9 @@ _SEED = (1 << 40) - 1
 
 @dataclass(frozen=True)
 class Position:
-    """A loop has returned `batch` batches of `epoch`, and ends before epoch `end`. None: it is endless."""
+    """The position of a loop that has returned `batch` batches of `epoch`. end: the epoch before which it ends, or
+    None.
+    """
 
     epoch: int
     batch: int
@@ -34,15 +36,16 @@ class WorkerLoops:
     def __init__(self) -> None:
         self._first = torch.full((_MOST_WORKERS,), -1, dtype=torch.int64).share_memory_()
         self._last = torch.full((_MOST_WORKERS,), -1, dtype=torch.int64).share_memory_()
-        self._own: tuple[int, int] | None = None  # seed and number of the newest loop of this process
+        self._own: tuple[int, int] | None = None  # (seed, number) of the latest loop of this process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._first, self._last = self._first.share_memory_(), self._last.share_memory_()
 
     def start(self, info: Any, first: Position, after: Callable[[Position], Position]) -> Position:
-        """Where the loop of a worker begins. first: where the first loop begins. after: returns where the next loop
-        begins.
+        """The position at which a worker's loop begins.
+
+        first: the position of the first loop. after: returns the position of the next loop.
         """
         for _ in range(self._number(int(info.seed) - int(info.id) & _SEED, int(info.id))):
             first = after(first)

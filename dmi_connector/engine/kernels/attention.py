@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 
 _ROWS, _KEYS = 16, 64
-"""Least rows (queries x heads that share keys) of a program, and keys that it looks at in one step."""
+"""Minimum number of rows (queries x heads that share keys) per program, and number of keys per iteration."""
 _MASKED = tl.constexpr(-1e30)
 """Score of a masked key. Minus infinity would give NaN where a whole tile is masked."""
 _QUERIES = 256
-"""Queries of a request that the twin computes at a time: scores take heads x this x context x 4 bytes."""
+"""Queries that the torch twin computes at a time. Scores take heads x this x context x 4 bytes."""
 
 
 def summarise(
@@ -33,14 +33,15 @@ def summarise(
     scale: float,
     half: bool = False,
 ) -> None:
-    """Write the summary of each query at byte `offset` (a multiple of 4) of its row. The kernel's launch.
+    """Launch the kernel, which writes the summary of each query at byte `offset` (a multiple of 4) of its row.
 
     query: [tokens, heads, head_dim], last dimension contiguous. keys: [blocks, kv heads, block, head_dim], last
     dimension contiguous, of the queries' dtype. block_table, query_start_loc, seq_lens: int32, as in vLLM's attention
     metadata. slots: int64; negative ones are padding. rows: uint8 [slots, row bytes], contiguous. scale: the factor of
     the scores. half: positions and weights take 16 bits each (`AttentionSummary.half`).
 
-    Every query looks at all keys up to its own: heads x head_dim x context multiply-adds, once more than attention.
+    Each query is multiplied with all keys up to its own: heads x head_dim x context multiply-adds, in addition to
+    attention itself.
     """
     assert query.stride(2) == keys.stride(3) == 1 and rows.is_contiguous() and offset % 4 == 0
     assert query.dtype == keys.dtype and rows.dtype == torch.uint8 and slots.dtype == torch.int64
@@ -71,10 +72,11 @@ def summaries_torch(
     scale: float,
     half: bool = False,
 ) -> torch.Tensor:
-    """The kernel's twin in plain torch. Returns the summaries, int32 [tokens, heads * (2 m + 1)], with `half`
+    """The torch twin of the kernel. Returns the summaries, int32 [tokens, heads * (2 m + 1)], or with `half`
     [tokens, heads * (m + 1)] (see reduce/attn.py).
 
-    keys_of: block numbers -> keys [blocks, kv heads, block, head_dim]. The other arguments are those of `summarise`.
+    keys_of: takes block numbers, and returns keys [blocks, kv heads, block, head_dim]. The other arguments are those of
+    `summarise`.
     """
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     heads, size = query.shape[1:]
@@ -102,7 +104,7 @@ def _words(scores: torch.Tensor, position: torch.Tensor, m: int, half: bool) -> 
     log_weights = scores.log_softmax(-1)
     weights = log_weights.exp()
     entropy = -(weights * log_weights.nan_to_num(neginf=0)).sum(-1)
-    # A stable sort puts equal scores by position; topk does not promise that.
+    # A stable sort orders equal scores by position. topk does not guarantee that.
     order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :m]
     kept = weights.gather(-1, order)
     order = order.masked_fill(order > position[:, None, None], -1)
@@ -110,7 +112,7 @@ def _words(scores: torch.Tensor, position: torch.Tensor, m: int, half: bool) -> 
     order = torch.nn.functional.pad(order, (0, lacking), value=-1)
     kept = torch.nn.functional.pad(kept, (0, lacking)).masked_fill(order < 0, 0)
     if half:
-        # The last 16 bits of a position: int16 has no numbers above 32,767.
+        # The lower 16 bits of a position, because int16 has no numbers above 32,767.
         places = order.int().view(torch.int16)[..., ::2]
         parts = [places, kept.half().view(torch.int16), entropy[..., None].view(torch.int16)]
         return torch.cat(parts, -1).contiguous().view(torch.int32)
@@ -125,13 +127,14 @@ def summary_kernel(
     SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of queries, kv heads). Request r has the tiles from starts[r] // TILE + r on, so that none is shared.
+    """Grid (tiles of queries, kv heads). The tiles of request r begin at starts[r] // TILE + r, so no two requests
+    share one.
 
-    Each of the largest scores is kept as one int64: the score's bits above, the position below. So no two are equal,
-    and the lower position wins a tie.
+    Each of the largest scores is kept as one int64, with the bits of the score in the upper half and the position in
+    the lower half. So no two are equal, and the lower position wins a tie.
     """
     LEAST: tl.constexpr = -(2**63)
-    LAST: tl.constexpr = 0x7FFFFFFF  # less the position: the larger number is the lower position
+    LAST: tl.constexpr = 0x7FFFFFFF  # minus the position, so that a lower position gives a larger number
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     low, high = 0, requests - 1
@@ -204,7 +207,7 @@ def summary_kernel(
             tl.store(out + 2 * M + 1, (entropy >> 16).to(tl.int16), mask=keep)
         else:
             tl.store(out + 2 * M, entropy, mask=keep)
-        # TOP - M of those kept are not wanted: the smallest.
+        # TOP is a power of two, so the smallest TOP - M of the kept scores are not written.
         for i in tl.static_range(M):
             best = tl.max(top, 1)
             top = tl.where(top == best[:, None], LEAST, top)

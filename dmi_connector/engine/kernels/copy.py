@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies values of one dtype into rows, as they are."""
+"""Copies values of one dtype into rows, without a reduction."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -15,13 +15,13 @@ import triton.language as tl
 from dmi_connector.engine.kernels.launch import DECODE_TOKENS, Launch
 
 _SHAPES = {True: (1, 4096), False: (2, 2048)}
-"""(tokens, elements) that a program of 4 warps copies, in decode steps and in larger ones (measured on an H200)."""
+"""{whether it is a decode step: (tokens, elements) per program of 4 warps}, measured on an H200."""
 
 
 class CopyRows:
     """Copies up to MAX_VALUES values in one launch.
 
-    widths: elements of each value. offsets: byte of a row where each goes, a multiple of the element's size.
+    widths: elements of each value. offsets: byte offset of each value in a row, a multiple of the element size.
     """
 
     def __init__(self, widths: Sequence[int], dtype: torch.dtype, offsets: Sequence[int]) -> None:
@@ -78,8 +78,8 @@ def _copy(
 ):  # fmt: skip
     columns = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = columns < width
-    # In decode steps the load does not wait for the slots: only the store needs them. In larger steps it does, so that
-    # tokens without a row are not read. Most rows are not read again soon (.cs).
+    # In decode steps the load of values does not wait for the slots, which only the store needs. In larger steps it
+    # waits, so that tokens without a row are not read. `.cs`: most rows are not read again soon.
     if TOKENS == 1:
         loaded = inside & real
     else:
@@ -95,8 +95,8 @@ def copy_rows_kernel(
 ):  # fmt: skip
     """Grid (token tiles x blocks of all values). A program copies TOKENS x BLOCK elements of one value.
 
-    Units are elements. FIRSTS: number of the first block of each value, then the number of blocks. Blocks of one row
-    are neighbours, as its memory is.
+    Units are elements. FIRSTS: index of the first block of each value, then the number of blocks. Blocks of one row
+    are adjacent, as their memory is.
     """
     BLOCKS: tl.constexpr = FIRSTS[len(WIDTHS)]
     token = (tl.program_id(0) // BLOCKS).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]

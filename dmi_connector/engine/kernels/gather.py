@@ -21,7 +21,7 @@ _ALIGN = 16
 
 
 def gather_index(payloads: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
-    """Index entries (see `gather_rows`) of payloads: (first byte, slots of its rows, int64) of each. int64 [n, 4]."""
+    """The index entries (see `gather_rows`) of payloads, int64 [n, 4]. payloads: (first byte, int64 slots) of each."""
     index = np.empty((sum(len(slots) for _, slots in payloads), 4), np.int64)
     at = 0
     for start, slots in payloads:
@@ -34,17 +34,17 @@ def gather_index(payloads: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
 
 
 def gather_rows(rows: torch.Tensor, index: torch.Tensor, table: torch.Tensor, payload: torch.Tensor) -> None:
-    """Gather rows into payloads: field after field of the table, each a block [rows of the payload, bytes].
+    """Gather rows into payloads. A payload has one block [rows of the payload, bytes] per field of the table.
 
     rows: uint8 [slots, row bytes], contiguous. index: int64 [n, 4]: slot, byte offset of the row's payload (a multiple
-    of 16), rows of that payload, number of the row in it. table: int64 [fields, 3], see `ChunkLayout`; multiples of 4.
+    of 16), rows of that payload, index of the row in it. table: int64 [fields, 3] of multiples of 4, see `ChunkLayout`.
     payload: uint8. All on one device.
     """
     (gather_rows_triton if rows.is_cuda else gather_rows_torch)(rows, index, table, payload)
 
 
 def gather_rows_torch(rows: torch.Tensor, index: torch.Tensor, table: torch.Tensor, payload: torch.Tensor) -> None:
-    """The kernel's twin in plain torch."""
+    """The torch twin of the kernel."""
     for start in index[:, 1].unique().tolist():
         mine = index[index[:, 1] == start]
         count = int(mine[0, 2])
@@ -56,7 +56,7 @@ def gather_rows_torch(rows: torch.Tensor, index: torch.Tensor, table: torch.Tens
 
 
 def gather_rows_triton(rows: torch.Tensor, index: torch.Tensor, table: torch.Tensor, payload: torch.Tensor) -> None:
-    """The kernel's launch."""
+    """Launch the kernel."""
     assert rows.dtype == payload.dtype == torch.uint8 and rows.is_contiguous() and payload.is_contiguous()
     assert index.dtype == table.dtype == torch.int64 and index.is_contiguous() and table.is_contiguous()
     unit = torch.int32  # the width of every field is a multiple of 4 bytes; rows of int32 vectorise to 16 bytes

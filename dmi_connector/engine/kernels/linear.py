@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes a linear head of values on their way into rows. `Probe.before` is its twin in torch."""
+"""Computes a linear head of values, and writes its outputs into rows. `Probe.before` is its torch twin."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -23,12 +23,12 @@ _TOGETHER = 4
 weights. Softmax needs all outputs in one program.
 """
 _WEIGHTS, _LEAST, _WARPS = 4096, 256, 8
-"""Weights that a program reads at a time, the least number of columns at a time, and warps per program. A thread then
-reads 16 weights, in loads of 16 bytes.
+"""Weights that a program reads at a time, minimum number of columns at a time, and warps per program. A thread then
+reads 16 weights in loads of 16 bytes.
 """
 
 _UNROLLED = tl.constexpr(4)
-"""Most blocks of columns whose loop is unrolled."""
+"""Maximum number of blocks of columns for which the loop is unrolled."""
 
 
 def linear_rows(rows: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, head: LinearHead, offset: int) -> None:

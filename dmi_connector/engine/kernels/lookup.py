@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns vLLM's slots of a step into slots of a pool of pages."""
+"""Maps the slots of a step in vLLM's cache to slots in a pool of pages."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -12,7 +12,7 @@ import triton.language as tl
 from dmi_connector.engine.kernels.launch import Launch
 
 _BLOCK = 256
-"""Tokens that a program looks up."""
+"""Tokens per program."""
 
 
 class Lookup:
@@ -41,7 +41,7 @@ class Lookup:
         found[: len(slots)] = torch.where(known & (pages >= 0), pages * self.size + slots % self.size, -1)
 
     def in_triton(self, slots: torch.Tensor, table: torch.Tensor, found: torch.Tensor) -> None:
-        """The kernel's launch."""
+        """Launch the kernel."""
         assert slots.dtype == found.dtype == table.dtype == torch.int64
         assert slots.is_contiguous() and table.is_contiguous() and found.is_contiguous() and len(found) >= len(slots)
         if len(slots):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RowWriter` writes the values of one tap into their tokens' rows, reduced where that is wanted."""
+"""`RowWriter` writes the values of one tap into the rows of their tokens, and reduces them if a reduction is set."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from dmi_connector.engine.kernels.reduce import ReduceRows, Target, as_words, re
 from dmi_connector.reduce import Reduction
 
 MAX_VALUES = 13
-"""Values that one launch writes at most: those of a layer of the full selection."""
+"""Maximum number of values per launch. A layer of the full selection has this many."""
 
 
 class RowWriter:
-    """Writes the values of one tap. Values that are the same in every step are computed once.
+    """Writes the values of one tap. The arguments of the launches are computed once.
 
-    widths, dtype: of the values. offsets: byte of a row where each goes, multiples of an element's size. reductions:
-    how each is reduced, None if it is not. layer: the layer of the values, for their reductions. deferred: byte of a
-    row of a buffer where a value goes instead, as it is; None if it is not deferred.
+    widths, dtype: widths and dtype of the values. offsets: byte offset of each value in a row, a multiple of the
+    element size. reductions: the reduction of each value, None without one. layer: the layer of the values, which
+    reductions need. deferred: byte offset in a row of the buffer, to which a deferred value is copied unreduced; None
+    if the value is not deferred.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class RowWriter:
 
         rows: uint8 [slots, row bytes], contiguous. slots: int64 [>= tokens]. A negative slot marks padding: Triton
         skips it, torch writes it to row 0, the null block nobody reads. values: [tokens, width] each. buffer: uint8
-        [>= tokens, bytes], for deferred values.
+        [>= tokens, bytes], required for deferred values.
         """
         (self.in_triton if rows.is_cuda else self.in_torch)(rows, slots, values, buffer)
 
@@ -95,12 +96,12 @@ class RowWriter:
         values: Sequence[torch.Tensor],
         buffer: torch.Tensor | None = None,
     ) -> None:
-        """One launch for up to MAX_VALUES values, and one for each that cannot share it."""
+        """One launch for up to MAX_VALUES values, and one launch for each value that cannot share it."""
         tokens = min(values[0].shape[0], slots.shape[0])
         if tokens == 0:
             return
         strides = [value.stride() for value in values]
-        if any(columns != 1 for _, columns in strides):  # the compiler may lay them out so (taps/op.py)
+        if any(columns != 1 for _, columns in strides):  # Inductor may choose such a layout (taps/op.py)
             values = [value if value.stride(1) == 1 else value.contiguous() for value in values]
             strides = [value.stride() for value in values]
         for i in self._alone:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The encoder of topk: the largest magnitudes of a row, and a sample of the others. `reduce.topk` is its twin."""
+"""The encoder of topk: the largest magnitudes of a row, and a sample of the others. `reduce.topk` is its torch twin."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -22,16 +22,16 @@ from dmi_connector.reduce.topk import HASH_ROW, HASH_STEP
 
 _HASH_ROW = tl.constexpr(HASH_ROW)
 _HASH_STEP = tl.constexpr(HASH_STEP)
-"""Constants of the hash that chooses where a sample starts (`reduce.topk`)."""
+"""Constants of the hash that chooses the start of a sample (`reduce.topk`)."""
 _LEAST_GROUPED = tl.constexpr(1024)
-"""Narrower rows are searched whole: groups would save nothing."""
+"""Narrower rows are searched without groups, which would save nothing."""
 _MOST_GROUPED = tl.constexpr(8 * 65535)
-"""Wider rows are searched whole: the numbers of their groups of 8 do not fit uint16."""
+"""Wider rows are searched without groups, because the indexes of their groups of 8 do not fit uint16."""
 
 
 @triton.jit
 def _reached(sizes, K: tl.constexpr, LOWEST: tl.constexpr):
-    """The largest number that K of the magnitudes reach, found bit by bit. Bits below LOWEST are zero."""
+    """The K-th largest magnitude, found bit by bit. Bits below LOWEST are zero."""
     least = 0
     for step in range(0, 31 - LOWEST):
         higher = least | (1 << (30 - step))
@@ -42,13 +42,13 @@ def _reached(sizes, K: tl.constexpr, LOWEST: tl.constexpr):
 
 @triton.jit
 def _pick(sizes, least, K: tl.constexpr):
-    """(which K of the magnitudes are the largest, their places in order). least: see `_reached`. Of magnitudes equal to
-    it the first are taken.
+    """(which K of the magnitudes are the largest, their places in order). least: see `_reached`. Among magnitudes
+    equal to it, the first are taken.
     """
     above = sizes > least
     tied = sizes == least
     room = K - tl.sum(above.to(tl.int32), 0)
-    # One scan counts both, side by side in one number.
+    # One scan counts both, in two halves of one number.
     few: tl.constexpr = sizes.shape[0] < 1 << 15
     counter: tl.constexpr = tl.int32 if few else tl.int64
     half: tl.constexpr = 16 if few else 32
@@ -65,8 +65,8 @@ def _candidates(
     """(columns, ascending, that contain the K largest of a row; which of them are inside the row).
 
     Wide rows are cut into groups of 8. The K groups with the largest maxima contain the K largest values: fewer than K
-    groups have a larger maximum than the group of such a value. The numbers of these groups lie in `row` for a moment,
-    so that only few values are rearranged, not the whole row.
+    groups have a larger maximum than the group of such a value. The indexes of these groups are stored in `row`
+    temporarily, so only few values are rearranged instead of the whole row.
     """
     if width < 16 * PLACES or width < _LEAST_GROUPED or width > _MOST_GROUPED:
         columns = tl.arange(0, WIDE)
@@ -93,7 +93,7 @@ def encode_top(
     PLACES: tl.constexpr,
 ):  # fmt: skip
     """Write the K largest magnitudes and a sample of S. WIDE: a power of two, at least `width`. PLACES: a power of two,
-    at least K. slot: the slot of the row, by which the start of the sample varies.
+    at least K. slot: the slot of the row, on which the start of the sample depends.
     """
     # The low 16 bits of a bfloat16 are zero.
     lowest: tl.constexpr = 16 if x.dtype.element_ty == tl.bfloat16 else 0
@@ -135,7 +135,7 @@ def encode_top(
 
 @triton.jit
 def _sample(out, x, start, least, width: tl.constexpr, MODE: tl.constexpr, S: tl.constexpr):
-    """Write S values from `start` on, width // S apart, wrapping at the end of the row. Their scale is for those that
+    """Write S values from `start` on, width // S apart, wrapping at the end of the row. Their scale is for values that
     are not above `least`.
     """
     BLOCK: tl.constexpr = 64

@@ -2,8 +2,8 @@
 """Coverage: the first forward of a model must write every selected hook.
 
 A feature of vLLM may replace a tapped module, and a kernel may skip it. Its hook then never fires, and its part of a
-row would hold what was in memory before. So each selected hook of each layer must be written once in the first
-forward, with one value for each token. vLLM runs that forward before it serves, to measure memory.
+row would have the previous contents of the memory. So each selected hook of each layer must be written once in the
+first forward, with one value per token. vLLM runs that forward before it serves, to measure memory.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ POSITIONS = RowField("positions", 0, "int32", 1, 4)
 """The row header: token id and position, as the model saw them."""
 
 UNWRITTEN = 0x7FC1
-"""What `check="poison"` fills rows with, as 16-bit words: not a number in bfloat16, float16 and float32, and an
-integer that no hook stores.
+"""The 16-bit word with which `check="poison"` fills rows. It is NaN in bfloat16, float16 and float32, and as an integer
+no hook stores it.
 """
 
 
 def poison(rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Fill rows with UNWRITTEN before a forward writes them, so that what no tap writes is found.
+    """Fill rows with UNWRITTEN before a forward writes them, so that values that no tap writes are found.
 
-    rows: uint8 [slots, row_bytes]. slots: int [tokens]; padding is negative and goes to row 0, which is nobody's.
+    rows: uint8 [slots, row_bytes]. slots: int [tokens]. Padding is negative and is written to row 0, which is not used.
     """
     rows.view(torch.int16).index_fill_(0, slots.clamp(min=0), UNWRITTEN)
 
 
 class Coverage:
-    """What the taps of one model have written in its first forward.
+    """Which fields the taps of one model have written in its first forward.
 
     fields: the fields of a row. poison: whether rows are filled with UNWRITTEN before each forward writes them.
-    first_at: byte of a row that the first tap of a forward writes. tokens: the number of tokens of the running forward;
-    None before the first. logits: whether compute_logits has run. header_first: whether the header is written before
-    the embedding (if that is selected) or after it.
+    first_at: byte offset in a row that the first tap of a forward writes. tokens: the number of tokens of the running
+    forward; None before the first. logits: whether compute_logits has run. header_first: whether the header is written
+    before the embedding (if that is selected) or after it.
     """
 
     def __init__(self, fields: Iterable[RowField] = (), poison: bool = False, header_first: bool = False) -> None:
@@ -63,11 +63,13 @@ class Coverage:
         return self.checked or bool(self._written)
 
     def expect(self, field: RowField, module: str) -> None:
-        """The hook of a field fires in `module`, a path in the model."""
+        """Register that the hook of a field fires in `module`, a path in the model."""
         self._modules[field.offset] = module
 
     def wrote(self, start: int, offsets: Sequence[int], tokens: int, forward: object) -> None:
-        """Values of `tokens` tokens go to bytes `start + offsets` of their rows. forward: its context in vLLM.
+        """Record that values of `tokens` tokens are written to bytes `start + offsets` of their rows.
+
+        forward: vLLM's context of the forward.
 
         Raises RuntimeError, once the first forward was checked, if the forward has another number of tokens. In a
         forward of replayed pieces only attention runs in Python: no header gives the number, and nothing is compared.
@@ -88,9 +90,9 @@ class Coverage:
             )
 
     def check(self, tokens: int | None = None) -> None:
-        """Look at the first forward, once. tokens: those it had; None: as many as token ids were written.
+        """Check the first forward, once. tokens: its number of tokens; None: the number of token ids that were written.
 
-        Raises ValueError that names each hook that was not written as it should be, its module and the fix.
+        Raises ValueError that names each hook that was not written correctly, its module and the fix.
         """
         if self.checked:
             return
@@ -110,7 +112,7 @@ class Coverage:
             )
 
     def check_logits(self) -> None:
-        """Raises ValueError if the engine's first forward took logits past `compute_logits`."""
+        """Raise ValueError if the engine's first forward computed logits without `compute_logits`."""
         if not self.logits:
             raise ValueError(
                 "hooks: logits are not captured: compute_logits did not run in the model's first forward; leave "

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that vLLM serves through its Transformers backend, and the hooks of those that have no row.
+"""Models that vLLM serves through its Transformers backend, and the hooks of models without a row.
 
-The backend builds a model of transformers and puts vLLM's layers in the place of some modules. What a decoder layer
-itself computes stays that of transformers. So a layer without weights is traced, with each module that it calls as one
-step. It must return the sum of its input, of one output that comes from attention, and of one that does not: these are
-`attn_out` and `mlp_out`. No hook is guessed from the name of a module.
+The backend builds a model of transformers, and replaces some modules by vLLM's layers. The code of a decoder layer
+itself is that of transformers. So a layer without weights is traced, in which each called module is one step. It must
+return the sum of three terms: its input, an output that comes from attention (`attn_out`), and an output that does not
+(`mlp_out`). No hook is guessed from the name of a module.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Generic(Architecture):
-    """The row of a model that has none of its own.
+    """The derived row of a model that has no row in the table.
 
-    attn_norm, mlp_norm: the modules whose outputs a layer adds. mlp: the module that gets the stream between them. why:
-    why `attn_out` and `mlp_out` are missing; "" if they are not.
+    attn_norm, mlp_norm: the modules whose outputs a layer adds. mlp: the module whose input is the stream between them.
+    why: the reason why `attn_out` and `mlp_out` are missing; "" if they are not.
     """
 
     why: str = ""
 
     def dims(self, config: Any) -> ModelDims:
-        """The sizes of what `only` names, and of heads if the config has them. Experts are not looked for."""
+        """The sizes of the hooks in `only`, and of heads if the config has them. Experts are not detected."""
         heads = getattr(config, "num_attention_heads", None) or 1
         return ModelDims(
             architecture=self.name,
@@ -61,7 +61,7 @@ class Generic(Architecture):
 
 
 def row_of(model: ModelConfig) -> Architecture:
-    """The row of a model, as vLLM serves it. Raises ValueError for a model that has none and gets none."""
+    """The row of a model. Raises ValueError for a model without a row, for which none can be derived."""
     if model.using_transformers_backend():
         name = model.architectures[0]
         if name in ARCHITECTURES and ARCHITECTURES[name].in_transformers:
@@ -216,7 +216,7 @@ def blocks_of(layer: nn.Module, attention: str) -> Blocks:
     blocks = Blocks(names[attends.index(True)], names[attends.index(False)])
     middle = [node for node in streams if node.op != "placeholder" and node is not _whole(layer, first)]
     if all(_whole(layer, user) in streams for node in middle for user in node.users):
-        return blocks._replace(parallel=True)  # what is between the two sums is only added to
+        return blocks._replace(parallel=True)  # the stream between the two sums has no other use
     given = {str(node.target) for node in graph.nodes if node.op == "call_module" and _gets(layer, node, middle)}
     return blocks._replace(middle=given.pop()) if len(given) == 1 and given <= _sources(without, streams) else blocks
 
@@ -228,7 +228,7 @@ def _gets(layer: nn.Module, call: fx.Node, values: Sequence[fx.Node]) -> bool:
 
 
 class _Layer(nn.Module):
-    """A layer as the root of a trace. What it needs beside its input is None."""
+    """A layer as the root of a trace. Its other arguments are None."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ def _trace(layer: nn.Module) -> fx.Graph:
     """The forward of a layer, with paths of modules relative to it."""
     try:
         return _Tracer().trace(_Layer(layer))
-    except Exception as error:  # whatever its code asks of a value that is not there yet
+    except Exception as error:  # the layer's code may fail in any way on a traced value
         raise _NotFound(f"cannot be traced ({type(error).__name__})") from error
 
 
@@ -262,7 +262,7 @@ _DROPS = (nn.functional.dropout, torch.dropout)
 
 
 def _terms(layer: nn.Module, node: fx.Node, streams: set[fx.Node]) -> Iterator[fx.Node]:
-    """What is added up to `node`. streams: gets those sums, and the input, that hold the layer's input."""
+    """Yield the terms of the sum `node`. streams: the input and the sums that contain it are added to this set."""
     node = _whole(layer, node)
     adds = node.op in ("call_function", "call_method") and node.target in _ADDS and not node.kwargs
     terms = [node]
@@ -274,7 +274,7 @@ def _terms(layer: nn.Module, node: fx.Node, streams: set[fx.Node]) -> Iterator[f
 
 
 def _whole(layer: nn.Module, node: fx.Node) -> fx.Node:
-    """The node whose value this one has: without dropout, and the module of which it is the first output."""
+    """The node that produces the value of `node`: skips dropout, and selection of a module's first output."""
     while True:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
@@ -302,5 +302,5 @@ def _sources(node: fx.Node, streams: set[fx.Node]) -> set[str]:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Whether one module holds the other, or is it."""
+    """Whether one module contains the other, or both are the same."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")

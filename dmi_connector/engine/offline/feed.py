@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An offline engine with capture that takes prompts one by one, and answers each when it has ended."""
+"""An offline engine with capture. It takes prompts one at a time, and returns each request when it has ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dmi_connector.option_values import OptionError
 from dmi_connector.wording import show
 
 _LONG_PROMPT = 4096
-"""Tokens of the prompt with which sampling fields are tried: some count from its start."""
+"""Tokens of the prompt with which sampling fields are checked. Some fields have positions in the prompt."""
 
 
 class PromptRefused(ValueError):
@@ -39,13 +39,13 @@ class Ended:
 
 
 class EngineFeed:
-    """vLLM's engine, fed continuously: `add` and `step` by turns keep its queue full.
+    """vLLM's engine, fed continuously. Alternate calls of `add` and `step` keep its queue full.
 
-    model: as vLLM takes it. capture: arguments of `capture_args`. flags: more flags of vLLM's engine, as on a command
-    line. sampling: fields of SamplingParams; greedy if they name no temperature. max_tokens: to generate at most; None
-    captures rows of prompts alone, for which vLLM samples one token.
+    model: model name or directory, as for vLLM. capture: arguments of `capture_args`. flags: more flags of vLLM's
+    engine, as on a command line. sampling: fields of SamplingParams; greedy if they name no temperature. max_tokens:
+    maximum number of tokens to generate; None captures only rows of prompts, for which vLLM samples one token.
 
-    Raises OptionError for bad options, and whatever vLLM raises when it cannot start.
+    Raises OptionError for bad options, and the errors of vLLM if it cannot start.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class EngineFeed:
             raise
 
     def _check_sampling(self, fields: Mapping[str, Any]) -> None:
-        """Raise OptionError for fields that this model, or its engine's process, refuses: no prompt would be taken."""
+        """Raise OptionError for fields that this model or the engine's process refuses for every prompt."""
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -90,18 +90,19 @@ class EngineFeed:
 
     @property
     def max_num_seqs(self) -> int:
-        """Requests that run at a time, at most."""
+        """Maximum number of requests that run at a time."""
         return int(self._engine.vllm_config.scheduler_config.max_num_seqs)
 
     @property
     def busy(self) -> bool:
-        """Whether requests are under way."""
+        """Whether requests are running."""
         return bool(self._engine.has_unfinished_requests())
 
     def add(self, name: str, key: str, prompt: Mapping[str, Any]) -> None:
         """Begin a request.
 
-        name: by which `step` calls it. key: of its store. prompt: `Prompt.to_json()`. Raises PromptRefused.
+        name: its name in the results of `step`. key: key of its store. prompt: `Prompt.to_json()`. Raises
+        PromptRefused.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -110,7 +111,7 @@ class EngineFeed:
             self._engine.add_request(name, given, self._make_sampling(key, prompt.get("options", {})))
         except EngineDeadError:
             raise
-        except Exception as error:  # whatever templates and tokenizers raise, other prompts may be fine
+        except Exception as error:  # templates and tokenizers may raise anything, and other prompts may be valid
             raise PromptRefused(f"{type(error).__name__}: {error}") from error
 
     def _given(self, prompt: Mapping[str, Any]) -> Any:
@@ -120,7 +121,7 @@ class EngineFeed:
             return {"prompt": prompt["text"]}
         messages = prompt["messages"]
         tokenizer: Any = self._engine.get_tokenizer()
-        # A conversation that ends with an answer is taken as it is.
+        # A conversation that ends with an answer gets no generation prompt.
         asks = messages[-1]["role"] != "assistant"
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
         return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
@@ -176,11 +177,11 @@ def _maker(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., A
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     given = {"temperature": 0.0, **fields, "max_tokens": max_tokens or 1, "output_kind": RequestOutputKind.FINAL_ONLY}
-    given["detokenize"] = bool(fields.get("stop"))  # nobody reads the text
+    given["detokenize"] = bool(fields.get("stop"))  # the text is not used
     if isinstance(wanted := fields.get("structured_outputs"), dict):
         given["structured_outputs"] = StructuredOutputsParams(**wanted)
     if isinstance(bias := fields.get("logit_bias"), dict):
-        given["logit_bias"] = {int(token): value for token, value in bias.items()}  # keys of JSON are texts
+        given["logit_bias"] = {int(token): value for token, value in bias.items()}  # JSON keys are strings
 
     def make(key: str, options: Mapping[str, Any] | None = None) -> Any:
         wanted = {"include_output_tokens": max_tokens is not None, "dmi": {"key": key, **(options or {})}}
@@ -190,12 +191,13 @@ def _maker(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., A
 
 
 def _refuse(fields: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]) -> None:
-    """Raise OptionError for fields of SamplingParams that `check` refuses, with the one to blame: without it the others
-    pass, or it is refused alone too.
+    """Raise OptionError for fields of SamplingParams that `check` refuses. It names the field that causes the error.
+
+    That is a field without which the others pass, or which is refused alone too.
     """
     try:
         check(fields)
-    except Exception as error:  # whatever vLLM raises for values that it does not expect
+    except Exception as error:  # vLLM may raise anything for unexpected values
         if not fields:
             raise
         without = {name: {other: fields[other] for other in fields if other != name} for name in fields}
@@ -218,6 +220,6 @@ def _refusal(check: Callable[[Mapping[str, Any]], None], fields: Mapping[str, An
 
 
 def _why(error: Exception) -> tuple[str, str]:
-    """(What vLLM says, what to do)."""
+    """(vLLM's message, the fix)."""
     why = " ".join(str(error).split()).rstrip(".")
     return why, next((fix for owner in OWNERS.values() if (fix := owner.remedy(why))), "mend it or leave it out")

@@ -25,8 +25,8 @@ class Answer:
 class OfflineEngine:
     """vLLM's offline engine with capture.
 
-    float32, so that captures agree with transformers up to rounding; eager, because compiling a tiny model takes longer
-    than running it.
+    It runs in float32, so captures agree with transformers up to rounding. It runs in eager mode, because compiling a
+    tiny model takes longer than running it.
 
     model: a model directory. engine: the result of `capture_args`. max_model_len: tokens. Raises EngineFailed.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding beside a capture: which draft tokens were accepted, and which of their logits are captured."""
+"""Speculative decoding in captured requests: which draft tokens were accepted, and whose logits are captured."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 class DraftTokens:
     """Follows the draft tokens of captured requests. A tracker has one if the engine drafts.
 
-    A step computes a row for each draft token, at positions from `Request.num_tokens` on. num_tokens counts accepted
-    tokens only, and a rejected position is computed again. So after the forward of a step every row below num_tokens is
-    final. Before the forward every row below num_tokens - 1 is: the last token is an input of the step to come.
+    A step computes a row for each draft token, at positions from `Request.num_tokens` on. num_tokens counts only
+    accepted tokens, and a rejected position is computed again. So after the forward of a step, every row below
+    num_tokens is final. Before the forward, every row below num_tokens - 1 is final, because the last token is an input
+    of the step.
 
     behind: steps in flight when vLLM schedules the next one: 1 with asynchronous scheduling.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taps of attention summaries (`pattern`, reduced by attn(m)): they look at queries and paged keys after attention.
+"""Taps of attention summaries (`pattern`, reduced by attn(m)). They read queries and paged keys after attention.
 
-The forward of an attention layer's implementation is wrapped. It runs inside vLLM's opaque attention op: in every kind
-of graph, with this step's own metadata, and the keys of this step are in the cache when it returns.
+The forward of an attention layer's implementation is wrapped. It runs inside vLLM's opaque attention op, in every kind
+of graph, with the metadata of the step. When it returns, the keys of the step are in the cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 
 
 def check(attn: nn.Module, layer: int) -> None:
-    """Raises ValueError for attention of which the summary would be wrong."""
+    """Raise ValueError for kinds of attention for which the summary would be wrong."""
     impl: Any = attn.impl
     backend = attn.attn_backend.get_name()  # type: ignore[operator, union-attr]
     if backend not in BACKENDS:
@@ -110,10 +110,10 @@ def _cpu_keys(attn: Any, kv_cache: torch.Tensor) -> Callable[[torch.Tensor], tor
 
 @functools.cache
 def _packing(isa: str, dtype: torch.dtype, block: int, size: int) -> torch.Tensor:
-    """Where each value of a block of keys [block, size] lies in the packed block: int64 [block * size].
+    """The index in the packed block of each value of a block of keys [block, size]: int64 [block * size].
 
-    vLLM's own op tells: it packs a block of token numbers, then one of column numbers. Each number is packed in two
-    digits to the base 128, which are exact in any dtype.
+    It is found with vLLM's own op, which packs a block of token indexes and a block of column indexes. Each index is
+    packed as two digits in base 128, which are exact in any dtype.
     """
     from vllm import _custom_ops as ops
 

@@ -29,7 +29,7 @@ _BATCH_BYTES = 64 << 10
 
 
 def in_layer(field: RowField) -> bool:
-    """Whether the values of a field are tapped in a layer, not once in the model."""
+    """Whether the hook of a field is tapped in each layer, and not once in the model."""
     return HOOKS[field.tapped].scope != "once"
 
 
@@ -184,7 +184,7 @@ class ModelTaps:
         return TapBatch(self, self._model.get_buffer(buffer), place, lasting)
 
     def join(self) -> None:
-        """Make the model wait until the previous tap has finished. Only compiled models run beside taps."""
+        """Make the model wait until the previous tap has finished. Only compiled models run in parallel with taps."""
         if torch.compiler.is_compiling():
             torch.ops.dmi.tap_join(self.token)
 
@@ -231,8 +231,8 @@ class TapBatch:
         beside: whether the values are not overwritten until the next tap.
         """
         fields, values = list(self.fields), list(self.values)
-        # Cleared, not replaced: Dynamo replays what happens to the lists themselves, and tensors left in one would be
-        # outputs of the compiled graph, alive until the forward ends.
+        # The lists are cleared, not replaced. Dynamo replays changes of the lists, and a tensor left in one would be an
+        # output of the compiled graph, alive until the forward ends.
         self.fields.clear()
         self.values.clear()
         for dtype in dict.fromkeys(f.dtype for f in fields):
@@ -246,8 +246,8 @@ class TapBatch:
     def end(self, like: torch.Tensor, always: bool = False) -> None:
         """End the taps of this forward. like: a tensor with one entry per token.
 
-        always: also run the op in eager mode without deferred reductions and scores. Needed where this code is eager
-        but the taps before it may be compiled.
+        always: also run the op in eager mode without deferred reductions and scores. It is needed if this code is eager
+        but the previous taps may be compiled.
         """
         taps = self.taps
         if always or taps.ends or torch.compiler.is_compiling():

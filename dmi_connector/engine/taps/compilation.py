@@ -20,10 +20,10 @@ class Compilation(NamedTuple):
     """How a model is compiled.
 
     in_place: the model may overwrite a tap's input before the next tap, even if it is still referenced. vLLM's own
-    kernel for an add-and-norm does (`UnsafeCloneEliminationPass`), and compilers other than Inductor may. stream_lasts:
-    the residual stream before a layer is written to memory in the model's dtype, and not overwritten in this forward.
-    products_last: whether the matrix product is the last operation of a linear layer; with LoRA it is not. copies: the
-    vLLM version is untested, so each tap reads a copy.
+    add-and-norm kernel does so (`UnsafeCloneEliminationPass`), and compilers other than Inductor may do so.
+    stream_lasts: the residual stream before a layer is written to memory in the model's dtype, and not overwritten in
+    this forward. products_last: whether the matrix product is the last operation of a linear layer; with LoRA it is
+    not. copies: the vLLM version is untested, so each tap reads a copy.
     """
 
     in_place: bool

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions that small steps run at their end, for all layers together (`Reduction.at_end`).
 
-In a decode step, the launch latency of a projection or a top-k is far longer than its computation. Run layer by layer,
-they would take longer than the model's own kernels. So taps copy the values to a buffer, and one operation per hook
-reduces them after the last layer. Larger steps fill the GPU with one layer, and reduce in each layer.
+In a decode step, the launch latency of a projection or a top-k is far longer than its computation. If they ran layer by
+layer, they would take longer than the model's own kernels. So taps copy the values to a buffer, and one operation per
+hook reduces them after the last layer. In larger steps one layer fills the GPU, so each layer is reduced by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ autoencoder needs more for MOST_TOKENS tokens, the buffer holds fewer tokens.
 
 @dataclass(frozen=True)
 class _Hook:
-    """One hook in the buffer: `width` values of each layer, side by side, from byte `start` of a token's row on.
+    """One hook in the buffer. From byte `start` of a token's row on, it has `width` values of each layer, concatenated.
 
     offsets: int64 [layers], byte offsets of the reduced values in a row of the cache.
     """
@@ -46,7 +46,7 @@ class _Hook:
 class DeferredReductions:
     """The buffer of one model, and the reductions of its content.
 
-    tokens: the most tokens of a step that uses the buffer; 0 if no hook is reduced at the end. buffer: uint8
+    tokens: maximum number of tokens of a step that uses the buffer; 0 if no hook is reduced at the end. buffer: uint8
     [tokens, bytes], allocated before vLLM measures the memory that is left for the cache.
     """
 
@@ -74,7 +74,7 @@ class DeferredReductions:
         zero_offset(device)  # allocated before a CUDA graph is captured
 
     def takes(self, tokens: int) -> bool:
-        """Whether a step of `tokens` tokens defers."""
+        """Whether a step of `tokens` tokens defers its reductions."""
         return 0 < tokens <= self.tokens
 
     def places(self, offsets: Sequence[int]) -> list[int | None]:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Taps of the model's inputs: the row header (token id and position, as the model saw them) and the embedding.
 
-Token ids are read from the arguments of the embedding, positions from those of a module that takes positions. In models
-whose layers may not take positions (FORWARD), they are written from the arguments of the model's own forward, when it
-has ended.
+Token ids are read from the arguments of the embedding, and positions from the arguments of a module that takes
+positions. In models whose layers may not take positions (FORWARD), positions are read from the arguments of the model's
+own forward, and written when it has ended.
 
-A model with a vision tower takes embeddings that are computed before the forward, with those of images merged in. Its
-header is read from the arguments of the forward (`write_inputs`). vLLM passes token ids beside embeddings
-where the model asks for them (`requires_raw_input_tokens`). Pipeline stages after the first have no
-embedding, so their header is read from these arguments too.
+The forward of a model with a vision tower gets embeddings, in which those of images are merged. Its header is read from
+the arguments of the forward (`write_inputs`). vLLM passes token ids in addition to embeddings if the model sets
+`requires_raw_input_tokens`. Pipeline stages after the first have no embedding, so their header is read from the
+arguments of the forward too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def install_inputs(taps: ModelTaps) -> None:
         if not arch.language:
             header.add(TOKEN_IDS, args[0])
         if embed:
-            as_is = context.embed_scale == 1.0 and not arch.in_transformers  # there the module itself may multiply
+            as_is = (
+                context.embed_scale == 1.0 and not arch.in_transformers
+            )  # modules of transformers may multiply themselves
             embedding.add_all(embed, copied(output if as_is else output * context.embed_scale))
             embedding.write()
         if arch.positions == FORWARD:
@@ -45,7 +47,7 @@ def install_inputs(taps: ModelTaps) -> None:
         header.write()
 
     if context.first_stage:
-        taps.hook(arch.embed, at_embed)  # outside a forward it writes nothing
+        taps.hook(arch.embed, at_embed)  # outside a forward the hook writes nothing
     ids, positions = arch.embed, arch.positions or f"{arch.layers}.0"
     if arch.language or not context.first_stage:
         ids = positions = "the forward of the model"
@@ -59,11 +61,12 @@ def install_inputs(taps: ModelTaps) -> None:
 def write_inputs(
     taps: ModelTaps, ids: torch.Tensor | None, positions: torch.Tensor, embeddings: torch.Tensor | None
 ) -> None:
-    """Write the header, and the embeddings that enter the first layer, before the forward of a model in which
-    `Architecture.language` is part of the whole, or of a later pipeline stage.
+    """Write the header, and the embeddings that enter the first layer, before the forward.
 
-    ids: int [tokens]. positions: int [tokens], or [axes, tokens] with M-RoPE. embeddings: [tokens, hidden]; None where
-    the language model embeds token ids itself. Raises RuntimeError without token ids.
+    It is called for models whose language model is a part (`Architecture.language`), and for later pipeline stages.
+
+    ids: int [tokens]. positions: int [tokens], or [axes, tokens] with M-RoPE. embeddings: [tokens, hidden]; None if the
+    language model embeds token ids itself. Raises RuntimeError without token ids.
     """
     if ids is None:
         raise RuntimeError(
@@ -87,7 +90,7 @@ def write_inputs(
 
 
 def end_forward(taps: ModelTaps, positions: torch.Tensor) -> None:
-    """Write the positions of a forward in models whose taps do not see them, and end the taps of the step.
+    """Write the positions in models in which no tapped module takes them, and end the taps of the forward.
 
     positions: int [tokens].
     """

@@ -105,7 +105,7 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
 
 def _sizes(attn: Any, rotary: int) -> tuple[int, int, int, int]:
     """(head_size, q_size, kv_size, shared) of `LayerFacts`. rotary: rotary dimensions of a head in latent attention."""
-    absorbed = hasattr(attn, "qk_head_dim")  # in absorbed latent attention, head_size is that of the cache
+    absorbed = hasattr(attn, "qk_head_dim")  # in absorbed latent attention, head_size is the size of a cache entry
     head_size = attn.qk_head_dim if absorbed else attn.head_size
     return head_size, attn.num_heads * head_size, attn.num_kv_heads * head_size, 0 if absorbed else rotary
 
@@ -120,7 +120,7 @@ Points = Sequence[tuple[TapPoint, Sequence[RowField]]]
 
 
 def _points(arch: Architecture, layout: RowLayout, index: int, experts: bool) -> Points:
-    """The tap points of a layer that are selected or probed, each with the fields that its value is written to."""
+    """The tap points of a layer that are selected or probed, each with the fields to which its value is written."""
     found = []
     for point in TAP_POINTS:
         fields = layout.taking(point.hook, index)

@@ -45,15 +45,16 @@ _LIB.define("tap_join(Tensor(a!) token) -> ()", tags=_TAGS)
 _LIB.define("tap_end(Tensor like, Tensor(a!) token, Tensor place, str cache_layer) -> ()", tags=_TAGS)
 
 _REDUCE_TOKENS, _LEAST_TOKENS = 1024, 64
-"""Default and least tokens that torch reduces at a time. It reduces fewer than the default if one value would need more
-than SCRATCH. vLLM's memory profile does not include what encoders allocate.
+"""Default and minimum number of tokens that torch reduces at a time. It reduces fewer than the default if one value
+would need more than SCRATCH, because vLLM's memory profile does not include the memory of encoders.
 """
 
 
 @dataclass(frozen=True)
 class Tap:
-    """Writes one set of values. at_once: most tokens per write. deferred: the buffer of values that are reduced at the
-    end of the step.
+    """Writes one set of values.
+
+    at_once: maximum number of tokens per write. deferred: the buffer of values that are reduced at the end of the step.
     """
 
     writer: RowWriter
@@ -76,8 +77,8 @@ class Tap:
 class Place:
     """The arguments of a batch's taps that cannot be passed to the op through the graph.
 
-    start: byte of a row to which their offsets are relative. layer: layer number, for reductions. reductions: by byte
-    offset in a row. deferred, coverage: those of the model. taps: the taps that have run.
+    start: byte offset in a row to which offsets are relative. layer: layer number, for reductions. reductions: by byte
+    offset in a row. deferred, coverage: of the model. taps: the taps that have run.
     """
 
     start: int
@@ -103,12 +104,12 @@ class Place:
 
 
 _PLACES: weakref.WeakValueDictionary[int, Place] = weakref.WeakValueDictionary()
-"""Places by the address of the tensor that stands for each. The model's taps own the places.
+"""Address of the tensor that stands for a place -> the place. The model's taps own the places.
 
 Graphs of equal layers must be equal, so that vLLM compiles one for all of them. A number or a layer's name would be a
 constant of its graph, but a tensor is an input. Its value cannot identify the place: reading it from a GPU
-synchronises, which is an error while a CUDA graph is captured. A CPU tensor could be read. It would be an input on
-another device than the values, which was not tried on a GPU with Inductor and CUDA graphs.
+synchronises, which is an error while a CUDA graph is captured. A CPU tensor could be read. But it would be an input on
+another device than the values, which was not tested on a GPU with Inductor and CUDA graphs.
 
 Tensors of live models have different addresses, and the places of a freed model go with it. A tensor that was copied or
 moved, as by `model.to()`, has no place: the op ends with a KeyError and writes no row.
@@ -121,7 +122,7 @@ def stand_for(tensor: torch.Tensor, place: Place) -> None:
 
 
 def rows_and_slots(cache_layer: str, first: bool = False) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(rows, slots of this step's tokens). None in a profiling run, when there is no cache yet, and outside.
+    """(rows, slots of this step's tokens). None in a profiling run, when there is no cache yet, and outside a forward.
 
     first: this is the first tap of a forward.
     """
@@ -142,12 +143,12 @@ def _tap(
 ) -> None:
     """Write `values` into this step's rows.
 
-    values: [tokens, width] each. offsets: bytes from the start of the place. beside: the values stay as they are until
-    the next tap, so this one may run on a branch.
+    values: [tokens, width] each. offsets: bytes from the start of the place. beside: the values are not overwritten
+    until the next tap, so this tap may run on a branch.
     """
     where = _PLACES[place.data_ptr()]
     if not forward_context.is_forward_context_available():
-        return  # nothing that runs outside a forward belongs to a row
+        return  # values outside a forward do not belong to a row
     where.coverage.wrote(where.start, offsets, values[0].shape[0], forward_context.get_forward_context())
     first = where.start + offsets[0] == where.coverage.first_at
     found = rows_and_slots(cache_layer, first)
@@ -207,13 +208,13 @@ def compile_others(place: Place, rows: torch.Tensor, values: Sequence[torch.Tens
 
 
 def _tap_join(token: torch.Tensor) -> None:
-    """Make the model wait for the previous tap, if that runs on a branch."""
+    """Make the model wait for the previous tap, if it runs on a branch."""
     if branch := captured_branch(token.device):
         branch.join(forward_context.get_forward_context())
 
 
 def _tap_end(like: torch.Tensor, token: torch.Tensor, place: torch.Tensor, cache_layer: str) -> None:
-    """The last tap of a step has run. like: a tensor with one entry for each token."""
+    """End the taps of a step. like: a tensor with one entry per token."""
     if found := rows_and_slots(cache_layer):
         forward, tokens = forward_context.get_forward_context(), like.shape[0]
         if branch := captured_branch(like.device):
@@ -225,12 +226,12 @@ def _tap_end(like: torch.Tensor, token: torch.Tensor, place: torch.Tensor, cache
 
 
 def tokens_at_once(values: Sequence[torch.Tensor], reductions: Sequence[Reduction | None]) -> int:
-    """Tokens that one call may write: on a GPU any number, unless projections would allocate too much."""
+    """Maximum number of tokens per write. On a GPU it is unlimited, unless projections would allocate too much."""
     if not any(reductions):
         return sys.maxsize
     pairs = zip(values, reductions, strict=True)
     scratch = [r.scratch(v.shape[1], str(v.dtype).removeprefix("torch.")) for v, r in pairs if r is not None]
-    # A large autoencoder takes fewer tokens.
+    # A large autoencoder is limited to fewer tokens.
     least = min(_REDUCE_TOKENS, max(_LEAST_TOKENS, SCRATCH // max(1, *scratch)))
     if not values[0].is_cuda:
         return least

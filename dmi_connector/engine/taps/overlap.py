@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overlap: taps of a captured step run on a branch of the CUDA graph, beside the model's kernels.
+"""Overlap: in a full CUDA graph, taps run on a branch of the graph, in parallel with the model's kernels.
 
-Most of a tap's time is waiting, for the kernel before it and for memory. So while vLLM captures a whole step in one
-CUDA graph, a tap of a compiled model writes on a second stream. The next tap first lets the model's stream wait for
-it.
+A tap mostly waits for the previous kernel and for memory. So while vLLM captures a whole step in one CUDA graph, a tap
+of a compiled model writes on a second stream. The model's stream waits for it before the next tap.
 
-Until then nothing may write into the memory of the values. The branch references them, so that the allocator does not
-reuse the memory, and the compiled model overwrites no buffer (`compilation.disable_buffer_reuse`).
+Until then nothing may overwrite the values that the tap reads. The branch holds references to them, so the allocator
+does not reuse their memory. The compiled model overwrites no buffer (`compilation.disable_buffer_reuse`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from vllm.config import CUDAGraphMode
 
 
 class _Pending(NamedTuple):
-    """What a branch may still be doing. forward: vLLM's context of the forward it belongs to. values: what it reads."""
+    """A write on the branch that may be running. forward: vLLM's context of its forward. values: the tensors read."""
 
     forward: weakref.ref[object]
     written: torch.cuda.Event
@@ -39,14 +38,14 @@ class Branch:
 
     @contextmanager
     def beside(self, forward: object, values: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Launch on the branch, after everything the model has launched. values: what is read there."""
+        """Launch on the branch, after all previous kernels of the model. values: the tensors that the branch reads."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
         self._pending = _Pending(weakref.ref(forward), self._stream.record_event(), values)
 
     def join(self, forward: object) -> None:
-        """Let the model wait for the branch. What an earlier forward left, whose capture failed, is dropped."""
+        """Let the model wait for the branch. A write of an earlier forward, whose graph capture failed, is dropped."""
         pending, self._pending = self._pending, None
         if pending is not None and pending.forward() is forward:
             torch.cuda.current_stream().wait_event(pending.written)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tap points of a layer's hooks (TAP_POINTS): where values are read, and how long they stay valid.
 
-A stage of a layer ends where its values may be overwritten; they are written by then. In eager mode each stage is
-written by one op. Under torch.compile one op writes the whole layer at its end, and narrow layers share an op
-(batches.py). `Keep` says which values need a copy for that.
+A stage of a layer ends where its values may be overwritten, so they are written before its end. In eager mode one op
+writes each stage. Under torch.compile one op writes the whole layer at its end, and narrow layers share an op
+(batches.py). `Keep` says which values need a copy until then.
 
     stage           hooks                               written before
     ATTENTION_IN    resid_pre, ln1, q, k, v, mix_proj   rotary, which may rotate q and k in place, or a mixer's core
@@ -54,7 +54,7 @@ ATTENTION_IN = Stage("qkv", Waits.COMPILED)
 ATTENTION_OUT = Stage("o_proj", Waits.COMPILED)
 MLP_IN = Stage("ln2", Waits.ALWAYS)
 EXPERTS_IN = Stage("ln2", Waits.NEVER, beside=False)
-"""MLP_IN of layers with experts, whose kernels may work in place on their input."""
+"""MLP_IN of layers with experts, whose kernels may overwrite their input."""
 MLP_OUT = Stage("mlp", Waits.NEVER)
 STAGES = (ATTENTION_IN, ATTENTION_OUT, MLP_IN, EXPERTS_IN, MLP_OUT)
 
@@ -84,17 +84,17 @@ class Keep(enum.Enum):
     HALVES = enum.auto()  # a copy of the halves of each head
     STREAM = enum.auto()  # the value itself where the residual stream lasts, else a copy
     PRODUCT = enum.auto()  # the value itself where a matrix product writes it and nothing overwrites it, else a copy
-    FIRST = enum.auto()  # of the MLP's first projections: the value itself where a product writes it, else a copy
-    OUTPUT = enum.auto()  # a copy with experts, whose kernels may use its memory again, and of a product with a bias
+    FIRST = enum.auto()  # for the MLP's first projections: the value itself where a product writes it, else a copy
+    OUTPUT = enum.auto()  # a copy with experts, whose kernels may reuse its memory, and for a product with a bias
 
 
 class LayerFacts(NamedTuple):
     """One decoder layer.
 
-    head_size: that of q; 0 without attention. q_size, kv_size: widths of q and k on this rank. shared: number of values
-    at the end of each key that all heads share, in latent attention with keys per head; else 0. experts: whether its
-    MLP is a mixture of experts. mlp_taps: whether hooks of its MLP are selected. scale: the factor of the outputs of
-    its blocks before they are added to the residual stream.
+    head_size: head size of q; 0 without attention. q_size, kv_size: widths of q and k on this rank. shared: number of
+    values at the end of each key that all heads share, in latent attention with keys per head; else 0. experts: whether
+    its MLP is a mixture of experts. mlp_taps: whether hooks of its MLP are selected. scale: the factor of the outputs
+    of its blocks before they are added to the residual stream.
     """
 
     module: nn.Module
@@ -136,7 +136,7 @@ def _layer_input(layer: LayerFacts, args: tuple[Any, ...], _output: Any) -> torc
 
 
 def _part(number: int) -> Read:
-    """0, 1, 2: queries, keys, values of a projection that returns them side by side."""
+    """Reads queries (0), keys (1) or values (2) from the output of a projection that concatenates them."""
 
     def read(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
         value = _output(layer, args, output)
@@ -162,13 +162,13 @@ def _rotary_key(layer: LayerFacts, args: tuple[Any, ...], _output: Any) -> torch
 
 
 def _gate(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    """What enters the MLP's activation, of a projection that returns it first if there is a gate."""
+    """The input of the MLP's activation. A projection with a gate returns it first."""
     value = _output(layer, args, output)
     return value.chunk(2, -1)[0] if layer.arch.gated_mlp else value
 
 
 def _linear(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    """What the activation of the gate is multiplied by."""
+    """The value by which the activated gate is multiplied."""
     value = _output(layer, args, output)
     return value if layer.arch.gate_proj else value.chunk(2, -1)[1]
 
@@ -189,9 +189,9 @@ def _sum(layer: LayerFacts, one: torch.Tensor, other: torch.Tensor) -> torch.Ten
 class TapPoint(NamedTuple):
     """Where a hook is tapped.
 
-    module: a field of `Architecture`; the point does not exist where that is "". unless, where: other fields; the point
-    does not exist where one of `unless` is given, or `where` is not. first: a field, the module of which runs before;
-    where it is given, the hook is what `join` makes of the outputs of both.
+    module: a field of `Architecture`. The point exists only if the field is not "". unless, where: other fields. The
+    point exists only if none of `unless` is set, and `where` is set. first: the field of a module that runs before. If
+    it is set, the hook is the result of `join` on the outputs of both modules.
     """
 
     hook: str
@@ -238,6 +238,6 @@ TAP_POINTS = (
     TapPoint("mlp_out", "mlp", added, Keep.OUTPUT, MLP_OUT, unless=("mlp_norm",), first="mlp_first"),
     TapPoint("mlp_out", "mlp_norm", added, Keep.COPY, MLP_OUT),
 )
-"""Where the hooks of a layer are. A new hook is a row here and in `hooks.HOOKS`. Routing and attention summaries run
-inside opaque ops of vLLM and have functions of their own.
+"""The tap points of a layer. A new hook needs a row here and in `hooks.HOOKS`. Routing and attention summaries run
+inside opaque ops of vLLM, and have their own functions.
 """

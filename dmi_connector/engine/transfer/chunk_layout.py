@@ -19,9 +19,9 @@ from dmi_connector.ranks import shard_of
 class ChunkLayout:
     """The payload of one selection of hooks on one rank.
 
-    payload: its arrays, logits last. table: int64 [fields, 3], one line for each field of a row that is copied: byte
-    offset in the row, bytes, byte offset in the payload divided by the rows of the payload. The last line is the
-    header.
+    payload: its arrays, with logits last. table: int64 [fields, 3], with a line for each copied field of a row: byte
+    offset in the row, number of bytes, and byte offset in the payload divided by the number of rows. The last line is
+    the header.
     """
 
     payload: PayloadLayout
@@ -35,7 +35,7 @@ class ChunkLayout:
 
 
 def run_length(writers: Sequence[int | None]) -> int:
-    """The largest length of runs of layers of which each has one writer: all layers if they have the same."""
+    """The length of the longest run of layers with the same writer."""
     changes = [n for n in range(1, len(writers)) if writers[n] != writers[n - 1]]
     return math.gcd(*changes) if changes else len(writers)
 
@@ -43,7 +43,7 @@ def run_length(writers: Sequence[int | None]) -> int:
 def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], rank: int) -> ChunkLayout:
     """The layout for a capture of `hooks` on rank `rank`.
 
-    What another rank writes is left out. Where ranks share the layers of a hook, the array has a file for each run.
+    Fields that another rank writes are left out. If ranks share the layers of a hook, its array has a file per run.
     """
     arrays: list[ArraySpec] = []
     elsewhere: list[ArraySpec] = []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies off the GPU in slices, issued through the CUDA driver.
 
-A slice takes three calls, and none of them waits for the GPU. They keep the interpreter's lock: a call that releases it
-must get it back from the engine's thread, some hundred times for one chunk of wide rows.
+A slice takes three calls, and none of them waits for the GPU. They do not release the GIL. A call that releases it
+must reacquire it from the engine's thread, some hundred times per chunk of wide rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_NUMBER = ctypes.c_int64  # of addresses and handles too
+_NUMBER = ctypes.c_int64  # also for addresses and handles
 _DRIVER = {
     "cuMemcpyDtoHAsync_v2": (_NUMBER, _NUMBER, _NUMBER, _NUMBER),
     "cuStreamWaitEvent": (_NUMBER, _NUMBER, ctypes.c_uint),
@@ -21,11 +21,11 @@ _DRIVER = {
 
 
 class SliceCopier:
-    """Copies on two streams in turn. Each slice waits for the one before; in between the copy engine is free for
-    others.
+    """Copies slices on two streams in turn. Each slice waits for the previous one. Between two slices the copy engine
+    can serve other copies.
 
-    A slice ends at a multiple of `slice_bytes` after address `base`. Used by one thread, which has set the device and
-    called `start`.
+    A slice ends at a multiple of `slice_bytes` after address `base`. Only one thread may use it. That thread has
+    to set the device and call `start`.
     """
 
     def __init__(self, slice_bytes: int, device: torch.device, base: int = 0) -> None:
@@ -48,8 +48,8 @@ class SliceCopier:
     def copy(self, source: torch.Tensor, target: int, ready: torch.cuda.Event) -> torch.cuda.Event:
         """Copy `source` (uint8, contiguous, on the GPU) to the pinned memory at address `target`, after `ready`.
 
-        Returns an event that follows the copy; waiting for it sleeps. `source` must stay until then. Raises
-        RuntimeError.
+        Returns an event that is recorded after the copy. A thread that waits for it sleeps. `source` must stay
+        allocated until then. Raises RuntimeError.
         """
         self._streams[self._turn].wait_event(ready)
         size = min(self._slice_bytes - (target - self._base) % self._slice_bytes, source.numel())
@@ -63,7 +63,7 @@ class SliceCopier:
         return copied
 
     def _issue(self, target: int, source: int, nbytes: int) -> None:
-        """Issue the copy of one slice, after the one before. The next one goes to the other stream."""
+        """Issue the copy of one slice after the previous slice. The next slice goes to the other stream."""
         (stream, event), (_, before) = self._handles[self._turn], self._handles[1 - self._turn]
         status = self._wait(stream, before, 0) or self._copy(target, source, nbytes, stream)
         if status := status or self._record(event, stream):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pins the ring's memory for copies off the GPU, slice by slice, in a thread of its own.
+"""Pins the ring's memory for copies off the GPU, slice by slice, in a background thread.
 
-Pinning first takes the memory from the system. Machines that hand it out slowly need a minute for 16 GiB, and the
-engine must not wait for it. The ring gives out only what is pinned.
+Pinning first allocates the memory. Some machines need a minute for 16 GiB, and the engine must not wait so long. The
+ring allocates extents only in pinned memory.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from dmi_connector.store.write.ring import Ring
 logger = init_logger("vllm.dmi_connector")
 
 SLICE_BYTES = 256 << 20
-"""Bytes that are pinned at a time. A multiple of what gpu_copies.py copies at a time: no copy reaches over two."""
+"""Bytes per slice. It is a multiple of the copy size of gpu_copies.py, so no copy spans two slices."""
 _POPULATED_BYTES = 16 << 20
-"""Bytes that are taken from the system in one call. Other threads that map memory wait meanwhile."""
+"""Bytes that one call allocates. Other threads that map memory wait during the call."""
 _MADV_POPULATE_WRITE = 23
-"""madvise flag of Linux 5.14 that allocates memory at once. Older kernels refuse it; pinning then allocates it."""
+"""madvise flag of Linux 5.14 that allocates memory at once. On older kernels pinning allocates the memory."""
 _CAPTURE_RELAXED = 2
-"""CU_STREAM_CAPTURE_MODE_RELAXED: this thread's calls do not end a CUDA graph that another thread captures."""
+"""CU_STREAM_CAPTURE_MODE_RELAXED: calls of this thread do not abort a graph capture in another thread."""
 
 
 class PinnedRing:
-    """Pins a ring from its start on. `least` bytes are pinned when this returns.
+    """Pins a ring, beginning with its first bytes. `least` bytes are pinned when the constructor returns.
 
-    Raises RuntimeError if these cannot be pinned. If later ones cannot, the ring stays smaller, and the log says so.
+    Raises RuntimeError if these bytes cannot be pinned. If later bytes cannot be pinned, the ring stays smaller, and
+    the log says so.
     """
 
     def __init__(self, ring: Ring, least: int, device: torch.device) -> None:
@@ -46,7 +47,7 @@ class PinnedRing:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop pinning and give the memory back. No copy may be under way."""
+        """Stop pinning, and unpin the memory. No copy may be running."""
         self._stop.set()
         self._thread.join()
         for address in self._pinned:
@@ -82,7 +83,7 @@ class PinnedRing:
 
 
 def _populate(address: int, nbytes: int, stop: threading.Event) -> None:
-    """Take memory from the system, without the interpreter's lock."""
+    """Allocate memory, without holding the GIL."""
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     for at in range(0, nbytes, _POPULATED_BYTES):
@@ -91,7 +92,7 @@ def _populate(address: int, nbytes: int, stop: threading.Event) -> None:
 
 
 def relax_captures() -> None:
-    """Let the calling thread pin memory and ask for events while another one captures a CUDA graph.
+    """Let the calling thread pin memory and query events while another thread captures a CUDA graph.
 
     Raises RuntimeError.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""crc32c of data, of joined data from the crc32c of its parts, and the checksum of a store's file."""
+"""The crc32c of data, the crc32c of joined data from those of its parts, and the checksum of a file of a store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import fastcrc
 import numpy as np
 
 _iscsi: Callable[[Any, int], int] = fastcrc.crc32.iscsi
-"""iSCSI took this checksum first."""
+"""crc32c, which fastcrc names after iSCSI."""
 _POLYNOMIAL = 0x82F63B78
 """crc32c's polynomial, highest power in bit 0."""
 _ONE, _X8 = 0x80000000, 0x00800000
@@ -21,7 +21,7 @@ _ONE, _X8 = 0x80000000, 0x00800000
 def crc32c(data: bytes | np.ndarray, start: int = 0) -> int:
     """crc32c of `data` (bytes or a contiguous uint8 array). start: the crc32c of the data before it.
 
-    Releases Python's lock for long data, so threads that read chunks work side by side.
+    It releases the GIL for long data, so threads that read chunks run in parallel.
     """
     return _iscsi(data, start)
 
@@ -30,7 +30,7 @@ def file_checksum(path: str, content: bytes | np.ndarray) -> int:
     """The checksum of a file of a store (docs/FORMAT.md, section 5). path: its path in the store.
 
     content: what `shard_index.shard_content` returns for a shard, the values for the chunk of a 1-D array, else the
-    file. Not the whole file: data followed by their own crc32c have a crc32c that depends on their length alone.
+    file. It is not the whole file, because the crc32c of data followed by their own crc32c depends only on the length.
     """
     return crc32c(content, crc32c(path.encode() + b"\0"))
 

@@ -2,8 +2,9 @@
 """Locks on store directories (docs/FORMAT.md, section 10).
 
 Writers and readers hold a shared flock on the directory of a store. Repair and removal take it exclusively, without
-waiting. The kernel drops a lock when its process ends, however it ends. A process id in a file could by then belong to
-another process, or to another container. A lock on a directory also survives the removal of its files and its renaming.
+waiting. The kernel releases a lock when its process ends for any reason. A process id in a file would not be safe: it
+could by then belong to another process or another container. A lock on a directory stays valid if the directory is
+renamed or its files are removed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 
 try:
     import fcntl
-except ImportError:  # Windows: stores are read without a lock, and nothing here writes or removes one
+except ImportError:  # Windows: stores are read without a lock, and this package does not write or remove stores
     fcntl = None  # type: ignore[assignment]
 
 from dmi_connector.store.format.linux import check_linux
@@ -29,9 +30,9 @@ LIFE_LOCK = "DMI_LIFE_LOCK"
 engine holds a shared lock on them. An exclusive lock proves that all these processes have ended.
 """
 _life_locks: list[int] = []
-"""Descriptors of these files: the locks end with the process."""
+"""Descriptors of these files. They stay open, so the locks end with the process."""
 _LOCKED_WITHIN_S = 10.0
-"""A writer locks a new directory within this time."""
+"""Maximum time between the creation of a directory and its lock by the writer."""
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
@@ -39,8 +40,8 @@ _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 class PartialLock:
     """The shared lock of a process that writes to a partial directory, which is created if missing.
 
-    Waits while a repair holds the directory. Raises OSError. On a file system without flock it logs a warning and goes
-    on without a lock; `claim` fails there.
+    It waits while a repair holds the directory. Raises OSError. On a file system without flock it logs a warning and
+    continues without a lock. `claim` fails on such a file system.
     """
 
     def __init__(self, partial: str) -> None:
@@ -71,7 +72,7 @@ class PartialLock:
 
 
 def hold_life_lock() -> None:
-    """Hold the locks that LIFE_LOCK names, one a line, until this process ends. Raises OSError."""
+    """Hold the locks of the files in LIFE_LOCK, one per line, until this process ends. Raises OSError."""
     for path in filter(None, os.environ.get(LIFE_LOCK, "").split("\n")):
         fd = os.open(path, os.O_RDONLY)
         fcntl.flock(fd, fcntl.LOCK_SH)
@@ -80,9 +81,9 @@ def hold_life_lock() -> None:
 
 @contextlib.contextmanager
 def lock_alone(path: str | os.PathLike[str]) -> Iterator[bool]:
-    """Hold the lock of a file exclusively, which is created if missing. Gives False if others hold it.
+    """Hold an exclusive lock of a file, which is created if missing. Yields False if another process holds a lock.
 
-    Raises OSError where the file system has no such locks.
+    Raises OSError if the file system has no such locks.
     """
     with _lock_file(path) as fd:
         yield _lock(fd, path, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,9 +91,9 @@ def lock_alone(path: str | os.PathLike[str]) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def hold_part(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold a shared lock of a file, which is created if missing. Waits while another process holds it exclusively.
+    """Hold a shared lock of a file, which is created if missing. Waits while another process holds an exclusive lock.
 
-    Raises OSError where the file system has no such locks.
+    Raises OSError if the file system has no such locks.
     """
     with _lock_file(path) as fd:
         _lock(fd, path, fcntl.LOCK_SH)
@@ -109,7 +110,9 @@ def _lock_file(path: str | os.PathLike[str]) -> Iterator[int]:
 
 
 def _lock(fd: int, path: str | os.PathLike[str], how: int) -> bool:
-    """Lock an open file. Returns False if others hold it. Raises OSError where the file system has no such locks."""
+    """Lock an open file. Returns False if another process holds it. Raises OSError if the file system has no such
+    locks.
+    """
     try:
         fcntl.flock(fd, how)
     except BlockingIOError:
@@ -121,9 +124,9 @@ def _lock(fd: int, path: str | os.PathLike[str], how: int) -> bool:
 
 @contextlib.contextmanager
 def claim(directory: str | os.PathLike[str]) -> Iterator[bool]:
-    """Hold a directory's lock exclusively. Gives False if another process holds it, or has just renamed it.
+    """Hold an exclusive lock of a directory. Yields False if another process holds a lock, or has just renamed it.
 
-    Raises OSError where the file system has no such locks.
+    Raises OSError if the file system has no such locks.
     """
     if fcntl is None:
         check_linux("a lock")
@@ -143,9 +146,9 @@ def claim(directory: str | os.PathLike[str]) -> Iterator[bool]:
 
 
 def is_abandoned(partial: str | os.PathLike[str]) -> bool:
-    """Whether a partial directory exists that no process holds. False if that is unknown.
+    """Whether a partial directory exists and no process holds its lock. False if this is unknown.
 
-    An empty directory younger than _LOCKED_WITHIN_S counts as held: its writer has yet to lock it.
+    An empty directory younger than _LOCKED_WITHIN_S counts as held: its writer may not have locked it yet.
     """
     try:
         if not os.listdir(partial) and time.time() - os.stat(partial).st_mtime < _LOCKED_WITHIN_S:
@@ -157,8 +160,9 @@ def is_abandoned(partial: str | os.PathLike[str]) -> bool:
 
 
 def share(store: str | os.PathLike[str]) -> int | None:
-    """Descriptor with a shared lock on a finished store: it is not removed while the descriptor is open. None on a
-    system without such locks, where this package removes no store.
+    """A file descriptor with a shared lock on a finished store. The store is not removed while it is open.
+
+    None on a system without such locks, on which this package does not remove stores.
 
     Raises FileNotFoundError if the store has just been removed.
     """
@@ -179,10 +183,10 @@ def share(store: str | os.PathLike[str]) -> int | None:
 
 
 def hold_source(final: str) -> int:
-    """Descriptor with a shared lock on the directory of a store, finished or not: it is neither repaired nor removed
-    while the descriptor is open. It stays valid when the directory gets its final name.
+    """A file descriptor with a shared lock on the directory of a store, finished or not.
 
-    Raises FileNotFoundError where there is none, OSError where it is being removed or repaired.
+    The store is neither repaired nor removed while the descriptor is open. The descriptor stays valid when the
+    directory is renamed. Raises FileNotFoundError without a directory, OSError if it is being removed or repaired.
     """
     for path in (final + PARTIAL_SUFFIX, final):
         try:
@@ -201,7 +205,7 @@ def hold_source(final: str) -> int:
 
 
 def hold_upload(store: str | os.PathLike[str]) -> int:
-    """Descriptor with the lock of a process that is to upload a finished store. Raises OSError."""
+    """A file descriptor with the lock of a process that will upload a finished store. Raises OSError."""
     fd = _open_document(store)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH)
@@ -212,7 +216,7 @@ def hold_upload(store: str | os.PathLike[str]) -> int:
 
 
 def is_to_be_uploaded(store: str | os.PathLike[str]) -> bool:
-    """Whether a live process will upload this finished store. Raises OSError, also where files have no locks."""
+    """Whether a running process will upload this finished store. Raises OSError, also without file locks."""
     fd = _open_document(store)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -224,7 +228,7 @@ def is_to_be_uploaded(store: str | os.PathLike[str]) -> bool:
 
 
 def _open_document(store: str | os.PathLike[str]) -> int:
-    """The root document of a store. Readers lock the directory, and so do removals."""
+    """Open the root document of a store, on which uploads hold a lock. Readers and removals lock the directory."""
     return os.open(os.path.join(store, "zarr.json"), os.O_RDONLY | _NO_FOLLOW)
 
 

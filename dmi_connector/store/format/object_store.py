@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to S3, by obstore. Credentials come from the environment alone, and no message repeats them.
+"""Requests to S3, by obstore. Credentials come only from the environment, and no message contains them.
 
 The text of a service's error may contain an access key or the string that was signed. So messages contain only the
 HTTP status and the service's error code.
@@ -27,13 +27,13 @@ _RETRIES, _RETRY_S, _TIMEOUT_S = 8, 60, 60
 _FIRST_PAUSE, _LONGEST_PAUSE = timedelta(milliseconds=100), timedelta(seconds=5)
 _LONGEST_WORDS = 80
 _VARIABLES = {"AccessKeyId": "AWS_ACCESS_KEY_ID", "SecretAccessKey": "AWS_SECRET_ACCESS_KEY"}
-"""obstore's names of credentials -> those of the environment."""
+"""obstore's name of a credential -> its environment variable."""
 _READ = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_REGION")
-"""Variables that a client reads when it is made, except secrets. If one changes, a new client is made."""
+"""Variables that a client reads when it is created, except secrets. If one changes, a new client is created."""
 
 
 class RemoteError(OSError):
-    """A request to an object store failed. lasting: whether a retry would fail as well."""
+    """A request to an object store failed. lasting: whether a retry would fail too."""
 
     def __init__(self, text: str, lasting: bool = False) -> None:
         super().__init__(text)
@@ -131,7 +131,7 @@ def _profile() -> Any:
 def requests_for(place: RemotePath) -> Iterator[ModuleType]:
     """Gives obstore. Within the block its errors become FileNotFoundError, RemoteDenied or RemoteError with the URL.
 
-    Raises ImportError that names the extra where obstore is not installed.
+    Raises ImportError that names the extra if obstore is not installed.
     """
     check_installed("path", place)
     if _used.before_fork:
@@ -153,7 +153,7 @@ def requests_for(place: RemotePath) -> Iterator[ModuleType]:
         words = _words(error)
         if missing := re.search(r"\bMissing (AccessKeyId|SecretAccessKey)\b", str(error)):
             raise _denied(place, f"{_VARIABLES[missing[1]]} is not set") from None
-        if re.search(r"status 40[13]\b", words):  # of a listing
+        if re.search(r"status 40[13]\b", words):  # the status of a listing
             raise _denied(place, words) from None
         if "NoSuchBucket" in words:
             raise FileNotFoundError(

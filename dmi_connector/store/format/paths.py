@@ -19,12 +19,12 @@ _STEM_LENGTH = 160
 
 
 def safe(text: str) -> str:
-    """A key or request id as the names of stores have it."""
+    """A key or request id with the characters that names of stores allow."""
     return _UNSAFE.sub("_", text)
 
 
 def leaves_store(path: str) -> bool:
-    """Whether a path that a store lists may lead out of it, on this system or on another."""
+    """Whether a path that a store lists may lead out of the store, on any operating system."""
     return path.startswith("/") or ".." in path.split("/") or "\\" in path or ":" in path  # C: is a drive of Windows
 
 
@@ -35,14 +35,14 @@ def store_name(key: str | None, request_id: str) -> str:
 
 
 def no_follow(path: str, flags: int) -> int:
-    """An opener for `open()` that raises OSError for a link. Files get what the umask leaves of 0666."""
+    """An opener for `open()` that raises OSError for a link. Files get mode 0666 minus the umask."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def make_directory(path: str, file_mode: str) -> None:
     """Create a directory with the mode of `file_mode`; an existing one keeps its mode. Raises OSError.
 
-    Data-parallel engines may do so at the same time.
+    Data-parallel engines may call it at the same time.
     """
     try:
         os.makedirs(path)
@@ -55,7 +55,7 @@ def make_directory(path: str, file_mode: str) -> None:
 
 @contextlib.contextmanager
 def umask_of(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Within the block, new files and directories are no more open than `directory` is."""
+    """Within the block, new files and directories have no more permissions than `directory`."""
     old = os.umask(~os.stat(directory).st_mode & 0o777)
     try:
         yield
@@ -104,5 +104,5 @@ def _descend(parent: int, name: str, mode: int) -> int:
         with contextlib.suppress(FileExistsError):  # another request has just made it
             os.mkdir(name, mode, dir_fd=parent)
     fd = os.open(name, flags, dir_fd=parent)
-    os.fchmod(fd, mode)  # whatever the umask
+    os.fchmod(fd, mode)  # independent of the umask
     return fd

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a store may lie: a path of this machine, or a place in an object store."""
+"""Locations of stores: a path of this machine, or a path in an object store."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dmi_connector.urls import is_url, parse_url
 
 @dataclass(frozen=True, order=True)
 class RemotePath:
-    """A place in a bucket of S3, with the attributes of a `pathlib.Path` that need no request.
+    """A path in an S3 bucket, with those attributes of `pathlib.Path` that need no request.
 
-    key: without slashes around it; "" for the bucket itself.
+    key: without a leading or trailing slash; "" for the bucket itself.
     """
 
     bucket: str
@@ -38,7 +38,7 @@ class RemotePath:
 
     @property
     def suffix(self) -> str:
-        """The end of `name` from its last dot on."""
+        """The part of `name` from its last dot on, with the dot."""
         return PurePosixPath(self.key).suffix
 
     @property
@@ -53,16 +53,16 @@ class RemotePath:
 
 Place = Path | RemotePath
 Given = str | os.PathLike[str] | RemotePath
-"""What a caller may give for a place."""
+"""Types that public functions accept as the location of a store."""
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """A path of this machine, in which `~` is the user's home."""
+    """A path of this machine, with `~` expanded to the user's home."""
     return Path(os.path.expanduser(path))
 
 
 def place_of(path: Given, option: str = "path") -> Place:
-    """The place that a path or a URL names. option: what errors call it. Raises ValueError for a bad URL."""
+    """The location of a path or a URL. option: its name in error messages. Raises ValueError for a bad URL."""
     if isinstance(path, RemotePath):
         return path
     text = os.fspath(path)

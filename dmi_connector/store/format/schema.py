@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata documents of a store, as docs/FORMAT.md has them."""
+"""The metadata documents of a store, as docs/FORMAT.md defines them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ FORMAT_VERSION = "1.5"
 PARTIAL_SUFFIX = ".partial"
 INDEX_NAME = "index.jsonl"
 INDEX_FOLDER = "index"
-"""Folder of indexes in an object store. One process writes each of them."""
+"""Folder of indexes in an object store. Each index is written by one process."""
 ATTR_KEY = "dmi"
 SAMPLES_PER_SHARD = 64
 """Rows of a per-sample array (logits) in one shard file. An inner chunk holds one row."""
 SAMPLES_AGAIN = 8
-"""A sample is final this many samples later: an engine that dropped a step samples its position again."""
+"""A sample is final this many samples later. An engine that discarded a step samples its position again."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Chunking of a finished store, in tokens: `chunk` of an inner chunk, `segment` of a shard file."""
+    """Chunking of a finished store. chunk: tokens of an inner chunk. segment: tokens of a shard file."""
 
     chunk: int
     segment: int
@@ -54,7 +54,7 @@ def inner_codecs(codec: str, itemsize: int, chunk_bytes: int) -> list[dict[str, 
 
 
 def _bytes_codec(itemsize: int) -> dict[str, Any]:
-    # zarr-python writes and expects no endian for single bytes, and little elsewhere.
+    # zarr-python writes and expects no endian for one-byte types, and little-endian for others.
     return {"name": "bytes"} if itemsize == 1 else {"name": "bytes", "configuration": {"endian": "little"}}
 
 
@@ -96,7 +96,7 @@ def layer_numbers(layers: Sequence[int]) -> str:
 def dimension_names(spec: ArraySpec, version: str = FORMAT_VERSION) -> list[str]:
     """The names of an array's dimensions in a store of a format version.
 
-    Since 1.2 dimensions of one name have one length in all arrays of a store, as xarray demands.
+    Since 1.2, dimensions of the same name have the same length in all arrays of a store, as xarray requires.
     """
     if version in ("1.0", "1.1"):
         return ["sample", spec.name] if spec.per_sample else ["layer", "token", spec.name]

@@ -20,8 +20,9 @@ Layers = int | Sequence[int] | None
 
 @dataclass(frozen=True)
 class Source:
-    """Where one layer of a hook lies: an array, and an index along its layer axis. layer: None for a hook that exists
-    once.
+    """The location of one layer of a hook: an array, and an index along its layer axis.
+
+    layer: None for a hook that exists once.
     """
 
     layer: int | None
@@ -32,7 +33,7 @@ class Source:
 class HookTable:
     """Every name that can be read from a store.
 
-    hooks: the `hooks` attribute. num_layers: layers of the model; negative layers count from there.
+    hooks: the `hooks` attribute. num_layers: number of layers of the model, from which negative layers count.
     """
 
     def __init__(self, hooks: Mapping[str, Mapping[str, Any]], num_layers: int) -> None:
@@ -80,7 +81,7 @@ class HookTable:
         return self._sources[name]
 
     def holds(self, name: str, layer: int | None = None) -> bool:
-        """Whether a layer of a hook is in the store; None: whether any is."""
+        """Whether a layer of a hook is in the store. layer: None: whether any layer is."""
         sources = self._sources.get(name, [])
         return bool(sources) if layer is None else self._find(sources, layer) is not None
 
@@ -91,7 +92,9 @@ class HookTable:
         return next((source for source in sources if source.layer == number), None)
 
     def chosen(self, name: str, layer: Layers) -> list[Source]:
-        """All layers of a hook, one, or those of a list in its order. Raises as `source`, ValueError for no layer."""
+        """All layers of a hook, one layer, or the layers of a list. Raises as `source`, and ValueError for an empty
+        list.
+        """
         if layer is None:
             return self.sources(name)
         if np.ndim(layer) != 1:
@@ -103,7 +106,7 @@ class HookTable:
     def source(self, name: str, layer: int) -> Source:
         """One layer of a hook; negative layers count from the model's last. A hook that exists once has layer 0.
 
-        Raises KeyError for layers that were not captured, ValueError for what is no whole number.
+        Raises KeyError for layers that were not captured, ValueError for a layer that is not an integer.
         """
         try:
             layer = operator.index(layer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds stores in the append-only index of a store directory, or by their names where there is none."""
+"""Finds stores in the append-only index of a store directory, or without an index by their names."""
 
 from __future__ import annotations
 
@@ -24,32 +24,33 @@ FINISHED = ("complete", "incomplete")
 _ADDED = re.compile(r"(_[0-9]+)?(-|\Z)")
 """What vLLM appends to a request id, up to the end or a dash."""
 _DRAFTS = {"draft_tokens_scheduled": "scheduled", "draft_tokens_accepted": "accepted"}
-"""Counts of draft tokens: their names here, and in the attribute `draft_tokens` of a store."""
+"""Name of a count of draft tokens in the index -> its name in the attribute `draft_tokens` of a store."""
 SCORES = ("max", "at", "min", "mean", "last")
-"""What the index says of the scores of a probe."""
+"""Statistics of a probe's scores in the index."""
 _OF_END = ("state", "reason", "finished", "bytes", "num_tokens", "prompt_len", "model", "scores", *_DRAFTS)
 """Fields of the line that is appended when a store ends."""
 _STORES = (".zarr", ".zarr" + PARTIAL_SUFFIX)
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
-"""Keys and request ids that are the same in JSON and in the name of a store."""
+"""Keys and request ids that are written alike in JSON and in the name of a store."""
 
 
 @dataclass(frozen=True)
 class CaptureInfo:
-    """One capture as the index knows it.
+    """One capture, as recorded in the index.
 
-    state: "started", "complete", "incomplete", "failed", or "unfinished": nobody writes it any more, and `dmi repair`
-    may make a store of it. reason: why it is not complete. started, finished: ISO 8601, UTC. bytes: size of
-    the finished store without its root `zarr.json`. num_tokens: its rows. prompt_len: tokens of the prompt. model: its
-    name. The last two are None before the end, and where a line of format 1.1 or older lacks them; `open_captures`
-    fills these in. draft_tokens_scheduled, draft_tokens_accepted: draft tokens of a request with speculative decoding
-    that steps verified, and those that were accepted; None before the end, and without speculative decoding. scores: of
-    probes, as in the attribute of the store (docs/FORMAT.md, section 5); None before the end, and without probes.
+    state: "started", "complete", "incomplete", "failed", or "unfinished" (its writers have exited, and `dmi repair` may
+    recover a store). reason: why it is not complete. started, finished: ISO 8601, UTC. bytes: size of the finished
+    store without its root `zarr.json`. num_tokens: number of rows. prompt_len: tokens of the prompt. model: name of the
+    model. The last two are None before the end. A line of format 1.1 or older lacks them too, and `open_captures` then
+    reads them from the store. draft_tokens_scheduled, draft_tokens_accepted: draft tokens of a request with speculative
+    decoding that steps verified, and those that were accepted; None before the end, and without speculative decoding.
+    scores: of probes, as in the attribute of the store (docs/FORMAT.md, section 5); None before the end, and without
+    probes.
 
     upload: of a server with the option `upload`: "pending", "done" or "failed"; None without it. url: where the store
-    is uploaded to. upload_reason: why that failed. remove_local: whether the local copy goes after it. only_complete:
-    whether it stays here if it lacks rows, or its request was aborted. A store whose local copy went has its URL as
-    `store`.
+    is uploaded to. upload_reason: why the upload failed. remove_local: whether the local copy is removed after the
+    upload. only_complete: whether the store stays local if it lacks rows, or if its request was aborted. If the local
+    copy was removed, `store` is the URL.
     """
 
     store: Place
@@ -76,14 +77,14 @@ class CaptureInfo:
 def read_index(directory: Given, word: str | None = None) -> Iterable[dict[str, Any]]:
     """The whole lines of the index, one by one. Torn and foreign lines are skipped. None where there is no index.
 
-    word: only the lines of stores with this key or, in a part, this request id, and others perhaps. Lines without the
-    word are not parsed if that distinguishes these stores from others.
+    word: a key, or a part of a request id. Only lines of stores with it are needed, and other lines may be left out:
+    lines without the word are not parsed if this identifies these stores.
     """
     texts = _texts(place_of(directory))
     if word is not None and _PLAIN.fullmatch(word):
         sought = word.encode()
         lines = [line for text in texts for line in _parse(_raws_with(text, sought))]
-        if all(word in line["store"] for line in lines):  # then every line of these stores has it
+        if all(word in line["store"] for line in lines):  # every line of these stores then has it
             return lines
     return (line for text in texts for line in _parse(_raws(text)))
 
@@ -131,9 +132,7 @@ def uploaded_stores(directory: Path) -> Iterator[tuple[str, str]]:
 
 
 def unrecorded_stores(directory: Path) -> list[Path]:
-    """Finished stores that the index still calls started: their writer was killed before it appended the line of their
-    end, or the disk was full. Such a store that cannot be read is left out.
-    """
+    """Finished stores that the index lists as "started", except those that cannot be read."""
     begun: dict[str, None] = {}
     for line in read_index(directory):
         if line.get("state") == "started":
@@ -147,7 +146,7 @@ def unrecorded_stores(directory: Path) -> list[Path]:
 def find_captures(
     directory: Given, key: str | None = None, request_id: str | None = None, on_error: str = "raise"
 ) -> list[CaptureInfo]:
-    """Captures of a store directory, in the order they began. key, request_id: only those, if given.
+    """Captures of a store directory, in the order in which they began. key, request_id: filters.
 
     directory: a path, or a URL such as s3://bucket/prefix.
 
@@ -155,13 +154,13 @@ def find_captures(
     behind (`resp_xxxx_0`), and every request a random suffix (`id-xxxx`). `request_id` matches these too. Aborted and
     removed captures are left out.
 
-    The directory's index is read. A store whose end it records is not opened. Others in a directory of this machine,
-    such as copies, are found by their names (*.zarr), and each is opened once. With a key or request id that is done
-    only where the index has none. Such a store that cannot be read has the state "failed".
+    It reads the directory's index. Stores that the index lists as finished are not opened. Other stores of a local
+    directory, such as copies, are found by their names (*.zarr), and each is opened once. With a key or request id this
+    is done only if the index has no match. If such a store cannot be read, its state is "failed".
 
-    Raises ValueError for a directory that is not there (a server makes its own when it starts), for one whose stores
-    lie one level below, for a store, and in a directory without an index for a store that is damaged; with
-    on_error="skip" that store has the state "failed" instead.
+    Raises ValueError for a directory that does not exist (a server creates its directory when it starts), for a
+    directory whose stores are one level below, and for a store. In a directory without an index it also raises
+    ValueError for a damaged store. With on_error="skip" that store has the state "failed" instead.
     """
     place = place_of(directory)
     if isinstance(place, RemotePath):
@@ -171,7 +170,9 @@ def find_captures(
         look = _scanned if on_error == "raise" else _scanned_or_failed
         return _wanted(map(look, _unnamed(place)), key, request_id)
     word = key if key is not None else request_id
-    others = _unnamed(place) if word is None else []  # looked for before the index is read: one may end meanwhile
+    others = (
+        _unnamed(place) if word is None else []
+    )  # listed before the index is read, since a capture may end meanwhile
     lines = _lines(place, word)
     found = _wanted(_infos(place, lines), key, request_id)
     if word is not None and not found:
@@ -182,9 +183,7 @@ def find_captures(
 
 
 def check_directory(place: Path) -> None:
-    """Raise ValueError for what is no directory of stores, and for one whose stores lie one level below. One with an
-    index is, whatever its name.
-    """
+    """Raise ValueError for a place that is not a directory of stores. One with an index is, for any name."""
     if place.exists() and is_store(place) and not (place / INDEX_NAME).exists():
         raise ValueError(f"{place} is a store; give its directory, or open it with open_capture")
     if not place.is_dir():
@@ -193,7 +192,7 @@ def check_directory(place: Path) -> None:
 
 
 def check_not_above(place: Path) -> None:
-    """Raise ValueError for a directory that holds no store, where directories right in it do."""
+    """Raise ValueError for a directory without stores whose subdirectories have stores."""
     if not place.is_dir() or is_store(place) or _holds_stores(place):
         return
     below = [inner for inner in sorted(place.iterdir()) if inner.is_dir() and _holds_stores(inner)]
@@ -203,7 +202,7 @@ def check_not_above(place: Path) -> None:
 
 
 def _holds_stores(directory: Path) -> bool:
-    """Whether a directory has an index or stores. One that may not be read has none."""
+    """Whether a directory has an index or stores. A directory that cannot be read has none."""
     try:
         with os.scandir(directory) as entries:
             return any(entry.name == INDEX_NAME or entry.name.endswith(_STORES) for entry in entries)
@@ -218,14 +217,14 @@ def is_store(place: Place) -> bool:
 
 
 def indexed_captures(directory: Given, key: str | None = None, request_id: str | None = None) -> list[CaptureInfo]:
-    """Like `find_captures`, of the index alone: [] without one."""
+    """Like `find_captures`, but reads only the index. [] without an index."""
     place = place_of(directory)
     lines = _lines(place, key if key is not None else request_id)
     return _wanted(_infos(place, lines), key, request_id)
 
 
 def _lines(place: Place, word: str | None) -> dict[str, dict[str, Any]]:
-    """What the index says of each store, by its name. word: as in `read_index`."""
+    """The merged lines of the index for each store, by its name. word: as in `read_index`."""
     lines: dict[str, dict[str, Any]] = {}
     for line in read_index(place, word):
         lines[line["store"]] = merge_line(lines.get(line["store"], {}), line)
@@ -233,14 +232,14 @@ def _lines(place: Place, word: str | None) -> dict[str, dict[str, Any]]:
 
 
 def _infos(place: Place, lines: Mapping[str, dict[str, Any]]) -> list[CaptureInfo]:
-    """The captures that lines of the index name, but aborted and removed ones."""
+    """The captures of lines of the index, except aborted and removed ones."""
     for line in lines.values():
         store = place / line["store"]
         if line.get("state", "started") != "started" or not isinstance(store, Path):
             continue
         partial = store.with_name(store.name + PARTIAL_SUFFIX)
         found = _scanned_or_failed(store) if store.is_dir() else None
-        if found is not None:  # the line of its end is yet to come, or was lost
+        if found is not None:  # the last line is not written yet, or was lost
             line |= {name: getattr(found, name) for name in _OF_END}
         elif is_abandoned(partial):
             line |= {"state": "unfinished", "reason": f"its writers ended and left {partial.name}: run dmi repair"}
@@ -248,21 +247,19 @@ def _infos(place: Place, lines: Mapping[str, dict[str, Any]]) -> list[CaptureInf
 
 
 def _wanted(found: Iterable[CaptureInfo | None], key: str | None, request_id: str | None) -> list[CaptureInfo]:
-    """Those with the key and the request id, by start time."""
+    """The captures with the key and the request id, by start time."""
     there = [c for c in found if c is not None and key in (None, c.key)]
     kept = [c for c in there if request_id is None or same_request(request_id, c.request_id)]
     return sorted(kept, key=lambda c: c.started)
 
 
 def _unnamed(directory: Path, word: str = "") -> list[Path]:
-    """Stores of a directory by their names. word: only those in whose names it is, as `store_name` writes it."""
+    """Stores of a directory, found by name. word: only stores whose names contain it, as `store_name` writes it."""
     return sorted(store for store in directory.glob("*.zarr") if safe(word) in store.name)
 
 
 def _scanned(store: Path) -> CaptureInfo | None:
-    """What a store says of itself; None if it was removed just now, and for what is no capture. Raises ValueError for
-    one that is damaged.
-    """
+    """The `CaptureInfo` of a store; None if it was just removed, or is not a capture. Raises ValueError if damaged."""
     try:
         return info_of(store)
     except NotACapture:
@@ -274,7 +271,7 @@ def _scanned(store: Path) -> CaptureInfo | None:
 
 
 def _scanned_or_failed(store: Path) -> CaptureInfo | None:
-    """Like `_scanned`, but a store that is damaged is a failed capture, and what is no store is None."""
+    """Like `_scanned`, but a damaged store gives a failed capture."""
     try:
         return info_of(store)
     except NotACapture:
@@ -284,7 +281,7 @@ def _scanned_or_failed(store: Path) -> CaptureInfo | None:
 
 
 def info_of(store: Place) -> CaptureInfo:
-    """What a finished store says of itself. Raises ValueError for a directory that is no store."""
+    """The `CaptureInfo` of a finished store. Raises ValueError for a directory that is not a store."""
     attrs = read_attrs(store)
     return CaptureInfo(
         store=store,
@@ -304,17 +301,17 @@ def info_of(store: Place) -> CaptureInfo:
 
 
 def drafts_of(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """The counts of draft tokens in the root attributes of a store, as `CaptureInfo` and the index name them."""
+    """The counts of draft tokens in the root attributes of a store, under the names of `CaptureInfo` and the index."""
     counts = attrs.get("draft_tokens", {})
     return {name: counts[key] for name, key in _DRAFTS.items() if key in counts}
 
 
 def merge_line(known: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of a store after one more line: it adds to earlier ones. A new start begins anew."""
+    """Merge one more line of the index into `known`. A new `start` line discards earlier lines."""
     if line["event"] == "start":
         return dict(line)
     if line["event"] == "remove" and known.get("upload") == "done":
-        return {**known, "local": False}  # it is where it was uploaded to
+        return {**known, "local": False}  # the store is only at its URL
     return {**known, **line}
 
 
@@ -343,9 +340,9 @@ def _info(directory: Place, line: Mapping[str, Any]) -> CaptureInfo:
 
 
 class LineTail:
-    """Follows the index of a store directory line by line. Each `read` takes what was appended since the one before.
+    """Follows the index of a store directory. Each `read` returns the lines that were appended since the previous one.
 
-    new_only: the first `read` gives only what was appended since now, so that a long index is not read.
+    new_only: the first `read` returns only lines that are appended from now on, so a long index is not read.
     """
 
     def __init__(self, directory: str | os.PathLike[str], new_only: bool = False) -> None:
@@ -356,7 +353,8 @@ class LineTail:
             self._at, self._file = status.st_size, status.st_ino
 
     def read(self, of: str | None = None) -> list[dict[str, Any]]:
-        """The whole lines since the last call. [] where there is no index. One that was replaced or cut is read anew.
+        """The whole lines since the last call. [] without an index. An index that was replaced or cut is read from its
+        start.
 
         of: only the lines of the store of this name. Lines without the name are not parsed, if that identifies them.
         """
@@ -378,7 +376,7 @@ class LineTail:
 
 
 class IndexTail:
-    """Like `LineTail`, of captures that end. upload_failure: why the latest upload failed, None where it did not."""
+    """Like `LineTail`, for ended captures. upload_failure: why the latest upload failed; None if it succeeded."""
 
     def __init__(self, directory: str | os.PathLike[str], new_only: bool = False) -> None:
         self._directory = local_path(directory)
@@ -386,9 +384,9 @@ class IndexTail:
         self.upload_failure: str | None = None
 
     def read(self) -> list[CaptureInfo]:
-        """Captures that ended since the last call, in the order they ended; the first call gives all.
+        """Captures that ended since the last call, in order. The first call returns all.
 
-        [] where there is no index. Aborted captures are left out. An index that was replaced or cut is read anew.
+        [] without an index. Aborted captures are left out. An index that was replaced or cut is read from its start.
         """
         lines = self._tail.read()
         for line in lines:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads journals: which chunks of a store that has not ended are in its files (docs/FORMAT.md, section 10)."""
+"""Reads journals, which list the chunks that are in the files of an unfinished store (docs/FORMAT.md, section 10)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dmi_connector.store.format.checksum import crc32c
 
 JOURNAL_PREFIX = ".journal-"
 HEADER, CHUNK, ROWS, CLOSE = b"H", b"C", b"R", b"E"
-"""Kinds of records. Headers and closes are JSON."""
+"""Kinds of records. HEADER and CLOSE hold JSON."""
 FRAME = struct.Struct("<II")  # length and crc32c of the record that follows; a length of 0 ends the journal
 CHUNK_HEAD = struct.Struct("<cQI")  # kind, first row, rows
 ROWS_HEAD = struct.Struct("<cIQI")  # kind, number of the array in the header, first sample, samples
@@ -35,10 +35,10 @@ def is_journal(name: str) -> bool:
 
 @dataclass
 class JournalArray:
-    """What journals know of one array as its rank wrote it.
+    """The journal entries of one array on one rank.
 
-    places: by first row (for a per-sample array: by sample), where the chunk lies, one place a layer. counts: its rows.
-    positions: token positions of samples.
+    places: location of each chunk, one per layer, by first row (for a per-sample array, by sample). counts: rows of
+    each chunk, by first row. positions: token positions of samples, by sample.
     """
 
     spec: ArraySpec
@@ -47,7 +47,7 @@ class JournalArray:
     positions: dict[int, int] = field(default_factory=dict)
 
     def add(self, other: JournalArray) -> None:
-        """Take over what another journal knows of the same array: its writer had other segments."""
+        """Add the entries of another journal of the same array, whose writer wrote other segments."""
         self.places |= other.places
         self.counts |= other.counts
         self.positions |= other.positions
@@ -55,9 +55,10 @@ class JournalArray:
 
 @dataclass
 class JournalContent:
-    """One journal, read back.
+    """The content of one journal.
 
-    length, samples: of a closed capture, else None and {}. torn: bytes at the end that are no whole record.
+    length, samples: numbers of rows and of samples by array; None and {} until the capture is closed. torn: bytes at
+    the end that are not a whole record.
     """
 
     arrays: list[JournalArray]
@@ -72,9 +73,9 @@ class JournalContent:
 
 
 class JournalTail:
-    """Follows one journal: each `read` adds the records that were appended since the one before.
+    """Follows one journal: each `read` adds the records that were appended since the previous `read`.
 
-    content: what is known; None until its header was written.
+    content: the content so far; None until the header is written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,8 +83,10 @@ class JournalTail:
         self.content: JournalContent | None = None
 
     def read(self) -> None:
-        """Read up to the first record that is torn, damaged or not written yet. Raises FileNotFoundError where the
-        journal is gone: its store has ended. Raises ValueError for a first record that is no header.
+        """Read up to the first record that is torn, damaged or not written yet.
+
+        Raises FileNotFoundError if the journal was removed, because its store is finished. Raises ValueError if the
+        first record is not a header.
         """
         with open(self._path, "rb") as file:
             file.seek(self._at)
@@ -121,18 +124,18 @@ def read_journal(path: Path) -> JournalContent:
 
 
 def known_attrs(about: Mapping[str, Any]) -> dict[str, Any]:
-    """The root attributes of a capture that were known when it began. about: of one of its journals."""
+    """The root attributes of a capture that were known when it began. about: `about` of one of its journals."""
     known = {key: value for key, value in about.items() if key not in _NOT_ATTRIBUTES}
     return {"start": 0, "tp": about.get("ranks", 1), **about.get("attrs", {}), **known}
 
 
 def holds_rows(partial: Path) -> bool:
-    """Whether any journal of a partial directory knows of a chunk or a sample. Raises OSError."""
+    """Whether any journal of a partial directory lists a chunk or a sample. Raises OSError."""
     for name in filter(is_journal, os.listdir(partial)):
         try:
             log = read_journal(partial / name)
         except ValueError:
-            continue  # not even its header was written
+            continue  # its header was not written
         if any(array.counts for array in log.arrays):
             return True
     return False

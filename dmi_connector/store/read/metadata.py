@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a store's metadata and checks it before zarr-python sees it.
 
-Only numbers are accepted, and Zarr's codecs that this format has. So a store cannot name a pickle, an object dtype or a
-plugin's code.
+It accepts only number types, and only the Zarr codecs of this format. So a store cannot name a pickle, an object dtype
+or a plugin's code.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ _KEYS = {*schema.array_document("uint8", [], [], [], [])}
 _NEEDED = ("format_version", "complete", "num_tokens", "reason", "hooks")
 _OF_ZARR_2 = (".zgroup", ".zarray", ".zmetadata")
 _FRAMING = ("bytes", "crc32c", "sharding_indexed")
-"""Zarr codecs of every store, beside those that compress."""
+"""Zarr codecs of every store, in addition to those that compress."""
 
 
 class NotACapture(ValueError):
-    """What is there is something else, not a capture that is damaged."""
+    """The path is not a capture. A damaged capture raises another ValueError."""
 
 
 def read_attrs(path: Given) -> dict[str, Any]:
-    """The root attribute of a store. Raises NotACapture (a ValueError) for what is no store, ValueError for one that
-    is damaged or of another format version, RemoteError where an object store does not give it.
+    """The root attribute of a store.
+
+    Raises NotACapture (a ValueError) if the path is not a store, ValueError for a store that is damaged or of another
+    format version, RemoteError if a request to the object store fails.
     """
     return attrs_of(files_of(place_of(path)))
 
 
 def attrs_of(files: StoreFiles) -> dict[str, Any]:
-    """Like `read_attrs`, of files that are known."""
+    """Like `read_attrs`, for files that are open already."""
     try:
         document = json.loads(files.read("zarr.json"))
     except RemoteError:
@@ -110,12 +112,14 @@ def read_array(files: StoreFiles, name: str) -> dict[str, Any]:
 
 
 class _Fault(Exception):
-    """What is wrong with an array's metadata, as the end of a sentence."""
+    """A fault of an array's metadata. The message is the end of a sentence."""
 
 
 @functools.lru_cache(maxsize=256)
 def _checked(raw: bytes) -> dict[str, Any]:
-    """A document that this format has. Arrays of stores of one length have the same bytes. Raises _Fault."""
+    """Parse and check a document. It is cached, since arrays of stores of one length have the same bytes. Raises
+    _Fault.
+    """
     document = json.loads(raw)
     if not isinstance(document, dict) or not document.keys() <= _KEYS or document.get("storage_transformers"):
         raise _Fault("has more than this format knows; refused")

@@ -22,14 +22,14 @@ from dmi_connector.store.read.journal import JournalArray, JournalContent, Journ
 
 
 def partial_of(final: Path) -> Path:
-    """The directory of a store while it is written."""
+    """The directory of a store while it is being written."""
     return final.with_name(final.name + schema.PARTIAL_SUFFIX)
 
 
 class PartialStore:
     """One store that is being written.
 
-    Writers may remove and rename its files at any time: every method raises FileNotFoundError once they have.
+    Writers may remove and rename its files at any time. Every method then raises FileNotFoundError.
     """
 
     def __init__(self, final: Path) -> None:
@@ -40,20 +40,20 @@ class PartialStore:
         self._geometry: dict[tuple[str, int], HookArray] = {}
 
     def refresh(self) -> None:
-        """Read what was added to the journals since the last call."""
+        """Read the records that were added to the journals since the last call."""
         for name in filter(is_journal, os.listdir(self.path)):
             self._tails.setdefault(name, JournalTail(self.path / name)).read()
         arrays: dict[tuple[str, int], JournalArray] = {}
         for array in (array for journal in self._journals for array in journal.arrays):
             arrays.setdefault((array.spec.name, array.spec.rank), JournalArray(array.spec)).add(array)
-        self._arrays = arrays  # at once: another thread may read rows
+        self._arrays = arrays  # in one assignment, because another thread may read rows
 
     @property
     def _journals(self) -> list[JournalContent]:
         return [tail.content for tail in list(self._tails.values()) if tail.content is not None]
 
     def attrs(self) -> dict[str, Any] | None:
-        """The root attributes that are known, `hooks` among them; None until the first journal is there."""
+        """The known root attributes, including `hooks`; None until the first journal exists."""
         abouts = [journal.about for journal in self._journals if journal.about]
         first = next((about for about in abouts if not about.get("rank")), None)
         if first is None:
@@ -61,17 +61,17 @@ class PartialStore:
         return {**known_attrs(first), "hooks": schema.hooks_attribute(list(self._specs().values()))}
 
     def _specs(self) -> dict[str, ArraySpec]:
-        """What will be written, by name, as far as known."""
+        """The known arrays, by name."""
         abouts = sorted((j.about for j in self._journals if j.about), key=lambda about: bool(about.get("rank")))
         known = [ArraySpec(**spec) for about in abouts for spec in about.get("arrays", [])]
         return {spec.name: replace(spec, rank=0) for spec in known}
 
     def token_ids(self, first: int) -> np.ndarray | None:
-        """int32 [rows of a chunk], of the chunk that begins at row `first`; None if it is not written yet."""
+        """Token ids int32 [n] of the chunk that begins at row `first`; None if it is not written yet."""
         return next((j.token_ids[first] for j in self._journals if first in j.token_ids), None)
 
     def written(self, known: np.ndarray) -> np.ndarray:
-        """Token ids, int32 [rows], of the rows from 0 on that all arrays have. known: what an earlier call returned."""
+        """Token ids int32 [n] of the first n rows, which all arrays have. known: the result of an earlier call."""
         chunk, arrays = self._journals[0].chunk_tokens, [s.name for s in self._specs().values() if not s.per_sample]
         at = len(known) // chunk * chunk
         found = [known[:at]]
@@ -81,21 +81,21 @@ class PartialStore:
         return np.concatenate(found)
 
     def sampled(self, array: str) -> np.ndarray:
-        """int32 [samples]: positions of the samples of an array that do not come again; [] without the array."""
+        """int32 [samples]: positions of the final samples of an array; [] without the array."""
         journal = self._arrays.get((array, 0))
         count = _written(journal, 0)
         return np.array([journal.positions[at] for at in range(count)] if journal else [], np.int32)
 
     def _count(self, array: str, first: int) -> int:
-        """Rows of the chunk of an array that begins at row `first` that all ranks have written."""
+        """Number of rows of the array's chunk at row `first` that all ranks have written."""
         spec = self._spec(array)
         ranks = range(spec.shards if spec else 0)
         return min((_written(self._arrays.get((array, rank)), first) for rank in ranks), default=0)
 
     def rows(self, sources: Sequence[Source], first: int) -> np.ndarray | None:
-        """Decoded rows [sources, n, width] of the chunk that begins at row `first`, or of the samples from there on.
+        """Decoded rows [sources, n, width] of the chunk that begins at row `first`, or of the samples from `first` on.
 
-        None where a writer has yet to write it. Each chunk is checked: raises ValueError for one that is damaged.
+        None if a writer has not written the chunk yet. Raises ValueError for a damaged chunk.
         """
         values = [self._values(source, first) for source in sources]
         return None if any(rows is None for rows in values) else np.stack(values)  # type: ignore[arg-type]
@@ -103,7 +103,8 @@ class PartialStore:
     def stored(self, array: str, index: int, first: int, samples: int | None = None) -> np.ndarray | None:
         """Rows [n, stored width] of the chunk that begins at row `first`, not decoded. index: along the layer axis.
 
-        samples: of a per-sample array, how many from there on; None: all. None, and raises, as `rows`.
+        samples: for a per-sample array, the number of samples from `first` on; None: all. Returns None and raises as
+        `rows` does.
         """
         spec = self._spec(array)
         if spec is None:
@@ -173,7 +174,7 @@ class PartialStore:
 
 
 def _written(array: JournalArray | None, first: int) -> int:
-    """Rows of the chunk that begins at `first`, or final samples from there on. 0: none yet."""
+    """Number of rows of the chunk that begins at `first`, or of final samples from `first` on; 0 if none is written."""
     if array is None or first not in array.counts:
         return 0
     if not array.spec.per_sample:

@@ -4,7 +4,7 @@
 resid_mid[l] = resid_pre[l] + attn_out[l]
 resid_pre[l + 1] = resid_mid[l] + mlp_out[l]                  (resid_final after the last layer)
 
-In models whose attention and MLP run in parallel (attribute `parallel`), and where resid_mid[l] is not stored:
+In models whose attention and MLP run in parallel (attribute `parallel`), and if resid_mid[l] is not stored:
 
 resid_pre[l + 1] = resid_pre[l] + attn_out[l] + mlp_out[l]
 
@@ -25,8 +25,8 @@ from dmi_connector.store.read.arrays.hook_array import HookArray
 from dmi_connector.store.read.arrays.shard_reader import ShardReader
 
 TOLERANCE = {"bfloat16": 2 * 2.0**-8, "float16": 2 * 2.0**-11, "float32": 1e-5, "float64": 1e-12}
-"""Largest error of a sum of two terms, relative to the row's largest magnitude. For bfloat16 and float16 it is 1 to 2
-ulp of that magnitude. A sum of three terms may have 1.5 times as much.
+"""Maximum error of a sum of two terms, relative to the row's largest magnitude. For bfloat16 and float16 it is 1 to 2
+ulp of that magnitude. For a sum of three terms it is 1.5 times as large.
 """
 Term = tuple[str, int]
 """(hook, layer)."""
@@ -86,7 +86,7 @@ def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, HookArray]) 
             if arrays[name].path(segment, shard) in attrs["files"]
         }
         for n, first, stop in spans:
-            rows.clear()  # memory holds all layers of one chunk of tokens
+            rows.clear()  # so that memory holds only one chunk of tokens of all layers
             for equation in wanted:
                 for name, layer in equation:
                     if (name, layer, n) not in rows:

@@ -34,10 +34,10 @@ from dmi_connector.store.read.residual_sums import check_identities, equations, 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. where: a file, or an array with layer and tokens. what: a sentence.
+    """One problem of a store. where: a file, or an array with layer and tokens. what: a sentence.
 
-    damage: whether the store is not as it was written. False: its bytes are right, but the model computed values that
-    are not finite. Such a store is no rubbish: it shows where they come from.
+    damage: whether the store differs from what was written. False: its bytes are right, but the model computed values
+    that are not finite. Such a store is worth keeping, because it shows where these values come from.
     """
 
     store: Place
@@ -50,7 +50,7 @@ class Problem:
 
 
 def stores_of(directory: Given) -> list[Place]:
-    """Every finished store right in a directory or below a prefix, by name. Raises ValueError without one."""
+    """All finished stores directly in a directory or below a prefix, by name. Raises ValueError if there are none."""
     place = place_of(directory)
     if isinstance(place, RemotePath):
         listed = list_prefix(place)
@@ -66,22 +66,21 @@ def stores_of(directory: Given) -> list[Place]:
 
 
 def verify_dir(directory: Given) -> list[Problem]:
-    """Verify every finished store of a directory. Returns [] when all are sound. Raises ValueError without a store."""
+    """Verify every finished store of a directory. Returns [] if all are sound. Raises ValueError without a store."""
     stores = stores_of(directory)
     begun = begun_stores(directory)
     return [problem for store in stores for problem in verify_store(store, begun)]
 
 
 def verify_store(path: Given, begun: Mapping[str, dict[str, Any]] | None = None) -> list[Problem]:
-    """Check one store. Returns what is wrong, [] for a sound store. `Problem.damage` tells damage from values that the
-    model computed.
+    """Check one store. Returns its problems, [] for a sound store.
 
-    Checked are: the file list, sizes and checksums; shard indexes; every inner chunk; metadata against shapes; token
-    arrays; that values are finite, decoded ones of reduced hooks too; that no layer of a hook is constant, as memory is
-    that nothing wrote; with the attribute `identities`, the sums of the residual stream; and that the store is the one
-    that the index of its directory names. An incomplete store may lack the rows that it lists as missing.
+    It checks the file list, sizes and checksums, shard indexes, every inner chunk, metadata against shapes, and token
+    arrays. It checks that stored and decoded values are finite, and that no layer of a hook is constant, as unwritten
+    memory is. With the attribute `identities` it checks the sums of the residual stream. It checks that the directory's
+    index has the store's request under its name. An incomplete store may lack the rows that it lists as missing.
 
-    begun: what `begun_stores` returned for the directory, to read it once for many stores.
+    begun: the result of `begun_stores` for the directory, so that the index is read once for many stores.
     """
     place = place_of(path)
     if begun is None:
@@ -100,24 +99,24 @@ def begun_stores(directory: Given) -> dict[str, dict[str, Any]]:
 
 
 def damaged_files(path: str | os.PathLike[str], attrs: dict[str, Any]) -> list[Problem]:
-    """What is wrong with the files that a store lists, whose attributes were checked. [] if they are as written."""
+    """Problems of the files that a store lists. attrs: its checked attributes. [] if the files are as written."""
     return [problem for problem in _Check(Path(path), LocalFiles(path)).contents(attrs) if problem.damage]
 
 
 def unseen(attrs: dict[str, Any]) -> str | None:
-    """What verify cannot see in a store of an old format version, or None."""
+    """What verify cannot detect in a store of an old format version; None if it detects everything."""
     if not _old(attrs):
         return None
     return f"format {attrs['format_version']}: files of equal size that changed places are not seen"
 
 
 def _old(attrs: dict[str, Any]) -> bool:
-    """Whether a file's checksum is the crc32c of all its bytes, which says nothing of most files but their size."""
+    """Whether a file's checksum is the crc32c of all its bytes, which for most files depends only on their size."""
     return str(attrs["format_version"]) == "1.0"
 
 
 _FED_BY = {"attn_out": ("v", "z"), "mlp_out": ("mlp_pre", "mlp_pre_linear", "mlp_post")}
-"""Hooks that are zero in a layer whose output is, where the weights of that layer are zero."""
+"""Output of a block -> hooks that are zero together with it if the weights of the layer are zero."""
 
 
 class _Check:
@@ -147,7 +146,7 @@ class _Check:
             yield self.problem("zarr.json", "the document differs from the one that was written")
         problems = [*self._place(attrs, begun), *self._unlisted(attrs), *self.contents(attrs)]
         yield from problems
-        # Sums of damaged data would only repeat what was found.
+        # Sums of damaged data would only repeat the problems that were found.
         summed = stated(attrs) and not any(problem.damage for problem in problems)
         sums = list(check_identities(attrs, self.arrays)) if summed else []
         yield from (self.problem(where, what) for where, what in sums)
@@ -155,7 +154,7 @@ class _Check:
         yield from self._constant({term for e in right if not for_text(attrs, e) for term in e})
 
     def contents(self, attrs: dict[str, Any]) -> Iterator[Problem]:
-        """What is wrong in the files that are listed."""
+        """Problems of the listed files."""
         own = {name for name, hook in attrs["hooks"].items() if hook["array"] == name}
         in_shards = {path for path in attrs["files"] if path.split("/")[1:2] == ["c"] and path.split("/")[0] in own}
         yield from self._media(attrs)
@@ -182,7 +181,7 @@ class _Check:
                 yield self.problem(path, "the file lies outside its array")
 
     def _place(self, attrs: dict[str, Any], begun: Mapping[str, dict[str, Any]]) -> Iterator[Problem]:
-        """The index of the directory names the request whose store has this name."""
+        """Check that the directory's index has the store's request under the store's name."""
         line = begun.get(self.store.name, {})
         for name in ("request_id", "key", "created"):
             if name in line and line[name] != attrs.get(name):
@@ -191,7 +190,7 @@ class _Check:
                 return
 
     def _constant(self, summed: set[tuple[str, int]]) -> Iterator[Problem]:
-        """Layers of which all values are the same. summed: what the sums of the residual stream show to be right."""
+        """Layers whose values are all equal. summed: hooks and layers that the sums of the residual stream confirm."""
         excused = {(hook, layer) for output, layer in summed for hook in (output, *_FED_BY.get(output, ()))}
         for (hook, layer), value in self.constant.items():
             if value is None or (not any(value) and (hook, layer) in excused):
@@ -216,9 +215,9 @@ class _Check:
             yield self.problem(path, "the file is not listed")
 
     def _files(self, attrs: dict[str, Any], own: set[str], in_shards: set[str]) -> Iterator[Problem]:
-        """Names and sizes, and the checksum of all files but shards: those are checked chunk by chunk.
+        """Check names and sizes, and the checksums of all files except shards, which are checked chunk by chunk.
 
-        own: hooks with an array of their own. in_shards: files of these arrays.
+        own: hooks with their own arrays. in_shards: files of these arrays.
         """
         plain = {*schema.token_arrays(attrs), *(f"{hook}_positions" for hook in own)}
         chunks = {f"{name}/c/0" for name in plain}
@@ -246,7 +245,7 @@ class _Check:
                 yield self.problem(path, "the file does not match its checksum")
 
     def _media(self, attrs: dict[str, Any]) -> Iterator[Problem]:
-        """Media lie in the prompt, or in those of a session's turns, one after the other."""
+        """Check that media are in order, in the prompt or in the prompts of a session's turns."""
         before, end = 0, attrs.get("last_prompt_len", attrs["prompt_len"])
         for start, stop in (span for item in attrs.get("media", ()) for span in item["positions"]):
             if not before <= start < stop <= end:
@@ -341,7 +340,9 @@ class _Check:
         yield from self._surplus(path, reader, {slot for slot, *_ in chunks})
 
     def _surplus(self, path: str, reader: ShardReader, known: set[tuple[int, ...]]) -> Iterator[Problem]:
-        """Chunks past the end of the array: the engine may sample once more before it learns that a request ended."""
+        """Check chunks past the end of the array. The engine may sample once more before it learns that a request
+        ended.
+        """
         for slot in np.ndindex(reader.index.shape[:-1]):
             if slot not in known and reader.index[slot][0] != EMPTY:
                 try:
@@ -350,7 +351,7 @@ class _Check:
                     yield self.problem(path, str(error))
 
     def _note(self, array: HookArray, index: int, values: np.ndarray) -> None:
-        """Remember whether all values of a layer are equal: of integers and of experts' weights, whether all are 0.
+        """Record whether all values of a layer are equal. For integers and experts' weights, record whether all are 0.
 
         index: along the layer axis.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits for a store to be there under its final name."""
+"""Waits until a store has its final name."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dmi_connector.store.read.files.remote_files import check_bucket, look
 from dmi_connector.store.read.index import LineTail, merge_line
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
-"""Pauses between looks at the disk; each is 1.5 times the one before."""
+"""First and longest pause between checks of the disk. Each pause is 1.5 times the previous one."""
 _LOCK_PAUSE_S = 1.0
-"""Seconds between looks at the lock of a partial store: each holds the lock for a moment."""
+"""Seconds between checks of the lock of a partial store. Each check holds the lock for a moment."""
 _ABANDONED_LOOKS = 3
-"""Looks in a row that find no writer. Another one takes over from a writer that died, and locks the store soon."""
+"""Number of consecutive checks without a writer. If a writer dies, another one takes over and soon locks the store."""
 
 
 class CaptureFailed(FileNotFoundError):
-    """No store comes of a capture by itself. The text says why, and what to do.
+    """A capture will not give a store without a repair. The message says why, and what to do.
 
-    state: as in `CaptureInfo`, "aborted" or "removed". reason: why it failed, as far as known.
+    state: as in `CaptureInfo`, "aborted" or "removed". reason: why it failed, as far as it is known.
     """
 
     def __init__(self, text: str, path: Place, state: str, reason: str | None) -> None:
@@ -34,11 +34,11 @@ class CaptureFailed(FileNotFoundError):
 
 
 def wait_for(final: Place, seconds: float, there: Callable[[Place], bool] | None = None) -> None:
-    """Return when the store is there. there: what to wait for instead.
+    """Return when the store exists. there: a condition to wait for instead.
 
-    Raises CaptureFailed as soon as it is known that no store comes: its directory's index says that the capture
+    Raises CaptureFailed as soon as it is known that there will be no store: its directory's index says that the capture
     failed, was aborted or removed, or its writers are gone. Raises FileNotFoundError for a bucket or a directory that
-    does not exist, and TimeoutError after `seconds`, with what was seen.
+    does not exist, and TimeoutError after `seconds`, which says what exists.
     """
     deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_S
     if isinstance(final, Path) and not final.absolute().parent.is_dir():
@@ -58,7 +58,7 @@ def wait_for(final: Place, seconds: float, there: Callable[[Place], bool] | None
 
 
 def _exists(final: Place) -> bool:
-    """A store that is uploaded has its root document last."""
+    """Whether a store exists. An upload writes the root document last."""
     if isinstance(final, Path):
         return final.exists()
     try:
@@ -84,7 +84,7 @@ def _seen(final: Place) -> str:
 
 
 def _how_it_ended(final: Path, line: Mapping[str, Any]) -> str:
-    """Why no store comes of a capture, and what to do. line: what is known of it."""
+    """Why a capture gives no store, and what to do. line: its entry in the index."""
     state, reason, partial = line.get("state"), line.get("reason"), _partial(final)
     if state == "failed" and partial.exists():
         return f"failed: {reason}; mend that, then dmi repair makes a store of what {partial.name} holds"
@@ -100,7 +100,7 @@ def _how_it_ended(final: Path, line: Mapping[str, Any]) -> str:
 
 
 class Watch:
-    """What the index of its directory and the lock of its partial store say of one store."""
+    """Follows one store in its directory's index, and by the lock of its partial store."""
 
     def __init__(self, final: Path) -> None:
         self.final = final
@@ -109,14 +109,14 @@ class Watch:
         self._looks, self._next_look = 0, 0.0
 
     def check(self) -> None:
-        """Raise CaptureFailed where no store comes any more."""
+        """Raise CaptureFailed if there will be no store."""
         end = self._end()
-        if end is not None and not self.final.exists():  # a repair may have made it meanwhile
+        if end is not None and not self.final.exists():  # a repair may have created it meanwhile
             text = f"capture {self.final} {_how_it_ended(self.final, end)}"
             raise CaptureFailed(text, self.final, end["state"], end.get("reason"))
 
     def _end(self) -> dict[str, Any] | None:
-        """What the index says of a capture that will leave no store; None if it still may leave one."""
+        """The index entry of a capture that will give no store; None if it still may give one."""
         for line in self._tail.read(of=self.final.name):
             self._line = merge_line(self._line, line)
         if self._line.get("state") in ("failed", "aborted", "removed"):

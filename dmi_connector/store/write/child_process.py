@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child process as its parent sees it: a queue of messages, a callback for answers, one for its death."""
+"""A child process, seen from its parent: a queue for messages, a callback for answers, and a callback for its death."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from dmi_connector.store.write.messages import Decoder, Message, pack, write_all
 logger = logging.getLogger(__name__)
 
 _THREADS_END_S = 5.0
-"""Time for the threads of a process that has ended."""
+"""How long to wait for the threads of a process that has ended."""
 _NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""No thread pool of numpy's: it would only take memory."""
+"""Turns numpy's thread pools off. They would only take memory."""
 
 
 class Child:
-    """Runs `python -m MODULE ARGUMENTS...` and carries messages to and from it on two threads.
+    """Runs `python -m MODULE ARGUMENTS...` and exchanges messages with it on two threads.
 
-    It uses subprocess, not multiprocessing: the engine's workers are daemonic processes, which may not have children of
-    the latter kind.
+    It uses subprocess instead of multiprocessing. The engine's workers are daemonic processes, which may not have
+    children of multiprocessing.
 
-    name: what errors call it. pass_fds: descriptors it inherits. apart: it has a process group of its own (`group`),
-    out of reach of signals to the parent's, and leaves the parent's family. vLLM kills an engine with all descendants;
-    the coordinator must outlive that. pid: the child's own once it has answered `ready`. status: the value of its last
-    answer, `bye`, or the exit status of a child that is not apart. env: its environment, by default this process's
-    without threads of numpy's.
+    name: name in error messages. pass_fds: file descriptors that the child inherits. apart: the child has its own
+    process group (`group`) and is reparented, so signals to the parent's group do not reach it. vLLM kills an engine
+    with all descendants, and the coordinator must survive that. pid: process id of the child, valid once it has
+    answered `ready`. status: the value of the child's last answer, `bye`, or the exit status of a child that is not
+    apart. env: the environment of the child. By default it is that of this process, with numpy's thread pools turned
+    off.
 
     on_message(child, message) and, once, on_death(child, how) are called from the reader thread.
     """
@@ -51,7 +52,7 @@ class Child:
     ) -> None:
         self.name, self.apart = name, apart
         self.status: int | None = None
-        self._deaf = False  # no message is sent any more
+        self._deaf = False  # messages are no longer sent
         self._on_message, self._on_death = on_message, on_death
         self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self.process = subprocess.Popen(
@@ -73,12 +74,12 @@ class Child:
             thread.start()
 
     def post(self, message: Message) -> None:
-        """Queue a message. Never blocks; after the death of the process the message goes nowhere."""
+        """Queue a message. It never blocks. After the death of the process the message is dropped."""
         if not self._deaf:
             self._queue.put(message)
 
     def finish(self) -> None:
-        """Let the process stop after the messages queued so far."""
+        """Let the process end after the messages that are queued now."""
         self._queue.put(None)
 
     def kill(self) -> None:
@@ -86,7 +87,7 @@ class Child:
         self.process.kill()
 
     def join(self, timeout: float) -> bool:
-        """Wait for the process to end; kill it after `timeout` seconds. Returns whether it ended by itself."""
+        """Wait for the process to end, and kill it after `timeout` seconds. Returns whether it ended by itself."""
         receiver = self._threads[1]
         receiver.join(timeout)
         ended = not receiver.is_alive()
@@ -112,7 +113,7 @@ class Child:
                 open_ = message is not None
                 write_all(fd, batch)
         except OSError:
-            pass  # the process died: the reader thread sees it too, and says why
+            pass  # the process died: the reader thread detects it and reports the cause
         finally:
             self._deaf = True
             self.process.stdin.close()
@@ -129,7 +130,7 @@ class Child:
                     self.status = message["bye"]
                 try:
                     self._on_message(self, message)
-                except Exception:  # a faulty callback must not stop the answers: the ring would never drain
+                except Exception:  # after a faulty callback, later answers must still be read, or the ring never drains
                     logger.exception("dmi: handling an answer of %s failed", self.name)
         self.process.stdout.close()
         code = self.process.wait()
@@ -143,6 +144,6 @@ class Child:
 
 def with_package(env: Mapping[str, str]) -> dict[str, str]:
     """An environment in which `python -P` finds this package."""
-    # -P keeps the working directory off the path, so the package must be named where it is not installed.
+    # -P keeps the working directory off the path, so a package that is not installed must be in PYTHONPATH.
     home = str(Path(__file__).resolve().parents[3])
     return {**env, "PYTHONPATH": os.pathsep.join([home, *filter(None, [env.get("PYTHONPATH")])])}

@@ -38,16 +38,16 @@ logger = logging.getLogger(__name__)
 
 COORDINATOR = "dmi_connector.store.write.coordinator.coordinator"
 _GRACE_S = 5.0
-"""Time beyond the limit of a shutdown before processes are killed."""
+"""Additional time after the limit of a shutdown, before processes are killed."""
 SHORT_LIFE_S = 10.0
-"""A coordinator that dies younger than this is not started again."""
+"""If a coordinator dies within this time after its start, it is not restarted."""
 
 
 class OpenCapture:
     """Feeds one capture. No method blocks on I/O.
 
-    state: "open", "closing", then "complete", "incomplete" or "failed"; for ranks above 0 "complete" means that this
-    rank's part is. reason: why it is not complete.
+    state: "open", "closing", and then "complete", "incomplete" or "failed". On ranks above 0, "complete" means that the
+    part of this rank is complete. reason: why it is not complete.
     """
 
     def __init__(self, client: StoreClient, number: int, final: str, names: Message) -> None:
@@ -82,21 +82,21 @@ class OpenCapture:
 
 
 class StoreClient:
-    """Owns the ring and the coordinator process. All methods may be called from any thread.
+    """Owns the ring and the coordinator process. All methods are thread-safe.
 
-    `ring.memory` is the whole ring as one uint8 array, to be registered as pinned memory. If the coordinator dies, the
-    captures under way are lost, but those whose store is there: that is logged and written to the index, and a new
-    coordinator serves later captures.
+    `ring.memory` is the whole ring as one uint8 array, to be registered as pinned memory. If the coordinator dies,
+    captures whose store does not exist yet are lost. The loss is logged and recorded in the index. A new coordinator
+    serves later captures.
     """
 
     def __init__(self, ring_bytes: int, writers: int = 1, settings: WriteSettings | None = None) -> None:
         self.settings, self.writers = settings or WriteSettings(), writers
         self.ring = Ring(ring_bytes)
         self._lock = threading.Condition()
-        self._layouts: dict[int, Message] = {}  # those that a new coordinator gets, by number
+        self._layouts: dict[int, Message] = {}  # layouts that a new coordinator gets, by number
         self._registered = 0
         self._captures: dict[int, OpenCapture] = {}
-        self._out: dict[int, Extent] = {}  # extents that the coordinator has, by number
+        self._out: dict[int, Extent] = {}  # extents that the coordinator uses, by number
         self._count = 0
         names = (
             "started",
@@ -119,9 +119,7 @@ class StoreClient:
         self._child = self._spawn()
 
     def register(self, layout: PayloadLayout, attrs: Mapping[str, Any] | None = None) -> int:
-        """Send a layout, and root attributes that all its stores have. Returns the number by which `open_capture` names
-        it.
-        """
+        """Send a layout, and root attributes of all its stores. Returns the layout's number for `open_capture`."""
         with self._lock:
             self._registered += 1
             message = {"type": "layout", "number": self._registered, "layout": layout.to_json()}
@@ -130,8 +128,9 @@ class StoreClient:
             return self._registered
 
     def forget(self, layout: int) -> None:
-        """Give up a layout: no capture will be opened with it any more. Those that are open go on. Raises KeyError for
-        one that is not known.
+        """Forget a layout once no open capture uses it. No new capture may be opened with it.
+
+        Raises KeyError for an unknown layout.
         """
         with self._lock:
             del self._layouts[layout]
@@ -149,7 +148,7 @@ class StoreClient:
         most_rows: int | None = None,
         borrow: Message | None = None,
     ) -> OpenCapture:
-        """Begin a capture; see `Captures.open`. What is wrong with it shows when it is closed."""
+        """Begin a capture; see `Captures.open`. Errors are reported when it is closed."""
         with self._lock:
             self._count += 1
             self._stats["started"] += 1
@@ -176,7 +175,7 @@ class StoreClient:
         return self._child.group
 
     def stats(self) -> dict[str, Any]:
-        """Captures by state, bytes raw and stored, bytes waiting in the ring, the latest errors."""
+        """Captures by state, raw and stored bytes, bytes in the ring, and the latest errors."""
         with self._lock:
             states = [c.state for c in self._captures.values()]
             counts = {"open": states.count("open"), "closing": states.count("closing")}
@@ -184,12 +183,14 @@ class StoreClient:
             return {**counts, **self._stats, "backlog_bytes": self.ring.used, "errors": list(self._errors)}
 
     def counts(self) -> dict[str, int]:
-        """The numbers of `stats` that only grow. Takes no lock, so that every step may ask."""
+        """The counters of `stats`. It takes no lock, so it may be called in every step."""
         return dict(self._stats)
 
     def take_news(self) -> tuple[dict[str, bool], dict[str, list[Loss]]]:
-        """What is new since the last call: (captures that have ended, by the path of their store, and whether it has
-        all rows; rows that could not be borrowed, by the path of the store that lacks them).
+        """The news since the last call: (ended captures, losses of borrowed rows).
+
+        The first has, by path of the store, whether the store has all rows. The second has the rows that could not be
+        borrowed, by path of the store that lacks them.
         """
         ended: dict[str, bool] = {}
         while self._ended:
@@ -207,10 +208,10 @@ class StoreClient:
             return self._lock.wait_for(lambda: not any(c.state == "closing" for c in self._captures.values()), timeout)
 
     def shutdown(self, timeout: float | None = None) -> bool:
-        """Finish closed captures and end the processes. Returns whether all was committed.
+        """Finish closed captures and end the processes. Returns whether all captures were committed.
 
-        The coordinator takes `shutdown_seconds` at most. It is killed `timeout` seconds (None: `shutdown_seconds`) and
-        _GRACE_S after the call. What was not finished stays as partial stores, for a repair.
+        The coordinator takes at most `shutdown_seconds`. It is killed `timeout` seconds (None: `shutdown_seconds`) plus
+        _GRACE_S after the call. Unfinished captures stay as partial stores, for a repair.
         """
         timeout = (self.settings.shutdown_seconds if timeout is None else timeout) + _GRACE_S
         with self._lock:
@@ -226,8 +227,9 @@ class StoreClient:
     # ---- messages out, for OpenCapture ------------------------------------------------------------------------------
 
     def post_extent(self, extent: Extent, kind: str, parts: Sequence[tuple[Any, ...]]) -> None:
-        """Send what lies in an extent: (capture, fields of a message of this kind...) of each part. The extent is
-        released when the writers have read it.
+        """Send the parts of an extent. The extent is released when the writers have read it.
+
+        parts: (capture, fields of a message of this kind...) of each part.
         """
         with self._lock:
             # The others were lost with their coordinator.
@@ -283,7 +285,7 @@ class StoreClient:
         self._lock.notify_all()
 
     def _write_failed(self, capture: OpenCapture) -> None:
-        """Say in the index that a capture failed: no coordinator is left that would. Rank 0 does it for all ranks."""
+        """Record in the index that a capture failed, since its coordinator is gone. Rank 0 does this for all ranks."""
         names = capture.names
         if names["rank"]:
             return
@@ -300,11 +302,11 @@ class StoreClient:
     # ---- the process ------------------------------------------------------------------------------------------------
 
     def _spawn(self) -> Child:
-        self._life, life = os.pipe()  # its other end is open as long as the coordinator or a writer lives
+        self._life, life = os.pipe()  # the other end stays open while the coordinator or a writer is alive
         self._born = time.monotonic()
         arguments = ["--ring-fd", str(self.ring.fd), "--ring-bytes", str(self.ring.nbytes), "--life-fd", str(life)]
         arguments += ["--writers", str(self.writers), "--settings", json.dumps(asdict(self.settings))]
-        # vLLM ties the threads of a CPU worker to single cores, but not the process that started it.
+        # vLLM binds the threads of a CPU worker to single cores, but not the process that started it.
         cores = os.sched_getaffinity(0) | os.sched_getaffinity(os.getppid())
         arguments += ["--cores", ",".join(map(str, sorted(cores))), "--engine-pid", str(os.getpid())]
         arguments += ["--drain-seconds", str(self.settings.shutdown_seconds)]
@@ -316,7 +318,7 @@ class StoreClient:
         return child
 
     def _on_death(self, child: Child, how: str) -> None:
-        """Kill what the coordinator left behind, take back its ring memory, and start another one."""
+        """Kill the writers of the dead coordinator, reclaim its ring memory, and start a new coordinator."""
         reason = f"{child.name} died ({how})"
         with self._lock:
             if self._stopping and not self._captures:
@@ -324,7 +326,7 @@ class StoreClient:
                 return
         if not select.select([self._life], [], [], 0)[0]:
             _end_group(child.group)
-        os.read(self._life, 1)  # end of file: no writer reads the ring any more
+        os.read(self._life, 1)  # returns at end of file, when no writer reads the ring any more
         os.close(self._life)
         with self._lock:
             for extent in self._out.values():
@@ -346,13 +348,13 @@ class StoreClient:
                     self._write_failed(capture)
                 return
             self._child = self._spawn()
-            for capture in lost:  # the store of one that was closed may be there: then its end is known soon
+            for capture in lost:  # the store of a closed capture may exist: its end is then known soon
                 number = capture.number if capture in closing else None
                 self._child.post({"type": "lost", "id": number, "reason": reason, **capture.names})
 
 
 def _end_group(pid: int) -> None:
-    """Kill what is left of a coordinator's process group."""
+    """Kill the remaining processes of a coordinator's process group."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -18,9 +18,9 @@ ALIGN = 4096
 
 @dataclass(eq=False)
 class Extent:
-    """Contiguous bytes of the ring: `nbytes` from byte `offset`. They are free again when `refs` reaches 0.
+    """Contiguous bytes of the ring: `nbytes` from byte `offset`. They are freed when `refs` reaches 0.
 
-    end: where the next extent can begin.
+    end: the offset at which the next extent can begin.
     """
 
     offset: int
@@ -30,11 +30,11 @@ class Extent:
 
 
 class RingBase:
-    """The shared memory, and the users of its extents. All methods may be called from any thread."""
+    """The shared memory, and the users of its extents. All methods are thread-safe."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd, self.nbytes = fd, nbytes
-        # The array keeps the mapping alive for as long as anything uses it.
+        # The array keeps the mapping alive while anything uses it.
         self.memory: np.ndarray = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
         self._changed = threading.Condition()
 
@@ -46,7 +46,7 @@ class RingBase:
             extent.refs += refs
 
     def release(self, extent: Extent) -> None:
-        """Remove one user of an extent; the last one frees it. Raises ValueError when it has none."""
+        """Remove one user of an extent, and free it after the last one. Raises ValueError if it has none."""
         with self._changed:
             if extent.refs < 1:
                 raise ValueError(f"{extent} was released already")
@@ -55,7 +55,7 @@ class RingBase:
                 self._free(extent)
 
     def _free(self, extent: Extent) -> None:
-        """Called with the lock held when an extent has no user any more."""
+        """Free an extent without users. It is called with the lock held."""
         raise NotImplementedError
 
     @property
@@ -71,10 +71,10 @@ class RingBase:
 class Ring(RingBase):
     """Variable-size FIFO allocator over shared memory (a memfd), aligned to 4096 bytes.
 
-    Extents are given out in order and may be released in any order. Space returns once everything given out before it
-    has been released too.
+    Extents are allocated in order, and may be released in any order. The space of an extent is reused once all earlier
+    extents are released too.
 
-    usable: bytes from the start that are given out, all of them unless `allow` says otherwise.
+    usable: number of bytes from the start that may be allocated; all bytes by default, see `allow`.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -85,7 +85,7 @@ class Ring(RingBase):
         os.ftruncate(fd, nbytes)
         super().__init__(fd, nbytes)
         self.usable = nbytes
-        self._extents: deque[Extent] = deque()  # in use, in the order in which they were given out
+        self._extents: deque[Extent] = deque()  # extents in use, in the order of allocation
 
     @property
     def used(self) -> int:
@@ -97,7 +97,7 @@ class Ring(RingBase):
             return last.end - first.offset if last.offset >= first.offset else self.usable - first.offset + last.end
 
     def close(self) -> None:
-        """Give the memory back, once nobody views it any more. Nothing can be taken after this."""
+        """Free the memory once it has no more views. Nothing can be allocated after this."""
         with self._changed:
             if self.fd < 0:
                 return
@@ -105,7 +105,7 @@ class Ring(RingBase):
             self.fd, self.usable, self.memory = -1, 0, np.empty(0, np.uint8)
 
     def allow(self, usable: int) -> None:
-        """Give out only the first `usable` bytes. Less than before only while nothing is in use."""
+        """Allocate only in the first `usable` bytes. The number may shrink only while no extent is in use."""
         with self._changed:
             if usable < self.usable and self._extents:
                 raise ValueError(f"the ring is in use: it cannot shrink from {self.usable} to {usable} bytes")
@@ -113,9 +113,9 @@ class Ring(RingBase):
             self._changed.notify_all()
 
     def alloc(self, nbytes: int, timeout: float | None = None) -> Extent | None:
-        """Take `nbytes` bytes; wait up to `timeout` seconds for space (None: forever, 0: not at all).
+        """Allocate `nbytes` bytes. Waits up to `timeout` seconds for space (None: forever, 0: not at all).
 
-        Returns None if there was no space in time. Raises ValueError for more than the ring holds.
+        Returns None if there was no space in time. Raises ValueError for more bytes than the ring has.
         """
         size = max(1, -(-nbytes // ALIGN)) * ALIGN
         if size > self.nbytes:

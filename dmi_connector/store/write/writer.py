@@ -2,14 +2,14 @@
 """The writer process: `python -m dmi_connector.store.write.writer ...`, started by the coordinator.
 
 It maps the ring that it shares with the engine, reads messages on standard input and answers on standard output (see
-messages.py). Every chunk and rows message is answered, whatever happens: ring memory is reused on that answer. At the
-end of input it stops and leaves partial directories as they are.
+messages.py). It answers every chunk and rows message, even after an error, because ring memory is reused only after the
+answer. At the end of input it stops and leaves partial directories as they are.
 
 messages    layout, forget (a layout); open, chunk, borrow, rows, close, drop (of a capture's arrays); commit, rankdone,
             remove (of a capture); line (for the index), giveup, mark
 answers     ready, ack (of a payload), borrowed, closed (a capture's arrays), ended (a capture), marked, note
 
-One open message of a capture carries `about`, what a salvage has to know of it, and the chunk messages to that writer
+One open message of a capture carries `about`, which has the facts that a salvage needs. Chunk messages to that writer
 carry `token_ids` (journal.py).
 """
 
@@ -53,13 +53,13 @@ from dmi_connector.store.write.pace import Pace
 from dmi_connector.store.write.settings import WriteSettings
 
 POLL_S = 0.02
-"""How often commits look for other ranks."""
+"""Interval at which commits check whether other ranks are done."""
 IDLE_S = 1.0
-"""How often an idle writer checks that its parent lives."""
+"""Interval at which an idle writer checks that its parent is alive."""
 _OPEN_FILES = 4096
-"""Files that a writer keeps open."""
+"""Maximum number of files that a writer keeps open."""
 _MMAP_THRESHOLD_BYTES, _TRIM_THRESHOLD_BYTES = 32 << 20, 256 << 20
-"""The allocator maps larger blocks by themselves, and keeps this much free memory."""
+"""Block size from which the allocator uses mmap, and bytes of free memory that the allocator keeps."""
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no name for it
 _MAPPED_BYTES = 16 << 20
@@ -67,7 +67,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
 
 class Writer:
-    """Handles messages one after another, in the order they came.
+    """Handles messages one at a time, in the order of arrival.
 
     ring: the shared memory, uint8. reply: sends an answer.
     """
@@ -76,11 +76,11 @@ class Writer:
         self._ring, self._reply, self._cache, self._pace = ring, reply, cache, pace
         self._layouts: dict[int, PayloadLayout] = {}
         self._writers: dict[int, ArrayWriter] = {}
-        self._broken: dict[int, tuple[Loss, bool]] = {}  # captures whose open failed: why, whether all rows are lost
+        self._broken: dict[int, tuple[Loss, bool]] = {}  # captures whose open failed: (loss, whether all rows are lost)
         self._locks: dict[int, PartialLock] = {}
-        self._closed_locks: list[tuple[int, PartialLock]] = []  # of closed captures, until the store has its name
+        self._closed_locks: list[tuple[int, PartialLock]] = []  # locks of closed captures, until the store is renamed
         self._costs = Costs()
-        self._worked = 0.0  # seconds that the last payload took; the next one is taken to need as many
+        self._worked = 0.0  # seconds that the last payload took, which is the estimate for the next one
         self.commits: list[Commit] = []
 
     def handle(self, message: Message) -> None:
@@ -93,7 +93,7 @@ class Writer:
         self._layouts[m["number"]] = PayloadLayout.from_json(m["layout"])
 
     def _forget(self, m: Message) -> None:
-        self._layouts.pop(m["number"], None)  # its captures that are open have it
+        self._layouts.pop(m["number"], None)  # open captures keep a reference to it
 
     def _open(self, m: Message) -> None:
         try:
@@ -116,14 +116,14 @@ class Writer:
         self._data(m, write, rows)
 
     def _borrow(self, m: Message) -> None:
-        """Copy rows of another store. What is lost comes with the end of the arrays too."""
+        """Copy rows of another store. The answer to `close` repeats the losses."""
         arrays, losses = self._writers.get(m["id"]), []
         if arrays is not None:
             losses = arrays.borrow(m["final"], m["first"], m["count"], unpack_array(m.get("token_ids", "")))
         self._reply({"borrowed": m["id"], "losses": losses_to_json(losses)})
 
     def _mark(self, m: Message) -> None:
-        """What came before this message is written."""
+        """Answer that all earlier messages were handled."""
         self._reply({"marked": m["mark"]})
 
     def _rows(self, m: Message) -> None:
@@ -132,8 +132,8 @@ class Writer:
         )
 
     def _data(self, m: Message, write: Callable[[ArrayWriter, np.ndarray], None], rows: tuple[int, int] | None) -> None:
-        """Write a payload, then free its memory. rows: what is lost if that fails."""
-        # Rest before the write, not after it, so that writers do not all start at once.
+        """Write a payload, then free its memory. rows: the rows that are lost if the write fails."""
+        # The pause is before the write, not after it, so that writers do not all start at once.
         self._pace.rest(self._worked, m["generated"], m["sent"])
         began = time.process_time()
         arrays = self._writers.get(m["id"])
@@ -156,7 +156,7 @@ class Writer:
             self._closed(m["id"], arrays.losses, files, arrays.bytes_raw, arrays.bytes_stored)
 
     def _drop(self, m: Message) -> None:
-        """Give up arrays: their capture was aborted."""
+        """Discard the arrays of an aborted capture."""
         arrays = self._take(m["id"])
         self._broken.pop(m["id"], None)
         if arrays is not None:
@@ -185,7 +185,7 @@ class Writer:
     def _commit(self, m: Message) -> None:
         try:
             if m.get("again") and (attrs := finished_attrs(m["final"], m["attrs"]["request_id"], m["attrs"]["key"])):
-                losses = losses_from_json(m["losses"])  # the writer that died had given the store its name
+                losses = losses_from_json(m["losses"])  # the writer that died had already renamed the store
                 self._reply({"ended": m["id"], **record_end(m["final"], attrs, raw_bytes(m["final"], attrs), losses)})
                 return
             self._closed_locks.append((m["id"], PartialLock(m["partial"])))
@@ -196,7 +196,7 @@ class Writer:
         self.poll()
 
     def poll(self) -> None:
-        """Run the commits whose ranks are all there, and release the locks of finished stores."""
+        """Run the commits whose ranks are all done, and release the locks of finished stores."""
         for commit in list(self.commits):
             if commit.ready():
                 self.commits.remove(commit)
@@ -209,7 +209,7 @@ class Writer:
         self._closed_locks = [(n, lock) for n, lock in self._closed_locks if not lock.release_if_renamed()]
 
     def _fail(self, m: Message, error: Exception) -> str:
-        """A capture cannot be committed: say so in the index and leave its rows to a repair. Returns what is wrong."""
+        """Record in the index that a capture cannot be committed. Its rows stay for a repair. Returns the reason."""
         text = f"{type(error).__name__}: {error}"
         self._giveup(m)
         try:
@@ -251,17 +251,17 @@ class Writer:
 
 
 class RingPages:
-    """Fills this process's page table. Else its first pass over 8 GiB takes two million page faults.
+    """Fills this process's page table. Otherwise the first pass over 8 GiB takes two million page faults.
 
-    memory: the ring. left: bytes that are not mapped yet. They are mapped in small pieces, since no signal ends such a
-    system call: with many writers, all pages of a large ring may take a minute.
+    memory: the ring. left: bytes that are not mapped yet. They are mapped in small pieces, since no signal interrupts
+    the system call. With many writers, mapping all pages of a large ring may take a minute.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory, self.left = memory, len(memory)
 
     def map_some(self) -> None:
-        """Map one piece more."""
+        """Map one more piece."""
         nbytes = min(_MAPPED_BYTES, self.left)
         try:
             self._memory.madvise(_MADV_POPULATE_READ, len(self._memory) - self.left, nbytes)
@@ -272,7 +272,7 @@ class RingPages:
 
 
 def serve(writer: Writer, stdin: int, pages: RingPages) -> None:
-    """Handle messages until the end of input, or until the parent process is gone. Map pages while there are none."""
+    """Handle messages until the end of input, or until the parent process is gone. Map pages while idle."""
     decoder, parent = Decoder(), os.getppid()
     while True:
         wait = 0 if pages.left else POLL_S if writer.commits else IDLE_S
@@ -283,11 +283,11 @@ def serve(writer: Writer, stdin: int, pages: RingPages) -> None:
             for message in decoder.feed(data):
                 writer.handle(message)
         elif os.getppid() != parent:
-            break  # a forked child of the engine may hold the pipe open, and then no end of input comes
+            break  # a forked child of the engine may keep the pipe open, so the end of input may never come
         elif pages.left:
             pages.map_some()
         writer.poll()
-    while writer.commits:  # commits that wait only for other ranks
+    while writer.commits:  # commits that wait for other ranks
         time.sleep(POLL_S)
         writer.poll()
 
@@ -311,7 +311,7 @@ def main(argv: list[str] | None = None) -> int:
     for codec in CODECS.values():
         codec.set_up_writer()
     open_files = _allow_open_files()
-    # Only answers may reach the pipe: whatever else prints goes to standard error.
+    # Only answers may be written to the pipe. All other output goes to standard error.
     answers = os.dup(1)
     os.dup2(2, 1)
     os.nice(args.nice)
@@ -334,7 +334,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _allow_open_files() -> int:
-    """Raise the limit of open files as far as that is allowed. Returns it."""
+    """Raise the limit of open files as far as allowed. Returns the new limit."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     soft = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -342,9 +342,9 @@ def _allow_open_files() -> int:
 
 
 def _only_idle_time() -> None:
-    """Enter the scheduling class for idle time: any other thread that wakes up has this core at once.
+    """Enter the scheduling class SCHED_IDLE, in which any other thread that wakes up preempts this process at once.
 
-    With a nice level alone, a thread that wakes up may have to wait for the end of a time slice of some milliseconds.
+    With only a nice level, such a thread may have to wait some milliseconds for the end of a time slice.
     """
     try:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -353,7 +353,7 @@ def _only_idle_time() -> None:
 
 
 def _keep_memory() -> None:
-    """Let the allocator keep what is freed. Else each encoded chunk takes new pages, a quarter of a writer's time."""
+    """Let the allocator keep freed memory. Otherwise page faults of each chunk take a quarter of a writer's time."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc only
         libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)

@@ -10,14 +10,14 @@ from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, TRANS
 
 
 class NeoX(Architecture):
-    """GPT-NeoX, whose blocks run side by side or one after the other."""
+    """GPT-NeoX, whose attention and MLP run in parallel or in sequence."""
 
     def fit(self, config: Any) -> Architecture:
         return replace(self, parallel=config.use_parallel_residual)
 
 
 class Phi(Architecture):
-    """Phi-1 and 2, which may norm q and k."""
+    """Phi-1 and 2, which may have a norm of q and k."""
 
     def fit(self, config: Any) -> Architecture:
         if config.qk_layernorm:
@@ -76,7 +76,7 @@ BACKEND: tuple[Architecture, ...] = (
     Architecture("Olmo3ForCausalLM", **_OLMO),
     *(Architecture(name, **_BACKEND) for name in _LLAMA),
     Architecture("ArceeForCausalLM", **_BACKEND, **ungated("mlp.up_proj")),
-    # With several ranks each has the whole of what is inside its MLP.
+    # With several ranks, each rank has the complete values inside the MLP.
     Architecture("GlmForCausalLM", **_BACKEND, one_rank=("mlp_pre", "mlp_pre_linear", "mlp_post")),
     Architecture("HunYuanMoEV1ForCausalLM", **_EXPERTS),
     Architecture("MellumForCausalLM", **_EXPERTS, **QK_NORM),
@@ -107,4 +107,4 @@ OWN: tuple[Architecture, ...] = (
         parallel=True,
     ),
 )
-"""Rows for classes that vLLM 0.31 has, and 0.32 no more."""
+"""Rows for classes that vLLM 0.31 has and 0.32 does not."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a row of the table of architectures says: which modules of a model are tapped."""
+"""A row of the table of architectures, which says which modules of a model are tapped."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dmi_connector.hooks import HOOKS, USUAL, ModelDims
 
 MODELS = "vllm.model_executor.models"
 TRANSFORMERS = f"{MODELS}.transformers"
-"""The module of vLLM's Transformers backend, which builds models of transformers and puts its own layers into them."""
+"""The module of vLLM's Transformers backend, which builds models of transformers with vLLM's layers."""
 TRANSFORMERS_CLASSES = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
-"""Its classes of text models."""
+"""The classes of text models in this module."""
 
 FORWARD = "forward"
 """A path that stands for the model's own forward."""
@@ -21,7 +21,7 @@ QK_NORM: dict[str, Any] = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_
 
 
 def ungated(up_proj: str) -> dict[str, Any]:
-    """Fields of rows whose MLP has no gate. up_proj: what enters its activation."""
+    """Fields of rows whose MLP has no gate. up_proj: the module whose output enters the activation."""
     return {"up_proj": up_proj, "gated_mlp": False}
 
 
@@ -29,34 +29,35 @@ def ungated(up_proj: str) -> dict[str, Any]:
 class Architecture:
     """Module paths of one vLLM model class. Paths of a layer's modules are relative to the layer; "": there is none.
 
-    base: ``module:Class`` of vLLM's model. positions: the module that gets the position ids, "" for the layers, FORWARD
-    where only the model does; positions_at: the number of that argument; positions_as: its keyword. stream_at: the
-    number of a layer's argument that is its input. ln1, ln2, final_norm: a fused add-and-norm returns (normed, residual
+    base: ``module:Class`` of vLLM's model. positions: the module that gets the position ids; "" for the layers, FORWARD
+    if only the model gets them. positions_at: index of that argument. positions_as: its keyword. stream_at: index of
+    the layer's argument that is its input. ln1, ln2, final_norm: a fused add-and-norm returns (normed, residual
     stream), a plain norm gets the residual stream as input; taps tell them apart by the output. plain_norms: norms
     return something else after the normed values, and get the stream as input. Without ln1 the stream is the layer's
     input, without ln2 the MLP's, without final_norm the last layer's output. qkv: the projection that returns q, k and
-    v side by side; qkv_by_head: it returns those of a head, or group of heads, side by side. q_norm, k_norm: norms of q
-    and k; heads_first: these get [heads, tokens, head_dim]. v_at_attn: v is changed between qkv and attention, which
-    gets it as its third argument. kv_norm: norm of the latent in latent attention. attn_norm, mlp_norm: norms of a
-    block's output, before it is added to the stream. moe_gate, moe_experts: router and experts, in
+    v concatenated. qkv_by_head: q, k and v of a head, or of a group of heads, are adjacent in it. q_norm, k_norm: norms
+    of q and k. heads_first: these norms get [heads, tokens, head_dim]. v_at_attn: v is changed between qkv and
+    attention, which gets it as its third argument. kv_norm: norm of the latent in latent attention. attn_norm,
+    mlp_norm: norms of a block's output, before it is added to the stream. moe_gate, moe_experts: router and experts, in
     layers that have them. rotary: whether q and k are rotated. parallel: attention and MLP read the same stream, and
-    both are added to it. sums: whether a layer changes the stream by what its blocks add alone.
+    both are added to it. sums: whether a layer changes the stream only by the outputs of its blocks.
 
-    Projections of the MLP: up_proj returns gate and up side by side, up alone where gate_proj is given, and what enters
-    the activation where gated_mlp is False. down_proj gets the neurons.
+    Projections of the MLP: up_proj returns gate and up concatenated, only up if gate_proj is set, and the input of the
+    activation if gated_mlp is False. down_proj gets the neurons.
 
-    language: path of the language model, where the model has other parts, such as a vision tower. Token ids and
-    embeddings then both enter the forward; embeddings are made before it.
+    language: path of the language model in a model with other parts, such as a vision tower. Token ids and embeddings
+    then both enter the forward. Embeddings are computed before it.
 
-    Of hybrid models, in layers where something else than attention mixes tokens: mix_first, mix_in: input projections,
-    in the order in which they run; mix_norm: the gated norm that gets the output of the core; mix_out: the output
-    projection; fills: a mixer in one opaque op, which writes its output into its second argument. gated: `qkv` returns
-    a gate beside the queries of each head. mlp_first: the output of this module is added to that of `mlp`.
+    For layers of hybrid models with a mixer: mix_first, mix_in: input projections, in the order in which they run.
+    mix_norm: the gated norm that gets the output of the core. mix_out: the output projection. fills: a mixer in one
+    opaque op, which writes its output into its second argument. gated: `qkv` also returns a gate next to the queries of
+    each head. mlp_first: the output of this module is added to that of `mlp`.
 
     scale: field of the config by which a block's output is multiplied before it is added. embed_scaled: embeddings are
-    multiplied by the root of their width. one_rank: hooks that a rank does not have whole or as its slice under tensor
-    parallelism. float16_divisor: field of the config by which vLLM divides the residual stream in float16. only: the
-    hooks that can be captured; (): all. lacks: hooks that no module of vLLM's class has as its input or output.
+    multiplied by the root of their width. one_rank: hooks of which a tensor-parallel rank has neither the complete
+    values nor its own slice. float16_divisor: field of the config by which vLLM divides the residual stream in float16.
+    only: the hooks that can be captured; (): all. lacks: hooks that no module of vLLM's class has as its input or
+    output.
     """
 
     name: str
@@ -108,7 +109,7 @@ class Architecture:
     lacks: tuple[str, ...] = ()
 
     def fit(self, config: Any) -> Architecture:
-        """The row for a model with this Hugging Face text config, where some of it depends on that.
+        """The row for a model with this Hugging Face text config. Override it if fields depend on the config.
 
         Raises ValueError for a model of this architecture that cannot be captured, with the reason.
         """
@@ -130,12 +131,12 @@ class Architecture:
 
     @property
     def in_transformers(self) -> bool:
-        """Whether vLLM's Transformers backend serves the model: with the modules of transformers."""
+        """Whether vLLM's Transformers backend serves the model, which then has the modules of transformers."""
         return self.base.startswith(f"{TRANSFORMERS}:")
 
     @property
     def layer(self) -> str:
-        """The path of a layer in itself."""
+        """The path of a layer relative to itself: ""."""
         return "."
 
     @property
@@ -149,7 +150,7 @@ class Architecture:
 
     @property
     def features(self) -> frozenset[str]:
-        """What models of this row have, of `hooks.FEATURES`."""
+        """The features of `hooks.FEATURES` that models of this row have."""
         lacks = {
             "rotary": not self.rotary,
             "sequential": self.parallel,
@@ -198,7 +199,7 @@ class Architecture:
 
 
 class MayNorm(Architecture):
-    """Models that norm queries and keys only where their config says so."""
+    """Models that have a norm of queries and keys only if their config says so."""
 
     def fit(self, config: Any) -> Architecture:
         normed = getattr(config, "use_qk_norm", False) or getattr(config, "qk_norm", False)
@@ -206,7 +207,7 @@ class MayNorm(Architecture):
 
 
 _INTERMEDIATE = ("prefix_dense_intermediate_size", "intermediate_size_mlp", "intermediate_size", "ffn_dim", "n_inner")
-"""Fields of configs for the width of a dense MLP. Those before `intermediate_size` are there where that is another."""
+"""Fields of configs for the width of a dense MLP. Fields before `intermediate_size` have precedence over it."""
 
 
 def _first(config: Any, *names: str) -> Any:
@@ -215,11 +216,11 @@ def _first(config: Any, *names: str) -> Any:
 
 
 def _moe_layers(config: Any, layers: int) -> tuple[int, ...]:
-    """Layers with experts by a config: all that it does not declare dense."""
+    """The layers with experts: all that the config does not declare dense."""
     if listed := getattr(config, "moe_layers", None):  # Llama 4
         return tuple(listed)
     types = getattr(config, "mlp_layer_types", None)
-    if types and getattr(config, "first_k_dense_replace", None) is None:  # vLLM reads the number where there is one
+    if types and getattr(config, "first_k_dense_replace", None) is None:  # vLLM reads the number if there is one
         return tuple(i for i, name in enumerate(types) if name == "sparse")
     dense = set(getattr(config, "mlp_only_layers", None) or ())
     step = _first(config, "decoder_sparse_step", "moe_layer_interval") or 1  # Qwen, ERNIE

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text models with experts, but for those with latent attention."""
+"""Text models with experts, except those with latent attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, Archi
 
 
 class Laguna(Architecture):
-    """Laguna, of which some models have layers with more heads than others. Hooks have one width in all layers."""
+    """Laguna. In some models the number of heads differs between layers, but a hook has one width in all layers."""
 
     def fit(self, config: Any) -> Architecture:
         heads = {*(getattr(config, "num_attention_heads_per_layer", None) or ())}
@@ -55,7 +55,7 @@ EXPERTS: tuple[Architecture, ...] = (
         "MiniMaxM2ForCausalLM",
         f"{MODELS}.minimax_m2:MiniMaxM2ForCausalLM",
         **_BLOCK,
-        lacks=("q", "k"),  # its norms of queries and keys are no modules that run
+        lacks=("q", "k"),  # its norms of queries and keys are not called as modules
     ),
     Architecture("Ernie4_5_MoeForCausalLM", f"{MODELS}.ernie45_moe:Ernie4_5_MoeForCausalLM"),
     MayNorm("HYV3ForCausalLM", f"{MODELS}.hy_v3:HYV3ForCausalLM", **QK_NORM),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrid models: in some layers a mixer stands in the place of attention.
+"""Hybrid models: in some layers a mixer replaces attention.
 
 Hooks of such layers are read at the mixer's input projections, at the norm after its core and at its output
 projection (`Architecture.mix_in`, `mix_norm`, `mix_out`).
@@ -19,7 +19,7 @@ _NO_MIXER: dict[str, Any] = dict.fromkeys(("mix_first", "mix_in", "mix_norm", "m
 
 
 class Hybrid(Architecture):
-    """A row of which layers with attention have the modules of attention, and the others those of the mixer."""
+    """A row of a hybrid model. Layers with attention have the modules of attention, the others those of the mixer."""
 
     def of_layer(self, index: int, dims: ModelDims) -> Architecture:
         if dims.attn_layers is None or index in dims.attn_layers:
@@ -28,7 +28,7 @@ class Hybrid(Architecture):
 
 
 class NemotronH(Hybrid):
-    """One block per layer: a mixer (Mamba 2), attention, an MLP or experts. There is no stream between two blocks."""
+    """Each layer has one block: a mixer (Mamba 2), attention, an MLP or experts. So it has no `resid_mid`."""
 
     @property
     def features(self) -> frozenset[str]:
@@ -41,7 +41,7 @@ class NemotronH(Hybrid):
                 f"model: {self.name} with layers of different sizes is not supported, since a hook has one size in all "
                 "layers; use a model whose layers are alike"
             )
-        # Experts without a gated MLP, which no CPU kernel of vLLM takes: their routing was never compared.
+        # vLLM has no CPU kernel for experts without a gated MLP, so the routing was never compared.
         known = tuple(name for name, hook in HOOKS.items() if hook.only != "moe")
         return replace(self, only=known) if "E" in config.hybrid_override_pattern else self
 
@@ -67,7 +67,7 @@ class NemotronH(Hybrid):
 
 
 class GraniteHybrid(Hybrid):
-    """Granite 4 H: Mamba 2 beside attention, experts beside an MLP for all tokens."""
+    """Granite 4 H: some layers have Mamba 2, the others attention. A shared MLP runs in addition to the experts."""
 
     def fit(self, config: Any) -> Architecture:
         row = replace(self, rotary=config.position_embedding_type == "rope")
@@ -89,7 +89,7 @@ class GraniteHybrid(Hybrid):
 
 
 class Lfm2(Hybrid):
-    """Short convolutions beside attention. A convolution with its projections is one opaque op: `fills`."""
+    """Some layers have short convolutions, the others attention. A convolution and its projections are one op."""
 
     def of_layer(self, index: int, dims: ModelDims) -> Architecture:
         if index in (dims.attn_layers or ()):
@@ -107,7 +107,7 @@ class Lfm2(Hybrid):
 
 
 class GatedDelta(Hybrid):
-    """Gated delta nets, beside gated attention."""
+    """Some layers have gated delta nets, the others gated attention."""
 
     def fit(self, config: Any) -> Architecture:
         if getattr(config, "layer_scale", False):
@@ -129,7 +129,7 @@ class GatedDelta(Hybrid):
 
 
 def _layers(kinds: Sequence[str]) -> dict[str, Any]:
-    """`ModelDims.attn_layers` and `mixer_layers`, of `layer_types` in a config."""
+    """`ModelDims.attn_layers` and `mixer_layers`, from `layer_types` of a config."""
     attends = {i for i, kind in enumerate(kinds) if kind in ("full_attention", "attention")}
     return {
         "attn_layers": tuple(sorted(attends)),

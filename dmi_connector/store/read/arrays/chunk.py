@@ -19,7 +19,7 @@ _scratch = Scratch()
 
 
 def most_stored(array: HookArray) -> int:
-    """Upper bound of the bytes of a stored chunk. A larger one in an index is an error, and gets no memory."""
+    """Maximum bytes of a stored chunk. A larger size in an index is an error, and no memory is allocated for it."""
     return 2 * array.chunk_bytes + 1024
 
 
@@ -98,7 +98,7 @@ def _put(array: HookArray, raw: np.ndarray, piece: Piece) -> None:
     values = raw.view(array.bits).reshape(array.chunk_rows, array.columns)[piece.rows]
     out = piece.out
     if out.dtype == array.bits:
-        # A row is one element here, so numpy copies it at once.
+        # Each row is one numpy element, which numpy copies in one piece.
         out.view(array.row)[:, 0][piece.places] = values.view(array.row)[:, 0]
     elif array.dtype != _BFLOAT16:
         out[piece.places] = values.view(array.dtype)

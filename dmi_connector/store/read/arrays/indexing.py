@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Indexes as numpy takes them, for arrays that are read from files: which rows an index needs."""
+"""numpy indexes for arrays that are read from files: finds the rows that an index needs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 Numbers = slice | np.ndarray
 """Places along an axis: a slice with step 1, or int64 [n]."""
 _ROWS = {"row": "token"}
-"""What a mask of rows is given for."""
+"""Axis -> the unit of its mask in messages."""
 
 
 def row_numbers(wanted: slice | Sequence[int] | np.ndarray, length: int, whose: str, what: str = "row") -> Numbers:
     """Row numbers of `length` rows as a slice with step 1, or as int64 [n]. Negative ones count from the end.
 
-    wanted: a slice, whole numbers, or a mask of `length` booleans. whose: what has the rows, for errors. what: what
-    they are called there.
+    wanted: a slice, whole numbers, or a mask of `length` booleans. whose: owner of the rows in error messages. what:
+    name of a row in error messages.
 
     Raises IndexError for rows that do not exist, for a mask of another length, for what is no row number, and for
     numbers that are no list.
@@ -57,10 +57,10 @@ def each_of(numbers: Numbers) -> np.ndarray:
 
 
 def split_index(index: Any, axes: Mapping[str, int], whose: str) -> tuple[list[Numbers], tuple[Any, ...]]:
-    """What must be read for an index of an array [*axes, width] whose rows are read whole.
+    """Split an index of an array [*axes, width] into the rows to read, and an index into these rows.
 
-    axes: the name and length of each axis but the last. Returns the places along each of these, and the index of what
-    was read there: it gives what numpy gives for `index` of the whole array, in its shape.
+    axes: name and length of each axis except the last. Returns the places along each of these axes, and the index of
+    the array that was read there. The result equals that of `index` on the whole array.
 
     Raises IndexError as `row_numbers` does, for None, for masks of several axes, and for too many parts.
     """
@@ -81,16 +81,16 @@ def split_index(index: Any, axes: Mapping[str, int], whose: str) -> tuple[list[N
     rest.append(parts[-1])
     listed = [at for at, part in enumerate(rest) if not isinstance(part, slice)]
     if len(listed) == 1 and listed[0] < len(axes) and np.ndim(rest[listed[0]]) == 1:
-        rest[listed[0]] = slice(None)  # one list of places: what was read is the answer, without a copy
+        rest[listed[0]] = slice(None)  # with one list of places the array that was read is the result, without a copy
     return wanted, tuple(rest)
 
 
 def _along(part: Any, length: int, whose: str, what: str) -> tuple[Numbers, int | slice | np.ndarray]:
-    """The places along one axis, and the index of what is read of them."""
+    """The places along one axis, and the index into the array that is read there."""
     if isinstance(part, slice):
         return row_numbers(part, length, whose, what), slice(None)
     given = np.asarray(part)
-    if given.size and given.dtype.kind not in "iu":  # a mask, or nothing that numpy takes
+    if given.size and given.dtype.kind not in "iu":  # a mask, or a value that numpy refuses
         numbers = _listed(given, length, whose, what)
         return numbers, np.arange(len(numbers))
     numbers = _listed(given.reshape(-1), length, whose, what)

@@ -12,11 +12,11 @@ from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.read.files.store_files import Buffer, StoredFile, StoreFiles
 
 _BLOCK_BYTES = 8 << 20
-"""Bytes of an object that are kept in memory while it is copied."""
+"""Bytes per read when an object is copied."""
 
 
 class RemoteFile(StoredFile):
-    """An object. Each read is a request; to open it is none. Errors are those of `requests_for`."""
+    """An object. Each read is a request, and opening is not. Errors are those of `requests_for`."""
 
     def __init__(self, place: RemotePath) -> None:
         self._place = place
@@ -53,9 +53,9 @@ def look(place: RemotePath) -> tuple[int, str | None]:
 
 
 def check_bucket(place: RemotePath) -> None:
-    """Raise FileNotFoundError where the bucket does not exist, which `look` does not distinguish from a missing object.
+    """Raise FileNotFoundError if the bucket does not exist. `look` cannot tell this from a missing object.
 
-    Other errors count for nothing here: a key may not be allowed to list.
+    Other errors are ignored, because a key may not be allowed to list.
     """
     with suppress(RemoteError), requests_for(place) as obstore:
         next(iter(obstore.list(bucket_store(place), f"{place.key}/")), None)
@@ -91,7 +91,7 @@ class RemoteFiles(StoreFiles):
                 yield bytes(block)
 
     def _listed(self) -> dict[str, int]:
-        """Sizes by path. Listed once: a store that has its root document does not change."""
+        """Sizes by path. They are listed once, because a store with a root document does not change."""
         if self._sizes is None:
             prefix = f"{self.root.key}/"
             with requests_for(self.root) as obstore:

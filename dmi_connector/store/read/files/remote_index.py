@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies below a prefix of an object store: stores, zip files, files of the index (docs/FORMAT.md, section 6)."""
+"""Lists a prefix of an object store: stores, zip files and indexes (docs/FORMAT.md, section 6)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from dmi_connector.store.read.files.thread_pool import in_fetch_threads
 
 @dataclass(frozen=True)
 class Listing:
-    """Names right below a prefix. stores: NAME.zarr, finished or not. zips: NAME.zip. indexed: whether an index is."""
+    """Names directly below a prefix. stores: NAME.zarr, finished or not. zips: NAME.zip. indexed: whether it has an
+    index.
+    """
 
     stores: frozenset[str]
     zips: frozenset[str]
@@ -24,7 +26,7 @@ class Listing:
 
 
 def list_prefix(place: RemotePath) -> Listing:
-    """One request for each 1,000 names. Raises as `requests_for` does."""
+    """List a prefix, with one request per 1,000 names. Raises as `requests_for` does."""
     prefix = f"{place.key}/" if place.key else ""
     with requests_for(place) as obstore:
         found = obstore.list_with_delimiter(bucket_store(place), prefix or None)
@@ -38,7 +40,7 @@ def list_prefix(place: RemotePath) -> Listing:
 
 
 def finished_below(place: RemotePath, names: Iterable[str]) -> set[str]:
-    """Which of these stores have their root document, which comes last. A request for each."""
+    """The stores that have a root document, which is uploaded last. It takes one request per store."""
     found: set[str] = set()
 
     def ask(name: str) -> None:
@@ -51,7 +53,7 @@ def finished_below(place: RemotePath, names: Iterable[str]) -> set[str]:
 
 
 def read_indexes(place: RemotePath) -> list[bytes]:
-    """The index of a directory that was copied there, and those of all uploads; [] if there is none."""
+    """The index that was copied from a directory, and the indexes of all uploads; [] if there are none."""
     folder = RemoteFiles(place / INDEX_FOLDER)
     parts = [f"{INDEX_FOLDER}/{name}" for name in sorted(folder.names()) if name.endswith(".jsonl")]
     files, found = RemoteFiles(place), dict.fromkeys([INDEX_NAME, *parts], b"")

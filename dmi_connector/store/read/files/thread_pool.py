@@ -72,7 +72,8 @@ def set_read_threads(threads: int | None) -> None:
 
 
 def in_threads(work: Callable[[Item], object], items: Iterable[Item]) -> None:
-    """Do `work` on each of `items` in the pool, and wait. Raises the first error; work that has not begun is dropped.
+    """Call `work` for each of `items` in the pool, and wait. Raises the first error, and cancels work that has not
+    begun.
 
     The work runs in the calling thread if there is one item or one thread, or if the caller is a thread of the pool.
     """

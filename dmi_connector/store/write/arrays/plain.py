@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides whether a writer that is behind leaves chunks uncompressed.
 
-Compression takes most of a writer's time. Without it a writer is several times faster, unless the disk is the limit:
-then it is slower, as it writes more. So each writer measures the cost of compression and of writing.
+Compression takes most of a writer's time. Without it a writer is several times faster. But if the disk is the limit, it
+is slower, because it writes more bytes. So each writer measures the cost of compression and of writing.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 _REMEMBERED_BYTES = 1 << 28
-"""A measurement has half its weight after this many more bytes."""
+"""The weight of a measurement halves after this many more bytes."""
 _LEAST_BYTES = 4 << 20
-"""Bytes that must be compressed before the first decision: the first small arrays take longer."""
+"""Bytes that must be compressed before the first decision, because the first small arrays take longer."""
 _PROBE = 32
 """One chunk in this many is always compressed, to keep the measurement of compression up to date."""
 
 
 @dataclass
 class _Cost:
-    """Seconds that a stage took, the bytes that it took in, and the bytes that it gave out."""
+    """Seconds, input bytes and output bytes of a stage."""
 
     seconds: float = 0.0
     took: float = 0.0
@@ -40,10 +40,10 @@ class Costs:
     _compression: _Cost = field(default_factory=_Cost)
     _writing: _Cost = field(default_factory=_Cost)
     _compressed: int = 0  # bytes since the start
-    _plain: int = 0  # chunks since the last that was compressed
+    _plain: int = 0  # chunks since the last compressed one
 
     def add(self, plain: bool, raw: int, stored: int, encoding_s: float, writing_s: float) -> None:
-        """Add the time to encode `raw` bytes, and the time to write the `stored` bytes that they became."""
+        """Add the time to encode `raw` bytes, and the time to write the resulting `stored` bytes."""
         self._compression.fade(raw)
         self._writing.fade(stored)
         self._writing.add(writing_s, stored, stored)
@@ -52,14 +52,14 @@ class Costs:
             self._compressed += raw
 
     def add_writing(self, seconds: float) -> None:
-        """Add the time to finish a file: some file systems write at that point."""
+        """Add the time to finish a file, because some file systems write at that point."""
         self._writing.add(seconds, 0, 0)
 
     def plain_next(self) -> bool:
         """Whether to leave the next chunk uncompressed. Called while the writer is behind.
 
-        True if compression takes longer than writing the bytes that it saves. The checksum of a plain chunk is ignored:
-        it takes 0.04 s per GB, compression 0.9 (two cores of a CPU).
+        True if compression takes longer than writing the bytes that it saves. The checksum of a plain chunk is ignored.
+        It takes 0.04 s per GB, and compression takes 0.9 s (two cores of a CPU).
         """
         packed, writing = self._compression, self._writing
         if self._compressed < _LEAST_BYTES:

@@ -11,7 +11,7 @@ from dmi_connector.layout import HEADER_SENT_BYTES
 from dmi_connector.store.format.completeness import Cause, Loss
 
 _NEVER = 1 << 62
-"""Behind every position."""
+"""A position after every valid one."""
 
 
 class RowCheck:
@@ -23,13 +23,13 @@ class RowCheck:
     def __init__(self, start: int) -> None:
         self._start = start
         self._axes: list[tuple[int, np.ndarray]] = []  # (first row, positions on the axes of M-RoPE)
-        self._chunks: list[tuple[int, np.ndarray]] = []  # (first row, token ids that the rows carry)
+        self._chunks: list[tuple[int, np.ndarray]] = []  # (first row, token ids in the row headers)
         self._losses: list[Loss] = []
 
     def positions(self, headers: np.ndarray, first: int, count: int) -> np.ndarray:
         """Check the positions of rows [first, first + count).
 
-        headers: uint8; begins with the headers of these rows. Returns the token ids that they carry, int32 [count].
+        headers: uint8; begins with the headers of these rows. Returns the token ids in the headers, int32 [count].
         """
         pairs = headers[: HEADER_SENT_BYTES * count].view("<i4").reshape(count, 2)
         ids = pairs[:, 0].copy()
@@ -44,29 +44,30 @@ class RowCheck:
         return Loss.of(Cause.WRONG_POSITIONS, rows, first=begin, last=begin + count - 1)
 
     def borrowed(self, token_ids: np.ndarray) -> None:
-        """Rows [0, n) come from another store, where they were checked. token_ids: int32 [n], of this request."""
+        """Add rows [0, n) from another store, where they were checked. token_ids: int32 [n], of this request."""
         self._chunks.append((0, token_ids))
 
     def is_right(self, first: int) -> bool:
-        """Whether the rows of the chunk that begins at `first` carry their own positions."""
+        """Whether the rows of the chunk that begins at `first` have the expected positions."""
         return all(first != start for start, _ in self.wrong_rows())
 
     def wrong_rows(self) -> list[list[int]]:
-        """Ranges of rows that carry other positions."""
+        """Ranges of rows with unexpected positions."""
         return [[start, stop] for loss in self._losses for start, stop in loss.rows]
 
     def axes(self, values: np.ndarray, first: int) -> None:
-        """Note positions on the axes of M-RoPE, int [rows, axes], of rows from `first` on.
+        """Record positions on the axes of M-RoPE, int [rows, axes], of rows from `first` on.
 
         They are checked at the end: a later turn of a session may bring media.
         """
         self._axes.append((first, values.copy()))
 
     def _wrong_axes(self, media: Sequence[Sequence[int]]) -> list[Loss]:
-        """A text token has the same position on all axes. Before the first image that is its position in the request,
-        behind the last one it is less by a number that does not change.
+        """Check the M-RoPE positions. A text token has the same position on all axes.
+
+        Before the first image it is the position in the request. After the last image it is smaller by a constant.
         """
-        found, fixed = [], None  # by how much less, as the first row says
+        found, fixed = [], None  # the constant, from the first row
         for first, values in self._axes:
             begin = self._start + first
             at = np.arange(begin, begin + len(values))
@@ -85,9 +86,10 @@ class RowCheck:
         return found
 
     def losses(self, token_ids: np.ndarray, media: Sequence[Sequence[int]] = ()) -> list[Loss]:
-        """What is wrong with the rows that came.
+        """Losses of rows that failed the check.
 
-        token_ids: those of the request, int [rows]. media: [start, stop) positions of images and the like, ascending.
+        token_ids: token ids of the request, int [rows]. media: [start, stop) positions of images and the like,
+        ascending.
         """
         losses = self._losses + self._wrong_axes(media)
         wrong: list[int] = []
@@ -104,7 +106,7 @@ class RowCheck:
         return [*losses, Loss.of(Cause.WRONG_TOKEN, [[row, row + 1] for row in wrong], **facts)]
 
     def absent(self, length: int, losses: Sequence[Loss]) -> list[list[int]]:
-        """Ranges of rows [0, length) that neither came nor are listed in `losses`."""
+        """Ranges of rows [0, length) that have not arrived and are not listed in `losses`."""
         there = np.zeros(length, bool)
         for first, ids in self._chunks:
             there[first : first + len(ids)] = True
@@ -114,7 +116,7 @@ class RowCheck:
         return [[int(start), int(stop)] for start, stop in edges.reshape(-1, 2)]
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids int32, whether the row came) of all rows up to the last one that came."""
+        """(token ids int32, whether the row has arrived) of all rows up to the last one that has arrived."""
         length = max((first + len(ids) for first, ids in self._chunks), default=0)
         token_ids, came = np.zeros(length, np.int32), np.zeros(length, bool)
         for first, ids in self._chunks:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store of this engine, finished or still being written, whose encoded chunks go into another one."""
+"""A store of this engine, finished or still being written, whose encoded chunks are copied into a new store."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dmi_connector.store.write.arrays.shard_writer import Encoded
 
 
 class SourceStore:
-    """Chunks of a store as they lie in its files.
+    """Reads the encoded chunks of a store.
 
-    final: its path once it is finished. chunk_tokens, segment_tokens: the settings that both stores have. The directory
-    is open and locked inside a `with` block, whatever its name becomes. Raises OSError and ValueError where it is gone,
-    or cannot be read.
+    final: the path that the store has when it is finished. chunk_tokens, segment_tokens: the settings of both stores.
+    Inside a `with` block the directory is open and locked, even if it is renamed. Raises OSError and ValueError if the
+    store is gone or cannot be read.
     """
 
     def __init__(self, final: str, chunk_tokens: int, segment_tokens: int) -> None:
@@ -48,11 +48,11 @@ class SourceStore:
         os.close(self._fd)
 
     def _load(self) -> None:
-        """Find out where its chunks lie. Its journals go when it gets its name."""
+        """Find the chunks. The journals list them until the store is renamed, when the journals are removed."""
         try:
             self._read_journals()
         except FileNotFoundError:
-            self._journals.clear()  # it has just got its name, so its files have their indexes
+            self._journals.clear()  # it has just been renamed, so its shard files have indexes
         if self._journals:
             return
         attrs = attrs_of(self._files)
@@ -63,14 +63,14 @@ class SourceStore:
     def _read_journals(self) -> None:
         root = Path(self._files.root)
         for name in sorted(filter(is_journal, os.listdir(root))):
-            with contextlib.suppress(ValueError):  # of another rank, which is just writing its header
+            with contextlib.suppress(ValueError):  # the journal of another rank, which is still writing its header
                 for array in read_journal(root / name).arrays:
                     self._journals.setdefault((array.spec.name, array.spec.rank), JournalArray(array.spec)).add(array)
 
     def chunk(self, spec: ArraySpec, first: int) -> list[Encoded]:
-        """The chunk of rows [first, first + chunk_tokens) of each layer of an array, as one rank stores it.
+        """The chunks of rows [first, first + chunk_tokens) of an array, one per layer, as one rank stores them.
 
-        Raises OSError, and ValueError for a chunk that is not there or does not match its crc32c.
+        Raises OSError, and ValueError for a chunk that is missing or does not match its crc32c.
         """
         places = self._of_finished(spec, first) if self._finished else self._of_journals(spec, first)
         found = []
@@ -112,7 +112,7 @@ class SourceStore:
 
 
 def _layers(spec: ArraySpec, layers: tuple[int, ...], first: int) -> list[int]:
-    """Indexes, in an array of these layers, of the layers that one rank has of `spec`."""
+    """Indexes into `layers` of the layers of `spec` that one rank has."""
     if not spec.layers:
         return [0]
     mine = spec.layers[spec.first_layer : spec.first_layer + spec.local_layers]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that a capture does not send, because the store of an earlier one of this engine has them.
+"""Borrowed rows: writers copy them from the store of an earlier capture of this engine, the source.
 
-The engine's prefix cache had their tokens, so they were not computed. Writers copy them at once from a finished store.
-From one that is still written they copy them when the first chunk of the capture arrives, or when the capture or the
-source ends: rows leave an engine in order, so those of the source arrived before. Then the source's writers confirm
-(`mark`) that what was sent to them is in files. A source is not finished before its rows are copied, since a reader may
-remove a finished store.
+Their tokens were in the engine's prefix cache, so the rows were not computed. If the source is finished, writers copy
+them at once. If it is still being written, they copy them when the first chunk of the capture arrives, or when the
+capture or the source ends. Rows leave an engine in order, so the rows of the source have then arrived. The source's
+writers first confirm (`mark`) that these rows are in files. A source is not finished before its rows are copied, since
+a reader may remove a finished store.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ OnLost = Callable[[CaptureRecord, list[Loss]], None]
 
 
 def check_borrow(borrow: Message | None, layout: PayloadLayout) -> None:
-    """Check what a capture of this layout borrows: `final` and `request_id` of its source, `rows`, and their
-    `token_ids`, packed. Raises ValueError for rows that are no whole chunks.
+    """Check what a capture of this layout borrows. Raises ValueError for rows that are not whole chunks.
+
+    borrow: `final` and `request_id` of the source, the number of `rows`, and their packed `token_ids`.
     """
     if borrow is not None:
         rows, ids, chunk = borrow["rows"], len(unpack_array(borrow["token_ids"])) // 4, layout.chunk_tokens
@@ -49,10 +50,10 @@ def check_borrow(borrow: Message | None, layout: PayloadLayout) -> None:
 class Borrowed:
     """The rows [0, rows) of `record`, from the store `final`.
 
-    source: the capture of that store, while it is under way. fd: the directory of the store, held until the rows are
-    copied. due: whether the source's rows have arrived. marks: writers that have not confirmed yet; None before they
-    are asked. posted: whether the writers of the capture have been asked to copy. copying: writers that have not
-    answered, one for each message.
+    source: the capture of that store, while it is running. fd: file descriptor of the store's directory, held until the
+    rows are copied. due: whether the source's rows have arrived. marks: writers of the source that have not confirmed
+    yet; None before they are asked. posted: whether the writers of the capture have been asked to copy. copying:
+    writers that have not answered, one for each message.
     """
 
     record: CaptureRecord
@@ -73,15 +74,15 @@ class Borrowed:
         return self.posted and not self.copying
 
     def hold(self) -> None:
-        """Hold the source, if it is there by now."""
+        """Hold the directory of the source, if it exists by now."""
         if self.fd is None:
             try:
                 self.fd = hold_source(self.final)
             except OSError:
-                self.fd = None  # its writers may not have made it; if it is gone, nothing is copied
+                self.fd = None  # its writers may not have created it yet; if it was removed, nothing is copied
 
     def release(self) -> None:
-        """Let the source go."""
+        """Release the source."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
@@ -90,7 +91,7 @@ class Borrowed:
 class Borrowing:
     """All captures that borrow rows. Not thread-safe: call it with the owner's lock held.
 
-    takers: see `Takers`. ends: brings captures to their end. on_lost: called at once for rows that are missing.
+    takers: see `Takers`. ends: ends captures. on_lost: called at once for rows that are missing.
     """
 
     def __init__(self, pool: WriterPool, takers: Takers, ends: CaptureEnds, on_lost: OnLost) -> None:
@@ -99,7 +100,7 @@ class Borrowing:
         self._ending: dict[int, tuple[CaptureRecord, Message]] = {}  # captures that end once rows are copied
 
     def begin(self, record: CaptureRecord, others: Iterable[CaptureRecord], borrow: Message) -> None:
-        """A capture was opened. borrow: see `check_borrow`. others: captures under way."""
+        """Handle a capture that was opened. borrow: see `check_borrow`. others: running captures."""
         ids, rows = np.frombuffer(unpack_array(borrow["token_ids"]), "<i4"), int(borrow["rows"])
         record.check.borrowed(ids)
         final = os.path.abspath(borrow["final"])
@@ -118,7 +119,7 @@ class Borrowing:
     def _follow(self, known: Borrowed) -> None:
         """If the source has not copied its own borrowed rows yet, copy from the same store as the source.
 
-        Otherwise each copy would wait for the one before it, in a chain that may never end.
+        Otherwise each copy would wait for the previous one, in a chain that may never end.
         """
         while known.source is not None and (its := self._open.get(known.source.number)) is not None:
             if its.copied or its.source is None or its.rows < known.rows:
@@ -126,15 +127,17 @@ class Borrowing:
             known.final, known.request_id, known.source = its.final, its.request_id, its.source
 
     def due(self, record: CaptureRecord) -> None:
-        """The first chunk of a capture came."""
+        """Handle the first chunk of a capture."""
         known = self._open.get(record.number)
         if known is not None and not known.due:
             known.due = True
             self._advance()
 
     def end(self, record: CaptureRecord, message: Message) -> None:
-        """A capture takes no more rows. message: sent to its writers once it has the rows that it borrows,
-        and others have the rows that they borrow from it.
+        """Handle a capture that takes no more rows.
+
+        message: it is sent to the writers once the capture has its borrowed rows, and other captures have the rows that
+        they borrow from it.
         """
         record.state = State.CLOSING
         self._ending[record.number] = record, message
@@ -155,7 +158,7 @@ class Borrowing:
         return known is not None and not known.posted
 
     def ended(self, record: CaptureRecord) -> None:
-        """A capture is no longer under way. From now on its store may be pruned."""
+        """Handle a capture that has ended. Its store may be pruned from now on."""
         for known in self._open.values():
             if known.source is record:
                 known.hold()
@@ -166,7 +169,7 @@ class Borrowing:
         self._advance()
 
     def on_message(self, process: Child, m: Message) -> None:
-        """A writer has written what was sent to it before a mark, or has copied what it could read."""
+        """Handle the answer of a writer that has written all rows before a mark, or has copied borrowed rows."""
         known = self._open.get(m["marked"] if "marked" in m else m["borrowed"])
         if known is None:
             return
@@ -184,7 +187,7 @@ class Borrowing:
         self._advance()
 
     def on_death(self, process: Child) -> None:
-        """A writer has died: what it did not write is lost."""
+        """Handle the death of a writer. Rows that it did not write are lost."""
         for known in self._open.values():
             if known.marks is not None:
                 known.marks.discard(process)
@@ -192,7 +195,7 @@ class Borrowing:
         self._advance()
 
     def _advance(self) -> None:
-        """Have rows copied whose sources are written, and end captures that wait for that."""
+        """Copy rows whose sources are written, and end captures that wait for copies."""
         moved = True
         while moved:
             moved = False
@@ -207,7 +210,7 @@ class Borrowing:
                     self._ends.begin(record, message)
 
     def _written(self, known: Borrowed) -> bool:
-        """Whether the rows of the source are in files, as far as they ever will be."""
+        """Whether all rows of the source that can still be written are in files."""
         if known.source is None:
             return True
         of_source = self._open.get(known.source.number)
@@ -220,10 +223,13 @@ class Borrowing:
         return not known.marks
 
     def _post(self, known: Borrowed) -> None:
-        """Have the writers of a capture copy its rows."""
+        """Ask the writers of a capture to copy its borrowed rows."""
         record = known.record
         known.posted = True
-        if record.state not in (State.OPEN, State.CLOSING):  # its writers have died, and it is committed without
+        if record.state not in (
+            State.OPEN,
+            State.CLOSING,
+        ):  # its writers have died, and it is committed without the rows
             known.release()
             return
         known.hold()
@@ -249,7 +255,7 @@ class Borrowing:
             more = {}
 
     def _lacks(self, known: Borrowed) -> list[Loss]:
-        """What the source does not have, or not rightly."""
+        """The rows that the source lacks, or whose check failed."""
 
         def lost(error: str, rows: Any = ((0, known.rows),)) -> list[Loss]:
             return [not_borrowed(known.final, error, rows)]
@@ -263,7 +269,7 @@ class Borrowing:
             files = LocalFiles(f"/proc/self/fd/{known.fd}")
             try:
                 attrs = attrs_of(files)
-            except (OSError, ValueError):  # rank 0 is to finish it, or it is damaged: the writers find out
+            except (OSError, ValueError):  # rank 0 has not finished it, or it is damaged: the writers report that
                 return []
             if attrs.get("request_id") != known.request_id:
                 return lost("another store has its name")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the coordinator knows of one capture, and the states that it passes through.
+"""The coordinator's record of one capture, and its states.
 
 A capture is in one state at a time:
 
-    OPEN         its rows come, and go on to the writers that have its arrays
-    CLOSING      no more rows come; its writers finish their files
-    COMMITTING   rank 0: one writer makes the store. Other ranks: it leaves their file list for rank 0. Or, after an
-                 abort, it removes what was written
-    COMPLETE, INCOMPLETE, FAILED, ABORTED    the end
+    OPEN         its rows arrive, and are passed on to the writers of its arrays
+    CLOSING      no more rows arrive; its writers finish their files
+    COMMITTING   on rank 0, one writer makes the store. On other ranks, it writes their file list for rank 0. After an
+                 abort, it removes the partial store
+    COMPLETE, INCOMPLETE, FAILED, ABORTED    the final states
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dmi_connector.store.write.messages import Message
 
 
 class State(enum.StrEnum):
-    """States of a capture; see the module's text."""
+    """States of a capture; see the docstring of the module."""
 
     OPEN = "open"
     CLOSING = "closing"
@@ -45,7 +45,7 @@ ENDS = (State.COMPLETE, State.INCOMPLETE, State.FAILED, State.ABORTED)
 
 @dataclass(frozen=True)
 class End:
-    """What `close` said. attrs: root attributes, {} for ranks above 0. arrays: token arrays, packed."""
+    """The arguments of `close`. attrs: root attributes, {} for ranks above 0. arrays: packed token arrays."""
 
     length: int
     samples: dict[str, int]
@@ -56,11 +56,11 @@ class End:
 
 @dataclass(eq=False)
 class CaptureRecord:
-    """One capture. For ranks above 0 COMPLETE means that this rank's part is.
+    """One capture. On ranks above 0, COMPLETE means that the part of this rank is complete.
 
     final: path of the store. attrs: root attributes known so far. losses: reported by writers. to_come: payload bytes
-    that may still come. client_number: by which the client of the coordinator knows it. reason, label: why it is not
-    complete, once that is known (see completeness.py).
+    that may still arrive. client_number: its number at the client of the coordinator. reason, label: why it is not
+    complete, once this is known (see completeness.py).
     """
 
     number: int
@@ -77,8 +77,10 @@ class CaptureRecord:
     assignments: list[Assignment]
     check: RowCheck
     client_number: int = 0
-    takers: dict[int, list[Assignment]] = field(default_factory=dict)  # by segment: who writes its token arrays
-    unfinished: set[str] = field(default_factory=set)  # arrays of writers that died: their files are made anew
+    takers: dict[int, list[Assignment]] = field(
+        default_factory=dict
+    )  # by segment: the assignments that write its token arrays
+    unfinished: set[str] = field(default_factory=set)  # arrays of writers that died, whose files are rebuilt
     state: State = State.OPEN
     losses: list[Loss] = field(default_factory=list)
     reason: str | None = None
@@ -86,14 +88,14 @@ class CaptureRecord:
     files: FileList = field(default_factory=dict)
     bytes_raw: int = 0
     bytes_stored: int = 0
-    sampled: dict[str, int] = field(default_factory=dict)  # rows that came of each per-sample array
+    sampled: dict[str, int] = field(default_factory=dict)  # rows that have arrived, by per-sample array
     end: End | None = None  # None for an aborted capture
     committer: Child | None = None
     recommitted: bool = False  # whether a committing writer has died once
 
     @property
     def partial(self) -> str:
-        """Where the store is written until it is whole."""
+        """The path of the store until it is renamed."""
         return self.final + schema.PARTIAL_SUFFIX
 
     @property
@@ -103,11 +105,11 @@ class CaptureRecord:
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of the prompt, 0 where that is not known."""
+        """Tokens of the prompt, 0 if this is not known."""
         return int(self.attrs.get("prompt_len", 0))
 
     def about(self) -> dict[str, Any]:
-        """What a salvage has to know of this capture (docs/FORMAT.md, section 10)."""
+        """The facts that a salvage needs (docs/FORMAT.md, section 10)."""
         facts: dict[str, Any] = {"request_id": self.request_id, "key": self.key, "created": self.created}
         facts |= {
             "rank": self.rank,
@@ -117,7 +119,7 @@ class CaptureRecord:
         return {**facts, "attrs": dict(self.attrs)}
 
     def index_line(self, event: str, state: str) -> Message:
-        """The message to a writer that has a line appended to the index."""
+        """The message that lets a writer append a line to the index."""
         line: Message = {"event": event, "store": os.path.basename(self.final), "state": state}
         line |= {"key": self.key, "request_id": self.request_id, "created": self.created}
         return {"type": "line", "directory": os.path.dirname(self.final), "line": line}

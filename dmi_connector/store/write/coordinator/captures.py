@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The captures under way, from the first row to the store. Runs in the coordinator process (coordinator.py).
+"""The running captures, from the first row to the store. Runs in the coordinator process (coordinator.py).
 
-Their states are those of capture_record.py. `close` and `abort` end OPEN; capture_ends.py does what follows.
+capture_record.py defines their states. `close` and `abort` end the state OPEN. capture_ends.py handles later states.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from dmi_connector.store.write.settings import WriteSettings
 logger = logging.getLogger(__name__)
 
 _UNKNOWN_BYTES = 1 << 60
-"""Stands for an unknown number of bytes to come: more than any ring holds."""
+"""Stands for an unknown number of bytes. It is larger than any ring."""
 OnDone = Callable[[CaptureRecord], None]
 
 
 class Captures:
-    """Takes captures from their first row to the store. All methods may be called from any thread.
+    """Handles captures from their first row to the store. All methods are thread-safe.
 
-    ring: where payloads lie. pass_fds: descriptors that writers keep open while they live. on_done: called once for
-    each capture that has ended. on_lost: called when borrowed rows are missing. Both are called with the lock held, so
-    they must not block.
+    ring: the ring that holds the payloads. pass_fds: file descriptors that writers keep open until they exit. on_done:
+    called once for each capture that has ended. on_lost: called when borrowed rows are missing. Both are called with
+    the lock held, so they must not block.
     """
 
     def __init__(
@@ -59,21 +59,21 @@ class Captures:
         self._on_done = on_done
         self._lock = threading.Condition(threading.RLock())
         self._records: dict[int, CaptureRecord] = {}
-        self._unwanted: set[int] = set()  # layouts to forget once no open capture has them
+        self._unwanted: set[int] = set()  # layouts to forget once no open capture uses them
         self._opened = 0
         self._open = 0  # captures that may still get rows
-        self._to_come = 0  # payload bytes that open captures may still send
+        self._to_come = 0  # payload bytes that the engine may still send for open captures
         self._largest = 0  # bytes of the largest payload, which needs contiguous free bytes in the ring
         self._counts = dict.fromkeys((*ENDS, "writers_died", "bytes_raw", "bytes_stored"), 0)
         self._errors: deque[str] = deque(maxlen=ERRORS_KEPT)
         self._stopping = False
-        self._over = False  # no process is started any more
+        self._over = False  # processes are no longer started
         with self._lock:
             self.pool = WriterPool(writers, ring, settings, pass_fds, self._on_message, self._on_death)
             self._ends = CaptureEnds(self.pool, settings)
             self._borrowing = Borrowing(self.pool, self._takers, self._ends, on_lost)
 
-    # ---- what the engine asks for ---------------------------------------------------------------------------------
+    # ---- requests of the engine -----------------------------------------------------------------------------------
 
     def register(self, layout: PayloadLayout) -> int:
         """Send a layout to the writers. Returns the number by which `open` names it."""
@@ -81,7 +81,7 @@ class Captures:
             return self.pool.register(layout)
 
     def forget(self, layout: int) -> None:
-        """Give up a layout: no capture will be opened with it any more. Those that are open go on.
+        """Forget a layout once no open capture uses it. No new capture may be opened with it.
 
         Raises KeyError for a number that is not known.
         """
@@ -107,7 +107,7 @@ class Captures:
 
         final: path of the store, NAME.zarr. attrs: facts for the root attribute (docs/FORMAT.md, section 5);
         `prompt_len` is required on rank 0, `start` defaults to 0. rank, ranks: tensor-parallel rank and size.
-        most_rows: how many rows may come, None if unknown. borrow: see `check_borrow`. Raises ValueError.
+        most_rows: maximum number of rows, None if unknown. borrow: see `check_borrow`. Raises ValueError.
         """
         final = os.path.abspath(final)
         if not final.endswith(".zarr"):
@@ -210,13 +210,13 @@ class Captures:
         losses: Sequence[Loss] = (),
         draft_index: np.ndarray | None = None,
     ) -> None:
-        """No more rows come: finish a store of `length` token rows and `samples` rows of each per-sample array.
+        """End a capture, and finish its store of `length` token rows and `samples` rows of each per-sample array.
 
-        token_ids: `length` ids. A rank above 0 may give none: the tokens of its rows are then not compared. attrs: more
-        root attributes. losses: what the caller knows to be missing. draft_index: uint8 [length], of a request with
+        token_ids: `length` ids. A rank above 0 may pass none. The tokens of its rows are then not compared. attrs: more
+        root attributes. losses: losses that the caller knows. draft_index: uint8 [length], of a request with
         speculative decoding.
 
-        Raises ValueError when lengths differ or an attribute is lacking; the capture then stays open.
+        Raises ValueError if lengths differ or an attribute is missing. The capture then stays open.
         """
         with self._lock:
             self._expect_open(record)
@@ -237,15 +237,15 @@ class Captures:
             self._finish(record, {"type": "close", "length": end.length, "samples": end.samples})
 
     def abort(self, record: CaptureRecord) -> None:
-        """Forget the capture and remove what was written of it."""
+        """Forget the capture and remove its partial store."""
         with self._lock:
             self._expect_open(record)
             self._finish(record, {"type": "drop"})
 
     def abandon(self, record: CaptureRecord, loss: Loss) -> bool:
-        """Close a capture with the rows that came, because nobody will say where it ends.
+        """Close a capture with the rows that have arrived, because the engine will not send its end.
 
-        Returns False, and does nothing, for captures of several ranks: what the others have is not known.
+        For captures of several ranks it does nothing and returns False: the rows of the other ranks are not known.
         """
         with self._lock:
             if record.ranks > 1:
@@ -269,7 +269,7 @@ class Captures:
     # ---- all captures ---------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Captures by state, writers that died, bytes raw and stored, bytes waiting in the ring, the latest errors."""
+        """Captures by state, writers that died, raw and stored bytes, bytes in the ring, and the latest errors."""
         with self._lock:
             live = [record.state for record in self._records.values()]
             states = {str(state): live.count(state) for state in (State.OPEN, State.CLOSING, State.COMMITTING)}
@@ -282,7 +282,7 @@ class Captures:
             return self._lock.wait_for(lambda: all(r.state is State.OPEN for r in self._records.values()), timeout)
 
     def shutdown(self, timeout: float = 60.0) -> bool:
-        """Flush, then end the processes; kill them after `timeout` seconds. Returns whether all was committed."""
+        """Flush, and end the processes. Kill them after `timeout` seconds. Returns whether all was committed."""
         deadline = time.monotonic() + timeout
         with self._lock:
             self._stopping = True
@@ -345,7 +345,7 @@ class Captures:
         self._on_done(record)
         self._lock.notify_all()
 
-    # ---- answers of the writers, on the threads that read them ------------------------------------------------------
+    # ---- messages of the writers, on the threads that read them -----------------------------------------------------
 
     def _on_message(self, process: Child, m: Message) -> None:
         with self._lock:
@@ -354,7 +354,7 @@ class Captures:
                 self._set_pace()
             elif "borrowed" in m or "marked" in m:
                 self._borrowing.on_message(process, m)
-            elif "closed" in m and (record := self._records.get(m["closed"])):  # None: it was given up
+            elif "closed" in m and (record := self._records.get(m["closed"])):  # None: the capture has failed
                 self._ends.on_closed(record, process, m)
             elif "ended" in m and (record := self._records.get(m["ended"])):
                 self._ends.on_ended(record, process, m)
@@ -373,7 +373,7 @@ class Captures:
             if not self._stopping or unread:
                 self._counts["writers_died"] += 1
                 self._note(loss.words)
-            for record in [] if self._over else list(self._records.values()):  # when over, they wait for a repair
+            for record in [] if self._over else list(self._records.values()):  # when over, dmi repair ends them
                 self._ends.on_death(record, process, loss)
                 if record.state in ENDS:
                     self._end(record)
@@ -391,7 +391,7 @@ class Captures:
         self.pool.set_pace(None if self._stopping or not self._open else self._to_come + self._largest)
 
     def _post_start(self, record: CaptureRecord) -> None:
-        """Have the line of a capture that began appended to the index."""
+        """Have a writer append the capture's `start` line to the index."""
         message = record.index_line("start", "started")
         if self.settings.upload:
             url = f"{self.settings.upload['url'].rstrip('/')}/{message['line']['store']}"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The coordinator process: `python -m dmi_connector.store.write.coordinator.coordinator ...`, started by client.py.
 
-It stands between the engine and the writer processes, so that opening, checking, sharing out, closing and committing
-captures take no time of the engine's interpreter. The engine only fills the shared ring and sends one short message a
-chunk. When the engine has ended or was killed, closed captures are finished and the others become incomplete stores of
-the rows that came.
+It runs between the engine and the writer processes, so opening, checking, assigning, closing and committing captures
+take no time of the engine's interpreter. The engine only fills the shared ring, and sends one short message per chunk.
+When the engine has ended or was killed, closed captures are finished. Other captures become incomplete stores of the
+rows that have arrived.
 
 messages    layout, open, chunks, rows, close, forget (a layout), lost
 answers     ready, free (extents of the ring), lost (rows that a capture borrows), done (a capture), upload (counts),
@@ -46,18 +46,18 @@ from dmi_connector.store.write.settings import UploadSettings, WriteSettings
 logger = logging.getLogger(__name__)
 
 _LAST_ANSWERS_S = 10.0
-"""Time to write the last answers at the end."""
+"""Maximum time to write the last answers at the end."""
 _ENDS_WAIT_S = 0.05
-"""Ends of captures wait for other answers for so long."""
+"""Maximum time that ends of captures wait for other answers."""
 IDLE_S = 1.0
-"""How often an idle coordinator checks that the engine lives."""
+"""Interval at which an idle coordinator checks that the engine is alive."""
 
 
 class Outbox:
-    """Answers to the engine, written by a thread of its own. Freed extents travel together.
+    """Answers to the engine, written by a separate thread. Freed extents are sent together.
 
-    Each answer wakes a thread in the engine's process. So ends of captures wait for other answers, for _ENDS_WAIT_S at
-    most.
+    Each answer wakes a thread in the engine's process. So ends of captures wait for other answers, at most
+    _ENDS_WAIT_S.
     """
 
     def __init__(self, fd: int) -> None:
@@ -67,11 +67,11 @@ class Outbox:
         self._thread.start()
 
     def put(self, answer: Message | int) -> None:
-        """Queue a message, or the number of an extent that is free."""
+        """Queue a message, or the number of a freed extent."""
         self._queue.put(answer)
 
     def close(self) -> None:
-        """Write what is queued, then stop."""
+        """Write the queued answers, then stop."""
         self._queue.put(None)
         self._thread.join(_LAST_ANSWERS_S)
 
@@ -90,7 +90,7 @@ class Outbox:
             try:
                 write_all(self._fd, b"".join(pack(m) for m in messages))
             except BrokenPipeError:
-                return  # the engine is gone: the main thread sees it too
+                return  # the engine is gone, which the main thread detects too
 
 
 def _is_end(answer: Message | int | None) -> bool:
@@ -99,23 +99,23 @@ def _is_end(answer: Message | int | None) -> bool:
 
 
 class RemoteRing(RingBase):
-    """The ring as the coordinator sees it: the engine gives space out and takes it back by message."""
+    """The coordinator's view of the ring. The engine allocates space, and reclaims it when a message frees it."""
 
     def __init__(self, fd: int, nbytes: int, outbox: Outbox) -> None:
         super().__init__(fd, nbytes)
         self._outbox = outbox
-        self._out: dict[Extent, int] = {}  # in the order they came
-        self._taken = 0  # bytes of all that came
+        self._out: dict[Extent, int] = {}  # in the order of arrival
+        self._taken = 0  # bytes of all extents so far
 
     @property
     def used(self) -> int:
-        """Bytes from the oldest extent that is not free to the latest: the engine takes space back in order."""
+        """Bytes from the oldest used extent to the latest one, since the engine reclaims space in order."""
         with self._changed:
             oldest = next(iter(self._out), None)
             return 0 if oldest is None else self._taken - oldest.end + oldest.nbytes
 
     def take(self, number: int, offset: int, nbytes: int) -> Extent:
-        """The extent that the engine calls `number`, with one user."""
+        """Add the engine's extent `number`, with one user."""
         with self._changed:
             self._taken += nbytes
             extent = Extent(offset, nbytes, self._taken)
@@ -127,7 +127,7 @@ class RemoteRing(RingBase):
 
 
 class Coordinator:
-    """Handles the engine's messages one after another. Captures are known by the engine's numbers."""
+    """Handles the engine's messages one at a time. Captures have the engine's numbers."""
 
     def __init__(self, ring: RemoteRing, outbox: Outbox, writers: int, settings: WriteSettings, life_fd: int) -> None:
         self.ring, self.outbox = ring, outbox
@@ -140,7 +140,7 @@ class Coordinator:
         self.captures = Captures(ring, writers, settings, self._on_done, [life_fd], self._on_lost)
 
     def handle(self, message: Message) -> None:
-        """Act on one message. An error concerns its capture alone."""
+        """Act on one message. An error affects only its capture."""
         try:
             getattr(self, "_" + message.pop("type"))(**message)
         except Exception as error:
@@ -186,7 +186,7 @@ class Coordinator:
         self._parts(rows, **message)
 
     def _parts(self, take: Callable[..., None], extent: int, offset: int, nbytes: int, parts: list[list[Any]]) -> None:
-        """Hand parts of an extent to `take`, with their captures."""
+        """Pass parts of an extent to `take`, with their captures."""
         taken = self.ring.take(extent, offset, nbytes)
         try:
             for id, *fields in parts:
@@ -194,7 +194,7 @@ class Coordinator:
                     continue
                 try:
                     take(self.records[id], taken, *fields)
-                except Exception as error:  # it concerns its capture alone
+                except Exception as error:  # it affects only its capture
                     self._report(error, id)
         finally:
             self.ring.release(taken)
@@ -209,7 +209,7 @@ class Coordinator:
         drafts = np.frombuffer(unpack_array(rest["draft_index"]), "u1") if "draft_index" in rest else None
         try:
             self.captures.close(record, length, samples, ids, attrs, losses, drafts)
-        except ValueError as error:  # no capture stays open for ever
+        except ValueError as error:  # the capture must not stay open forever
             if not self.captures.abandon(record, Loss.of(Cause.CLOSE_REFUSED, error=str(error))):
                 record.reason = str(error)
                 self.captures.abort(record)
@@ -218,10 +218,10 @@ class Coordinator:
     def _lost(
         self, id: int | None, final: str, request_id: str | None, key: str | None, rank: int, reason: str
     ) -> None:
-        """A capture was lost with an earlier coordinator: say in the index what became of it.
+        """Record in the index the end of a capture that was lost with an earlier coordinator.
 
-        Its store may be there: the engine learns of the end of a capture a moment later. id: None where the engine
-        waits for no answer.
+        Its store may exist, because the engine learns of the end of a capture a moment later. id: None if the engine
+        does not wait for an answer.
         """
         state, raw, stored = State.FAILED, 0, 0
         try:
@@ -243,7 +243,7 @@ class Coordinator:
         self.outbox.put({"lost": record.client_number, "losses": losses_to_json(losses)})
 
     def _on_done(self, record: CaptureRecord) -> None:
-        # It is aborted only where it could not even be closed.
+        # The capture is aborted only if it cannot be closed.
         state = State.FAILED if record.state is State.ABORTED else record.state
         if self.uploads is not None and not record.rank and state in (State.COMPLETE, State.INCOMPLETE):
             ended = record.end is not None and record.end.attrs.get("finish_reason") in OWN_ENDS
@@ -274,7 +274,7 @@ def serve(coordinator: Coordinator, stdin: int, engine: int) -> None:
 
 
 def _needs_room(stdin: int, engine: int) -> bool:
-    """Whether the engine lives and may send more. At its end rows are written, whatever waits for its upload."""
+    """Whether the engine is alive and may send more rows. When it ends, rows are written even if uploads wait."""
     ended = select.poll()
     ended.register(stdin, select.POLLHUP)
     return not ended.poll(0) and os.path.exists(f"/proc/{engine}")
@@ -292,18 +292,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--engine-pid", type=int, required=True, help="the process it serves")
     parser.add_argument("--cores", required=True, help="where it may run: numbers separated by commas")
     args = parser.parse_args(argv)
-    # Leave the engine's process family: a kill of the engine with its descendants must not kill the writers.
+    # Detach from the engine's process tree: killing the engine and its descendants must not kill the writers.
     if os.fork():
         os._exit(0)
     os.sched_setaffinity(0, {int(core) for core in args.cores.split(",")})
-    # A terminal's or supervisor's signal to all processes must not cut writing short: the end of input ends it.
+    # Signals of a terminal or supervisor must not interrupt writing. The end of input ends the process.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     hold_life_lock()
     with open("/proc/self/comm", "w") as comm:
         comm.write("dmi-coordinator"[:15])  # the kernel keeps 15 characters
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever prints goes to standard error
+    os.dup2(2, 1)  # other output goes to standard error
     outbox = Outbox(answers)
     ring = RemoteRing(args.ring_fd, args.ring_bytes, outbox)
     settings = WriteSettings(**args.settings)

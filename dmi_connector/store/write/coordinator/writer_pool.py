@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The writer processes: which arrays each one writes, which payloads it has yet to read, and how fast it works."""
+"""The writer processes: which arrays each one writes, which payloads it has not read yet, and its duty cycle."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from dmi_connector.store.write.settings import WriteSettings
 
 WRITER = "dmi_connector.store.write.writer"
 _LEAST_END_S = 0.5
-"""Time that each process has to end, also when the deadline has passed."""
+"""Minimum time that each process has to end, even after the deadline."""
 SPREAD_BYTES = 16 << 20
-"""Chunks of this size and more are spread over several writers. For smaller ones the messages cost more than they gain.
+"""Minimum size of chunks that are spread over several writers. For smaller chunks the messages cost more than they
+save.
 """
 SEGMENT_BYTES = 16 << 20
-"""Segments of this size and more go to several writers in turn, so that a long capture has more than one core."""
+"""Minimum size of segments that are given to several writers in turn, so a long capture uses more than one core."""
 
 
 @dataclass(eq=False)
 class Assignment:
     """The arrays of a capture that one writer has, or some segments of them.
 
-    writer: the writer's number in the pool. arrays: indexes in the layout. load: bytes of a token. tokens: whether
+    writer: index of the writer in the pool. arrays: indexes in the layout. load: bytes per token. tokens: whether
     token arrays are among the arrays. samples: names of the per-sample arrays among them. leader: the assignment that
-    writes the metadata of these arrays; None for the leader itself. segments: the number of its segments. bytes_raw:
-    bytes of the rows that it wrote. open: whether it still writes.
+    writes the metadata of these arrays; None for the leader itself. segments: number of its segments. bytes_raw:
+    raw bytes of the rows that it wrote. open: whether it is not finished.
     """
 
     process: Child
@@ -47,9 +48,11 @@ class Assignment:
 
 
 def assign(arrays: Sequence[ArraySpec], loads: list[int], spread: bool) -> dict[int, list[int]]:
-    """Share `arrays` out: {writer: indexes of its arrays}. The largest come first, to the least loaded writer.
+    """Assign `arrays` to writers: {writer: indexes of its arrays}. Each array, largest first, goes to the least loaded
+    writer.
 
-    loads: bytes of a token that each writer has open; the new ones are added. spread: False gives all to one writer.
+    loads: bytes per token of the open arrays of each writer. The new arrays are added to it. spread: False assigns all
+    arrays to one writer.
     """
     parts: dict[int, list[int]] = {}
     for i in sorted(range(len(arrays)), key=lambda i: -arrays[i].token_bytes):
@@ -62,8 +65,8 @@ def assign(arrays: Sequence[ArraySpec], loads: list[int], spread: bool) -> dict[
 class WriterPool:
     """A fixed number of writer processes. One that has died is replaced when it is next needed.
 
-    Not thread-safe: call it with the owner's lock held. pass_fds: descriptors that writers keep open while they live.
-    on_message, on_death: see `Child`. loads: bytes of a token that each writer has open.
+    Not thread-safe: call it with the owner's lock held. pass_fds: file descriptors that writers keep open until they
+    exit. on_message, on_death: see `Child`. loads: bytes per token of the open arrays of each writer.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class WriterPool:
         return number
 
     def forget(self, number: int) -> None:
-        """Let all writers forget a layout. No open message may name it after this; what is open there goes on."""
+        """Let all writers forget a layout. No later open message may name it. Open captures are not affected."""
         del self._layouts[number]
         for process in self.processes:
             process.post({"type": "forget", "number": number})
@@ -122,7 +125,7 @@ class WriterPool:
         return process in self._unread
 
     def process(self, writer: int) -> Child:
-        """The process of a writer (its number modulo their count); a new process if it has died."""
+        """The process of a writer (`writer` modulo the number of writers). A dead process is replaced."""
         writer %= len(self.processes)
         if not self.alive(self.processes[writer]):
             self.processes[writer] = self._spawn()
@@ -142,10 +145,10 @@ class WriterPool:
         return Assignment(self.process(writer), writer, part, load, any(not a.per_sample for a in arrays), samples)
 
     def next_segment(self, layout: PayloadLayout, leader: Assignment, there: Sequence[Assignment]) -> Assignment:
-        """Who writes one more segment of the token arrays of `leader`: one of `there`, or a new assignment.
+        """The assignment for one more segment of the token arrays of `leader`: one of `there`, or a new one.
 
-        there: all assignments of the capture. A writer has one at most. Those with the fewest segments come first, then
-        the least loaded.
+        there: all assignments of the capture. A writer has at most one. The writer with the fewest segments is chosen,
+        and among equals the least loaded one.
         """
         arrays = [i for i in leader.arrays if not layout.arrays[i].per_sample]
         load = sum(layout.arrays[i].token_bytes for i in arrays)
@@ -162,7 +165,7 @@ class WriterPool:
         return Assignment(self.process(writer), writer, arrays, load, True, frozenset(), leader)
 
     def leave(self, assignment: Assignment) -> None:
-        """An assignment is written, or given up."""
+        """Release an assignment that is finished or abandoned."""
         assignment.open = False
         self.loads[assignment.writer] -= assignment.load
 
@@ -174,18 +177,18 @@ class WriterPool:
         process.post({**message, "seq": self._sent, "sent": time.monotonic()})
 
     def read(self, process: Child, seq: int) -> None:
-        """A writer has read the payload of message `seq`."""
+        """Release the extent of message `seq`, which a writer has read."""
         self._ring.release(self._unread[process].pop(seq))
 
     def bury(self, process: Child) -> int:
-        """Release what a dead process had yet to read. Returns how many payloads that were."""
+        """Release the payloads that a dead process had not read. Returns their number."""
         extents = self._unread.pop(process, {})
         for extent in extents.values():
             self._ring.release(extent)
         return len(extents)
 
     def set_pace(self, to_come: int | None) -> None:
-        """Tell writers how fast to work. to_come: bytes that open captures may still bring; None: work all the time."""
+        """Set the duty cycle of writers. to_come: bytes that open captures may still send; None: no pauses."""
         self._pace.behind = not self._settings.always_compress and self._ring.used >= FULL * self._ring.nbytes
         if to_come is None:
             self._pace.shares = Shares(1.0, 1.0)
@@ -194,9 +197,9 @@ class WriterPool:
         self._pace.shares = shares_for(self._settings.least_share, self._ring.used / room, to_come / room)
 
     def end(self, deadline: float) -> bool:
-        """Let all processes stop after what was sent to them; kill them at `deadline` (of time.monotonic()).
+        """Let all processes end after their queued messages. Kill them at `deadline` (of time.monotonic()).
 
-        Call it without the owner's lock. Returns whether all stopped by themselves.
+        Call it without the owner's lock. Returns whether all ended by themselves.
         """
         for process in self.processes:
             process.finish()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Repairs partial stores, and finishes uploads that were cut short."""
+"""Repairs partial stores, and finishes interrupted uploads."""
 
 from __future__ import annotations
 
@@ -38,19 +38,18 @@ from dmi_connector.urls import parse_url
 
 PARTIAL = ".zarr" + schema.PARTIAL_SUFFIX
 LOCKED_WITHIN_S = 60.0
-"""A running server's uploader, which may have to start, locks a store within this time of its end."""
+"""Maximum time from the end of a store to its lock by the uploader of a running server, which may have to start."""
 
 
 @dataclass
 class Outcome:
-    """What became of one partial store.
+    """The outcome of one store.
 
-    state: "salvaged" (it is an incomplete store now), "published" (it was whole and lacked only its final name),
-    "written" (a writer has it: left alone), "empty" (nothing can be salvaged), "removed" (it was empty), "refused" (a
-    store has its name already) or "failed". Of a finished store: "recorded" (only the index lacked its end). Of one
-    whose upload was not finished: "uploaded", "not uploaded", or "waits" (a server that runs uploads it). store: the
-    finished store. notes: what is lost or wrong. url:
-    where it was uploaded to, or should be.
+    state: for a partial store: "salvaged" (it is now an incomplete store), "published" (it was complete but not yet
+    renamed), "written" (a process still writes it: skipped), "empty" (nothing can be salvaged), "removed" (it was
+    empty), "refused" (a store already has its name) or "failed". For a finished store: "recorded" (only its last line
+    was missing in the index). For an interrupted upload: "uploaded", "not uploaded", or "waits" (a running server will
+    upload it). store: the finished store. notes: losses and problems. url: where it was uploaded to, or should be.
     """
 
     partial: str
@@ -73,13 +72,13 @@ class Outcome:
 
 
 def repair(path: str | os.PathLike[str], remove_empty: bool = False) -> list[Outcome]:
-    """Repair a partial store, or every one in a directory. Finished stores are never touched.
+    """Repair a partial store, or all partial stores of a directory. Finished stores are never changed.
 
-    Of a directory, the index gets the ends of stores that it lacks, and uploads are finished: those of stores that it
-    names as not uploaded.
+    For a directory, it also adds missing last lines of stores to the index, and uploads the stores that the index lists
+    as not uploaded.
 
-    remove_empty: remove partial stores of which nothing can be salvaged. An error with one partial store becomes its
-    outcome; the others are repaired all the same. Raises NeedsLinux.
+    remove_empty: remove partial stores of which nothing can be salvaged. An error of one partial store becomes its
+    outcome, and the others are still repaired. Raises NeedsLinux.
     """
     check_linux("repair")
     root = Path(os.path.abspath(path))
@@ -102,10 +101,10 @@ def repair(path: str | os.PathLike[str], remove_empty: bool = False) -> list[Out
 
 
 def record_ends(directory: Path) -> list[Outcome]:
-    """Append the ends of finished stores that the index lacks.
+    """Append the missing last lines of finished stores to the index.
 
-    Raises OSError, and ValueError or KeyError for a store that is damaged. A store that a process has open is left
-    alone: it may be the writer, about to append the line. Readers find such a store without it.
+    Raises OSError, and ValueError or KeyError for a damaged store. A store that a process has open is skipped, because
+    that process may be the writer, which is about to append the line. Readers find such a store without the line.
     """
     outcomes = []
     for store in unrecorded_stores(directory):
@@ -117,22 +116,22 @@ def record_ends(directory: Path) -> list[Outcome]:
                     outcomes.append(_outcome(store, "recorded", attrs))
         except FileNotFoundError:
             if store.exists():
-                raise  # else it was removed just now
+                raise  # otherwise it was just removed
     return outcomes
 
 
 def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_seconds) -> list[Outcome]:
-    """Upload the stores of a directory whose upload was cut short, or failed.
+    """Upload the stores of a directory whose upload was interrupted, or failed.
 
-    What a server that runs is to upload is left to it. retry_seconds: how long the first store whose upload fails is
-    tried again. The bucket is down then, and each of the others is tried once.
+    Stores that a running server will upload are skipped. retry_seconds: how long the first failing upload is retried.
+    After that the bucket counts as down, and each other store is tried once.
     """
     unfinished = [i for i in indexed_captures(directory) if i.upload in ("pending", "failed") and i.finished]
     waiting = [info for info in unfinished if info.url and isinstance(info.store, Path) and info.store.is_dir()]
     if not waiting:
         return []
     parts: dict[RemotePath, RemoteIndexPart] = {}
-    with claim(os.path.realpath(directory)) as alone, umask_of(directory):  # the user may name a link to it
+    with claim(os.path.realpath(directory)) as alone, umask_of(directory):  # the path may be a link
         outcomes = []
         for info in waiting:
             if info.only_complete and isinstance(info.store, Path) and _lacks_something(info.store):
@@ -140,27 +139,27 @@ def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_
                 continue
             began = time.monotonic()
             outcomes.append(_finish_upload(info, alone, retry_seconds, parts))
-            # What cannot pass fails at once. With pauses that double, the last try is after a quarter of the time.
+            # Permanent errors fail at once. Since pauses double, the last attempt is after a quarter of the time.
             if outcomes[-1].state == "not uploaded" and time.monotonic() - began > retry_seconds / 4:
                 retry_seconds = 0
         for part in parts.values():
-            with contextlib.suppress(OSError):  # stores are found without it, each opened once
+            with contextlib.suppress(OSError):  # without it stores are still found, and each is opened once
                 part.write()
     return outcomes
 
 
 def _is_new(info: CaptureInfo) -> bool:
-    """Whether a store was finished just now: its uploader may have yet to lock it."""
+    """Whether a store was finished just now, so that its uploader may not have locked it yet."""
     ended = datetime.datetime.fromisoformat(info.finished or info.started).astimezone(datetime.UTC)
     return (datetime.datetime.now(datetime.UTC) - ended).total_seconds() < LOCKED_WITHIN_S
 
 
 def _lacks_something(store: Path) -> bool:
-    """Whether a store lacks rows, or its request did not come to its own end. False for one that is damaged."""
+    """Whether a store lacks rows, or its request was aborted. False for a damaged store."""
     try:
         attrs = read_attrs(store)
     except ValueError:
-        return False  # the upload fails and says why
+        return False  # its upload fails with the reason
     return not attrs["complete"] or attrs.get("finish_reason") not in OWN_ENDS
 
 
@@ -216,9 +215,9 @@ def _outcome(store: Path, state: str, attrs: dict[str, Any], notes: Sequence[str
 
 
 def _is_whole(partial: Path) -> bool:
-    """Whether the root document and what it lists is written: then only the final name is lacking.
+    """Whether the root document and all listed files are written, so that only the final name is missing.
 
-    Raises ValueError when the root document is sound, but a file is not, and no journal is left to go by.
+    Raises ValueError if the root document is sound but a file is not, and no journal is left.
     """
     attrs = written_attrs(str(partial))
     if attrs is None:

@@ -58,7 +58,7 @@ class Salvage:
         for array in (a for journal in self.journals for a in journal.arrays):
             self.arrays.setdefault((array.spec.name, array.spec.rank), JournalArray(array.spec)).add(array)
         self.length = 0
-        self.samples: dict[str, int] = {}  # by array, where the commit knows more than the journals
+        self.samples: dict[str, int] = {}  # by array, if the commit knows more samples than the journals
         self.files: FileList = {}
         self.bytes_raw = 0
 
@@ -72,7 +72,7 @@ class Salvage:
         return found
 
     def run(self) -> bool:
-        """Build a store from all sound rows. False without any: the partial store then stays."""
+        """Build a store from all sound rows. Returns False if there are none. The partial store then stays."""
         if "prompt_len" not in self._facts():
             self.losses.append(Loss.of(Cause.NOT_RECORDED))
             return False
@@ -113,7 +113,7 @@ class Salvage:
         """The root attributes that were known when the capture began."""
         if not self.abouts:
             return {}
-        known = known_attrs(self.abouts[0])  # of rank 0 if it wrote one: the index agrees with it
+        known = known_attrs(self.abouts[0])  # that of rank 0 if it wrote one, as in the index
         return {"format_version": schema.FORMAT_VERSION, "created": now(), **known}
 
     def specs(self) -> list[ArraySpec]:
@@ -223,7 +223,7 @@ class Salvage:
 
 
 def _seal(path: Path, index: np.ndarray) -> int:
-    """Write the index of a shard file, right after the last chunk in it. Returns the size of the file."""
+    """Write the index of a shard file after its last chunk. Returns the size of the file."""
     places = index[index[..., 0] != EMPTY].astype(np.int64)
     end = int(places.sum(axis=1).max())
     tail = index_bytes(index)

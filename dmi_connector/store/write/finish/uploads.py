@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The uploads of a coordinator: a process of their own, a bounded backlog, and what became of each store."""
+"""The uploads of a coordinator: the uploader process, a bounded backlog, and the outcome of each store."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ logger = logging.getLogger(__name__)
 
 UPLOADER = "dmi_connector.store.write.finish.uploader"
 _DEATHS = 3
-"""The waiting uploads are given up after this many deaths of the process without an upload between them."""
+"""Waiting uploads fail after this many deaths of the process without an upload in between."""
 _LOOK_S = 0.5
-"""How often a wait for room looks whether it still has a reason."""
+"""Interval at which a wait for room checks whether it is still needed."""
 
 
 class Uploads:
-    """Hands finished stores to the uploader process, which starts with the first. Any thread may call the methods.
+    """Passes finished stores to the uploader process, which starts with the first store. All methods are thread-safe.
 
-    note: called with a sentence for what went wrong. count: called with {"uploaded", "upload_failed", "bytes_queued" or
+    note: called with a sentence for each error. count: called with {"uploaded", "upload_failed", "bytes_queued" or
     "bytes_uploaded": increase}.
     """
 
@@ -39,7 +39,7 @@ class Uploads:
     ) -> None:
         self.settings, self._file_mode, self._note, self._count = settings, file_mode, note, count
         self._changed = threading.Condition(threading.RLock())
-        self._waiting: dict[str, int] = {}  # bytes of stores that are not uploaded, in the order they came
+        self._waiting: dict[str, int] = {}  # bytes of stores that are not uploaded, in order of arrival
         self._child: Child | None = None
         self._deaths = 0
         self._stopping = False
@@ -51,7 +51,7 @@ class Uploads:
             return sum(self._waiting.values())
 
     def add(self, store: str, nbytes: int, whole: bool = True) -> None:
-        """A store has its final name. whole: it lacks no rows, and its request came to its own end. Never blocks."""
+        """Add a finished store. whole: it lacks no rows, and its request was not aborted. Never blocks."""
         limit = self.settings.backlog_bytes
         if self.settings.only_complete and not whole:
             self._leave(Path(store))
@@ -67,14 +67,14 @@ class Uploads:
             self._process().post({"type": "upload", "store": store})
 
     def _leave(self, store: Path) -> None:
-        """Say in the index that a store is not meant to be uploaded."""
+        """Record in the index that a store will not be uploaded."""
         try:
             leave_upload(store)
-        except OSError as error:  # dmi repair would upload it
+        except OSError as error:  # dmi repair may then upload it
             self._note(f"{store}: {error}")
 
     def wait_for_room(self, needed: Callable[[], bool]) -> None:
-        """Under policy block: wait while the backlog is over its limit, and while `needed`."""
+        """With policy block, wait while the backlog is over its limit and `needed` returns True."""
         if self.settings.drop:
             return
         with self._changed:
@@ -82,7 +82,7 @@ class Uploads:
                 self._changed.wait(_LOOK_S)
 
     def shutdown(self, timeout: float) -> bool:
-        """Finish what waits within `timeout` seconds. Returns whether all was uploaded or given up with a reason."""
+        """Finish waiting uploads within `timeout` seconds. Returns whether each succeeded, or failed with a reason."""
         deadline = time.monotonic() + timeout
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting, timeout)
@@ -121,7 +121,7 @@ class Uploads:
         self._note(f"{store} is not uploaded, its local copy stays: {reason}")
 
     def _on_death(self, child: Child, how: str) -> None:
-        """Start another one for what waits."""
+        """Start another process for the waiting uploads."""
         with self._changed:
             if self._stopping or child is not self._child:
                 return
