@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from dmi_connector.analysis.sparse_encoder import SparseEncoder
 from dmi_connector.reduce.probe_file import load
 from dmi_connector.store.read.verify import verify_store
 from tests.engine.check import reference
-from tests.engine.drafts import NGRAM
+from tests.engine.drafts import NGRAM, Pair, drafting
 from tests.engine.harness import SMALL, Ask, Run, engine, generate, prompt, watch_scheduler
 from tests.probekit import check_inline, check_largest, check_neurons, check_scores, save_encoder, save_probe
 
@@ -47,6 +48,7 @@ ASKS = {
 ALERTS = {"one": -1e9}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "target, few blocks": ("target", {"num_gpu_blocks_override": 7}),
+    "pool, few blocks": ("pool", {"num_gpu_blocks_override": 7}),
     "pool, drafts": ("pool", {"speculative_config": NGRAM}),
 }
 
@@ -85,7 +87,10 @@ def run(
     }
     args: dict[str, Any] = capture_args("probe.*", run.store_dir, owner, probes=given, probe_alerts=ALERTS, **SMALL)
     args |= {**more, "disable_log_stats": False}
-    with engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:
+    model = tiny_model("qwen3")
+    drafts = args.pop("speculative_config", None)
+    started = partial(engine, model) if drafts is None else partial(drafting, Pair("qwen3", model, drafts))
+    with started(enforce_eager=True, **args) as llm:
         watch_scheduler(llm, run)
         generate(llm, run, ASKS)
         generate(llm, run, {"again": Ask(prompt(300), INLINE)})  # its first blocks come from the prefix cache

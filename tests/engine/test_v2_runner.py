@@ -27,6 +27,7 @@ CASES = [
             "tp2",
             "attention",
             "reduce",
+            "probes",
             "stock_ehs",
             "request_options",
             "limits",
