@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a run without an engine: what recovery keeps and counts, what is shown, and what the engine process says."""
+
+from __future__ import annotations
+
+import io
+import re
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dmi_connector.bulk import engine_process, engines, ray_workers, recovery
+from dmi_connector.bulk.engines import Answer
+from dmi_connector.bulk.flight import Flight
+from dmi_connector.bulk.manifest import Manifest
+from dmi_connector.bulk.order import Order, Placed
+from dmi_connector.bulk.progress import Counts, Progress
+from dmi_connector.bulk.prompts import Prompt
+from dmi_connector.bulk.recovery import recover, settle_left, store_key
+from dmi_connector.bulk.settings import _changed, _refusal
+from dmi_connector.store.format.remote_path import place_of
+from tests.bulkkit import RUN, FakeEngines, start_run, template, write_prompts
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return template(tmp_path_factory.mktemp("template") / "one.zarr")
+
+
+class Folder:
+    """The directory of a run. `bad`: names of stores that are not sound. `uploads`: URLs by position."""
+
+    def __init__(self, out: Path, patch: pytest.MonkeyPatch) -> None:
+        self.out, self.bad, self.uploads = out, set[str](), dict[int, str]()
+        patch.setattr(recovery, "is_sound", lambda path: path.name not in self.bad)
+        patch.setattr(recovery, "uploaded_stores", lambda _out: [(self.name(p, "up"), u) for p, u in self.url()])
+        patch.setattr(recovery, "_is_whole", lambda place: "torn" not in str(place))
+        patch.setattr(recovery, "record_ends", lambda _out: None)
+
+    def url(self) -> list[tuple[int, str]]:
+        return list(self.uploads.items())
+
+    @staticmethod
+    def name(position: int, which: str) -> str:
+        return f"{store_key(RUN, position)}--{which}.zarr"
+
+    def add(self, position: int, which: str, bad: bool = False, ending: str = "") -> Path:
+        path = self.out / f"{self.name(position, which)}{ending}"
+        path.mkdir()
+        if bad:
+            self.bad.add(path.name)
+        return path
+
+    def there(self) -> list[str]:
+        return sorted(path.name for path in self.out.glob(f"{RUN}*"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    (tmp_path / "out").mkdir()
+    return Folder(tmp_path / "out", monkeypatch)
+
+
+# ---- recovery -------------------------------------------------------------------------------------------------------
+
+
+def test_recovery_counts_each_store_that_it_removes(folder: Folder) -> None:
+    manifest = Manifest(folder.out / "manifest.jsonl")
+    for position, which in ((0, "a"), (7, "a"), (8, "a")):
+        manifest.add({"key": store_key(RUN, position), "store": folder.name(position, which)})
+    manifest.flush()
+    kept = [folder.add(0, "a"), folder.add(1, "a"), folder.add(4, "b"), folder.add(7, "a")]
+    folder.add(2, "a", bad=True)  # damaged
+    folder.add(3, "a", ending=".partial")
+    folder.add(1, "z", ending=".partial")
+    folder.add(4, "a", bad=True)  # twice, of which one is sound
+    folder.add(7, "b")  # twice, and the manifest names the other
+    folder.uploads = {0: "s3://bucket/0", 2: "s3://bucket/2", 3: "s3://bucket/torn", 8: "s3://bucket/8", 9: "s3://bucket/9"}
+    found = recover(folder.out, RUN, Order(), folder.out / "manifest.jsonl")
+    assert folder.there() == sorted(path.name for path in kept)
+    assert found.found == {1: kept[1], 4: kept[2], 2: place_of("s3://bucket/2"), 9: place_of("s3://bucket/9")}
+    assert (list(found.done), found.removed, found.gone) == ([0, 7, 8], 5, 0)
+
+
+@pytest.mark.parametrize("redo", [False, True])
+def test_prompts_whose_stores_are_gone_are_counted_or_done_again(redo: bool, folder: Folder) -> None:
+    """An upload is not gone, even where it is not whole."""
+    manifest = Manifest(folder.out / "manifest.jsonl")
+    for position in (0, 1, 2, 3):
+        manifest.add({"key": store_key(RUN, position), "store": folder.name(position, "a")})
+    manifest.add({"key": "other-000000005", "store": "x"})
+    manifest.flush()
+    folder.add(0, "a")
+    folder.uploads = {2: "s3://bucket/torn"}
+    found = recover(folder.out, RUN, Order(), folder.out / "manifest.jsonl", redo)
+    assert (list(found.done), found.gone) == (([0, 2], 0) if redo else ([0, 1, 2, 3], 2))
+    assert (found.found, found.removed) == ({}, 0)
+
+
+def test_of_prompts_of_a_dead_engine_one_whole_store_is_kept(folder: Folder) -> None:
+    kept = [folder.add(1, "a"), folder.add(5, "a"), folder.add(6, "a", ending=".partial")]
+    for position, which, bad, ending in (
+        (1, "b", False, ""),
+        (2, "a", True, ""),
+        (2, "b", False, ".partial"),
+        (3, "a", True, ""),
+    ):
+        folder.add(position, which, bad, ending)
+    names = folder.there()
+    folder.uploads = {1: "s3://bucket/1", 2: "s3://bucket/2", 3: "s3://bucket/torn", 5: "s3://bucket/5"}
+    found = settle_left(folder.out, RUN, [1, 2, 3, 4])
+    one = next(place for place in found.values() if isinstance(place, Path))
+    assert found == {1: one, 2: place_of("s3://bucket/2")} and one.name in names
+    assert folder.there() == sorted([one.name, *(path.name for path in kept[1:])]), "others are left alone"
+
+
+@pytest.mark.parametrize(
+    ("key", "position"),
+    [
+        (f"{RUN}-000000012", 12),
+        (f"{RUN}-1234567890", 1234567890),
+        (f"{RUN}-12", None),
+        (f"{RUN}-000000012x", None),
+        ("x-000000012", None),
+        (f"{RUN}-٠٠٠٠٠٠٠١٢", None),
+    ],
+)
+def test_the_position_in_a_key(key: str, position: int | None) -> None:
+    assert recovery.position_of(RUN, key) == position
+    assert recovery._position(RUN, f"{key}--x--1.zarr") == position
+    assert recovery._position(RUN, f"{key}--x.zarr.partial") is None and recovery._position(RUN, key) is None
+
+
+# ---- a run ----------------------------------------------------------------------------------------------------------
+
+
+class Shown(Progress):
+    """Takes what is shown. `flushed`: how often the output was flushed."""
+
+    def __init__(self) -> None:
+        super().__init__(True, io.StringIO())
+        self.counts: list[tuple[Counts, bool]] = []
+
+    def show(self, counts: Counts, force: bool = False) -> None:
+        self.counts.append((counts, force))
+
+
+def test_counts_of_prompts_in_flight_are_those_without_and_with_an_answer(store: Path, folder: Folder) -> None:
+    shown = Shown()
+    prompts = write_prompts(folder.out.parent / "p.jsonl", 9)
+    run = start_run(prompts, folder.out, FakeEngines(store, folder.out), progress=shown)
+    run._engines.starting = lambda: [Path("a.log"), Path("b.log")]  # type: ignore[method-assign]
+    for position in range(5):
+        answer = Answer(position, 1, 1, "stop", None) if position < 2 else None
+        run._flights[position] = Flight(Placed(position, position, b""), Prompt("a"), answer)
+    run.outcome.counts.done, run.outcome.counts.rejected, run.outcome.counts.failed = 10, 20, 30
+    for total, estimated, wanted in ((9, False, 9), (9, True, 60), (99, True, 99), (None, False, None)):
+        rows: Any = SimpleNamespace(total=lambda t=total: t, estimates=lambda e=estimated: e)
+        run._rows = rows
+        run._show()
+        counts, force = shown.counts.pop()
+        assert (counts.engine, counts.backlog, counts.total, counts.estimated) == (3, 2, wanted, estimated)
+        assert counts.starting == ("a.log", "b.log") and force is False
+    run._show(force=True)
+    assert shown.counts.pop()[1] is True
+    run.outcome.stopped = "engines"
+    run._show()
+    assert shown.counts == [], "no engine was ready"
+
+
+def test_what_is_shown_is_written_at_once() -> None:
+    class Out(io.StringIO):
+        flushed = 0
+
+        def flush(self) -> None:
+            self.flushed += 1
+
+    for as_json in (True, False):
+        out = Out()
+        progress = Progress(as_json, out)
+        progress.say({"event": "x"}, "text")
+        assert out.flushed == 1
+        progress.show(Counts(), force=True)
+        assert out.flushed == 2
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_other_settings_is_told_the_first_difference(tmp_path: Path) -> None:
+    def why(noted: dict[str, Any], wanted: dict[str, Any]) -> str:
+        return str(_refusal(tmp_path, noted, wanted)).removeprefix(f"--out {tmp_path}")
+
+    another = "; give the same, or another --out"
+    assert why({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 5, "c": 6}) == f" was begun with b 2, not 5{another}"
+    assert why({"a": 1}, {"a": 1, "b": 5}) == f" was begun with b None, not 5{another}"
+    assert why({"a": 1, "z": 3, "b": 2}, {"a": 1}) == " was begun with b 2; give it too, or another --out"
+    file = {"name": "x", "bytes": 3}
+    assert why({"prompts": [file]}, {"prompts": [{"name": "x", "bytes": 4}]}) == (
+        ": the prompts have changed since its run began: x has 4 bytes, not 3; give the files of then, or another --out"
+    )
+    assert why({"prompts": []}, {"prompts": [1]}) == f" was begun with prompts [], not [1]{another}"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "how"),
+    [
+        ([("a", 1, "x"), ("b", 2, "y")], [("b", 2, "y"), ("c", 1, "x")], "a is gone, c is new"),
+        ([("a", 1, "x"), ("b", 2, "y"), ("c", 2, "y")], [("b", 2, "y")], "a is gone"),
+        ([("b", 2, "y")], [("b", 3, "y"), ("a", 1, "x"), ("c", 1, "x")], "a is new"),
+        ([("a", 1, "x"), ("b", 2, "y")], [("a", 1, "x"), ("b", 3, "z")], "b has 3 bytes, not 2"),
+        ([("a", 1, "x"), ("b", 2, "y")], [("a", 1, "z"), ("b", 3, "y")], "a has other content"),
+        ([("a", 1, "x"), ("b", 2, "y")], [("b", 2, "y"), ("a", 1, "x")], "its files are in another order"),
+    ],
+)
+def test_how_an_input_has_changed(before: Any, now: Any, how: str) -> None:
+    old, new = ([dict(zip(("name", "bytes", "sha"), one, strict=True)) for one in files] for files in (before, now))
+    assert _changed(old, new) == how
+
+
+# ---- engines --------------------------------------------------------------------------------------------------------
+
+
+def test_gpus_are_those_of_the_system_where_no_variable_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"/dev": ["nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm", "xnvidia3", "null"]}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(engines.os, "listdir", lambda path: names[path])
+    assert engines.visible_devices() == ["2", "10"]
+
+
+def test_there_is_no_room_without_a_worker() -> None:
+    def room(*workers: tuple[bool, int, int]) -> int:
+        made = [SimpleNamespace(alive=alive, window=window, has=range(has)) for alive, window, has in workers]
+        return ray_workers.RayWorkers.room(SimpleNamespace(_engines=made))  # type: ignore[arg-type]
+
+    assert room() == room((False, 9, 0)) == 0
+    assert room((True, 4, 1), (True, 5, 4), (False, 9, 0)) == 3
+
+
+class System:
+    """Stands for `os` in the engine process."""
+
+    O_WRONLY, O_CREAT, O_APPEND, O_CLOEXEC, O_NOFOLLOW, devnull = 1, 2, 4, 8, 16, "/dev/null"
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: (self.calls.append((name, *given)), {"dup": 40, "open": 50}.get(name))[1]
+
+
+@pytest.mark.parametrize("said", ["", "word " * 1000])
+def test_an_engine_process_answers_on_its_output_and_logs_all_else(
+    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why it failed is told in at most 2,000 characters, on one line."""
+    system, calls, sent = System(), list[tuple[Any, ...]](), list[tuple[int, Any]]()
+    inbox = SimpleNamespace(take=lambda most, wait: calls.append(("take", most, wait)) or [{"start": {"model": "m"}}])
+
+    def serve(given: Any, start: Any) -> Any:
+        assert given is inbox and start == {"model": "m"}
+        yield {"ready": 1}
+        if said:
+            raise ValueError(f"a\n b {said}")
+
+    monkeypatch.setattr(engine_process, "os", system)
+    monkeypatch.setattr(engine_process, "Inbox", lambda fd: calls.append(("inbox", fd)) or inbox)
+    monkeypatch.setattr(engine_process, "serve", serve)
+    monkeypatch.setattr(engine_process, "pack", lambda message: message)
+    monkeypatch.setattr(engine_process, "write_all", lambda fd, data: sent.append((fd, data)))
+    monkeypatch.setattr(engine_process, "end_with_parent", lambda parent: calls.append(("tied to", parent)))
+    monkeypatch.setattr(engine_process, "end_forks_with_this", lambda: calls.append(("forks",)))
+    monkeypatch.setattr(engine_process.signal, "signal", lambda *given: calls.append(("signal", *given)))
+    arguments = ["--parent", "12", "--log", "the.log"]
+    if said:
+        with pytest.raises(ValueError, match=re.escape("a\n b word")):
+            engine_process.main(arguments)
+    else:
+        assert engine_process.main(arguments) == 0
+    failed = [(40, {"failed": f"ValueError: a b {said}"[:2000]})] if said else []
+    assert sent == [(40, {"ready": 1}), *failed]
+    ignored = ("signal", signal.SIGINT, signal.SIG_IGN)
+    assert calls == [("tied to", 12), ("forks",), ignored, ("inbox", 40), ("take", 1, True)]
+    assert system.calls[:6] == [
+        *(("setsid",), ("dup", 1), ("open", "the.log", 31, 0o666)),
+        *(("dup2", 50, 1), ("dup2", 50, 2), ("dup", 0)),
+    ]
+    ((name, _, target),) = system.calls[6:]
+    assert (name, target) == ("dup2", 0)
