@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dmi_connector.analysis import autoencoder, downstream
 from dmi_connector.analysis.autoencoder import Autoencoder
@@ -209,3 +210,187 @@ def test_hooks_in_forms_that_differ_are_not_compared(one: Any, other: Any, why: 
 def test_summaries_of_attention_are_not_compared() -> None:
     nothing: Any = None
     assert _unlike_forms(nothing, nothing, "pattern", 0) == "it is a summary of the largest weights"
+
+
+# ---- one reduction of one layer -------------------------------------------------------------------------------------
+
+
+class Halved:
+    """A reduction to half of the values, which notes what it is asked. counts: whether it stores whole numbers."""
+
+    def __init__(self, counts: bool = False) -> None:
+        self.counts, self.asked, self.both = counts, list[tuple[Any, ...]](), list[Any]()
+
+    def bind(self, *given: Any) -> Halved:
+        self.asked.append(("bind", *given))
+        return self
+
+    def prepare(self, *given: Any) -> None:
+        self.asked.append(("prepare", *given))
+
+    def encode(self, values: torch.Tensor, layer: int) -> torch.Tensor:
+        self.asked.append(("encode", values.dtype, layer))
+        return values[:, ::2].to(torch.uint8) if self.counts else values[:, ::2]
+
+    def decode(self, raw: np.ndarray, width: int, dtype: str) -> np.ndarray:
+        self.asked.append(("decode", raw.dtype, width, dtype))
+        return np.repeat(raw, 2, axis=1).astype("f4")
+
+    def stored_dtype(self, dtype: str) -> str:
+        return "uint8" if self.counts else dtype
+
+    def measures(self, both: Any) -> dict[str, float]:
+        self.both.append(both)
+        return {"error": 0.12345678, "importance": 1.0}
+
+    def restored(self, both: Any) -> str:
+        assert both is self.both[-1]
+        return "restored"
+
+
+ROWS = np.arange(12, dtype="f4").reshape(3, 4)
+IDS = np.array([4, 5, 6])
+
+
+def downstream_of(decoded: np.ndarray) -> Any:
+    """Measures 2 / 3 of rows that were decoded to these."""
+
+    def measures(found: np.ndarray, restored: Any) -> dict[str, float]:
+        np.testing.assert_array_equal(found, decoded)
+        assert restored == "restored"
+        return {"importance": 2 / 3, "lens_top": 0.5}
+
+    return SimpleNamespace(measures=measures)
+
+
+@pytest.mark.parametrize("layer", [None, 3])
+@pytest.mark.parametrize(
+    ("counts", "dtype", "size"), [(False, "float32", 0.5), (False, "bfloat16", 0.5), (True, "float32", 2 / 16)]
+)
+def test_rows_are_reduced_as_the_tap_would_and_compared(layer: int | None, counts: bool, dtype: str, size: Any) -> None:
+    reduction: Any = Halved(counts)
+    decoded = np.repeat(ROWS[:, ::2], 2, axis=1)
+    found = _measure("half", reduction, "q", layer, ROWS, IDS, dtype, downstream_of(decoded))
+    measures = {"error": 0.123457, "importance": 0.666667, "lens_top": 0.5}
+    assert found == Fidelity("q", layer, "half", 3, 4, size, measures)
+    number, stored = layer or 0, np.dtype("u1") if counts else np.dtype("f4")
+    assert reduction.asked == [
+        ("bind", "q", [number], 4, 1),
+        ("prepare", 4, torch.device("cpu"), number, 0),
+        ("encode", getattr(torch, dtype), number),
+        ("decode", stored, 4, dtype),
+    ]
+    [both] = reduction.both
+    assert both.rows is ROWS and both.tokens is IDS and (both.layer, both.dtype) == (number, dtype)
+    np.testing.assert_array_equal(both.decoded, decoded)
+    np.testing.assert_array_equal(both.stored, ROWS[:, ::2])
+
+
+@pytest.mark.parametrize("needs", [False, True])
+def test_a_fitted_reduction_that_reads_by_its_file_is_read_by_its_own_part(needs: bool) -> None:
+    class Fitted(Halved, FittedReduction):
+        needs_file = needs
+
+        def own_part(self, layer: int) -> Any:
+            return f"part {layer}"
+
+        def read(self, values: np.ndarray, part: Any) -> np.ndarray:
+            assert part == "part 3"
+            return values + 1
+
+    reduction: Any = object.__new__(Fitted)
+    reduction.__dict__.update(counts=False, asked=[], both=[])
+    decoded = np.repeat(ROWS[:, ::2], 2, axis=1) + needs
+    assert _measure("x", reduction, "q", 3, ROWS, IDS, "float32", downstream_of(decoded)).size == 0.5
+
+
+def test_the_worst_layer_is_the_largest_error_and_the_least_share() -> None:
+    """NaN is worse than any number."""
+    for name in ("error", "lens_kl", "sae_error"):
+        assert _worst(name, [0.1, 0.3, 0.2]) == 0.3 and math.isnan(_worst(name, [0.1, math.nan]))
+    assert _worst("lens_top", [0.3, 0.1, 0.2]) == 0.1 and math.isnan(_worst("lens_top", [math.nan, 0.1]))
+
+
+def test_what_is_measured_and_what_fits() -> None:
+    layers: Any = {"q": [0, 2], "resid_final": [None]}
+    for place, wanted, found in (
+        (("q", 2), None, True),
+        (("q", 2), {0, 2}, True),
+        (("q", 2), {0}, False),
+        (("q", 1), None, False),
+        (("k", 0), None, False),
+        (("resid_final", None), {7}, True),
+        (("resid_final", None), None, True),
+    ):
+        assert _is_measured(place, layers, wanted) is found, (place, wanted)
+    reduction = parse("topk(64)")
+    assert reduction is not None and _unfit(reduction, 96) == "" and "64" in _unfit(reduction, 32)
+
+
+# ---- what analyses find ---------------------------------------------------------------------------------------------
+
+
+def test_scores_of_concepts_are_those_of_a_ridge_regression_on_unit_rows() -> None:
+    """In its primal form here. The penalty is a hundredth of the sum of the squared norms."""
+    rng = np.random.default_rng(0)
+    rows, fit, test = rng.normal(size=(40, 5)).astype("f4"), np.arange(0, 40, 2), np.arange(1, 40, 2)
+    rows[3] = 0
+    targets = rng.random((40, 2)) < 0.5
+    exact = rows.astype("f8")
+    unit = exact / np.maximum(np.linalg.norm(exact, axis=1, keepdims=True), 1e-30)
+    centred = unit[fit] - unit[fit].mean(0)
+    wanted = targets[fit] - targets[fit].mean(0)
+    inverse = np.linalg.inv(centred.T @ centred + 0.01 * (centred**2).sum() * np.eye(5))
+    found = downstream._scores(rows, Concepts(fit, test, targets))
+    np.testing.assert_allclose(found, (unit[test] - unit[fit].mean(0)) @ inverse @ centred.T @ wanted, rtol=1e-8)
+
+
+def test_the_agreement_of_scores_is_the_least_of_the_labels() -> None:
+    a, b = np.array([[1.0, 1, 3], [2, 5, 3], [3, 2, 3]]), np.array([[2.0, 0, 1], [4, 1, 2], [6, 0, 9]])
+    assert downstream._agreement(a[:, :1], b[:, :1]) == pytest.approx(1)
+    correlation = float(np.corrcoef(a[:, 1], b[:, 1])[0, 1])
+    assert 0.5 < correlation < 0.99 and downstream._agreement(a[:, :2], b[:, :2]) == pytest.approx(correlation)
+    assert downstream._agreement(a, b) == 0, "scores that are all equal correlate with nothing"
+    assert downstream._agreement(a[:, :1], -b[:, :1]) == pytest.approx(-1)
+
+
+@pytest.mark.parametrize("block", [2, 3, 100])
+def test_the_lens_of_restored_rows_is_compared_on_some_rows(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert downstream._ROWS == 2048
+    monkeypatch.setattr(downstream, "_ROWS", 7)
+    rng = np.random.default_rng(2)
+    rows, restored = rng.normal(size=(10, 4)), rng.normal(size=(10, 4))
+    restored[:6] = rows[:6] * 1.1
+    chosen = np.random.default_rng(0).permutation(10)[:7]
+
+    def p(x: np.ndarray) -> np.ndarray:
+        return np.exp(x[chosen]) / np.exp(x[chosen]).sum(1, keepdims=True)
+
+    full, reduced = p(rows), p(restored)
+    same = (full.argmax(1) == reduced.argmax(1)).mean()
+    assert 0 < same < 1
+    unembedding: Any = SimpleNamespace(block=block, logits=lambda x: x)
+    assert downstream._lens_agreement(rows, restored, unembedding) == {
+        "lens_top": pytest.approx(same),
+        "lens_kl": pytest.approx((full * np.log(full / reduced)).sum(1).mean()),
+    }
+
+
+def test_only_what_can_be_measured_is() -> None:
+    """Scores of concepts need no row in full; all else does."""
+    seen: list[Any] = []
+
+    def measuring(name: str) -> Any:
+        return lambda *given: (seen.append((name, *given)), {name: 1.0})[1]
+
+    autoencoder_: Any = SimpleNamespace(agreement=measuring("latents"))
+    attention: Any = SimpleNamespace(measures=measuring("attention"))
+    rows, restored, decoded = ROWS, ROWS + 1, ROWS[:, :2]
+    both = Downstream(rows, None, None, autoencoder_, attention)
+    assert both.measures(decoded, None) == {} and seen == []
+    assert both.measures(decoded, restored) == {"latents": 1.0, "attention": 1.0}
+    assert [one[0] for one in seen] == ["latents", "attention"]
+    assert all(given[0] is rows and given[1] is restored for _, *given in seen)
+    assert Downstream(rows, None, None).measures(decoded, restored) == {}
+    concepts = Concepts(np.arange(2), np.arange(1, 3), np.array([[True], [False], [True]]))
+    assert Downstream(rows, concepts, None).measures(rows, None) == {"concepts": pytest.approx(1)}
