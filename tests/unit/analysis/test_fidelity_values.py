@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of `dmi fidelity`, `dmi fit-probe` and `dmi diff`, each compared with whole answers that are worked out here."""
+"""Parts of `dmi fidelity`, `dmi fit-probe` and `dmi diff`, compared with answers that are worked out here."""
 
 from __future__ import annotations
 

@@ -102,9 +102,7 @@ def test_the_likeliest_tokens_come_in_order_and_none_of_a_row_with_a_nan() -> No
 
 
 @pytest.mark.parametrize("samples", [1, 2, 128])
-def test_uncertainty_without_a_model_is_that_of_captured_logits(
-    samples: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uncertainty_without_a_model_is_that_of_captured_logits(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost sample has the position -1. The last token has none behind it."""
     monkeypatch.setattr(lens, "_SAMPLES", samples)
     found = uncertainty(Held())  # type: ignore[arg-type]
@@ -122,7 +120,9 @@ def test_uncertainty_with_a_model_is_that_of_the_stream(checks: list[Any]) -> No
     wanted = [*-own[np.arange(len(THERE) - 1), IDS[THERE[:-1] + 1]], np.nan]
     np.testing.assert_allclose(found.surprise, wanted, rtol=1e-5)
     empty: Any = SimpleNamespace(
-        logits_positions=np.array([-1]), token_ids=IDS[:0], attrs={"start": 0, "num_tokens": 0, "missing": [], "reason": None}
+        logits_positions=np.array([-1]),
+        token_ids=IDS[:0],
+        attrs=Held(num_tokens=0).attrs,
     )
     none = uncertainty(empty)
     assert [(a.dtype, a.shape) for a in (none.rows, none.entropy, none.surprise)] == [

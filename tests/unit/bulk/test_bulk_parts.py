@@ -78,7 +78,13 @@ def test_recovery_counts_each_store_that_it_removes(folder: Folder) -> None:
     folder.add(1, "z", ending=".partial")
     folder.add(4, "a", bad=True)  # twice, of which one is sound
     folder.add(7, "b")  # twice, and the manifest names the other
-    folder.uploads = {0: "s3://bucket/0", 2: "s3://bucket/2", 3: "s3://bucket/torn", 8: "s3://bucket/8", 9: "s3://bucket/9"}
+    folder.uploads = {
+        0: "s3://bucket/0",
+        2: "s3://bucket/2",
+        3: "s3://bucket/torn",
+        8: "s3://bucket/8",
+        9: "s3://bucket/9",
+    }
     found = recover(folder.out, RUN, Order(), folder.out / "manifest.jsonl")
     assert folder.there() == sorted(path.name for path in kept)
     assert found.found == {1: kept[1], 4: kept[2], 2: place_of("s3://bucket/2"), 9: place_of("s3://bucket/9")}

@@ -131,7 +131,7 @@ def test_events_are_what_was_said_since_the_last_call(
 
 
 def test_only_the_first_message_is_waited_for(threads: Any, tmp_path: Path) -> None:
-    worker, child = make(tmp_path)
+    worker, _ = make(tmp_path)
     waits = list[float]()
 
     class Outbox:
