@@ -40,8 +40,6 @@ def test_scores_are_read_at_their_places(places: list[int]) -> None:
     found = read_scores(words, np.array([3, 0, 3]), np.array(places, int))
     assert found.shape == (3, len(places))
     assert found.tolist() == [[6.0 * row + at for at in places] for row in (3, 0, 3)]
-        [6.0 * row + at for at in places] for row in (3, 0, 3)
-    ]
 
 
 def layout_of(*fields: tuple[int, int]) -> Any:
