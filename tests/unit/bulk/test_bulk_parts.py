@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from dmi_connector.bulk import budget as budget_module
 from dmi_connector.bulk import engine_process, engines, ray_workers, recovery
-from dmi_connector.bulk.engines import Answer
+from dmi_connector.bulk import run as run_module
+from dmi_connector.bulk.budget import Budget
+from dmi_connector.bulk.engines import Answer, Death
 from dmi_connector.bulk.flight import Flight
 from dmi_connector.bulk.manifest import Manifest
 from dmi_connector.bulk.order import Order, Placed
@@ -296,3 +299,173 @@ def test_an_engine_process_answers_on_its_output_and_logs_all_else(
     ]
     ((name, _, target),) = system.calls[6:]
     assert (name, target) == ("dup2", 0)
+
+
+# ---- order and budget -----------------------------------------------------------------------------------------------
+
+
+class Lines:
+    """A source of numbered rows, whose number may not be known."""
+
+    def __init__(self, rows: int, known: bool, fraction: float | None = None) -> None:
+        self.rows, self.known, self.part = rows, known, fraction
+        self.load = repr
+
+    def __iter__(self) -> Any:
+        return iter((number, f"row {number}") for number in range(self.rows))
+
+    def count(self) -> int | None:
+        return self.rows if self.known else None
+
+    def fraction(self) -> float | None:
+        return self.part
+
+    def random_access(self, scratch: Path) -> Any:
+        class Shuffled(list[str]):
+            load = staticmethod(str)
+
+        return Shuffled(f"row {number}" for number in range(self.rows))
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("limit", "share", "positions"), [(None, 1, [1, 4, 7]), (7, 0, [0, 3, 6]), (7, 1, [1, 4])])
+def test_a_share_has_every_third_row(known: bool, limit: int | None, share: int, positions: list[int]) -> None:
+    source: Any = Lines(9, known)
+    rows = Order(None, limit, share, 3).rows(source, Path("x"))
+    assert rows.load is source.load and rows.limit == limit
+    assert (rows.total(), rows.estimates()) == ((len(positions), False) if known else (None, True))
+    assert list(rows) == [(n, n, f"row {n}") for n in positions]
+    assert (rows.total(), rows.estimates()) == (len(positions), False)
+
+
+@pytest.mark.parametrize(("limit", "count"), [(None, 9), (5, 5), (99, 9)])
+def test_shuffled_rows_have_numbers_of_the_input(limit: int | None, count: int) -> None:
+    source: Any = Lines(9, False)
+    one, two = (list(Order(3, limit, share, 2).rows(source, Path("x"))) for share in (0, 1))
+    assert [placed.position for placed in one] == list(range(0, count, 2))
+    assert [placed.position for placed in two] == list(range(1, count, 2))
+    assert all(placed.raw == f"row {placed.number}" for placed in one + two)
+    assert len({placed.number for placed in one + two}) == count
+    rows = Order(3, limit, 1, 2).rows(source, Path("x"))
+    assert (rows.total(), rows.estimates(), rows.load(7)) == (len(two), False, "7")
+
+
+def test_the_number_of_rows_is_estimated_from_what_was_read() -> None:
+    """Once there are a hundred. It is never above the limit."""
+    source: Any = Lines(500, False, 0.25)
+    for limit, wanted in ((None, 400), (1000, 400), (450, 225), (801, 400)):
+        rows = Order(None, limit, 0, 2).rows(source, Path("x"))
+        going = iter(rows)
+        for _ in range(99):
+            next(going)
+        assert rows.total() is None and rows.estimates()
+        next(going)
+        assert rows.total() == wanted, limit
+    source.part = 0.0
+    assert rows.total() is None
+    source.part = None
+    assert rows.total() is None
+
+
+def test_a_budget_keeps_bytes_of_the_file_system_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prompt in flight counts as the largest store, with 4,096 bytes of its document."""
+    free = [100]
+    stat = lambda out: SimpleNamespace(f_bavail=free[0], f_frsize=1000) if out == tmp_path else None  # noqa: E731
+    monkeypatch.setattr(budget_module.os, "statvfs", stat)
+    budget = Budget(tmp_path, min_free_bytes=50_000)
+    assert budget.allows(0) and not budget.allows(1), "one until a store is there"
+    budget.stored(5904)
+    budget.stored(904)
+    assert [budget.allows(n) for n in (0, 3, 4, 5)] == [True, True, True, False]
+    free[0] = 60
+    assert [budget.allows(n) for n in (0, 1)] == [True, False]
+    free[0] = 59
+    assert not budget.allows(0)
+
+
+@pytest.mark.parametrize(("seconds", "wait"), [(0.0, 1.0), (0.05, 1.0), (0.5, 5.0)])
+def test_a_directory_is_measured_again_after_a_while(
+    seconds: float, wait: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten times as long as it took, at least a second."""
+    now, sizes = [0.0], iter([10, 20, 5])
+
+    def measure(path: str, sizes_: Any = None, **_: Any) -> Any:
+        assert path == str(tmp_path)
+        now[0] += seconds
+        return SimpleNamespace(nbytes=next(sizes))
+
+    monkeypatch.setattr(budget_module, "measure", measure)
+    budget = Budget(tmp_path, max_bytes=10, clock=lambda: now[0])
+    assert not budget.allows(0)
+    end = now[0] + wait
+    now[0] = end - 0.01
+    assert not budget.allows(0)
+    now[0] = end
+    assert not budget.allows(0), "measured: 20 bytes"
+    now[0] += wait
+    assert budget.allows(0) and next(sizes, None) is None
+
+
+# ---- engines that end, captures that fail ---------------------------------------------------------------------------
+
+
+class Told(Progress):
+    """Takes what is told."""
+
+    def __init__(self) -> None:
+        super().__init__(True, io.StringIO())
+        self.told: list[tuple[dict[str, Any], str]] = []
+
+    def say(self, event: dict[str, Any], text: str = "") -> None:
+        self.told.append((event, text))
+
+
+@pytest.mark.parametrize("life", [False, True])
+@pytest.mark.parametrize("began", [False, True])
+def test_an_engine_that_ends_early_is_told(life: bool, began: bool, store: Path, folder: Folder) -> None:
+    told, made = Told(), FakeEngines(store, folder.out)
+    run = start_run(write_prompts(folder.out.parent / "p.jsonl", 9), folder.out, made, progress=told)
+    flights = {n: Flight(Placed(n, n, b""), Prompt("a")) for n in range(4)}
+    flights[2].answer = Answer(2, 1, 1, "stop", None, engine="engine 0")
+    flights[3].answer = Answer(3, 1, 1, "stop", None, engine="engine 1")
+    run._flights |= flights
+    death = Death("engine 0", "it died", (0, 1, 7), folder.out / "life" if life else None, began)
+    run._on_death(death)
+    event = {"event": "engine_ended", "engine": "engine 0", "why": "it died", "left": 2}
+    text = "dmi: engine 0 ended early: it died. 2 prompts are left to the next start of this run"
+    if life:
+        event |= {"left": 0, "again": 3}
+        text = "dmi: engine 0 ended early: it died. 3 prompts go to other engines"
+    assert told.told == [(event, text if began else "dmi: engine 0 did not start: it died")]
+    assert list(run._flights) == ([3] if life else [2, 3]) and run.outcome.deaths == [death]
+    assert run.outcome.lost == (0 if life else 2) and run.outcome.stopped is None
+    assert run._orphans == ([(death, [flights[0], flights[1], flights[2]])] if life else [])
+    made.dead = True
+    run._on_death(Death("engine 1", "x", ()))
+    assert run.outcome.stopped == "engines"
+
+
+def test_many_failures_in_a_row_stop_a_run(store: Path, folder: Folder) -> None:
+    told = Told()
+    run = start_run(
+        write_prompts(folder.out.parent / "p.jsonl", 9), folder.out, FakeEngines(store, folder.out), progress=told
+    )
+    most = run_module._MOST_FAILURES
+    states = ["failed"] * (most - 1) + ["complete"] + ["failed"] * (most + 1)
+    for position, state in enumerate(states):
+        path = folder.out / folder.name(position, "a")
+        info: Any = SimpleNamespace(state=state, reason=f"why {position}", store=path, bytes=None)
+        answer = Answer(position, 2, 3, "stop", str(path))
+        run._flights[position] = flight = Flight(Placed(position, position, b""), Prompt("a"), answer, captured=info)
+        run._settle(flight)
+    last = 2 * most - 1
+    assert told.told == [
+        (
+            {"event": "captures_fail", "count": most, "why": f"why {last}"},
+            f"dmi: {most} captures in a row failed, the last one because: why {last}",
+        )
+    ]
+    counts = run.outcome.counts
+    assert run.outcome.stopped == "captures" and (counts.done, counts.tokens, counts.bytes) == (1, 5, 0)
+    assert counts.failed == 2, "those that came after the stop are not tried again"
