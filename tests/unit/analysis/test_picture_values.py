@@ -91,7 +91,8 @@ def test_words_on_the_axis_are_those_of_the_tokenizer_that_is_given(
     monkeypatch.setattr(plot, "hook_heat", lambda capture, hook, neuron: (np.ones((1, 4)), ["0"]))
     attrs = {"start": 0, "model": "m", "num_tokens": 4, "missing": []}
     ids = np.arange(4)
-    capture: Any = SimpleNamespace(token_ids=ids, positions=ids, prompt_len=2, attrs=attrs, path=Path("a"), complete=True)
+    capture: Any = SimpleNamespace(token_ids=ids, positions=ids, prompt_len=2, attrs=attrs, path=Path("a"))
+    capture.complete = True
     values, out = np.full((1, 4), 0.25, "f4"), tmp_path / "x.png"
     lens = Lens(["final"], np.zeros((1, 4, 1), int), values[..., None], values, values, values)
     plot.draw_residual_norms([capture], out, "a")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from safetensors.numpy import save_file
 from dmi_connector.reduce.sparse_encoder import SparseEncoder
 from dmi_connector.store.format.remote_path import place_of
 from dmi_connector.store.read.index import CaptureInfo
-from dmi_connector.view import latents, predictions, texts_index
+from dmi_connector.view import data, latents, predictions, server, texts_index
 from dmi_connector.view.latents import Latents, _contexts
 
 RNG = np.random.default_rng(3)
@@ -233,3 +234,69 @@ def test_a_text_is_known_by_the_name_and_the_beginning_of_its_store(tmp_path: Pa
     assert texts_index._key(info) == ("a.zarr", "2026-01-01")
     there = replace(info, store=place_of("s3://bucket/folder/a.zarr"))
     assert texts_index._key(there) == ("s3://bucket/folder/a.zarr", "2026-01-01")
+
+
+def test_the_port_of_a_server_that_ended_can_be_taken_at_once() -> None:
+    with server._listen(0) as listener:
+        assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR) == 1
+        host, port = listener.getsockname()
+        assert host == "127.0.0.1"
+        with pytest.raises(
+            ValueError, match=rf"^--port {port} cannot be used \(.*\); give another, or 0 for a free one"
+        ):
+            server._listen(port)
+    with pytest.raises(ValueError, match=r"^--port 70000 cannot be used"):
+        server._listen(70000)
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [([], []), ([4], [[4, 5]]), ([3, 1, 2, 2], [[1, 4]]), ([0, 2, 3, 7], [[0, 1], [2, 4], [7, 8]])],
+)
+def test_rows_are_told_as_ranges(rows: list[int], found: list[list[int]]) -> None:
+    assert data.ranges(np.array(rows, int)) == found
+
+
+def test_a_line_of_the_list_has_the_name_of_the_model_without_its_directory() -> None:
+    info = CaptureInfo(Path("/x/A.zarr"), "K", "r", "complete", None, "2026", "2027", 7, 5, 3, "/models/Tiny")
+    line = {"name": "A.zarr", "key": "K", "model": "Tiny", "state": "complete", "started": "2026"}
+    assert data._line(info) == {**line, "tokens": 5, "prompt": 3, "bytes": 7}
+    assert data._text(info) == "a.zarr k r /models/tiny complete"
+    bare = replace(info, key=None, request_id=None, model=None)
+    assert data._line(bare)["model"] is None and data._text(bare) == "a.zarr complete"
+
+
+def test_texts_are_read_once_and_searched_with_what_else_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All words must occur. Where the time is over, captures that were not read wait for the next search."""
+    read: list[str] = []
+    now = [0.0]
+    monkeypatch.setattr(texts_index.time, "monotonic", lambda: now[0])
+    ids = {"a": [1] * 3000, "b": [2, 3], "c": [4]}
+
+    def fields(store: Path, names: list[str], complete: bool) -> Any:
+        assert (names, complete) == (["token_ids"], True)
+        read.append(store.stem)
+        if store.stem == "c":
+            raise OSError
+        return {"token_ids": np.array(ids[store.stem])}
+
+    def whole(given: list[int]) -> str:
+        return " ".join(f"W{i}\n" for i in given)
+
+    monkeypatch.setattr(texts_index, "store_fields", fields)
+    index = texts_index.TextIndex(lambda model: SimpleNamespace(whole=whole))  # type: ignore[arg-type,return-value]
+    base = CaptureInfo(Path("a.zarr"), None, None, "complete", None, "1", None, None, None, 1)
+    infos = {name: replace(base, store=Path(f"{name}.zarr")) for name in "abc"}
+    assert index.prompt(infos["b"]) == "W2" and index.prompt(infos["c"]) == "" and read == ["b", "c"]
+    assert index.prompt(replace(infos["b"], state="running")) == "" and read == ["b", "c"]
+    every = [(info, f"{name}.zarr known") for name, info in infos.items()]
+    assert index.search(every, ["w3"]) == ([infos["b"]], 0) and read == ["b", "c", "a"]
+    assert index.search(every, ["known", "w3"]) == ([infos["b"]], 0)
+    assert index.search(every, ["w1"]) == ([infos["a"]], 0) and index.search(every, ["w1", "w2"]) == ([], 0)
+    assert index.search(every, []) == (list(infos.values()), 0) and len(read) == 3
+    slow = texts_index.TextIndex(lambda model: SimpleNamespace(whole=whole))  # type: ignore[arg-type,return-value]
+    times = iter([0.0, 0.39, 0.4, 0.4])
+    monkeypatch.setattr(texts_index.time, "monotonic", lambda: next(times))
+    assert slow.search(every, ["w1"]) == ([infos["a"]], 2)
+    longer = replace(infos["a"], prompt_len=None)
+    assert len(texts_index.TextIndex(lambda m: SimpleNamespace(whole=whole)).prompt(longer)) == 96  # type: ignore[arg-type,return-value]
