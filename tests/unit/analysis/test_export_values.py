@@ -10,11 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from dmi_connector.analysis.export import progress as progress_module
 from dmi_connector.analysis.export import zip as zip_module
 from dmi_connector.analysis.export.progress import NOTE, Done, LeftOut, _export, check_note, make_directory, whole
+from dmi_connector.analysis.export.safetensors import write_file
+from dmi_connector.analysis.neurons import Activation
+from dmi_connector.analysis.pictures import plot_sets
+from dmi_connector.analysis.pictures.plot_text import SIZE, colour_map, ink_on
 from dmi_connector.analysis.pictures.text_layout import Piece, lay_out_ids
 from dmi_connector.captures.finite import WHAT, FiniteCheck, NotFinite
 
@@ -181,3 +187,109 @@ def test_ids_have_a_margin_and_a_gap_and_begin_a_line_where_they_do_not_fit() ->
     exact = int(2 * one + GAP) if (2 * one + GAP).is_integer() else 2 * one + GAP
     assert [p.line for p in lay_out_ids(["1", "2", "3"], exact)] == [0, 0, 1]  # type: ignore[arg-type]
     assert [p.line for p in lay_out_ids(["1", "2", "3"], exact - 0.01)] == [0, 1, 2]  # type: ignore[arg-type]
+
+
+# ---- bytes of safetensors -------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_tensors_is_written_block_by_block(tmp_path: Path) -> None:
+    """Wider types first, then by name. The header ends at a multiple of eight bytes."""
+    tensors: dict[str, Any] = {
+        "b": (np.dtype("<f2"), (3,), [np.array([1, 2], "f2"), np.array([3.0])]),
+        "a": (np.dtype("<f2"), (), [np.array(7, "f2")]),
+        "ids": (np.dtype("<i8"), (2, 2), [np.array([[1, 2]]), np.array([[3, 4]])]),
+        "none": (np.dtype("<i4"), (0, 3), []),
+    }
+    write_file(tmp_path / "x", tensors)
+    data = (tmp_path / "x").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    assert size % 8 == 0 and data[8 : 8 + size].rstrip(b" ").endswith(b"}}")
+    assert list(json.loads(data[8 : 8 + size]).items()) == [
+        ("ids", {"dtype": "I64", "shape": [2, 2], "data_offsets": [0, 32]}),
+        ("none", {"dtype": "I32", "shape": [0, 3], "data_offsets": [32, 32]}),
+        ("a", {"dtype": "F16", "shape": [], "data_offsets": [32, 34]}),
+        ("b", {"dtype": "F16", "shape": [3], "data_offsets": [34, 40]}),
+    ]
+    values = np.array([1, 2, 3, 4], "<i8").tobytes() + np.array([7, 1, 2, 3], "<f2").tobytes()
+    assert data[8 + size :] == values
+    found = load_file(tmp_path / "x")
+    assert found["ids"].tolist() == [[1, 2], [3, 4]] and found["none"].shape == (0, 3)
+    with pytest.raises(ValueError, match=r"^safetensors has no complex64; export another hook$"):
+        write_file(tmp_path / "y", {"a": (np.dtype("c8"), (1,), [])})
+    assert not (tmp_path / "y").exists()
+
+
+# ---- contexts of a neuron -------------------------------------------------------------------------------------------
+
+
+def activation(values: list[float], before: int) -> Activation:
+    ids = tuple(range(len(values)))
+    return Activation(values[before], Path("a"), 9, before, ids, before, tuple(values))
+
+
+def texts_of(*words: str) -> Any:
+    return SimpleNamespace(of=lambda ids: [words[i] for i in ids] if words else None)
+
+
+def test_a_context_begins_left_of_its_token_and_leaves_out_what_does_not_fit() -> None:
+    words = ["x" * 30, " " + "y" * 20, "ab\n", "z" * 50, "\tq"]
+    found = plot_sets._pieces(activation([0.0] * 5, 2), texts_of(*words), None)
+    assert [(p.token, p.line, p.start, p.stop) for p in found] == [(1, 0, -21, 0), (2, 0, 0, 3), (3, 0, 3, 53)]
+    assert [p.words for p in found] == [((-20, "y" * 20),), ((0, "ab↵"),), ((3, "z" * 50),)]
+    found = plot_sets._pieces(activation([0.0] * 5, 2), texts_of(*words), frozenset(map(ord, "abz\n\tq")))
+    drawn = [(p.token, p.start, p.words[0][1]) for p in found]
+    assert drawn == [(0, -6, "⟨0⟩"), (1, -3, "⟨1⟩"), (2, 0, "ab↵"), (3, 3, "z" * 50)], "fonts lack x and y"
+    (last,) = plot_sets._pieces(activation([0.0] * 5, 4), texts_of(*words), None)
+    assert last == Piece(4, 0, 0, 2, ((0, "→q"),))
+    ids = plot_sets._pieces(activation([0.0] * 3, 1), texts_of(), None)
+    assert [p.token for p in ids] == [0, 1, 2] and ids[1].start == 0 and ids[0].stop < 0 < ids[2].start
+    edge = plot_sets._pieces(activation([0.0] * 3, 1), texts_of("x" * 46, "a", "z" * 53), None)
+    assert [p.token for p in edge] == [0, 1, 2]
+    edge = plot_sets._pieces(activation([0.0] * 3, 1), texts_of("x" * 47, "a", "z" * 54), None)
+    assert [p.token for p in edge] == [1]
+
+
+class Panel:
+    """Notes what is drawn on it."""
+
+    def __init__(self) -> None:
+        self.boxes: list[Any] = []
+        self.words: list[tuple[Any, ...]] = []
+
+    def add_patch(self, box: Any) -> None:
+        self.boxes.append(box)
+
+    def text(self, *given: Any, **look: Any) -> None:
+        self.words.append((*given, look["color"], look["fontsize"], look["family"], look["parse_math"]))
+
+
+@pytest.mark.parametrize(("low", "limits"), [(-1.0, (-4.0, 4.0)), (1.0, (1.0, 4.0))])
+def test_tokens_around_a_neuron_have_the_colours_of_their_values(
+    low: float, limits: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token itself has a frame. What is not finite has no colour, and a cross, unless it is only missing."""
+    crossed: list[Any] = []
+    monkeypatch.setattr(plot_sets.canvas, "cross_out", lambda panel, cells: crossed.extend(cells))
+    nan, inf = float("nan"), float("inf")
+    found = [activation([low, 4.0, nan], 1), activation([inf, nan], 1)]
+    pieces = [
+        [Piece(t, 0, 2 * t, 2 * t + 2, ((2 * t + 0.5, f"w{t}"),)) for t in range(len(one.values))] for one in found
+    ]
+    panel: Any = Panel()
+    scale = plot_sets._write_contexts(panel, found, pieces, ["font"])
+    assert (scale.norm.vmin, scale.norm.vmax) == limits and scale.cmap.name == colour_map(low < 0).name
+    cells = [box for box in panel.boxes if box.get_fill()]
+    assert [box.get_bbox().bounds for box in cells] == [
+        pytest.approx((2 * token, line + 0.08, 2, 0.84)) for line, token in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))
+    ]
+    wanted = [scale.to_rgba(low), scale.to_rgba(4.0), (0, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0)]
+    assert [box.get_facecolor() for box in cells] == [pytest.approx(tuple(colour)) for colour in wanted]
+    assert all(box.get_linewidth() == 0 for box in cells)
+    frames = [(box.get_bbox().bounds, box.get_linewidth()) for box in panel.boxes if not box.get_fill()]
+    assert frames == [(pytest.approx((2, line + 0.04, 2, 0.92)), 1.2) for line in (0, 1)]
+    assert crossed == [(0, 1.08, 2, 0.84), (2, 1.08, 2, 0.84)]
+    inks = [ink_on(np.array(colour)) for colour in wanted]
+    places = [(0.5, 0.66, "w0"), (2.5, 0.66, "w1"), (4.5, 0.66, "w2"), (0.5, 1 + 0.66, "w0"), (2.5, 1 + 0.66, "w1")]
+    assert panel.words == [(*place, ink, SIZE, ["font"], False) for place, ink in zip(places, inks, strict=True)]
+    none = plot_sets._write_contexts(Panel(), [activation([nan], 0)], [[]], [])  # type: ignore[arg-type]
+    assert (none.norm.vmin, none.norm.vmax) == (0.0, 1.0)
