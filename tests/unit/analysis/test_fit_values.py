@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from dmi_connector.analysis import fit_rows, neurons
 from dmi_connector.analysis.fit_pq import _first, _k_means, _nearest, _sample, k_means
@@ -200,6 +201,12 @@ def test_what_is_given_becomes_a_normalisation_of_each_hook(tmp_path: Path) -> N
     assert list(again) == ["q", "k"] and [n.digest for n in again.values()] == [white.digest, one.digest]
     assert [n.kind for n in of_views(views, file, 0).values()] == ["whiten", "mean_norm"]
     assert len({white.digest, one.digest, wide.digest}) == 3
+    for metadata in (None, {"other": "1"}):
+        save_file({"x": np.zeros(1)}, tmp_path / "x.safetensors", metadata)
+        with pytest.raises(
+            ValueError, match=r"^normalize: .*x.safetensors holds no normalisation; give a file of save_n"
+        ):
+            load_normalizations(tmp_path / "x.safetensors")
     for given in ("mean", tmp_path / "gone"):
         with pytest.raises(ValueError, match=rf"^normalize '{given}' is not valid; use one of mean_norm, whiten, or a"):
             of_views(views, given, 0)
