@@ -190,3 +190,17 @@ def test_ranks_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert token_batches._distributed() == (3, 5)
     there.is_initialized = lambda: False
     assert token_batches._distributed() == (0, 1)
+
+
+@pytest.mark.parametrize("info", [None, "worker 2"])
+def test_a_loop_begins_where_this_process_or_this_worker_is(info: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches without a row do not come. Rows that are not finite are told after each batch, and at the end."""
+    told: list[str] = []
+    loops = SimpleNamespace(start=lambda *given: ("of the worker", *given))
+    made: Any = SimpleNamespace(_start_loop=lambda: "of the process", _loops=loops, _next="next", _after="after")
+    made.worker_batches = lambda start: iter([("batch", start), None, "last"])
+    made._finite = SimpleNamespace(warn=lambda: told.append("now"), warn_all=lambda: told.append("all"))
+    made._finite_batches = lambda batches: TokenBatches._finite_batches(made, batches)
+    monkeypatch.setattr(token_batches, "get_worker_info", lambda: info)
+    start = "of the process" if info is None else ("of the worker", info, "next", "after")
+    assert list(TokenBatches.__iter__(made)) == [("batch", start), "last"] and told == ["now", "now", "now", "all"]

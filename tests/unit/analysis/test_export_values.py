@@ -269,7 +269,7 @@ def test_tokens_around_a_neuron_have_the_colours_of_their_values(
 ) -> None:
     """The token itself has a frame. What is not finite has no colour, and a cross, unless it is only missing."""
     crossed: list[Any] = []
-    monkeypatch.setattr(plot_sets.canvas, "cross_out", lambda panel, cells: crossed.extend(cells))
+    monkeypatch.setattr(plot_sets.canvas, "cross_out", lambda on, cells: crossed.extend((on, cell) for cell in cells))
     nan, inf = float("nan"), float("inf")
     found = [activation([low, 4.0, nan], 1), activation([inf, nan], 1)]
     pieces = [
@@ -287,7 +287,7 @@ def test_tokens_around_a_neuron_have_the_colours_of_their_values(
     assert all(box.get_linewidth() == 0 for box in cells)
     frames = [(box.get_bbox().bounds, box.get_linewidth()) for box in panel.boxes if not box.get_fill()]
     assert frames == [(pytest.approx((2, line + 0.04, 2, 0.92)), 1.2) for line in (0, 1)]
-    assert crossed == [(0, 1.08, 2, 0.84), (2, 1.08, 2, 0.84)]
+    assert crossed == [(panel, (0, 1.08, 2, 0.84)), (panel, (2, 1.08, 2, 0.84))]
     inks = [ink_on(np.array(colour)) for colour in wanted]
     places = [(0.5, 0.66, "w0"), (2.5, 0.66, "w1"), (4.5, 0.66, "w2"), (0.5, 1 + 0.66, "w0"), (2.5, 1 + 0.66, "w1")]
     assert panel.words == [(*place, ink, SIZE, ["font"], False) for place, ink in zip(places, inks, strict=True)]

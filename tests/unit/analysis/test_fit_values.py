@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from dmi_connector.analysis import fit_rows, neurons
+from dmi_connector.analysis import directions, fit_rows, neurons
 from dmi_connector.analysis.fit_pq import _first, _k_means, _nearest, _sample, k_means
 from dmi_connector.analysis.fit_rows import finite_rows, layers_of
 from dmi_connector.analysis.neurons import Activation, top_tokens
 from dmi_connector.analysis.training import normalization
 from dmi_connector.analysis.training.normalization import Normalization, load_normalizations, of_views
+from dmi_connector.reduce import Keeps
 
 RNG = np.random.default_rng(4)
 INF = float("inf")
@@ -272,3 +273,52 @@ def test_a_token_has_those_around_it_and_their_values(held: list[Any]) -> None:
     many: Any = [Tokens("c.zarr", [*range(9, 0, -1), 30, *range(20)])]
     (middle,) = top_tokens(many, "mlp_post", 1, 3, 1)
     assert middle.before == 8 and middle.context == tuple(range(11, 28)), "eight on either side"
+
+
+# ---- means of sets --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def phases(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A capture of eight rows at positions 3 to 10, of which row 1 is missing. The prompt ends at position 6."""
+    rows = np.arange(16, dtype="f4").reshape(8, 2)
+    capture: Any = SimpleNamespace(positions=np.arange(3, 11), prompt_len=7, phase=(np.arange(3, 11) >= 7).astype("u1"))
+    checked: list[Any] = []
+    monkeypatch.setattr(directions, "BLOCK", 3)
+    monkeypatch.setattr(directions, "of_one_model", lambda captures: captures)
+    monkeypatch.setattr(directions, "check_one_layer", lambda *given: checked.append(given[1:]))
+    monkeypatch.setattr(directions, "check_own_values", lambda *given: checked.append(given[1:]))
+    monkeypatch.setattr(directions, "hook_rows", lambda capture, hook, layer, wanted: rows[wanted] + 100 * layer)
+    monkeypatch.setattr(directions, "present_rows", lambda capture: np.arange(8) != 1)
+    capture.checked = checked
+    return capture
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [
+        ("all", [[0, 2, 3], [4, 5, 6], [7]]),
+        ("prompt", [[0, 2, 3]]),
+        ("generated", [[4, 5, 6], [7]]),
+        ("last", [[3]]),
+    ],
+)
+def test_rows_that_count_come_in_blocks(rows: str, wanted: list[list[int]], phases: Any) -> None:
+    found = list(directions.row_blocks([phases], "q", 2, rows))
+    assert [block.tolist() for block in found] == [[[200.0 + 2 * i, 201.0 + 2 * i] for i in part] for part in wanted]
+    assert phases.checked == [("q", 2), ("q", 2, Keeps.DIRECTIONS)]
+    every = np.concatenate(found).astype("f8")
+    assert directions._mean([phases, phases], "q", 2, rows).tolist() == every.mean(0).tolist()
+
+
+def test_the_difference_of_two_means_scores_rows_between_them() -> None:
+    found = directions.MeanDifference(np.array([4.0, 1]), np.array([0.0, 1]), (np.zeros(0), np.zeros(0)))
+    assert found.vector.dtype == np.float32 and found.vector.tolist() == [4, 0]
+    scores = found.score(np.array([[4, 9], [0, 5], [2, 1], [-4, 0]]))
+    assert scores.dtype == np.float32 and scores.tolist() == [1, 0, 0.5, -1]
+    same = directions.MeanDifference(np.ones(2), np.ones(2), (np.zeros(2), np.zeros(2)))
+    assert np.isnan(same.score(np.ones((1, 2)))).all() and np.isnan(same.separation)
+    apart = directions.MeanDifference(np.ones(2), np.zeros(2), (np.array([0.5, 1.5]), np.array([0.0, 0.5, 0.25])))
+    assert apart.separation == pytest.approx(1 / np.sqrt((0.5 + 0.125) / 3))
+    few = directions.MeanDifference(np.ones(2), np.zeros(2), (np.array([1.0]), np.array([0.0])))
+    assert np.isnan(few.separation)

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from dmi_connector.reduce.sparse_encoder import SparseEncoder
 from dmi_connector.store.format.remote_path import place_of
 from dmi_connector.store.read.index import CaptureInfo
-from dmi_connector.view import data, latents, predictions, server, texts_index
+from dmi_connector.view import data, experts, latents, predictions, server, texts_index
 from dmi_connector.view.latents import Latents, _contexts
 
 RNG = np.random.default_rng(3)
@@ -300,3 +300,31 @@ def test_texts_are_read_once_and_searched_with_what_else_is_known(monkeypatch: p
     assert slow.search(every, ["w1"]) == ([infos["a"]], 2)
     longer = replace(infos["a"], prompt_len=None)
     assert len(texts_index.TextIndex(lambda m: SimpleNamespace(whole=whole)).prompt(longer)) == 96  # type: ignore[arg-type,return-value]
+
+
+def test_experts_of_a_store_without_rows_are_none() -> None:
+    """Their number is that of the largest one, where nothing else says it."""
+
+    class Routed:
+        attrs: dict[str, Any] = {}
+        layers = {"topk_ids": [1]}
+
+        def __init__(self, *runs: list[list[int]]) -> None:
+            self.parts = [np.array([run]).reshape(1, -1, 2) for run in runs]
+
+        def __contains__(self, hook: str) -> bool:
+            return hook == "topk_ids"
+
+        def runs(self, most: int) -> range:
+            return range(len(self.parts))
+
+        def numpy(self, hook: str, layer: int | None, run: int) -> np.ndarray:
+            assert (hook, layer) == ("topk_ids", None)
+            return self.parts[run]
+
+        def shape(self, hook: str) -> tuple[int, ...]:
+            return (1, 0, 2)
+
+    for runs, count in (([], 0), ([[]], 0), ([[[0, 1]], [[5, 2], [1, 0]], []], 6)):
+        found = experts.shown(Routed(*runs))  # type: ignore[arg-type]
+        assert found == {"layers": [1], "count": count, "each": 2, "weights": False}
