@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,17 +81,17 @@ def export(stores: Stores, out: Path, finite: FiniteCheck, bad: dict[str, str] |
 
 
 def test_an_export_counts_what_it_writes_keeps_and_leaves_out(tmp_path: Path) -> None:
-    out, stores = tmp_path / "deep/out", Stores("a", "b", "c", "d", "e")
-    bad = {"b": "no token", "c": "nan", "e": "no token"}
+    out, stores = tmp_path / "deep/out", Stores("a", "b", "c", "d", "e", "f")
+    bad = {"b": "no token", "c": "nan", "e": "no token", "f": "nan"}
     done, told = export(stores, out, FiniteCheck("skip"), bad)
-    assert done == Done(out, 2, 0, warnings=("2 left out: no token", f"1 left out: {WHAT}"))
-    assert told == [(n, 5) for n in (1, 2, 3, 4, 5)] and stores.opened == [0, 1, 2, 3, 4]
+    assert done == Done(out, 2, 0, warnings=("2 left out: no token", f"2 left out: {WHAT}"))
+    assert told == [(n, 6) for n in range(1, 7)] and stores.opened == [0, 1, 2, 3, 4, 5]
     assert sorted(path.name for path in out.iterdir()) == [NOTE, "0.x", "3.x"]
     assert json.loads((out / NOTE).read_text())["settings"] == {"a": 1}
     (out / "3.x").unlink()
     done, told = export(stores, out, FiniteCheck("skip"), bad)
-    assert done == Done(out, 1, 1, warnings=("2 left out: no token", f"1 left out: {WHAT}"))
-    assert stores.opened[5:] == [1, 2, 3, 4] and len(told) == 5
+    assert done == Done(out, 1, 1, warnings=("2 left out: no token", f"2 left out: {WHAT}"))
+    assert stores.opened[6:] == [1, 2, 3, 4, 5] and len(told) == 6
 
 
 def test_stores_that_are_kept_are_noted_and_told(tmp_path: Path) -> None:
@@ -293,3 +294,14 @@ def test_tokens_around_a_neuron_have_the_colours_of_their_values(
     assert panel.words == [(*place, ink, SIZE, ["font"], False) for place, ink in zip(places, inks, strict=True)]
     none = plot_sets._write_contexts(Panel(), [activation([nan], 0)], [[]], [])  # type: ignore[arg-type]
     assert (none.norm.vmin, none.norm.vmax) == (0.0, 1.0)
+
+
+def test_files_of_a_zip_file_can_be_read_by_all_and_are_not_compressed(tmp_path: Path) -> None:
+    held = {"zarr.json": [b"{}"], "b": [b"12", b"345"], "a": [b""]}
+    files = SimpleNamespace(size=lambda name: sum(map(len, held[name])), blocks=lambda name: held[name])
+    capture: Any = SimpleNamespace(attrs={"files": {"b": (5, 0), "a": (0, 0)}}, files=files, path="a.zarr")
+    zip_module.write_zip(capture, tmp_path / "x.zip")
+    with zipfile.ZipFile(tmp_path / "x.zip") as archive:
+        found = [(one.filename, one.external_attr, one.compress_type) for one in archive.infolist()]
+        assert archive.read("b") == b"12345"
+    assert found == [(name, 0o644 << 16, zipfile.ZIP_STORED) for name in ("zarr.json", "a", "b")]

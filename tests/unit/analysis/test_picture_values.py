@@ -111,6 +111,8 @@ def test_words_on_the_axis_are_those_of_the_tokenizer_that_is_given(
     [
         ([1.0, 20.0], "Normalize", (1, 20), ""),
         ([1.0, 20.1, NAN], "LogNorm", (1, 20.1), " (log scale)"),
+        ([10.0, 20.0], "Normalize", (10, 20), ""),
+        ([0.1, 2.1], "LogNorm", (0.1, 2.1), " (log scale)"),
         ([0.0, 500.0], "Normalize", (0, 500), ""),
         ([-1.0, 3.0], "CenteredNorm", (-3, 3), ""),
         ([-4.0, 3.0, np.inf], "CenteredNorm", (-4, 4), ""),

@@ -20,7 +20,7 @@ from dmi_connector.bulk.engines import Answer, Death
 from dmi_connector.bulk.flight import Flight
 from dmi_connector.bulk.manifest import Manifest
 from dmi_connector.bulk.order import Order, Placed
-from dmi_connector.bulk.progress import Counts, Progress
+from dmi_connector.bulk.progress import Counts, Progress, _rounded
 from dmi_connector.bulk.prompts import Prompt
 from dmi_connector.bulk.recovery import recover, settle_left, store_key
 from dmi_connector.bulk.settings import _changed, _refusal
@@ -469,3 +469,7 @@ def test_many_failures_in_a_row_stop_a_run(store: Path, folder: Folder) -> None:
     counts = run.outcome.counts
     assert run.outcome.stopped == "captures" and (counts.done, counts.tokens, counts.bytes) == (1, 5, 0)
     assert counts.failed == 2, "those that came after the stop are not tried again"
+
+
+def test_speeds_for_programs_have_one_decimal() -> None:
+    assert _rounded({"a": 1.26, "b": None, "c": 3}) == {"a": 1.3, "b": None, "c": 3}

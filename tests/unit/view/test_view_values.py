@@ -328,3 +328,28 @@ def test_experts_of_a_store_without_rows_are_none() -> None:
     for runs, count in (([], 0), ([[]], 0), ([[[0, 1]], [[5, 2], [1, 0]], []], 6)):
         found = experts.shown(Routed(*runs))  # type: ignore[arg-type]
         assert found == {"layers": [1], "count": count, "each": 2, "weights": False}
+
+
+def test_stores_that_cannot_be_opened_are_passed_over() -> None:
+    """Whatever went wrong with one of them, others come."""
+    errors = {"a": KeyError("x"), "b": OSError("x"), "c": ValueError("x")}
+
+    def opened(name: str) -> str:
+        if name in errors:
+            raise errors[name]
+        return name
+
+    library: Any = SimpleNamespace(_stores=lambda: dict.fromkeys("abcd"), open=opened)
+    assert list(data.Library.all(library)) == ["d"]
+
+
+def test_tokens_behind_captured_logits_have_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the first row count. A lost sample has the position -1, and nothing follows the last row."""
+    monkeypatch.setattr(predictions, "lacking", lambda *_: None)
+    monkeypatch.setattr(predictions.lens, "lacking", lambda *_: "no model")
+    for start in (0, 3):
+        positions = np.array([0, 1, 4, 5]) + start
+        attrs = {"start": start, "num_tokens": 6}
+        capture: Any = SimpleNamespace(attrs=attrs, logits_positions=np.append(positions, -1))
+        (entry,) = predictions.described(capture, None)
+        assert entry["rows"] == [[1, 3], [5, 6]]
