@@ -34,10 +34,10 @@ class Event:
     link = threading.Event()
 
     def __init__(self, **_: Any) -> None:
-        self.of_link = False
+        self.of_link = self.recorded = False
 
     def record(self, *_: Any) -> None:
-        return
+        self.recorded = True
 
     def query(self) -> bool:
         return not self.of_link or self.link.is_set()
@@ -57,7 +57,8 @@ class Copier:
         return
 
     @staticmethod
-    def copy(source: torch.Tensor, target: int, _ready: Event) -> Event:
+    def copy(source: torch.Tensor, target: int, ready: Event) -> Event:
+        assert ready.recorded
         ctypes.memmove(target, source.data_ptr(), source.numel())
         copied = Event()
         copied.of_link = True

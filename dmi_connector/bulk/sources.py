@@ -69,7 +69,7 @@ def open_source(path: Path, columns: Columns) -> Source:
     """
     kind, files = _look(path)
     if kind == "lines":
-        return Lines(open(files[0], "rb", buffering=_BUFFER), path.name)
+        return Lines(open(files[0], "rb", buffering=_BUFFER))
     if find_spec("pyarrow") is None:
         raise ValueError(f"--prompts {path}: pyarrow is not installed, which reads it; install dmi_connector[run]")
     return Parquet(files, columns) if kind == "parquet" else Arrow(files, columns)
@@ -128,8 +128,8 @@ class Lines:
 
     line_offset: int | None = 1
 
-    def __init__(self, file: BinaryIO, name: str) -> None:
-        self._file, self._name = file, name
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
         self._size = os.fstat(file.fileno()).st_size
         self._at = 0
 
@@ -176,7 +176,7 @@ class RandomLines:
 
     def __init__(self, file: BinaryIO, scratch: Path) -> None:
         self._file = file
-        self.load = Lines(file, "").load
+        self.load = Lines(file).load
         with tempfile.TemporaryFile(dir=scratch) as starts:
             count = self._write_starts(starts)
             starts.flush()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from dmi_connector.analysis.fit_probe import fit_probe, read_labels
 from dmi_connector.captures.capture import open_capture
@@ -64,6 +65,11 @@ def test_a_probe_finds_what_the_labels_differ_in(
         *("resid_pre", (3,), ("risk",)),
         "sigmoid",
     )
+    with safe_open(out, framework="np") as written:
+        told = json.loads(written.metadata()["dmi_probe"])["about"]
+    share = f"{found['accuracy']:.4f}"
+    about = {"fit": "difference of means", "rows": "all", "captures": "16", "held_out_accuracy": share}
+    assert told == {**about, "baseline": "0.7500"}
     weight = file.of(3)[0][0][0]
     assert np.abs(weight).argmax() == AXIS and np.abs(weight[AXIS]) > 3 * np.delete(np.abs(weight), AXIS).max()
     rows = np.concatenate([open_capture(store, 0).numpy("resid_pre", 3) for store in stores])

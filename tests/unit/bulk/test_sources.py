@@ -347,7 +347,7 @@ def test_a_line_whose_end_is_just_beyond_the_limit_does_not_take_the_next_one_wi
     written = [b"1234567\n", b"12345678\n", b"123456789\n", b"1" * 27 + b"\n", b"5\n", b"1" * 30]
     (tmp_path / "a.jsonl").write_bytes(b"".join(written))
     with open(tmp_path / "a.jsonl", "rb") as file:
-        lines = sources.Lines(file, "a.jsonl")
+        lines = sources.Lines(file)
         found, passed = [], []
         for number, line in lines:
             found.append((number, line))
@@ -359,5 +359,5 @@ def test_a_line_whose_end_is_just_beyond_the_limit_does_not_take_the_next_one_wi
 def test_an_empty_file_of_lines_is_passed_at_once(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
     with open(tmp_path / "a.jsonl", "rb") as file:
-        lines = sources.Lines(file, "a.jsonl")
+        lines = sources.Lines(file)
         assert list(lines) == [] and lines.fraction() == 1.0 and lines.count() is None

@@ -98,6 +98,23 @@ def test_lines_are_copied_to_kept_ones() -> None:
     scores.close()
 
 
+def test_memory_is_registered_with_a_gpu_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+    register = lambda *given: calls.append(given) or answers.pop()  # noqa: E731
+    driver = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: calls.append((address,)))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    scores, _ = host_scores()
+    address, answers = scores._lines.data_ptr(), [2, 0]
+    scores._register(1040)
+    scores.close()
+    scores.close()
+    assert calls == [(address, 1040, 2), (address,)], "mapped, so that kernels write it in place"
+    with pytest.raises(
+        RuntimeError, match=r"probes: 1040 bytes .* could not be registered with the GPU \(2\); capture"
+    ):
+        scores._register(1040)
+
+
 def test_memory_of_another_host_is_refused(tmp_path: Path) -> None:
     """What lies at the path there is something else, or nothing."""
     other = tmp_path / "other"

@@ -114,6 +114,54 @@ def test_memory_that_cannot_be_pinned_later_leaves_a_smaller_ring(
     assert cuda.pinned == {}
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_the_thread_is_made_ready_for_its_gpu_and_says_how_long_it_took(
+    early: bool, cuda: Cuda, ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is said where the engine ends before all is pinned."""
+    asked, lines = list[Any](), list[str]()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.append((device, ring.usable)))
+    monkeypatch.setattr(pinning, "relax_captures", lambda: asked.append(threading.current_thread().name))
+    monkeypatch.setattr(pinning.logger, "info", lambda text, *values: lines.append(text % values))
+    times = iter([100.0, 102.5])
+    monkeypatch.setattr(pinning.time, "monotonic", lambda: next(times))
+    memory = PinnedRing(ring, SLICE, DEVICE)
+    memory._stop.set()
+    cuda.go.set()
+    memory._thread.join()
+    ring.allow(SLICE)
+    assert asked == [(DEVICE, SLICE), "dmi-pin"] and lines == []
+    asked.clear()
+    monkeypatch.setattr(memory, "_pin_until", asked.append)
+    monkeypatch.setattr(ring, "nbytes", 5 << 20)
+    if not early:
+        memory._stop.clear()
+    memory._run()
+    assert asked == [(DEVICE, SLICE), "MainThread", 5 << 20]
+    assert lines == ([] if early else ["dmi_connector: 5 MiB of the ring pinned in 2.5 s"])
+    assert memory._thread.daemon
+    memory.close()
+
+
+def test_a_driver_that_refuses_leaves_the_ring_as_it_is(
+    cuda: Cuda, ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("no driver")
+
+    lines: list[str] = []
+    monkeypatch.setattr(pinning, "relax_captures", refuse)
+    monkeypatch.setattr(pinning.logger, "error", lambda text, *values: lines.append(text % values))
+    cuda.go.set()
+    memory = PinnedRing(ring, SLICE, DEVICE)
+    memory._thread.join()
+    assert ring.usable == SLICE and lines == ["no driver. The ring stays at its first 0 MiB"]
+    monkeypatch.setattr(ring, "usable", 3 << 20)
+    memory._run()
+    assert lines[1:] == ["no driver. The ring stays at its first 3 MiB"]
+    memory.close()
+
+
 def test_an_engine_that_ends_early_stops_pinning(cuda: Cuda, ring: Ring) -> None:
     memory = PinnedRing(ring, 1, DEVICE)
     memory._stop.set()
