@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditions on the scores of a probe, as requests give them: `keep_if` and `stop_if` (docs/PROBES.md)."""
+"""Conditions on the scores of a probe in the request options `keep_if` and `stop_if` (docs/PROBES.md)."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _ROW = re.compile(_OF_ROW)
 class Condition:
     """A comparison of the scores of one probe with a number.
 
-    text: as it was given. what: one of AGGREGATES, or "count": of rows that compare so with `row_value`; "" in a
-    condition on each row. sign, row_sign: "<" or ">".
+    text: the condition as given. what: one of AGGREGATES, or "count", the number of rows for which `row_sign` and
+    `row_value` hold; "" for a condition on each row. sign, row_sign: "<" or ">".
     """
 
     text: str
@@ -46,17 +46,17 @@ class Condition:
     row_value: float = 0.0
 
     def measure(self, rows: np.ndarray) -> float:
-        """What is compared with `value`. rows: scores, float32 [rows], at least one. NaN if one of them is."""
+        """The left side of the comparison. rows: scores, float32 [rows], at least one. NaN if a score is NaN."""
         if self.what != "count":
             return float(AGGREGATES[self.what](rows))
         return float("nan") if np.isnan(rows).any() else int(self.of_rows(rows).sum())
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
-        """For which rows `row_sign` and `row_value` hold, bool [rows]. False for NaN."""
+        """The rows for which `row_sign` and `row_value` hold, bool [rows]. False for NaN."""
         return np.asarray(rows > self.row_value if self.row_sign == ">" else rows < self.row_value)
 
     def refutes(self, measure: float) -> bool:
-        """Whether the condition is known not to hold. Nothing is known of NaN."""
+        """Whether the condition is false. NaN does not refute it."""
         return measure <= self.value if self.sign == ">" else measure >= self.value
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys attention finds with queries or keys that were reduced and restored, for `dmi fidelity`."""
+"""Overlap of the largest attention weights of full and of restored rows, for `dmi fidelity`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.store.format.remote_path import Given
 
 LARGEST = 8
-"""Weights of a query that are compared, as of attn(8)."""
+"""Number of weights per query to compare, as in attn(8)."""
 MEANINGS: Mapping[str, str] = {
     "attention": f"share of the {LARGEST} largest attention weights of each head and query that are among the {LARGEST}"
     " largest if these rows alone are restored ones; of queries that see more keys",
 }
 _ROWS = 512
-"""Queries of all stores together, at most: each is multiplied with all keys, for each head and reduction."""
+"""Maximum number of rows to compare, over all stores. The cost is one product with all rows of the other hook per head
+and reduction.
+"""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One store. rows: the first rows, which are compared. other: the hook that is not reduced."""
+    """One store. rows: number of rows to compare, from the first on. other: full rows of the other hook, [rows, width].
+    """
 
     capture: Capture
     rows: int
@@ -33,8 +36,10 @@ class _Part:
 
 @dataclass(frozen=True)
 class AttentionOverlap:
-    """Of one layer. queries: whether the rows that are restored are queries; else keys. found: what `measures` found of
-    full rows, by number of the store and head.
+    """Compares the attention of one layer with full and with restored rows.
+
+    queries: whether the restored rows are queries, otherwise keys. found: cache of `_largest` for the full rows, by
+    (index of the store, head).
     """
 
     layer: int
@@ -44,8 +49,10 @@ class AttentionOverlap:
 
     @classmethod
     def of(cls, stores: Sequence[Given], hook: str, layer: int | None) -> AttentionOverlap | None:
-        """None for another hook than the queries and keys that attention multiplies, and where it cannot be computed:
-        a store lacks the one or the other, or its model attends in a way that stores do not describe.
+        """An overlap for `hook`, or None if it cannot be computed.
+
+        That is the case if the hook is neither the queries nor the keys of attention, if a store lacks either, or if
+        stores do not describe the attention of the model.
         """
         parts, left, queries = [], _ROWS, True
         for store in stores:
@@ -56,7 +63,7 @@ class AttentionOverlap:
                 queries, rows = hook == names[0], min(left, int(capture.attrs["num_tokens"]))
                 other = names[1] if queries else names[0]
                 try:
-                    attention(capture, layer, 0, slice(0, 1))  # raises where it cannot be computed
+                    attention(capture, layer, 0, slice(0, 1))  # raises if it cannot be computed
                 except (KeyError, ValueError):
                     return None
                 if other not in capture or capture.reduction(other) is not None:
@@ -66,7 +73,7 @@ class AttentionOverlap:
         return cls(layer, queries, tuple(parts)) if layer is not None and parts else None
 
     def measures(self, full: np.ndarray, restored: np.ndarray) -> dict[str, float]:
-        """Those of MEANINGS. Both [n, width], the rows of all stores one after the other."""
+        """The measures of MEANINGS that apply. full, restored: [n, width], the concatenated rows of all stores."""
         kept = compared = at = 0
         for number, part in enumerate(self.parts):
             tokens = int(part.capture.attrs["num_tokens"])
@@ -81,7 +88,9 @@ class AttentionOverlap:
         return {"attention": kept / compared} if compared else {}
 
     def _largest(self, part: _Part, head: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(Keys with the largest weights [queries, LARGEST], whether a query sees more keys than these)."""
+        """(keys with the largest weights, int [queries, LARGEST]; whether a query sees more than LARGEST keys, bool
+        [queries]).
+        """
         queries, keys = (rows, part.other) if self.queries else (part.other, rows)
         weights = weights_of_head(part.capture, self.layer, head, queries, keys)
         if weights.shape[1] <= LARGEST:

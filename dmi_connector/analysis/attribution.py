@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Direct logit attribution: what each block of each layer adds to the logit of one token."""
+"""Direct logit attribution: the contribution of each block of each layer to the logit of one token."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def logit_attribution(
 ) -> tuple[np.ndarray, list[str]]:
     """(Direct logit attribution, float32 [parts, tokens]; a label for each part).
 
-    The residual stream is the sum of what enters layer 0 ("embed") and of each layer's `attn_out` and `mlp_out`
-    ("0.attn", "0.mlp"). The final norm's divisor is held fixed, so that the norm is linear. Each part then has its
-    share of the logit, and the shares of a row, with the norm's bias ("bias"), sum to its logit before a soft cap
-    (Elhage et al., 2021).
+    The residual stream is the sum of the input of layer 0 ("embed") and of each layer's `attn_out` and `mlp_out`
+    ("0.attn", "0.mlp"). The final norm's divisor is held fixed, so that the norm is linear. Each part then contributes
+    a share of the logit. The shares of a row, with the norm's bias ("bias"), sum to its logit before a soft cap (Elhage
+    et al., 2021).
 
-    targets: the token whose logit is split: one, or one for each row; None: the token that came next, for the last row
-    the likeliest one. against: a token whose logit is subtracted; the shares are then those of the difference. rows: of
-    the store, all by default; the result has only these. Missing rows are NaN, and without targets so are rows before a
-    lost token.
+    targets: the token whose logit is split, one for all rows or one per row. By default it is the next token, and the
+    likeliest token for the last row. against: a token whose logit is subtracted. The shares are then those of the
+    difference. rows: rows of the store in the result, all by default. Missing rows are NaN. Without targets, rows
+    before a missing token are NaN too.
 
-    Raises KeyError where `resid_pre` of layer 0, `attn_out` or `mlp_out` of a layer, or `resid_final` is not there.
-    Raises ValueError for a model whose layers scale the stream (Gemma 4), for tokens outside the vocabulary, for
-    targets of another number than rows, and for hooks that were stored as projections or topk.
+    Raises KeyError if `resid_pre` of layer 0, `attn_out` or `mlp_out` of a layer, or `resid_final` was not captured.
+    Raises ValueError for a model whose layers scale the stream (Gemma 4), for tokens outside the vocabulary, if the
+    number of targets is not the number of rows, and for hooks stored as projections or topk.
     """
     if capture.attrs.get("identities") is False and not capture.attrs.get("visual_layers"):
         raise ValueError(
@@ -72,7 +72,7 @@ def logit_attribution(
 
 
 def _parts(capture: Capture, layers: range, rows: slice) -> Iterator[np.ndarray]:
-    """The parts whose sum is the residual stream, [rows, width] each."""
+    """Yield the parts whose sum is the residual stream, each [rows, width]."""
     yield capture.numpy("resid_pre", 0, rows)
     for layer in layers:
         yield capture.numpy("attn_out", layer, rows)

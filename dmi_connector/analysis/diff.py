@@ -20,13 +20,13 @@ from dmi_connector.reduce import Keeps
 from dmi_connector.wording import suggest
 
 TOLERANCES = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
-"""Dtype of the model -> largest relative error of a row at which two runs agree. Other batches and kernels round
-differently, and the differences grow from layer to layer.
+"""Dtype of the model -> largest relative error at which two rows agree. Other batches and kernels round differently,
+and the differences grow from layer to layer.
 """
 ROUNDED = 5e-2
 """The smallest tolerance for a hook that was reduced in one of the captures."""
 _BEFORE = ("mrope_positions", "embed")
-"""Hooks that exist once and come before the layers."""
+"""Hooks outside the layers that the forward computes first."""
 
 
 class NothingToCompare(ValueError):
@@ -90,11 +90,11 @@ class CaptureDiff:
 def diff(a: Capture, b: Capture, hooks: str = "*", tolerance: float | None = None) -> CaptureDiff:
     """Compare two captures row by row, up to the first position where their tokens differ.
 
-    hooks: names or wildcards, separated by commas. tolerance: relative error of a row up to which the two agree; None:
-    by the dtype of the models (TOLERANCES).
+    hooks: names or wildcards, separated by commas. tolerance: largest relative error at which two rows agree. By
+    default it depends on the dtype of the models (TOLERANCES).
 
-    Raises ValueError for a tolerance below 0 and for a name that no hook has, NothingToCompare where there is no hook
-    or no row to compare.
+    Raises ValueError for a tolerance below 0 and for a name that no hook has. Raises NothingToCompare if there is no
+    hook or no row to compare.
     """
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise ValueError(f"tolerance: {tolerance} is not valid; give a number from 0 on, as in 0.01")
@@ -130,7 +130,7 @@ def pairs(a: Captures, b: Captures) -> tuple[list[tuple[int, int]], int]:
     If several captures share a key, those with the same prompt are paired first, since concurrent requests start in any
     order. Captures that are still ambiguous are paired in the order of their sets.
 
-    Returns (pairs of numbers in `a` and `b`, the number of captures without a partner).
+    Returns (pairs of indexes in `a` and `b`, the number of captures without a partner).
     """
     found: dict[int, int] = {}
     left, right = range(len(a.infos)), range(len(b.infos))

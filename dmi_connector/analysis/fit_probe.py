@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi fit-probe`: a linear probe from labelled captures, by the difference of their means (Marks and Tegmark, 2023).
+"""`dmi fit-probe`: fits a linear probe to labelled captures by the difference of means (Marks and Tegmark, 2023).
 
-Its score is the probability of label 1, if rows of both labels are normally distributed along the difference with equal
-variance: sigmoid((s - 1/2) / variance + log(n1 / n0)), where `MeanDifference.score` s is 1 at one mean, 0 at the other.
+The score is the probability of label 1, if rows of both labels are normally distributed along the difference with equal
+variance. It is sigmoid((s - 1/2) / variance + log(n1 / n0)). Here s is `MeanDifference.score`, which is 1 at the mean
+of label 1 and 0 at the mean of label 0.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NAMES = ("key", "request_id", "store")
 """Fields of a labels file that name a capture."""
 _LABELS = {"0": False, "false": False, "1": True, "true": True}
 _LEAST = 2
-"""Captures of each label that a fit needs: one to fit on, one held out."""
+"""Minimum number of captures per label: one to fit on, and one held out."""
 
 Labels = dict[tuple[str, str], bool]
 """(field, name) -> label."""
@@ -42,11 +43,11 @@ Labels = dict[tuple[str, str], bool]
 
 @dataclass(frozen=True)
 class FittedProbe:
-    """What a probe was fitted on, and how it does on captures that it has not seen.
+    """The size of a probe's training set, and its quality on held-out captures.
 
-    captures, rows: fitted on. held_out, held_rows: captures and rows of the test. accuracy: share of these rows with
-    the right side of 1/2. baseline: the same for the more frequent label of the fit. auc: probability that a row of
-    label 1 has a higher score than one of label 0.
+    captures, rows: in the training set. held_out, held_rows: captures and rows in the test set. accuracy: fraction of
+    the test rows that are on the right side of 1/2. baseline: the accuracy of always predicting the more frequent label
+    of the training set. auc: probability that a row of label 1 has a higher score than a row of label 0.
     """
 
     captures: int
@@ -59,9 +60,10 @@ class FittedProbe:
 
 
 def read_labels(path: str | os.PathLike[str]) -> Labels:
-    """Labels of a CSV file with a header, or of JSON lines: `label` (0, 1, true or false), and one of NAMES.
+    """Read labels from a CSV file with a header, or from JSON lines. Each line has `label` (0, 1, true or false) and
+    one of NAMES.
 
-    Raises ValueError that names the line, OSError.
+    Raises ValueError that names the line. Raises OSError if the file cannot be read.
     """
     file = local_path(path)
     found: Labels = {}
@@ -96,7 +98,7 @@ def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 class _Stores:
-    """Captures of these stores, each opened for itself: thousands at once would be too many open files."""
+    """Captures of stores, opened one at a time: thousands of captures would exceed the limit on open files."""
 
     def __init__(self, stores: Sequence[Given]) -> None:
         self._stores = stores
@@ -117,15 +119,16 @@ def fit_probe(
     held_out: float = 0.2,
     seed: int = 0,
 ) -> FittedProbe:
-    """Fit a probe of one hook and layer, and write it to `out`, a new safetensors file, whose name names the score.
+    """Fit a probe for one hook and layer, and write it to `out`, a new safetensors file. The score gets the name of the
+    file.
 
-    labels: of captures, see `read_labels`. Captures without one are left out. layer: required where several were
-    captured. rows: as in `mean_difference`. held_out: share of the captures of each label that the probe is tested on
-    and not fitted on, chosen by `seed`.
+    labels: labels of captures, see `read_labels`. Captures without a label are left out. layer: required if several
+    layers were captured. rows: as in `mean_difference`. held_out: fraction of each label's captures in the test set,
+    which `seed` chooses.
 
-    Raises ValueError for what `mean_difference` refuses, for a hook that was not stored in full, for stores of several
-    models, for fewer than two captures of a label, KeyError for a hook or layer that was not captured, FileExistsError,
-    OSError.
+    Raises ValueError as `mean_difference` does, for a hook that was not stored in full, for stores of several models,
+    and for fewer than two captures of a label. Raises KeyError for a hook or layer that was not captured. Raises
+    FileExistsError, OSError.
     """
     if not 0 < held_out < 1:
         raise ValueError(f"--held-out {held_out} is not valid; give a share of the captures between 0 and 1")
@@ -166,7 +169,7 @@ def stores_of(groups: Iterable[Sequence[Given]]) -> list[Given]:
 def _by_label(
     stores: Sequence[Given], labels: Mapping[tuple[str, str], bool], hook: str, layer: int | None
 ) -> tuple[list[list[Given]], int, bool]:
-    """(stores of label 0 and of label 1, the number of the layer, whether the hook has several)."""
+    """([stores of label 0, stores of label 1], the layer, whether the hook has layers)."""
     groups: list[list[Given]] = [[], []]
     one, used, numbers = OneModel(), set(), set()
     for store in stores:
@@ -203,13 +206,13 @@ def _by_label(
 def _logits(
     stores: Sequence[Given], hook: str, layer: int | None, rows: str, weight: np.ndarray, bias: float
 ) -> np.ndarray:
-    """The logits of the rows that count, [n]."""
+    """The logits of the selected rows, [n]."""
     found = [block @ weight + bias for block in row_blocks(_Stores(stores), hook, layer, rows)]
     return np.concatenate(found) if found else np.zeros(0)
 
 
 def _tested(counts: Sequence[int], held: Sequence[np.ndarray], captures: int, held_out: int) -> FittedProbe:
-    """counts: rows of label 0 and 1 that were fitted on. held: logits of those that were not."""
+    """The result of a fit. counts: training rows of labels 0 and 1. held: logits of the test rows of labels 0 and 1."""
     if not all(map(len, held)):
         raise ValueError("fit-probe: the captures that were held out have no row that counts; give more captures")
     total = sum(map(len, held))

@@ -16,13 +16,13 @@ from dmi_connector.captures.own_values import check_own_values
 
 @dataclass(frozen=True)
 class Lens:
-    """What the residual stream predicts at each layer. Made by `logit_lens`.
+    """Next-token predictions of the residual stream at each layer. Made by `logit_lens`.
 
-    layers: a label for each; "final" is the stream after the last layer, which gives the model's output. ids: int32
-    [layers, tokens, top], the likeliest next tokens, in descending order of probability. probabilities: float32,
-    same shape. chance: float32 [layers, tokens], the probability of the likeliest token of "final". entropy: float32
-    [layers, tokens], in nats. divergence: float32 [layers, tokens], KL(final || layer) in nats. Missing rows, and rows
-    with a NaN or an infinity, have NaN as values and -1 as ids.
+    layers: a label per layer; "final" is the stream after the last layer, from which the model computes its output.
+    ids: int32 [layers, tokens, top], the likeliest next tokens, in descending order of probability. probabilities:
+    float32, same shape. chance: float32 [layers, tokens], the probability of the likeliest token of "final". entropy:
+    float32 [layers, tokens], in nats. divergence: float32 [layers, tokens], KL(final || layer) in nats. Missing rows,
+    and rows with a NaN or an infinity, have NaN values and ids of -1.
     """
 
     layers: list[str]
@@ -48,7 +48,7 @@ class Uncertainty:
 
 
 def logit_lens(capture: Capture, unembedding: Unembedding, top: int = 5) -> Lens:
-    """The logit lens (nostalgebraist, 2020): what each layer's residual stream predicts.
+    """The logit lens (nostalgebraist, 2020): the next token that each layer's residual stream predicts.
 
     Applies the final norm and the unembedding to `resid_pre` of each captured layer and to `resid_final`. Only one
     block of logits is in memory at a time.
@@ -81,8 +81,9 @@ def logit_lens(capture: Capture, unembedding: Unembedding, top: int = 5) -> Lens
 
 
 def likeliest(log_probabilities: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(ids of the `count` likeliest tokens of each row, their probabilities), both [n, count], in descending order of
-    probability. A row with a NaN gets -1 and NaN.
+    """(ids of the `count` likeliest tokens of each row, their probabilities), both [n, count].
+
+    They are in descending order of probability. A row with a NaN gets -1 and NaN.
 
     log_probabilities: [n, vocabulary]. count: at most the vocabulary.
     """
@@ -120,14 +121,14 @@ def uncertainty(capture: Capture, unembedding: Unembedding | None = None) -> Unc
 
 
 _SAMPLES = 128
-"""Samples whose logits are read at a time."""
+"""Number of samples to read at a time."""
 
 
 def _outputs(capture: Capture, unembedding: Unembedding | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(rows of the store, their logits [rows, vocabulary]) in blocks."""
+    """Yield (rows of the store, their logits [rows, vocabulary]) in blocks."""
     if unembedding is None:
         positions = capture.logits_positions
-        there = np.flatnonzero(positions >= 0)  # a lost sample has -1
+        there = np.flatnonzero(positions >= 0)  # a missing sample has -1
         for first in range(0, len(there), _SAMPLES):
             samples = there[first : first + _SAMPLES]
             yield (

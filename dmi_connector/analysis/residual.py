@@ -40,12 +40,12 @@ def residual_norms(capture: Capture) -> tuple[np.ndarray, list[str]]:
 def drift(capture: Capture, hook: str = "resid_final", layer: int | None = None, since: str = "prompt") -> np.ndarray:
     """How far the direction of each row has changed: 1 - cosine, float32 [tokens], 0 to 2.
 
-    since: "prompt" compares with the mean of the prompt's rows, "previous" with the row before. Missing rows, rows of
-    zeros and those without a row to compare with are NaN.
+    since: "prompt" compares with the mean of the prompt's rows, "previous" with the previous row. Missing rows, rows of
+    zeros, and rows without a reference are NaN.
 
-    Raises KeyError for a hook or layer that was not captured. Raises ValueError for another `since`, for logits, for
-    integers, principal components and summaries, for several layers without `layer`, and for "prompt" in a store
-    without rows of the prompt.
+    Raises KeyError for a hook or layer that was not captured. Raises ValueError for another `since`, for logits,
+    integers, principal components and summaries, and for several layers without `layer`. It is also raised for "prompt"
+    if the store has no rows of the prompt.
     """
     if since not in ("prompt", "previous"):
         raise ValueError(f"since {since!r} is not valid; use 'prompt' or 'previous'")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a model, in numpy: its final norm and its unembedding, read from the safetensors files."""
+"""The final norm and the unembedding of a model, in numpy. The weights are read from its safetensors files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _HEADS = ("lm_head.weight", "language_model.lm_head.weight", "embed_out.weight",
 _PLAIN_MODELS = ("olmo",)
 """Values of `model_type` whose norms have no weights."""
 _RMS_MODELS = ("lfm2", "lfm2_moe", "nemotron_h")
-"""Values of `model_type` with RMS norms whose configs name their epsilon as others name that of a LayerNorm."""
+"""Values of `model_type` that have RMS norms, but name epsilon in the config as models with a LayerNorm do."""
 _EPS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 _EPS_DEFAULT = 1e-5
 """Default eps of torch's LayerNorm, for models whose config has none (OPT, OLMo)."""
@@ -42,15 +42,16 @@ _BLOCK = 1024
 """Tokens of the vocabulary computed at a time: their float32 weights and logits stay in a core's cache."""
 _LEAST = np.finfo(np.float32).min
 _LOGITS = 1 << 24
-"""Logits that are computed at a time: 64 MiB of float32, of which some copies are made."""
+"""Maximum number of logits to compute at a time: 64 MiB of float32 for each of several copies."""
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What is predicted after each of n rows, and how likely a given token was there.
+    """The predictions of n rows, and the probability of a given token after each row.
 
-    logprobs: float32 [n], of the given tokens, in nats; NaN for a token outside the vocabulary. entropy: float32 [n],
-    in nats. best: int64 [n], the likeliest token. A row with a NaN or an infinity has NaN, and -1 as best.
+    logprobs: float32 [n], log-probabilities of the given tokens in nats; NaN for a token outside the vocabulary.
+    entropy: float32 [n], in nats. best: int64 [n], the likeliest token. A row with a NaN or an infinity has NaN in the
+    first two, and -1 in best.
     """
 
     logprobs: np.ndarray
@@ -60,10 +61,10 @@ class Outcomes:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums over some tokens of the vocabulary, [n] each, from which those of all are joined.
+    """Partial sums over a block of the vocabulary, each [n]. `joined` merges two blocks, as in an online softmax.
 
-    most: the largest logit, of the token `best`. total: of exp(logit - most). weighted: the same, times logit - most.
-    came: the logit of the given token; NaN if it is not among these.
+    most: the largest logit, of the token `best`. total: sum of exp(logit - most). weighted: sum of exp(logit - most) *
+    (logit - most). came: the logit of the given token; NaN if it is not in the block.
     """
 
     most: np.ndarray
@@ -74,15 +75,17 @@ class _Sums:
 
     @classmethod
     def of(cls, logits: np.ndarray, first: int, came: np.ndarray) -> _Sums:
-        """Of logits float32 [tokens, n]; the first is of the token `first`."""
+        """The sums of a block. logits: float32 [tokens, n], overwritten. first: the token id of its first row. came:
+        [n], the given tokens.
+        """
         best = logits.argmax(0)
         columns = np.arange(logits.shape[1])
         most, own = logits[best, columns], np.full(len(columns), np.nan, np.float32)
         there = (came >= first) & (came < first + len(logits))
         own[there] = logits[came[there] - first, columns[there]]
-        with np.errstate(invalid="ignore"):  # of rows that are not finite
+        with np.errstate(invalid="ignore"):  # rows that are not finite
             logits -= np.where(most == -np.inf, np.float32(0), most)
-            np.maximum(logits, _LEAST, out=logits)  # a logit of minus infinity adds nothing
+            np.maximum(logits, _LEAST, out=logits)  # so that exp gives 0 and not NaN
             shares = np.exp(logits)
             logits *= shares
         ones = np.ones(len(logits), np.float32)
@@ -90,7 +93,7 @@ class _Sums:
         return cls(most, best + first, total, weighted, own)
 
     def joined(self, other: _Sums) -> _Sums:
-        """Of the tokens of both; those of `self` come first."""
+        """The sums of both blocks. `self` is the earlier block, which wins ties."""
         after = other.most > self.most
         most, best = np.where(after, other.most, self.most), np.where(after, other.best, self.best)
         most[np.isnan(other.most)] = np.nan
@@ -104,7 +107,7 @@ class _Sums:
         return _Sums(most, best, np.asarray(total), np.asarray(weighted), came)
 
     def outcomes(self) -> Outcomes:
-        """Once these are of the whole vocabulary."""
+        """The outcomes, once the sums cover the whole vocabulary."""
         with np.errstate(invalid="ignore"):
             logs, mean = np.log(self.total), self.weighted / self.total
             logprobs = (self.came - self.most - logs).astype(np.float32)
@@ -122,7 +125,7 @@ class Unembedding:
     """logits = soft_cap(scale * norm(row) @ weight.T + offset).
 
     weight: [vocabulary, width], in the dtype of its file; `weights_of` gives float32. gain, bias: float32 [width], of
-    the final norm. centred: the norm subtracts the mean first (LayerNorm), or not (RMSNorm). offset: float32
+    the final norm. centred: whether the norm subtracts the mean (LayerNorm) or not (RMSNorm). offset: float32
     [vocabulary] or None. soft_cap: logits are soft_cap * tanh(logits / soft_cap); None: they are not capped.
     """
 
@@ -137,10 +140,10 @@ class Unembedding:
 
     @classmethod
     def load(cls, model: str | os.PathLike[str]) -> Unembedding:
-        """Of a model directory with config.json and safetensors files. Reads two or three tensors of them.
+        """Load from a model directory with config.json and safetensors files. It reads only the tensors it needs.
 
-        Raises ValueError for a path that is no such directory, for files that lack the final norm or the embedding, and
-        for tensors of another dtype than floats of 16, 32 or 64 bits.
+        Raises ValueError for a path that is not such a directory, if the files lack the final norm or the embedding,
+        and for tensors that are not floats of 16, 32 or 64 bits.
         """
         path = local_path(model)
         config = _config(path)
@@ -170,9 +173,9 @@ class Unembedding:
 
     @classmethod
     def of(cls, capture: Capture, model: str | os.PathLike[str] | None = None) -> Unembedding:
-        """Of the model that was captured. model: its directory, by default the one that the store names.
+        """Load from the captured model. model: its directory, by default the directory that the store names.
 
-        Raises ValueError as `load`, and where the store names none.
+        Raises ValueError as `load` does, and if the store names no model.
         """
         named = capture.attrs.get("model") if model is None else model
         if not named:
@@ -185,7 +188,7 @@ class Unembedding:
         return np.sqrt((rows**2).mean(-1, keepdims=True) + np.float32(self.eps))
 
     def centre(self, rows: np.ndarray) -> np.ndarray:
-        """The rows without their mean where the norm subtracts it, else the rows."""
+        """The rows minus their mean if the norm subtracts it, otherwise the rows."""
         return rows - rows.mean(-1, keepdims=True) if self.centred else rows
 
     def norm(self, rows: np.ndarray) -> np.ndarray:
@@ -195,7 +198,7 @@ class Unembedding:
     def logits(self, rows: np.ndarray) -> np.ndarray:
         """Logits float32 [n, vocabulary] of rows [n, width] of the residual stream. Raises ValueError as `norm`.
 
-        The vocabulary is gone through in blocks, so that memory holds no float32 copy of a narrower `weight`.
+        The vocabulary is processed in blocks, so that no float32 copy of a 16-bit `weight` is in memory.
         """
         normed = self.norm(rows)
         logits = np.empty((len(normed), len(self.weight)), np.float32)
@@ -207,9 +210,11 @@ class Unembedding:
         return logits
 
     def outcomes(self, rows: np.ndarray, came: np.ndarray) -> Outcomes:
-        """What is predicted after rows [n, width] of the residual stream, and how likely the tokens `came` [n] were.
+        """The predictions of rows [n, width] of the residual stream, and the log-probabilities of the tokens `came`
+        [n].
 
-        The same as of `log_softmax(logits(rows))`, without an array of all logits. Raises ValueError as `norm`.
+        Equal to `outcomes_of(log_softmax(logits(rows)), came)`, without an array of all logits. Raises ValueError as
+        `norm` does.
         """
         normed = self.norm(rows)
         blocks = self._blocks()
@@ -222,12 +227,12 @@ class Unembedding:
         return functools.reduce(_Sums.joined, (sums[block.start] for block in blocks)).outcomes()
 
     def _blocks(self) -> list[slice]:
-        """The vocabulary in pieces."""
+        """The vocabulary in blocks of _BLOCK tokens."""
         return [slice(at, min(at + _BLOCK, len(self.weight))) for at in range(0, len(self.weight), _BLOCK)]
 
     def _logits_of(self, normed: np.ndarray, block: slice) -> np.ndarray:
-        """Logits of some tokens of the vocabulary, float32 [tokens, n], of rows behind the final norm."""
-        logits = self.weights_of(block) @ normed.T  # for few rows quicker than the other way round
+        """Logits of a block of the vocabulary, float32 [tokens, n]. normed: rows after the final norm, [n, width]."""
+        logits = self.weights_of(block) @ normed.T  # for few rows faster than normed @ weights.T
         logits *= np.float32(self.scale)
         if self.offset is not None:
             logits += self.offset[block, None]
@@ -241,7 +246,7 @@ class Unembedding:
 
     @property
     def block(self) -> int:
-        """Rows whose logits are computed at a time, so that they take 64 MiB."""
+        """Number of rows whose logits take 64 MiB."""
         return max(1, _LOGITS // len(self.weight))
 
     def _checked(self, rows: np.ndarray) -> np.ndarray:
@@ -254,8 +259,8 @@ class Unembedding:
 
 
 def floats_of(values: np.ndarray) -> np.ndarray:
-    """float32 of an array of floats, or the array itself if it has that dtype."""
-    if values.dtype.name == "bfloat16":  # twice as quick as astype
+    """Floats as float32. A float32 array is returned as it is."""
+    if values.dtype.name == "bfloat16":  # twice as fast as astype
         return np.left_shift(values.view(np.uint16), np.uint32(16), dtype=np.uint32).view(np.float32)
     return np.asarray(values, np.float32)
 
@@ -267,7 +272,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def outcomes_of(log_probabilities: np.ndarray, came: np.ndarray) -> Outcomes:
-    """What distributions [n, vocabulary] predict, and how likely the tokens `came` [n] were there."""
+    """The predictions of distributions [n, vocabulary], and the log-probabilities of the tokens `came` [n]."""
     finite = ~np.isnan(log_probabilities).any(-1)
     logprobs, entropy = np.full((2, len(came)), np.nan, np.float32)
     best, own = np.full(len(came), -1, np.int64), log_probabilities[finite]
@@ -302,7 +307,7 @@ def _scale(config: Mapping[str, Any]) -> float:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """The config of a model; that of its text part if it has several parts."""
+    """The config of a model. For a multimodal model, the fields of its text config take precedence."""
     try:
         config = json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError) as error:
@@ -314,7 +319,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _files(path: Path) -> dict[str, Path]:
-    """Which file holds each tensor."""
+    """Name of a tensor -> its file."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, Path] = {}

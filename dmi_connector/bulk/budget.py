@@ -20,9 +20,9 @@ class Budget:
     """Says whether there is room for one more prompt.
 
     Each prompt in flight counts as the largest store so far. Until the first store is finished, one prompt is allowed
-    at a time. When there seems to be no room, the stores in `out` are measured again: the user may have removed some.
+    at a time. When there is no room, the stores in `out` are measured again: the user may have removed some.
 
-    max_bytes: limit of the stores in `out`. min_free_bytes: must stay free on the file system. 0: no limit.
+    max_bytes: limit on the stores in `out`. min_free_bytes: bytes that must stay free on the file system. 0: no limit.
     """
 
     def __init__(

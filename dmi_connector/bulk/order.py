@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows are captured, and in which order. Each gets a position, which does not depend on limit and share."""
+"""The selection and the order of the rows to capture. The position of a row does not depend on limit and share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dmi_connector.bulk.sources import RandomAccess, Source
 _ROUNDS = 6
 _MASK = (1 << 64) - 1
 _SAMPLE = 100
-"""Rows from which the number of all is estimated, at least."""
+"""Minimum number of rows from which the total is estimated."""
 
 
 class Placed(NamedTuple):
-    """A row with its place. position: its place in the order of the run. number: its number in the input. raw: for
-    `load` of `rows`.
+    """A row and its position. position: index in the order of the run. number: index in the input. raw: argument of
+    `Rows.load`.
     """
 
     position: int
@@ -29,8 +29,10 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """shuffle: seed of a permutation of all rows, None for the order of the input. limit: how many positions are
-    captured, None for all. share, shares: of every `shares` positions the one at `share`.
+    """The order of rows, and a share of them.
+
+    shuffle: seed of a permutation of all rows, None for the order of the input. limit: number of positions to capture,
+    None for all. share, shares: the share holds the positions p with p % shares == share.
     """
 
     shuffle: int | None = None
@@ -40,7 +42,7 @@ class Order:
 
     @property
     def suffix(self) -> str:
-        """What the names of this share's files end in, before their type."""
+        """Suffix of this share's file names, before the extension."""
         return f"-{self.share}-of-{self.shares}" if self.shares > 1 else ""
 
     def holds(self, position: int) -> bool:
@@ -53,7 +55,7 @@ class Order:
 
 
 class Rows:
-    """Iterates over the rows of a share. load: makes an object of a raw row, see `Source`."""
+    """Iterates over the rows of a share. load: decodes a raw row, see `Source`."""
 
     def __init__(self, order: Order, source: Source, shuffled: RandomAccess | None) -> None:
         self._order, self._source, self._shuffled = order, source, shuffled
@@ -84,7 +86,9 @@ class Rows:
         return self._shuffled is None and self._source.count() is None and not self._ended
 
     def total(self) -> int | None:
-        """Rows of the share: exact if the source knows it, an estimate while it is read, None before that."""
+        """Number of rows of the share. It is exact if the source knows its length or was read to the end. Before that
+        it is an estimate, or None for the first rows.
+        """
         known = len(self._shuffled) if self._shuffled is not None else self._source.count()
         order = self._order
         if known is not None:
@@ -100,7 +104,7 @@ class Rows:
 
 
 def parse_share(text: str) -> tuple[int, int]:
-    """(share, shares) of a text as in "3/8", share from 0. Raises ValueError."""
+    """Parse a text such as "3/8" as (share, shares), with share from 0. Raises ValueError."""
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)
     if match is None or not int(match[1]) < int(match[2]):
         raise ValueError(f"--shard {text!r} is not valid; write I/N with I from 0 to N - 1, as in 0/8")
@@ -108,10 +112,10 @@ def parse_share(text: str) -> tuple[int, int]:
 
 
 def permuted(position: int, total: int, seed: int) -> int:
-    """The number at a position of a permutation of range(total), which `seed` chooses.
+    """The element at a position of a pseudo-random permutation of range(total). `seed` selects the permutation.
 
-    A Feistel network permutes the numbers below a power of 4; those from `total` on are permuted again, until one below
-    comes (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It takes no memory.
+    A Feistel network permutes the numbers below a power of 4. A result of `total` or more is permuted again until it is
+    smaller (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It needs no table.
     """
     half = max(1, ((total - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a row of the input asks for."""
+"""Parses the prompt of an input row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LARGEST_TOKEN = 2**31 - 1
 
 
 class BadRow(ValueError):
-    """A row of which no prompt can be made. The message says why."""
+    """A row without a valid prompt. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Columns:
 
     @classmethod
     def parse(cls, given: Sequence[str]) -> Columns:
-        """Columns from texts as in "prompt=text". Raises ValueError."""
+        """Parse texts such as "prompt=text". Raises ValueError."""
         known = [field.name for field in fields(cls)]
         named: dict[str, str] = {}
         for text in given:
@@ -44,12 +44,12 @@ class Columns:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns that are read."""
+        """All columns to read."""
         return *self.prompts, self.id, self.loss_mask
 
     @property
     def prompts(self) -> tuple[str, str, str]:
-        """The columns of which one holds the prompt."""
+        """The columns that can hold the prompt."""
         return self.prompt, self.messages, self.prompt_token_ids
 
 
@@ -57,8 +57,8 @@ class Columns:
 class Prompt:
     """One prompt. Exactly one of the first three is given.
 
-    text; messages: of a chat, each with `role` and `content`; token_ids. id: the user's own name for it, if any.
-    loss_spans: [start, stop) of the token ids that a trainer learns from, if the row says.
+    messages: of a chat, each with `role` and `content`. id: the user's name for the prompt, if any. loss_spans: [start,
+    stop) spans of the token ids that a trainer computes the loss on, if the row has a mask.
     """
 
     text: str | None = None
@@ -69,9 +69,9 @@ class Prompt:
 
     @classmethod
     def of(cls, row: object, columns: Columns, chat: bool = False) -> Prompt:
-        """The prompt of a row. chat: a text becomes the user's message of a chat. Raises BadRow.
+        """The prompt of a row. chat: turn a text into the user's message of a chat. Raises BadRow.
 
-        Token ids go before messages, messages before text. A column that holds null counts as absent.
+        Token ids take precedence over messages, and messages over text. A null column counts as absent.
         """
         if not isinstance(row, Mapping):
             raise BadRow("the row is not an object with columns")
@@ -95,7 +95,7 @@ class Prompt:
         return cls(text=text, id=name)
 
     def to_json(self) -> dict[str, Any]:
-        """What an engine needs of it. options: of its request, under `dmi`."""
+        """The fields for an engine. options: the request's options under `dmi`."""
         given = {"text": self.text, "messages": self.messages, "token_ids": self.token_ids}
         options = {} if self.loss_spans is None else {"options": {"loss_spans": self.loss_spans}}
         return {**{name: value for name, value in given.items() if value is not None}, **options}

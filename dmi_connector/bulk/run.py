@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings every prompt of a share into one store: from the rows of the input to the lines of the manifest."""
+"""Captures every prompt of a share into a store of its own, from the input rows to the lines of the manifest."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.write.finish.retention import remove_store
 
 _TRIES = 2
-"""How often a prompt is captured whose store is incomplete."""
+"""Maximum number of captures of a prompt, if its store is incomplete."""
 _QUIET_S = 5.0
-"""After this time without a line in the index a store is looked for by its path."""
+"""Seconds without a line in the index after which a store is looked up by its path."""
 _MOST_FAILURES = 100
-"""Captures that fail one after another, until the run stops."""
+"""Number of consecutive failed captures that stops the run."""
 _ROWS_PER_TURN = 10_000
-"""Rows that are passed by before the engines are looked at again."""
+"""Maximum number of rows to read between two polls of the engines."""
 _WAIT_S = 0.1
 
 
@@ -42,8 +42,9 @@ _WAIT_S = 0.1
 class Outcome:
     """How a run ended.
 
-    stopped: why before the end of the input, None if it came to the end. deaths: of engines. beyond: prompts that were
-    done before, and are none of this start's because of its limit.
+    stopped: why the run stopped before the end of the input; None if it reached the end. deaths: engines that ended
+    early. lost: prompts in flight whose store was not finished. beyond: prompts of earlier starts beyond the limit of
+    this start.
     """
 
     counts: Counts
@@ -64,11 +65,11 @@ class Outcome:
 
 
 class Run:
-    """One share of a run. Nothing of it is left in memory but the prompts in flight, and a bit for each position.
+    """One share of a run. Memory holds only the prompts in flight, and one bit per position.
 
-    run: name of the run. out: directory of the stores. rejects: open file that rows are noted in which get no store.
-    writers_gone: whether no process of the engines lives any more. end_when_full: end at the budget's limit instead of
-    waiting there. generates: generated tokens have rows too.
+    run: name of the run. out: directory of the stores. rejects: open file for the rows that get no store. writers_gone:
+    whether all processes of the engines have exited. end_when_full: end at the budget's limit instead of waiting for
+    space. generates: whether generated tokens have rows too.
     """
 
     def __init__(
@@ -96,10 +97,10 @@ class Run:
         self._end_when_full, self._generates = end_when_full, generates
         self._tail = IndexTail(out, new_only=True)
         self._flights: dict[int, Flight] = {}
-        self._again: list[Flight] = []  # prompts that are read and not in flight: those to try again, and the next one
-        self._orphans: list[tuple[Death, list[Flight]]] = []  # of engines that died, until nothing writes them
+        self._again: list[Flight] = []  # prompts to submit: retries, and the next prompt
+        self._orphans: list[tuple[Death, list[Flight]]] = []  # of dead engines, until their writers have exited
         self._condemned: list[Path] = []
-        self._failures = 0  # captures that failed since one did not
+        self._failures = 0  # number of consecutive failed captures
         before = recovered.done.below(rows.limit)
         before += sum(rows.limit is None or position < rows.limit for position in recovered.found)
         beyond = len(recovered.done) + len(recovered.found) - before
@@ -107,7 +108,7 @@ class Run:
         self._next_look = 0.0
 
     def stop(self, why: str) -> None:
-        """Hand out no more prompts. Those in flight are finished."""
+        """Submit no more prompts. Prompts in flight are finished."""
         self.outcome.stopped = self.outcome.stopped or why
 
     def go(self) -> Outcome:
@@ -117,7 +118,7 @@ class Run:
         while more or self._flights or self._again or self._orphans:
             if self.outcome.stopped or not self._engines.alive():
                 more = False
-                self._again.clear()  # these are left to the next start
+                self._again.clear()  # the next start captures these
             handed = False
             if more or self._again:
                 more, handed = self._hand_out(rows, more)
@@ -139,7 +140,9 @@ class Run:
     # ---- prompts out ------------------------------------------------------------------------------------------------
 
     def _hand_out(self, rows: Iterator[Placed], more: bool) -> tuple[bool, bool]:
-        """Give the engines what they have room for. Returns (whether rows may be left, whether one was passed)."""
+        """Submit prompts while the engines have room. Returns (whether rows may be left, whether to poll the engines
+        without waiting).
+        """
         self.outcome.counts.waiting = ""
         for passed in range(_ROWS_PER_TURN):
             if not self._again:
@@ -169,7 +172,7 @@ class Run:
         return False
 
     def _take(self, placed: Placed) -> Flight | None:
-        """Make a prompt of a row, unless it is done."""
+        """Parse the prompt of a row. Returns None if it needs no capture."""
         if placed.position in self._recovered.done:
             return None
         found = self._recovered.found.pop(placed.position, None)
@@ -193,7 +196,7 @@ class Run:
         self._engines.submit(position, store_key(self._run, position), flight.prompt.to_json())
 
     def _reject(self, placed: Placed, name: str | None, reason: str, failed: bool = False) -> None:
-        """Note a row that gets no store. failed: it is a prompt, and the next run tries it again."""
+        """Record a row that gets no store. failed: the prompt is valid, and the next start tries it again."""
         entry: dict[str, Any] = {"row": placed.number}
         if self._line_offset is not None:
             entry["line"] = placed.number + self._line_offset
@@ -201,7 +204,7 @@ class Run:
         try:
             print(json.dumps(entry), file=self._rejects, flush=True)
         except OSError as error:
-            with contextlib.suppress(OSError):  # it fails again; a later close would hide this error
+            with contextlib.suppress(OSError):  # it fails again; an error in a later close would hide the first one
                 self._rejects.close()
             raise cannot_write(Path(self._rejects.name), error) from error
         if failed:
@@ -248,12 +251,13 @@ class Run:
     # ---- stores -----------------------------------------------------------------------------------------------------
 
     def _settle_orphans(self) -> None:
-        """Once nothing writes the stores of a dead engine any more, keep those that are whole and do the rest again."""
+        """Once the writers of a dead engine have exited, keep its complete stores and capture the other prompts again.
+        """
         if self._orphans and (self.outcome.stopped or not self._engines.alive()):
             self.outcome.lost += sum(len(flights) for _, flights in self._orphans)
             self._orphans.clear()
         elif self._orphans:
-            self.outcome.counts.waiting = ""  # unless another one still waits
+            self.outcome.counts.waiting = ""  # set again below if writers are still running
         for orphans in list(self._orphans):
             death, flights = orphans
             assert death.life is not None
@@ -263,7 +267,7 @@ class Run:
                     continue
             self._orphans.remove(orphans)
             kept = settle_left(self._out, self._run, [flight.placed.position for flight in flights])
-            self._read_index()  # lines of these stores say nothing of the next try
+            self._read_index()  # so that lines of these stores do not count for the next try
             for flight in flights:
                 store = kept.get(flight.placed.position)
                 if store is None:
@@ -287,7 +291,7 @@ class Run:
                 self._settle(flight)
 
     def _look_at_paths(self, gone: bool) -> None:
-        """Look for stores whose line is late: a full disk may have kept it from being written."""
+        """Look for stores that have no line in the index, for example because the disk was full."""
         for flight in list(self._flights.values()):
             if flight.answer is None or not (gone or time.monotonic() - flight.answered_at > _QUIET_S):
                 continue
@@ -299,13 +303,13 @@ class Run:
                 del self._flights[flight.placed.position]
                 self.outcome.lost += 1
             elif path is not None and is_abandoned(f"{path}.partial"):
-                if flight.abandoned:  # its last writer did not rename it just between the two questions
+                if flight.abandoned:  # seen twice: no rename between the two checks above
                     flight.captured = failed(path, "its writers ended before it was finished")
                     self._settle(flight)
                 flight.abandoned = True
 
     def _path(self, answer: Answer) -> Path | None:
-        """Where the store of an answer is, or may come."""
+        """The path of an answer's store, finished or not; None if there is none."""
         if answer.store is not None:
             return Path(answer.store)
         key = store_key(self._run, answer.position)
@@ -313,12 +317,12 @@ class Run:
         return found and found.with_name(found.name.removesuffix(".partial"))
 
     def _settle(self, flight: Flight) -> None:
-        """Note a prompt whose answer and store are both there, or try it again."""
+        """Once a prompt has both its answer and its store, record it or try it again."""
         info, answer = flight.captured, flight.answer
         if info is None or answer is None:
             return
         if answer.store is not None and Path(answer.store).name != info.store.name:
-            flight.captured = None  # a late line of an earlier try
+            flight.captured = None  # a line of an earlier try
             return
         position = flight.placed.position
         del self._flights[position]
@@ -345,7 +349,7 @@ class Run:
             self._reject(flight.placed, flight.prompt.id, reason, failed=True)
 
     def _count(self, entry: Mapping[str, Any]) -> None:
-        """Note a prompt whose store was finished in this run."""
+        """Record a prompt whose store is finished."""
         self._manifest.add(entry)
         self._budget.stored(entry["bytes"])
         self.outcome.counts.done += 1
@@ -353,7 +357,7 @@ class Run:
         self.outcome.counts.bytes += entry["bytes"]
 
     def _clear_condemned(self) -> None:
-        """Remove incomplete stores. One that is still locked is left for the next call, or the next start."""
+        """Remove incomplete stores. A store that is still locked is left for the next call, or the next start."""
         self._condemned = [path for path in self._condemned if not remove_store(path)]
 
     # ---- lines ------------------------------------------------------------------------------------------------------
@@ -373,7 +377,7 @@ class Run:
         }
 
     def _found_entry(self, placed: Placed, prompt: Prompt, store: Place) -> dict[str, Any]:
-        """The line of a store that was finished before the last run, or its engine, was killed."""
+        """The manifest line of a store that was finished before its run or engine was killed."""
         attrs = read_attrs(store)
         generates = attrs["include_output_tokens"]
         generated = attrs["num_tokens"] - attrs["prompt_len"] + 1 if generates else 0
@@ -384,7 +388,7 @@ class Run:
 
     def _show(self, force: bool = False) -> None:
         if not self.outcome.began:
-            return  # numbers of nothing would hide why
+            return  # counts would hide the reason
         counts = self.outcome.counts
         counts.total, counts.estimated = self._rows.total(), self._rows.estimates()
         if counts.total is not None and counts.estimated:
@@ -396,6 +400,6 @@ class Run:
 
 
 def _id_of(row: object, columns: Columns) -> str | None:
-    """The id of a row that may be no prompt."""
+    """The id of a row, which may not have a valid prompt."""
     name = row.get(columns.id) if isinstance(row, dict) else None
     return name if isinstance(name, str) else None if name is None else str(name)[:200]

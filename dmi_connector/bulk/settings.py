@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run does. The part of it that decides what stores hold is kept in RUN_NAME, and must stay the same."""
+"""The settings of a run. Those that affect the contents of stores are saved in RUN_NAME, and must not change."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ from dmi_connector.wording import show
 RUN_NAME = "run.json"
 """File with the name and the settings of a run."""
 LIFE_NAME = ".life.lock"
-"""File on which all processes of the engines hold a shared lock. Names of shares and workers begin alike."""
+"""File on which all processes of the engines hold a shared lock. The lock files of shares and workers have the same
+prefix.
+"""
 _LOCK_NAME = ".settings.lock"
-"""File on which each run holds a shared lock while it lives."""
+"""File on which each run holds a shared lock."""
 _OTHERS_S, _AGAIN_S = 2.0, (0.02, 0.2)
-"""Other starts may be looking at the settings too: for how long a start tries again, and after which time."""
+"""How long to retry while other starts hold the lock, and the range of the pauses. Seconds."""
 _FORMAT = 1
 STORE_OPTIONS = ("hooks", "reduce", "codec", "chunk_tokens", "segment_tokens", "check")
-"""Server options that decide what stores hold, beside `probes`."""
+"""Server options that affect the contents of stores, besides `probes`."""
 FREE_FLAGS = frozenset(
     (
         "gpu-memory-utilization",
@@ -64,16 +66,16 @@ FREE_FLAGS = frozenset(
         "O",
     )
 )
-"""Flags of vLLM that change how fast stores come, but not what they hold: they may change when a run goes on."""
+"""Flags of vLLM that affect speed, but not the contents of stores. They may change when a run is resumed."""
 
 
 @dataclass(frozen=True)
 class RunSettings:
     """What a run does with its prompts.
 
-    model: as vLLM takes it. capture: arguments of `capture_args`, but the directory. flags: flags of vLLM's engine.
-    sampling: fields of SamplingParams. max_tokens: to generate at most, None for rows of the prompt alone. chat: texts
-    are messages of a user.
+    model: vLLM's argument. capture: arguments of `capture_args` except the directory. flags: flags of vLLM's engine.
+    sampling: fields of SamplingParams. max_tokens: maximum number of tokens to generate; None captures only the prompt.
+    chat: whether texts are messages of a user.
     """
 
     model: str
@@ -86,7 +88,7 @@ class RunSettings:
     order: Order = field(default_factory=Order)
 
     def fingerprint(self, identity: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What decides which store each prompt gets, JSON-ready. identity: the identity of the input."""
+        """The settings that must not change, JSON-serializable. identity: the identity of the input."""
         return {
             "model": self.model,
             "owner": self.capture.get("owner", "draft"),
@@ -103,15 +105,15 @@ class RunSettings:
         }
 
     def engine_message(self, out: Path) -> dict[str, Any]:
-        """What an engine process has to know, JSON-ready."""
+        """The settings for an engine process, JSON-serializable."""
         names = ("model", "flags", "sampling", "max_tokens")
-        # A store that is done again must not be in the bucket too.
+        # A prompt with an incomplete store is captured again, so that store must not be uploaded.
         capture = {**self.capture, **({"upload_only_complete": True} if self.capture.get("upload") else {})}
         return {**{name: getattr(self, name) for name in names}, "capture": capture, "store_dir": str(out)}
 
 
 def joined(flags: Sequence[str]) -> list[str]:
-    """Flags of a command line, each with its values after "="."""
+    """"""
     found: list[str] = []
     for text in flags:
         if text.startswith("-") and not re.fullmatch(r"-\d.*", text):
@@ -124,7 +126,7 @@ def joined(flags: Sequence[str]) -> list[str]:
 
 
 def tensor_parallel(flags: Sequence[str]) -> int:
-    """GPUs that an engine with these flags takes. Raises ValueError."""
+    """Number of GPUs of an engine with these flags. Raises ValueError."""
     found = 1
     for flag in joined(flags):
         if _flag_name(flag) in ("tensor-parallel-size", "tp"):
@@ -140,7 +142,7 @@ def _flag_name(flag: str) -> str:
 
 
 def _resolved(capture: Mapping[str, Any]) -> dict[str, Any]:
-    """STORE_OPTIONS with the values that count, defaults too. Raises OptionError."""
+    """The effective values of STORE_OPTIONS, including defaults. Raises OptionError."""
     given = {name: capture[name] for name in STORE_OPTIONS if name in capture}
     options = ServerOptions.parse({"store_dir": "/", **given})
     values = {name: getattr(options, name) for name in STORE_OPTIONS}
@@ -148,22 +150,23 @@ def _resolved(capture: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _probes(capture: Mapping[str, Any]) -> dict[str, Any]:
-    """The probes by their content; {} without any, as in runs that were begun before there were probes."""
+    """The probes, by digest of their files. {} without probes, as in runs of versions without them."""
     probes = {name: parse_probe(name, text) for name, text in capture.get("probes", {}).items()}
     return {"probes": {name: probe.sha256 or probe.path for name, probe in probes.items()}} if probes else {}
 
 
 def _resolved_sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of SamplingParams with the values that an engine takes where none are given (`EngineFeed`)."""
+    """Fields of SamplingParams, with the defaults of `EngineFeed`."""
     return {"temperature": 0.0, "n": 1, **fields}
 
 
 @contextlib.contextmanager
 def settle(out: Path, fingerprint: Mapping[str, Any]) -> Iterator[str]:
-    """Gives the name of the run in a directory. A new run is begun where there is none, or none that captured anything.
+    """Yields the name of the run in a directory. Begins a run if there is none, or if the existing run captured
+    nothing.
 
-    Runs of several shares may begin at once. Each holds a part of a lock until the end of the block, so that nobody
-    replaces its settings. Raises ValueError for other settings, and OSError where the file system has no locks.
+    Several shares may start at once. Each holds a shared lock until the end of the block, so that its settings are not
+    replaced. Raises ValueError if the settings differ, and OSError if the file system has no locks.
     """
     wanted = json.loads(json.dumps(fingerprint))
     lock, deadline = out / _LOCK_NAME, time.monotonic() + _OTHERS_S
@@ -177,12 +180,12 @@ def settle(out: Path, fingerprint: Mapping[str, Any]) -> Iterator[str]:
                 yield str(noted["run"])
                 return
         with lock_alone(lock) as alone:
-            # What another run has written meanwhile is compared first.
+            # If another run has written settings meanwhile, compare them first.
             if alone and _noted(out) == noted:
                 if written or not is_unused(out, str(noted["run"]), LIFE_NAME):
                     raise _refusal(out, noted["settings"], wanted)
                 _write(out, wanted, os.replace)
-                written = True  # settings that are read otherwise than written are not written for ever
+                written = True  # settings that do not read back as written end the loop
         if not alone:
             if time.monotonic() > deadline:
                 raise _refusal(out, noted["settings"], wanted)
@@ -190,7 +193,7 @@ def settle(out: Path, fingerprint: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _write(out: Path, wanted: Mapping[str, Any], put: Callable[[Path, Path], None]) -> None:
-    """Begin a run. put: os.link, which keeps what another share has just begun, or os.replace."""
+    """Begin a run. put: os.link, which keeps the file of another share, or os.replace."""
     own = out / f"{RUN_NAME}.{uuid.uuid4().hex[:8]}"
     run = {"format": _FORMAT, "run": uuid.uuid4().hex[:8], "settings": wanted}
     try:
@@ -207,13 +210,13 @@ def _write(out: Path, wanted: Mapping[str, Any], put: Callable[[Path, Path], Non
 
 
 def _noted(out: Path) -> dict[str, Any]:
-    """What RUN_NAME holds. Raises ValueError for another format, and where it is damaged."""
+    """The contents of RUN_NAME. Raises ValueError for another format, and if it is damaged."""
     try:
         noted: dict[str, Any] = json.loads((out / RUN_NAME).read_text())
         found = noted.get("format")
         if found == _FORMAT:
             settings, _ = noted["settings"], noted["run"]
-            settings |= _resolved(settings)  # runs that were begun earlier noted no defaults
+            settings |= _resolved(settings)  # older versions saved no defaults
             settings["columns"] = {**asdict(Columns()), **settings["columns"]}
             settings["sampling"] = _resolved_sampling(settings["sampling"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -228,7 +231,7 @@ def _noted(out: Path) -> dict[str, Any]:
 
 
 def _refusal(out: Path, noted: Mapping[str, Any], wanted: Mapping[str, Any]) -> ValueError:
-    """Why a run with the settings `wanted` cannot go on with a run of other settings."""
+    """The error for settings `wanted` that differ from those of the existing run."""
     for name, value in wanted.items():
         if (before := noted.get(name)) != value:
             if name == "prompts" and before:
@@ -245,7 +248,7 @@ def _refusal(out: Path, noted: Mapping[str, Any], wanted: Mapping[str, Any]) -> 
 
 
 def _changed(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:
-    """How the files of two different inputs differ: the first difference. Both are of `identity`."""
+    """The first difference between two inputs. before, now: results of `identity`."""
     old, new = ({str(file["name"]): file for file in files} for files in (before, now))
     gone, more = [name for name in old if name not in new], [name for name in new if name not in old]
     if gone and more:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads rows of the input: one at a time, and in any order. Memory does not grow with their number.
+"""Reads rows of the input, in order or by index. Memory does not grow with the number of rows.
 
-A source gives (number, raw) for each row, in the order of the input. `load` makes an object of a raw row. The two are
-apart because a run that goes on passes most rows by.
+A source yields (number, raw) for each row, in the order of the input. `load` decodes a raw row. Decoding is separate,
+because a resumed run skips most rows.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from dmi_connector.bulk.prompts import BadRow, Columns
 from dmi_connector.wording import show
 
 LONGEST_LINE = 1 << 26
-"""Bytes of a line of JSON. A longer one is a bad row."""
+"""Maximum bytes of a JSON line. A longer line is a bad row."""
 _BUFFER, _SAMPLE = 1 << 20, 1 << 20
-"""Bytes read at a time; bytes at both ends of a file that identify it."""
+"""Bytes to read at a time; bytes at each end of a file that are hashed to identify it."""
 _BATCH = 256
-"""Rows of Parquet that are decoded at a time."""
+"""Number of Parquet rows to decode at a time."""
 
 
 class Source(Protocol):
-    """Rows of an input. line_offset: the first row's number for the user; None if rows have no lines."""
+    """Rows of an input. line_offset: the line number of the first row; None if rows are not lines."""
 
     line_offset: int | None
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        """(number, raw row) of each row from the first on."""
+        """Yield (number, raw row) of each row from the first on."""
 
     def load(self, raw: Any) -> object:
         """The row as Python objects; None if it is blank. Raises BadRow."""
 
     def fraction(self) -> float:
-        """How much of the input the latest iteration has passed, 0 to 1."""
+        """Fraction of the input that the latest iteration has read, 0 to 1."""
 
     def count(self) -> int | None:
         """Number of rows; None if it is not known yet."""
 
     def random_access(self, scratch: Path) -> RandomAccess:
-        """The same rows in any order. scratch: a directory for files that are gone when the process ends."""
+        """The same rows by index. scratch: a directory for temporary files, which are deleted when the process ends."""
 
 
 class RandomAccess(Protocol):
-    """Rows by their number. len() of it is their number."""
+    """Rows by index. `len` is the number of rows."""
 
     def __len__(self) -> int: ...
 
@@ -64,8 +64,8 @@ class RandomAccess(Protocol):
 
 
 def open_source(path: Path, columns: Columns) -> Source:
-    """The rows of a file of JSON lines (.jsonl, .ndjson, .json), of Parquet files (one, or a directory of them), or of
-    a data set that was saved with `save_to_disk`. Raises ValueError.
+    """Open a file of JSON lines (.jsonl, .ndjson, .json), a Parquet file or a directory of them, or a data set saved
+    with `save_to_disk`. Raises ValueError.
     """
     kind, files = _look(path)
     if kind == "lines":
@@ -76,7 +76,7 @@ def open_source(path: Path, columns: Columns) -> Source:
 
 
 def identity(path: Path) -> list[dict[str, Any]]:
-    """What identifies an input: name, size and a hash of both ends of each of its files. Raises ValueError."""
+    """The identity of an input: the name and size of each file, and a hash of its two ends. Raises ValueError."""
     _, files = _look(path)
     return [_identity(file) for file in files]
 
@@ -116,7 +116,7 @@ def _look(path: Path) -> tuple[str, list[Path]]:
 
 
 def _part(path: Path, take: Callable[[Any], Any]) -> Any:
-    """What `take` gives of a JSON file of a saved data set. Raises ValueError that names the file."""
+    """Apply `take` to a JSON file of a saved data set. Raises ValueError that names the file."""
     try:
         return take(json.loads(path.read_text()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -124,7 +124,7 @@ def _part(path: Path, take: Callable[[Any], Any]) -> Any:
 
 
 class Lines:
-    """JSON lines. The number of a row is that of its line, from 0."""
+    """JSON lines. The number of a row is the number of its line, from 0."""
 
     line_offset: int | None = 1
 
@@ -148,7 +148,7 @@ class Lines:
             number += 1
 
     def load(self, raw: bytes) -> object:
-        """The object of a line, None for a blank one. Raises BadRow."""
+        """Parse a line; None if it is blank. Raises BadRow."""
         if len(raw) > LONGEST_LINE:
             raise BadRow(f"the line is longer than {LONGEST_LINE} bytes")
         if not raw.strip():
@@ -159,20 +159,20 @@ class Lines:
             raise BadRow(f"the line is no JSON: {error}") from error
 
     def fraction(self) -> float:
-        """Bytes passed of all."""
+        """Fraction of the bytes that were read."""
         return self._at / self._size if self._size else 1.0
 
     def count(self) -> int | None:
-        """None: nobody has counted the lines."""
+        """None: the lines are not counted."""
         return None
 
     def random_access(self, scratch: Path) -> RandomLines:
-        """Lines by their number, after one reading of the whole file."""
+        """Lines by index. It reads the whole file once."""
         return RandomLines(self._file, scratch)
 
 
 class RandomLines:
-    """Lines in any order. Where each begins is in a file without a name: 8 bytes a line."""
+    """Lines by index. A temporary file holds the offset of each line, 8 bytes per line."""
 
     def __init__(self, file: BinaryIO, scratch: Path) -> None:
         self._file = file
@@ -185,7 +185,7 @@ class RandomLines:
     def _write_starts(self, starts: Any) -> int:
         self._file.seek(0)
         at = count = 0
-        begins = True  # the next byte begins a line
+        begins = True  # whether the next byte begins a line
         while block := self._file.read(_BUFFER):
             ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")).astype(np.uint64) + np.uint64(at + 1)
             if begins:
@@ -217,7 +217,7 @@ class _Columnar:
         self._passed, self._total = 0, 0
 
     def load(self, raw: tuple[Any, int]) -> object:
-        """{column: value} of the columns that are read. Raises BadRow for what Arrow cannot give as Python objects."""
+        """{column: value} of `Columns.names`. Raises BadRow if Arrow cannot convert a value to a Python object."""
         batch, row = raw
         try:
             return {name: batch.column(name)[row].as_py() for name in batch.schema.names if name in self.columns.names}
@@ -225,7 +225,7 @@ class _Columnar:
             raise BadRow(f"the row cannot be read: {show(str(error))}") from error
 
     def fraction(self) -> float:
-        """Rows passed of all."""
+        """Fraction of the rows that were read."""
         return self._passed / self._total if self._total else 1.0
 
     def _numbered(self, batches: Iterator[Any]) -> Iterator[tuple[int, tuple[Any, int]]]:
@@ -238,7 +238,7 @@ class _Columnar:
 
 
 def _check_columns(path: Path, names: Sequence[str], columns: Columns) -> None:
-    """Raise ValueError for a file of whose rows none is a prompt, as it has no column for one."""
+    """Raise ValueError if a file has no column that can hold a prompt."""
     if not set(names) & set(columns.prompts):
         raise ValueError(
             f"--prompts {path} has none of the columns {', '.join(columns.prompts)}; its columns: "
@@ -248,7 +248,7 @@ def _check_columns(path: Path, names: Sequence[str], columns: Columns) -> None:
 
 @contextmanager
 def _whole_parquet(path: Path) -> Iterator[None]:
-    """Within the block what Arrow says of a damaged file becomes a ValueError that names it."""
+    """Turn Arrow's errors about a damaged file into a ValueError that names the file."""
     import pyarrow as pa
 
     try:
@@ -261,7 +261,7 @@ def _whole_parquet(path: Path) -> Iterator[None]:
 
 
 class Parquet(_Columnar):
-    """Parquet files, one after the other."""
+    """Rows of Parquet files."""
 
     def __init__(self, files: Sequence[Path], columns: Columns) -> None:
         import pyarrow.parquet as pq
@@ -285,11 +285,11 @@ class Parquet(_Columnar):
                 yield from file.iter_batches(batch_size=_BATCH, columns=there)
 
     def count(self) -> int | None:
-        """Rows of all files, from their footers."""
+        """Number of rows of all files, from their footers."""
         return self._total
 
     def random_access(self, scratch: Path) -> RandomLines:
-        """Rows by their number: they are copied as JSON lines, because Parquet decodes only many rows at once."""
+        """Rows by index. It copies them to JSON lines, because Parquet cannot decode single rows."""
         with tempfile.TemporaryFile(dir=scratch, buffering=_BUFFER) as file:
             for _, raw in self:
                 try:
@@ -302,7 +302,7 @@ class Parquet(_Columnar):
 
 
 class Arrow(_Columnar):
-    """The files of a data set of Hugging Face's library: streams of record batches, mapped into memory."""
+    """Files of a Hugging Face data set: Arrow streams, which are memory-mapped."""
 
     def __init__(self, files: Sequence[Path], columns: Columns) -> None:
         super().__init__(files, columns)
@@ -326,16 +326,16 @@ class Arrow(_Columnar):
                 raise ValueError(f"--prompts {path} is no Arrow stream: {why}; save the data set again") from error
 
     def count(self) -> int | None:
-        """Rows of all files."""
+        """Number of rows of all files."""
         return self._total
 
     def random_access(self, scratch: Path) -> RandomBatches:
-        """Rows by their number, straight from the mapped files."""
+        """Rows by index, from the memory-mapped files."""
         return RandomBatches(list(self._batches()), self)
 
 
 class RandomBatches:
-    """Rows of record batches in any order."""
+    """Rows of record batches by index."""
 
     def __init__(self, batches: Sequence[Any], source: _Columnar) -> None:
         self._batches = batches

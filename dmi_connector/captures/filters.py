@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filters of `open_captures`, and why no store passes them."""
+"""The filters of `open_captures`, and the error if no store passes them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Where = Callable[[CaptureInfo], bool]
 
 
 def whole(info: CaptureInfo) -> CaptureInfo:
-    """The same, with the fields that the index of older stores lacks."""
+    """Fill in the fields that the index of older stores lacks."""
     if info.prompt_len is not None and info.model is not None:
         return info
     attrs = read_attrs(info.store)
@@ -33,7 +33,7 @@ def whole(info: CaptureInfo) -> CaptureInfo:
 
 
 def holding(infos: Sequence[CaptureInfo], hooks: str | Collection[str]) -> list[CaptureInfo]:
-    """Those that captured all of these hooks. Raises KeyError for a name that is in none of them."""
+    """Stores that captured all of these hooks. Raises KeyError for a name that no store has."""
     wanted = [hooks] if isinstance(hooks, str) else list(hooks)
     held: dict[int, set[str]] = {}
     layers: dict[str, set[int]] = {}
@@ -89,7 +89,7 @@ def why_none(place: Place, found: Sequence[CaptureInfo], given: Mapping[str, Any
 
 
 def lengths(prompt_len: range | SupportsIndex) -> range:
-    """The lengths that a filter accepts. Raises ValueError for anything but a whole number or a range."""
+    """The lengths that a filter accepts. Raises ValueError for anything but an integer or a range."""
     if isinstance(prompt_len, range):
         return prompt_len
     try:
@@ -100,7 +100,9 @@ def lengths(prompt_len: range | SupportsIndex) -> range:
 
 
 def parse_time(name: str, value: Time | None) -> datetime.datetime | None:
-    """A time with a zone, UTC by default. name: the filter's name, for errors. Raises ValueError for a bad time."""
+    """Parse a time. Without a time zone it is UTC. name: the filter's name, for errors. Raises ValueError for a bad
+    time.
+    """
     try:
         at = None if value is None else datetime.datetime.fromisoformat(str(value))
     except ValueError as error:
@@ -109,7 +111,7 @@ def parse_time(name: str, value: Time | None) -> datetime.datetime | None:
 
 
 def between(started: str, begin: datetime.datetime | None, end: datetime.datetime | None) -> bool:
-    """Whether a capture began in a span of time. False without a time in the index."""
+    """Whether a capture began in [begin, end). False if its time is not in the index."""
     if begin is None and end is None:
         return True
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds rows that hold a NaN or an infinity, and drops, keeps or refuses them before training code gets them."""
+"""Finds rows with a NaN or an infinity, and skips, keeps or refuses them before training code gets them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, "floa
 _NAMED = 5
 """Maximum number of stores that a warning names."""
 _STEP_BYTES = 1 << 18
-"""Bytes checked at a time, so that they and their copy fit in the processor's cache."""
+"""Bytes to check at a time, so that they and their copy fit in the CPU cache."""
 
 
 class NotFinite(ValueError):
@@ -28,9 +28,9 @@ class NotFinite(ValueError):
 
 
 def not_finite(values: np.ndarray, minus_infinity: bool = False) -> np.ndarray:
-    """int64 [n]: the rows (numbers along the first axis) that hold a NaN or an infinity. Whole numbers have none.
+    """Indexes along the first axis of the rows with a NaN or an infinity, int64 [n]. Integer arrays have none.
 
-    minus_infinity: do not count it. A logit of minus infinity is a masked token.
+    minus_infinity: accept minus infinity. A logit of minus infinity is a masked token.
     """
     mask = _EXPONENT.get(values.dtype.name)
     if mask is None or not values.size:
@@ -51,10 +51,10 @@ def not_finite(values: np.ndarray, minus_infinity: bool = False) -> np.ndarray:
 
 
 class FiniteCheck:
-    """What happens to rows that hold a NaN or an infinity, and in which stores they were seen.
+    """The policy for rows with a NaN or an infinity, and the rows found so far.
 
-    policy: "skip" leaves them out, "keep" takes them, "fail" raises NotFinite. option: its name for the user. rows: how
-    many each store had of them. first: the first that was seen in each store.
+    policy: "skip" leaves them out, "keep" keeps them, "fail" raises NotFinite. option: the option's name in errors.
+    rows: store -> number of such rows. first: store -> index of the first such row.
 
     Raises ValueError for another policy.
     """
@@ -65,8 +65,8 @@ class FiniteCheck:
         self.policy, self.option = policy, option
         self.rows: Counter[str] = Counter()
         self.first: dict[str, int] = {}
-        self._warned = 0  # rows that were counted when a warning was given
-        self._reported = 0  # the same, of `warn_all`
+        self._warned = 0  # number of rows at the latest warning
+        self._reported = 0  # number of rows at the latest `warn_all`
 
     @property
     def settings(self) -> dict[str, str]:
@@ -74,7 +74,7 @@ class FiniteCheck:
         return {"finite": self.policy} if self.policy == "keep" else {}
 
     def see(self, store: Place, rows: Sequence[int] | np.ndarray) -> None:
-        """Count rows of a store. rows: their numbers there. Raises NotFinite where the policy is "fail"."""
+        """Count rows of a store. rows: their indexes in the store. Raises NotFinite if the policy is "fail"."""
         if len(rows):
             name = str(store.absolute())
             self.rows[name] += len(rows)
@@ -83,12 +83,14 @@ class FiniteCheck:
                 raise self.error(store, int(min(rows)))
 
     def see_all(self, stores: Sequence[Place], number: np.ndarray, rows: np.ndarray) -> None:
-        """Count rows of several stores. number: the store of each row, int64 [n]. rows: in these stores, int64 [n]."""
+        """Count rows of several stores. number: index of each row's store, int64 [n]. rows: index in that store, int64
+        [n].
+        """
         for one in np.unique(number).tolist():
             self.see(stores[one], rows[number == one])
 
     def check(self, store: Place, values: np.ndarray, first: int = 0) -> np.ndarray:
-        """The same values, rows of a store from row `first` on. Raises NotFinite unless such rows are kept."""
+        """Check rows of a store from row `first` on, and return them. Raises NotFinite unless the policy is "keep"."""
         bad = not_finite(values) + first
         self.see(store, bad)
         if len(bad) and self.policy == "skip":
@@ -96,11 +98,11 @@ class FiniteCheck:
         return values
 
     def error(self, store: Place, row: int) -> NotFinite:
-        """The error that names a store and its first such row."""
+        """The error that names a store and its first bad row."""
         return NotFinite(f"{store}: row {row} holds {WHAT}; leave the store out, or give {self.option} keep")
 
     def take(self) -> list[tuple[str, int, int]]:
-        """Set the counts to zero. Returns (store, rows, first row) of each, for `add` in another process."""
+        """Reset the counts. Returns (store, number of rows, first row) per store, for `add` in another process."""
         taken = [(store, count, self.first[store]) for store, count in self.rows.items()]
         self.rows, self.first = Counter(), {}
         return taken
@@ -112,14 +114,14 @@ class FiniteCheck:
             self.first[store] = min(row, self.first.get(store, row))
 
     def warn(self) -> None:
-        """Warn of the first store that was counted, once."""
+        """Warn about the first store with such rows, once."""
         if self.first and not self._warned and self.policy != "fail":
             store, row = next(iter(self.first.items()))
             self._warned = self.rows.total()
             warnings.warn(f"{store}: row {row} holds {WHAT}; such rows are {self._verb}", RuntimeWarning, stacklevel=3)
 
     def warn_all(self) -> None:
-        """Warn of all counted rows, unless earlier warnings covered them."""
+        """Warn about all counted rows, unless earlier warnings covered them."""
         new = self.rows.total() - self._reported
         if self.rows.total() > self._warned and self.policy != "fail":
             self._warned = self._reported = self.rows.total()
@@ -135,5 +137,5 @@ class FiniteCheck:
         return "left out" if self.policy == "skip" else "kept"
 
     def recall(self, first: Mapping[str, Any]) -> None:
-        """Add what an earlier run saw: store -> first row."""
+        """Add the results of an earlier run. first: store -> first row."""
         self.first = {**first, **self.first}

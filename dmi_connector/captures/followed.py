@@ -24,7 +24,7 @@ from dmi_connector.store.read.reader import WAIT_S, StoreReader
 from dmi_connector.store.read.waiting import Watch, wait_for
 
 _PAUSE_S = 0.1
-"""Seconds between two looks at the journals."""
+"""Seconds between two polls of the journals."""
 Rows = dict[str, np.ndarray]
 Reader = TypeVar("Reader", bound=StoreReader)
 
@@ -32,7 +32,7 @@ Reader = TypeVar("Reader", bound=StoreReader)
 def follow_capture(
     path: Given, timeout: float | None, open_finished: Callable[[Path], Reader]
 ) -> FollowedCapture[Reader]:
-    """Open a capture that may still be written; see `open_capture`. open_finished: opens the store once it is there."""
+    """Open a capture that may still be written; see `open_capture`. open_finished: opens the finished store."""
     final = place_of(path)
     if not isinstance(final, Path):
         raise ValueError(f"follow=True: {final} is a URL; only stores on this machine can be followed")
@@ -59,8 +59,9 @@ class FollowedCapture(Generic[Reader]):
     """One capture that may still be written. Made by `open_capture(path, follow=True)`.
 
     attrs: the root attributes known so far, `hooks` among them. hooks: names that can be read. layers: hook -> layer
-    numbers. prompt_len: tokens of the prompt. complete: None until the capture has ended, then whether rows are
-    missing; reason, missing: why, and which [start, stop) rows. finished: the `Capture` of the finished store, then.
+    numbers. prompt_len: tokens of the prompt. complete: whether the finished store has all rows; None until the capture
+    has ended. reason, missing: why rows are missing, and which [start, stop) rows. finished: the `Capture` of the
+    finished store; None until then.
     """
 
     def __init__(self, path: Path, partial: PartialStore, open_finished: Callable[[Path], Reader]) -> None:
@@ -80,7 +81,7 @@ class FollowedCapture(Generic[Reader]):
 
     @property
     def reason(self) -> str | None:
-        """Why rows are missing, None while the capture is followed and for a complete one."""
+        """Why rows are missing; None while the capture is followed, and if it is complete."""
         return None if self.finished is None else self.finished.reason
 
     @property
@@ -99,17 +100,18 @@ class FollowedCapture(Generic[Reader]):
     def follow(
         self, names: str | list[str] | tuple[str, ...], pause: Callable[[], None] = lambda: time.sleep(_PAUSE_S)
     ) -> Iterator[tuple[int, Any]]:
-        """Pairs (first row, rows) in the order of the rows, as they are written; ends when the capture has ended.
+        """Yield (first row, rows) in order, as rows are written. It ends when the capture has ended.
 
-        names: "resid_pre@20", a name that `Capture[...]` takes, or "token_ids", "positions", "phase". Rows are those
-        of `Capture.numpy`: float32 [n, width], of a hook without its layer [layers, n, width]. Of several names rows
-        are a dict. A writer writes `chunk_tokens` rows at a time; "logits" follows 8 samples late, and alone.
+        names: "resid_pre@20", a name that `Capture[...]` takes, or "token_ids", "positions", "phase". Rows are as in
+        `Capture.numpy`: float32 [n, width], or [layers, n, width] for a hook without its layer. With several names,
+        rows are a dict. A writer writes `chunk_tokens` rows at a time. "logits" must be followed alone, and is 8
+        samples late.
 
-        Rows that a writer lost are left out: rows after them come when the capture has ended. pause: called
-        before each further look.
+        Missing rows are left out. The rows after them are yielded when the capture has ended. pause: called before each
+        further poll.
 
-        Raises KeyError for an unknown hook, CaptureFailed for a capture that failed, was aborted or removed, ValueError
-        for damaged rows.
+        Raises KeyError for an unknown hook. Raises CaptureFailed if the capture failed, was aborted or was removed.
+        Raises ValueError for damaged rows.
         """
         wanted = [names] if isinstance(names, str) else list(names)
         plan = {name: self._source(name) for name in wanted}
@@ -121,7 +123,7 @@ class FollowedCapture(Generic[Reader]):
         return ((first, rows[wanted[0]] if one else rows) for first, rows in self._follow(plan, pause))
 
     def _source(self, name: str) -> _Named:
-        """Where a name lies. Raises KeyError, and ValueError for one that means values that were not stored."""
+        """Resolve a name. Raises KeyError, and ValueError for a name of values that were not stored."""
         if name in TOKEN_ARRAYS:
             return _Named(name)
         hook, layer = hook_and_layer(name, self.attrs)
@@ -145,7 +147,7 @@ class FollowedCapture(Generic[Reader]):
         yield from self._rest(self.finished, plan, at)
 
     def _written(self, plan: Mapping[str, _Named], at: int) -> tuple[int, Rows] | None:
-        """(number of rows, the rows) from row `at` on; None where a writer has yet to write them, or has ended."""
+        """(number of rows, the rows) from row `at` on; None if they are not written yet, or the capture has ended."""
         try:
             self._partial.refresh()
             hooks = {name: self._partial.rows(of.sources, at) for name, of in plan.items() if of.sources}
@@ -160,7 +162,7 @@ class FollowedCapture(Generic[Reader]):
         return count, {n: of.shaped(hooks[n]) if n in hooks else tokens[n] for n, of in plan.items()}  # type: ignore
 
     def _has_ended(self) -> bool:
-        """Whether the capture has ended, which opens the store. Raises CaptureFailed where no store comes."""
+        """Whether the capture has ended. If so, it opens the store. Raises CaptureFailed if there will be no store."""
         if not self.path.exists():
             self._watch.check()
             return False
@@ -185,7 +187,7 @@ class FollowedCapture(Generic[Reader]):
                 yield first, {name: of.read(cap, tokens) for name, of in plan.items()}
 
     def close(self) -> None:
-        """Let the finished store be removed."""
+        """Close the finished store, so that it can be removed."""
         if self.finished is not None:
             self.finished.close()
 
@@ -196,7 +198,7 @@ class FollowedCapture(Generic[Reader]):
         self.close()
 
     def __contains__(self, name: object) -> bool:
-        """Whether a hook of this name is there."""
+        """Whether there is a hook of this name."""
         return isinstance(name, str) and name in self.hooks
 
     def __iter__(self) -> Iterator[str]:
@@ -209,7 +211,7 @@ class FollowedCapture(Generic[Reader]):
 
 @dataclass(frozen=True)
 class _Named:
-    """A hook, or a token array: without sources."""
+    """A hook, or a token array, which has no sources."""
 
     name: str
     layer: int | None = None
@@ -232,7 +234,7 @@ class _Named:
 
 
 def _held(positions: np.ndarray) -> Iterator[slice]:
-    """Slices of samples that are not lost. positions: as `Capture.logits_positions`."""
+    """Slices of samples that are not missing. positions: as `Capture.logits_positions`."""
     for at in range(0, len(positions), SAMPLES_PER_SHARD):
         held = np.flatnonzero(positions[at : at + SAMPLES_PER_SHARD] >= 0) + at
         for run in np.split(held, np.flatnonzero(np.diff(held) > 1) + 1):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import xarray
 
 _CHUNK_BYTES = 64 << 20
-"""Bytes of a dask chunk of a ragged array."""
+"""Maximum bytes of a dask chunk of a ragged array."""
 _TOKENS = {"position": "positions", "token_id": "token_ids", "phase": "phase"}
 """Coordinate -> field of `RowView.tokens`."""
 
@@ -23,14 +23,15 @@ _TOKENS = {"position": "positions", "token_id": "token_ids", "phase": "phase"}
 def dataset(infos: Sequence[CaptureInfo], views: Mapping[str, RowView], padded: bool = False) -> xarray.Dataset:
     """Rows of hooks in all stores as dask arrays: float32, integer hooks in their own dtype.
 
-    Ragged (the default): the dimension `token` has the rows of all stores, one after the other, with the coordinates
-    `capture` (number of the store), `row`, `position`, `token_id` and `phase`. Missing rows are left out.
+    Ragged (the default): the dimension `token` has the concatenated rows of all stores, with the coordinates `capture`
+    (index of the store), `row`, `position`, `token_id` and `phase`. Missing rows are left out.
 
-    Padded: the dimensions `capture` and `row` instead, as long as the longest store. Where a store has no row, `valid`
-    is False, floats are NaN, integer hooks 0, and `position`, `token_id` and `phase` -1. A dask chunk is one store.
+    Padded: the dimensions are `capture` and `row`, and `row` has the length of the longest store. Where a store has no
+    row, `valid` is False, floats are NaN, integer hooks 0, and `position`, `token_id` and `phase` -1. A dask chunk is
+    one store.
 
-    Both have `store` and `key` for each capture, along `capture` (ragged: along `store_number`). A hook of several
-    layers has a dimension `layer_NAME` in front. The width is `NAME_width`, NAME without @layer.
+    Both have the coordinates `store` and `key` along `capture` (ragged: along `store_number`). A hook of several layers
+    has the leading dimension `layer_NAME`. The width is `NAME_width`, NAME without @layer.
 
     Raises ImportError without xarray and dask (`dmi_connector[xarray]`), ValueError for logits.
     """
@@ -81,8 +82,9 @@ def _scattered(
 
 
 class _Padded:
-    """A view as [layers, stores, longest, width], or without layers. Indexed by dask, with a slice or a
-    number for each axis."""
+    """A view as [layers, stores, longest, width], or without layers. Dask indexes it with a slice or an integer per
+    axis.
+    """
 
     def __init__(self, view: RowView, tokens: Mapping[str, np.ndarray], stores: int, longest: int) -> None:
         self._view, self._rows = view, tokens["row"]
@@ -91,7 +93,7 @@ class _Padded:
         self.ndim, self.dtype = len(self.shape), view.dtype
 
     def __getitem__(self, index: tuple[Any, ...]) -> np.ndarray:
-        single = [isinstance(part, int | np.integer) for part in index]  # dask may merge an index of its caller's
+        single = [isinstance(part, int | np.integer) for part in index]  # dask may fuse the caller's index
         spans = [slice(part, part + 1) if one else part for part, one in zip(index, single, strict=True)]
         return self._read(*spans)[tuple(0 if one else slice(None) for one in single)]
 

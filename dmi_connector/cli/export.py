@@ -21,7 +21,7 @@ from dmi_connector.store.read.index import is_store
 from dmi_connector.urls import is_url
 
 FLAGS: dict[str, dict[str, Any]] = {
-    "layers": {"metavar": "IDS", "help": "layer ids such as 2,18,33; N layers: N is the stream after the last"},
+    "layers": {"metavar": "IDS", "help": "layer ids such as 2,18,33; in a model of N layers, N is the stream after the last"},
     "number_by": {
         "choices": NUMBERINGS,
         "help": "number files in order (default), by the keys of requests, or by the rows or ids of dmi run's input",
@@ -39,14 +39,14 @@ FLAGS: dict[str, dict[str, Any]] = {
     "skip": {"type": int, "metavar": "N", "help": "rows to leave out at the start of each store (default: 0)"},
     "sae": {"metavar": "PATH", "help": "safetensors of an autoencoder with its cfg.json, or their directory"},
     "splits": {"type": int, "metavar": "N", "help": "files of latents (default: 5)"},
-    "shard_size": {"type": units.nbytes, "metavar": "SIZE", "help": "bytes of a shard, about (default: 1G)"},
+    "shard_size": {"type": units.nbytes, "metavar": "SIZE", "help": "approximate bytes per shard (default: 1G)"},
     "gzip": {"action": "store_const", "const": True, "help": "compress the files"},
 }
-"""Options of single formats: name -> arguments of add_argument."""
+"""Options of some formats: name -> arguments of add_argument."""
 _LOG_EVERY_S = 10
-"""Seconds between lines where no terminal shows the count."""
+"""Seconds between lines of progress without a terminal."""
 NOT_FINITE = 3
-"""Exit status where values are not finite, as of `dmi verify`."""
+"""Exit status if values are not finite, as in `dmi verify`."""
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def _takes(options: tuple[str, ...]) -> str:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status: 3 where values are not finite."""
+    """Run the command. Returns the exit status: 3 if values are not finite."""
     found = captures_of(options.stores, options.key, options.model, incomplete=True)
     captures = replace(found, infos=tuple(info for info in found.infos if info.state == "complete"))
     lacking = len(found) - len(captures)
@@ -104,7 +104,9 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def _out(options: argparse.Namespace) -> tuple[Path, bool]:
-    """(where to write, whether that is one file). What was named decides, and not how many stores --key leaves."""
+    """(where to write, whether that is one file). It depends on the arguments, not on the number of stores that --key
+    selects.
+    """
     store, suffix = place_of(options.stores[0]), TARGETS[options.to].suffix
     one = bool(suffix) and len(options.stores) == 1 and is_store(store)
     if is_url(options.out):
@@ -124,7 +126,7 @@ def _layers(text: str) -> list[int]:
 
 
 def _progress_of(counts: str) -> Progress:
-    """A line on a terminal that counts; elsewhere, as in the log of a job, a new line now and then."""
+    """Shows progress: on a terminal in one line that is overwritten, elsewhere in a new line every 10 seconds."""
     shown, ended = time.monotonic(), False
 
     def show(done: int, total: int) -> None:

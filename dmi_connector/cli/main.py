@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> Parser:
-    """The parser of all subcommands but `serve` and `run`, which have parsers of their own."""
+    """The parser of all subcommands except `serve` and `run`, which have their own parsers."""
     import dmi_connector
     from dmi_connector.cli.plots import add_plot_options
     from dmi_connector.cli.verify import add_verify
@@ -168,8 +168,8 @@ def make_run_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Without a command, print the help.
 
-    Returns the exit status. 0: success. 1: the command found something wrong. 2: it could not run. 130: Ctrl-C. Single
-    commands have further ones.
+    Returns the exit status. 0: success. 1: the command found something wrong. 2: it could not run. 130: Ctrl-C. Some
+    commands have further statuses.
     """
     arguments = [_at_home(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     from dmi_connector.store.format.linux import check_linux
@@ -214,7 +214,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _at_home(argument: str) -> str:
-    """Expand `~/` at the start of an argument or of an option's value. Shells do not, in --out=~/x and in quotes."""
+    """Expand `~/` at the start of an argument or of an option's value. Shells do not expand it in --out=~/x, or in
+    quotes.
+    """
     option, equals, path = argument.partition("=")
     if argument.startswith("--") and path.startswith("~/"):
         return f"{option}{equals}{os.path.expanduser(path)}"

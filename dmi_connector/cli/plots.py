@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi plot`: which pictures there are, and which options each takes."""
+"""`dmi plot`: the kinds of pictures, and the options of each kind."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ Open = Callable[[str], Capture]
 
 
 _CONTEXT = 24
-"""Tokens on either side of one that activates a neuron: as many as the widest line holds."""
+"""Number of tokens on either side of an activating token. The widest line holds as many."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of picture. takes, needs: options beside STORE and --out. many: whether it takes several stores."""
+    """One kind of picture. takes, needs: optional and required options besides STORE and --out. many: whether it takes
+    several stores.
+    """
 
     draw: Callable[[Options, Open], Path]
     takes: tuple[str, ...] = ()
@@ -37,7 +39,7 @@ class Kind:
 
 
 class Stores:
-    """Captures that a loop opens one at a time, as often as it is asked.
+    """Captures that are opened one at a time, on each iteration.
 
     paths: paths and URLs of stores, or of directories of stores.
 
@@ -56,7 +58,7 @@ class Stores:
 
 def _stores_in(path: str) -> list[str]:
     place = place_of(path)
-    if is_store(place) or (isinstance(place, Path) and not place.is_dir()):  # opening says that nothing is there
+    if is_store(place) or (isinstance(place, Path) and not place.is_dir()):  # `open_store` raises if nothing is there
         return [path]
     return [str(store) for store in stores_of(place)]
 
@@ -84,7 +86,7 @@ def add_plot_options(parser: argparse.ArgumentParser) -> None:
 
 
 def draw(options: Options, open_store: Open) -> Path:
-    """Draw what the options ask for. Raises ValueError for options that the kind does not take, or lacks."""
+    """Draw the picture. Raises ValueError for options that the kind does not take, and if it needs others."""
     kind = KINDS[options.kind]
     known = {name for one in KINDS.values() for name in (*one.takes, *one.needs)}
     given = {name for name in known if getattr(options, name) is not None}
@@ -121,7 +123,7 @@ def _text(options: Options, open_store: Open) -> Path:
 
 
 def _row_range(text: str | None) -> slice:
-    """FIRST:STOP, where either may be left out."""
+    """Parse FIRST:STOP, where either may be left out."""
     found = re.fullmatch(r"(\d*):(\d*)", text or ":", re.ASCII)
     if found is None:
         raise ValueError(f"plot: --rows {text} is not valid; write FIRST:STOP, as in 0:200")
@@ -129,11 +131,11 @@ def _row_range(text: str | None) -> slice:
 
 
 _INDEX_OPTIONS = {"neuron": "neuron", "head": "head", "token id": "token"}
-"""What the index of a statistic counts -> the option that gives it."""
+"""`Statistic.index_name` -> the option that gives the index."""
 
 
 def _statistic(capture: Capture, options: Options) -> tuple[Statistic, int]:
-    """The statistic that the options name, and its index (0 where it takes none).
+    """The statistic that the options name, and its index (0 if it takes none).
 
     Without --values: the hook's first statistic that takes the index option given.
     """
@@ -235,4 +237,4 @@ KINDS = {
     "neuron": Kind(_neuron, takes=("tokenizer", "layer"), needs=("hook", "neuron"), many=True),
     "difference": Kind(_difference, takes=("layer", "rows"), needs=("hook", "against"), many=True),
 }
-"""Value of --kind -> its plot."""
+"""Value of --kind -> the kind."""

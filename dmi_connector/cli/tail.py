@@ -21,7 +21,7 @@ from dmi_connector.wording import cut
 _PAUSE_S = 0.5
 """Seconds between two reads of the index."""
 _COLUMNS = "{:<19}  {:>7}  {:>9}  {:<10}  {:<16}  {}"
-"""Format of a line. Later lines are not known, so widths are fixed, and the longest texts stand last."""
+"""Format of a line. Later lines are not known, so widths are fixed, and the longest texts are last."""
 
 
 def follow(
@@ -32,9 +32,10 @@ def follow(
     as_json: bool = False,
     wait: Callable[[], None] = lambda: time.sleep(_PAUSE_S),
 ) -> Iterator[str]:
-    """Lines of text or JSON: first the `last` captures that have finished, then each that finishes.
+    """Yield lines of text or JSON: the `last` finished captures, then each capture that finishes.
 
-    key: only those with this key. once: end after the first. wait: called before each later look at the index.
+    key: only captures with this key. once: end after the finished captures. wait: called before each later poll of the
+    index.
     """
     tail = IndexTail(directory)
 
@@ -51,10 +52,10 @@ def follow(
 
 
 class RowTail:
-    """Lines of text or JSON for the rows of one capture, as they are written: the newest with a key.
+    """Lines of text or JSON for the rows of the newest capture with a key, as they are written.
 
-    hooks: whose norms are printed, as in `Capture[...]`. once: raise ValueError where no capture with this key has
-    begun, instead of waiting for one. complete: whether the capture has all its rows, known at the end.
+    hooks: hooks whose norms are printed, as in `Capture[...]`. once: raise ValueError if no capture has this key,
+    instead of waiting for one. complete: whether the capture has all its rows; set at the end.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class RowTail:
 
 
 def _norms(rows: np.ndarray) -> np.ndarray:
-    """Euclidean norms of rows [n, width], float32 [n]; of several layers [layers, n, width] over all of them."""
+    """Euclidean norms of rows [n, width], float32 [n]. For [layers, n, width] the norm is over all layers."""
     flat = rows if rows.ndim == 2 else np.moveaxis(rows, 0, 1).reshape(rows.shape[1], -1)
     return np.linalg.norm(flat.astype(np.float32), axis=-1)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random models with a tokenizer, written to disk. Demo and tests serve them without a model hub.
 
-Every model has 3 layers, a vocabulary of 512 tokens and head_dim 32, the least that vLLM's CPU attention takes. torch
-and transformers are imported when a model is made, so that `ENV` can be set before.
+Most models have 3 layers, a vocabulary of 512 tokens and head_dim 32, the smallest that vLLM's CPU attention supports.
+torch and transformers are imported when a model is made, so that `ENV` can be set first.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ ENV = {
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-"""Environment of such a run: offline, no usage reports, a small KV cache."""
+"""Environment variables for such a model: offline, no usage reports, a small KV cache."""
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
-"""Special tokens. <|endoftext|> is among them because Qwen2Tokenizer adds it where it is missing."""
+"""Special tokens. <|endoftext|> is among them because Qwen2Tokenizer adds it if it is missing."""
 PAD, BOS, EOS = 0, 1, 2
 
 CHAT_TEMPLATE = (
@@ -61,7 +61,7 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": BOS,
     "eos_token_id": EOS,
 }
-# Qwen2 and GPT-2 in vLLM derive head_dim as hidden_size / heads, so 128 gives the least head_dim of 32.
+# Qwen2 and GPT-2 in vLLM derive head_dim as hidden_size / heads, so 128 gives the smallest head_dim, 32.
 _GQA_128 = {
     "hidden_size": 128,
     "num_attention_heads": 4,
@@ -100,7 +100,7 @@ _LATENT = {
     **EXPERTS,
     "num_attention_heads": 3,
     "num_key_value_heads": 3,
-    "kv_lora_rank": 512,  # with 64 what vLLM's CPU kernel for latent attention takes
+    "kv_lora_rank": 512,  # and 64 for rope: vLLM's CPU kernel for latent attention needs both
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 48,
     "v_head_dim": 40,
@@ -219,21 +219,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **tiny_families.DENSE,
     **tiny_families.SPARSE,
     **tiny_families.MIXED,
-    # Those that vLLM serves through its Transformers backend. In one process they come last: vLLM's hook on their
-    # compilation fails for what other models compile after them.
+    # vLLM serves these through its Transformers backend. In one process they must come last: vLLM's hook on their
+    # compilation fails for models that are compiled later.
     "gpt_neox": {**FULL, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}},
     "phi": {**FULL, "intermediate_size": 384, "partial_rotary_factor": 0.5},
     "olmo2": {**ODD, "num_key_value_heads": 1},
     "olmo3": {**ODD, **WINDOWS, "num_attention_heads": 3, "num_key_value_heads": 3},
     "smollm3": {**ODD, "num_hidden_layers": 4, "no_rope_layer_interval": 2, "tie_word_embeddings": True},
     "starcoder2": {**FULL, "num_key_value_heads": 1, "sliding_window": 32, "tie_word_embeddings": True},
-    # Of these some have no row: their hooks are found by structure.
+    # Some of these are in no table of architectures: their hooks are found by structure.
     "gpt_bigcode": {"hidden_size": 96, "n_head": 3, "n_inner": 160, "tie_word_embeddings": True},
     "olmo": {**ODD, "num_attention_heads": 3, "num_key_value_heads": 1, "clip_qkv": 1.5},
     "flex_olmo": {**ODD, "num_experts": 4, "num_experts_per_tok": 2},
     **tiny_families.BACKEND,
 }
-"""Further families, with heads that do not divide evenly, one key and value head, windows and experts."""
+"""Further families: numbers of heads that are not powers of two, a single key and value head, sliding windows, experts.
+"""
 
 _CORPUS = """
 the model reads a prompt and answers with one token after another, and every layer adds something to the
@@ -250,7 +251,7 @@ please explain quantum physics, music theory, history, cooking, gardening and ch
 def make_tokenizer(more: Sequence[str] = (), named: Mapping[str, str] | None = None) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of exactly VOCAB tokens, with a chat template. It encodes any text.
 
-    more: tokens after these VOCAB. named: attributes of the tokenizer that name some of them.
+    more: tokens after the first VOCAB. named: attributes of the tokenizer that name some of them.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -288,7 +289,7 @@ def make_model(arch: str, dir: str | Path, dtype: str = "float32", seed: int = 0
     `config` overrides fields of the transformers configuration. The same arguments write the same weights;
     dtype "bfloat16" rounds those of "float32". Returns `dir`. Raises ValueError for an unknown `arch`.
 
-    Models of WRAPPERS have a vision tower, and the configuration of an image processor beside them.
+    Models of WRAPPERS have a vision tower, and the configuration of an image processor is written too.
     """
     wrapped = {**WRAPPERS, **TEXT_ONLY}
     known = {**ARCHS, **FAMILIES, **HYBRIDS, **wrapped}
@@ -318,27 +319,27 @@ def make_model(arch: str, dir: str | Path, dtype: str = "float32", seed: int = 0
 
 
 _NORM = 0.5  # gain of the norms of the residual stream
-_QK = 1.3  # size of queries and keys: attention logits of standard deviation about 1.7
-# sizes of other weights, 1 for those not named: attention and routing far from uniform, MLPs that matter
+_QK = 1.3  # scale of queries and keys: attention logits have a standard deviation of about 1.7
+# scales of other weights, 1 by default: attention and routing are far from uniform, and MLPs contribute
 _GAIN = {"q_proj": _QK / _NORM, "k_proj": _QK / _NORM, "v_proj": 0.5, "gate": 3.0, "router": 3.0, "down_proj": 2.0}
-_GAIN["query_key_value"] = 1.6  # of queries, keys and values of one head side by side
+_GAIN["query_key_value"] = 1.6  # queries, keys and values are interleaved by head
 _GAIN |= {"q_b_proj": _QK / _NORM, "kv_a_proj_with_mqa": _QK / _NORM, "kv_b_proj": 1.6}  # latent attention
 _LAST_NORMS = ("norm", "ln_f")
 _POSITIONS = ("wpe", "embed_positions")
 _EMBEDDINGS = ("embed_tokens", "embed_in", "word_embeddings", "wte", "embed_tokens_per_layer", "lm_head", *_POSITIONS)
 _XIELU = {"alpha_p": 0.388671875, "alpha_n": -1.140625}
-"""Parameters of Apertus' activation: vLLM computes with them in bfloat16, and that rounds these least."""
+"""Parameters of Apertus' activation. vLLM computes with them in bfloat16, which rounds these values least."""
 _ROUTING_BIAS = ("expert_bias", "e_score_correction_bias")
 _INPUT_FIRST = ("gpt_oss", "llama4_text")
-"""Models that keep the weights of experts as [experts, in, out]. All of GPT-2's are [in, out]."""
+"""Models whose expert weights are [experts, in, out]. All weights of GPT-2 are [in, out]."""
 
 
 def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Draw every parameter so that rounding errors stay small and attention is far from uniform.
+    """Sample every parameter so that rounding errors stay small and attention is far from uniform.
 
-    Attention kernels differ by about 1e-6 of their values, and every layer passes that on. With small values, and
-    layers that add little to the embedding, two float32 programs stay within 1e-5 of each other. Norm gains and biases
-    are random, so that a hook on the wrong side of a norm is found.
+    Attention kernels differ by a relative error of about 1e-6, which every layer propagates. With small values, and
+    layers that add little to the embedding, two float32 implementations stay within 1e-5 of each other. Norm gains and
+    biases are random, so that tests find a hook on the wrong side of a norm.
     """
     import torch
 
@@ -347,7 +348,7 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
     gemma = config.model_type.startswith("gemma")
     centred = config.model_type.startswith(CENTRED) or config.model_type == "nemotron"
     centred = centred and not config.model_type.startswith("gemma4")
-    embed = 0.3 / math.sqrt(config.hidden_size) if gemma else 0.3  # and its embeddings by this root
+    embed = 0.3 / math.sqrt(config.hidden_size) if gemma else 0.3  # Gemma multiplies embeddings by the root
     for name, weight in sorted(model.named_parameters()):
         if config is not whole and is_vision(name):
             continue
@@ -359,21 +360,21 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
         elif leaf in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
             size = (
                 weight.shape[-1] ** -0.25 if config.model_type.startswith("gemma4") else 1.0
-            )  # which scales no logits
+            )  # Gemma 4 does not scale logits
             weight.copy_(size * (_QK + 0.2 * noise) - offset)
         elif leaf in _XIELU:
             weight.fill_(_XIELU[leaf])
         elif leaf in _ROUTING_BIAS:
-            weight.copy_((0.0 if config.model_type == "laguna" else 0.2) * noise)  # vLLM 0.32 loads none of Laguna
+            weight.copy_((0.0 if config.model_type == "laguna" else 0.2) * noise)  # vLLM 0.32 does not load Laguna's
         elif weight.dim() == 1:
             gain = _NORM + 0.1 * noise
-            # Of one sign, it would make every token with tied embeddings its own best successor.
+            # With gains of one sign and tied embeddings, every token would predict itself.
             weight.copy_((gain * noise.roll(1).sign() if leaf in _LAST_NORMS else gain) - offset)
         elif leaf in _EMBEDDINGS:
             weight.copy_((0.15 if leaf == "lm_head" else embed) * noise)
             if leaf == "lm_head" or (tied and leaf not in _POSITIONS):
                 weight[: len(SPECIAL)] *= 0.1  # greedy decoding must not end early
-                weight[VOCAB:] *= 0.1  # nor give tokens of images
+                weight[VOCAB:] *= 0.1  # nor generate image tokens
         else:
             first = config.model_type == "gpt2" or (config.model_type in _INPUT_FIRST and weight.dim() == 3)
             axis = -2 if first else -1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi verify`: which stores are damaged."""
+"""`dmi verify`: finds damaged stores."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dmi_connector.store.read.verify import Problem, begun_stores, stores_of, un
 _FEW = 10
 """Maximum number of stores for which each gets a line."""
 _LOG_EVERY_S = 10
-"""Seconds between lines of progress where there is no terminal."""
+"""Seconds between lines of progress without a terminal."""
 
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dmi verify`."""
     parser.add_argument("paths", metavar="STORE|DIR|URL", nargs="+")
     parser.add_argument("--verbose", action="store_true", help=f"print each store, also if there are more than {_FEW}")
-    parser.add_argument("--quiet", action="store_true", help="print only what is wrong: no progress, no counts")
+    parser.add_argument("--quiet", action="store_true", help="print only problems: no progress, no counts")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that check (default: 1)")
     parser.set_defaults(run=run_verify)
 
@@ -82,7 +82,7 @@ def _check(work: tuple[Place, dict[str, dict[str, Any]]]) -> list[Problem]:
 
 
 def _checked(work: Sequence[tuple[Place, dict[str, dict[str, Any]]]], jobs: int) -> Iterator[list[Problem]]:
-    """The problems of each store, in their order."""
+    """Yield the problems of each store, in the order of `work`."""
     if jobs == 1 or len(work) < 2:
         yield from map(_check, work)
         return

@@ -12,12 +12,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """What is between Zarr's codecs `bytes` and `crc32c` of an inner chunk (docs/FORMAT.md, section 3).
+    """The codec between Zarr's `bytes` and `crc32c` for an inner chunk (docs/FORMAT.md, section 3).
 
-    name: the value of the option `codec` and of a store's attribute. zarr_name: the Zarr v3 codec; None if the bytes of
-    a chunk are stored as they are. gb_per_s: raw GB/s of one writer process on bfloat16 activations, for the estimate
-    in the log. plain_gb_per_s: the same for chunks that a writer stores uncompressed because it is behind; None if the
-    codec cannot mark a chunk as uncompressed: its chunks are then compressed even when the writer is behind.
+    name: the value of the option `codec` and of the store's attribute. zarr_name: the Zarr v3 codec; None if the bytes
+    of a chunk are stored as they are. gb_per_s: raw GB/s of one writer process on bfloat16 activations, for the
+    throughput estimate in the log. plain_gb_per_s: the same for chunks that a writer stores uncompressed because it is
+    behind; None if the codec cannot mark a chunk as uncompressed: its chunks are then compressed even when the writer
+    is behind.
 
     The settings import codecs, so encoding and decoding import their libraries when they are called.
     """
@@ -29,7 +30,7 @@ class Codec(ABC):
 
     @property
     def compresses(self) -> bool:
-        """False where the bytes of a chunk are stored as they are."""
+        """False if the bytes of a chunk are stored as they are."""
         return self.zarr_name is not None
 
     @property
@@ -67,7 +68,7 @@ class Codec(ABC):
         """
 
     def plain_head(self, itemsize: int, nbytes: int) -> bytes:
-        """What is stored before the `nbytes` bytes of an uncompressed chunk. Called only if `has_plain`."""
+        """The header before the `nbytes` bytes of an uncompressed chunk. Called only if `has_plain`."""
         raise NotImplementedError(f"codec {self.name!r} has no uncompressed chunks")
 
     def set_up_writer(self) -> None:  # noqa: B027, most codecs need nothing

@@ -16,10 +16,10 @@ _LEVEL = 1
 
 @dataclass(frozen=True)
 class Blosc(Codec):
-    """Blosc at level 1, with the compressor `name` and one block per chunk: smaller blocks shrink less.
+    """Blosc at level 1, with the compressor `name` and one block per chunk: smaller blocks compress less.
 
-    shuffle: how Blosc splits elements of several bytes. bfloat16 shrinks most with "shuffle" (bytes) before zstd, and
-    with "bitshuffle" before lz4. own_frames: let blosc_frame.py make the frames, not Blosc.
+    shuffle: how Blosc splits elements of several bytes. bfloat16 compresses best with "shuffle" (bytes) for zstd, and
+    with "bitshuffle" for lz4. own_frames: encode with blosc_frame.py instead of Blosc.
     """
 
     shuffle: str
@@ -49,7 +49,7 @@ class Blosc(Codec):
     def decode(self, body: np.ndarray, out: np.ndarray) -> None:
         from numcodecs import blosc
 
-        # Blosc believes the header. It would write what a forged one announces past the end of `out`.
+        # Blosc trusts the header: with a forged header it would write past the end of `out`.
         for found, wanted in zip(frame_lengths(body), (len(out), len(body)), strict=True):
             if found != wanted:
                 raise ValueError(f"it has {found} bytes, not {wanted}")

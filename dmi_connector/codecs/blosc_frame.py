@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes Blosc frames of zstd, twice as fast as Blosc does. Any reader of Blosc decodes them.
 
-Activations rarely repeat. The bytes of their exponents shrink, because some values are more frequent than others. At
-each level of zstd, Blosc spends most of the time searching for matches. With a search that gives up at once (matches of
-7 bytes or more, a table of 64 entries) little more than zstd's entropy coder runs, and the ratio even rises: for normal
-bfloat16 numbers from 1.43 to 1.50. Where rows repeat, as embeddings of a token do, zstd searches as at level 1.
+Activations rarely repeat. Only the bytes of their exponents compress, because some values are more frequent. At each
+level of zstd, Blosc spends most of the time searching for matches. With a minimal search (matches of 7 bytes or more, a
+table of 64 entries), zstd runs little more than its entropy coder. The ratio even rises: for normally distributed
+bfloat16 numbers from 1.43 to 1.50. If rows repeat, such as embeddings of a token, zstd searches as at level 1.
 
 A frame has a header of 16 bytes, the offset of its only block, and the block. For each byte of an element the block
 holds a plane: the bytes of that significance of all elements. A plane is stored as its length and a zstd frame, or
-uncompressed where zstd gains nothing.
+uncompressed if zstd does not make it smaller.
 
 A plain frame is a header and the uncompressed elements. Writers that are behind make plain frames (plain.py).
 """
@@ -25,11 +25,11 @@ _VERSION, _ZSTD_VERSION = 2, 1
 _SHUFFLED, _PLAIN, _ZSTD = 0x1, 0x2, 4 << 5
 """Flags of the header: shuffled bytes, uncompressed elements, the compressor."""
 _HEADER = struct.Struct("<4B3I")
-"""Versions of format and compressor, flags, bytes of an element; bytes of all elements, of a block, of the frame."""
+"""Versions of format and compressor, flags, bytes per element; bytes of all elements, of the block, of the frame."""
 _BEGIN = struct.Struct("<i")
 """Offset of the block in the frame. A plain frame has none."""
 _LENGTH = struct.Struct("<i")
-"""Bytes of a compressed plane, before it."""
+"""Length of a stored plane in bytes, before the plane."""
 LEAST_PLANE = 128
 """Bytes of the smallest plane. Blosc's readers expect smaller blocks not to be split into planes."""
 _SPLIT_ELEMENTS = 1 << 16
@@ -48,7 +48,7 @@ def recurs(rows: np.ndarray) -> bool:
 
 
 class _Planes:
-    """Compresses the planes of chunks. It reuses its memory: new memory for each chunk would cost page faults."""
+    """Compresses the planes of chunks. It reuses its buffer: a new buffer for each chunk would cost page faults."""
 
     def __init__(self) -> None:
         import zstandard  # not needed to read a store
@@ -92,7 +92,7 @@ _planes = functools.lru_cache(maxsize=1)(_Planes)
 
 
 def frame_lengths(frame: np.ndarray) -> tuple[int, int]:
-    """(bytes of the elements, bytes of the frame), as the header of a frame (uint8) says; (0, 0) without a header."""
+    """(bytes of the elements, bytes of the frame) from a frame's header; (0, 0) without a header. frame: uint8."""
     if len(frame) < _HEADER.size:
         return 0, 0
     nbytes, _, length = frame[4 : _HEADER.size].view("<u4").tolist()
@@ -100,14 +100,14 @@ def frame_lengths(frame: np.ndarray) -> tuple[int, int]:
 
 
 def plain_header(itemsize: int, nbytes: int) -> bytes:
-    """The header of a plain frame of `nbytes` bytes. Blosc decodes it whatever compressor the metadata name."""
+    """The header of a plain frame of `nbytes` bytes. Blosc decodes it with any compressor in the metadata."""
     return _HEADER.pack(_VERSION, _ZSTD_VERSION, _ZSTD | _PLAIN, itemsize, nbytes, nbytes, _HEADER.size + nbytes)
 
 
 def zstd_frame(chunk: np.ndarray) -> bytes:
     """A frame of a C-contiguous array of unsigned integers [rows, columns] of LEAST_PLANE elements or more.
 
-    Bytes are shuffled where an element has several. Where nothing shrinks, it is a plain frame.
+    Elements of several bytes are shuffled. If compression gains nothing, the frame is plain.
     """
     size, nbytes = chunk.itemsize, chunk.nbytes
     planes = _planes().compressed(chunk)

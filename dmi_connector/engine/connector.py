@@ -40,9 +40,9 @@ logger = init_logger("vllm.dmi_connector")
 class DMIConnector(KVConnectorBase_V1):
     """Exports the captured rows of every request into one Zarr store.
 
-    It does not support vLLM's hybrid cache manager (SupportsHMA), so vLLM turns that off. All layers then share one
-    group of cache blocks, sliding windows too, and rows stay until their request ends. Owner "pool", whose rows lie in
-    no block of vLLM, has a class of its own below.
+    It does not support vLLM's hybrid cache manager (SupportsHMA), so vLLM turns that off. All layers, including sliding
+    windows, then share one group of cache blocks, and rows stay until their request ends. Owner "pool" keeps its rows
+    outside of vLLM's blocks, and has its own class below.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -66,7 +66,7 @@ class DMIConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: no other engine receives anything, so vLLM may resume a preempted request in any way."""
+        """False: no other engine receives KV, so vLLM may resume a preempted request in any way."""
         return False
 
     # ---- scheduler half -------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class DMIConnector(KVConnectorBase_V1):
         self.tracker.slots.bind(kv_cache_manager)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """metadata: by rank."""
+        """Receive the memory of each rank. metadata: by rank."""
         ranks = [metadata[rank] for rank in sorted(metadata)]
         memory = [rank for rank in ranks if isinstance(rank, RankMemory)]
         if pages := [rank.pages for rank in memory if rank.pages]:
@@ -87,7 +87,7 @@ class DMIConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """metadata: by pipeline stage and tensor-parallel rank."""
+        """As above. metadata: by pipeline stage and tensor-parallel rank."""
         self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
 
     def on_new_request(self, request: Request) -> None:
@@ -113,24 +113,25 @@ class DMIConnector(KVConnectorBase_V1):
 
     @staticmethod
     def _worker_here() -> Exporter | None:
-        """The exporter, where vLLM runs its worker in the scheduler's process."""
+        """The exporter, if vLLM runs its worker in the scheduler's process."""
         worker = get_kv_transfer_group() if has_kv_transfer_group() else None
         return worker.exporter if isinstance(worker, DMIConnector) else None
 
     def has_pending_push_work(self) -> bool:
-        """Whether rows still leave the GPU of another process, in an engine that may sleep, or a pool.
+        """Whether rows are still being copied from a pool, or from the GPU of another process in an engine that may
+        sleep.
 
-        vLLM then goes on with empty steps, and begins no pause, in which it may sleep. Captures end in such steps: no
-        request whose blocks are kept has vLLM take them for a pool.
+        vLLM then continues with empty steps, in which captures end, and does not pause. It sleeps only in a pause. A
+        pool keeps no blocks of vLLM, so vLLM would not run these steps otherwise.
         """
         if self.tracker.slots.stays:
             return self.tracker.leaving
         return self.context.may_sleep and self.tracker.leaving and self._worker_here() is None
 
     def reset_cache(self) -> bool | None:
-        """Called before vLLM sleeps. Hands the ends of requests to the worker, if that is in this process.
+        """Called before vLLM sleeps. Passes the ends of requests to the worker, if the worker is in this process.
 
-        In the client's process no step comes between the last reply and sleep.
+        In a single process, vLLM runs no step between the last reply and sleep.
         """
         worker = self._worker_here()
         if self.context.may_sleep and worker is not None:
@@ -153,7 +154,7 @@ class DMIConnector(KVConnectorBase_V1):
         self.exporter = Exporter(self.context, memory, rank, self._vllm_config)
 
     def get_handshake_metadata(self) -> RankMemory | None:
-        """Told to the scheduler half once, after the caches are made."""
+        """Metadata for the scheduler half, sent once after the caches are allocated."""
         if self.exporter is None:
             return None
         layer = self.exporter.layer
@@ -162,12 +163,14 @@ class DMIConnector(KVConnectorBase_V1):
         return RankMemory(layer.pages, layer.scores.path, layer.scores.slots)
 
     def unregister_kv_caches(self) -> None:
-        """Called by vLLM from 0.33 on before the caches are given up, in sleep too: rows that still lie there leave."""
+        """Export the rows that are still in the caches. vLLM calls it from 0.33 on before it frees the caches, also for
+        sleep.
+        """
         if self.exporter is not None:
             self.exporter.before_sleep([])
 
     def _check_coverage(self) -> None:
-        """Raises ValueError for hooks that the model's first forward did not write (coverage.py)."""
+        """Raise ValueError for hooks that the model's first forward did not write (coverage.py)."""
         coverage = self.context.coverage
         if not coverage.begun:
             from dmi_connector.engine.model.first_forward import first_forward
@@ -187,8 +190,10 @@ class DMIConnector(KVConnectorBase_V1):
     @staticmethod
     @contextmanager
     def _exit_if_unreported(rank: int, metadata: StepMetadata) -> Iterator[None]:
-        """Exit this process if an error cannot be reported: in most steps vLLM waits for the answer of rank 0 alone
-        (replaced.py). The engine then ends, as it does after an error that a rank reports.
+        """Exit this process if an error cannot be reported.
+
+        In most steps vLLM waits only for the answer of rank 0 (replaced.py). The engine then ends, as it does after an
+        error that a rank reports.
         """
         try:
             yield
@@ -216,7 +221,7 @@ class DMIConnector(KVConnectorBase_V1):
                 self.exporter.after_forward(metadata)
 
     def _reporting(self) -> Exporter | None:
-        """The exporter, in a step in which ranks report. What one rank alone has lost it reports at once."""
+        """The exporter, in a step in which ranks report. A single rank also reports lost rows at once."""
         metadata, exporter = self._connector_metadata, self.exporter
         if exporter is None or not isinstance(metadata, StepMetadata) or metadata.report:
             return exporter
@@ -234,14 +239,14 @@ class DMIConnector(KVConnectorBase_V1):
         exporter = getattr(self, "exporter", None)
         if exporter is not None:
             exporter.shutdown()
-            totals = described(exporter.meter.totals())  # with what ended after the last step, which no metric shows
+            totals = described(exporter.meter.totals())  # includes events after the last step, which no metric shows
             text = ", ".join(f"{name}={value}" for name, value in totals.items())
             logger.info("dmi_connector: rank %d since the start: %s", exporter.rank, text or "nothing captured")
 
     # ---- metrics --------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> CaptureStats | None:
-        """What changed since the last report in this half of the connector."""
+        """Changes since the last report in this half of the connector."""
         if self.role == KVConnectorRole.WORKER:
             exporter = self._reporting()
             return None if exporter is None else exporter.meter.take()
@@ -264,7 +269,7 @@ class DMIConnector(KVConnectorBase_V1):
 
 
 class DMIPoolConnector(DMIConnector, SupportsHMA):
-    """The connector of owner "pool". vLLM's hybrid cache manager stays on: layers of each kind have their own blocks.
+    """The connector of owner "pool". vLLM's hybrid cache manager stays on: each kind of layer has its own blocks.
 
     The rows of a request are found by its blocks in one group of layers (`RowSlots.group`).
     """
@@ -272,15 +277,15 @@ class DMIPoolConnector(DMIConnector, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """block_ids: by group."""
+        """As `request_finished`. block_ids: by group of layers."""
         return self.request_finished(request, block_ids[self.tracker.slots.group])
 
 
 def __getattr__(name: str) -> Any:
-    """vLLM looks for the class that `kv_connector` names in the module that `kv_connector_module_path` names.
+    """vLLM looks up the class `kv_connector` in the module `kv_connector_module_path`.
 
-    With kv_offloading_size it puts a connector of its own in the place of ours, but leaves our module. Where there is
-    none, `refusals.check_alone` finds that.
+    With kv_offloading_size, vLLM replaces the class by its own connector, but keeps the module. The lookup then raises
+    the error here. If the class exists, `refusals.check_alone` raises it.
     """
     if name.endswith("Connector"):
         from dmi_connector.engine.refusals import replaced_by
@@ -290,7 +295,8 @@ def __getattr__(name: str) -> Any:
 
 
 def note_logits_of(tokens: torch.Tensor) -> None:
-    """Which tokens of the step have logits, beside speculative decoding: int [samples]. vLLM's runner says it."""
+    """Note which tokens of the step have logits: int [samples]. vLLM's runner calls it, except in speculative decoding.
+    """
     if has_kv_transfer_group():
         connector = get_kv_transfer_group()
         if isinstance(connector, DMIConnector) and connector.exporter is not None:

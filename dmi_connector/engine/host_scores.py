@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of probes in memory of the host that the workers and the scheduler share.
+"""Scores of probes in host memory that the workers and the scheduler share.
 
     worker      the last op of each forward copies the scores of its tokens to the lines of their slots, on the engine's
                 stream, as part of the CUDA graph (taps/op.py, kernels/scores.py)
     scheduler   reads the lines of a request by its blocks, when it ends or `stop_if` asks (scheduler/scores.py)
 
-No message carries scores, and nobody waits: once the sampled tokens of a step have come to the host, the copies of its
-forward, which precede them on the stream, are there too. With several ranks that holds for all of them, since sampling
-needs logits of each.
+No message carries scores, and no process waits for them. The copies precede the sampled tokens on the stream, so they
+are complete once the sampled tokens of the step are on the host. This holds for all ranks, because sampling needs the
+logits of each rank.
 
 A line belongs to a slot of vLLM's cache, whichever owner has the rows. vLLM keeps the slots of a request until it ends
-or is preempted, longer than a pool keeps its rows. A few more lines, behind those of the cache, are for scores of a
-preempted request that had not come yet.
+or is preempted, longer than a pool keeps its rows. Additional lines after those of the cache hold the pending scores of
+preempted requests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from dmi_connector.layout import RowLayout
 logger = init_logger("vllm.dmi_connector")
 
 KEPT_STEPS = 3
-"""Steps with kept lines of their own: the planned one, the one in flight, and the one that has ended."""
+"""Number of steps with their own additional lines: the planned step, the step in flight, and the step that has ended.
+"""
 _NAME = "dmi-scores"
 _MAPPED = 2
 """cudaHostRegisterMapped: kernels read and write the memory in place."""
@@ -37,8 +38,9 @@ _MAPPED = 2
 class HostScores:
     """The scores of one rank.
 
-    layout: of its rows. slots: of vLLM's cache. step_tokens: maximum tokens of a step whose scores may be kept. device:
-    of the rows. Raises RuntimeError if the memory cannot be registered with the driver of a GPU.
+    layout: layout of the rank's rows. slots: slots of vLLM's cache. step_tokens: maximum number of tokens per step
+    whose scores are kept. device: device of the rows. Raises RuntimeError if the memory cannot be registered with the
+    driver of a GPU.
     """
 
     def __init__(self, layout: RowLayout, slots: int, step_tokens: int, device: torch.device) -> None:
@@ -59,14 +61,14 @@ class HostScores:
             self._register(nbytes)
             none = torch.full((1,), -1, dtype=torch.int64, device=device)
             row = torch.zeros(1, layout.row_bytes, dtype=torch.uint8, device=device)
-            self._copy(row, none, none, self._lines)  # compiled now, not while a CUDA graph is captured
+            self._copy(row, none, none, self._lines)  # compile now, because a graph capture cannot
             if step_tokens:
                 self._copy_line.in_triton(self._lines.view(torch.uint8), none, none, self._lines)
         logger.info("dmi_connector: %.1f MiB of the host's memory for scores of probes", nbytes / (1 << 20))
 
     @property
     def path(self) -> str:
-        """Where processes of the same user on this host open the memory."""
+        """Path at which processes of the same user on this host open the memory."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def _register(self, nbytes: int) -> None:
@@ -83,8 +85,8 @@ class HostScores:
     def copy(self, rows: torch.Tensor, row_slots: torch.Tensor, slots: torch.Tensor) -> None:
         """Copy the scores of a forward.
 
-        rows: uint8 [rows, row_bytes]. row_slots: int64 [>= tokens], where the row of each token lies, negative if it
-        has none. slots: int64 [tokens], vLLM's, negative for padding.
+        rows: uint8 [rows, row_bytes]. row_slots: int64 [>= tokens], the slot of each token's row, negative if it has
+        none. slots: int64 [tokens], slots of vLLM's cache, negative for padding.
         """
         self._copy(rows, row_slots, slots, self._lines)
 
@@ -96,7 +98,7 @@ class HostScores:
         copy(self._lines.view(torch.uint8), where, there, self._lines)
 
     def close(self) -> None:
-        """Give the memory back. No forward may follow."""
+        """Free the memory. No forward may follow."""
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered)
             self._registered = 0
@@ -108,7 +110,7 @@ class HostScores:
 def open_scores(path: str, values: int) -> np.ndarray:
     """The lines of another process, float32 [slots, values], read-only.
 
-    path: `HostScores.path`. Raises ValueError where it cannot be opened, as on another host.
+    path: `HostScores.path`. Raises ValueError if it cannot be opened, for example on another host.
     """
     try:
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):

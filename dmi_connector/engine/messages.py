@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler half tells the worker half each step, and back. Plain picklable data."""
+"""Messages between the scheduler half and the worker half of the connector. All are picklable."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dmi_connector.store.format.completeness import Loss
 T = TypeVar("T")
 
 STEPS_TOGETHER = 16
-"""Number of steps whose rows leave the GPU together. Finding and gathering them costs the engine's thread the same for
-one step as for all of these. Workers report as often.
+"""Number of steps whose rows are exported together. The cost for the engine's thread does not depend on this number.
+Workers report equally often.
 """
 
 
 @dataclass
 class Rows:
-    """Rows to export. first: the number of the first row in the store. slots: where the rows lie, int64 [count]."""
+    """Rows to export. first: index of the first row in the store. slots: slots of the rows, int64 [count]."""
 
     capture: int
     first: int
@@ -35,9 +35,9 @@ class Rows:
 
 @dataclass
 class Borrow:
-    """Rows that a capture takes from the store of an earlier one: its tokens were in the prefix cache.
+    """Rows that a capture copies from the store of an earlier one, because its tokens were in the prefix cache.
 
-    path, request_id, key: of the other store. token_ids: int32 [rows], of its first rows.
+    path, request_id, key: of the earlier store. token_ids: int32 [rows], tokens of its first rows.
     """
 
     path: str
@@ -47,7 +47,7 @@ class Borrow:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """Root attributes of the store that takes them."""
+        """Root attributes of the store that borrows the rows."""
         source = {"store": os.path.basename(self.path), "key": self.key, "request_id": self.request_id}
         return {"borrowed_tokens": len(self.token_ids), "borrowed_from": source}
 
@@ -56,8 +56,8 @@ class Borrow:
 class Open:
     """A capture begins.
 
-    path: of its store. hooks: {hook: layers} of this capture. start: position of its first row. most_rows: how many
-    rows it may have. attrs: root attributes of the store. borrow: its first rows, if another store has them.
+    path: path of its store. hooks: {hook: layers}. start: position of its first row. most_rows: maximum number of rows.
+    attrs: root attributes of the store. borrow: its first rows, if another store has them.
     """
 
     capture: int
@@ -73,10 +73,10 @@ class Open:
 
 @dataclass
 class Accepted:
-    """Rows of logits whose tokens were accepted, beside speculative decoding.
+    """Rows of logits whose tokens were accepted in speculative decoding.
 
-    first: number of the first of these samples. position: the position of its token. slots: the slots of the tokens,
-    int64 [samples]. step: the last step that may have computed them.
+    first: index of the first of these samples. position: position of its token. slots: the slots of the tokens, int64
+    [samples]. step: the last step that may have computed them.
     """
 
     capture: int
@@ -90,11 +90,11 @@ class Accepted:
 class Close:
     """A capture ends.
 
-    rows: its last rows. length: rows of the store. samples: rows of logits. attrs: root attributes of the store.
-    losses: rows that were wanted but not computed. keeps_blocks: id of the request if its blocks are kept until these
-    rows are gathered, None if they are free already. stays: no block has these rows, so they may wait. draft_index: by
-    row, which draft token of its step the token was, from 1 on, and 0 for a sampled token and in the prompt; None
-    without speculative decoding. accepted: its last logits.
+    rows: its last rows. length: number of rows of the store. samples: number of rows of logits. attrs: root attributes
+    of the store. losses: rows that were requested but not computed. keeps_blocks: id of the request if its blocks are
+    kept until these rows are gathered; None if they are already free. stays: whether the rows lie outside of vLLM's
+    blocks, so that they may wait. draft_index: index of the draft token in its step per row, from 1 on, or 0 for
+    sampled and prompt tokens; None without speculative decoding. accepted: its last logits.
     """
 
     capture: int
@@ -112,7 +112,7 @@ class Close:
 
 @dataclass
 class Sample:
-    """The logits row of this step whose token lies in `slot` is sample `index` of a capture, at `position`."""
+    """Sample `index` of a capture, at `position`: the logits row of this step whose token has the slot `slot`."""
 
     capture: int
     index: int
@@ -124,22 +124,22 @@ class Sample:
 class StepMetadata(KVConnectorMetadata):
     """The scheduler's message to the workers for one step.
 
-    opens: carried out before the forward. closes: likewise, because it may overwrite freed blocks, except those that
-    keep theirs. chunks: exported after it. preempted: captures whose blocks were taken away since the last step.
-    leaving: their whole chunks, exported before the forward. idle: nothing is computed, and no other step may follow.
-    gather: rows that wait for others leave now, those of this step too. report: each rank says what is new. release:
-    kept blocks were given back, so their rows and all that wait leave before the forward.
+    opens: executed before the forward. closes: executed before the forward, which may overwrite freed blocks, unless
+    their blocks are kept. chunks: exported after the forward. preempted: captures whose blocks were freed since the
+    last step. leaving: their full chunks, exported before the forward. idle: whether nothing is computed; no further
+    step may follow. gather: whether all pending rows are exported now, including those of this step. report: whether
+    each rank reports. release: whether kept blocks were freed; all pending rows are then exported before the forward.
 
-    Of rows in a pool of pages. table: entries of its table that change before the forward and their pages, int64
-    [2, entries]; None if none does. need: this many rows since the start are gathered before that, because their pages
-    are given out again. kept_scores: slots of vLLM whose scores are copied to other lines before the forward, int64
-    [rows], and the first of these lines (host_scores.py).
+    The next fields are for a pool. table: (entries, pages) of the table that change before the forward, int64 [2,
+    entries]; None without a change. need: number of rows, since the start, to gather before that change, because their
+    pages are reused. kept_scores: (slots of vLLM, int64 [rows], whose scores are copied before the forward; first line
+    to copy them to), see host_scores.py.
 
-    Beside speculative decoding a step computes logits of draft tokens too, and which of them are accepted is known
-    later. logits_step: number of this step if its logits are wanted, else 0. logits_slots: slots of the tokens of
-    captures whose logits may be accepted. Not all of them need be in this step: with asynchronous scheduling it is not
-    yet known which tokens the step before accepted. accepted: logits of steps before that are part of a capture.
-    decided: the other logits of steps up to this one are not.
+    With speculative decoding, a step also computes logits of draft tokens, and a later step says which were accepted.
+    logits_step: number of this step if its logits are captured, otherwise 0. logits_slots: slots of captured tokens
+    whose logits may be accepted. They may include tokens outside this step, because asynchronous scheduling does not
+    know yet which tokens the previous step accepted. accepted: accepted logits of earlier steps. decided: all other
+    logits of steps up to this number were rejected.
     """
 
     opens: list[Open] = field(default_factory=list)
@@ -165,8 +165,8 @@ class StepMetadata(KVConnectorMetadata):
 class RankMemory(KVConnectorHandshakeMetadata):
     """A worker's message to the scheduler at start.
 
-    pages: of its pool, without the null page; 0 without a pool. scores: `HostScores.path`, "" without probes. slots: of
-    vLLM's cache, 0 without probes.
+    pages: number of pages of its pool, without the null page; 0 without a pool. scores: `HostScores.path`, "" without
+    probes. slots: number of slots of vLLM's cache, 0 without probes.
     """
 
     pages: int = 0
@@ -178,9 +178,9 @@ class RankMemory(KVConnectorHandshakeMetadata):
 class Report(KVConnectorWorkerMetadata):
     """A worker's message to the scheduler, in a step that asks for it.
 
-    gathered: rows gathered since the start. lost: row ranges given up since its last report, by capture. staged:
-    whether some of what is gathered lies in staging memory. Only said in an engine that may sleep. stored: paths of
-    stores that are finished, and whether they have all rows. unborrowed: rows that could not be borrowed, by capture.
+    gathered: number of rows gathered since the start. lost: row ranges dropped since the last report, by capture.
+    staged: whether gathered rows are in staging memory, reported only by an engine that may sleep. stored: path of each
+    finished store -> whether it has all rows. unborrowed: rows that could not be borrowed, by capture.
     """
 
     gathered: int = 0
@@ -190,7 +190,7 @@ class Report(KVConnectorWorkerMetadata):
     unborrowed: dict[int, list[Loss]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Join the reports of two ranks: the slower one counts."""
+        """Merge the reports of two ranks. The slower rank determines `gathered`."""
         assert isinstance(other, Report)
         lost = _joined(self.lost, other.lost)
         unborrowed = _joined(self.unborrowed, other.unborrowed)

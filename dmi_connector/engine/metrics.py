@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counters and gauges of captures for vLLM's Prometheus endpoint and its log (docs/OPERATIONS.md).
 
-In each step vLLM asks both halves of the connector what changed (`CaptureStats`). A rank answers in the steps in which
-it reports (`StepMetadata`), at least once in STEPS_TOGETHER steps. vLLM adds the answers of all ranks, and passes them
-to the process that serves /metrics (`CaptureProm`).
+In each step, vLLM asks both halves of the connector for changes (`CaptureStats`). A rank answers in the steps in which
+it reports (`StepMetadata`), at least once in STEPS_TOGETHER steps. vLLM aggregates the answers of all ranks, and passes
+them to the process that serves /metrics (`CaptureProm`).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ SCORE = "probe_score"
 ALERTS = "probe_alerts"
 """Counter: requests with a score above the threshold of `probe_alerts`. Its key in CaptureStats ends with the probe."""
 _BUCKETS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1, 2, 5, 10)
-"""Histogram buckets of scores, most of which are probabilities. No bucket is negative: then there would be no sum,
-which `LLM.get_metrics` needs.
+"""Histogram buckets of scores, most of which are probabilities. Buckets must not be negative: the histogram would have
+no sum, which `LLM.get_metrics` needs.
 """
 
 
@@ -127,7 +127,7 @@ class CaptureProm(KVConnectorPromMetrics):
                 self._gauges[engine, f"{BACKLOG}.{rank}"] = backlog.labels(*values, str(rank))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take in the data of one CaptureStats."""
+        """Record the data of a CaptureStats."""
         for key, value in transfer_stats_data.items():
             name, _, probe = key.partition(".")
             labels = (*self.per_engine_labelvalues[engine_idx], probe)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model classes that vLLM's registry has in the place of its own.
+"""The model classes that replace those of vLLM's registry.
 
-`models.NAME` is vLLM's class NAME, with taps where our connector is configured. A few are an owner's (`Owner.models`).
+`models.NAME` is vLLM's class NAME, with taps if our connector is configured. A few are classes of owners
+(`Owner.models`).
 
-vLLM imports them by name. Without our connector modules and compiled graph are those of vLLM's class.
+vLLM imports them by name. Without our connector, the modules and the compiled graph are the same as those of vLLM's
+class.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from dmi_connector.engine.owners import OWNERS
 logger = logging.getLogger("vllm.dmi_connector")
 
 _building = False
-"""Whether a tapped model is being built. What is built inside it, such as the language model of a model with a vision
-tower, is then vLLM's own, although vLLM finds it under our name.
+"""Whether a tapped model is being built. Models built inside it, such as the language model of a multimodal model, then
+get no taps, although vLLM finds them under our name.
 """
 
 
@@ -42,7 +44,7 @@ class Tapped:
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         global _building
         if _is_draft(vllm_config):
-            _building, before = True, _building  # what a draft builds inside it is vLLM's own too
+            _building, before = True, _building  # models inside a draft get no taps either
             try:
                 super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
             finally:
@@ -94,13 +96,14 @@ class Tapped:
         context.owner.attach(self, context)
 
     def dmi_begin(self) -> None:
-        """The first forward begins: what vLLM puts in the place of modules after it built them is there."""
+        """The first forward begins. By now vLLM has replaced those modules that it replaces after building the model.
+        """
         if self.dmi_context is not None and not self.dmi_context.coverage.checked:
             self.dmi_taps.follow()
 
     @contextmanager
     def dmi_forward(self, traced: bool) -> Iterator[None]:
-        """The taps of modules that a draft model shares with this one write in this model's forward alone."""
+        """Let taps of modules that a draft model shares with this one write only in this model's forward."""
         drafting = None if self.dmi_context is None else self.dmi_context.drafting
         if traced or drafting is None or not drafting.shares_modules:
             yield
@@ -112,7 +115,7 @@ class Tapped:
             self.dmi_taps.resting = True
 
     def dmi_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Write what enters the forward of a model whose embeddings are made before it, or by another pipeline stage.
+        """Write the inputs of the forward, if the embeddings are computed before it, or by another pipeline stage.
 
         Returns its keyword arguments.
         """
@@ -121,11 +124,11 @@ class Tapped:
         given = {**dict(zip(_INPUTS, args, strict=False)), **kwargs}
         embeddings = given.get("inputs_embeds")
         write_inputs(self.dmi_taps, given["input_ids"], given["positions"], embeddings)
-        # vLLM's own code gets what it gets without capture: one of the two.
+        # vLLM's forward gets only one of the two, as without capture.
         return given if embeddings is None else {**given, "input_ids": None}
 
     def dmi_positions(self, positions: torch.Tensor) -> None:
-        """Write the positions of a forward that ended, where its layers may not get them."""
+        """Write the positions after a forward, if its layers may not get them."""
         if self.dmi_context is not None and self.dmi_context.arch.positions == FORWARD:
             from dmi_connector.engine.taps.inputs import end_forward
 
@@ -137,7 +140,7 @@ class Tapped:
             self.dmi_context.coverage.check(positions.shape[-1])
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
-        """Passed on, but for our own draft, which reads no hidden states of the target."""
+        """Passed on, except for our own draft, which reads no hidden states of the target."""
         if self.dmi_context is None or self.dmi_context.drafting is not None:
             super().set_aux_hidden_state_layers(layers)  # type: ignore[misc]
 
@@ -170,7 +173,9 @@ _INPUTS = ("input_ids", "positions", "intermediate_tensors", "inputs_embeds")
 
 
 def _tapped_class(name: str) -> type:
-    """Our class of vLLM's Transformers backend keeps its name, by which vLLM knows that this backend serves a model."""
+    """Make the tapped class of a vLLM class. Classes of the Transformers backend keep their name, by which vLLM
+    recognizes the backend.
+    """
     row = ARCHITECTURES.get(name)
     module, _, class_name = row.base.partition(":") if row is not None else (TRANSFORMERS, ":", name)
     base = getattr(importlib.import_module(module), class_name)
@@ -178,7 +183,7 @@ def _tapped_class(name: str) -> type:
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        traced = torch.compiler.is_compiling()  # the model as a whole: its forwards are not seen here
+        traced = torch.compiler.is_compiling()  # the whole model is compiled, so its forwards do not run this code
         if not traced:
             self.dmi_begin()
         positions = kwargs["positions"] if "positions" in kwargs else args[1]
@@ -198,7 +203,7 @@ def _tapped_class(name: str) -> type:
 
 
 def _owners_class(name: str, place: str) -> type:
-    """The class of an owner for a model of vLLM. Whether it captures is set here, since owners have no context."""
+    """Make an owner's class for a model of vLLM. `capturing` is set here, because owners do not know the context."""
     module, _, class_name = place.partition(":")
     base = getattr(importlib.import_module(module), class_name)
 

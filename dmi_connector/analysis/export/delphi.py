@@ -20,13 +20,13 @@ from dmi_connector.captures.captures import Captures
 from dmi_connector.captures.finite import FiniteCheck, not_finite
 
 _LEAST = 1e-5
-"""Latents that are not above it are left out, as Delphi does."""
+"""Smaller latents are left out, as in Delphi."""
 _STEP_VALUES = 1 << 24
-"""Latents computed at a time."""
+"""Number of latents to compute at a time."""
 _COUNT = "count.json"
-"""Contexts done, and entries of each split."""
+"""File with the number of finished contexts and of the entries of each file."""
 _ENTRIES = 1 << 20
-"""Entries that are copied at a time."""
+"""Number of entries to copy at a time."""
 
 
 def export(
@@ -42,18 +42,18 @@ def export(
 ) -> Done:
     """Write `out/HOOK/START_END.safetensors` for each part of the latents, and `config.json`.
 
-    locations: uint16 or uint32 [n, 3], the context, the row in it, and the latent minus START. activations: float16
-    [n]. tokens: int32 [contexts, context_size]. HOOK: TransformerLens' name of the hook. splits: number of files.
-    finite: what happens to contexts whose rows or activations are not finite, also where only float16 cannot hold one.
+    locations: uint16 or uint32 [n, 3], (context, row in the context, latent - START). activations: float16 [n]. tokens:
+    int32 [contexts, context_size]. HOOK: TransformerLens' name of the hook. splits: number of files. finite: what
+    happens to contexts whose rows or float16 activations are not finite.
 
-    Raises ValueError for an encoder of another width, see `SparseEncoder`, and for a bad number of splits.
+    Raises ValueError if the encoder has another width (see `SparseEncoder`), and for an invalid number of splits.
     """
     rows, encoder = PackedRows(captures, hook, context_size, skip, finite), SparseEncoder.load(sae)
     if not 1 <= splits <= encoder.latents:
         raise ValueError(f"--splits {splits} is not valid; use 1 to {encoder.latents}, the latents of the autoencoder")
     settings = {"to": "delphi", "hook": rows.hook, "context_size": context_size}
     settings |= {"sae": os.path.abspath(sae), "sae_digest": encoder.digest}
-    module = out / rows.name  # all that is written: Delphi takes each entry of `out` for a module
+    module = out / rows.name  # the only directory: Delphi reads each entry of `out` as a module
     fix_stores(module, {**settings, "skip": skip, "splits": splits}, captures, finite)
     note = f"contexts of {context_size} tokens, {encoder.latents} latents; {rows.left} tokens left over"
     if (module / "config.json").exists():
@@ -75,22 +75,22 @@ def export(
 
 
 def _bounds(latents: int, splits: int) -> list[tuple[int, int]]:
-    """(first, last) latent of each file, as Delphi cuts them.
+    """(first, last) latent of each file, as Delphi splits them.
 
-    Delphi's edges are float32 of torch.linspace, cut off to integers. torch counts the second half back from the end,
-    in one rounding each (a fused multiply-add: processors without one have other edges).
+    Delphi truncates the float32 values of torch.linspace to integers. torch computes the second half backwards from the
+    end with a fused multiply-add, which rounds once. Processors without that instruction give other edges.
     """
     end, numbers = np.float32(latents), np.arange(splits + 1)
     step = end / np.float32(splits)
-    back = np.float64(end) - np.float64(step) * (splits - numbers)  # float64 holds the product, so one rounding is left
+    back = np.float64(end) - np.float64(step) * (splits - numbers)  # exact product, one rounding
     floats = np.where(numbers < (splits + 1) // 2, step * numbers.astype(np.float32), back.astype(np.float32))
     return [(start, stop - 1) for start, stop in itertools.pairwise(floats.astype(np.int64).tolist())]
 
 
 def _encode(rows: PackedRows, encoder: SparseEncoder, parts: _Parts, first: int, stop: int) -> None:
-    """Add the latents of contexts [first, stop), but for those that are left out."""
+    """Add the latents of contexts [first, stop), without contexts that `finite` skips."""
     values = rows.read(first, stop).reshape(-1, rows.width)
-    with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is counted
+    with np.errstate(over="ignore", invalid="ignore"):  # `not_finite` finds the results
         found = encoder.encode(values)
         halves = found.astype("<f2")
     wanted = rows.wanted(first, stop, np.union1d(not_finite(values), not_finite(halves)))
@@ -101,9 +101,9 @@ def _encode(rows: PackedRows, encoder: SparseEncoder, parts: _Parts, first: int,
 
 
 class _Parts:
-    """Entries of each file while it grows: locations and activations in files of their own, and a count of what counts.
+    """Unfinished entries: a file of locations and a file of activations for each output file, and a count.
 
-    A killed run leaves more than the count says, which is cut off when the next one opens them.
+    A killed run may leave more entries than the count says. The next run truncates the files to the count.
     """
 
     def __init__(self, folder: Path, contexts: int, bounds: list[tuple[int, int]], finite: FiniteCheck) -> None:
@@ -124,11 +124,13 @@ class _Parts:
 
     @property
     def written(self) -> int:
-        """Contexts so far that are not left out."""
+        """Number of contexts so far, without those left out."""
         return self.contexts - len(self._left)
 
     def add(self, locations: np.ndarray, activations: np.ndarray, begin: int, wanted: np.ndarray) -> None:
-        """Add entries [n, 3], float16 [n] of the wanted contexts from `begin` on. wanted: bool [contexts]."""
+        """Add the entries of contexts from `begin` on. locations: [n, 3]. activations: float16 [n]. wanted: bool
+        [contexts].
+        """
         for i, (first, last) in enumerate(self._bounds):
             here = (locations[:, 2] >= first) & (locations[:, 2] <= last)
             found = locations[here] - [0, 0, first]
@@ -146,7 +148,7 @@ class _Parts:
             file.write(values.tobytes())
 
     def write(self, module: Path, rows: PackedRows) -> None:
-        """Write the files of all parts."""
+        """Write the output files."""
         for i, (first, last) in enumerate(self._bounds):
             count = self._entries[i]
             tensors = {
@@ -168,14 +170,14 @@ class _Parts:
                 yield np.frombuffer(block, dtype)
 
     def remove(self) -> None:
-        """Remove the growing files."""
+        """Remove the unfinished entries."""
         for path in self._folder.iterdir():
             path.unlink()
         self._folder.rmdir()
 
 
 def _config(captures: Captures, rows: PackedRows, splits: int, contexts: int) -> dict[str, Any]:
-    """Delphi's config of a cache, with our directory in place of its data set."""
+    """Delphi's config of a cache, with the directory of the stores as its data set."""
     with captures[0] as capture:
         model = capture.attrs.get("model", "")
     store = captures.infos[0].store

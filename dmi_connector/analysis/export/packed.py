@@ -65,8 +65,10 @@ class PackedRows:
         return rows.astype(np.float32, copy=False).reshape(-1, self.context_size, self.width)
 
     def batches(self, first: int, stop: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Contexts [first, stop), `step` at a time: (first context after the batch, the `wanted` contexts of `read`,
-        their `token_ids`). The next batch is read ahead in a thread.
+        """Yield contexts [first, stop) in batches of `step`: (stop of the batch, its `wanted` contexts, their token
+        ids).
+
+        A thread reads the next batch ahead.
         """
 
         def read(begin: int) -> tuple[int, np.ndarray, np.ndarray]:
@@ -83,9 +85,9 @@ class PackedRows:
                 yield (end, values, ids) if wanted.all() else (end, values[wanted], ids[wanted])
 
     def wanted(self, first: int, stop: int, bad: np.ndarray) -> np.ndarray:
-        """bool [contexts]: which of the contexts [first, stop) are written.
+        """Which of the contexts [first, stop) are written, bool [contexts].
 
-        bad: int64 [n], the rows that are not finite, counted from the first of these contexts. Raises NotFinite as
+        bad: int64 [n], indexes of the rows that are not finite, relative to context `first`. Raises NotFinite as
         `finite` says.
         """
         self._finite.see_all(self._view.stores, *self._view.origins(first * self.context_size + bad))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export as the tar shards that WebDataset reads: a sample for each store."""
+"""Export as tar shards for WebDataset, with one sample per store."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def export(
     """Write `out/shard-NNNNNN.tar` with the files NAME.json, NAME.token_ids.npy, NAME.positions.npy, NAME.phase.npy
     and NAME.HOOK.npy [tokens, width] of each store.
 
-    NAME is that of the store, with "_" for its dots: WebDataset ends the name of a sample at the first dot. hook:
-    comma-separated hooks, each with one layer, such as "resid_pre@3,q@3". shard_size: bytes of a shard, about; one
-    sample is never split. The files of one sample are in memory at a time.
+    NAME is the name of the store with "_" instead of dots, because WebDataset ends a sample's name at the first dot.
+    hook: comma-separated hooks, each with one layer, such as "resid_pre@3,q@3". shard_size: approximate bytes per
+    shard; a sample is never split. Only the files of one sample are in memory at a time.
 
-    Raises ValueError if two stores have one name.
+    Raises ValueError if two stores have the same name.
     """
     if shard_size < 1:
         raise ValueError(f"--shard-size {shard_size} is not valid; use 1 or more")
@@ -69,7 +69,7 @@ def export(
                     _add(shard, names[i], files)
                 progress(i + 1, len(names))
         if left - before == len(samples):
-            path.unlink()  # it would be empty
+            path.unlink()  # without a sample
         else:
             written += 1
         note_not_finite(out, finite)
@@ -84,7 +84,9 @@ def export(
 
 
 def _shards(captures: Captures, columns: Sequence[Column], most: int) -> Iterator[range]:
-    """Which stores go into each shard. It depends on their lengths alone, so that a second run can continue."""
+    """Yield the indexes of the stores of each shard. They depend only on the lengths, so that a second run can
+    continue.
+    """
     row_bytes = _TOKEN_BYTES + 4 * sum(column.width for column in columns)
     first, size = 0, 0
     for i, info in enumerate(captures.infos):
@@ -97,7 +99,7 @@ def _shards(captures: Captures, columns: Sequence[Column], most: int) -> Iterato
 
 
 def _files(capture: Capture, columns: Sequence[Column], finite: FiniteCheck) -> dict[str, bytes]:
-    """The files of one sample, by their extensions. Raises NotFinite as `finite` says."""
+    """The files of one sample, by extension. Raises NotFinite as `finite` says."""
     about = {"store": str(capture.path), **{name: capture.attrs.get(name) for name in _OF_STORE}}
     arrays = {name: getattr(capture, name) for name in TOKENS}
     arrays |= {column.name: np.concatenate([*column.blocks(capture, finite)]) for column in columns}

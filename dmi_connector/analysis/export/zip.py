@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export of stores to one zip file each. The files in it are those of the store, byte by byte, and not compressed."""
+"""Export of each store to a zip file, which holds the files of the store uncompressed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from dmi_connector.dtypes import FLOATS
 from dmi_connector.store.format.paths import leaves_store
 
 _TIME = (1980, 1, 1, 0, 0, 0)
-"""Timestamp of every entry, so that one store always gives the same file."""
+"""Timestamp of every entry, so that the zip file is reproducible."""
 _MB = 1_000_000
 _ROWS = 1024
-"""Rows that are looked at together."""
+"""Number of rows to check at a time."""
 
 
 def write_zip(capture: Capture, path: Path, progress: Progress = lambda _done, _total: None) -> None:
-    """Write the files that a store lists, with `zarr.json` at the top: Zarr's layout of a zip file.
+    """Write the files that a store lists, with `zarr.json` at the root, as Zarr's zip store requires.
 
-    Readers find each file by its offset, so chunks are read from the zip file as from a directory. progress: called
-    with (done, all) in MB.
+    Readers find each file by its offset, so they read chunks without unpacking. progress: called with (done, total) in
+    MB.
+
+    Raises ValueError if a listed file lies outside the store.
     """
     names = ["zarr.json", *sorted(capture.attrs["files"])]
     outside = next((name for name in names if leaves_store(name)), None)
@@ -44,7 +46,7 @@ def write_zip(capture: Capture, path: Path, progress: Progress = lambda _done, _
 
 
 def _check(capture: Capture, finite: FiniteCheck) -> None:
-    """Raise NotFinite as `finite` says. A store is read up to the first values that are not finite."""
+    """Raise NotFinite as `finite` says. Reading stops at the first values that are not finite."""
     for hook, facts in capture.attrs["hooks"].items():
         if facts["array"] != hook or (facts["dtype"] not in FLOATS and not facts.get("reduce")):
             continue
@@ -72,7 +74,7 @@ def export(captures: Captures, out: Path, progress: Progress, finite: FiniteChec
 
 
 def export_file(captures: Captures, out: Path, progress: Progress, finite: FiniteCheck) -> Done:
-    """Write the one store of `captures` as the file `out`, which must be new."""
+    """Write the only store of `captures` to the file `out`, which must not exist."""
     refuse_existing(out)
     with captures[0] as capture, whole(out) as partial:
         _check(capture, finite)

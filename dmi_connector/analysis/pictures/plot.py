@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of captures by token: norms, heat maps, lens, attribution, attention, uncertainty, drift, as PNG or SVG.
 
-Each function writes the file `out`, whose ending says the format, and returns its path. tokenizer: directory of
-tokenizer.json, for the words on the axis; None: the model directory that the store names, if it exists. All need
-matplotlib (the extra `plot`), and raise ValueError without it, for another ending, and for a store without rows.
+Each function writes the file `out`, whose suffix selects the format, and returns its path. tokenizer: directory of
+tokenizer.json, for the tokens on the axis. By default it is the model directory that the store names, if that exists.
+All functions need matplotlib (the extra `plot`). They raise ValueError without it, for another suffix, and for a store
+without rows.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ _LOG_RATIO = 20
 _WORDS_IN_CELLS = 32
 """Maximum number of tokens for which the cells of the lens contain words."""
 _LARGE_PANELS, MOST_PANELS = 8, 400
-"""Panels that have words on their axes; panels of one picture. More than the first are small ones."""
+"""Maximum number of panels with tokens on their axes, and of panels in one picture."""
 _SMALL_SIZE = (18.0, 12.0)
-"""Inches of a picture of small panels."""
+"""Size of a picture of small panels, in inches."""
 _MOST_CELLS = 400
-"""Queries of one head that have a cell each: a panel has about as many pixels."""
+"""Maximum number of queries per head with a cell each. A panel has about as many pixels."""
 _MOST_NAMED = 10
-"""Lines that are named. Of more there is the mean."""
+"""Maximum number of lines with names. With more lines, their mean is drawn."""
 
 
 def draw_residual_norms(captures: Sequence[Capture], out: PathLike, tokenizer: PathLike | None = None) -> Path:
-    """Draw residual norms by layer and token, a panel a capture under one colour scale.
+    """Draw residual norms by layer and token, with one panel per capture and a shared colour scale.
 
-    Raises ValueError for a store without residual stream.
+    Raises ValueError for a store without a residual stream.
     """
     check_panels(len(captures))
     maps = [residual_norms(capture) for capture in captures]
@@ -56,7 +57,9 @@ def draw_residual_norms(captures: Sequence[Capture], out: PathLike, tokenizer: P
 def draw_heat(
     captures: Sequence[Capture], out: PathLike, hook: str, neuron: int | None = None, tokenizer: PathLike | None = None
 ) -> Path:
-    """Draw the norms of a hook by layer and token, or one value of its rows, a panel a capture under one colour scale.
+    """Draw the norms of a hook, or one value of its rows, by layer and token.
+
+    Each capture has a panel. The panels share a colour scale.
 
     Raises as `hook_heat` does.
     """
@@ -75,7 +78,7 @@ def _draw_maps(
     bar: str,
     axis: str,
 ) -> Path:
-    """Draw (numbers [layers, tokens], labels of the layers) of each capture."""
+    """Draw the maps of captures: (values [layers, tokens], labels of the layers)."""
     if len(captures) > _LARGE_PANELS:
         return _draw_small_maps(captures, maps, out, what, bar, axis)
     canvas.check_rows(captures)
@@ -107,12 +110,12 @@ def _draw_small_maps(
     bar: str,
     axis: str,
 ) -> Path:
-    """Draw many of `_draw_maps` in one picture, with a name above each and no words on its axes."""
+    """As `_draw_maps` for many captures: each panel has a name above it and no tokens on its axes."""
     canvas.check_rows(captures)
     columns = math.ceil(math.sqrt(len(captures)))
     lines = -(-len(captures) // columns)
     figure = canvas.new_figure(*_SMALL_SIZE, out)
-    figure.set_layout_engine("none")  # which takes a minute for 200 panels
+    figure.set_layout_engine("none")  # layout takes a minute for 200 panels
     ends = {"left": 0.03, "right": 0.92, "bottom": 0.04, "top": 0.91, "wspace": 0.08, "hspace": 0.35}
     grid = figure.add_gridspec(lines, columns, **ends)
     look, name = _scale(np.concatenate([values.ravel() for values, _ in maps]))
@@ -142,8 +145,9 @@ def check_panels(count: int) -> None:
 
 
 def _scale(values: np.ndarray) -> tuple[dict[str, Any], str]:
-    """Colours over `values`, and what the scale is: logarithmic from a ratio of _LOG_RATIO on,
-    even around 0 where there are both signs.
+    """(arguments of matplotlib for the colours, a note about the scale).
+
+    The scale is logarithmic from a ratio of _LOG_RATIO on, and symmetric around 0 if both signs occur.
     """
     from matplotlib.colors import CenteredNorm, LogNorm, Normalize
 
@@ -157,7 +161,7 @@ def _scale(values: np.ndarray) -> tuple[dict[str, Any], str]:
 
 
 def draw_lens(capture: Capture, lens: Lens, out: PathLike, tokenizer: PathLike | None = None) -> Path:
-    """Draw a logit lens: each cell has the likeliest next token, and as colour the chance of the model's own choice."""
+    """Draw a logit lens. A cell shows the likeliest next token; its colour is the probability of the model's choice."""
     canvas.check_rows([capture])
     count = len(capture.token_ids)
     words = count <= _WORDS_IN_CELLS
@@ -189,7 +193,7 @@ def _write_words(panel: Axes, capture: Capture, lens: Lens, tokenizer: PathLike 
 def draw_attribution(
     capture: Capture, shares: np.ndarray, labels: Sequence[str], out: PathLike, tokenizer: PathLike | None = None
 ) -> Path:
-    """Draw direct logit attribution, as `logit_attribution` gives it: parts by token, red for, blue against."""
+    """Draw the result of `logit_attribution`, parts by token. Red is a positive share, blue a negative one."""
     canvas.check_rows([capture])
     figure = canvas.new_figure(
         canvas.token_width(len(capture.token_ids)) + 1.2, canvas.layer_height(len(labels)) + 0.7, out
@@ -206,9 +210,9 @@ def draw_attribution(
 
 
 def draw_attention(capture: Capture, layer: int, out: PathLike, tokenizer: PathLike | None = None) -> Path:
-    """Draw the attention pattern of one layer, a panel a head: queries downwards, keys to the right.
+    """Draw the attention pattern of one layer with one panel per head. Rows are queries, columns are keys.
 
-    Raises as `attention_pattern`.
+    Raises as `attention_pattern` does.
     """
     canvas.check_rows([capture])
     weights = attention_pattern(capture, layer)
@@ -218,7 +222,7 @@ def draw_attention(capture: Capture, layer: int, out: PathLike, tokenizer: PathL
     figure = canvas.new_figure(columns * side + 1.5, lines * side + 1.0, out)
     from matplotlib.colors import PowerNorm
 
-    # The square root, as in `dmi view`: over many keys most weights are small.
+    # A square root scale, as in `dmi view`: over many keys most weights are small.
     scale = PowerNorm(0.5, 0, 1)
     labels = token_labels(capture, tokenizer)
     panels, image, crossed = [], None, False
@@ -244,17 +248,17 @@ def draw_attention(capture: Capture, layer: int, out: PathLike, tokenizer: PathL
 
 
 def _largest_of(values: np.ndarray, step: int) -> np.ndarray:
-    """The largest of each `step` x `step` values [n, n]: a few large weights among many stay in sight."""
+    """Max pooling of values [n, n] over `step` x `step` cells, so that a few large weights stay visible."""
     if step == 1:
         return values
     short = -len(values) % step
-    whole = np.pad(values, (0, short), constant_values=-np.inf)  # of cells that are there in part
+    whole = np.pad(values, (0, short), constant_values=-np.inf)  # fills incomplete cells
     side = len(whole) // step
     return np.asarray(whole.reshape(side, step, side, step).max((1, 3)))
 
 
 def _label_square(panel: Axes, labels: Sequence[str]) -> None:
-    """Tokens on both axes, if they fit."""
+    """Label both axes with tokens, if they fit."""
     if len(labels) > canvas.MAX_LABELS // 2:
         return
     look: dict[str, Any] = {"fontsize": 5, "family": canvas.MONOSPACE}
@@ -263,9 +267,9 @@ def _label_square(panel: Axes, labels: Sequence[str]) -> None:
 
 
 def draw_uncertainty(capture: Capture, found: Uncertainty, out: PathLike, tokenizer: PathLike | None = None) -> Path:
-    """Draw entropy and surprise by token. Each stands above the token after which the model predicts.
+    """Draw entropy and surprise by token, at the token from which the model predicts.
 
-    The axis goes from the first token with a value to the last. Raises ValueError where no token has one.
+    The axis spans the tokens with values. Raises ValueError if no token has a value.
     """
     canvas.check_rows([capture])
     if not len(found.rows):
@@ -293,9 +297,9 @@ def draw_drift(
     layer: int | None = None,
     since: str = "prompt",
 ) -> Path:
-    """Draw how far the rows of each capture have turned away, a line a capture. Raises as `drift`.
+    """Draw the drift of the rows of each capture, with one line per capture. Raises as `drift` does.
 
-    Of more than ten captures the lines are thin and have no names, and their mean at each position is drawn as well.
+    With more than ten captures, the lines are thin and have no names, and their mean at each position is drawn too.
     """
     canvas.check_rows(captures)
     lines = [drift(capture, hook, layer, since) for capture in captures]
@@ -320,7 +324,7 @@ def draw_drift(
 
 
 def _mean_line(captures: Sequence[Capture], lines: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """(Positions, the mean there of the captures that have a value)."""
+    """(positions, the mean over the captures with a finite value at each position)."""
     total, count = np.zeros((2, 1 + max(int(capture.positions[-1]) for capture in captures)))
     for capture, values in zip(captures, lines, strict=True):
         there = np.isfinite(values)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a capture's text, each token with the colour of a statistic. As in `plot`, PNG or SVG."""
+"""Draws the text of a capture, each token with the colour of a statistic, as PNG or SVG."""
 
 from __future__ import annotations
 
@@ -28,23 +28,25 @@ if TYPE_CHECKING:
     from matplotlib.patches import Rectangle
 
 MOST_ROWS = 1024
-"""Tokens of one picture."""
+"""Maximum number of tokens per picture."""
 _MOST_LINES = 1024
-"""Lines of one picture: a PNG of these needs 130 MB of memory. matplotlib refuses more than some 2,200."""
+"""Maximum number of lines per picture. Such a PNG needs 130 MB of memory; matplotlib refuses more than about 2,200
+lines.
+"""
 _COLUMNS = 100
-"""Columns of one line: letters of one width."""
+"""Columns per line, each one monospaced character wide."""
 COLUMN, _LINE = 10 / 130, 29 / 130
-"""Inches. 10 pixels are the advance of DejaVu Sans Mono at SIZE points."""
+"""Width of a column and height of a line, in inches. DejaVu Sans Mono advances 10 pixels at SIZE points."""
 SIZE = 9.2
 FONTS = {".png": [canvas.MONOSPACE, "sans-serif"], ".svg": ["monospace"]}
-"""By the ending of the file: the first that has a character draws it. sans-serif is what matplotlib's settings name so;
-a browser without the font of an SVG takes its own monospace.
+"""Suffix of the file -> font families. The first font that has a character draws it. For "sans-serif", matplotlib's
+settings apply; a browser uses its own monospace font.
 """
 _SIDE, _HEAD, _FOOT = 0.35, 1.6, 0.25
-"""Inches beside, above and below the text. Title, colour bar and name stand above."""
+"""Margins beside, above and below the text, in inches. Title, colour bar and name are above."""
 ONE_SIGN = ("#ffffff", "#fde3b5", "#f79d5c", "#c8426b", "#5a1f6e")
 TWO_SIGNS = ("#1d5a9e", "#9cc3e6", "#ffffff", "#f3b590", "#b0361f")
-"""Colours from the lowest value to the highest, those of `dmi view`."""
+"""Colours from the lowest value to the highest, as in `dmi view`."""
 
 
 def draw_text(
@@ -57,15 +59,16 @@ def draw_text(
     rows: slice = slice(None),
     tokenizer: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Draw the text of a capture's tokens, each with the colour of a statistic of its row. Generated ones are
-    underlined, missing ones hatched, and those whose value is not finite crossed.
+    """Draw the text of a capture, each token with the colour of a statistic of its row.
+
+    Generated tokens are underlined. Missing tokens are hatched. Tokens whose value is not finite are crossed out.
 
     statistic: one of `statistics(capture, hook)`; None: the first of them. index: its neuron, head or token id. layer:
-    required where several were captured. rows: rows of the store, with step 1. tokenizer: as in `plot`; without one
-    there are ids. Colours go from the 1st to the 99th percentile of the values of these rows.
+    required if several layers were captured. rows: rows of the store, with step 1. tokenizer: as in `plot`; without
+    one, token ids are drawn. Colours go from the 1st to the 99th percentile of the values of these rows.
 
-    Raises KeyError for a hook or layer that was not captured. Raises ValueError as `of_layer`, for logits of a prompt
-    and other rows without a value, and for more than MOST_ROWS rows.
+    Raises KeyError for a hook or layer that was not captured. Raises ValueError as `of_layer` does, if no row has a
+    value (such as logits of a prompt), and for more than MOST_ROWS rows.
     """
     canvas.check_rows([capture])
     window = _window(capture, rows)
@@ -84,7 +87,7 @@ def draw_text(
             f"plot: rows {window.start}:{window.stop} of {capture.path} have no value of {hook!r}; name others"
         )
     figure = canvas.new_figure(2 * _SIDE + (_COLUMNS + 1) * COLUMN, _HEAD, out)
-    figure.set_layout_engine("none")  # letters have their own places
+    figure.set_layout_engine("none")  # each character is placed
     ending = Path(out).suffix.lower()
     text = _Text.of(capture, window, tokenizer, drawn=None if ending == ".svg" else characters())
     panel = _panel(figure, text.lines)
@@ -116,7 +119,7 @@ def _window(capture: Capture, rows: slice) -> slice:
 
 
 def _rows_with_value(capture: Capture, hook: str, window: slice) -> np.ndarray:
-    """bool [tokens]: which rows are there; of logits those whose output was sampled."""
+    """Which rows have a value, bool [tokens]. For logits, these are the rows whose output was sampled."""
     there = present_rows(capture)
     if hook == "logits":
         sampled = capture.logits_positions - int(capture.attrs["start"])
@@ -126,7 +129,9 @@ def _rows_with_value(capture: Capture, hook: str, window: slice) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Text:
-    """The text of a window. odd, made, lost: bool [tokens]: shown by an id in brackets, generated, not in the store."""
+    """The text of a window. odd, made, lost, bool [tokens]: tokens drawn as an id in brackets, generated tokens,
+    missing tokens.
+    """
 
     pieces: list[Piece]
     odd: np.ndarray
@@ -137,7 +142,9 @@ class _Text:
     def of(
         cls, capture: Capture, window: slice, tokenizer: str | os.PathLike[str] | None, drawn: frozenset[int] | None
     ) -> _Text:
-        """drawn: code points that fonts have, None for all. Raises ValueError for more than _MOST_LINES lines."""
+        """Lay out the text. drawn: code points that the fonts have, None for all. Raises ValueError for more than
+        _MOST_LINES lines.
+        """
         ids = capture.token_ids[window].tolist()
         texts = Texts(tokenizer, capture.attrs.get("model")).of(ids)
         odd = np.zeros(len(ids), bool)
@@ -166,7 +173,9 @@ class _Text:
 
 @functools.cache
 def characters() -> frozenset[int]:
-    """Code points that the fonts of a PNG have, and those of line feed and tab, which are not drawn as such."""
+    """Code points that the fonts of a PNG have. Line feed and tab are included, because other characters represent
+    them.
+    """
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     fonts = [get_font(findfont(FontProperties(family=[name]))) for name in FONTS[".png"]]
@@ -177,7 +186,7 @@ def characters() -> frozenset[int]:
 
 
 def _panel(figure: Figure, lines: int) -> Axes:
-    """A panel of columns and lines, from the upper left corner on, in a figure that it makes high enough."""
+    """Add a panel whose coordinates are columns and lines from the upper left corner. Sets the height of the figure."""
     width, height = figure.get_figwidth(), _HEAD + lines * _LINE + _FOOT
     figure.set_figheight(height)
     ends = (_SIDE / width, _FOOT / height, 1 - 2 * _SIDE / width, lines * _LINE / height)
@@ -193,7 +202,7 @@ def _box(piece: Piece, **look: Any) -> Rectangle:
 
 
 def _paint(panel: Axes, text: _Text, values: np.ndarray, signed: bool) -> PatchCollection:
-    """Draw the colour of each piece. Those of missing rows are hatched, other ones without a colour stay blank."""
+    """Fill each piece with its colour. Pieces of missing rows are hatched, other pieces without a value stay blank."""
     from matplotlib.collections import PatchCollection
 
     known = np.sort(values[np.isfinite(values)])
@@ -219,7 +228,7 @@ def colour_map(two_signs: bool) -> Colormap:
 
 
 def _colour_bar(figure: Figure, colours: PatchCollection, values: np.ndarray, label: str) -> None:
-    """Put the scale above the panel; it has points at the ends that values exceed."""
+    """Put the colour bar above the panel. It has a triangle at each end that values exceed."""
     low, high = colours.get_clim()
     ends = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}
     finite = values[np.isfinite(values)]
@@ -228,12 +237,12 @@ def _colour_bar(figure: Figure, colours: PatchCollection, values: np.ndarray, la
     place = figure.add_axes((_SIDE / width, 1 - 0.62 / height, 0.5, 0.13 / height))
     bar = figure.colorbar(colours, cax=place, orientation="horizontal", extend=ends[below, above])
     bar.set_label(label)
-    bar.outline.set_edgecolor("#dedee3")  # the lowest colour is that of the page
+    bar.outline.set_edgecolor("#dedee3")  # the lowest colour is white, like the page
 
 
 def _write(panel: Axes, text: _Text, backgrounds: np.ndarray, fonts: list[str], more: Sequence[str]) -> None:
-    """Write the words, and a line below generated tokens. backgrounds: RGBA [pieces, 4]. fonts: names of families.
-    more: notes.
+    """Write the words, and underline generated tokens. backgrounds: RGBA [pieces, 4]. fonts: font families. more:
+    further notes for the title.
     """
     inks = [ink_on(background) for background in backgrounds]
     for piece, ink in zip(text.pieces, inks, strict=True):
@@ -252,7 +261,7 @@ def _write(panel: Axes, text: _Text, backgrounds: np.ndarray, fonts: list[str], 
 
 
 def ink_on(background: np.ndarray) -> str:
-    """Black or white, whichever is read more easily on an RGBA colour: the rule of `dmi view`."""
+    """Black or white, whichever has more contrast with an RGBA colour, as in `dmi view`."""
     red, green, blue, opaque = background.tolist()
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -38,9 +38,11 @@ logger = logging.getLogger(__name__)
 
 
 class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
-    """Reads hidden states from stores. store_dir: a directory of stores. layers: auxiliary layer ids, None for all
-    captured. number_by: how stores are numbered, see `dmi export`. finite: what happens to stores with a NaN or an
-    infinity. "skip" leaves their samples out and "keep" returns them; both are logged. "fail" raises NotFinite.
+    """Reads hidden states from stores.
+
+    store_dir: a directory of stores. layers: auxiliary layer ids, None for all captured layers. number_by: how stores
+    are numbered, see `dmi export`. finite: what happens to stores with a NaN or an infinity. "skip" leaves their
+    samples out, and "keep" returns them; both log a warning. "fail" raises NotFinite.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
         self.finite = FiniteCheck(finite, "--dmi-finite")
         self.store_dir, self.layers, self.number_by = store_dir, layers, number_by
         self._stores: dict[int, Any] | None = None
-        self._ids: list[int] | None = None  # of the first store that was read
+        self._ids: list[int] | None = None  # layer ids of the first store
 
     def setup(self) -> None:
         """Read the directory's index."""
@@ -66,8 +68,8 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | SampleUnavailable | None:
         """`hidden_states` [tokens, layers, hidden], the last layer last, and `token_ids` int64 [tokens].
 
-        None if no store has this number; SampleUnavailable if it is left out. Raises ValueError for a store that lacks
-        a layer, has other layers than the first store, or lacks the first tokens of its request.
+        None if no store has this number; SampleUnavailable if `finite` leaves it out. Raises ValueError for a store
+        that lacks a layer, has other layers than the first store, or lacks the first tokens of its request.
         """
         if self._stores is None:
             self.setup()
@@ -81,7 +83,7 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor] | SampleUnavailable:
         """The tensors of a request that vLLM has just served. hs_transfer_params: `kv_transfer_params` of the response.
 
-        Raises ValueError if they name no store.
+        Raises ValueError if the response names no store.
         """
         store = hs_transfer_params.get("dmi_store")
         if store is None:
@@ -118,7 +120,7 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def add_train_args(parser: argparse.ArgumentParser) -> None:
-        """Add the options of training."""
+        """Add the options for training."""
         parser.add_argument("--dmi-store-dir", type=str, default=None, help="Directory of stores.")
         parser.add_argument("--dmi-layers", type=int, nargs="+", default=None, help="Auxiliary layer ids.")
         parser.add_argument("--dmi-number-by", choices=NUMBERINGS, default="order", help="As of dmi export.")
@@ -126,7 +128,7 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def add_launch_args(parser: argparse.ArgumentParser) -> None:
-        """Add the options of a server."""
+        """Add the options for a server."""
         parser.add_argument("--dmi-store-dir", type=str, default="captures", help="Directory of stores.")
         parser.add_argument("--dmi-hooks", type=str, default="hidden-states", help="As of dmi serve.")
 
@@ -139,7 +141,7 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
-        """The `kv_transfer_config` of a server that captures, with `owner="target"`."""
+        """The `kv_transfer_config` of a capturing server, with `owner="target"`."""
         return capture_args(args.dmi_hooks, args.dmi_store_dir, owner="target")["kv_transfer_config"]
 
 

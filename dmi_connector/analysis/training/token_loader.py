@@ -15,18 +15,18 @@ from dmi_connector.analysis.training.worker_loops import Batch, Position
 
 
 class TokenLoader:
-    """Batches of a `TokenDataset` from worker processes. `state_dict` counts the batches that were given out.
+    """Batches of a `TokenDataset` from worker processes. `state_dict` counts the batches that were yielded.
 
-    A loop goes on where `load_state_dict` or a loop of this loader that was left early ended. Else it begins with the
-    epoch after those of the loop before, also one of another loader, or with that of `TokenDataset.set_epoch`.
+    A loop resumes at the position of `load_state_dict`, or where an earlier loop of this loader was left. Otherwise it
+    starts with the epoch of `TokenDataset.set_epoch`, or with the epoch after the latest loop of any loader.
     """
 
     def __init__(self, dataset: TokenBatches, workers: int, options: dict[str, Any]) -> None:
         self.dataset, self.workers, self._options = dataset, workers, options
-        self._left: tuple[Position, Position] | None = None  # where a loop stands, and where the next one began then
+        self._left: tuple[Position, Position] | None = None  # (position of a loop, start of the next loop at that time)
 
     def _at(self) -> Position:
-        # If the epoch was set or another loop began since, the rest of this loop is dropped.
+        # If the epoch was set or another loop began since then, the rest of this loop is dropped.
         rest = self._left is not None and self._left[1] is self.dataset._next
         return self._left[0] if rest and self._left is not None else self.dataset._next
 
@@ -35,19 +35,20 @@ class TokenLoader:
         self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the loop: after the batches that it gave."""
+        """The position of the loop, after the batches that it yielded."""
         return self.dataset._state(self._at(), max(1, self.workers))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the batches of `state`. Raises ValueError for a state of other tokens, settings or workers."""
+        """Resume after the batches of `state`. Raises ValueError if its tokens, settings or number of workers differ.
+        """
         self.dataset._go_on_at(self.dataset._checked(state, max(1, self.workers)))
 
     def __len__(self) -> int:
-        """Batches of the loop that would begin now; see `TokenDataset.__len__`."""
+        """Number of batches of a loop that starts now; see `TokenDataset.__len__`."""
         return self.dataset._length(self._at(), max(1, self.workers))
 
     def __iter__(self) -> Iterator[Batch]:
-        """Raises ValueError where there are fewer batches than workers, before a worker starts."""
+        """Yield batches. Raises ValueError before a worker starts, if there are fewer batches than workers."""
         at = self._at()
         if at.end is None or at.epoch < at.end:
             self.dataset.batches(at.epoch, max(1, self.workers))
@@ -59,7 +60,7 @@ class TokenLoader:
         most = functools.cache(functools.partial(data.batches, workers=max(1, self.workers)))
         options = self._options
         if self.workers and data.remote:
-            options = {"multiprocessing_context": "spawn", **options}  # the client of an object store bears no fork
+            options = {"multiprocessing_context": "spawn", **options}  # clients of object stores do not survive a fork
         if "collate_fn" in options:
             options = {**options, "collate_fn": functools.partial(_collated, options["collate_fn"])}
         loader: DataLoader[Any] = DataLoader(_Counted(data, at), batch_size=None, num_workers=self.workers, **options)
@@ -79,14 +80,14 @@ class TokenLoader:
 
 
 class _Counted(IterableDataset[Any]):
-    """(a batch, what a worker saw that is not finite) for each batch; (None, ...) for one without a finite row."""
+    """Yields (batch, counts of rows that are not finite). The batch is None if it has no finite row."""
 
     def __init__(self, dataset: TokenBatches, start: Position) -> None:
         self.dataset, self.start = dataset, start
 
     def __iter__(self) -> Iterator[tuple[Batch | None, Any]]:
         if get_worker_info() is not None:
-            self.dataset._finite.take()  # of the parent, which a forked process has too
+            self.dataset._finite.take()  # counts of the parent, which a fork inherits
         for batch in self.dataset.worker_batches(self.start):
             yield batch, self.dataset._finite.take()
 

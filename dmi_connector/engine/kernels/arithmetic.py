@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic that the reducing kernels share. Each result equals that of the torch encoders in `reduce/` to the bit;
-rows with NaN or an infinity are read alike.
+"""Arithmetic of the reducing kernels. Each result is bitwise equal to that of the torch encoders in `reduce/`. Rows
+with NaN or an infinity may be encoded differently, but are decoded alike.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,7 +24,9 @@ _NEAREST_SUBNORMAL = tl.constexpr(24576.0)
 _LEAST_NORMAL = tl.constexpr(0.015625)
 """2**-6, the smallest normal e4m3 number."""
 INFINITE, NAN = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)
-"""Bits of the float32 infinity; larger ones, without the sign, are NaN, as these are."""
+"""Bits of the float32 infinity and of a NaN. Without the sign bit, the bits of every NaN are larger than those of
+infinity.
+"""
 _LEAST = tl.constexpr(LEAST_SPAN)
 """Rows and groups with a smaller span become zeros, so that no quotient overflows."""
 
@@ -37,19 +39,21 @@ def load_row(x, columns, width: tl.constexpr):
 
 @triton.jit
 def size_of(value):
-    """|value| of a float32 as an integer of the same order. NaN is the largest. A maximum of floats ignores it."""
+    """|value| of a float32 as an integer that sorts in the same order. NaN is the largest, while a maximum of floats
+    ignores NaN.
+    """
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def float_of(size):
-    """The float32 of a `size_of`. NaN for infinity too: as a scale it makes NaN of every stored number."""
+    """The float32 of a `size_of`. Infinity becomes NaN: as a scale, NaN makes every decoded number NaN."""
     return tl.where(size < INFINITE, size, NAN).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def largest(x, width: tl.constexpr, BLOCK: tl.constexpr):
-    """max|x| of a row, NaN if it has one or an infinity."""
+    """max|x| of a row, NaN if the row has a NaN or an infinity."""
     found = tl.zeros([BLOCK], tl.int32)
     for start in tl.static_range(0, width, BLOCK):
         found = tl.maximum(found, size_of(load_row(x, start + tl.arange(0, BLOCK), width)))
@@ -72,14 +76,14 @@ def scale_of(span, steps: tl.constexpr):
 
 @triton.jit
 def steps_over(steps: tl.constexpr, span):
-    """steps / span, 0 where the span is next to nothing."""
+    """steps / span, 0 if the span is below LEAST_SPAN."""
     large = span >= _LEAST
     return tl.where(large, tl.div_rn(span * 0 + steps, tl.where(large, span, 1.0)), 0.0)
 
 
 @triton.jit
 def nearest_e4m3(value):
-    """The float32 that is the nearest e4m3 number, ties to even, so that the conversion itself rounds nothing."""
+    """Round a float32 to the nearest e4m3 number, ties to even, so that the conversion to e4m3 is exact."""
     bits = value.to(tl.int32, bitcast=True)
     normal = ((bits + ((1 << 19) - 1) + ((bits >> 20) & 1)) & ~((1 << 20) - 1)).to(tl.float32, bitcast=True)
     subnormal = (value + _NEAREST_SUBNORMAL) - _NEAREST_SUBNORMAL
@@ -89,5 +93,5 @@ def nearest_e4m3(value):
 
 @triton.jit
 def magnitude(raw, inside):
-    """|value| as an integer of the same order, -1 outside."""
+    """|value| as an integer that sorts in the same order, -1 where `inside` is false."""
     return tl.where(inside, size_of(raw.to(tl.float32)), -1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduces values on their way into rows: several values of one layer, or one hook of many layers."""
+"""Reduces values while writing them to rows: several values of one layer, or one hook of many layers."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -21,21 +21,19 @@ from dmi_connector.reduce import Reduction
 from dmi_connector.reduce.topk import MOST
 
 _SHAPES = {True: (4096, 8), False: (2048, 4)}
-"""(values that a program reduces at a time, its warps), in decode steps and in larger ones. In decode programs wait for
-memory, in larger steps for room on the GPU (measured on an H200).
+"""(values that a program reduces at a time, its warps), for decode steps and for larger steps. Decode steps are bound
+by memory latency, larger steps by occupancy (measured on an H200).
 """
 _AS_THEY_ARE = ("copy", "round", "deferred")
-"""Modes that store values of the dtype they have. The others also store words of 4 bytes."""
+"""Modes that store values in their own dtype. The others also store words of 4 bytes."""
 _SEARCHES = ("topk", "exact")
 """Modes that search a row for its largest values."""
 _FEW_TOKENS, _THREAD_VALUES = 16, {True: 64, False: 128}
-"""Values that a thread of a search takes at most, in steps of at most _FEW_TOKENS and in larger ones (H200)."""
+"""Maximum number of values per thread of a search, in steps of up to _FEW_TOKENS and in larger steps (H200)."""
 
 
 class Target(NamedTuple):
-    """Where one value of a launch goes and how: its width, byte offset, mode (see `encode.MODES`) and the mode's
-    number.
-    """
+    """How one value of a launch is stored: its width, byte offset, mode (see `encode.MODES`) and the mode's number."""
 
     width: int
     offset: int
@@ -44,7 +42,7 @@ class Target(NamedTuple):
 
 
 class ReduceRows:
-    """Reduces up to MAX_VALUES values of `dtype` in one launch. Mode "deferred" puts them in a buffer as they are."""
+    """Reduces up to MAX_VALUES values of `dtype` in one launch. Mode "deferred" copies them to a buffer."""
 
     def __init__(self, targets: Sequence[Target], dtype: torch.dtype) -> None:
         units = [dtype.itemsize if target.mode in _AS_THEY_ARE else 4 for target in targets]
@@ -63,8 +61,8 @@ class ReduceRows:
     ) -> None:
         """Reduce `values[i][t]` into row `slots[t]`; a negative slot is skipped.
 
-        rows, buffer: uint8 [slots, row bytes], [>= tokens, bytes], contiguous. slots: int64. values: [>= tokens, width]
-        each. strides: row strides of the values, whose last dimension is contiguous.
+        rows: uint8 [slots, row bytes]. buffer: uint8 [>= tokens, bytes]. Both are contiguous. slots: int64. values: [>=
+        tokens, width] each. strides: row strides of the values, whose last dimension is contiguous.
         """
         assert rows.dtype == torch.uint8 and rows.is_contiguous() and slots.dtype == torch.int64
         assert buffer.dtype == torch.uint8 and buffer.is_contiguous()
@@ -77,7 +75,7 @@ class ReduceRows:
             widths, offsets, modes, numbers = zip(*self._targets, strict=True)
             tile, warps = _SHAPES[decode]
             fixed = [offsets, widths, tuple(MODES[mode] for mode in modes), numbers, tile]
-            # Without fusion products are rounded before they are added to, as in torch.
+            # Without FMA, products are rounded before the addition, as in torch.
             launch = Launch(reduce_rows_kernel, fixed, num_warps=warps, enable_fp_fusion=False)
             self._launches[device, decode] = launch
         return self._launches[device, decode]
@@ -133,9 +131,9 @@ def reduce_layers_triton(
     layers: Sequence[int],
     base: int = 0,
 ) -> None:
-    """The kernel's launch, after what library operations do first (`Reduction.before_layers`).
+    """Launch the kernel, after the library operations of `Reduction.before_layers`.
 
-    Where a reduction has no kernel (`Reduction.fused`), its torch encoder makes the rows, and the kernel copies them.
+    If a reduction has no kernel (`Reduction.fused`), its torch encoder encodes the rows, and the kernel copies them.
     """
     assert rows.dtype == torch.uint8 and rows.is_contiguous() and slots.dtype == offsets.dtype == torch.int64
     tokens = min(values.shape[0], slots.shape[0])
@@ -169,7 +167,7 @@ def _search_warps(width: int, tokens: int) -> int:
 
 @functools.cache
 def _layers_launch(mode: str, number: int, width: int, shape: tuple[int, int], dtype: torch.dtype) -> Launch:
-    """dtype: the dtype of the values. A `Launch` compiles for one dtype."""
+    """The cached launch for these arguments. dtype: dtype of the values. A `Launch` compiles for one dtype."""
     tile, warps = shape
     sample, number = divmod(number, MOST + 1) if mode in _SEARCHES else (0, number)
     places = 1 << (number - 1).bit_length() if mode in _SEARCHES else 0
@@ -179,7 +177,9 @@ def _layers_launch(mode: str, number: int, width: int, shape: tuple[int, int], d
 
 @functools.cache
 def zero_offset(device: torch.device) -> torch.Tensor:
-    """int64 [1]: zero. Cached for each device. Make it before a CUDA graph is captured: the graph would not fill it."""
+    """int64 [1]: zero. Cached per device. Call it before a CUDA graph is captured, because the graph would not fill the
+    tensor.
+    """
     return torch.zeros(1, dtype=torch.int64, device=device)
 
 
@@ -208,8 +208,8 @@ def reduce_layers_kernel(
     width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, SAMPLE: tl.constexpr, WIDE: tl.constexpr,
     PLACES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, layers): a program reduces one row of one layer. NUMBER: see `encode`; k of a search. SAMPLE: S of
-    a search.
+    """Grid (tokens, layers): a program reduces one row of one layer. NUMBER: see `encode`; K for a search. SAMPLE: S
+    for a search.
     """
     token = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)

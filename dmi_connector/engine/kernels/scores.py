@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies the scores of a step out of its rows, into the host's memory."""
+"""Copies the scores of a step from its rows to host memory."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -12,11 +12,11 @@ import triton.language as tl
 from dmi_connector.engine.kernels.launch import Launch
 
 _TOKENS, _BLOCK = 16, 64
-"""Tokens of one program, and the most scores of each that it copies. The bus takes neighbouring words together."""
+"""Tokens per program, and maximum number of scores per token. Adjacent words are coalesced on the bus."""
 
 
 class CopyScores:
-    """Copies some words of the rows of a step, in one launch.
+    """Copies some words of each row of a step, in one launch.
 
     places: int64 [values], on the device of the rows: words of 4 bytes from the start of a row.
     """
@@ -31,8 +31,8 @@ class CopyScores:
         """Copy the words `places` of row `row_slots[t]` to line `slots[t]` of `scores`, for each token t.
 
         rows: uint8 [rows, row bytes]. row_slots: int64 [>= tokens]. slots: int64 [tokens]. scores: int32 [lines,
-        values]; memory of the host that is registered with the driver if the rows are on a GPU, whose kernel writes it
-        in place. All contiguous. A token with a negative slot of either kind is skipped.
+        values]; if the rows are on a GPU, this is registered host memory, to which the kernel writes directly. All
+        tensors are contiguous. A token with a negative slot of either kind is skipped.
         """
         (self.in_triton if rows.is_cuda else self.in_torch)(rows, row_slots, slots, scores)
 
@@ -43,7 +43,7 @@ class CopyScores:
         scores[slots[known]] = rows.view(torch.int32)[row_slots[known]][:, self._places]
 
     def in_triton(self, rows: torch.Tensor, row_slots: torch.Tensor, slots: torch.Tensor, scores: torch.Tensor) -> None:
-        """The kernel's launch."""
+        """Launch the kernel."""
         assert (
             rows.dtype == torch.uint8 and scores.dtype == torch.int32 and row_slots.dtype == slots.dtype == torch.int64
         )

@@ -24,7 +24,7 @@ _HASH_ROW = tl.constexpr(HASH_ROW)
 _HASH_STEP = tl.constexpr(HASH_STEP)
 """Constants of the hash that chooses the start of a sample (`reduce.topk`)."""
 _LEAST_GROUPED = tl.constexpr(1024)
-"""Narrower rows are searched without groups, which would save nothing."""
+"""Narrower rows are searched without groups, because groups would save nothing."""
 _MOST_GROUPED = tl.constexpr(8 * 65535)
 """Wider rows are searched without groups, because the indexes of their groups of 8 do not fit uint16."""
 
@@ -42,13 +42,13 @@ def _reached(sizes, K: tl.constexpr, LOWEST: tl.constexpr):
 
 @triton.jit
 def _pick(sizes, least, K: tl.constexpr):
-    """(which K of the magnitudes are the largest, their places in order). least: see `_reached`. Among magnitudes
-    equal to it, the first are taken.
+    """(mask of the K largest magnitudes, index of each in column order). least: result of `_reached`. Among magnitudes
+    equal to it, the first are chosen.
     """
     above = sizes > least
     tied = sizes == least
     room = K - tl.sum(above.to(tl.int32), 0)
-    # One scan counts both, in two halves of one number.
+    # One scan counts both, in the two halves of an integer.
     few: tl.constexpr = sizes.shape[0] < 1 << 15
     counter: tl.constexpr = tl.int32 if few else tl.int64
     half: tl.constexpr = 16 if few else 32
@@ -62,7 +62,7 @@ def _pick(sizes, least, K: tl.constexpr):
 def _candidates(
     row, x, K: tl.constexpr, width: tl.constexpr, WIDE: tl.constexpr, PLACES: tl.constexpr, LOWEST: tl.constexpr
 ):  # fmt: skip
-    """(columns, ascending, that contain the K largest of a row; which of them are inside the row).
+    """(ascending columns that contain the K largest values of a row; mask of the columns inside the row).
 
     Wide rows are cut into groups of 8. The K groups with the largest maxima contain the K largest values: fewer than K
     groups have a larger maximum than the group of such a value. The indexes of these groups are stored in `row`
@@ -135,8 +135,8 @@ def encode_top(
 
 @triton.jit
 def _sample(out, x, start, least, width: tl.constexpr, MODE: tl.constexpr, S: tl.constexpr):
-    """Write S values from `start` on, width // S apart, wrapping at the end of the row. Their scale is for values that
-    are not above `least`.
+    """Write S values from `start` on, width // S apart, wrapping at the end of the row. Their scale ignores values
+    above `least`.
     """
     BLOCK: tl.constexpr = 64
     stride: tl.constexpr = width // S

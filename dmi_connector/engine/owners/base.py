@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of an owner of rows.
 
-`Owner` answers for an engine, `RowSlots` in the scheduler, `RowMemory` in a worker. The rest of the engine uses these
-interfaces only.
+`Owner` is the interface for an engine, `RowSlots` for the scheduler, `RowMemory` for a worker. The rest of the engine
+uses these interfaces only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Context(Protocol):
-    """What owners read of `engine.context.CaptureContext`, which knows its owner."""
+    """The part of `engine.context.CaptureContext` that owners read. A protocol avoids a circular import."""
 
     @property
     def options(self) -> ServerOptions: ...
@@ -61,7 +61,7 @@ class Context(Protocol):
 
 
 class Captured(Protocol):
-    """What owners read of `engine.scheduler.tracked_request.Tracked`."""
+    """The part of `engine.scheduler.tracked_request.Tracked` that owners read."""
 
     capture: int
     path: str
@@ -77,10 +77,10 @@ class Captured(Protocol):
 class RowMemory(Protocol):
     """A worker's memory of rows. It is registered under `CaptureContext.cache_layer` among vLLM's layers.
 
-    row_dtype: the model's. step: metadata of the running batch (query starts and vLLM's slots), None before the first.
-    poisons: whether the rows of a step are filled with UNWRITTEN before its forward. unpoisoned: slots of the step
-    whose rows are still to be filled. scores: where each forward copies its scores; None without probes, and before
-    vLLM has made its cache.
+    row_dtype: dtype of the model. step: metadata of the running batch (query starts and vLLM's slots), None before the
+    first batch. poisons: whether the rows of a step are filled with UNWRITTEN before its forward. unpoisoned: slots of
+    the step whose rows are not filled yet. scores: memory to which each forward copies its scores; None without probes,
+    and before vLLM has allocated its cache.
     """
 
     row_dtype: torch.dtype
@@ -91,28 +91,28 @@ class RowMemory(Protocol):
 
     @property
     def pages(self) -> int:
-        """Pages of a pool without the null page, which the scheduler gives to requests. 0 for rows in vLLM's blocks."""
+        """Number of pages of a pool, without the null page. 0 for rows in vLLM's blocks."""
 
     @property
     def rows(self) -> torch.Tensor | None:
         """uint8 [slots, row_bytes]. None until there is memory, as in vLLM's profiling run."""
 
     def rows_and_slots(self, forward: ForwardContext, first: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(rows, int64 slots of the tokens of this forward; padding is negative). None where nothing is written.
+        """(rows, int64 slots of the tokens of this forward; padding is negative). None if nothing is written.
 
-        first: the first tap of a forward asks.
+        first: whether this is the first tap of a forward.
         """
 
     @property
     def cache_slots(self) -> int:
-        """Slots of vLLM's cache, of the layer by whose slots the scheduler finds scores."""
+        """Number of slots of vLLM's cache, for the layer whose slots index the scores."""
 
     @property
     def step_tokens(self) -> int:
-        """Maximum tokens of a step, if their rows stay here when vLLM's slots go; else 0."""
+        """Maximum number of tokens per step, if rows stay when vLLM frees their slots; otherwise 0."""
 
     def slots_in_cache(self, forward: ForwardContext) -> torch.Tensor:
-        """The slots of that layer of the tokens of this forward, int64; padding is negative."""
+        """vLLM's slots of the tokens of this forward, for the layer of `cache_slots`: int64; padding is negative."""
 
     def place(self, table: np.ndarray) -> None:
         """Change entries of the table of a pool, see `StepMetadata.table`."""
@@ -122,11 +122,11 @@ class RowMemory(Protocol):
 
 
 class RowSlots(ABC):
-    """The scheduler's half: which slots the rows of a request have, and how long they keep them.
+    """The scheduler's half: the slots of the rows of a request, and how long they are kept.
 
-    block_size: slots of a block of vLLM's cache group `group`. Blocks of that group are noted in `Tracked.blocks`.
-    eager: the blocks of a step are noted, and `cover` is called, before its forward. stays: rows of an ended request
-    stay where they are until they are gathered.
+    block_size: slots per block of vLLM's cache group `group`, whose blocks are in `Tracked.blocks`. eager: whether the
+    blocks of a step are recorded, and `cover` is called, before its forward. stays: whether rows of an ended request
+    stay until they are gathered.
     """
 
     eager: ClassVar[bool] = False
@@ -137,7 +137,7 @@ class RowSlots(ABC):
         self._in_block = np.arange(block_size)
 
     def sample_slot(self, tracked: Captured, position: int) -> int:
-        """vLLM's slot of a token, by which the workers find its row of logits."""
+        """vLLM's slot of a token. Workers find the token's row of logits by it."""
         return tracked.blocks[position // self.block_size] * self.block_size + position % self.block_size
 
     def in_cache(self, tracked: Captured, start: int, stop: int) -> np.ndarray:
@@ -150,7 +150,7 @@ class RowSlots(ABC):
 
     @abstractmethod
     def of(self, tracked: Captured, start: int, stop: int) -> np.ndarray:
-        """Where the rows of positions [start, stop) lie, int64 [stop - start]."""
+        """The slots of the rows at positions [start, stop), int64 [stop - start]."""
 
     @abstractmethod
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
@@ -158,21 +158,22 @@ class RowSlots(ABC):
 
     @abstractmethod
     def preempted(self, tracked: Captured, computed: int, metadata: StepMetadata) -> int:
-        """A request was preempted: say in the step's message what becomes of its rows.
+        """A request was preempted. Writes to the step's message what happens to its rows.
 
-        computed: tokens that steps since the last look for chunks are known to have computed, 0 if it was in none.
-        Returns the position up to which its rows are there.
+        computed: number of tokens known to be computed in steps since the last check for full chunks, 0 if there was
+        none. Returns the position up to which its rows exist.
         """
 
     @abstractmethod
     def ended(self, request: Request, blocks: list[int], waiting: bool, others: bool) -> bool:
         """A captured request ended. Returns whether vLLM keeps its blocks until workers name the request.
 
-        waiting: more rows wait to be gathered than staging memory takes. others: other captured requests run.
+        waiting: whether more rows are pending than fit in staging memory. others: whether other captured requests are
+        running.
         """
 
     def check_room(self, tracked: Captured) -> None:  # noqa: B027
-        """Raises OptionError for a request that is to be captured whose rows can never have places."""
+        """Raise OptionError for a request whose rows can never have slots."""
 
     def arrived(self, tracked: Captured) -> None:  # noqa: B027
         """A request is to be captured."""
@@ -188,25 +189,28 @@ class RowSlots(ABC):
         """A capture has ended. path: of its store. whole: it is there and has all rows."""
 
     def handed(self, tracked: Captured, stop: int, rows: int) -> None:  # noqa: B027
-        """Rows of positions below `stop` were handed to the workers. rows: handed since the start, these included."""
+        """Rows of positions below `stop` were handed to the workers. rows: number of rows handed since the start,
+        including these.
+        """
 
     def captured(self, tracked: Captured) -> int:
-        """Position up to which a request that was preempted still has its rows."""
+        """Position up to which a preempted request still has its rows."""
         return 0
 
     def cover(self, output: SchedulerOutput, gathered: int) -> Iterable[tuple[Captured, int]]:
-        """Give rows of this step a place, if `eager`. gathered: rows that the workers have gathered since the start.
+        """Allocate slots for the rows of this step, if `eager`. gathered: number of rows that the workers have gathered
+        since the start.
 
-        Returns requests whose rows cannot wait for the next look for chunks, each with its tokens after the step. Their
-        rows are handed after the looks of the step.
+        Returns (request, its number of tokens after the step) of requests whose rows cannot wait for the next check for
+        full chunks. Their rows are handed over after the checks of this step.
         """
         return ()
 
     def look(self, running: Sequence[Captured], scheduled: Mapping[str, int]) -> None:  # noqa: B027
-        """Running requests are looked at, once in some steps. scheduled: tokens of this step by request."""
+        """Check running requests, once every few steps. scheduled: request -> tokens in this step."""
 
     def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:  # noqa: B027
-        """The message of a step is complete but for what the owner has to say, and vLLM has planned the step."""
+        """Complete the message of a step. vLLM has planned the step."""
 
     def forget(self, tracked: Captured) -> None:  # noqa: B027
         """A request that had arrived ended, and its last rows were handed."""
@@ -228,7 +232,7 @@ class RowSlots(ABC):
 
     @abstractmethod
     def take_release(self) -> bool:
-        """Whether rows must leave before the next forward because blocks were freed. False once it was read."""
+        """Whether rows must be exported before the next forward, because blocks were freed. Reading it resets it."""
 
     @abstractmethod
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
@@ -236,10 +240,10 @@ class RowSlots(ABC):
 
 
 class Owner(ABC):
-    """Where the rows of an engine lie, and what depends on it. It has no state.
+    """Where the rows of an engine are stored, and what depends on it. It has no state.
 
-    name: as `capture_args` takes it and stores say it. models: our classes for models of vLLM that it needs, {name in
-    vLLM's registry: "module:class"}. `models.py` makes them known to vLLM and sets their `capturing`.
+    name: as in `capture_args` and in stores. models: classes that replace models of vLLM, {name in vLLM's registry:
+    "module:class"}. `models.py` registers them with vLLM and sets their `capturing`.
     """
 
     name: ClassVar[str]
@@ -247,7 +251,7 @@ class Owner(ABC):
 
     @abstractmethod
     def fits(self, vllm_config: VllmConfig) -> bool:
-        """Whether the configuration selects this owner. Owners are asked in the order of OWNERS."""
+        """Whether the configuration selects this owner. The first owner of OWNERS that fits is used."""
 
     # ---- at start ---------------------------------------------------------------------------------------------------
 
@@ -264,13 +268,13 @@ class Owner(ABC):
         return ""
 
     def remedy(self, error: str) -> str:
-        """What to do where vLLM refuses a request with this error, or ""."""
+        """The fix if vLLM refuses a request with this error, or ""."""
         return ""
 
     # ---- the tapped model -------------------------------------------------------------------------------------------
 
     def options(self, options: ServerOptions, given: Container[str], row_bytes: int) -> ServerOptions:
-        """Options with the defaults of this owner. given: the names of those that the configuration has."""
+        """Options with the defaults of this owner. given: names of the options in the configuration."""
         return options
 
     @abstractmethod
@@ -278,15 +282,15 @@ class Owner(ABC):
         """Called once the tapped model is built: add what this owner needs to it."""
 
     def output(self, output: Any) -> Any:
-        """What the forward of the tapped model returns. output: what vLLM's own returns."""
+        """The output of the tapped model's forward. output: the output of vLLM's forward."""
         return output
 
     # ---- the connector's two halves ---------------------------------------------------------------------------------
 
     @abstractmethod
     def row_slots(self, context: Context, config: KVCacheConfig, vllm_config: VllmConfig) -> RowSlots:
-        """The scheduler's half. Raises ValueError where the cache has no place for rows."""
+        """The scheduler's half. Raises ValueError if the cache has no layer for rows."""
 
     @abstractmethod
     def row_memory(self, context: Context, config: KVCacheConfig, vllm_config: VllmConfig) -> RowMemory:
-        """The worker's half, once vLLM has made its caches. Raises ValueError for an unknown layout."""
+        """The worker's half, once vLLM has allocated its caches. Raises ValueError for an unknown layout."""

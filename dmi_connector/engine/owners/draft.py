@@ -23,7 +23,7 @@ _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 class Draft(Paged):
-    """vLLM's draft model owns the rows. It proposes no tokens: each request decodes one token a step."""
+    """vLLM's draft model owns the rows. It proposes no tokens: each request decodes one token per step."""
 
     name: ClassVar[str] = "draft"
     models: ClassVar[Mapping[str, str]] = {
@@ -62,8 +62,8 @@ class Draft(Paged):
     def _check_whole_prompts(self, vllm_config: VllmConfig) -> None:
         """Raise ValueError if chunked prefill is off and the longest prompt does not fit into a step.
 
-        For latent attention on a CPU vLLM turns chunked prefill off and raises max_num_batched_tokens. But the draft
-        has set the scheduler's limit before that.
+        For latent attention on a CPU, vLLM turns chunked prefill off and raises max_num_batched_tokens. But vLLM
+        derives the scheduler's limit with a draft before that.
         """
         scheduler, longest = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
         limit = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
@@ -77,8 +77,8 @@ class Draft(Paged):
     def ignored(self, vllm_config: VllmConfig, context: Context) -> str:
         """A warning if the layer ids of the speculative config are not the captured layers; else "".
 
-        Id i means the input of layer i. The id that equals the number of layers means the output of the last layer. The
-        ids of `capture_args` are placeholders, since vLLM requires ids, and give no warning.
+        Id i means the input of layer i. The id that equals the number of layers means the output of the last layer.
+        vLLM requires ids, so `capture_args` gives placeholders, for which there is no warning.
         """
         speculative: Any = vllm_config.speculative_config
         ids = getattr(speculative.draft_model_config.hf_config, _LAYER_IDS, None)

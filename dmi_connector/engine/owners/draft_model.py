@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class DraftModel(stock.ExtractHiddenStatesModel):
-    """vLLM's cache-only draft. With our connector its one layer holds whole rows, which the taps write.
+    """vLLM's cache-only draft. With our connector, its only layer holds the rows that the taps write.
 
-    capturing: gives the context of an engine with our connector, else None. `models.py` sets it.
+    capturing: returns the context of an engine with our connector, otherwise None. `models.py` sets it.
     """
 
     capturing: ClassVar[Callable[[VllmConfig], Context | None]]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in pages of vLLM's cache: a cache layer of its own (row_cache.py) holds a row for each cached token.
+"""Rows in pages of vLLM's cache: a separate cache layer (row_cache.py) holds a row per cached token.
 
-The layer shares its blocks with those of attention. So a row lies where its token's keys and values do: a prefix hit
-finds the row too, and a preempted or ended request loses both at the same time.
+The layer has the same blocks as the attention layers. So a row has the same slot as its token's keys and values: a
+prefix hit finds the row too, and a preempted or ended request loses both at the same time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from dmi_connector.engine.owners.base import Captured, Context
 
 HELD = 1 / 16
-"""Share of the cache that blocks of ended requests may hold while their rows wait for others."""
+"""Fraction of the cache that blocks of ended requests may hold while their rows are pending."""
 
 
 class PagedSlots(RowSlots):
-    """Slots of rows in vLLM's blocks. Those of an ended request are kept until the workers have gathered its last rows.
+    """Slots of rows in vLLM's blocks. The blocks of an ended request are kept until the workers have gathered its last
+    rows.
 
-    blocks: the number of blocks of the cache. keep: whether blocks of ended requests may be kept. held: ended requests
-    whose blocks are kept, and how many blocks.
+    blocks: the number of blocks of the cache. keep: whether blocks of ended requests may be kept. held: id -> (ended
+    request whose blocks are kept, number of blocks).
     """
 
     def __init__(self, context: Context, block_size: int, blocks: int, keep: bool = True, group: int = 0) -> None:
@@ -45,13 +46,14 @@ class PagedSlots(RowSlots):
         return self.in_cache(tracked, start, stop)
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Nothing: rows of a prefix hit lie in its blocks."""
+        """No tokens: rows of a prefix hit are in its blocks."""
         return 0, False
 
     def preempted(self, tracked: Captured, computed: int, metadata: StepMetadata) -> int:
-        """The forward that follows may overwrite its blocks, so its rows leave before. Others are computed again.
+        """The next forward may overwrite its blocks, so its computed rows are exported first. The others are computed
+        again.
 
-        In an engine that may sleep none is said to leave: a sleep may come first.
+        In an engine that may sleep, no row counts as exported, because the engine may sleep first.
         """
         metadata.preempted.append(tracked.capture)
         return 0 if self._context.may_sleep else computed
@@ -65,8 +67,8 @@ class PagedSlots(RowSlots):
     def _keeps(self, blocks: int, waiting: bool, others: bool) -> bool:
         """Whether the blocks of an ended request are kept.
 
-        If staging memory is short, policy block keeps them in any case: reusing them would stall the GPU. Without
-        other requests no step may follow but the next.
+        If staging memory is short, policy "block" always keeps them: reusing them would stall the GPU. Without other
+        requests, only one more step may follow.
         """
         if not blocks or not self.keep:
             return False
@@ -83,10 +85,10 @@ class PagedSlots(RowSlots):
         return release
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
-        """Let a reset of the prefix cache free the blocks that are kept: vLLM refuses while one is in use.
+        """Let a reset of the prefix cache free the kept blocks: vLLM refuses the reset while a block is in use.
 
-        Their rows leave before the next forward. Workers still name the requests when they have gathered them, and
-        vLLM then frees the blocks again, which does nothing.
+        Their rows are exported before the next forward. Workers still report the requests afterwards, and vLLM then
+        frees the blocks again, which has no effect.
         """
         reset = kv_cache_manager.reset_prefix_cache
 
@@ -123,7 +125,7 @@ class Paged(Owner):
     def row_slots(self, context: Context, config: KVCacheConfig, vllm_config: VllmConfig) -> PagedSlots:
         from vllm import envs
 
-        # While blocks of an ended request are kept, vLLM takes no other request of its id.
+        # While blocks of an ended request are kept, vLLM accepts no other request with the same id.
         keep = not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION
         for index, group in enumerate(config.kv_cache_groups):
             if context.cache_layer in group.layer_names:

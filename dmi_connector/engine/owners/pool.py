@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owner "pool": rows lie in pages of our own, beside vLLM's cache. Only tokens that are being captured have one.
+"""Owner "pool": rows are in separate pages outside of vLLM's cache. Only tokens that are being captured have a row.
 
-A row's place follows from its request and position, never from the batch:
+The slot of a row depends on its request and position, never on the batch:
 
     scheduler   position -> page of the request (pool_pages.py), which stays its own until the page's rows are gathered
                 vLLM's blocks of the request -> entries of the table: slot // PAGE -> page
@@ -11,16 +11,16 @@ A row's place follows from its request and position, never from the batch:
                 every tap: rows[slots[token]] = values; -1, of a token without a row, is skipped
                 later: chunks of rows -> staging memory -> ring, as for the other owners
 
-All of it runs on the engine's stream, so that a page is written again only after its rows were gathered. `need` in the
-message says how many rows must have been gathered before the forward, because their pages are given out again.
+Everything runs on the engine's stream, so a page is overwritten only after its rows were gathered. `need` in the
+message is the number of rows to gather before the forward, because their pages are reused.
 
-A request is admitted when the pool holds the most rows that it can have at a time (`PoolSlots.most`), with `keep_if`
-all that it can have (`StepLimits.room_of_all`). Steps may have more tokens of prompts than the pool has rows: while
-prompts are captured, the scheduler half lowers vLLM's token budget to what the pool holds beside the admitted requests.
-So a page is free whenever one is needed, and no admitted request waits for another.
+A request is admitted when the pool has room for the most rows that it holds at a time (`PoolSlots.most`); with
+`keep_if`, for all of its rows (`StepLimits.room_of_all`). A step may have more prompt tokens than the pool has rows.
+So, while prompts are captured, the scheduler half lowers vLLM's token budget to the room that admitted requests leave.
+A page is then free whenever one is needed, and no admitted request waits for another.
 
-Rows of cached tokens are not kept. A captured request borrows them from an earlier capture (pool_borrowing.py), or
-computes such tokens again.
+The pool does not keep rows of cached tokens. A captured request borrows them from an earlier capture
+(pool_borrowing.py), or computes the tokens again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _CHUNK, _SHORT_CHUNK = 64, 32
 
 
 class Pool(Owner):
-    """Rows in pages of our own. vLLM may draft tokens beside it."""
+    """Rows in separate pages. It supports speculative decoding."""
 
     name: ClassVar[str] = POOL
 
@@ -83,7 +83,7 @@ class Pool(Owner):
         return replace(options, chunk_tokens=_CHUNK if row_bytes <= LARGE_ROW else _SHORT_CHUNK)
 
     def attach(self, model: nn.Module, context: Context) -> None:
-        """Made before vLLM measures how much memory is left for its cache."""
+        """Allocate the pool, before vLLM measures the memory left for its cache."""
         from dmi_connector.engine.owners.pool_memory import RowPool
 
         model.dmi_rows = RowPool(context)
@@ -112,12 +112,13 @@ class Pool(Owner):
 
 
 def key_group(config: KVCacheConfig) -> tuple[int, str, int]:
-    """(number, first layer, slots of a block) of the first cache group with full attention.
+    """(index, first layer, slots per block) of the first cache group with full attention.
 
     The layer is "" in a pipeline stage that has none of the group.
 
-    Such a group keeps a slot for each token until the request ends. Groups with a window give slots of older tokens to
-    other requests, and those with a state (Mamba) have none for most tokens. Raises ValueError without such a group.
+    Such a group keeps a slot for each token until the request ends. Sliding-window groups give slots of older tokens to
+    other requests, and groups with a state (Mamba) have no slots for most tokens. Raises ValueError without such a
+    group.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 

@@ -10,7 +10,7 @@ from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, Archi
 
 
 class Opt(Architecture):
-    """OPT, but for its model of 350 million parameters, which norms the residual stream itself."""
+    """OPT, except OPT-350m, which applies its norms to the residual stream itself."""
 
     def fit(self, config: Any) -> Architecture:
         if not config.do_layer_norm_before:
@@ -19,7 +19,7 @@ class Opt(Architecture):
 
 
 class Bloom(Architecture):
-    """Bloom, but for models whose residual stream is the output of a norm."""
+    """Bloom, except models whose residual stream is the output of a norm."""
 
     def fit(self, config: Any) -> Architecture:
         if config.apply_residual_connection_post_layernorm:
@@ -31,7 +31,7 @@ class Bloom(Architecture):
 
 
 class MiniCPM(Architecture):
-    """MiniCPM, but for its models with experts, whose routing has no module."""
+    """MiniCPM, except models with experts, whose routing has no module."""
 
     def fit(self, config: Any) -> Architecture:
         if getattr(config, "num_experts", 0):
@@ -143,7 +143,7 @@ DENSE: tuple[Architecture, ...] = (
         attn_norm="post_mixer_norm",
         ln2="pre_mlp_norm",
         mlp_norm="post_mlp_norm",
-        lacks=("q", "k"),  # its norms of queries and keys are no modules that run
+        lacks=("q", "k"),  # the modules of its query and key norms are not called
     ),
     Architecture("NemotronForCausalLM", f"{MODELS}.nemotron:NemotronForCausalLM", **ungated("mlp.up_proj")),
     Architecture(

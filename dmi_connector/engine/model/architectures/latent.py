@@ -11,7 +11,8 @@ from dmi_connector.hooks import ModelDims
 
 
 class Latent(Architecture):
-    """Multi-head latent attention (MLA): keys and values of all heads are made of one latent and one rotary key."""
+    """Multi-head latent attention (MLA): keys and values of all heads are computed from one latent and one rotary key.
+    """
 
     def fit(self, config: Any) -> Architecture:
         if not getattr(config, "kv_lora_rank", None) or not getattr(config, "qk_rope_head_dim", None):
@@ -23,7 +24,7 @@ class Latent(Architecture):
         return self._in("self_attn.mla_attn", queries, "mla_attn")
 
     def over_heads(self) -> Latent:
-        """This fitted row where vLLM attends over keys and values of heads, as with VLLM_MLA_DISABLE=1."""
+        """This fitted row for vLLM's multi-head attention instead of MLA, as with VLLM_MLA_DISABLE=1."""
         return self._in("self_attn", self.qkv.rpartition(".")[2], "attn")
 
     def _in(self, parent: str, queries: str, attn: str) -> Latent:

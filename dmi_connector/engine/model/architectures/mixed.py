@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models in which attention has other sizes in some layers.
+"""Models whose attention sizes differ between layers.
 
-A hook has one size in all of its layers. So hooks inside attention are those of the layers that have the most common
-sizes. All others, which are as wide as the residual stream, are there in every layer.
+A hook has the same size in all of its layers. So hooks inside attention exist only in layers with the most common
+sizes. Hooks as wide as the residual stream exist in every layer.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Sizes(NamedTuple):
 
 
 class Mixed(Architecture):
-    """A row whose hooks of attention are those of some layers."""
+    """A row whose attention hooks exist only in some layers."""
 
     def sizes(self, config: Any) -> list[Sizes | None]:
-        """Those of each layer; None for layers that have no keys of their own."""
+        """The sizes of each layer; None for layers without their own keys."""
         raise NotImplementedError
 
     def layer_config(self, config: Any) -> Any:
-        """A config that has the fields of one layer too."""
+        """A config that also has the fields of a layer."""
         return config
 
     def dims(self, config: Any) -> ModelDims:
@@ -51,19 +51,20 @@ class Mixed(Architecture):
 
 
 def _shared(config: Any) -> int:
-    """How many of the last layers read the keys of earlier ones."""
+    """Number of last layers that read the keys of earlier layers."""
     return getattr(config, "num_kv_shared_layers", 0) or 0
 
 
 class Gemma4(Mixed):
-    """Gemma 4: layers with full attention have other heads, and the last layers may read the keys of earlier ones.
+    """Gemma 4: layers with full attention have other head sizes, and the last layers may read the keys of earlier
+    layers.
 
-    After both blocks a layer adds what it makes of an embedding of its own, and multiplies all by a weight.
+    After both blocks, a layer adds a projection of its per-layer embedding, and multiplies the stream by a scalar.
     """
 
     def fit(self, config: Any) -> Architecture:
         wide = getattr(config, "use_double_wide_mlp", False) and _shared(config)
-        # With experts the norm after the MLP gets the sum of both, which no module returns.
+        # With experts, the input of the norm after the MLP is a sum of both, which no module returns.
         neurons = dict.fromkeys(("mlp_pre", "mlp_pre_linear", "mlp_post"), wide)
         lacks = {**neurons, "mlp_proj": getattr(config, "num_experts", None)}
         return replace(self, lacks=tuple(name for name, absent in lacks.items() if absent))
@@ -81,7 +82,7 @@ class Gemma4(Mixed):
 
 
 class MiMo(Mixed):
-    """MiMo V2: layers with windows have other heads for keys and values. Values are scaled before attention."""
+    """MiMo V2: layers with sliding windows have other key and value heads. Values are scaled before attention."""
 
     def sizes(self, config: Any) -> list[Sizes | None]:
         names = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
@@ -91,7 +92,7 @@ class MiMo(Mixed):
 
 
 class Step(Mixed):
-    """Step 3.5: layers with windows have more heads. The final norm runs for sampled tokens alone."""
+    """Step 3.5: layers with sliding windows have more heads. The final norm runs only for sampled tokens."""
 
     def sizes(self, config: Any) -> list[Sizes | None]:
         usual = Sizes(config.num_attention_heads, config.num_attention_groups, config.head_dim)

@@ -40,17 +40,17 @@ _ANY_TEXT = (
     ("NemotronH_Nano_VL_V2", "nano_nemotron_vl", "NemotronH_Nano_VL_V2"),
     ("NemotronH_Nano_Omni_Reasoning_V3", "nano_nemotron_vl", "NemotronH_Nano_VL_V2"),
 )
-"""(name, module, vLLM's class), where the config says which language model it is."""
+"""(name, module, vLLM's class) of models whose config names the language model."""
 
 
 @dataclass(frozen=True)
 class AnyText(Architecture):
-    """A model with a vision tower and a language model of its choice. text: rows of language models."""
+    """A model with a vision tower, whose config names the language model. text: rows of language models."""
 
     text: tuple[Architecture, ...] = field(default=(), repr=False)
 
     def fit(self, config: Any) -> Architecture:
-        """The row with this text config. Raises ValueError for a language model that has none."""
+        """The row for this text config. Raises ValueError for a language model without a row."""
         names = getattr(config, "architectures", None) or [_class_of(config.model_type)]
         row = next((row for row in self.text if row.name == names[0]), None)
         if row is None:
@@ -62,7 +62,7 @@ class AnyText(Architecture):
 
 
 def _class_of(model_type: str) -> str:
-    """The class of transformers for text models of this type, which vLLM takes where a config names none."""
+    """The class of transformers for text models of this type. vLLM uses it if a config names no class."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, model_type))
