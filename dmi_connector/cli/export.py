@@ -21,7 +21,10 @@ from dmi_connector.store.read.index import is_store
 from dmi_connector.urls import is_url
 
 FLAGS: dict[str, dict[str, Any]] = {
-    "layers": {"metavar": "IDS", "help": "layer ids such as 2,18,33; in a model of N layers, N is the stream after the last"},
+    "layers": {
+        "metavar": "IDS",
+        "help": "layer ids such as 2,18,33; in a model of N layers, N is the stream after the last",
+    },
     "number_by": {
         "choices": NUMBERINGS,
         "help": "number files in order (default), by the keys of requests, or by the rows or ids of dmi run's input",

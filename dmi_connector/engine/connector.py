@@ -88,7 +88,7 @@ class DMIConnector(KVConnectorBase_V1):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """As above. metadata: by pipeline stage and tensor-parallel rank."""
-        self.set_xfer_handshake_metadata(dict(enumerate(metadata.values())))
+        self.set_xfer_handshake_metadata(dict(enumerate(metadata[rank] for rank in sorted(metadata))))
 
     def on_new_request(self, request: Request) -> None:
         self.tracker.on_new_request(request)
@@ -295,8 +295,7 @@ def __getattr__(name: str) -> Any:
 
 
 def note_logits_of(tokens: torch.Tensor) -> None:
-    """Note which tokens of the step have logits: int [samples]. vLLM's runner calls it, except in speculative decoding.
-    """
+    """Note which tokens of the step have logits: int [samples]. vLLM's runner calls it, except in speculative decoding."""
     if has_kv_transfer_group():
         connector = get_kv_transfer_group()
         if isinstance(connector, DMIConnector) and connector.exporter is not None:

@@ -9,15 +9,16 @@ No message carries scores, and no process waits for them. The copies precede the
 are complete once the sampled tokens of the step are on the host. This holds for all ranks, because sampling needs the
 logits of each rank.
 
-A line belongs to a slot of vLLM's cache, whichever owner has the rows. vLLM keeps the slots of a request until it ends
-or is preempted, longer than a pool keeps its rows. Additional lines after those of the cache hold the pending scores of
-preempted requests.
+A line belongs to a slot of a cache group with full attention, whichever owner has the rows. vLLM keeps these slots of
+a request until it ends or is preempted, longer than a pool keeps its rows. Additional lines after those of the cache
+hold the pending scores of preempted requests.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import uuid
 
 import numpy as np
 import torch
@@ -38,9 +39,9 @@ _MAPPED = 2
 class HostScores:
     """The scores of one rank.
 
-    layout: layout of the rank's rows. slots: slots of vLLM's cache. step_tokens: maximum number of tokens per step
-    whose scores are kept. device: device of the rows. Raises RuntimeError if the memory cannot be registered with the
-    driver of a GPU.
+    layout: layout of the rank's rows. slots: slots of vLLM's cache. step_tokens: maximum number of tokens per step, for
+    the additional lines; 0 without them. device: device of the rows. Raises RuntimeError if the memory cannot be
+    registered with the driver of a GPU.
     """
 
     def __init__(self, layout: RowLayout, slots: int, step_tokens: int, device: torch.device) -> None:
@@ -49,7 +50,8 @@ class HostScores:
         places = [f.offset // 4 + i for f in layout.scored for i in range(f.stored[1])]
         self.slots, lines = slots, slots + KEPT_STEPS * step_tokens
         nbytes = lines * len(places) * 4
-        self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        self._name = f"{_NAME}-{uuid.uuid4().hex}"
+        self._file = os.memfd_create(self._name, os.MFD_CLOEXEC)
         os.ftruncate(self._file, nbytes)
         self._memory = mmap.mmap(self._file, nbytes)
         self._lines = torch.frombuffer(self._memory, dtype=torch.int32).view(lines, len(places))
@@ -68,8 +70,11 @@ class HostScores:
 
     @property
     def path(self) -> str:
-        """Path at which processes of the same user on this host open the memory."""
-        return f"/proc/{os.getpid()}/fd/{self._file}"
+        """Where processes of the same user on this host open the memory: a path, a colon, and the name of the memory.
+
+        The name is unique, because another host may have another file at that path.
+        """
+        return f"/proc/{os.getpid()}/fd/{self._file}:{self._name}"
 
     def _register(self, nbytes: int) -> None:
         address = self._lines.data_ptr()
@@ -112,9 +117,10 @@ def open_scores(path: str, values: int) -> np.ndarray:
 
     path: `HostScores.path`. Raises ValueError if it cannot be opened, for example on another host.
     """
+    path, _, name = path.rpartition(":")
     try:
-        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-            raise FileNotFoundError(path)
+        if os.readlink(path).split()[0] != f"/memfd:{name}":
+            raise FileNotFoundError(f"another file than {name}")
         file = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise ValueError(

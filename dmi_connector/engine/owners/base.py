@@ -144,7 +144,7 @@ class RowSlots(ABC):
         """vLLM's slots of positions [start, stop), int64 [stop - start]."""
         size = self.block_size
         before = start // size
-        firsts = np.multiply(tracked.blocks[before : -(-stop // size)], size)
+        firsts = np.array(tracked.blocks[before : -(-stop // size)], np.int64) * size
         slots: np.ndarray = np.add.outer(firsts, self._in_block).ravel()
         return slots[start - before * size : stop - before * size]
 

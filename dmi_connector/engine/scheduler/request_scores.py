@@ -15,12 +15,14 @@ class RequestScores:
 
     wanted: the probes. first: position of the first row that has scores. stop: position up to which rows are here.
     checked: position up to which rows were compared with `stop_if`. rows: float32 [stop - first, values] of each probe.
+    short: whether the request came to its own end while it was preempted. The scores of its last step are then missing.
     """
 
     wanted: tuple[str, ...]
     first: int = 0
     stop: int = 0
     checked: int = 0
+    short: bool = False
     rows: dict[str, np.ndarray] = field(default_factory=dict)
 
     def begin(self, first: int) -> None:

@@ -123,13 +123,16 @@ class ProbeScores:
         scores = tracked.scores
         if scores is None:
             return
-        self._take(tracked, scores, min(there, self._known(tracked, computed or there)))
-        if self._slots.eager and scores.stop < there:
-            slots = self._slots.in_cache(tracked, scores.stop, there)
+        pending = [kept.first + kept.count for kept in self._kept if kept.tracked is tracked]
+        if not pending:
+            self._take(tracked, scores, min(there, self._known(tracked, computed or there)))
+        first = max([scores.stop, *pending])
+        if self._slots.eager and first < there:
+            slots = self._slots.in_cache(tracked, first, there)
             of_step = max(len(lines) - self._cache_lines for lines in self._lines) // KEPT_STEPS
             assert self._kept_now + len(slots) <= of_step, "more rows than a step has tokens"
             line = self._cache_lines + self._steps % KEPT_STEPS * of_step + self._kept_now
-            self._kept.append(_Kept(self._steps, tracked, scores.stop, line, len(slots)))
+            self._kept.append(_Kept(self._steps, tracked, first, line, len(slots)))
             self._kept_now += len(slots)
             metadata.kept_scores.append((slots, line))
 
@@ -146,12 +149,13 @@ class ProbeScores:
         asynchronous scheduling. If the request began in that step, cached tokens may be computed in it too. Positions
         from the last known token on may hold a token that is rejected.
         """
-        if self._behind and self.last is not None:
-            request_id = tracked.request.request_id
-            if request_id in _beginning(self.last):
+        request = tracked.request
+        # Without vLLM's count of tokens in flight, the last step counts as in flight.
+        if self._behind and self.last is not None and getattr(request, "num_in_flight_tokens", True):
+            if request.request_id in _beginning(self.last):
                 return 0
-            computed -= self.last.num_scheduled_tokens.get(request_id, 0)
-        return min(computed, tracked.request.num_tokens - 1)
+            computed -= self.last.num_scheduled_tokens.get(request.request_id, 0)
+        return min(computed, request.num_tokens - 1)
 
     def _take(self, tracked: Tracked, scores: RequestScores, end: int) -> None:
         """Take the scores of positions below `end`."""
@@ -170,14 +174,15 @@ class ProbeScores:
             return
         mine = [kept for kept in self._kept if kept.tracked is tracked]
         self._kept = [kept for kept in self._kept if kept.tracked is not tracked]
-        if there:
-            for kept in mine:  # a step that followed has ended
+        request = tracked.request
+        own = str(request.get_finished_reason()) in completeness.OWN_ENDS
+        if there and own:  # every token was computed since, but the last sampled one
+            for kept in mine:
                 self._take_kept(kept)
-            request = tracked.request
-            computed = self._known(tracked, request.num_computed_tokens)
-            if str(request.get_finished_reason()) in completeness.OWN_ENDS:  # all were, but the last sampled token
-                computed = max(request.num_prompt_tokens, request.num_tokens - 1)
-            self._take(tracked, tracked.scores, computed)
+            self._take(tracked, tracked.scores, max(request.num_prompt_tokens, request.num_tokens - 1))
+        elif there and not mine:
+            self._take(tracked, tracked.scores, self._known(tracked, request.num_computed_tokens))
+        tracked.scores.short = own and not there
         for name in self._named(tracked):
             rows = tracked.scores.of(name)
             if self._probes[name].one_score and len(rows):
@@ -204,7 +209,7 @@ class ProbeScores:
     def why_dropped(tracked: Tracked) -> str:
         """Why a request that ended is not kept; "" if it is: `keep_if` holds, or there is no score to decide by."""
         condition, scores = tracked.params.keep_if, tracked.scores
-        if condition is None or scores is None or not len(rows := scores.of(condition.probe)):
+        if condition is None or scores is None or scores.short or not len(rows := scores.of(condition.probe)):
             return ""
         measure = condition.measure(rows[:, 0])
         if not condition.refutes(measure):

@@ -109,9 +109,7 @@ def test_memory_is_registered_with_a_gpu_until_it_is_closed(monkeypatch: pytest.
     scores.close()
     scores.close()
     assert calls == [(address, 1040, 2), (address,)], "mapped, so that kernels write it in place"
-    with pytest.raises(
-        RuntimeError, match=r"probes: 1040 bytes .* be registered with the GPU \(2\); capture"
-    ):
+    with pytest.raises(RuntimeError, match=r"probes: 1040 bytes .* be registered with the GPU \(2\); capture"):
         scores._register(1040)
 
 
@@ -119,6 +117,8 @@ def test_memory_of_another_host_is_refused(tmp_path: Path) -> None:
     """What lies at the path there is something else, or nothing."""
     other = tmp_path / "other"
     other.symlink_to("/dev/null")
-    for path in (str(other), "/proc/1/fd/99999", str(tmp_path / "none")):
+    scores, _ = host_scores()
+    mine = scores.path.rpartition(":")[0]
+    for path in (str(other), "/proc/1/fd/99999", str(tmp_path / "none"), mine):
         with pytest.raises(ValueError, match=re.escape(f"cannot read the scores of a worker at {path} (")):
-            open_scores(path, 4)
+            open_scores(f"{path}:dmi-scores-1", 4)

@@ -217,7 +217,8 @@ class Model:
             assert known == [*range(first, first + len(known))], f"{life.request_id} has scores of others"
             if own and life.blocks:
                 assert first + len(known) == max(first, min(inputs, tracked.limit)), f"{life.request_id} lacks scores"
-            assert (life.length is not None) == (not known or max(known) > life.least), f"{life.request_id} kept?"
+            kept = not known or max(known) > life.least or (own and not life.blocks)  # with some scores yet to come
+            assert (life.length is not None) == kept, f"{life.request_id} kept?"
             self.kept[life.length is not None] += 1
         self.free += life.blocks
         self.random.shuffle(self.free)
