@@ -26,7 +26,10 @@ and reduction.
 
 @dataclass(frozen=True)
 class _Part:
-    """One store. rows: number of rows to compare, from the first on. other: full rows of the other hook, [rows, width]."""
+    """One store.
+
+    rows: number of rows to compare, from the first on. other: full rows of the other hook, [rows, width].
+    """
 
     capture: Capture
     rows: int

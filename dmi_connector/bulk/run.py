@@ -251,7 +251,7 @@ class Run:
     # ---- stores -----------------------------------------------------------------------------------------------------
 
     def _settle_orphans(self) -> None:
-        """Once the writers of a dead engine have exited, keep its complete stores and capture the other prompts again."""
+        """Once the writers of a dead engine have exited, keep its complete stores and repeat the other prompts."""
         if self._orphans and (self.outcome.stopped or not self._engines.alive()):
             self.outcome.lost += sum(len(flights) for _, flights in self._orphans)
             self._orphans.clear()

@@ -295,7 +295,7 @@ def __getattr__(name: str) -> Any:
 
 
 def note_logits_of(tokens: torch.Tensor) -> None:
-    """Note which tokens of the step have logits: int [samples]. vLLM's runner calls it, except in speculative decoding."""
+    """Note which tokens of a step have logits: int [samples]. With speculative decoding, vLLM's runner calls it."""
     if has_kv_transfer_group():
         connector = get_kv_transfer_group()
         if isinstance(connector, DMIConnector) and connector.exporter is not None:

@@ -96,7 +96,7 @@ class Tapped:
         context.owner.attach(self, context)
 
     def dmi_begin(self) -> None:
-        """The first forward begins. By now vLLM has replaced those modules that it replaces after building the model."""
+        """The first forward begins. By now vLLM has replaced the modules that it replaces after building a model."""
         if self.dmi_context is not None and not self.dmi_context.coverage.checked:
             self.dmi_taps.follow()
 

@@ -39,7 +39,7 @@ class TokenLoader:
         return self.dataset._state(self._at(), max(1, self.workers))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume after the batches of `state`. Raises ValueError if its tokens, settings or number of workers differ."""
+        """Resume after the batches of `state`. Raises ValueError if tokens, settings or number of workers differ."""
         self.dataset._go_on_at(self.dataset._checked(state, max(1, self.workers)))
 
     def __len__(self) -> int:

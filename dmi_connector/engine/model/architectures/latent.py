@@ -11,7 +11,7 @@ from dmi_connector.hooks import ModelDims
 
 
 class Latent(Architecture):
-    """Multi-head latent attention (MLA): keys and values of all heads are computed from one latent and one rotary key."""
+    """Multi-head latent attention (MLA): keys and values of all heads come from one latent and one rotary key."""
 
     def fit(self, config: Any) -> Architecture:
         if not getattr(config, "kv_lora_rank", None) or not getattr(config, "qk_rope_head_dim", None):
