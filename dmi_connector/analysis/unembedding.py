@@ -85,7 +85,7 @@ class _Sums:
         own[there] = logits[came[there] - first, columns[there]]
         with np.errstate(invalid="ignore"):  # rows that are not finite
             logits -= np.where(most == -np.inf, np.float32(0), most)
-            np.maximum(logits, _LEAST, out=logits)  # so that exp gives 0 and not NaN
+            np.maximum(logits, _LEAST, out=logits)  # so that minus infinity times 0 is not NaN below
             shares = np.exp(logits)
             logits *= shares
         ones = np.ones(len(logits), np.float32)

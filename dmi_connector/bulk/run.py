@@ -42,9 +42,8 @@ _WAIT_S = 0.1
 class Outcome:
     """How a run ended.
 
-    stopped: why the run stopped before the end of the input; None if it reached the end. deaths: engines that ended
-    early. lost: prompts in flight whose store was not finished. beyond: prompts of earlier starts beyond the limit of
-    this start.
+    stopped: why the run stopped early; None if it reached the end of the input. deaths: engines that ended early. lost:
+    prompts whose store was not finished. beyond: prompts that earlier starts captured beyond this start's limit.
     """
 
     counts: Counts
@@ -67,9 +66,8 @@ class Outcome:
 class Run:
     """One share of a run. Memory holds only the prompts in flight, and one bit per position.
 
-    run: name of the run. out: directory of the stores. rejects: open file for the rows that get no store. writers_gone:
-    whether all processes of the engines have exited. end_when_full: end at the budget's limit instead of waiting for
-    space. generates: whether generated tokens have rows too.
+    out: directory of the stores. rejects: open file for rows without a store. writers_gone: whether all engines have
+    exited. end_when_full: end if the budget is used up instead of waiting. generates: generated tokens have rows.
     """
 
     def __init__(
@@ -140,9 +138,7 @@ class Run:
     # ---- prompts out ------------------------------------------------------------------------------------------------
 
     def _hand_out(self, rows: Iterator[Placed], more: bool) -> tuple[bool, bool]:
-        """Submit prompts while the engines have room. Returns (whether rows may be left, whether to poll the engines
-        without waiting).
-        """
+        """Submit prompts while engines have room. Returns (rows may be left, poll without waiting)."""
         self.outcome.counts.waiting = ""
         for passed in range(_ROWS_PER_TURN):
             if not self._again:

@@ -113,7 +113,7 @@ class RunSettings:
 
 
 def joined(flags: Sequence[str]) -> list[str]:
-    """"""
+    """Flags of a command line, each joined with its values by "=" and commas."""
     found: list[str] = []
     for text in flags:
         if text.startswith("-") and not re.fullmatch(r"-\d.*", text):

@@ -360,7 +360,7 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
         elif leaf in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
             size = (
                 weight.shape[-1] ** -0.25 if config.model_type.startswith("gemma4") else 1.0
-            )  # Gemma 4 does not scale logits
+            )  # Gemma 4 does not scale attention logits
             weight.copy_(size * (_QK + 0.2 * noise) - offset)
         elif leaf in _XIELU:
             weight.fill_(_XIELU[leaf])

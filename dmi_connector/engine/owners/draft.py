@@ -62,8 +62,8 @@ class Draft(Paged):
     def _check_whole_prompts(self, vllm_config: VllmConfig) -> None:
         """Raise ValueError if chunked prefill is off and the longest prompt does not fit into a step.
 
-        For latent attention on a CPU, vLLM turns chunked prefill off and raises max_num_batched_tokens. But vLLM
-        derives the scheduler's limit with a draft before that.
+        For latent attention on a CPU, vLLM turns chunked prefill off and raises max_num_batched_tokens. But with a
+        draft model, vLLM has already set the scheduler's limit.
         """
         scheduler, longest = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
         limit = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
