@@ -306,18 +306,27 @@ class Engine:
             if self._ahead and len(self._queue) < 2 and output.total_num_scheduled_tokens:
                 return
         if self._queue:
-            output, result = self._queue.popleft()
-            self._copy_scores(len(self._queue))
-            before = {name: self.requests[name].num_tokens for name in output.num_scheduled_tokens}
-            answers = self.scheduler.update_from_output(output, result).get(0)
-            for name, tokens in before.items():
-                if grown := self.requests[name].num_tokens - tokens:
-                    self.grown.setdefault(name, []).append(grown)
-            if self._drafts and not self._ahead:
-                self._propose(list(before))
-            for answer in answers.outputs if answers else ():
-                if answer.finish_reason is not None:
-                    self.replies[answer.request_id] = answer.kv_transfer_params
+            self._finish_step()
+
+    def _finish_step(self) -> None:
+        """The result of the oldest step in flight is there."""
+        output, result = self._queue.popleft()
+        self._copy_scores(len(self._queue))
+        before = {name: self.requests[name].num_tokens for name in output.num_scheduled_tokens}
+        answers = self.scheduler.update_from_output(output, result).get(0)
+        for name, tokens in before.items():
+            if grown := self.requests[name].num_tokens - tokens:
+                self.grown.setdefault(name, []).append(grown)
+        if self._drafts and not self._ahead:
+            self._propose(list(before))
+        for answer in answers.outputs if answers else ():
+            if answer.finish_reason is not None:
+                self.replies[answer.request_id] = answer.kv_transfer_params
+
+    def settle(self) -> None:
+        """Let all steps in flight end, as the engine core may before it plans another."""
+        while self._queue:
+            self._finish_step()
 
     def _copy_scores(self, left: int) -> None:
         """The scores of all steps but the last `left` come to the host's memory."""

@@ -123,10 +123,11 @@ class ProbeScores:
         scores = tracked.scores
         if scores is None:
             return
-        pending = [kept.first + kept.count for kept in self._kept if kept.tracked is tracked]
-        if not pending:
+        if pending := self._pending(tracked):
+            first = pending[-1].first + pending[-1].count
+        else:
             self._take(tracked, scores, min(there, self._known(tracked, computed or there)))
-        first = max([scores.stop, *pending])
+            first = scores.stop
         if self._slots.eager and first < there:
             slots = self._slots.in_cache(tracked, first, there)
             of_step = max(len(lines) - self._cache_lines for lines in self._lines) // KEPT_STEPS
@@ -135,6 +136,10 @@ class ProbeScores:
             self._kept.append(_Kept(self._steps, tracked, first, line, len(slots)))
             self._kept_now += len(slots)
             metadata.kept_scores.append((slots, line))
+
+    def _pending(self, tracked: Tracked) -> list[_Kept]:
+        """The kept scores of a request that are not taken yet. Scores of later positions come after them."""
+        return [kept for kept in self._kept if kept.tracked is tracked]
 
     def _take_kept(self, kept: _Kept) -> None:
         """Take the scores of rows that stayed in a pool."""
@@ -172,7 +177,7 @@ class ProbeScores:
         self.stopping.pop(tracked.capture, None)
         if tracked.scores is None or not tracked.opened:
             return
-        mine = [kept for kept in self._kept if kept.tracked is tracked]
+        mine = self._pending(tracked)
         self._kept = [kept for kept in self._kept if kept.tracked is not tracked]
         request = tracked.request
         own = str(request.get_finished_reason()) in completeness.OWN_ENDS
@@ -220,7 +225,7 @@ class ProbeScores:
         """End running requests whose `stop_if` holds. `Tracked.blocks` must include the blocks of this step."""
         beginning = _beginning(output)
         for tracked in [*self.stopping.values()]:
-            if not tracked.opened or tracked.request.request_id in beginning:
+            if not tracked.opened or tracked.request.request_id in beginning or self._pending(tracked):
                 continue
             end = min(self._known(tracked, tracked.request.num_computed_tokens), tracked.limit)
             if tracked.scores is not None and tracked.scores.checked < end:

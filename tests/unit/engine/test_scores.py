@@ -90,6 +90,8 @@ def test_responses_have_the_scores_of_all_rows_in_random_lives(make: Make, kind:
         if running and random.random() < 0.05:
             engine.abort(random.choice(running))
         engine.step()
+        if random.random() < 0.1 * seed and not kind.get("drafts"):
+            engine.settle()
     engine.drain()
     assert engine.faults() == []
     scored = 0
@@ -396,6 +398,35 @@ def test_tokens_of_the_prefix_cache_are_computed_again_for_a_condition(make: Mak
     assert borrowed[:2] == [0, 0] and borrowed[2] > 0
     assert engine.stored[names[1]].ends[0][3]["recomputed_tokens"] >= 48, "the cache had them"
     assert engine.faults() == []
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", [{"blocks": 24}, {"blocks": 24, "pages": 12}], ids=str)
+def test_requests_are_stopped_by_scores_of_their_own_in_random_lives(
+    make: Make, kind: dict[str, Any], seed: int
+) -> None:
+    """With resets of the cache, also while nothing is in flight, as in a pause."""
+    engine = make(seed=seed, **kind)
+    said, random = responses(engine), engine.random
+    for _ in range(100):
+        if random.random() < 0.3 and len(engine.requests) - len(said) < 8:
+            prompt = [5 + random.randrange(20) for _ in range(random.randrange(1, 100))]
+            engine.add(prompt, random.randrange(1, 60), {"stop_if": "risk > 28999"})
+        if random.random() < 0.2:
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.step()
+        if random.random() < 0.2:
+            engine.settle()
+    engine.drain()
+    assert engine.faults() == []
+    stopped = 0
+    for name, response in said.items():
+        tokens = engine.requests[name].all_token_ids
+        if stop := response.get("dmi_stop"):
+            at = int(stop.split("position ")[1].split(",")[0])
+            assert score(tokens[at], at) > 28999 and all(score(t, p) <= 28999 for p, t in enumerate(tokens[:at])), name
+            stopped += 1
+    assert stopped
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
