@@ -51,13 +51,7 @@ class DraftTokens:
             if logits and one.has_logits and one.turn_ended:
                 metadata.accepted += self._accepted(one, one.request.num_computed_tokens)
             # If two steps were in flight, their tokens arrived together. After a pause no step is in flight.
-            mixed = (
-                one.two_in_flight
-                and not one.request.num_output_placeholders
-                and self._behind > 0
-                and request_id not in again
-                and one.request.status == RequestStatus.RUNNING
-            )
+            mixed = self._two_ended(one) and request_id not in again and one.request.status == RequestStatus.RUNNING
             rows += one.note_tokens(mixed)
             if logits and one.has_logits:
                 metadata.accepted += self._accepted(one, one.request.num_tokens - 1)
@@ -69,6 +63,13 @@ class DraftTokens:
             if request_id in tracked:
                 tracked[request_id].scheduled += len(drafts)
         return rows
+
+    def _two_ended(self, tracked: Tracked) -> bool:
+        """Whether two steps of a request were in flight and both have ended, as in a pause."""
+        if not (self._behind and tracked.two_in_flight):
+            return False
+        request = tracked.request
+        return not getattr(request, "num_in_flight_tokens", request.num_output_placeholders)
 
     def want_logits(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
         """Keep logits of this step from which a captured token may be sampled.
@@ -83,7 +84,7 @@ class DraftTokens:
 
     def close(self, tracked: Tracked, start: int, end: int, close: Close) -> None:
         """Add draft attributes and remaining logits to `close`, at the end of a capture of positions [start, end)."""
-        tracked.note_tokens()
+        tracked.note_tokens(self._two_ended(tracked))
         close.attrs["draft_tokens"] = {"scheduled": tracked.scheduled, "accepted": tracked.accepted}
         close.draft_index = tracked.draft_index(start, end)
         if tracked.has_logits:

@@ -356,6 +356,26 @@ def test_a_draft_of_two_steps_whose_results_came_at_once_is_unknown(make: Make) 
     assert "draft_index" in fault, "rows and logits are right"
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_no_draft_is_numbered_wrong_where_two_steps_end_at_once(make: Make, seed: int) -> None:
+    """As in a pause, at the start and at the end of requests too. Then the number is unknown."""
+    engine = make(seed=seed, drafts=3)
+    for _ in range(80):
+        if engine.random.random() < 0.2:
+            engine.add([5 + engine.random.randrange(20) for _ in range(9)], engine.random.randrange(1, 60))
+        engine.step()
+        if engine.random.random() < 0.2:
+            engine.settle()
+    engine.drain()
+    found: Counter[bool] = Counter()
+    for name, stored in engine.stored.items():
+        index: Any = stored.draft_index
+        want = [*[0] * 9, *(n for grown in engine.grown.get(name, []) for n in (*range(1, grown), 0))]
+        found.update((index == DRAFT_UNKNOWN).tolist())
+        assert all(mine in (number, DRAFT_UNKNOWN) for mine, number in zip(index.tolist(), want, strict=False)), name
+    assert 0 < found[True] < found[False]
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_only_logits_of_captured_requests_are_kept(make: Make, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     """With asynchronous scheduling also those of as many tokens as the step before may have accepted."""
