@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,7 @@ def all_setups(model: str) -> list[Sustained]:
     ]
     for method in drafts.METHODS:
         setups.append(Sustained(f"stock {method}", f"stock {method}", drafts=method))
+        setups.append(ours(f"hidden-states null {method}", HIDDEN, drafts=method))
         setups.append(ours(f"hidden-states zstd {method}", HIDDEN, "zstd", drafts=method))
     for name in MECHANISMS:
         setups.append(ours(f"hidden-states null without {name}", HIDDEN, without=name))
@@ -118,6 +119,7 @@ class Busy(Bench):
                 setup.drafts, args.model, folder, weights=False
             )
         options = {"sink": setup.sink, "codec": setup.codec, **args.options} if setup.hooks else {}
+        options |= args.options_of.get(setup.name, {})
         if setup.encoding or setup.probes:
             options |= self._fitted(args, setup)
         if setup.owner == "pool" and (gigabytes := args.pool_gigabytes.get(setup.name, args.pool_gigabytes.get("*"))):
@@ -253,6 +255,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", default="bfloat16")
     p.add_argument("--max-model-len", type=int, default=0, help="0: what the loads need")
     p.add_argument("--options", type=json.loads, default={}, help="JSON: more server options of ours")
+    p.add_argument(
+        "--options-of",
+        type=json.loads,
+        default={},
+        help='JSON: more of one setup, which may come several times: {"full none:a": {"writers": 4}}',
+    )
     p.add_argument("--owner", default="target", help=argparse.SUPPRESS)
     p.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="that check stores")
     p.add_argument("--kv-gigabytes", type=json.loads, default={}, help='JSON: GB of KV cache of each setup, or of "*"')
@@ -266,10 +274,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def groups(text: str, known: list[str]) -> list[list[str]]:
-    """The groups of setups that are up together. Raises ValueError for unknown ones."""
+    """The groups of setups that are up together. Raises ValueError for unknown ones. `NAME:LABEL` is setup NAME."""
     found = [[name.strip() for name in group.split(",") if name.strip()] for group in text.split(";")]
     for name in (name for group in found for name in group):
-        if name not in known:
+        if name.split(":")[0] not in known:
             raise ValueError(f"--setups: {name!r} is unknown; choose from {', '.join(known)}")
     return found
 
@@ -354,7 +362,8 @@ def main(argv: list[str] | None = None) -> int:
         args.max_model_len = max(load.prompt_tokens + load.output_tokens for load in loads)
     setups = {setup.name: setup for setup in all_setups(args.model)}
     if args.child:
-        serve_engine(args.fd, lambda: Busy(args, setups[args.child]), lambda bench, asked: bench.measure(asked["load"]))
+        setup = replace(setups[args.child.split(":")[0]], name=args.child, engine=args.child)
+        serve_engine(args.fd, lambda: Busy(args, setup), lambda bench, asked: bench.measure(asked["load"]))
         return 0
     try:
         chosen = groups(args.setups, list(setups))
