@@ -176,7 +176,7 @@ class RowSlots(ABC):
         """Raise OptionError for a request whose rows can never have slots."""
 
     def arrived(self, tracked: Captured) -> None:  # noqa: B027
-        """A request is to be captured."""
+        """A request that will be captured has arrived."""
 
     def begin(self, tracked: Captured) -> Borrow | None:
         """A request is scheduled for the first time. Returns the rows that it borrows from an earlier capture."""
@@ -186,7 +186,7 @@ class RowSlots(ABC):
         """These captures lack rows."""
 
     def stored(self, path: str, whole: bool) -> None:  # noqa: B027
-        """A capture has ended. path: of its store. whole: it is there and has all rows."""
+        """A capture has ended. path: path of its store. whole: whether the store exists and has all rows."""
 
     def handed(self, tracked: Captured, stop: int, rows: int) -> None:  # noqa: B027
         """Rows of positions below `stop` were handed to the workers. rows: number of rows handed since the start,
@@ -210,7 +210,7 @@ class RowSlots(ABC):
         """Check running requests, once every few steps. scheduled: request -> tokens in this step."""
 
     def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:  # noqa: B027
-        """Complete the message of a step. vLLM has planned the step."""
+        """Complete the message of a step that vLLM has planned."""
 
     def forget(self, tracked: Captured) -> None:  # noqa: B027
         """A request that had arrived ended, and its last rows were handed."""
@@ -220,7 +220,7 @@ class RowSlots(ABC):
         return {}
 
     def take_counts(self) -> dict[str, int]:
-        """What changed since the last call, by key of `metrics.COUNTERS`."""
+        """Increases since the last call, by key of `metrics.COUNTERS`."""
         return {}
 
     def sized(self, pages: int) -> None:  # noqa: B027
@@ -279,7 +279,7 @@ class Owner(ABC):
 
     @abstractmethod
     def attach(self, model: nn.Module, context: Context) -> None:
-        """Called once the tapped model is built: add what this owner needs to it."""
+        """Add what this owner needs to the tapped model. Called once the model is built."""
 
     def output(self, output: Any) -> Any:
         """The output of the tapped model's forward. output: the output of vLLM's forward."""

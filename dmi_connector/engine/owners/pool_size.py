@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many rows a pool has."""
+"""Computes how many rows a pool has."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from dmi_connector.settings import ServerOptions
 
 _SHARES = ((2_000_000, 0.128), (500_000, 0.095), (0, 0.045))
-"""(bytes of a row, default share of the memory for the cache), the first of which a row is larger."""
+"""(row bytes, default share of the memory for the cache). The first entry with fewer bytes than a row applies."""
 _GUARANTEED = 16
-"""Captured requests at once, whatever else runs, that a pool of the default size has room for."""
+"""A pool of the default size has room for this many captured requests at a time, with any other load."""
 _STEPS = 2
-"""A pool of the default size is at most as large as this many full steps and all requests that may run."""
+"""A pool of the default size holds at most the rows of this many full steps and of all requests that may run."""
 
 
 def pool_rows(options: ServerOptions, row_bytes: int, limits: StepLimits, vllm_config: VllmConfig) -> int:
-    """Rows of the pool, a multiple of PAGE, beside the null page.
+    """Rows of the pool without the null page, a multiple of PAGE.
 
     Raises OptionError if `pool_bytes` is too small for a step and one request.
     """
@@ -47,7 +47,7 @@ def pool_rows(options: ServerOptions, row_bytes: int, limits: StepLimits, vllm_c
 
 
 def _cache_bytes(vllm_config: VllmConfig) -> int:
-    """Memory that vLLM would give its cache, about: the model is built, its largest step is not yet measured."""
+    """Approximate bytes that vLLM would use for its cache. The model is built, but its largest step is not measured."""
     cache = vllm_config.cache_config
     if cache.kv_cache_memory_bytes:
         return int(cache.kv_cache_memory_bytes)

@@ -82,7 +82,7 @@ class CaptureLayer(StepRows, nn.Module, AttentionLayerBase):
         return cache.view(-1, self.head_size).view(torch.uint8)
 
     def rows_and_slots(self, forward: ForwardContext, first: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """vLLM's own slots of the layer. It has none for a profiling run."""
+        """See `RowMemory`. The slots are those that vLLM assigns for this layer. A profiling run has none."""
         slots = forward.slot_mapping.get(self.layer_name) if isinstance(forward.slot_mapping, dict) else None
         rows = self.rows
         return None if rows is None or slots is None else (rows, slots)
