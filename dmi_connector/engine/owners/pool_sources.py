@@ -119,7 +119,7 @@ class RowSources:
             self._replace(source, by, stop)
 
     def ended(self, source: Source) -> None:
-        """The request of `source` has ended. The running borrower with the most rows (the last of several) replaces it."""
+        """The request of `source` has ended. Its last running borrower with the most rows replaces it."""
         running = [(stop, other) for stop, other in source.borrowers if other.runs and other.age == self.age]
         source.borrowers.clear()
         if running:
