@@ -19,8 +19,8 @@ from dmi_connector.store.format.completeness import Loss
 T = TypeVar("T")
 
 STEPS_TOGETHER = 16
-"""Number of steps whose rows are exported together. The cost for the engine's thread does not depend on this number.
-Workers report equally often.
+"""Number of steps whose rows are exported together. The cost of an export for the engine's thread does not depend on
+it. Workers report at least once in this many steps.
 """
 
 

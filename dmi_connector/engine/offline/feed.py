@@ -163,8 +163,7 @@ def _parser() -> Any:
 
 
 def _sampling(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., Any]:
-    """A function: (key, other options under `dmi`) -> SamplingParams. Raises OptionError for fields that vLLM refuses.
-    """
+    """A function (key, other options under `dmi`) -> SamplingParams. Raises OptionError if vLLM refuses a field."""
 
     def check(some: Mapping[str, Any]) -> None:
         _maker(some, max_tokens)("a")

@@ -65,13 +65,13 @@ class Pool(Owner):
         model, speculative = vllm_config.model_config, vllm_config.speculative_config
         if model.enable_sleep_mode or model.enable_cumem_allocator:
             raise ValueError(
-                "enable_sleep_mode: sleep (here or with enable_cumem_allocator) gives up the memory of the pool, which "
+                "enable_sleep_mode: sleep (here or with enable_cumem_allocator) frees the memory of the pool, which "
                 "owner='pool' does not support; remove it, or use owner='target'"
             )
         if speculative is not None and speculative.method == EXTRACT_HIDDEN_STATES:
             raise ValueError(
-                f"speculative_config: method {EXTRACT_HIDDEN_STATES!r} is what owner='draft' needs, and owner='pool' "
-                "has rows without it; leave speculative_config out"
+                f"speculative_config: method {EXTRACT_HIDDEN_STATES!r} is for owner='draft'; leave speculative_config "
+                "out with owner='pool'"
             )
         if speculative is not None:
             check_chain(vllm_config)

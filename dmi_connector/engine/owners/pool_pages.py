@@ -106,9 +106,9 @@ class PoolSlots(RowSlots):
         if pages < least:  # the workers chose the size before the size of blocks was known
             page_bytes = self.size * self._context.layout.row_bytes
             raise OptionError(
-                f"pool_bytes: {(pages + 1) * page_bytes} is too little for one captured request beside a step, which "
-                f"has {self.limits.prompt} tokens of prompts at least; give at least {(least + 1) * page_bytes}, or "
-                "lower max_num_seqs or chunk_tokens, or choose fewer hooks"
+                f"pool_bytes: {(pages + 1) * page_bytes} is too small for one captured request and one step with "
+                f"{self.limits.prompt} tokens of prompts; give at least {(least + 1) * page_bytes}, or lower "
+                "max_num_seqs or chunk_tokens, or choose fewer hooks"
             )
         self.pages = Pages(pages)
         self._slots = np.arange((1 + pages) * self.size).reshape(-1, self.size)

@@ -35,7 +35,7 @@ def pool_rows(options: ServerOptions, row_bytes: int, limits: StepLimits, vllm_c
         if pages < least:
             raise OptionError(
                 f"pool_bytes: {options.pool_bytes} has {max(0, pages) * PAGE} rows, too few for one captured request "
-                f"beside a step; give at least {(least + 1) * row_bytes * PAGE}, or lower max_num_seqs, "
+                f"and one step; give at least {(least + 1) * row_bytes * PAGE}, or lower max_num_seqs, "
                 "max_num_batched_tokens or chunk_tokens, or choose fewer hooks"
             )
         return pages * PAGE
