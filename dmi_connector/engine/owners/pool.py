@@ -70,8 +70,8 @@ class Pool(Owner):
             )
         if speculative is not None and speculative.method == EXTRACT_HIDDEN_STATES:
             raise ValueError(
-                f"speculative_config: method {EXTRACT_HIDDEN_STATES!r} is for owner='draft'; leave speculative_config "
-                "out with owner='pool'"
+                f"speculative_config: only owner='draft' needs method {EXTRACT_HIDDEN_STATES!r}; leave "
+                "speculative_config out with owner='pool'"
             )
         if speculative is not None:
             check_chain(vllm_config)
