@@ -63,7 +63,7 @@ no sum, which `LLM.get_metrics` needs.
 
 
 class CaptureStats(KVConnectorStats):
-    """Changes since the last step.
+    """Changes since the last report.
 
     data: {key of COUNTERS: increase, "backlog_bytes.RANK": level, "probe_score.NAME": scores, "probe_alerts.NAME":
     increase}.

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm.general_plugins` entry point. It only registers names. Without our connector nothing else changes."""
+"""The `vllm.general_plugins` entry point. It registers names, and ends processes of `dmi run` with their parent.
+
+Without our connector nothing else changes.
+"""
 
 from __future__ import annotations
 

@@ -84,8 +84,8 @@ def ask_one_rank() -> None:
     """Executor of several ranks: wait for the answer of only one rank in steps in which ranks do not report.
 
     With a connector, vLLM waits for the answers of all ranks in each step; without one, for the answer of one rank. An
-    answer takes time of the rank's thread and of the engine. Our ranks report in one of STEPS_TOGETHER steps. In other
-    steps their answers have nothing for our connector. The scheduler half calls this.
+    answer takes time of the rank's thread and of the engine. Our ranks report at least once in STEPS_TOGETHER steps. In
+    other steps their answers have nothing for our connector. The scheduler half calls this.
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 

@@ -68,8 +68,8 @@ def buffer_sizes(
 ) -> BufferSizes:
     """The buffer sizes that options give, or defaults.
 
-    share: share of a rank with a GPU, see `gpu_share`. Both buffers must hold two full chunks, the host buffer also
-    twice `step_bytes`, the logits of a step. Raises OptionError.
+    step_bytes: bytes of the logits of a step. share: share of a rank with a GPU, see `gpu_share`. Raises OptionError
+    if a buffer is too small for two full chunks, or the host buffer for these and the logits of two steps.
     """
     chunks = 2 * token_bytes * options.chunk_tokens + _SLACK_BYTES
     host_least = chunks + 2 * step_bytes
@@ -102,9 +102,9 @@ def keep_rows(context: CaptureContext, vllm_config: VllmConfig) -> int:
 def write_settings(options: ServerOptions, rank: int, gpu: bool) -> WriteSettings:
     """The settings of a rank's coordinator. The coordinator of rank 0 also measures and prunes the directory.
 
-    With a GPU, writers run in SCHED_IDLE and yield to the engine's thread at once. They do not use it on a CPU, where
-    the model keeps all cores busy and they would never run. They do not use it under policy drop either, because a full
-    ring loses rows.
+    With a GPU and policy block, writers run in SCHED_IDLE and yield to the engine's thread at once. On a CPU such
+    writers would never run, because the model keeps all cores busy. Under policy drop they would lose rows, because the
+    ring would become full.
     """
     give_way = gpu and options.policy == "block"
     keep = {

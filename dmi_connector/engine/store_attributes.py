@@ -21,7 +21,7 @@ _LATENT_DIMS = ("v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
 
 
 def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, Any]:
-    """The shared attributes, JSON-ready. `engine/scheduler/tracker.py` adds those of one request."""
+    """The shared attributes, JSON-ready. The scheduler half adds the attributes of each request."""
     import vllm
 
     dims, drafting = context.dims, context.drafting

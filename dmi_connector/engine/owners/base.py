@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of an owner of rows.
+"""Defines the interfaces of owners of rows.
 
 `Owner` is the interface for an engine, `RowSlots` for the scheduler, `RowMemory` for a worker. The rest of the engine
 uses these interfaces only.
@@ -168,8 +168,7 @@ class RowSlots(ABC):
     def ended(self, request: Request, blocks: list[int], waiting: bool, others: bool) -> bool:
         """A captured request ended. Returns whether vLLM keeps its blocks until workers name the request.
 
-        waiting: whether more rows are pending than fit in staging memory. others: whether other captured requests are
-        running.
+        waiting: whether staging memory is short (`Tracker.keep_rows`). others: whether other captured requests run.
         """
 
     def check_room(self, tracked: Captured) -> None:  # noqa: B027
@@ -213,7 +212,7 @@ class RowSlots(ABC):
         """Complete the message of a step that vLLM has planned."""
 
     def forget(self, tracked: Captured) -> None:  # noqa: B027
-        """A request that had arrived ended, and its last rows were handed."""
+        """A request has ended, and its last rows were handed to the workers."""
 
     def attributes(self, tracked: Captured) -> dict[str, Any]:
         """Root attributes of the store of a request that ends."""
@@ -261,7 +260,7 @@ class Owner(ABC):
 
     @abstractmethod
     def check(self, vllm_config: VllmConfig) -> None:
-        """Raises ValueError for a configuration that it does not support, with the fix."""
+        """Raises ValueError for a configuration that it does not support. The message names the fix."""
 
     def ignored(self, vllm_config: VllmConfig, context: Context) -> str:
         """A sentence that names settings without effect, or ""."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in pages of vLLM's cache: a separate cache layer (row_cache.py) holds a row per cached token.
+"""Stores rows in pages of vLLM's cache: a separate cache layer (row_cache.py) holds one row per cached token.
 
 The layer has the same blocks as the attention layers. So a row has the same slot as its token's keys and values. A
 prefix-cache hit also finds the row. A preempted or ended request loses both at the same time.
@@ -68,7 +68,8 @@ class PagedSlots(RowSlots):
         """Whether the blocks of an ended request are kept.
 
         If staging memory is short, policy "block" always keeps them, because reusing them would stall the GPU.
-        Otherwise they are kept only while other requests run. Without other requests, only one more step may follow.
+        Otherwise they are kept within the limit HELD, if other requests run. Without these, only one more step may
+        follow.
         """
         if not blocks or not self.keep:
             return False
@@ -104,7 +105,7 @@ class PagedSlots(RowSlots):
 
 
 class Paged(Owner):
-    """An owner whose rows lie in pages of vLLM's cache."""
+    """An owner whose rows are in pages of vLLM's cache."""
 
     def check(self, vllm_config: VllmConfig) -> None:
         model = vllm_config.model_config

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits prefix-cache hits of a captured request to tokens whose rows it has, or borrows from an earlier capture.
 
-vLLM tells the connector the length of a hit, which the connector cannot shorten. If the hit is longer than these rows
-reach, the request waits for the next scheduling pass. At the end of the current pass its block hashes are cut, because
-vLLM looks up only as many blocks as a request has hashes. By then, rows of requests that began in the pass were handed
-to the workers. So with n > 1, the other child requests find the rows of the first one.
+vLLM tells the connector the length of a hit, which the connector cannot shorten. If the hit includes tokens without
+such rows, the request waits for the next scheduling pass. At the end of the current pass its block hashes are cut,
+because vLLM looks up only as many blocks as a request has hashes. By then, rows of requests that began in the pass were
+handed to the workers. So with n > 1, the other child requests find the rows of the first one.
 
-While the request of a source runs, the coordinator keeps its store until borrowed rows are copied: the message about
-the borrower precedes the one about the end. When that request ends, a running borrower replaces it as the source. If
-there is none, hard links hold the finished store (pool_holds.py). A borrower waits up to _WAIT_S for such a store.
+While the request of a source runs, the coordinator keeps its store until borrowed rows are copied: the message that
+names the borrower precedes the message that ends the capture. When that request ends, a running borrower replaces it as
+the source. Without one, hard links hold the finished store (pool_holds.py). A new borrower waits up to _WAIT_S until
+the store is finished.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Borrowing:
         self.counts = {"recomputed_tokens": 0, "borrowed_tokens": 0}
 
     def arrived(self, tracked: Captured) -> CacheReads:
-        """A request is to be captured."""
+        """A request that will be captured has arrived."""
         request, params, kind = tracked.request, tracked.params, self.sources.kind(tracked.selection)
         source = Source(tracked.capture, tracked.path, request.request_id, params.key, kind, params.start)
         self.sources.add(source)

@@ -66,7 +66,7 @@ class PoolSlots(RowSlots):
 
     To avoid deadlocks, a request is admitted only if the pool has pages for all admitted requests and for one step.
     Pages whose rows were handed to the workers count as free, because no request is needed to gather them. A request
-    with `keep_if` needs pages for all its rows. If it needs more than other requests, these could be admitted before it
+    with `keep_if` needs pages for all its rows. If it needs more pages than other requests, these could overtake it
     forever. So once it was refused, it is the `_head`: other requests wait until it is admitted or has ended.
     """
 
@@ -162,7 +162,7 @@ class PoolSlots(RowSlots):
         self._table[entry] = place
 
     def cover(self, output: SchedulerOutput, gathered: int) -> list[tuple[Captured, int]]:
-        """Allocate pages for this step. Returns (request, its number of tokens after the step) of those in a prompt."""
+        """See `RowSlots.cover`. Returns the requests whose prompt tokens are computed in this step."""
         self.pages.gathered(gathered)
         self._take_back()
         scheduled = output.num_scheduled_tokens
@@ -198,7 +198,7 @@ class PoolSlots(RowSlots):
                     self._cover(rows, rows.ahead)
 
     def _take_back(self) -> None:
-        """Take back pages whose rows are exported before this step's forward, or after the previous one."""
+        """Take back pages whose rows are handed over before this step's forward, or were after the previous one."""
         for handed, page, entry in self._given:
             if entry >= 0:
                 self._table[entry] = -1

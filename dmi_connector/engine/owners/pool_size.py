@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dmi_connector.settings import ServerOptions
 
 _SHARES = ((2_000_000, 0.128), (500_000, 0.095), (0, 0.045))
-"""(row bytes, default share of the memory for the cache). The first entry with fewer bytes than a row applies."""
+"""(bytes, default share of the memory for the cache) for rows of more than these bytes. The first match applies."""
 _GUARANTEED = 16
 """A pool of the default size has room for this many captured requests at a time, with any other load."""
 _STEPS = 2
@@ -47,7 +47,7 @@ def pool_rows(options: ServerOptions, row_bytes: int, limits: StepLimits, vllm_c
 
 
 def _cache_bytes(vllm_config: VllmConfig) -> int:
-    """Approximate bytes that vLLM would use for its cache. The model is built, but its largest step is not measured."""
+    """Approximate bytes that vLLM will use for its cache. vLLM has built the model, but not measured a step yet."""
     cache = vllm_config.cache_config
     if cache.kv_cache_memory_bytes:
         return int(cache.kv_cache_memory_bytes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache layer whose pages hold the rows, and its attention backend."""
+"""Defines the cache layer whose pages hold the rows, and its attention backend."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class CaptureLayer(StepRows, nn.Module, AttentionLayerBase):
         raise RuntimeError(f"a table of {table.shape[1]} entries was sent to an engine whose rows have no pages")
 
     def check_cache(self) -> None:
-        """Raises ValueError unless slot s of the cache is row s: [blocks, 1, slots, head_size] in one piece."""
+        """Raises ValueError unless slot s of the cache is row s: a contiguous [blocks, 1, slots, head_size]."""
         cache = self.kv_cache
         shaped = cache.ndim == 4 and cache.shape[1] == 1 and cache.shape[3] == self.head_size
         if not (shaped and cache.is_contiguous()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding in captured requests: which draft tokens were accepted, and whose logits are captured."""
+"""Tracks the draft tokens of captured requests: which were accepted, and whose logits are captured."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Root attributes for images and other media: the prompt positions that they occupy (docs/FORMAT.md, section 5)."""
+"""Builds the root attributes of requests with images and other media (docs/FORMAT.md, section 5)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def media_attributes(request: Request, context: CaptureContext) -> dict[str, Any
 
 
 def later_media(request: Request, known: int, context: CaptureContext) -> dict[str, Any]:
-    """`media_attributes` for all turns of a session; {} if later turns added none. known: number in the first turn."""
+    """`media_attributes` for all turns of a session; {} if later turns added no media. known: their number before."""
     if len(request.mm_features) == known:
         return {}
     return {**media_attributes(request, context), "last_prompt_len": request.num_prompt_tokens}

@@ -31,8 +31,8 @@ FORGET_S = RECENT_S
 """Seconds after which reservations of ended requests are forgotten.
 
 The coordinator's record lists stores that were finished in this time. A store that was finished earlier is not listed,
-and its reservation must not count in addition to its bytes. If a store is not begun by then, its rows are in the host
-buffer, which limits their number.
+and its reservation must not count in addition to its bytes. If writers have not begun a store by then, its rows are in
+the host buffer, whose size limits their number.
 """
 
 

@@ -35,10 +35,10 @@ class Tracked:
     needed in this process. opening: with `keep_if`, the message that begins its capture, which is sent after the
     request has ended. stopped: why `stop_if` ended it.
 
-    With speculative decoding: last_step: the last step that computed its tokens. decided: position up to which logits
-    were accepted. drafted: `Close.draft_index` by position, up to the last accepted draft token. accepted: number of
-    accepted draft tokens. scheduled: number of draft tokens that steps verified. in_flight: whether the last step
-    computed its tokens. two_in_flight: whether the step before it did, too.
+    The next fields are for speculative decoding. last_step: the last step that computed its tokens. decided: position
+    up to which logits were accepted. drafted: `Close.draft_index` by position, up to the last accepted draft token.
+    accepted: number of accepted draft tokens. scheduled: number of draft tokens that steps verified. in_flight: whether
+    the last step computed its tokens. two_in_flight: whether the step before it did, too.
     """
 
     request: Request
@@ -105,14 +105,14 @@ class Tracked:
 
     @property
     def turn_ended(self) -> bool:
-        """Whether a session got its next prompt since `note_tokens`. It keeps computed tokens of the previous turn."""
+        """Whether a session got its next prompt since `note_tokens`. Computed tokens of the previous turn are kept."""
         return self.turn not in (-1, self.request.num_prompt_tokens)
 
     def note_tokens(self, mixed: bool = False) -> int:
         """Process the tokens that a step added: accepted draft tokens, then one sampled token.
 
-        If a stop cuts the tokens after a draft token, it counts as the sampled token, which has no row. mixed: whether
-        the tokens may come from two steps. Returns the number of accepted draft tokens.
+        If a stop cuts the tokens after a draft token, the draft token counts as the sampled one, which has no row.
+        mixed: whether the tokens may come from two steps. Returns the number of accepted draft tokens.
         """
         request, known, before = self.request, self._known, self.accepted
         turned = self.turn != request.num_prompt_tokens

@@ -41,11 +41,11 @@ logger = logging.getLogger("vllm.dmi_connector")
 class Tracker:
     """Follows every captured request from its arrival to its end. Runs in the thread of vLLM's scheduler.
 
-    Rows of running requests can wait, because vLLM keeps their blocks. So full chunks are searched once in
-    STEPS_TOGETHER steps. Blocks of an ended request are kept until the workers have gathered its last rows, together
-    with other rows. If the blocks cannot be kept, workers gather these rows before the next forward. Workers report
-    after each gather and at least once in STEPS_TOGETHER steps, because a report takes the engine's time. Under policy
-    drop they report in each step, so that responses list lost rows.
+    Rows of running requests can wait, because vLLM keeps their blocks. So the tracker looks for full chunks only once
+    in STEPS_TOGETHER steps. Blocks of an ended request are kept until the workers have gathered its last rows together
+    with other rows. If the blocks cannot be kept, workers gather these rows before the next forward. A report takes the
+    engine's time, so workers report only after a gather, and at least once in STEPS_TOGETHER steps. Under policy drop
+    they report in each step, so that responses list lost rows.
 
     Sleep discards pending rows. So in an engine that may sleep, rows are gathered and workers report in every step.
 
@@ -130,7 +130,7 @@ class Tracker:
         due = params.start + options.chunk_tokens if params.keep_if is None else UNLIMITED
         tracked = Tracked(request, params, self._captures, path, selection, quota_end, params.start, due, ignored)
         self.slots.check_room(tracked)
-        if options.sink == "disk":  # the last check, because an admitted request counts until it ends
+        if options.sink == "disk":  # the last check: an admitted request counts against the quota until it ends
             self.quota.admit(path, size.until(prompt if params.stop is None else min(prompt, params.stop)))
         if ignored and not self._path_told:
             logger.warning("dmi: ignored in request %s: %s", show(request.request_id), ignored)
@@ -189,7 +189,7 @@ class Tracker:
             self._take_blocks()
             self._before, self._since = self._since[-1:], []
             self._rows_since = self._taken = 0
-            if self.slots.eager:  # chunks that are exported before the forward make room for rows of the forward
+            if self.slots.eager:  # chunks that are handed over before the forward make room for its rows
                 running = [tracked for tracked in self.tracked.values() if tracked.opened]
                 for tracked in running:
                     if (before := tracked.request.num_computed_tokens) >= tracked.due:

@@ -68,8 +68,8 @@ class CaptureExport:
     """One capture on this worker.
 
     out: receives its rows; None for sinks without stores. start: position of its first row. losses: dropped rows. due:
-    number of entries of `Exporter.due`. waiting: transfers that were left to the lane's thread. checked: whether its
-    chunks are checked for values that no tap wrote.
+    number of its entries in `Exporter.due`. waiting: transfers that were left to the lane's thread. checked: whether
+    its chunks are checked for values that no tap wrote.
     """
 
     number: int

@@ -32,7 +32,7 @@ def unwritten(payload: np.ndarray, layout: PayloadLayout, rows: int) -> list[str
 
 
 def _left(values: np.ndarray, spec: ArraySpec) -> np.ndarray:
-    """Whether values of a layer equal the pattern: bool [layers]. values: uint8 [layers, rows, bytes]."""
+    """Whether any value of a layer equals the pattern, bool [layers]. values: uint8 [layers, rows, bytes]."""
     if spec.reduce is None and (spec.dtype in FLOATS or spec.itemsize == 4):
         words = np.full(spec.itemsize // 2, UNWRITTEN, np.uint16).view(np.uint8)
         return np.asarray(_equal(values, words).any(axis=(1, 2)))
