@@ -108,7 +108,7 @@ class CaptureContext:
         return self.layouts[self.rank]
 
     def field(self, hook: str, layer: int) -> RowField | None:
-        """The field of a hook and layer on a rank that writes it, which has its size. None if it is not selected."""
+        """The field of a hook and layer, in the layout of a rank that writes it. None if it is not selected."""
         return self.layouts[self.layout.writer.get((hook, layer), self.rank)].find(hook, layer)
 
     @property

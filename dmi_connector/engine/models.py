@@ -85,7 +85,7 @@ class Tapped:
             self.requires_raw_input_tokens = True  # in addition to embeddings
         if isinstance(context.arch, Generic) and get_tensor_model_parallel_rank() == 0:
             logger.warning(
-                "dmi_connector: %s has no row of hooks. Found by its structure: %s%s. Others take a row: see "
+                "dmi_connector: %s has no row of hooks. Found by its structure: %s%s. Other hooks need a row: see "
                 "docs/HOOKS.md",
                 context.arch.name,
                 ", ".join(context.arch.only),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses, at start, configurations of an engine that capture does not support (docs/COMPATIBILITY.md lists them).
+"""Refuses engine configurations that capture does not support. docs/COMPATIBILITY.md lists them.
 
 Each error names the fix. Owners refuse configurations that depend on where rows are stored (owners/).
 """
@@ -46,7 +46,7 @@ def check(vllm_config: VllmConfig) -> None:
 
 
 def _check_connector(vllm_config: VllmConfig) -> None:
-    """Checks that the connector fits the owner. It determines whether vLLM's hybrid cache manager is on."""
+    """Checks that the connector fits the owner. The connector turns vLLM's hybrid cache manager on or off."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     pool = asked(vllm_config) == POOL
@@ -172,7 +172,7 @@ def check_logits(vllm_config: VllmConfig) -> None:
         raise ValueError("runner: 'pooling' computes no logits; take them out of the hooks, as in 'vllm-full,-logits'")
     if vllm_config.parallel_config.enable_batch_sharded_sampling:
         raise ValueError(
-            "enable_batch_sharded_sampling: True computes logits past compute_logits, where they are captured; remove "
+            "enable_batch_sharded_sampling: True does not call compute_logits, where logits are captured; remove "
             "--enable-batch-sharded-sampling, or take logits out of the hooks"
         )
 
@@ -230,7 +230,10 @@ def check_stages(
 
 
 def _check_sleep(vllm_config: VllmConfig) -> None:
-    """Refuses sleep if rows would be lost: in the client's process, no step informs other processes before sleep."""
+    """Refuses sleep if rows would be lost.
+
+    An engine in the client's process runs no step before sleep that tells other processes which requests have ended.
+    """
     backend = vllm_config.parallel_config.distributed_executor_backend
     here = envs.VLLM_ENABLE_V1_MULTIPROCESSING or backend in ("uni", "external_launcher")
     if may_sleep(vllm_config.model_config) and not here:

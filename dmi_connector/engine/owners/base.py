@@ -160,8 +160,8 @@ class RowSlots(ABC):
     def preempted(self, tracked: Captured, computed: int, metadata: StepMetadata) -> int:
         """A request was preempted. Writes to the step's message what happens to its rows.
 
-        computed: number of tokens known to be computed in steps since the last check for full chunks, 0 if there was
-        none. Returns the position up to which its rows exist.
+        computed: number of its computed tokens, 0 if it was in no step since the last check for full chunks. Returns
+        the position up to which its rows exist.
         """
 
     @abstractmethod

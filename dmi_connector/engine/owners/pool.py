@@ -6,7 +6,7 @@ The slot of a row depends on its request and position, never on the batch:
     scheduler   position -> page of the request (pool_pages.py), which keeps the page until its rows are gathered
                 vLLM's blocks of the request -> entries of the table: slot // PAGE -> page
                 changed entries travel in the step's message (`StepMetadata.table`)
-    worker      before the forward: gather what the message needs, change the table     (exporter.py, pool_memory.py)
+    worker      before the forward: gather rows of reused pages, change the table       (exporter.py, pool_memory.py)
                 first tap of the forward: vLLM's slots -> slots of the pool, for all tokens    (kernels/lookup.py)
                 every tap: rows[slots[token]] = values; slot -1 (a token without a row) is skipped
                 later: chunks of rows -> staging memory -> ring, as for the other owners

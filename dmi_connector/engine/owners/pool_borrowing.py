@@ -71,7 +71,7 @@ class CacheReads:
         del hashes[count:]
 
     def restore(self) -> None:
-        """Put the removed hashes back, unless vLLM has computed them again. It needs them to allocate blocks."""
+        """Put the removed hashes back, unless vLLM has computed them again. vLLM needs them to allocate blocks."""
         if self.hidden and len(self.request.block_hashes) == self.kept:
             self.request.block_hashes += self.hidden
         self.hidden = []

@@ -30,7 +30,7 @@ class StepLimits:
     """Limits of a step of vLLM's scheduler.
 
     scheduler: vLLM's scheduler configuration, whose `max_num_batched_tokens` vLLM reads at the beginning of each step.
-    stock: its value at start. tokens: maximum tokens of a step. requests: maximum number of running requests.
+    stock: the value of that at start. tokens: maximum tokens of a step. requests: maximum number of running requests.
     of_request: maximum tokens of a decoding request per step, including draft tokens. whole: whether chunked prefill is
     off, for prompts or for images in them; the budget is then never lowered. block: tokens per block in hybrid models
     whose states are cached, otherwise 0. In these models vLLM ends parts of prompts at block boundaries, so a step with
@@ -84,9 +84,9 @@ class StepLimits:
         """Maximum pages that a request has at a time, without those for its prompt tokens of one step.
 
         While it decodes, they hold an incomplete chunk, the tokens of two steps whose results are not known yet, the
-        tokens of this step, and those until the next `look`. In its prompt they hold the incomplete chunk before the
-        step, the tokens until the next `look`, and the rest of the last page. aligned: whether chunks begin at page
-        boundaries.
+        tokens of this step, and those until the next `look`. While its prompt is computed, they hold the incomplete
+        chunk before the step, the tokens until the next `look`, and the rest of the last page. aligned: whether chunks
+        begin at page boundaries.
         """
         decoding, prompt = chunk - 1 + 3 * self.of_request + self.lookahead, chunk - 1 + self.lookahead + size - 1
         most = max(decoding, prompt)

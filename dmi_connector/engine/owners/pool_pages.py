@@ -115,7 +115,7 @@ class PoolSlots(RowSlots):
         rows, limits = pages * self.size, self.limits
         pool, least = rows * self._context.layout.row_bytes, limits.floor(limits.requests)
         logger.info(
-            "dmi_connector: a pool of %d rows (%.2f GB) beside a cache of %d tokens (%.3f of what fits without it)",
+            "dmi_connector: a pool of %d rows (%.2f GB), and a cache of %d tokens (%.3f of its size without the pool)",
             rows,
             pool / 1e9,
             self._blocks * self.block_size,
@@ -123,7 +123,7 @@ class PoolSlots(RowSlots):
         )
         logger.info(
             "dmi_connector: the pool holds %d captured requests at a time with steps of %d tokens, and %d with steps "
-            "of %d, in chunks of %d tokens; more wait",
+            "of %d tokens, in chunks of %d tokens; other requests wait",
             max(0, (pages - self._pages(limits.tokens)) // self._usual),
             limits.tokens,
             max(0, (pages - self._pages(least)) // self._usual),
@@ -198,7 +198,7 @@ class PoolSlots(RowSlots):
                     self._cover(rows, rows.ahead)
 
     def _take_back(self) -> None:
-        """Take back pages whose rows are handed over before this step's forward, or were after the previous one."""
+        """Take back pages whose rows are handed over before this forward, or were handed over after the last one."""
         for handed, page, entry in self._given:
             if entry >= 0:
                 self._table[entry] = -1
@@ -346,7 +346,7 @@ class PoolSlots(RowSlots):
         self._choose_budget()
 
     def _choose_budget(self) -> None:
-        """Set the token budget of the next step. While prompts are captured, the pool has a row for each of its tokens.
+        """Set the token budget of the next step. While prompts are captured, the pool has a row for each token of it.
 
         Pages are left for waiting requests: for as many as may run and fit in addition to the smallest budget.
         """

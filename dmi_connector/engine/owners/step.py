@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives a memory of rows the metadata of the running step."""
+"""Keeps the metadata of the running step for a memory of rows."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ _Places = list[tuple[int, slice]]
 
 @dataclass
 class _Kept:
-    """Scores of a preempted request in additional lines. step: they are copied before its forward. first: position of
-    the first row. line, count: first line, and number of lines.
+    """Scores of a preempted request in additional lines. step: the step before whose forward they are copied. first:
+    position of the first row. line, count: first line, and number of lines.
     """
 
     step: int
@@ -250,7 +250,7 @@ class ProbeScores:
     # ---- responses --------------------------------------------------------------------------------------------------
 
     def answer(self, tracked: Tracked) -> dict[str, Any]:
-        """The part of the response that has the scores which the request asks for."""
+        """The scores that the request asks for, by key of `kv_transfer_params`."""
         found = {"dmi_probe": self._asked(tracked), "dmi_summary": self._summary(tracked)}
         return {key: value for key, value in found.items() if value}
 

@@ -28,12 +28,12 @@ _UNKNOWN = bytes([DRAFT_UNKNOWN])
 class Tracked:
     """One captured request.
 
-    capture: number of its capture. path: path of its store. quota_end: first position that exceeds `max_request_bytes`.
-    exported: position up to which rows were handed to the workers. due: number of computed tokens at which the next
-    chunk is full. ignored: a sentence on options that are ignored. opened: whether it was ever scheduled. media: number
-    of multimodal inputs in its first turn. blocks: its blocks in the cache group of the rows. scores: its scores, if
-    needed in this process. opening: with `keep_if`, the message that begins its capture, which is sent after the
-    request has ended. stopped: why `stop_if` ended it.
+    capture: number of its capture. path: path of its store. quota_end: first position whose row exceeds
+    `max_request_bytes`. exported: position up to which rows were handed to the workers. due: number of computed tokens
+    at which the next chunk is full. ignored: a sentence on options that are ignored. opened: whether it was ever
+    scheduled. media: number of multimodal inputs in its first turn. blocks: its blocks in the cache group of the rows.
+    scores: its scores, if the scheduler needs them. opening: with `keep_if`, the message that begins its capture, which
+    is sent after the request has ended. stopped: why `stop_if` ended it.
 
     The next fields are for speculative decoding. last_step: the last step that computed its tokens. decided: position
     up to which logits were accepted. drafted: `Close.draft_index` by position, up to the last accepted draft token.

@@ -49,8 +49,8 @@ class Tracker:
 
     Sleep discards pending rows. So in an engine that may sleep, rows are gathered and workers report in every step.
 
-    slots: from the owner of the rows. keep_rows: number of pending rows above which staging memory is short. behind:
-    steps in flight when vLLM schedules the next one: 1 with asynchronous scheduling, otherwise 0.
+    slots: `RowSlots` of the owner. keep_rows: number of pending rows above which staging memory is short. behind: steps
+    in flight when vLLM schedules the next one: 1 with asynchronous scheduling, otherwise 0.
     """
 
     def __init__(self, context: CaptureContext, slots: RowSlots, keep_rows: int, behind: int = 0) -> None:
@@ -80,7 +80,7 @@ class Tracker:
         self._counts: Counter[str] = Counter()  # requests that ended without a capture since the last `take_counts`
         self.warning = ""  # in all responses: ignored settings of the engine
         self._path_told = False  # whether the log says that paths of requests are ignored
-        self._row_bytes = row_bytes(context, context.selection)  # 0.2 ms for 400 tensors: too slow per request
+        self._row_bytes = row_bytes(context, context.selection)  # once, because it takes 0.2 ms for 400 tensors
         self.quota = Quota(context.options)
 
     # ---- arrival ----------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class Tracker:
             self.slots.stored(path, whole)
         self.slots.lost({*report.lost, *report.unborrowed})
         for capture, ranges in report.lost.items():
-            if capture in running:  # an ended request has had its response; its store lists the ranges
+            if capture in running:  # the response of an ended request was sent; its store lists the ranges
                 self.lost.setdefault(capture, []).extend(ranges)
 
     @property
@@ -320,7 +320,7 @@ class Tracker:
         tracked = self.tracked.pop(request_id, None)
         if tracked is None:
             return False, None
-        tracked.blocks = blocks or tracked.blocks  # a preempted request has none: earlier ones locate its logits
+        tracked.blocks = blocks or tracked.blocks  # a preempted request has none; its last ones locate its logits
         self.scores.ended(tracked, there=bool(blocks))
         why = self.scores.why_dropped(tracked)
         self.quota.ended(tracked.path, nothing=bool(why) or not tracked.opened)

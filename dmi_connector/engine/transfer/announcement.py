@@ -28,7 +28,8 @@ def announce(
     """Log the cost of the selection, and the limit that is reached first. place: "pool" or "cache", for the message."""
     options = context.options
     logger.info(
-        "dmi_connector: %d hooks of %s, %s rows: %.3f MB a token in the %s (%d tokens fit), %.3f MB a token exported",
+        "dmi_connector: %d hooks of %s, %s rows: %.3f MB per token in the %s (%d tokens fit), %.3f MB per token "
+        "exported",
         sum(len(layers) for layers in context.selection.hooks.values()),
         context.arch.name,
         context.owner.name,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running captures of one worker, and the transfers that bring chunks of their rows into the ring, in parcels."""
+"""Tracks the running captures of one worker, and the transfers of their chunks into the ring, in parcels."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class Exporter:
                 self.ending.append((capture, close))
 
     def before_sleep(self, closes: Sequence[Close]) -> None:
-        """End captures, and copy all rows off the GPU, because vLLM then frees its cache and other memory."""
+        """End captures, and copy all rows off the GPU, before vLLM frees its cache and other memory."""
         self.logits.begin(StepMetadata(closes=list(closes)))
         for close in closes:
             capture = self.captures.pop(close.capture)
@@ -298,7 +298,7 @@ class Exporter:
             raise RuntimeError(f"rows {self.progress.count()} to {need} of the pool were not handed to this worker")
 
     def _end_gathered(self) -> None:
-        """End the captures in `ending` all of whose rows are gathered."""
+        """End the captures in `ending` whose rows are all gathered."""
         still = []
         for capture, message in self.ending:
             if capture.due or any(transfer.waits for transfer in capture.waiting):

@@ -48,8 +48,8 @@ class SliceCopier:
     def copy(self, source: torch.Tensor, target: int, ready: torch.cuda.Event) -> torch.cuda.Event:
         """Copy `source` (uint8, contiguous, on the GPU) to the pinned memory at address `target`, after `ready`.
 
-        Returns an event that is recorded after the copy. A thread that waits for it sleeps. `source` must stay
-        allocated until then. Raises RuntimeError.
+        Returns an event that is recorded after the copy. A thread that waits for the event sleeps instead of polling.
+        `source` must stay allocated until the event. Raises RuntimeError if the driver reports an error.
         """
         self._streams[self._turn].wait_event(ready)
         size = min(self._slice_bytes - (target - self._base) % self._slice_bytes, source.numel())

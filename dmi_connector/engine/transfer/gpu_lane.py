@@ -61,7 +61,7 @@ assert SLICE_BYTES % _SLICE_BYTES == 0, "a copy would reach over two pinned slic
 
 
 class Staged:
-    """Staging memory in use: bytes [start, end). Free once the event `copied` has happened; None: no copy is issued."""
+    """Staging memory in use: bytes [start, end). It is free after the event `copied`; None: the copy is not issued."""
 
     def __init__(self, start: int, end: int) -> None:
         self.start, self.end = start, end
