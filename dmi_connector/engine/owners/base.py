@@ -109,7 +109,7 @@ class RowMemory(Protocol):
 
     @property
     def step_tokens(self) -> int:
-        """Maximum number of tokens per step, if rows stay when vLLM frees their slots; otherwise 0."""
+        """Maximum number of tokens per step, if rows stay after vLLM has freed their tokens' slots; otherwise 0."""
 
     def slots_in_cache(self, forward: ForwardContext) -> torch.Tensor:
         """vLLM's slots of the tokens of this forward, for the layer of `cache_slots`: int64; padding is negative."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits prefix-cache hits of a captured request to tokens whose rows it has, or borrows from an earlier capture.
 
-vLLM tells the connector the length of a hit, which the connector cannot shorten. If the hit includes tokens without
-such rows, the request waits for the next scheduling pass. At the end of the current pass its block hashes are cut,
+vLLM tells the connector the length of a hit, which the connector cannot shorten. If the hit has tokens whose rows are
+missing, the request waits for the next scheduling pass. At the end of the current pass its block hashes are cut,
 because vLLM looks up only as many blocks as a request has hashes. By then, rows of requests that began in the pass were
 handed to the workers. So with n > 1, the other child requests find the rows of the first one.
 

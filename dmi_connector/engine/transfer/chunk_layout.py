@@ -20,8 +20,8 @@ class ChunkLayout:
     """The payload of one selection of hooks on one rank.
 
     payload: its arrays, with logits last. table: int64 [fields, 3], with a line for each copied field of a row: byte
-    offset in the row, number of bytes, and byte offset in the payload divided by the number of rows. The last line is
-    the header.
+    offset in the row, number of bytes, and byte offset in the payload of a single row. In the payload of n rows, the
+    offset is n times as large. The last line is the header.
     """
 
     payload: PayloadLayout

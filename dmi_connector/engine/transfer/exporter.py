@@ -147,7 +147,7 @@ class Exporter:
             self.layer.poison_step()
 
     def after_forward(self, metadata: StepMetadata) -> None:
-        """Add full chunks, and last rows whose blocks are kept. Export them if the scheduler orders the gather.
+        """Add full chunks, and last rows whose blocks are kept, to `due`. Export `due` if the scheduler orders it.
 
         Raises RuntimeError if the first captures of an untested vLLM lack values. Their stores say so, too.
         """
