@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV connector that vLLM calls. Its scheduler half calls the tracker, its worker half the exporter."""
+"""The KV connector that vLLM calls. Its scheduler half calls the tracker, and its worker half calls the exporter."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class DMIConnector(KVConnectorBase_V1):
     """Exports the captured rows of every request into one Zarr store.
 
     It does not support vLLM's hybrid cache manager (SupportsHMA), so vLLM turns that off. All layers, including sliding
-    windows, then share one group of cache blocks, and rows stay until their request ends. Owner "pool" keeps its rows
-    outside of vLLM's blocks, and has its own class below.
+    windows, then share one group of cache blocks, and rows stay until their request ends. Owner "pool" keeps rows
+    outside of vLLM's blocks and has a separate class below.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -163,7 +163,7 @@ class DMIConnector(KVConnectorBase_V1):
         return RankMemory(layer.pages, layer.scores.path, layer.scores.slots)
 
     def unregister_kv_caches(self) -> None:
-        """Export the rows that are still in the caches. vLLM calls it from 0.33 on before it frees the caches, also for
+        """Export the rows that are still in the caches. Since 0.33 vLLM calls it before it frees the caches, even for
         sleep.
         """
         if self.exporter is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one engine captures. Each process of the engine computes it once. Models, row cache and connector share it."""
+"""Describes what one engine captures. Each process computes it once. Models, row cache and connector share it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ class Drafting:
     """Speculative decoding in an engine that captures.
 
     method: as in `speculative_config`. most: maximum number of draft tokens per request and step
-    (num_speculative_tokens).
-    shares_modules: whether the draft may run modules of the target, such as its embedding.
+    (num_speculative_tokens). shares_modules: whether the draft may run modules of the target, such as its embedding.
     """
 
     method: str
@@ -49,11 +48,11 @@ class CaptureContext:
 
     layouts: the row layout of each rank. dtype: dtype of the model. tp: tensor-parallel size. rank: the rank of this
     process, 0 if it has none. may_sleep: whether vLLM may discard its caches (sleep mode). owner: the owner of the
-    rows. block_scale: the factor of the output of a block before it is added to the residual stream. visual_layers:
-    number of first layers after which visual features are added to the residual stream. drafting: the speculative
-    decoding of the engine, or None. stages: the layers of each rank's pipeline stage, () without stages. The last stage
-    is rank 0, because it has the logits and vLLM waits for its answer. coverage: which fields the taps of this process
-    have written.
+    rows. block_scale: the factor of the output of a block before it is added to the residual stream. embed_scale: the
+    factor of the embeddings. visual_layers: visual features are added to the residual stream after each of this many
+    first layers. drafting: the speculative decoding of the engine, or None. stages: the layers of each rank's pipeline
+    stage, () without stages. The last stage is rank 0, because it has the logits and vLLM waits for its answer.
+    coverage: which fields the taps of this process have written.
     """
 
     options: ServerOptions
@@ -109,7 +108,7 @@ class CaptureContext:
         return self.layouts[self.rank]
 
     def field(self, hook: str, layer: int) -> RowField | None:
-        """The field of a hook and layer on a rank that writes it, which has its size. None if it is not selected."""
+        """The field of a hook and layer, in the layout of a rank that writes it. None if it is not selected."""
         return self.layouts[self.layout.writer.get((hook, layer), self.rank)].find(hook, layer)
 
     @property
@@ -137,9 +136,9 @@ _built: tuple[object, CaptureContext] | None = None
 
 
 def capture_context(vllm_config: VllmConfig) -> CaptureContext:
-    """The context of an engine. The target, the draft and both halves of the connector share one.
+    """The context of an engine, which the target, the draft and both halves of the connector share.
 
-    Raises ValueError for a configuration that is not supported. The message names option, value and fix.
+    Raises ValueError for a configuration that is not supported. The message names the option, its value and the fix.
     """
     global _built
     transfer = vllm_config.kv_transfer_config

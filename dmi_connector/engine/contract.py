@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks at start whether capture works with this vLLM: its version, and the names of contract_names.py.
+"""Checks at start whether capture works with the installed vLLM: its version, and the names in contract_names.py.
 
-A vLLM newer than the tested versions is not refused for its version. Its engine then does not use behaviour that only
-tests can confirm (`untested`), and its first captures are checked for values that no tap wrote.
+A version newer than the tested ones is not refused. With it, capture does not rely on behaviour that only tests can
+confirm (`untested`), and the first captures are checked for values that no tap wrote.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dmi_connector.engine.contract_names import NAMES, Name
 logger = logging.getLogger("vllm.dmi_connector")
 
 SUPPORTED = ">=0.31,<0.34"
-"""Versions that were tested. docs/COMPATIBILITY.md has the runs, and why others are excluded."""
+"""Versions that were tested. docs/COMPATIBILITY.md has the runs, and the reasons why other versions are excluded."""
 REUSE = ("allow_buffer_reuse", "inplace_buffers", "memory_planning")
-"""Options of Inductor that let it reuse the memory of a value for another one."""
+"""Options of Inductor that let it reuse the memory of one value for another."""
 UNTESTED = "DMI_UNTESTED_VLLM"
-"""Environment variable: what to do with a newer vLLM, one of `_CHOICES`."""
+"""Environment variable that says how to treat a newer vLLM, one of `_CHOICES`."""
 _CHOICES = ("check", "refuse")
 
 
 def find(name: Name) -> Any:
-    """The object of a name. Raises AttributeError if none of its places exists."""
+    """The object that a name refers to. Raises AttributeError if none of its places exists."""
     for place in name.places.split():
         module, _, attributes = place.partition(":")
         try:
@@ -43,7 +43,7 @@ def find(name: Name) -> Any:
 
 @functools.cache
 def untested() -> str:
-    """The version of this vLLM if it is newer than the tested ones, else ""."""
+    """The installed version of vLLM if it is newer than the tested ones, otherwise ""."""
     import vllm
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of vLLM, torch and Triton that this package uses although they are not public, by feature.
+"""Lists the names of vLLM, torch and Triton that this package uses although they are not public, by feature.
 
 contract.py checks the names of the features that an engine uses. docs/CONTRACT.md lists the same names for readers.
 """
@@ -33,7 +33,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "spec": Name(
             "vllm.v1.kv_cache_interface:HiddenStateCacheSpec",
-            "the cache spec that gives rows a page size of their own and keeps them for prefix-cache hits",
+            "the cache spec that gives rows a separate page size and keeps them for prefix-cache hits",
         ),
         "layer": Name(
             "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
@@ -171,21 +171,21 @@ NAMES: dict[str, dict[str, Name]] = {
     "draft on the V1 runner": {
         "proposer": Name(
             "vllm.v1.spec_decode.extract_hidden_states:ExtractHiddenStatesProposer.propose",
-            "V1 runner: replaced by one that proposes no draft token, where our draft is loaded",
+            "V1 runner: replaced, if our draft is loaded, by a method that proposes no draft token",
         ),
         "sampler": Name(
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
-            "V1 runner: told that a step has no draft tokens, where our draft is loaded",
+            "V1 runner: told that a step has no draft tokens, if our draft is loaded",
         ),
     },
     "draft on the V2 runner": {
         "speculator": Name(
             "vllm.v1.worker.gpu.spec_decode.extract_hidden_states:ExtractHiddenStatesSpeculator.propose",
-            "V2 runner: told to leave out the draft's forward, where our draft is loaded",
+            "V2 runner: told to leave out the draft's forward, if our draft is loaded",
         ),
         "no_drafts": Name(
             "vllm.config:SpeculativeConfig.__dataclass_fields__.num_speculative_tokens_per_batch_size",
-            "V2 runner: the schedule of 0 drafts, with which each request decodes one token a step",
+            "V2 runner: the schedule of 0 draft tokens, with which each request decodes one token per step",
         ),
     },
     "pool": {
@@ -269,7 +269,7 @@ NAMES: dict[str, dict[str, Name]] = {
     "several ranks": {
         "answers": Name(
             "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc",
-            "several ranks: called for one rank only in steps in which the others have no results",
+            "several ranks: told to wait for one rank only in steps in which ranks do not report",
         ),
     },
     "pipeline stages": {
@@ -349,7 +349,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "graph_mode": Name(
             "vllm.config:CompilationConfig.__dataclass_fields__.cudagraph_mode",
-            "set to FULL after the model is built, where graphs of whole steps are right",
+            "set to FULL after the model is built, if graphs of whole steps are correct",
         ),
         "graphs": Name(
             "vllm.forward_context:ForwardContext.__dataclass_fields__.cudagraph_runtime_mode",
@@ -377,7 +377,7 @@ NAMES: dict[str, dict[str, Name]] = {
     "latent attention": {
         "latent": Name(
             "vllm.model_executor.layers.attention:MLAAttention.forward",
-            "gets queries, latent and rotary key, in this order, in models with latent attention",
+            "in models with latent attention, its arguments are queries, latent and rotary key, in this order",
         ),
         "latent_modules": Name(
             "vllm.model_executor.layers.mla:MultiHeadLatentAttentionWrapper.forward",
@@ -387,13 +387,13 @@ NAMES: dict[str, dict[str, Name]] = {
     "M-RoPE": {
         "axes": Name(
             "vllm.config:ModelConfig.mrope_num_dims",
-            "axes of the positions of M-RoPE",
+            "number of axes of M-RoPE positions",
         ),
     },
     "vision tower": {
         "raw_tokens": Name(
             "vllm.model_executor.models.interfaces:SupportsMultiModal.requires_raw_input_tokens",
-            "set on these models, so that token ids enter the forward beside embeddings",
+            "set on these models, so that the forward gets token ids in addition to embeddings",
         ),
         "takes_embeddings": Name(
             "vllm.config:ModelConfig.supports_multimodal_inputs",
@@ -477,11 +477,11 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "encoded": Name(
             "vllm.v1.serial_utils:MsgpackEncoder.encode",
-            "writes a request as the engine's process gets it, which refuses fields of the wrong type",
+            "encodes a request as for the engine's process, which refuses fields of the wrong type",
         ),
         "decoded": Name(
             "vllm.v1.serial_utils:MsgpackDecoder.decode",
-            "reads that message as the engine's process does",
+            "decodes that message as the engine's process does",
         ),
     },
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which features of vLLM an engine uses, as contract_names.py groups its names."""
+"""Determines which features of vLLM an engine uses. contract_names.py groups vLLM's names by these features."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROUTING = frozenset({"topk_ids", "topk_weights"})
 
 
 def may_sleep(model: ModelConfig) -> bool:
-    """Whether sleep() discards the caches: also without sleep mode, where they are in the memory of its allocator."""
+    """Whether sleep() may discard the caches: in sleep mode, or if only its memory allocator is enabled."""
     return model.enable_sleep_mode or model.enable_cumem_allocator
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which CUDA graphs an engine makes (option `cuda_graphs`).
+"""Chooses the mode of CUDA graphs (option `cuda_graphs`).
 
 vLLM's default, FULL_AND_PIECEWISE, runs mixed prefill-decode batches with piecewise graphs, in which capture costs
 more. FULL runs them as one graph, if the attention backend supports that.
 
-FlashAttention 3 supports it. FlashAttention 4 claims to in vLLM 0.33, but was not compared. Version 3 gives wrong
-attention for heads of up to 64 values, or of more than 128. In a step with one token per request it plans for another
-kernel than the one in the graph (vLLM 0.32, H200: 9 of 30 sequences right with heads of 64 values, 30 of 30
-with 128). So FULL is chosen only where tests found it to be correct.
+FlashAttention 3 supports it. FlashAttention 4 claims support in vLLM 0.33, but its values were not compared. Version 3
+gives wrong attention for heads of up to 64 values, or of more than 128: in a step with one token per request, it plans
+for another kernel than the one in the graph (vLLM 0.32, H200: 9 of 30 sequences right with heads of 64 values, 30 of 30
+with 128). So FULL is chosen only if tests found it to be correct.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of probes in host memory that the workers and the scheduler share.
+"""Holds scores of probes in host memory that the workers and the scheduler share.
 
     worker      the last op of each forward copies the scores of its tokens to the lines of their slots, on the engine's
                 stream, as part of the CUDA graph (taps/op.py, kernels/scores.py)
@@ -9,9 +9,9 @@ No message carries scores, and no process waits for them. The copies precede the
 are complete once the sampled tokens of the step are on the host. This holds for all ranks, because sampling needs the
 logits of each rank.
 
-A line belongs to a slot of a cache group with full attention, whichever owner has the rows. vLLM keeps these slots of
-a request until it ends or is preempted, longer than a pool keeps its rows. Additional lines after those of the cache
-hold the pending scores of preempted requests.
+With any owner of rows, a line belongs to a slot of a cache group with full attention. vLLM keeps these slots of a
+request until it ends or is preempted, which is longer than a pool keeps its rows. Additional lines after those of the
+cache hold the pending scores of preempted requests.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from dmi_connector.store.format.completeness import Loss
 T = TypeVar("T")
 
 STEPS_TOGETHER = 16
-"""Number of steps whose rows are exported together. The cost for the engine's thread does not depend on this number.
-Workers report equally often.
+"""Number of steps whose rows are exported together. The cost of an export for the engine's thread does not depend on
+it. Workers report at least once in this many steps.
 """
 
 
@@ -125,10 +125,11 @@ class StepMetadata(KVConnectorMetadata):
     """The scheduler's message to the workers for one step.
 
     opens: executed before the forward. closes: executed before the forward, which may overwrite freed blocks, unless
-    their blocks are kept. chunks: exported after the forward. preempted: captures whose blocks were freed since the
-    last step. leaving: their full chunks, exported before the forward. idle: whether nothing is computed; no further
-    step may follow. gather: whether all pending rows are exported now, including those of this step. report: whether
-    each rank reports. release: whether kept blocks were freed; all pending rows are then exported before the forward.
+    their blocks are kept. chunks: full chunks that are pending after the forward. preempted: captures whose blocks were
+    freed since the last step. leaving: full chunks that are pending before the forward: those of preempted captures,
+    and with a pool also those of others. idle: whether nothing is computed; no further step may follow. gather: whether
+    all pending rows are exported now, including those of this step. report: whether each rank reports. release: whether
+    kept blocks were freed; all pending rows are then exported before the forward.
 
     The next fields are for a pool. table: (entries, pages) of the table that change before the forward, int64 [2,
     entries]; None without a change. need: number of rows, since the start, to gather before that change, because their

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters and gauges of captures for vLLM's Prometheus endpoint and its log (docs/OPERATIONS.md).
+"""Counts captures, for vLLM's Prometheus endpoint and its log (docs/OPERATIONS.md).
 
 In each step, vLLM asks both halves of the connector for changes (`CaptureStats`). A rank answers in the steps in which
 it reports (`StepMetadata`), at least once in STEPS_TOGETHER steps. vLLM aggregates the answers of all ranks, and passes
@@ -18,7 +18,7 @@ from dmi_connector.store.format.completeness import LABELS
 Numbers = dict[str, int | float]
 
 COUNTERS = {
-    # key in CaptureStats: name without "vllm:dmi_", what it counts
+    # key in CaptureStats: (metric name without "vllm:dmi_", help text)
     "started": ("captures_started", "Captures begun"),
     "complete": ("captures_complete", "Captures whose store is written and whole"),
     **{f"incomplete.{r}": ("captures_incomplete", "Captures whose store lacks rows, by reason") for r in LABELS},
@@ -63,7 +63,7 @@ no sum, which `LLM.get_metrics` needs.
 
 
 class CaptureStats(KVConnectorStats):
-    """Changes since the last step.
+    """Changes since the last report.
 
     data: {key of COUNTERS: increase, "backlog_bytes.RANK": level, "probe_score.NAME": scores, "probe_alerts.NAME":
     increase}.

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model classes that replace those of vLLM's registry.
+"""Makes the model classes that replace those of vLLM's registry.
 
 `models.NAME` is vLLM's class NAME, with taps if our connector is configured. A few are classes of owners
-(`Owner.models`).
-
-vLLM imports them by name. Without our connector, the modules and the compiled graph are the same as those of vLLM's
+(`Owner.models`). vLLM imports them by name. Without our connector, their modules and compiled graph are those of vLLM's
 class.
 """
 
@@ -84,10 +82,10 @@ class Tapped:
         self.dmi_taps = install(self, context, compilation)
         context.coverage.model = weakref.ref(self)
         if context.arch.language:
-            self.requires_raw_input_tokens = True  # beside the embeddings
+            self.requires_raw_input_tokens = True  # in addition to embeddings
         if isinstance(context.arch, Generic) and get_tensor_model_parallel_rank() == 0:
             logger.warning(
-                "dmi_connector: %s has no row of hooks. Found by its structure: %s%s. Others take a row: see "
+                "dmi_connector: %s has no row of hooks. Found by its structure: %s%s. Other hooks need a row: see "
                 "docs/HOOKS.md",
                 context.arch.name,
                 ", ".join(context.arch.only),
@@ -96,13 +94,13 @@ class Tapped:
         context.owner.attach(self, context)
 
     def dmi_begin(self) -> None:
-        """The first forward begins. By now vLLM has replaced the modules that it replaces after building a model."""
+        """Before the first forward, tap the modules again: vLLM replaces some of them after it has built a model."""
         if self.dmi_context is not None and not self.dmi_context.coverage.checked:
             self.dmi_taps.follow()
 
     @contextmanager
     def dmi_forward(self, traced: bool) -> Iterator[None]:
-        """Let taps of modules that a draft model shares with this one write only in this model's forward."""
+        """If a draft model shares modules with this model, let their taps write only during this model's forward."""
         drafting = None if self.dmi_context is None else self.dmi_context.drafting
         if traced or drafting is None or not drafting.shares_modules:
             yield
@@ -127,19 +125,19 @@ class Tapped:
         return given if embeddings is None else {**given, "input_ids": None}
 
     def dmi_positions(self, positions: torch.Tensor) -> None:
-        """Write the positions after a forward, if its layers may not get them."""
+        """Write the positions after a forward, for models whose layers may not get them."""
         if self.dmi_context is not None and self.dmi_context.arch.positions == FORWARD:
             from dmi_connector.engine.taps.inputs import end_forward
 
             end_forward(self.dmi_taps, positions)
 
     def dmi_end(self, positions: torch.Tensor) -> None:
-        """A forward ended. positions: int [..., tokens]. Raises ValueError if it was the first and lacks a hook."""
+        """A forward ended. positions: int [..., tokens]. Raises ValueError if the first forward lacks a hook."""
         if self.dmi_context is not None and not self.dmi_context.coverage.checked:
             self.dmi_context.coverage.check(positions.shape[-1])
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
-        """Passed on, except for our own draft, which reads no hidden states of the target."""
+        """Call vLLM's method, except with our own draft, which reads no hidden states of the target."""
         if self.dmi_context is None or self.dmi_context.drafting is not None:
             super().set_aux_hidden_state_layers(layers)  # type: ignore[misc]
 
@@ -168,7 +166,7 @@ def _is_draft(vllm_config: Any) -> bool:
 
 
 _INPUTS = ("input_ids", "positions", "intermediate_tensors", "inputs_embeds")
-"""The arguments of every model's forward, in their order."""
+"""The arguments of every model's forward, in order."""
 
 
 def _tapped_class(name: str) -> type:

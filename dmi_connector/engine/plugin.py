@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm.general_plugins` entry point. It only registers names; without our connector nothing else changes."""
+"""The `vllm.general_plugins` entry point. It registers names, and ends processes of `dmi run` with their parent.
+
+Without our connector nothing else changes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from dmi_connector.store.format.locks import LIFE_LOCK, hold_life_lock
 
 
 def register() -> None:
-    """Register model classes and the connector by name. vLLM imports one when it loads it."""
+    """Register model classes and the connector by name. vLLM imports a class when it uses it."""
     parent = multiprocessing.parent_process()
     if LIFE_LOCK in os.environ and parent is not None and parent.pid is not None:
         from dmi_connector.engine.offline.lifetime import end_with_parent
@@ -30,7 +33,7 @@ def register() -> None:
     for name, row in ARCHITECTURES.items():
         if not row.in_transformers:
             ModelRegistry.register_model(name, f"dmi_connector.engine.models:{name}")
-    for name, model in list(ModelRegistry.models.items()):  # its own names, and those that it serves for vLLM
+    for name, model in list(ModelRegistry.models.items()):  # all names that the Transformers backend serves
         if getattr(model, "module_name", "") == TRANSFORMERS and model.class_name in TRANSFORMERS_CLASSES:
             ModelRegistry.register_model(name, f"dmi_connector.engine.models:{model.class_name}")
     for owner in OWNERS.values():
@@ -39,9 +42,9 @@ def register() -> None:
     _register_connector()
 
 
-@functools.cache  # once in a process: vLLM raises for a name that it knows
+@functools.cache  # once per process: vLLM raises an error for a name that is registered
 def _register_connector() -> None:
-    """Let `kv_connector` alone name a connector. vLLM imports its module where it is chosen."""
+    """Let `kv_connector` name our connectors without their module. vLLM imports the module if one is chosen."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name in CONNECTORS:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of an engine that capture refuses at start, each with its fix. docs/COMPATIBILITY.md lists them.
+"""Refuses engine configurations that capture does not support. docs/COMPATIBILITY.md lists them.
 
-Those that depend on where rows lie are refused by their owner (owners/).
+Each error names the fix. Owners refuse configurations that depend on where rows are stored (owners/).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 def check(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for configurations in which rows could not be captured, each with its fix, and NeedsLinux."""
+    """Raises ValueError for configurations in which rows could not be captured, and NeedsLinux on other systems."""
     check_linux("kv_connector: capture")
     contract.check_version()
-    contract.check_names(["always"])  # the others are found by these
+    contract.check_names(["always"])  # first, because `features_of` uses these names
     contract.check_names(features_of(vllm_config))
     _check_connector(vllm_config)
     _check_parallel(vllm_config.parallel_config)
@@ -46,7 +46,7 @@ def check(vllm_config: VllmConfig) -> None:
 
 
 def _check_connector(vllm_config: VllmConfig) -> None:
-    """The connector is that of the owner: it decides whether vLLM's hybrid cache manager is on."""
+    """Checks that the connector fits the owner. The connector turns vLLM's hybrid cache manager on or off."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     pool = asked(vllm_config) == POOL
@@ -57,20 +57,20 @@ def _check_connector(vllm_config: VllmConfig) -> None:
         )
     if not pool and transfer.kv_connector == POOL_CONNECTOR:
         raise ValueError(
-            f'kv_connector: {POOL_CONNECTOR!r} is of owner=\'pool\'; add "owner": "pool" to '
+            f'kv_connector: {POOL_CONNECTOR!r} is for owner=\'pool\'; add "owner": "pool" to '
             f"kv_connector_extra_config, or set kv_connector to {CONNECTOR!r}"
         )
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:
-    """Rows of a request's tokens lie on every rank, and a batch is one forward."""
+    """Checks that every rank computes all tokens of a request, and that a batch is one forward."""
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError(
             "context parallelism spreads a request's tokens over ranks, which capture does not support; set it to 1"
         )
     if getattr(parallel, "enable_fault_tolerance", False):  # vLLM 0.33
         raise ValueError(
-            "enable_fault_tolerance: True goes on after a rank has failed, which was not tried with capture; remove "
+            "enable_fault_tolerance: True continues after a rank has failed, which was not tested with capture; remove "
             "--enable-fault-tolerance"
         )
     if parallel.enable_dbo:
@@ -82,19 +82,19 @@ def _check_parallel(parallel: ParallelConfig) -> None:
         )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.tensor_parallel_size > 1:
         raise ValueError(
-            "distributed_executor_backend: 'external_launcher' gives each rank a scheduler of its own, which names "
-            "different stores; use 'mp', 'ray' or tensor_parallel_size 1"
+            "distributed_executor_backend: 'external_launcher' gives each rank its own scheduler, and the schedulers "
+            "name different stores; use 'mp', 'ray' or tensor_parallel_size 1"
         )
     if parallel.enable_expert_parallel and parallel.use_sequence_parallel_moe:
         raise ValueError(
             f"enable_expert_parallel: with tensor_parallel_size {parallel.tensor_parallel_size} and data_parallel_size "
-            f"{parallel.data_parallel_size} ranks share out a step's tokens in expert layers, which capture does not "
+            f"{parallel.data_parallel_size} ranks divide the tokens of a step in expert layers, which capture does not "
             "support; set one of the two sizes to 1"
         )
 
 
 def _check_pipeline(vllm_config: VllmConfig) -> None:
-    """Each stage has a row of every token, with the hooks of its layers. What was not tried with stages is refused."""
+    """Refuses features that were not tested with pipeline stages. Each stage has rows with the hooks of its layers."""
     parallel, model, drafts = vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
     if parallel.pipeline_parallel_size == 1:
         return
@@ -122,7 +122,7 @@ def _check_pipeline(vllm_config: VllmConfig) -> None:
 
 
 def _check_model(vllm_config: VllmConfig) -> None:
-    """The model has the hooks, and each of its layers computes all tokens."""
+    """Checks that the hooks are defined for the model, and that each of its layers computes all tokens."""
     model = vllm_config.model_config
     if hasattr(model.hf_text_config, "index_topk"):
         raise ValueError(
@@ -152,7 +152,7 @@ def _check_model(vllm_config: VllmConfig) -> None:
 
 
 def _check_compilation(vllm_config: VllmConfig) -> None:
-    """The compiled graph is that of the selection, and overwrites nothing that taps read."""
+    """Checks that the compile hash can include the selection, and that compiled code overwrites no tapped value."""
     if not isinstance(vllm_config.additional_config, dict):
         raise ValueError(
             "additional_config: must be a JSON object, since the hook selection is written into it for the compile hash"
@@ -172,13 +172,13 @@ def check_logits(vllm_config: VllmConfig) -> None:
         raise ValueError("runner: 'pooling' computes no logits; take them out of the hooks, as in 'vllm-full,-logits'")
     if vllm_config.parallel_config.enable_batch_sharded_sampling:
         raise ValueError(
-            "enable_batch_sharded_sampling: True computes logits past compute_logits, where they are captured; remove "
+            "enable_batch_sharded_sampling: True does not call compute_logits, where logits are captured; remove "
             "--enable-batch-sharded-sampling, or take logits out of the hooks"
         )
 
 
 def check_attention(arch: Architecture, model: ModelConfig) -> None:
-    """Raises ValueError for attention of which the row of hooks does not know, and for a dtype that scales hooks."""
+    """Raises ValueError for attention that the model's row does not describe, and for a dtype that scales hooks."""
     if model.use_mla and "latent" not in arch.features:
         raise ValueError(
             f"model: {model.model!r} uses multi-head latent attention, which the row of {arch.name} does not describe; "
@@ -199,7 +199,7 @@ def check_attention(arch: Architecture, model: ModelConfig) -> None:
 
 
 def check_ranks(arch: Architecture, hooks: Iterable[str], tp: int) -> None:
-    """Raises ValueError for hooks of which a tensor-parallel rank has neither the whole nor its slice."""
+    """Raises ValueError for hooks that tensor-parallel ranks split in a way that capture does not support."""
     partial = [name for name in hooks if name in arch.one_rank]
     if tp > 1 and partial:
         raise ValueError(
@@ -211,7 +211,7 @@ def check_ranks(arch: Architecture, hooks: Iterable[str], tp: int) -> None:
 def check_stages(
     arch: Architecture, dims: ModelDims, hooks: Container[str], options: ServerOptions, stages: Sequence[range]
 ) -> None:
-    """Raises ValueError for what cannot be captured in pipeline stages. stages: layers of each; () without stages."""
+    """Raises ValueError for features that pipeline stages do not support. stages: layers of each; () without stages."""
     if not stages:
         return
     if not all(stages):
@@ -230,7 +230,10 @@ def check_stages(
 
 
 def _check_sleep(vllm_config: VllmConfig) -> None:
-    """Rows leave before vLLM sleeps. In the client's process no step follows that would inform other processes."""
+    """Refuses sleep if rows would be lost.
+
+    An engine in the client's process runs no step before sleep that tells other processes which requests have ended.
+    """
     backend = vllm_config.parallel_config.distributed_executor_backend
     here = envs.VLLM_ENABLE_V1_MULTIPROCESSING or backend in ("uni", "external_launcher")
     if may_sleep(vllm_config.model_config) and not here:
@@ -247,28 +250,28 @@ def check_reductions(vllm_config: VllmConfig, reductions: Reductions) -> None:
         reduction.check_context(vllm_config.model_config.max_model_len)
     if vllm_config.model_config.enable_sleep_mode:
         raise ValueError(
-            "enable_sleep_mode: True gives up GPU memory in which reductions keep their matrices and places; remove "
-            "--enable-sleep-mode, or the options reduce and probes"
+            "enable_sleep_mode: True lets sleep() free GPU memory in which reductions keep their matrices and indices; "
+            "remove --enable-sleep-mode, or the options reduce and probes"
         )
     if may_sleep(vllm_config.model_config):
         raise ValueError(
-            "enable_cumem_allocator: True lets sleep() give up GPU memory in which reductions keep their matrices and "
-            "places; remove --enable-cumem-allocator, or the options reduce and probes"
+            "enable_cumem_allocator: True lets sleep() free GPU memory in which reductions keep their matrices and "
+            "indices; remove --enable-cumem-allocator, or the options reduce and probes"
         )
 
 
 def check_precision() -> None:
-    """Raises ValueError where torch may compute the products of probes in fewer bits than float32 has."""
+    """Raises ValueError if torch may compute the matrix products of probes with less precision than float32."""
     precision = getattr(envs, "VLLM_FLOAT32_MATMUL_PRECISION", "highest")
     if precision != "highest":
         raise ValueError(
-            f"VLLM_FLOAT32_MATMUL_PRECISION: {precision!r} lets a GPU round what it multiplies, and scores with it; "
-            "set it to 'highest', or leave the option probes out"
+            f"VLLM_FLOAT32_MATMUL_PRECISION: {precision!r} lets a GPU round the inputs of matrix products, which makes "
+            "scores inexact; set it to 'highest', or leave the option probes out"
         )
 
 
 def replaced_by(name: str) -> ValueError:
-    """The error where vLLM puts another connector in the place of ours, which it does with kv_offloading_size."""
+    """The error for kv_offloading_size, with which vLLM uses another connector instead of ours."""
     return ValueError(
         f"kv_offloading_size: it puts {name} in the place of {CONNECTOR}, so nothing would be captured; "
         "remove --kv-offloading-size"
@@ -276,9 +279,9 @@ def replaced_by(name: str) -> ValueError:
 
 
 def check_alone(vllm_config: VllmConfig) -> None:
-    """Raises ValueError where our connector is one of several, and where vLLM has put another in its place.
+    """Raises ValueError if our connector is one of several, or if vLLM has replaced it by another.
 
-    Rows of tokens whose keys and values another connector loads were never computed here.
+    Tokens whose keys and values another connector loads are not computed here, so they have no rows.
     """
     transfer = vllm_config.kv_transfer_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config or {}
@@ -296,9 +299,9 @@ def check_alone(vllm_config: VllmConfig) -> None:
 
 
 def check_one_engine() -> None:
-    """Raises ValueError in a process where another engine has its worker.
+    """Raises ValueError in a process that already has the worker of another engine.
 
-    vLLM keeps one connector in a process, which would mix the rows of both engines.
+    vLLM keeps one connector per process, which would mix the rows of both engines.
     """
     from vllm.distributed.kv_transfer.kv_transfer_state import has_kv_transfer_group
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods of vLLM that a capturing engine replaces. contract.py names them and says why."""
+"""Replaces methods of vLLM in an engine that captures. contract_names.py lists them with the reasons."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dmi_connector.engine.messages import StepMetadata
 
 
 def schedule_no_drafts() -> None:
-    """V1 runner: let the extract_hidden_states proposer propose nothing, so each step decodes one token a request.
+    """V1 runner: let the extract_hidden_states proposer propose nothing, so each step decodes one token per request.
 
-    Such a step takes the plain sampler: the one for drafts ends in an error without drafts if a request has `top_k`.
-    The V2 runner has a setting for this (num_speculative_tokens_per_batch_size with 0 drafts); V1 asserts on that
-    setting. Our draft calls this when it is built, so a process without it keeps vLLM's own methods.
+    Such a step uses the plain sampler, because the sampler for drafts fails without draft tokens if a request has
+    `top_k`. The V2 runner has a setting for this (num_speculative_tokens_per_batch_size with 0 drafts), on which V1
+    fails an assertion. Our draft calls this when it is built, so a process without our draft keeps vLLM's own methods.
     """
     from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -27,7 +27,7 @@ def schedule_no_drafts() -> None:
         return sampled_token_ids[:, :0]
 
     def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
-        """What vLLM samples from logits [requests, vocabulary], as it does without a draft model."""
+        """vLLM's sampler output for logits [requests, vocabulary], as without a draft model."""
         none = spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens)
         ours = none and getattr(getattr(self.drafter, "model", None), "dmi_active", False)
         return samples(self, logits, None if ours else spec_decode_metadata)
@@ -37,10 +37,10 @@ def schedule_no_drafts() -> None:
 
 
 def skip_draft_forward() -> None:
-    """V2 runner: let the extract_hidden_states speculator leave out the draft's forward and what prepares it.
+    """V2 runner: let the extract_hidden_states speculator leave out the draft's forward and its preparation.
 
     The forward of our draft does nothing, because taps have written the rows. vLLM leaves it out in warm-up steps
-    without attention: this asks for the same in each step. Our draft calls this when it is built.
+    without attention, and this does the same in each step. Our draft calls this when it is built.
     """
     from vllm.v1.worker.gpu.spec_decode.extract_hidden_states import ExtractHiddenStatesSpeculator
 
@@ -54,16 +54,16 @@ def skip_draft_forward() -> None:
 
 
 def tell_logits_of(note: Callable[[Any], None], v2: bool) -> None:
-    """Beside speculative decoding: tell `note` which tokens of a step have logits, int tensor [samples].
+    """With speculative decoding: call `note` with the tokens of each step that have logits, int tensor [samples].
 
-    A request has a row of logits for its sampled token and for each draft token, which only the runner counts. The
-    target calls this when it is built. v2: which runner.
+    A request has a row of logits for its sampled token and for each draft token. Only the runner knows how many these
+    are. The target calls this when it is built. v2: whether the engine uses the V2 runner.
     """
     if v2:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 
         def sample(self: Any, hidden_states: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-            """What vLLM samples."""
+            """vLLM's sampler output."""
             note(input_batch.logits_indices)
             return original(self, hidden_states, input_batch, *args, **kwargs)
 
@@ -81,11 +81,11 @@ def tell_logits_of(note: Callable[[Any], None], v2: bool) -> None:
 
 
 def ask_one_rank() -> None:
-    """Executor of several ranks: wait for one rank's answer in steps in which ranks do not report.
+    """Executor of several ranks: wait for the answer of only one rank in steps in which ranks do not report.
 
-    vLLM takes the answers of all ranks in each step as soon as there is a connector, and of one rank without. A rank's
-    answer takes its own thread and the engine's time. Our ranks report in one step of STEPS_TOGETHER. They
-    answer the others with nothing of ours. The scheduler half calls this.
+    With a connector, vLLM waits for the answers of all ranks in each step; without one, for the answer of one rank. An
+    answer takes time of the rank's thread and of the engine. Our ranks report at least once in STEPS_TOGETHER steps. In
+    other steps their answers have nothing for our connector. The scheduler half calls this.
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -103,9 +103,9 @@ def ask_one_rank() -> None:
 
 @contextmanager
 def decomposed_experts() -> Iterator[None]:
-    """Let vLLM build expert layers whose kernels do not route inside themselves, where it can be asked (from 0.33 on).
+    """Let vLLM build expert layers with kernels that do not include routing, if vLLM offers that (from 0.33 on).
 
-    Each router is asked whether such a kernel may serve it. Nothing else of a layer depends on that.
+    vLLM asks each router whether it supports a kernel that includes routing. The answer changes nothing else.
     """
     from vllm.model_executor.layers.fused_moe.router.fused_moe_router import FusedMoERouter
 
@@ -121,7 +121,7 @@ def decomposed_experts() -> Iterator[None]:
 
 
 def _replace(cls: Any, method: Any) -> Any:
-    """Put `method` in the place of the one of that name, unless that is ours already. Returns vLLM's own."""
+    """Replace the method of that name by `method`, unless it is ours already. Returns the original method."""
     original = getattr(cls, method.__name__)
     if not getattr(original, "dmi_silent", False):
         method.dmi_silent = True

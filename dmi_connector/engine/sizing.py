@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults that depend on the machine: buffer sizes, number and priority of writers."""
+"""Computes defaults that depend on the machine: buffer sizes, and the number and priority of writers."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ CPU_HOST_BYTES, GPU_STAGING_BYTES = 256 << 20, 1 << 30
 """Default sizes: host buffer on a CPU; staging memory."""
 
 MOST_HOST_SHARE, ALL_HOSTS_SHARE = 1 / 8, 1 / 4
-"""Default host buffers with GPUs, relative to the machine's memory: maximum for one GPU, and total for all GPUs."""
+"""Default host buffers with GPUs, as shares of the machine's memory: maximum for one GPU, and total for all GPUs."""
 
 MOST_GPU_WRITERS, MOST_CPU_WRITERS, CPU_CORES_A_WRITER = 64, 4, 4
-"""Maximum default number of writers per GPU and on a CPU, and cores per writer on a CPU, which the model uses too."""
+"""Maximum default number of writers per GPU, and on a CPU; cores per writer on a CPU, which the model also uses."""
 
 _DEVICES = "/dev/nvidia[0-9]*"
 """GPUs of this machine or container, including those that CUDA_VISIBLE_DEVICES hides."""
@@ -68,8 +68,8 @@ def buffer_sizes(
 ) -> BufferSizes:
     """The buffer sizes that options give, or defaults.
 
-    share: share of a rank with a GPU, see `gpu_share`. Both buffers must hold two full chunks, the host buffer also
-    twice `step_bytes`, the logits of a step. Raises OptionError.
+    step_bytes: bytes of the logits of a step. share: share of a rank with a GPU, see `gpu_share`. Raises OptionError
+    if a buffer is too small for two full chunks, or the host buffer for these and the logits of two steps.
     """
     chunks = 2 * token_bytes * options.chunk_tokens + _SLACK_BYTES
     host_least = chunks + 2 * step_bytes
@@ -92,7 +92,7 @@ def buffer_sizes(
 
 
 def keep_rows(context: CaptureContext, vllm_config: VllmConfig) -> int:
-    """The number of waiting rows above which blocks of finished requests are kept: half of the staging memory."""
+    """`Tracker.keep_rows`: the number of rows that fill half of the staging memory."""
     gpu = vllm_config.device_config.device_type != "cpu"
     if not gpu or context.options.sink == "null":
         return UNLIMITED  # rows are gathered at once
@@ -102,9 +102,9 @@ def keep_rows(context: CaptureContext, vllm_config: VllmConfig) -> int:
 def write_settings(options: ServerOptions, rank: int, gpu: bool) -> WriteSettings:
     """The settings of a rank's coordinator. The coordinator of rank 0 also measures and prunes the directory.
 
-    With a GPU, writers run in SCHED_IDLE and yield to the engine's thread at once. On a CPU they do not, because the
-    model keeps all cores busy and they would never run. Under policy drop they do not either, because a full ring loses
-    rows.
+    With a GPU and policy block, writers run in SCHED_IDLE and yield to the engine's thread at once. On a CPU such
+    writers would never run, because the model keeps all cores busy. Under policy drop they would lose rows, because the
+    ring would become full.
     """
     give_way = gpu and options.policy == "block"
     keep = {
@@ -137,9 +137,10 @@ def write_settings(options: ServerOptions, rank: int, gpu: bool) -> WriteSetting
 
 
 def default_writers(gpu: bool, share: float = 1.0) -> int:
-    """Writer processes of a rank: fewer than cores on a CPU.
+    """Default number of writer processes of a rank.
 
-    share: share of a rank with a GPU, see `gpu_share`. Writers then yield to the engine, so there is one per core.
+    share: share of a rank with a GPU, see `gpu_share`. With a GPU there is one writer per core, because writers yield
+    to the engine. On a CPU there are fewer.
     """
     cores = len(os.sched_getaffinity(0))
     if not gpu:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The root attributes that all stores of an engine share (docs/FORMAT.md, section 5)."""
+"""Builds the root attributes that all stores of an engine share (docs/FORMAT.md, section 5)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 _LATENT_DIMS = ("v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
-"""Sizes that only models with latent attention need."""
+"""Sizes that only models with latent attention have."""
 
 
 def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, Any]:
-    """The shared attributes, JSON-ready. `engine/scheduler/tracker.py` adds those of one request."""
+    """The shared attributes, JSON-ready. The scheduler half adds the attributes of each request."""
     import vllm
 
     dims, drafting = context.dims, context.drafting
@@ -63,7 +63,7 @@ def _model_name(model: str) -> str:
 
 
 def _attention(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, Any]:
-    """How the layers attend, for readers that compute attention again; {} if vLLM does not say."""
+    """Parameters of attention, for readers that compute it again; {} if vLLM does not provide them."""
     named = vllm_config.compilation_config.static_forward_context
     arch = context.arch
     numbers = range(context.dims.layers)  # the names of attention layers in vLLM 0.31's Transformers backend

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures of engines inside the same process: vllm.LLM and dmi run."""
+"""Offline engines with capture, which run in the caller's process: for `dmi demo` and `dmi run`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An offline engine with capture. It takes prompts one at a time, and returns each request when it has ended."""
+"""Runs an offline engine with capture, which takes prompts one at a time and returns each request when it has ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dmi_connector.option_values import OptionError
 from dmi_connector.wording import show
 
 _LONG_PROMPT = 4096
-"""Tokens of the prompt with which sampling fields are checked. Some fields have positions in the prompt."""
+"""Maximum length of the prompt with which sampling fields are checked. Some fields refer to positions in the prompt."""
 
 
 class PromptRefused(ValueError):
@@ -26,8 +26,8 @@ class PromptRefused(ValueError):
 class Ended:
     """A request that has ended.
 
-    prompt, generated: numbers of tokens. finish: vLLM's reason. store: path of its store, if the response names it.
-    error: why nothing is captured.
+    prompt, generated: numbers of tokens. finish: vLLM's finish reason. store: path of its store, None if the response
+    has none. error: why nothing is captured.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Ended:
 
 
 class EngineFeed:
-    """vLLM's engine, fed continuously. Alternate calls of `add` and `step` keep its queue full.
+    """vLLM's engine with capture. Alternate calls of `add` and `step` keep its queue full.
 
     model: model name or directory, as for vLLM. capture: arguments of `capture_args`. flags: more flags of vLLM's
     engine, as on a command line. sampling: fields of SamplingParams; greedy if they name no temperature. max_tokens:
@@ -72,7 +72,7 @@ class EngineFeed:
             raise
 
     def _check_sampling(self, fields: Mapping[str, Any]) -> None:
-        """Raise OptionError for fields that this model or the engine's process refuses for every prompt."""
+        """Raise OptionError for fields that the model, or the engine's process, would refuse with any prompt."""
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -101,8 +101,8 @@ class EngineFeed:
     def add(self, name: str, key: str, prompt: Mapping[str, Any]) -> None:
         """Begin a request.
 
-        name: its name in the results of `step`. key: key of its store. prompt: `Prompt.to_json()`. Raises
-        PromptRefused.
+        name: its name in the results of `step`. key: key of its store. prompt: `Prompt.to_json()`. Raises PromptRefused
+        if the engine cannot take the prompt.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -121,13 +121,13 @@ class EngineFeed:
             return {"prompt": prompt["text"]}
         messages = prompt["messages"]
         tokenizer: Any = self._engine.get_tokenizer()
-        # A conversation that ends with an answer gets no generation prompt.
+        # A conversation that ends with an assistant's message gets no generation prompt.
         asks = messages[-1]["role"] != "assistant"
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
         return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def step(self) -> list[Ended]:
-        """Wait for the engine's next outputs. Returns the requests that have ended with them."""
+        """Wait for the engine's next outputs. Returns the requests that these outputs end."""
         ended = []
         for output in self._engine.step():
             if output.finished:
@@ -163,7 +163,7 @@ def _parser() -> Any:
 
 
 def _sampling(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., Any]:
-    """(key, other options under `dmi`) -> SamplingParams. Raises OptionError."""
+    """A function (key, other options under `dmi`) -> SamplingParams. Raises OptionError if vLLM refuses a field."""
 
     def check(some: Mapping[str, Any]) -> None:
         _maker(some, max_tokens)("a")
@@ -191,9 +191,9 @@ def _maker(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., A
 
 
 def _refuse(fields: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]) -> None:
-    """Raise OptionError for fields of SamplingParams that `check` refuses. It names the field that causes the error.
+    """Raise OptionError if `check` refuses fields of SamplingParams. The message names the field that causes the error.
 
-    That is a field without which the others pass, or which is refused alone too.
+    That is a field without which the other fields pass, or a field that is also refused alone.
     """
     try:
         check(fields)

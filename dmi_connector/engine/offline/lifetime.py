@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills a process when its parent exits. Else vLLM's engine process outlives a killed client and holds GPU memory."""
+"""Kills a process when its parent exits, so that vLLM's engine process does not outlive a killed client."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def end_with_parent(parent: int) -> None:
 
 
 def end_forks_with_this() -> None:
-    """Tie every process that this one forks, and those that they fork, each to the one that forks it.
+    """Kill every process that this one forks when this one exits. The same holds for processes that they fork.
 
-    Spawned processes of vLLM load its plugins, where ours ties them. Forked ones have them loaded already.
+    Spawned processes of vLLM load its plugins, and our plugin calls `end_with_parent`. Forked ones do not load plugins
+    again.
     """
     forks = 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An offline engine that captures prompts. `dmi demo` runs it."""
+"""Runs an offline engine that captures prompts. `dmi demo` uses it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Answer:
 class OfflineEngine:
     """vLLM's offline engine with capture.
 
-    It runs in float32, so captures agree with transformers up to rounding. It runs in eager mode, because compiling a
-    tiny model takes longer than running it.
+    It runs in float32, so captures agree with transformers except for rounding. It runs in eager mode, because
+    compiling a tiny model takes longer than running it.
 
     model: a model directory. engine: the result of `capture_args`. max_model_len: tokens. Raises EngineFailed.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The owner that the options of the connector name."""
+"""Reads the connector's option `owner`."""
 
 from __future__ import annotations
 

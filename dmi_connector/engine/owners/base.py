@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of an owner of rows.
+"""Defines the interfaces of owners of rows.
 
 `Owner` is the interface for an engine, `RowSlots` for the scheduler, `RowMemory` for a worker. The rest of the engine
 uses these interfaces only.
@@ -109,7 +109,7 @@ class RowMemory(Protocol):
 
     @property
     def step_tokens(self) -> int:
-        """Maximum number of tokens per step, if rows stay when vLLM frees their slots; otherwise 0."""
+        """Maximum number of tokens per step, if rows stay after vLLM has freed their tokens' slots; otherwise 0."""
 
     def slots_in_cache(self, forward: ForwardContext) -> torch.Tensor:
         """vLLM's slots of the tokens of this forward, for the layer of `cache_slots`: int64; padding is negative."""
@@ -160,23 +160,22 @@ class RowSlots(ABC):
     def preempted(self, tracked: Captured, computed: int, metadata: StepMetadata) -> int:
         """A request was preempted. Writes to the step's message what happens to its rows.
 
-        computed: number of tokens known to be computed in steps since the last check for full chunks, 0 if there was
-        none. Returns the position up to which its rows exist.
+        computed: number of its computed tokens, 0 if it was in no step since the last check for full chunks. Returns
+        the position up to which its rows exist.
         """
 
     @abstractmethod
     def ended(self, request: Request, blocks: list[int], waiting: bool, others: bool) -> bool:
         """A captured request ended. Returns whether vLLM keeps its blocks until workers name the request.
 
-        waiting: whether more rows are pending than fit in staging memory. others: whether other captured requests are
-        running.
+        waiting: whether staging memory is short (`Tracker.keep_rows`). others: whether other captured requests run.
         """
 
     def check_room(self, tracked: Captured) -> None:  # noqa: B027
         """Raise OptionError for a request whose rows can never have slots."""
 
     def arrived(self, tracked: Captured) -> None:  # noqa: B027
-        """A request is to be captured."""
+        """A request that will be captured has arrived."""
 
     def begin(self, tracked: Captured) -> Borrow | None:
         """A request is scheduled for the first time. Returns the rows that it borrows from an earlier capture."""
@@ -186,7 +185,7 @@ class RowSlots(ABC):
         """These captures lack rows."""
 
     def stored(self, path: str, whole: bool) -> None:  # noqa: B027
-        """A capture has ended. path: of its store. whole: it is there and has all rows."""
+        """A capture has ended. path: path of its store. whole: whether the store exists and has all rows."""
 
     def handed(self, tracked: Captured, stop: int, rows: int) -> None:  # noqa: B027
         """Rows of positions below `stop` were handed to the workers. rows: number of rows handed since the start,
@@ -210,17 +209,17 @@ class RowSlots(ABC):
         """Check running requests, once every few steps. scheduled: request -> tokens in this step."""
 
     def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:  # noqa: B027
-        """Complete the message of a step. vLLM has planned the step."""
+        """Complete the message of a step that vLLM has planned."""
 
     def forget(self, tracked: Captured) -> None:  # noqa: B027
-        """A request that had arrived ended, and its last rows were handed."""
+        """A request has ended, and its last rows were handed to the workers."""
 
     def attributes(self, tracked: Captured) -> dict[str, Any]:
         """Root attributes of the store of a request that ends."""
         return {}
 
     def take_counts(self) -> dict[str, int]:
-        """What changed since the last call, by key of `metrics.COUNTERS`."""
+        """Increases since the last call, by key of `metrics.COUNTERS`."""
         return {}
 
     def sized(self, pages: int) -> None:  # noqa: B027
@@ -261,7 +260,7 @@ class Owner(ABC):
 
     @abstractmethod
     def check(self, vllm_config: VllmConfig) -> None:
-        """Raises ValueError for a configuration that it does not support, with the fix."""
+        """Raises ValueError for a configuration that it does not support. The message names the fix."""
 
     def ignored(self, vllm_config: VllmConfig, context: Context) -> str:
         """A sentence that names settings without effect, or ""."""
@@ -279,7 +278,7 @@ class Owner(ABC):
 
     @abstractmethod
     def attach(self, model: nn.Module, context: Context) -> None:
-        """Called once the tapped model is built: add what this owner needs to it."""
+        """Add what this owner needs to the tapped model. Called once the model is built."""
 
     def output(self, output: Any) -> Any:
         """The output of the tapped model's forward. output: the output of vLLM's forward."""

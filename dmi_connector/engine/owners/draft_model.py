@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache-only draft model that owns rows."""
+"""Defines the cache-only draft model that owns rows."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in pages of vLLM's cache: a separate cache layer (row_cache.py) holds a row per cached token.
+"""Stores rows in pages of vLLM's cache: a separate cache layer (row_cache.py) holds one row per cached token.
 
-The layer has the same blocks as the attention layers. So a row has the same slot as its token's keys and values: a
-prefix hit finds the row too, and a preempted or ended request loses both at the same time.
+The layer has the same blocks as the attention layers. So a row has the same slot as its token's keys and values. A
+prefix-cache hit also finds the row. A preempted or ended request loses both at the same time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PagedSlots(RowSlots):
         return self.in_cache(tracked, start, stop)
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """No tokens: rows of a prefix hit are in its blocks."""
+        """No tokens, because the rows of a prefix-cache hit are in its blocks."""
         return 0, False
 
     def preempted(self, tracked: Captured, computed: int, metadata: StepMetadata) -> int:
@@ -67,8 +67,9 @@ class PagedSlots(RowSlots):
     def _keeps(self, blocks: int, waiting: bool, others: bool) -> bool:
         """Whether the blocks of an ended request are kept.
 
-        If staging memory is short, policy "block" always keeps them: reusing them would stall the GPU. Without other
-        requests, only one more step may follow.
+        If staging memory is short, policy "block" always keeps them, because reusing them would stall the GPU.
+        Otherwise they are kept within the limit HELD, if other requests run. Without these, only one more step may
+        follow.
         """
         if not blocks or not self.keep:
             return False
@@ -104,7 +105,7 @@ class PagedSlots(RowSlots):
 
 
 class Paged(Owner):
-    """An owner whose rows lie in pages of vLLM's cache."""
+    """An owner whose rows are in pages of vLLM's cache."""
 
     def check(self, vllm_config: VllmConfig) -> None:
         model = vllm_config.model_config

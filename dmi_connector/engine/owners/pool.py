@@ -3,16 +3,16 @@
 
 The slot of a row depends on its request and position, never on the batch:
 
-    scheduler   position -> page of the request (pool_pages.py), which stays its own until the page's rows are gathered
+    scheduler   position -> page of the request (pool_pages.py), which keeps the page until its rows are gathered
                 vLLM's blocks of the request -> entries of the table: slot // PAGE -> page
                 changed entries travel in the step's message (`StepMetadata.table`)
-    worker      before the forward: gather what the message needs, change the table     (exporter.py, pool_memory.py)
+    worker      before the forward: gather rows of reused pages, change the table       (exporter.py, pool_memory.py)
                 first tap of the forward: vLLM's slots -> slots of the pool, for all tokens    (kernels/lookup.py)
-                every tap: rows[slots[token]] = values; -1, of a token without a row, is skipped
+                every tap: rows[slots[token]] = values; slot -1 (a token without a row) is skipped
                 later: chunks of rows -> staging memory -> ring, as for the other owners
 
-Everything runs on the engine's stream, so a page is overwritten only after its rows were gathered. `need` in the
-message is the number of rows to gather before the forward, because their pages are reused.
+Everything runs on the engine's stream, so a page is overwritten only after its rows were gathered. The message says
+how many rows must be gathered before the forward, because their pages are reused (`StepMetadata.need`).
 
 A request is admitted when the pool has room for the most rows that it holds at a time (`PoolSlots.most`); with
 `keep_if`, for all of its rows (`StepLimits.room_of_all`). A step may have more prompt tokens than the pool has rows.
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from dmi_connector.settings import ServerOptions
 
 LARGE_ROW = 500_000
-"""Bytes. Chunks of larger rows are shorter, since each request holds up to a chunk of them."""
+"""In bytes. Chunks of larger rows have fewer rows, because each request holds up to one chunk of rows in the pool."""
 _CHUNK, _SHORT_CHUNK = 64, 32
-"""Default `chunk_tokens`: of rows up to LARGE_ROW, and of larger ones."""
+"""Default `chunk_tokens` for rows of up to LARGE_ROW bytes, and for larger rows."""
 
 
 class Pool(Owner):
@@ -65,19 +65,19 @@ class Pool(Owner):
         model, speculative = vllm_config.model_config, vllm_config.speculative_config
         if model.enable_sleep_mode or model.enable_cumem_allocator:
             raise ValueError(
-                "enable_sleep_mode: sleep (here or with enable_cumem_allocator) gives up the memory of the pool, which "
+                "enable_sleep_mode: sleep (here or with enable_cumem_allocator) frees the memory of the pool, which "
                 "owner='pool' does not support; remove it, or use owner='target'"
             )
         if speculative is not None and speculative.method == EXTRACT_HIDDEN_STATES:
             raise ValueError(
-                f"speculative_config: method {EXTRACT_HIDDEN_STATES!r} is what owner='draft' needs, and owner='pool' "
-                "has rows without it; leave speculative_config out"
+                f"speculative_config: only owner='draft' needs method {EXTRACT_HIDDEN_STATES!r}; leave "
+                "speculative_config out with owner='pool'"
             )
         if speculative is not None:
             check_chain(vllm_config)
 
     def options(self, options: ServerOptions, given: Container[str], row_bytes: int) -> ServerOptions:
-        """Chunks are small, so that they fill up in the pool and requests hold few rows."""
+        """See `Owner.options`. Chunks are short, so that they fill up soon and requests hold few rows."""
         if "chunk_tokens" in given:
             return options
         return replace(options, chunk_tokens=_CHUNK if row_bytes <= LARGE_ROW else _SHORT_CHUNK)
@@ -114,11 +114,11 @@ class Pool(Owner):
 def key_group(config: KVCacheConfig) -> tuple[int, str, int]:
     """(index, first layer, slots per block) of the first cache group with full attention.
 
-    The layer is "" in a pipeline stage that has none of the group.
+    The layer is "" in a pipeline stage without layers of this group.
 
     Such a group keeps a slot for each token until the request ends. Sliding-window groups give slots of older tokens to
-    other requests, and groups with a state (Mamba) have no slots for most tokens. Raises ValueError without such a
-    group.
+    other requests, and groups with a state (Mamba) have no slots for most tokens. Raises ValueError if there is no
+    group with full attention.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a captured request reads the prefix cache: as far as it has rows, or borrows them from an earlier capture.
+"""Limits prefix-cache hits of a captured request to tokens whose rows it has, or borrows from an earlier capture.
 
-vLLM asks the connector when it has found a hit, and does not let it shorten the hit. So a request whose hit ends
-elsewhere is asked to wait for the next pass. At the end of the pass its hashes are cut: vLLM looks up no more blocks
-than a request has hashes. By then the pass has handed rows of requests that began in it, so the children of a request
-with n > 1 find those of the first one.
+vLLM tells the connector the length of a hit, which the connector cannot shorten. If the hit has tokens whose rows are
+missing, the request waits for the next scheduling pass. At the end of the current pass its block hashes are cut,
+because vLLM looks up only as many blocks as a request has hashes. By then, rows of requests that began in the pass were
+handed to the workers. So with n > 1, the other child requests find the rows of the first one.
 
-A source whose request runs is kept by the coordinator until its rows are copied: it hears of the borrower before it
-hears of the end. When that request ends, a borrower of its rows that runs is the source of them. Without one the
-finished store is held by links (pool_holds.py). Until it is finished the borrower waits, but not longer than _WAIT_S.
+While the request of a source runs, the coordinator keeps its store until borrowed rows are copied: the message that
+names the borrower precedes the message that ends the capture. When that request ends, a running borrower replaces it as
+the source. Without one, hard links hold the finished store (pool_holds.py). A new borrower waits up to _WAIT_S until
+the store is finished.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.dmi_connector")
 
 _WAIT_S = 1.0
-"""Seconds that a borrower waits for the store of a request that has ended. Then it computes the tokens again."""
+"""Seconds that a borrower waits for the store of a request that has ended. After that it computes the tokens again."""
 
 
 @dataclass(eq=False)
 class CacheReads:
-    """What one request reads of the prefix cache.
+    """How one captured request reads the prefix cache.
 
-    source: what it is to others. borrow: whose rows it borrows if it is scheduled now, and up to which position. held:
-    links to the store of `held_source`, or "". hit: most cached tokens that vLLM found since it last ran. begun:
-    whether it was ever scheduled. recomputed: cached tokens that were computed again. hidden: hashes that were removed
-    after the first `kept`.
+    source: the request's own capture, from which others may borrow. borrow: (source, position up to which the request
+    borrows its rows) if it is scheduled now. held: path of the links to the store of `held_source`, or "". hit: the
+    most cached tokens that vLLM found since the request last ran. begun: whether it was ever scheduled. recomputed:
+    number of cached tokens that it computed again. hidden: block hashes that `cut` removed, which follow the first
+    `kept` ones.
     """
 
     tracked: Captured
@@ -59,48 +61,49 @@ class CacheReads:
 
     @property
     def request(self) -> Request:
-        """vLLM's."""
+        """vLLM's request."""
         return self.tracked.request
 
     def cut(self, count: int) -> None:
-        """Leave `count` hashes."""
+        """Remove all block hashes after the first `count`."""
         hashes = self.request.block_hashes
         self.hidden, self.kept = hashes[count:], count
         del hashes[count:]
 
     def restore(self) -> None:
-        """Put hashes back, if vLLM has not computed them again. It needs them for the blocks that it gives."""
+        """Put the removed hashes back, unless vLLM has computed them again. vLLM needs them to allocate blocks."""
         if self.hidden and len(self.request.block_hashes) == self.kept:
             self.request.block_hashes += self.hidden
         self.hidden = []
 
 
 class Borrowing:
-    """The reads of all captured requests. block_size: tokens of a block, until vLLM's own hashes are known.
+    """Decides how captured requests read the prefix cache, and which rows they borrow.
 
-    Where hits may end inside a block, hashes do not say how long a hit is: then all tokens of it are computed again.
+    block_size: tokens per block, used as tokens per hash until `bind`. If hits may end inside a block, hashes do not
+    give the length of a hit. Then a request that needs rows of the hit computes all its tokens again.
     """
 
     def __init__(self, context: Context, block_size: int) -> None:
         options = context.options
         self.sources = RowSources(options.chunk_tokens, block_size, context.ranks > 1, options.sink == "disk")
         self._holds = Holds(options.store_dir)
-        self._lent: dict[str, str] = {}  # links by path of the store that is copied to
+        self._lent: dict[str, str] = {}  # path of a borrower's store -> path of the links that it copies from
         self._part_hits = False  # whether hits may end inside a block
-        self._later: list[tuple[CacheReads, int, int]] = []  # to be cut: hit, and `low` of `allows`
+        self._later: list[tuple[CacheReads, int, int]] = []  # requests that wait, with `hit` and `low` of `allows`
         self.counts = {"recomputed_tokens": 0, "borrowed_tokens": 0}
 
     def arrived(self, tracked: Captured) -> CacheReads:
-        """A request is to be captured."""
+        """A request that will be captured has arrived."""
         request, params, kind = tracked.request, tracked.params, self.sources.kind(tracked.selection)
         source = Source(tracked.capture, tracked.path, request.request_id, params.key, kind, params.start)
         self.sources.add(source)
         return CacheReads(tracked, source)
 
     def allows(self, reads: CacheReads, hit: int, low: int) -> bool:
-        """Whether a request may begin with a hit of `hit` tokens. If not, ask again in the next pass.
+        """Whether a request may begin with a hit of `hit` tokens. If not, vLLM asks again in the next pass.
 
-        low: position below which it wants no rows, or has them.
+        low: position below which the request wants no rows, or already has them.
         """
         reads.restore()
         reads.hit, reads.borrow = max(reads.hit, hit), None
@@ -113,15 +116,15 @@ class Borrowing:
         return True
 
     def _find(self, reads: CacheReads, top: int) -> tuple[Source, int] | None:
-        """Whose rows a request can borrow. One that was preempted has its own. `keep_if` is about scores of all rows,
-        and borrowed ones have none.
+        """(source, position up to which a request can borrow its rows), None without a source. A request that was
+        scheduled before has its own rows. `keep_if` needs the scores of all rows, and borrowed rows have none.
         """
         if reads.begun or self._part_hits or reads.tracked.params.keep_if is not None:
             return None
         return self.sources.find(reads.source, reads.request, top)
 
     def _hold(self, reads: CacheReads, source: Source) -> bool:
-        """See to it that a source stays until its rows are copied. Returns whether it will."""
+        """Keep the store of a source until its rows are copied. Returns whether that is ensured now."""
         if source is reads.held_source and reads.held:
             return True
         self._release(reads)
@@ -147,7 +150,7 @@ class Borrowing:
             reads.held, reads.held_source = "", None
 
     def cut(self) -> list[Request]:
-        """A pass ends: cut the hits of those that wait. Returns requests that are to read nothing."""
+        """At the end of a pass, cut hashes of waiting requests. Returns those that must not read the prefix cache."""
         nothing, size = [], self.sources.hash_size
         for reads, hit, low in self._later:
             top = min(hit, reads.tracked.limit)
@@ -155,7 +158,7 @@ class Borrowing:
             stop = low if found is None else found[1]
             if stop < size or self._part_hits:
                 nothing.append(reads.request)
-            elif stop < top or top == hit:  # else all rows that it wants of the hit are there by now
+            elif stop < top or top == hit:  # otherwise all rows that it wants of the hit can be borrowed now
                 reads.cut(stop // size)
         self._later.clear()
         return nothing
@@ -181,20 +184,20 @@ class Borrowing:
         self._release(reads)
 
     def stored(self, path: str, whole: bool) -> None:
-        """A store is finished, and what it was to borrow is copied. whole: it has all rows."""
+        """The store at `path` is finished, and the rows that it borrows are copied. whole: whether it has all rows."""
         self.sources.stored(path, whole)
         if path in self._lent:
             self._holds.release(self._lent.pop(path))
 
     def scheduled(self, reads: CacheReads) -> None:
-        """Tokens of its prompt are computed in this step."""
+        """Prompt tokens of a request are computed in this step. Counts cached tokens that are computed again."""
         again, reads.hit = reads.hit - reads.request.num_computed_tokens, 0
         if again > 0:
             reads.recomputed += again
             self.counts["recomputed_tokens"] += again
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
-        """Forget all sources when the prefix cache is reset."""
+        """Read the number of tokens per hash, and forget all sources whenever the prefix cache is reset."""
         self.sources.hash_size = kv_cache_manager.block_pool.hash_block_size
         self._part_hits = bool(getattr(kv_cache_manager.coordinator, "enable_partial_hash_hits", False))
         reset = kv_cache_manager.reset_prefix_cache
@@ -206,6 +209,6 @@ class Borrowing:
         kv_cache_manager.reset_prefix_cache = reset_prefix_cache
 
     def take_counts(self) -> dict[str, int]:
-        """What changed since the last call, by key of `metrics.COUNTERS`."""
+        """Increases since the last call, by key of `metrics.COUNTERS`."""
         counts, self.counts = self.counts, dict.fromkeys(self.counts, 0)
         return counts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of a pool by number: which are free, and which will be once their rows are gathered."""
+"""Tracks which pages of a pool are free, and which become free once their rows are gathered."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import deque
 
 
 class Pages:
-    """Pages by number, given out and taken back in the order in which their rows are handed to the workers.
+    """Page numbers of a pool. Pages are taken back in the order in which their rows are handed to the workers.
 
-    count: of pages, without page 0, where torch puts what has no row. free: pages without rows. Behind them, `_handed`:
-    (rows handed since the start, page), to be used again once so many rows are gathered.
+    count: number of pages, without page 0, where torch writes values of tokens without a row. free: pages without rows.
+    `_handed` has pages whose rows may still be pending: (n, page) is free once n rows are gathered since the start.
     """
 
     def __init__(self, count: int) -> None:
@@ -20,7 +20,7 @@ class Pages:
         self._need = 0
 
     def take(self) -> int:
-        """A page. Admission sees to it that there is one."""
+        """Allocate a page. Admission ensures that there is one."""
         if self.free:
             return self.free.popleft()
         if not self._handed:
@@ -29,15 +29,15 @@ class Pages:
         return page
 
     def give_back(self, page: int, handed: int) -> None:
-        """Take a page back. handed: rows handed since the start when its last row was."""
+        """Take a page back. handed: number of rows handed since the start, including its last row."""
         self._handed.append((handed, page))
 
     def gathered(self, rows: int) -> None:
-        """So many rows are gathered since the start."""
+        """Free the pages whose rows are gathered. rows: number of rows gathered since the start."""
         while self._handed and self._handed[0][0] <= rows:
             self.free.append(self._handed.popleft()[1])
 
     def take_need(self) -> int:
-        """Rows that must be gathered before pages taken since the last call are written."""
+        """Number of rows, since the start, to gather before pages that were taken since the last call are written."""
         need, self._need = self._need, 0
         return need

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finished stores that requests borrow rows from: hard links to their files, until the borrower's store is finished.
+"""Hard links to finished stores from which requests borrow rows. They exist until the borrower's store is finished.
 
-Whoever reads stores may remove them at any time. Without links, a store could go after its rows were promised to a
-request and before writers have copied them.
+Users may remove stores at any time. Without links, a store could be removed after a request was promised its rows and
+before writers have copied them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dmi_connector.store.format.locks import is_abandoned, share
 logger = init_logger("vllm.dmi_connector")
 
 PREFIX = ".dmi-held-"
-"""Directories in a store directory, one for each engine that borrows rows just now, locked by it."""
+"""Prefix of directories in a store directory. Each engine that currently borrows rows has one, and locks it."""
 
 
 class Holds:
-    """Links to stores, in a directory in `store_dir` that is there while there are any.
+    """Links to stores, in a directory in `store_dir` that exists only while there are links.
 
-    What engines left there that were killed is removed.
+    The constructor removes directories that killed engines left behind.
     """
 
     def __init__(self, store_dir: str) -> None:
@@ -38,10 +38,10 @@ class Holds:
                 _remove(path)
 
     def hold(self, store: str) -> str:
-        """Link all files of a finished store. Returns the path of a directory with the same name that has them.
+        """Link all files of a finished store. Returns the path of the new directory, which has the store's name.
 
-        Raises FileNotFoundError if a part of the store is not there, OSError where there are no hard links, ValueError
-        where the root document is damaged.
+        Raises FileNotFoundError if a file of the store is missing, another OSError if hard links are not supported, and
+        ValueError if the root document is damaged.
         """
         if not self._held:
             self._root = tempfile.mkdtemp(prefix=PREFIX, dir=self._store_dir)
@@ -50,7 +50,7 @@ class Holds:
         held = os.path.join(self._root, str(self._count), os.path.basename(store))
         self._held.add(held)
         try:
-            for path in ["zarr.json", *_files_of(store)]:  # a directory would not say what was just removed
+            for path in ["zarr.json", *_files_of(store)]:  # a directory listing would omit files that were removed
                 there = os.path.join(held, path)
                 os.makedirs(os.path.dirname(there), exist_ok=True)
                 os.link(os.path.join(store, path), there, follow_symlinks=False)
@@ -60,7 +60,7 @@ class Holds:
         return held
 
     def release(self, held: str) -> None:
-        """Remove these links."""
+        """Remove the links in the directory `held`."""
         self._held.remove(held)
         if self._held:
             _remove(os.path.dirname(held))
@@ -83,6 +83,6 @@ def _remove(path: str) -> None:
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
-        return  # a store that was not there has no links
+        return  # no link was made
     except OSError as error:
         logger.warning("dmi_connector: %s, which has links to stores, cannot be removed: %s", path, error)

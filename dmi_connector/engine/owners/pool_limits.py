@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What limits a step of vLLM's scheduler, and how many pages of a pool follow from that."""
+"""Limits of a step of vLLM's scheduler, and the numbers of pool pages that follow from them."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
     from dmi_connector.engine.owners.base import Captured
 
 PAGE = 16
-"""Positions of a page, if blocks of vLLM are a multiple of it. A page never reaches over two blocks."""
+"""Positions per page, if vLLM's block size is a multiple of it. A page never spans two blocks."""
 _PROMPT_TOKENS = 256
-"""Smallest budget of a step beside the tokens that running requests decode, unless blocks are larger."""
+"""Prompt tokens in the smallest budget of a step, in addition to the tokens of decoding requests. See `block` below."""
 
 
 def page_size(block_size: int) -> int:
-    """Positions of a page."""
+    """Positions per page."""
     return math.gcd(PAGE, block_size)
 
 
 @dataclass
 class StepLimits:
-    """What limits a step of vLLM's scheduler.
+    """Limits of a step of vLLM's scheduler.
 
-    scheduler: its configuration, whose `max_num_batched_tokens` is read at the beginning of each step. stock: its value
-    at start. tokens: maximum tokens of a step. requests: maximum number of running requests. of_request: tokens of a
-    decoding request in a step, draft tokens included. whole: whether chunked prefill is off for prompts, or for images
-    in them; then a step is never made smaller. block: tokens of a block in hybrid models whose states are cached; else
-    0. vLLM then ends pieces of prompts where blocks end, so a step with room for less would compute nothing. longest:
-    maximum tokens of a request.
+    scheduler: vLLM's scheduler configuration, whose `max_num_batched_tokens` vLLM reads at the beginning of each step.
+    stock: the value of that at start. tokens: maximum tokens of a step. requests: maximum number of running requests.
+    of_request: maximum tokens of a decoding request per step, including draft tokens. whole: whether chunked prefill is
+    off, for prompts or for images in them; the budget is then never lowered. block: tokens per block in hybrid models
+    whose states are cached, otherwise 0. In these models vLLM ends parts of prompts at block boundaries, so a step with
+    room for less than a block would compute nothing. longest: maximum tokens of a request.
     """
 
     scheduler: Any
@@ -65,38 +65,38 @@ class StepLimits:
         return cls(scheduler, tokens, scheduler.max_num_seqs, of_request, whole, block, longest)
 
     def floor(self, requests: int) -> int:
-        """Minimum tokens of a step while prompts are captured. requests: the number of running requests."""
+        """The smallest budget of a step while prompts are captured, in tokens. requests: number of running requests."""
         if self.whole:
             return self.tokens
         return min(self.tokens, requests * self.of_request + self.prompt)
 
     @property
     def prompt(self) -> int:
-        """Tokens of prompts that the smallest step has room for."""
+        """Prompt tokens that the smallest budget has room for."""
         return max(_PROMPT_TOKENS, self.block)
 
     @property
     def lookahead(self) -> int:
-        """Tokens of a decoding request between two looks at it."""
+        """Maximum tokens of a decoding request between two calls of `RowSlots.look`."""
         return STEPS_TOGETHER * self.of_request
 
     def pages_of_request(self, chunk: int, size: int = PAGE, aligned: bool = True) -> int:
-        """Maximum pages that a request has at a time, without those of its prompt in one step.
+        """Maximum pages that a request has at a time, without those for its prompt tokens of one step.
 
-        While it decodes, it has the beginning of a chunk, tokens of two steps that are not known yet, and places for
-        what it decodes in this step and until the scheduler next looks at it. In its prompt it has the beginning of a
-        chunk before the step, places until the next look, and a part of a page after them. aligned: whether chunks
-        begin where pages begin.
+        While it decodes, they hold an incomplete chunk, the tokens of two steps whose results are not known yet, the
+        tokens of this step, and those until the next `look`. While its prompt is computed, they hold the incomplete
+        chunk before the step, the tokens until the next `look`, and the rest of the last page. aligned: whether chunks
+        begin at page boundaries.
         """
         decoding, prompt = chunk - 1 + 3 * self.of_request + self.lookahead, chunk - 1 + self.lookahead + size - 1
         most = max(decoding, prompt)
         return -(-most // size) if aligned else pages_of(most, size)
 
     def room_of_all(self, tracked: Captured, size: int = PAGE) -> tuple[int, int]:
-        """(position from which on no row has a place, pages) of a request whose rows all wait until it ends.
+        """(first position whose row gets no slot, number of pages) of a request whose rows all wait until it ends.
 
-        Behind its last token it may have drafts, and tokens of a step that was planned before that was known. How many
-        tokens the turns of a session have is not known.
+        Draft tokens may follow its last token, and so may tokens of a step that was planned before the end was known.
+        The number of tokens in later turns of a session is not known.
         """
         request, params = tracked.request, tracked.params
         stop = self.longest if params.stop is None else min(self.longest, params.stop)
@@ -106,15 +106,15 @@ class StepLimits:
         return stop, max(0, -(-stop // size) - params.start // size)
 
     def pages_of_step(self, tokens: int, size: int = PAGE) -> int:
-        """Pages for `tokens` tokens of prompts in a step, in addition to those that requests are admitted with."""
+        """Pages for `tokens` prompt tokens of a step, in addition to the pages reserved for admitted requests."""
         return -(-tokens // size)
 
     def least_pages(self, chunk: int, requests: int = 1) -> int:
-        """Minimum pages of a pool that holds `requests` captured requests at a time, whatever else runs."""
+        """Minimum pages of a pool that holds `requests` captured requests at a time, with any other load."""
         of_request = self.pages_of_request(chunk, aligned=False)
         return self.pages_of_step(self.floor(self.requests)) + requests * of_request
 
 
 def pages_of(rows: int, size: int = PAGE) -> int:
-    """Maximum pages of `rows` consecutive rows, wherever the first one begins in a page."""
+    """Maximum pages of `rows` consecutive rows. The first row may be anywhere in a page."""
     return (rows + size - 2) // size + 1

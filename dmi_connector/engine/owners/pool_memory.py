@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker half of a pool: the rows, the table from vLLM's slots to pages, and the slots of the running step."""
+"""Worker half of a pool: memory of the rows, the table from vLLM's slots to pages, and slots of the running step."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ _PADDING = 512
 
 
 class RowPool(StepRows, nn.Module):
-    """Rows of pages, registered under `CaptureContext.cache_layer` among vLLM's layers. It is no cache layer of vLLM.
+    """Rows in pages, registered under `CaptureContext.cache_layer` among vLLM's layers. It is no cache layer of vLLM.
 
-    rows: uint8 [(1 + pages) * page size, row_bytes]. Page 0 is the null page: torch writes there what has no row.
-    table: int64 [slots of the cache / page size], the page of each run of vLLM's slots, or -1. It has one entry until
-    vLLM has made its cache. slots: int64 [tokens], the slots of the running step. Graphs hold its address.
+    rows: uint8 [(1 + pages) * page size, row_bytes]. Page 0 is the null page, where torch writes values of tokens
+    without a row. table: int64 [slots of the cache / page size], the page of each page-sized range of vLLM's slots, or
+    -1. It has one entry until vLLM has allocated its cache. slots: int64 [tokens], the slots of the running step. CUDA
+    graphs use its address.
     """
 
     def __init__(self, context: Context) -> None:
@@ -61,16 +62,16 @@ class RowPool(StepRows, nn.Module):
         return len(self._memory) // self._lookup.size - 1
 
     def follow(self, layer: str, block_size: int, blocks: int, vllm_config: VllmConfig) -> None:
-        """vLLM has made its cache: take slots of `layer`, of so many blocks."""
+        """vLLM has allocated its cache: use the slots of `layer`. blocks: number of blocks of the cache."""
         size = page_size(block_size)
         self._layer, self._lookup = layer, Lookup(size)
         with torch.inference_mode(False):
             self.table = torch.full((blocks * block_size // size,), -1, dtype=torch.int64, device=self._memory.device)
-            self.places(self.slots[:1])  # compiled now, not while a CUDA graph is captured
+            self.places(self.slots[:1])  # compile now, because a graph capture cannot
         watch_steps(layer, self, vllm_config)
 
     def rows_and_slots(self, forward: ForwardContext, first: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The first tap of a forward looks the slots of all its tokens up."""
+        """See `RowMemory`. The first tap of a forward looks up the slots of all its tokens."""
         slots = _slots_of(forward, self._layer)
         if slots is None:
             return None
@@ -99,16 +100,16 @@ class RowPool(StepRows, nn.Module):
         return found
 
     def place(self, table: np.ndarray) -> None:
-        """On the engine's stream, so that it follows what was launched before.
+        """Change entries of the table on the engine's stream, after all work that was launched before.
 
-        The driver has copied so small a table when the call returns, so it may be freed then.
+        The driver copies such a small array before the call returns, so it may be freed then.
         """
         entries, pages = torch.from_numpy(table).to(self.table.device, non_blocking=True)
         self.table.scatter_(0, entries, pages)
 
 
 def _slots_of(forward: ForwardContext, layer: str) -> torch.Tensor | None:
-    """vLLM's slots of a layer in a forward. None in a profiling run. layer: "" for any, before there is a cache."""
+    """vLLM's slots of a layer in a forward. None in a profiling run. layer: "" for any layer, before a cache exists."""
     slots: Any = forward.slot_mapping
     if not isinstance(slots, dict):
         return None
@@ -117,11 +118,11 @@ def _slots_of(forward: ForwardContext, layer: str) -> torch.Tensor | None:
 
 
 _watching: dict[str, weakref.ref[RowPool]] = {}
-"""Pools by the layer whose metadata they see. A process has one engine at a time."""
+"""Name of an attention layer -> the pool that gets its metadata. A process has one engine at a time."""
 
 
 def watch_steps(layer: str, pool: RowPool, vllm_config: VllmConfig) -> None:
-    """Tell a pool the metadata of each batch: the builder of an attention layer gets it from either runner."""
+    """Give a pool the metadata of each batch. Both runners pass it to the metadata builder of an attention layer."""
     _watching[layer] = weakref.ref(pool)
     attention: Any = vllm_config.compilation_config.static_forward_context[layer]
     builder = attention.get_attn_backend().get_builder_cls()

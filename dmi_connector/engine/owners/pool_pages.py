@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduler half of a pool: which pages the rows of a request have, who is admitted, and how long prompts may be."""
+"""Scheduler half of a pool: admits requests, allocates pages for their rows, and limits the tokens of a step."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.dmi_connector")
 
 _SPARE_REQUESTS = 64
-"""The smallest budget has room for this many more requests than run."""
+"""The smallest token budget has room for the requests of the last step and this many more."""
 
 
 @dataclass(eq=False)
 class _Rows:
     """The rows of one request.
 
-    first: number of `pages[0]`: page n has positions from n * size on. entries: of the table, -1 for a page that is not
-    in it. captured: position up to which a preempted request has its rows. exported: position up to which rows were
-    handed to the workers. seen: tokens that were computed when it was last looked at. ahead: position up to which rows
-    have a place as soon as vLLM gives blocks. stop, most: see `PoolSlots._room`. admitted: whether so many pages are
-    there for it. reads_cache: what the request says of the prefix cache. reads: what it reads of it.
+    pages: pages of the pool, in order of positions. first: index of `pages[0]` in the request, whose page n has the
+    positions from n * size on. entries: the table entry of each page, -1 for a page that is not in the table. captured:
+    position up to which rows exist after a preemption or borrowing. exported: position up to which rows were handed to
+    the workers. seen: number of computed tokens after the last step that was looked at. ahead: position up to which
+    rows get pages as soon as vLLM allocates blocks. stop, most: see `PoolSlots._room`. admitted: whether `most` pages
+    are reserved for it. reads_cache: whether its options allow prefix-cache hits. reads: see `CacheReads`.
     """
 
     tracked: Captured
@@ -58,15 +59,15 @@ class _Rows:
 
 
 class PoolSlots(RowSlots):
-    """Places of rows in a pool.
+    """Slots of rows in a pool.
 
-    Until `sized` is called there are no pages. blocks: of vLLM's cache. cache: its bytes. most: pages that a request
-    has at most, beside those of its prompt in one step.
+    There are no pages until `sized` is called. blocks: number of blocks of vLLM's cache. cache: bytes of vLLM's cache.
+    most: maximum number of pages of a request, in addition to those for its prompt tokens of one step.
 
-    Deadlocks: a request is admitted only if all that are admitted, and a step of the smallest budget, have pages. Pages
-    whose rows were handed to the workers count as free, because gathering them waits for no request. A request with
-    `keep_if` has pages for all its rows. If these are more than others have, it would never be admitted while others
-    pass it: so once it was refused, it is the `_head`, and the others wait until it is admitted or has ended.
+    To avoid deadlocks, a request is admitted only if the pool has pages for all admitted requests and for one step.
+    Pages whose rows were handed to the workers count as free, because no request is needed to gather them. A request
+    with `keep_if` needs pages for all its rows. If it needs more pages than other requests, these could overtake it
+    forever. So once it was refused, it is the `_head`: other requests wait until it is admitted or has ended.
     """
 
     eager: ClassVar[bool] = True
@@ -78,43 +79,43 @@ class PoolSlots(RowSlots):
         super().__init__(group, block_size)
         self._context, self._blocks, self._cache, self.limits = context, blocks, cache, limits
         self.size = page_size(block_size)
-        self._slots = np.zeros((1, self.size), np.int64)  # of each page, without pages only of the null page
+        self._slots = np.zeros((1, self.size), np.int64)  # [pages, slots of a page]; at first only the null page
         self._chunk = context.options.chunk_tokens
         self.most = limits.pages_of_request(self._chunk, self.size, aligned=False)
         self._usual = limits.pages_of_request(self._chunk, self.size, aligned=self._chunk % self.size == 0)
         self._admitted_pages = 0
         self._lookahead = limits.lookahead
-        self._behind = int(limits.of_request > 1)  # rows of the last known token may be of a rejected one
+        self._behind = int(limits.of_request > 1)  # the row of the last known token may be that of a rejected one
         self.pages = Pages(0)
         self._rows: dict[str, _Rows] = {}
-        self._prompts: dict[str, _Rows] = {}  # admitted requests that have tokens of prompts to compute
-        self._waiting = 0  # requests that are not admitted
-        self._head: _Rows | None = None  # the one of them that all others wait for
-        self._running = 0  # requests of the last step
+        self._prompts: dict[str, _Rows] = {}  # admitted requests with prompt tokens to compute
+        self._waiting = 0  # number of requests that are not admitted
+        self._head: _Rows | None = None  # the waiting request that is admitted next
+        self._running = 0  # number of requests in the last step
         self._handed_rows = 0
-        self._given: list[tuple[int, int, int]] = []  # (rows handed, page, entry) since the last `cover`
-        self._table: dict[int, int] = {}  # entries that change before the forward
+        self._given: list[tuple[int, int, int]] = []  # pages to take back: (rows handed until then, page, entry)
+        self._table: dict[int, int] = {}  # entry -> page, for entries that change before the forward
         self._skip: list[Request] = []  # requests that must not read the prefix cache
         self.borrowing = Borrowing(context, block_size)
-        self._hits: dict[str, int] = {}  # tokens that the prefix cache has of a request that is being scheduled
+        self._hits: dict[str, int] = {}  # number of cached tokens of a request that is being scheduled
 
     def sized(self, pages: int) -> None:
         if pages == self.pages.count:
-            return  # vLLM says it again, and pages may be in use
+            return  # a repeated call, and pages may be in use
         least = self._pages(self.limits.floor(self.limits.requests)) + self.most
-        if pages < least:  # the workers did not know yet how large blocks are
+        if pages < least:  # the workers chose the size before the size of blocks was known
             page_bytes = self.size * self._context.layout.row_bytes
             raise OptionError(
-                f"pool_bytes: {(pages + 1) * page_bytes} is too little for one captured request beside a step, which "
-                f"has {self.limits.prompt} tokens of prompts at least; give at least {(least + 1) * page_bytes}, or "
-                "lower max_num_seqs or chunk_tokens, or choose fewer hooks"
+                f"pool_bytes: {(pages + 1) * page_bytes} is too small for one captured request and one step with "
+                f"{self.limits.prompt} tokens of prompts; give at least {(least + 1) * page_bytes}, or lower "
+                "max_num_seqs or chunk_tokens, or choose fewer hooks"
             )
         self.pages = Pages(pages)
         self._slots = np.arange((1 + pages) * self.size).reshape(-1, self.size)
         rows, limits = pages * self.size, self.limits
         pool, least = rows * self._context.layout.row_bytes, limits.floor(limits.requests)
         logger.info(
-            "dmi_connector: a pool of %d rows (%.2f GB) beside a cache of %d tokens (%.3f of what fits without it)",
+            "dmi_connector: a pool of %d rows (%.2f GB), and a cache of %d tokens (%.3f of its size without the pool)",
             rows,
             pool / 1e9,
             self._blocks * self.block_size,
@@ -122,7 +123,7 @@ class PoolSlots(RowSlots):
         )
         logger.info(
             "dmi_connector: the pool holds %d captured requests at a time with steps of %d tokens, and %d with steps "
-            "of %d, in chunks of %d tokens; more wait",
+            "of %d tokens, in chunks of %d tokens; other requests wait",
             max(0, (pages - self._pages(limits.tokens)) // self._usual),
             limits.tokens,
             max(0, (pages - self._pages(least)) // self._usual),
@@ -130,7 +131,7 @@ class PoolSlots(RowSlots):
             self._chunk,
         )
 
-    # ---- places -----------------------------------------------------------------------------------------------------
+    # ---- slots ------------------------------------------------------------------------------------------------------
 
     def of(self, tracked: Captured, start: int, stop: int) -> np.ndarray:
         rows = self._rows[tracked.request.request_id]
@@ -140,12 +141,12 @@ class PoolSlots(RowSlots):
         return slots[start - before * self.size : stop - before * self.size]
 
     def _entry(self, tracked: Captured, page: int) -> int:
-        """The entry of the table of page `page` of a request."""
+        """The table entry of page `page` of a request."""
         at = page * self.size
         return (tracked.blocks[at // self.block_size] * self.block_size + at % self.block_size) // self.size
 
     def _cover(self, rows: _Rows, stop: int) -> None:
-        """Give the rows of positions below `stop` a place, as far as vLLM has given blocks."""
+        """Allocate pages for rows of positions below `stop`, as far as vLLM has allocated blocks."""
         tracked = rows.tracked
         stop = min(stop, rows.stop, tracked.limit, len(tracked.blocks) * self.block_size)
         last = rows.first + len(rows.pages) - 1
@@ -161,7 +162,7 @@ class PoolSlots(RowSlots):
         self._table[entry] = place
 
     def cover(self, output: SchedulerOutput, gathered: int) -> list[tuple[Captured, int]]:
-        """Returns the requests of which tokens of a prompt are computed."""
+        """See `RowSlots.cover`. Returns the requests whose prompt tokens are computed in this step."""
         self.pages.gathered(gathered)
         self._take_back()
         scheduled = output.num_scheduled_tokens
@@ -178,7 +179,7 @@ class PoolSlots(RowSlots):
                 self._cover(rows, rows.ahead)
                 prompts.append((rows.tracked, rows.seen))
         cached = output.scheduled_cached_reqs
-        for request_id in compress(cached.req_ids, cached.new_block_ids):  # most are given none
+        for request_id in compress(cached.req_ids, cached.new_block_ids):  # most requests get no blocks
             if (known := self._rows.get(request_id)) is not None:
                 self._cover(known, known.ahead)
         return prompts
@@ -192,12 +193,12 @@ class PoolSlots(RowSlots):
                 rows.seen = computed + scheduled.get(request_id, 0)
                 rows.ahead = rows.seen + self._lookahead
                 placed = (rows.first + len(rows.pages)) * self.size
-                # Else `_cover` would find nothing to do.
+                # Otherwise `_cover` has nothing to do.
                 if rows.ahead > placed and len(tracked.blocks) * self.block_size > placed:
                     self._cover(rows, rows.ahead)
 
     def _take_back(self) -> None:
-        """Take back pages whose rows leave before the forward, or behind the one before."""
+        """Take back pages whose rows are handed over before this forward, or were handed over after the last one."""
         for handed, page, entry in self._given:
             if entry >= 0:
                 self._table[entry] = -1
@@ -213,15 +214,15 @@ class PoolSlots(RowSlots):
             self._give(mine, whole)
 
     def _give(self, rows: _Rows, count: int) -> None:
-        """The first `count` pages of a request are not needed any more once their rows are gathered."""
+        """Release the first `count` pages of a request. They are free once their rows are gathered."""
         self._given += [(self._handed_rows, *of) for of in zip(rows.pages[:count], rows.entries[:count], strict=True)]
         del rows.pages[:count], rows.entries[:count]
         rows.first += count
 
-    # ---- the lives of requests --------------------------------------------------------------------------------------
+    # ---- requests ---------------------------------------------------------------------------------------------------
 
     def _room(self, tracked: Captured) -> tuple[int, int]:
-        """(position from which on no row has a place, pages that a request is admitted with)."""
+        """(first position whose row gets no slot, number of pages that are reserved when a request is admitted)."""
         if tracked.params.keep_if is not None:
             return self.limits.room_of_all(tracked, self.size)
         return self.limits.longest, self.most if tracked.params.start % self.size else self._usual
@@ -247,13 +248,13 @@ class PoolSlots(RowSlots):
         self._choose_budget()
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """None, "ask again later", of a request that has to wait for room, or to compute cached tokens again."""
+        """Returns None ("ask again later") if the request must wait for pages, or if its hit is too long."""
         rows = self._rows.get(request.request_id)
         if rows is None:
             return 0, False
         computed = max(computed, self._hits.pop(request.request_id, 0))
         if not self._admit(rows):
-            if request.skip_reading_prefix_cache:  # with which vLLM takes None for 0
+            if request.skip_reading_prefix_cache:  # with it, vLLM would treat None as 0
                 request.skip_reading_prefix_cache = False
                 self._skip.append(request)
             return None, False
@@ -275,7 +276,7 @@ class PoolSlots(RowSlots):
         self.borrowing.stored(path, whole)
 
     def _admit(self, rows: _Rows) -> bool:
-        """Whether a request may begin in a step of the present budget."""
+        """Reserve pages for a request, if it has none. Returns whether it may begin in a step of the present budget."""
         if not rows.admitted and self._head not in (None, rows):
             return False
         step = self._pages(min(self.limits.tokens, self.limits.scheduler.max_num_batched_tokens))
@@ -294,7 +295,7 @@ class PoolSlots(RowSlots):
         return self.limits.pages_of_step(tokens, self.size)
 
     def preempted(self, tracked: Captured, computed: int, metadata: StepMetadata) -> int:
-        """Its rows stay: the tail, which is less than a chunk, waits in its pages."""
+        """Keep its rows: those of the incomplete chunk at the end stay in their pages."""
         request = tracked.request
         rows = self._rows[request.request_id]
         computed = min(max(computed, rows.seen), request.num_tokens - self._behind, tracked.limit)
@@ -330,24 +331,24 @@ class PoolSlots(RowSlots):
         self._head = None if self._head is rows else self._head
         self._prompts.pop(request_id, None)
 
-    # ---- the end of a pass of vLLM's scheduler ----------------------------------------------------------------------
+    # ---- the end of a scheduling pass -------------------------------------------------------------------------------
 
     def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
-        """Say what of the table changes, and choose the budget of the next pass."""
+        """Write the changes of the table into the step's message, and choose the budget of the next pass."""
         if self._table:
             metadata.table = np.array([[*self._table], [*self._table.values()]], np.int64)
             self._table = {}
         metadata.need = self.pages.take_need()
-        for request in [*self._skip, *self.borrowing.cut()]:  # not before: vLLM would take None for 0
+        for request in [*self._skip, *self.borrowing.cut()]:  # not earlier: vLLM would treat None as 0
             request.skip_reading_prefix_cache = True
         self._skip.clear()
         self._running = len(output.num_scheduled_tokens)
         self._choose_budget()
 
     def _choose_budget(self) -> None:
-        """The next step has no more tokens than the pool has rows for, if prompts are to be captured in it.
+        """Set the token budget of the next step. While prompts are captured, the pool has a row for each token of it.
 
-        Room is left for requests that wait, as many as may run and fit beside the smallest budget.
+        Pages are left for waiting requests: for as many as may run and fit in addition to the smallest budget.
         """
         limits, spare = self.limits, self.pages.count - self._admitted_pages
         tokens = limits.tokens
@@ -359,7 +360,7 @@ class PoolSlots(RowSlots):
         limits.scheduler.max_num_batched_tokens = limits.stock if tokens >= limits.tokens else tokens
 
     def _kept(self, pages: int) -> int:
-        """How many of these pages, of those beside the smallest budget, are left for requests that wait."""
+        """How many of `pages`, the free pages without those of the smallest budget, are left for waiting requests."""
         if self._head is not None:
             return self._head.most if self._head.most <= pages else 0
         more = min(self._waiting, max(0, self.limits.requests - self._running), max(0, pages // self.most))
@@ -368,17 +369,17 @@ class PoolSlots(RowSlots):
     def take_counts(self) -> dict[str, int]:
         return self.borrowing.take_counts()
 
-    # ---- nothing of vLLM's is kept ----------------------------------------------------------------------------------
+    # ---- vLLM's blocks ----------------------------------------------------------------------------------------------
 
     def freed(self, request_ids: Iterable[str]) -> None:
-        """No block of vLLM is kept."""
+        """Nothing to free: a pool keeps no blocks of vLLM."""
 
     def take_release(self) -> bool:
         return False
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
         self.borrowing.bind(kv_cache_manager)
-        # Hits that may end inside a block are noted: vLLM tells a connector only their whole blocks.
+        # Record the length of hits that may end inside a block: vLLM tells a connector only their whole blocks.
         if not getattr(kv_cache_manager.coordinator, "enable_partial_hash_hits", False):
             return
         find = kv_cache_manager.get_computed_blocks

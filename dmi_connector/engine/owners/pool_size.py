@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many rows a pool has."""
+"""Computes how many rows a pool has."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from dmi_connector.settings import ServerOptions
 
 _SHARES = ((2_000_000, 0.128), (500_000, 0.095), (0, 0.045))
-"""(bytes of a row, default share of the memory for the cache), the first of which a row is larger."""
+"""(bytes, default share of the memory for the cache) for rows of more than these bytes. The first match applies."""
 _GUARANTEED = 16
-"""Captured requests at once, whatever else runs, that a pool of the default size has room for."""
+"""A pool of the default size has room for this many captured requests at a time, with any other load."""
 _STEPS = 2
-"""A pool of the default size is at most as large as this many full steps and all requests that may run."""
+"""A pool of the default size holds at most the rows of this many full steps and of all requests that may run."""
 
 
 def pool_rows(options: ServerOptions, row_bytes: int, limits: StepLimits, vllm_config: VllmConfig) -> int:
-    """Rows of the pool, a multiple of PAGE, beside the null page.
+    """Rows of the pool without the null page, a multiple of PAGE.
 
     Raises OptionError if `pool_bytes` is too small for a step and one request.
     """
@@ -35,7 +35,7 @@ def pool_rows(options: ServerOptions, row_bytes: int, limits: StepLimits, vllm_c
         if pages < least:
             raise OptionError(
                 f"pool_bytes: {options.pool_bytes} has {max(0, pages) * PAGE} rows, too few for one captured request "
-                f"beside a step; give at least {(least + 1) * row_bytes * PAGE}, or lower max_num_seqs, "
+                f"and one step; give at least {(least + 1) * row_bytes * PAGE}, or lower max_num_seqs, "
                 "max_num_batched_tokens or chunk_tokens, or choose fewer hooks"
             )
         return pages * PAGE
@@ -47,7 +47,7 @@ def pool_rows(options: ServerOptions, row_bytes: int, limits: StepLimits, vllm_c
 
 
 def _cache_bytes(vllm_config: VllmConfig) -> int:
-    """Memory that vLLM would give its cache, about: the model is built, its largest step is not yet measured."""
+    """Approximate bytes that vLLM will use for its cache. vLLM has built the model, but not measured a step yet."""
     cache = vllm_config.cache_config
     if cache.kv_cache_memory_bytes:
         return int(cache.kv_cache_memory_bytes)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which captures have the rows of tokens that vLLM's prefix cache has: others borrow them, and read the cache.
+"""Finds captures whose rows other requests can borrow for tokens in vLLM's prefix cache.
 
-vLLM's hash of a block covers all tokens before it too, and what else decides their values: salt, LoRA adapter, images.
-So one entry says of a capture that it has all rows from its first one to the end of a chunk. Only whole chunks are
-borrowed, since writers copy them as they are encoded. A hit that ends elsewhere is cut (pool_borrowing.py).
+vLLM's hash of a block covers all tokens up to the block's end, and everything else that their values depend on: salt,
+LoRA adapter, images. So one entry states that a capture has all rows from its first one to the end of a chunk. Only
+whole chunks are borrowed, because writers copy them in encoded form. Other hits are shortened (pool_borrowing.py).
 
-When the request of a source ends, one that borrowed its rows and still runs is the source of them from then on.
+When the request of a source ends, a running request that borrowed its rows replaces it as their source.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from dmi_connector.hooks import Selection
 
 _ENTRIES = 1 << 16
-"""Chunks that are remembered, about 20 MB. The one that was not asked for longest is forgotten."""
+"""Maximum number of chunks that are remembered, about 20 MB. The least recently used one is forgotten first."""
 _Key = tuple[int, int, bytes]
-"""Kind, position of the first row, hash of a block."""
+"""(kind, position of the first row, hash of a block)."""
 _KINDS = 64
-"""Selections that are remembered: requests choose hooks and layers, so their number is unbounded."""
+"""Maximum number of selections that are remembered. Requests choose hooks and layers, so there may be any number."""
 
 
 @dataclass(eq=False)
 class Source:
     """A capture whose rows others may borrow.
 
-    kind: number of its selection. start: position of its first row. age: resets of the prefix cache before it began.
-    ended: when its request did, by the monotonic clock. written: its store is finished, as a worker said. gone: it
-    lacks rows, or its store was removed. entries: positions up to which others find it, with their keys. borrowers:
-    captures of its kind that borrow its rows, with the positions up to which they do.
+    kind: number of its selection. start: position of its first row. age: number of resets of the prefix cache before it
+    began. ended: monotonic time at which its request ended, None before. written: whether a worker reported that its
+    store is finished. gone: whether it lacks rows, or its store was removed. entries: (position up to which it has
+    rows, key of the entry). borrowers: (position up to which it borrows, capture of the same kind).
     """
 
     capture: int
@@ -54,15 +54,16 @@ class Source:
 
     @property
     def runs(self) -> bool:
-        """Whether its store is kept until all that borrow from it have copied its rows."""
+        """Whether its store is kept until all borrowers have copied its rows."""
         return self.ended is None and not self.gone
 
 
 class RowSources:
     """Sources by the hash of the last block of each of their chunks.
 
-    chunk: rows of a chunk. hash_size: tokens of a hash. alike: only captures of the same selection share rows: ranks
-    share layers out by selection. age: resets of the prefix cache. After one the model may have other weights.
+    chunk: rows per chunk. hash_size: tokens per hash. alike: whether only captures of the same selection share rows. It
+    is set with several ranks, because the selection determines which rank writes which layers. age: number of resets of
+    the prefix cache. After a reset the model may have other weights. entries: maximum number of chunks.
     """
 
     def __init__(self, chunk: int, hash_size: int, alike: bool, enabled: bool, entries: int = _ENTRIES) -> None:
@@ -72,13 +73,13 @@ class RowSources:
         self._kinds: OrderedDict[tuple[Any, ...], int] = OrderedDict()
         self._hooks: dict[int, Mapping[str, tuple[int, ...]]] = {}
         self._last = 0
-        self._known: WeakValueDictionary[int | str, Source] = WeakValueDictionary()  # by capture and by path
+        self._known: WeakValueDictionary[int | str, Source] = WeakValueDictionary()  # by capture and by store path
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def kind(self, selection: Selection) -> int:
-        """The number of a selection."""
+        """The number of a selection, the same for equal selections until it is forgotten."""
         hooks = selection.row_hooks
         key = tuple(hooks.items())
         if key not in self._kinds:
@@ -91,11 +92,11 @@ class RowSources:
         return self._kinds[key]
 
     def add(self, source: Source) -> None:
-        """A request is to be captured."""
+        """Register the capture of a request that has arrived."""
         self._known[source.capture] = self._known[source.path] = source
 
     def note(self, source: Source, request: Request, stop: int) -> None:
-        """All rows of `source` below position `stop` were handed to the workers."""
+        """Add an entry if a chunk of `source` ends at position `stop`. All rows below it were handed to the workers."""
         rows = stop - source.start
         if not self._enabled or source.gone or source.age < self.age:
             return
@@ -118,7 +119,7 @@ class RowSources:
             self._replace(source, by, stop)
 
     def ended(self, source: Source) -> None:
-        """The request of `source` has ended. Of the borrowers that run, the last one with most rows replaces it."""
+        """The request of `source` has ended. Its last running borrower with the most rows replaces it."""
         running = [(stop, other) for stop, other in source.borrowers if other.runs and other.age == self.age]
         source.borrowers.clear()
         if running:
@@ -128,14 +129,14 @@ class RowSources:
             self._replace(source, heir, stop)
 
     def _replace(self, source: Source, by: Source, stop: int) -> None:
-        """Others find `by` for the rows of `source` below position `stop`."""
+        """Make `by` the source of the rows of `source` below position `stop`."""
         for end, key in source.entries:
             if end <= stop and self._entries.get(key) is source:
                 self._entries[key] = by
                 by.entries.append((end, key))
 
     def find(self, wants: Source, request: Request, top: int) -> tuple[Source, int] | None:
-        """(source, position up to which it has rows that `wants` borrows, at most `top`), None without any."""
+        """(source, position up to which `wants` can borrow its rows, at most `top`), None without a source."""
         if not self._entries:
             return None
         size, hashes = self.hash_size, request.block_hashes
@@ -155,7 +156,7 @@ class RowSources:
         return None
 
     def _covering(self, kind: int) -> list[int]:
-        """Selections that have all hooks and layers of another."""
+        """Numbers of the selections that have all hooks and layers of selection `kind`."""
         mine = self._hooks.get(kind)
         if self._alike or mine is None:
             return [kind]
@@ -172,12 +173,12 @@ class RowSources:
                 source.gone = True
 
     def stored(self, path: str, whole: bool) -> None:
-        """The store at `path` is finished. whole: it has all rows."""
+        """The store at `path` is finished. whole: whether it has all rows."""
         if (source := self._known.get(path)) is not None:
             source.written = True
             source.gone |= not whole
 
     def reset(self) -> None:
-        """Forget all: the prefix cache is reset."""
+        """Forget all entries, because the prefix cache is reset."""
         self._entries.clear()
         self.age += 1

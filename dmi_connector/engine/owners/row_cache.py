@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache layer whose pages hold the rows, and its attention backend."""
+"""Defines the cache layer whose pages hold the rows, and its attention backend."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class CaptureLayer(StepRows, nn.Module, AttentionLayerBase):
         return cache.view(-1, self.head_size).view(torch.uint8)
 
     def rows_and_slots(self, forward: ForwardContext, first: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """vLLM's own slots of the layer. It has none for a profiling run."""
+        """See `RowMemory`. The slots are those that vLLM assigns for this layer. A profiling run has none."""
         slots = forward.slot_mapping.get(self.layer_name) if isinstance(forward.slot_mapping, dict) else None
         rows = self.rows
         return None if rows is None or slots is None else (rows, slots)
@@ -101,13 +101,13 @@ class CaptureLayer(StepRows, nn.Module, AttentionLayerBase):
         raise RuntimeError(f"a table of {table.shape[1]} entries was sent to an engine whose rows have no pages")
 
     def check_cache(self) -> None:
-        """Raises ValueError unless slot s of the cache is row s: [blocks, 1, slots, head_size] in one piece."""
+        """Raises ValueError unless the cache is a contiguous [blocks, 1, slots, head_size], where row s has slot s."""
         cache = self.kv_cache
         shaped = cache.ndim == 4 and cache.shape[1] == 1 and cache.shape[3] == self.head_size
         if not (shaped and cache.is_contiguous()):
             raise ValueError(
-                f"kv_cache: this vllm lays the cache of rows out as {list(cache.shape)} with strides "
-                f"{list(cache.stride())}, not as [blocks, 1, slots, {self.head_size}] in one piece; install "
+                f"kv_cache: this vllm allocates the cache of rows as {list(cache.shape)} with strides "
+                f"{list(cache.stride())}, not as a contiguous [blocks, 1, slots, {self.head_size}]; install "
                 f"vllm{contract.SUPPORTED}, and leave VLLM_KV_CACHE_LAYOUT unset"
             )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What memories of rows know of the running step."""
+"""Keeps the metadata of the running step for a memory of rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StepRows:
-    """Mixin of a `RowMemory`: the metadata of the running batch, and the pattern that its rows are filled with.
+    """Mixin of a `RowMemory`: holds the metadata of the running batch, and fills its rows with a pattern.
 
     step: metadata of the running batch (query starts and vLLM's slots). poisons: whether the rows of a step are filled
     with UNWRITTEN before its forward, as for the first captures of an untested vLLM. unpoisoned: vLLM's slots of the
@@ -38,7 +38,7 @@ class StepRows:
         raise NotImplementedError
 
     def begin_steps(self, vllm_config: VllmConfig) -> None:
-        """Call it when the object is made."""
+        """Set the attributes. Constructors call it."""
         self.row_dtype = vllm_config.model_config.dtype
         self.step = None
         self.poisons = bool(contract.untested())
@@ -47,11 +47,11 @@ class StepRows:
         self._built_last = not vllm_config.use_v2_model_runner
 
     def places(self, slots: torch.Tensor) -> torch.Tensor:
-        """Where the rows of tokens with these slots of vLLM lie, int64 [tokens]."""
+        """The slots of the rows of tokens, int64 [tokens]. slots: vLLM's slots of the tokens, int64 [tokens]."""
         return slots
 
     def planned(self, step: CommonAttentionMetadata) -> None:
-        """The metadata of a step is built. The V2 runner does so before rows of freed blocks are read, V1 after it."""
+        """Take the metadata of a step. The V2 runner builds it before rows of freed blocks are read, V1 after that."""
         self.step = step
         if self.poisons:
             self.unpoisoned = step.slot_mapping

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owner "target": the served model has the cache layer of the rows."""
+"""Owner "target": the served model contains the cache layer of the rows."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 CHAINS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "dflash")
-"""Methods of `speculative_config` that propose one token after the other, so that rows of accepted tokens follow each
-other in the slots of a request."""
+"""Methods of `speculative_config` that propose a sequence of tokens, one per position. So the rows of accepted tokens
+are in consecutive slots of a request."""
 
 
 def check_chain(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for speculative decoding whose accepted rows could not be identified."""
+    """Raises ValueError for speculative decoding in which the rows of accepted tokens could not be identified."""
     speculative: Any = vllm_config.speculative_config
     if speculative.method not in CHAINS:
         raise ValueError(
@@ -45,7 +45,7 @@ def check_chain(vllm_config: VllmConfig) -> None:
 
 
 class Target(Paged):
-    """The served model owns the rows. vLLM may draft tokens beside it."""
+    """The served model owns the rows. It supports speculative decoding."""
 
     name: ClassVar[str] = "target"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding in captured requests: which draft tokens were accepted, and whose logits are captured."""
+"""Tracks the draft tokens of captured requests: which were accepted, and whose logits are captured."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class DraftTokens:
-    """Follows the draft tokens of captured requests. A tracker has one if the engine drafts.
+    """Follows the draft tokens of captured requests. The tracker has one if the engine uses speculative decoding.
 
     A step computes a row for each draft token, at positions from `Request.num_tokens` on. num_tokens counts only
     accepted tokens, and a rejected position is computed again. So after the forward of a step, every row below
     num_tokens is final. Before the forward, every row below num_tokens - 1 is final, because the last token is an input
     of the step.
 
-    behind: steps in flight when vLLM schedules the next one: 1 with asynchronous scheduling.
+    behind: see `Tracker`.
     """
 
     def __init__(self, slots: RowSlots, behind: int) -> None:
@@ -38,9 +38,8 @@ class DraftTokens:
     ) -> int:
         """Process the results of earlier steps. `Tracked.blocks` must include their blocks.
 
-        logits: whether a scheduled request captures them. Returns how many rows are new: the tokens of this step
-        without its draft tokens, and the draft tokens of earlier steps that were accepted. It is called in each step,
-        so rare cases are tested last.
+        logits: whether a running request captures logits. Returns the number of new rows: tokens of this step without
+        its draft tokens, and accepted draft tokens of earlier steps. Each step calls it, so rare cases are tested last.
         """
         scheduled, rows = output.num_scheduled_tokens, output.total_num_scheduled_tokens
         metadata.decided = max(0, self._steps - self._behind) if logits else self._steps
@@ -50,7 +49,7 @@ class DraftTokens:
                 continue
             if logits and one.has_logits and one.turn_ended:
                 metadata.accepted += self._accepted(one, one.request.num_computed_tokens)
-            # If two steps were in flight, their tokens arrived together. After a pause no step is in flight.
+            # The tokens of two steps arrive together if both were in flight and have ended, as in a pause.
             mixed = self._two_ended(one) and request_id not in again and one.request.status == RequestStatus.RUNNING
             rows += one.note_tokens(mixed)
             if logits and one.has_logits:
@@ -65,14 +64,14 @@ class DraftTokens:
         return rows
 
     def _two_ended(self, tracked: Tracked) -> bool:
-        """Whether two steps of a request were in flight and both have ended, as in a pause."""
+        """Whether two steps of a request were in flight, and both have ended."""
         if not (self._behind and tracked.two_in_flight):
             return False
         request = tracked.request
         return not getattr(request, "num_in_flight_tokens", request.num_output_placeholders)
 
     def want_logits(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
-        """Keep logits of this step from which a captured token may be sampled.
+        """Tell the workers to keep logits of this step from which a captured token may be sampled.
 
         computed: tokens of the request after this step, if all its draft tokens are accepted.
         """
@@ -83,7 +82,7 @@ class DraftTokens:
             metadata.logits_slots += [self._slots.sample_slot(tracked, position) for position in range(first, end)]
 
     def close(self, tracked: Tracked, start: int, end: int, close: Close) -> None:
-        """Add draft attributes and remaining logits to `close`, at the end of a capture of positions [start, end)."""
+        """Add draft attributes and the remaining logits to the end of a capture of positions [start, end)."""
         tracked.note_tokens(self._two_ended(tracked))
         close.attrs["draft_tokens"] = {"scheduled": tracked.scheduled, "accepted": tracked.accepted}
         close.draft_index = tracked.draft_index(start, end)

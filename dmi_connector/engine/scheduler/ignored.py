@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The setting of a request for vLLM's ExampleHiddenStatesConnector that chooses nothing here. Responses and the log say
-so.
-"""
+"""Warns of a request option for vLLM's ExampleHiddenStatesConnector that has no effect here."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ _PATH = "hidden_states_path"
 
 
 def ignored_path(params: object) -> str:
-    """A sentence on a path in a request's `kv_transfer_params` to which vLLM's connector would write, or ""."""
+    """A warning if `kv_transfer_params` of a request have a path to which vLLM's connector would write; else ""."""
     path = params.get(_PATH) if isinstance(params, Mapping) else None
     if path is None:
         return ""

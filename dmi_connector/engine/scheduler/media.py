@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and other media of a request: which positions of its prompt they take (docs/FORMAT.md, section 5)."""
+"""Builds the root attributes of requests with images and other media (docs/FORMAT.md, section 5)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def media_attributes(request: Request, context: CaptureContext) -> dict[str, Any]:
-    """The root attributes of a request with media; {} without any.
+    """The root attributes of a request with media; {} without media.
 
-    Behind the first `visual_layers` layers visual features are added to the residual stream of these positions, so that
-    its sums do not hold for every row.
+    After each of the first `visual_layers` layers, visual features are added to the residual stream of these positions.
+    So the identities of the residual stream do not hold for every row.
     """
     media = [
         {"modality": feature.modality, "hash": feature.identifier, "positions": _positions(feature.mm_position)}
@@ -30,7 +30,7 @@ def media_attributes(request: Request, context: CaptureContext) -> dict[str, Any
 
 
 def later_media(request: Request, known: int, context: CaptureContext) -> dict[str, Any]:
-    """The same with the media that later turns of a session brought; {} without any. known: media of the first."""
+    """`media_attributes` for all turns of a session; {} if later turns added no media. known: their number before."""
     if len(request.mm_features) == known:
         return {}
     return {**media_attributes(request, context), "last_prompt_len": request.num_prompt_tokens}

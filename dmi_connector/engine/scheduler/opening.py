@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The message to the workers at the beginning of a capture."""
+"""Builds the message to the workers at the beginning of a capture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dmi_connector.engine.scheduler.tracked_request import Tracked
 
 
 def opening(tracked: Tracked, borrow: Borrow | None, context: CaptureContext) -> Open:
-    """The message for a request that is scheduled for the first time. borrow: its rows of another store."""
+    """The message for a request that is scheduled for the first time. borrow: its rows in another store."""
     request = tracked.request
     tracked.skip(0 if borrow is None else len(borrow.token_ids))
     sampling = request.sampling_params

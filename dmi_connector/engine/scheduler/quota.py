@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on what requests may write.
+"""Enforces limits on the bytes that requests may write.
 
-The scheduler asks when a request arrives. An answer takes arithmetic, one statvfs, and at most once a second the
-reading of a small file in which the coordinator notes what all stores take (store/write/finish/retention.py).
+The tracker calls it when a request arrives. A call makes one statvfs. At most once per second it also reads a small
+file, in which the coordinator records the bytes of all stores (store/write/finish/retention.py).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from dmi_connector.store.format.paths import make_directory
 from dmi_connector.store.write.finish.retention import RECENT_S, Usage, measure, read_usage, usage_stamp
 
 UNLIMITED = 1 << 60
-"""Stands for no limit: more positions, or bytes, than there can be."""
+"""Means no limit: larger than any number of positions or bytes."""
 REFRESH_S = 1.0
-"""The coordinator's note is read at most this often."""
+"""Minimum seconds between two reads of the coordinator's record."""
 FORGET_S = RECENT_S
-"""Forget reservations of ended requests after this many seconds.
+"""Seconds after which reservations of ended requests are forgotten.
 
-The coordinator's note names the stores that were finished since then, also if nobody read the note for long. A store
-that was finished earlier is named no more, and must not count a second time. Rows of one that nobody has begun to write
-by then lie in the host buffer, so they cannot be many.
+The coordinator's record lists stores that were finished in this time. A store that was finished earlier is not listed,
+and its reservation must not count in addition to its bytes. If writers have not begun a store by then, its rows are in
+the host buffer, whose size limits their number.
 """
 
 
 def row_bytes(context: CaptureContext, selection: Selection) -> tuple[int, int]:
-    """(bytes of a token's row, bytes of a row of logits) of `selection` over all ranks, after reduction."""
+    """(bytes of a token's row, bytes of a row of logits) of `selection`, summed over all ranks, after reduction."""
     arrays = TOKEN_ARRAYS if context.drafting is None else ALL_TOKEN_ARRAYS
     row, sample = sum(ITEMSIZE[dtype] for dtype in arrays.values()), 0
     for name, layers in selection.hooks.items():
@@ -53,7 +53,7 @@ def row_bytes(context: CaptureContext, selection: Selection) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class RequestBytes:
-    """Bytes before compression of the rows of one request over all ranks.
+    """Bytes of the rows of one request before compression, summed over all ranks.
 
     start: position of its first row. first_sample: position of its first row of logits, at least `start`. row, sample:
     bytes of a token's row and of a row of logits.
@@ -66,7 +66,7 @@ class RequestBytes:
 
     @classmethod
     def of(cls, bytes_of_rows: tuple[int, int], start: int, prompt_len: int) -> RequestBytes:
-        """The bytes from position `start` on. bytes_of_rows: see `row_bytes`."""
+        """For rows from position `start` on. bytes_of_rows: see `row_bytes`."""
         return cls(start, max(prompt_len - 1, start), *bytes_of_rows)
 
     def until(self, end: int) -> int:
@@ -83,8 +83,8 @@ class RequestBytes:
 
 @dataclass
 class _Reservation:
-    """A capture that was admitted. nbytes: raw bytes of its prompt's rows. device: its file system, or 0.
-    ended: when its request ended, in seconds since the epoch.
+    """An admitted capture. nbytes: raw bytes of its prompt's rows. device: number of its file system, or 0. ended: when
+    its request ended, in seconds since the epoch; None before.
     """
 
     nbytes: int
@@ -93,31 +93,29 @@ class _Reservation:
 
 
 class Quota:
-    """Decides on new captures for one scheduler. Measures the existing stores when it is made.
+    """Admits new captures of one scheduler. The constructor measures the existing stores.
 
-    What stores take is measured now and then. Captures that were unfinished at that time, or were admitted since, count
-    with more: the bytes of their prompts that were not there yet. These are not free on their file system either.
+    The coordinator measures stores from time to time. A capture that was unfinished at that time, or was admitted
+    later, also counts with the bytes of its prompt that were not written yet. They do not count as free space either.
     """
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
         self._usage: Usage | None = None
-        self._seen = usage_stamp(options.store_dir)  # a note that is there already is older than what is measured here
+        self._seen = usage_stamp(options.store_dir)  # an existing record is older than the measurement below
         if options.max_total_bytes:
             self._usage = measure(options.store_dir, options.save_path_roots)
         elif options.min_free_bytes:
             self._usage = Usage(0, {}, [], time.time())
         self._read_at = 0.0
         self._reserved: dict[str, _Reservation] = {}  # by path of the store
-        self._realpath = functools.lru_cache(256)(
-            os.path.realpath
-        )  # of directories: it asks the system for each part of a path
-        self._lacking: Counter[int] = Counter()  # reserved bytes that were not there when measured, by device
+        self._realpath = functools.lru_cache(256)(os.path.realpath)  # of directories; it makes a system call per part
+        self._lacking: Counter[int] = Counter()  # reserved bytes that were not written when measured, by device
 
     def admit(self, path: str, nbytes: int) -> None:
-        """Admit a capture with its store at `path`, whose prompt has `nbytes` raw bytes.
+        """Admit the capture with the store at `path`. nbytes: raw bytes of its prompt's rows.
 
-        Raises OptionError where a limit forbids that.
+        Raises OptionError if that exceeds a limit.
         """
         options, directory = self.options, os.path.dirname(path)
         if options.max_request_bytes and nbytes > options.max_request_bytes:
@@ -149,7 +147,7 @@ class Quota:
         self._lacking[device] += nbytes
 
     def ended(self, path: str, nothing: bool) -> None:
-        """The request of an admitted capture has ended. nothing: nothing was captured."""
+        """The request of an admitted capture has ended. nothing: whether nothing was captured."""
         if self._usage is None or (reservation := self._reserved.get(self._real(path))) is None:
             return
         if nothing:
@@ -163,7 +161,7 @@ class Quota:
         return os.path.join(self._realpath(directory), name)
 
     def _free(self, directory: str) -> tuple[int, int]:
-        """(bytes that are free on the file system of a directory, its number). Raises OptionError."""
+        """(free bytes on the file system of a directory, number of the file system). Raises OptionError."""
         try:
             make_directory(directory, self.options.file_mode)
             stat = os.statvfs(directory)
@@ -182,7 +180,7 @@ class Quota:
         if usage is not None:
             self._usage, over, there = usage, set(usage.over), usage.unfinished
             old = usage.began - FORGET_S
-            for capture in self._reserved.values():  # the clock may have been put back since it ended
+            for capture in self._reserved.values():  # the clock may have been set back since it ended
                 capture.ended = None if capture.ended is None else min(capture.ended, moment)
             self._reserved = {
                 path: capture

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that are served without a capture, and why."""
+"""Keeps the reasons why requests are served without a capture."""
 
 from __future__ import annotations
 
@@ -16,30 +16,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.dmi_connector")
 
 _OF_BEAM_SEARCH = re.compile(r"-[0-9a-f]{16,32}-beam-\d+(-[0-9a-f]{8})?$")
-"""End of the ids of requests in which vLLM's server takes one step of a beam search each."""
+"""End of the ids of requests for beam search. In vLLM's server each of them is one step of one beam."""
 _LONGEST = 2000
-"""Characters of a reason, the `dmi_error` of a response."""
+"""Maximum characters of a reason, the `dmi_error` of a response."""
 _EACH_S = 10.0
-"""Minimum seconds between two logged refusals. A line has the number of refusals since the last one."""
+"""Minimum seconds between two logged refusals. Each log line has the number of refusals since the previous one."""
 
 
 class RefusedRequests(dict[str, str]):
-    """Request id -> reason, until it is in the response. It is also logged, since the response of a stream does not
-    contain it.
-    """
+    """Request id -> reason, until the response has it. It is also logged, because a streaming response lacks it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._unlogged, self._log_from = 0, 0.0  # refusals since the last that was logged, when the next one may be
+        self._unlogged, self._log_from = 0, 0.0  # refusals since the last log line, earliest time of the next line
         self._beams_logged = False
 
     def beam_search(self, request: Request) -> bool:
-        """Whether a request is one step of a beam of vLLM's server: these lack the client's options, also `enabled`."""
+        """Whether a request is one step of a beam in vLLM's server. It lacks the client's options, even `enabled`."""
         sampling = request.sampling_params
         found = (
             request.kv_transfer_params is None
             and sampling is not None
-            and sampling.max_tokens == 1  # the server asks for each step alone
+            and sampling.max_tokens == 1  # the server sends one request per step
             and not sampling.detokenize
             and _OF_BEAM_SEARCH.search(request.request_id) is not None
         )
@@ -49,7 +47,7 @@ class RefusedRequests(dict[str, str]):
         return found
 
     def add(self, request_id: str, reason: str) -> None:
-        """Keep a reason, in characters and of a length that any response can carry."""
+        """Keep a reason, with characters and a length that any response can contain."""
         reason = reason[:_LONGEST].encode("utf-8", "backslashreplace").decode()
         self[request_id] = reason
         self._unlogged += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the response of a captured request says of its store."""
+"""Builds the `kv_transfer_params` in the response of a captured request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def response(
 ) -> dict[str, Any]:
     """The `kv_transfer_params` of a response.
 
-    lost: row ranges that were given up. unborrowed: rows that could not be borrowed. warning: of all responses.
+    lost: row ranges that were dropped. unborrowed: rows that could not be borrowed. warning: part of all responses.
     """
     store = tracked.path if options.sink == "disk" else None
     said = {**dropped(tracked), "dmi_store": store}
@@ -44,6 +44,6 @@ def response(
 
 
 def dropped(tracked: Tracked) -> dict[str, Any]:
-    """What the response says of a request without a store."""
+    """The `kv_transfer_params` of a response without a store."""
     key = {} if tracked.params.key is None else {"dmi_key": tracked.params.key}
     return {"dmi_store": None, "dmi_request_id": tracked.request.request_id, **key}

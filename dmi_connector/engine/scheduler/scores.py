@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of captured requests: `keep_if`, `stop_if`, alerts, and what responses say."""
+"""Reads the scores of captured requests for `keep_if`, `stop_if`, alerts and responses."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from dmi_connector.request_options import CaptureParams
 
 _Places = list[tuple[int, slice]]
-"""Of values that are merged: the ranks that have them, and where in their lines."""
+"""(rank, columns of its lines) of the values that are merged into one."""
 
 
 @dataclass
 class _Kept:
-    """Scores of a preempted request in other lines. step: the one before whose forward they are copied. first: position
-    of the first one. line, count: where they are, and how many.
+    """Scores of a preempted request in additional lines. step: the step before whose forward they are copied. first:
+    position of the first row. line, count: first line, and number of lines.
     """
 
     step: int
@@ -46,14 +46,14 @@ class _Kept:
 
 
 class ProbeScores:
-    """The scores of captured requests that are needed here.
+    """The scores of captured requests that the scheduler's process needs.
 
-    slots: knows vLLM's slots of a request. behind: see `Tracker`. last: the step before, once there was one. stopping:
-    requests with a `stop_if` that has not held yet, by capture.
+    slots, behind: see `Tracker`. last: the previous step, None before the first. stopping: requests whose `stop_if` has
+    not held yet, by capture.
 
-    A preempted request loses its lines. The scores that are there are taken at once. Rows of the step in flight have
-    none yet. They are computed again, or, if they stay in a pool, their scores are copied to other lines before the
-    next forward, and taken two steps later.
+    A preempted request loses its lines, so existing scores are read at once. Rows of the step in flight have no scores
+    yet. These rows are computed again, unless they stay in a pool. Then their scores are copied to additional lines
+    before the next forward, and read two steps later.
     """
 
     def __init__(self, context: CaptureContext, slots: RowSlots, behind: int) -> None:
@@ -63,8 +63,8 @@ class ProbeScores:
         self._kept: list[_Kept] = []
         self._kept_now = 0  # rows of `_kept` that this step adds
         self._probes: dict[str, Probe] = {}
-        self._widths = [0 for _ in context.layouts]  # scores of a row of each rank
-        found: dict[str, dict[int, _Places]] = {}  # probe, layer -> where ranks have its values
+        self._widths = [0 for _ in context.layouts]  # number of scores per row, by rank
+        found: dict[str, dict[int, _Places]] = {}  # probe -> layer -> places of its values
         for rank, layout in enumerate(context.layouts):
             for one in layout.scored:
                 name, width, at = one.hook.removeprefix(PROBE), one.stored[1], self._widths[rank]
@@ -72,21 +72,21 @@ class ProbeScores:
                 self._probes[name] = one.reduction
                 found.setdefault(name, {}).setdefault(one.layer, []).append((rank, slice(at, at + width)))
                 self._widths[rank] += width
-        # Ranks may share out the layers of a hook that all have whole.
+        # Sorted by layer: if each rank has the whole hook, the layers are divided among the ranks.
         self._places = {name: _joined([layers[n] for n in sorted(layers)]) for name, layers in found.items()}
-        self._lines: list[np.ndarray] = []  # of each rank
-        self._cache_lines = 0  # lines of slots; others come behind them
+        self._lines: list[np.ndarray] = []  # by rank
+        self._cache_lines = 0  # number of lines for slots; additional lines follow
         self._others = [name for name, _ in context.options.probes if name not in self._probes]
         of_rows = [name for name, probe in self._probes.items() if probe.form in (NORM, TOP)]
-        self._summarised = sorted(of_rows, key=lambda name: self._probes[name].k)  # of a hook, the larger k is said
+        self._summarised = sorted(of_rows, key=lambda name: self._probes[name].k)  # the largest k of a hook comes last
         self._alerts = dict(context.options.probe_alerts)
-        self._counts: dict[str, Any] = {f"{ALERTS}.{name}": 0 for name in self._alerts}  # 0: the series exist
+        self._counts: dict[str, Any] = {f"{ALERTS}.{name}": 0 for name in self._alerts}  # 0 creates the series
         self.stopping: dict[int, Tracked] = {}
 
     def open(self, paths: Sequence[str], cache_slots: int) -> None:
-        """The workers' memory is there. paths, cache_slots: `RankMemory.scores` of each rank, and `RankMemory.slots`.
+        """Open the workers' memory. paths: `RankMemory.scores` of each rank. cache_slots: `RankMemory.slots`.
 
-        Raises ValueError.
+        Raises ValueError if it cannot be opened.
         """
         self._cache_lines = cache_slots
         if self._probes:
@@ -97,11 +97,11 @@ class ProbeScores:
     # ---- arrival and end --------------------------------------------------------------------------------------------
 
     def check(self, params: CaptureParams) -> None:
-        """Raises OptionError for a probe that has no scores here."""
+        """Raises OptionError if the request names a probe that has no scores."""
         params.check_probes(self._probes, self._others)
 
     def arrived(self, tracked: Tracked) -> None:
-        """A request is to be captured."""
+        """A request that will be captured has arrived."""
         if wanted := self._named(tracked) | {*(self._summarised if tracked.params.summary else ())}:
             tracked.scores = RequestScores(tuple(wanted))
             if tracked.params.stop_if is not None:
@@ -112,14 +112,14 @@ class ProbeScores:
         return {*tracked.params.scored, *self._alerts}
 
     def begin_step(self) -> None:
-        """A step is planned. The results of all steps but the last one have come."""
+        """A step is planned. The results of all earlier steps except the last have arrived."""
         self._steps += 1
         self._kept_now = 0
         while self._kept and self._kept[0].step <= self._steps - 2:
             self._take_kept(self._kept.pop(0))
 
     def preempted(self, tracked: Tracked, computed: int, there: int, metadata: StepMetadata) -> None:
-        """A request loses its blocks. computed, there: what `RowSlots.preempted` took and returned."""
+        """A request lost its blocks. computed: argument of `RowSlots.preempted`. there: its result."""
         scores = tracked.scores
         if scores is None:
             return
@@ -138,21 +138,21 @@ class ProbeScores:
             metadata.kept_scores.append((slots, line))
 
     def _pending(self, tracked: Tracked) -> list[_Kept]:
-        """The kept scores of a request that are not taken yet. Scores of later positions come after them."""
+        """The entries of `_kept` of a request. They must be read before scores of later positions."""
         return [kept for kept in self._kept if kept.tracked is tracked]
 
     def _take_kept(self, kept: _Kept) -> None:
-        """Take the scores of rows that stayed in a pool."""
+        """Read scores that were copied to additional lines."""
         assert kept.tracked.scores is not None and kept.tracked.scores.stop == kept.first
         there = slice(kept.line, kept.line + kept.count)
         self._add(kept.tracked.scores, [lines[there].copy() for lines in self._lines], kept.count)
 
     def _known(self, tracked: Tracked, computed: int) -> int:
-        """Position up to which the scores of a running request are there.
+        """Position up to which the scores of a running request exist.
 
-        computed: its tokens, with those of steps whose results vLLM has not seen yet, such as the last one with
-        asynchronous scheduling. If the request began in that step, cached tokens may be computed in it too. Positions
-        from the last known token on may hold a token that is rejected.
+        computed: number of its computed tokens. With asynchronous scheduling it includes those of the last step, whose
+        results vLLM has not received yet. Returns 0 if the request began in that step, because cached tokens may be
+        computed in it too. Positions from the last known token on may hold a token that is rejected.
         """
         request = tracked.request
         # Without vLLM's count of tokens in flight, the last step counts as in flight.
@@ -163,17 +163,17 @@ class ProbeScores:
         return min(computed, request.num_tokens - 1)
 
     def _take(self, tracked: Tracked, scores: RequestScores, end: int) -> None:
-        """Take the scores of positions below `end`."""
+        """Read the scores of positions below `end`."""
         if scores.stop < (end := min(end, tracked.limit)):
             slots = self._slots.in_cache(tracked, scores.stop, end)
             self._add(scores, [lines[slots] if lines.size else lines for lines in self._lines], len(slots))
 
     def _add(self, scores: RequestScores, lines: Sequence[np.ndarray], count: int) -> None:
-        """Add the scores of the next `count` positions. lines: float32 [count, values] of each rank."""
+        """Add the scores of the next `count` positions. lines: float32 [count, values], by rank."""
         scores.add({name: self._merge(name, lines) for name in scores.wanted}, count)
 
     def ended(self, tracked: Tracked, there: bool) -> None:
-        """A request ended. there: whether it still has blocks, which `tracked.blocks` then names."""
+        """A request ended. there: whether it still has blocks, which are then in `tracked.blocks`."""
         self.stopping.pop(tracked.capture, None)
         if tracked.scores is None or not tracked.opened:
             return
@@ -181,7 +181,7 @@ class ProbeScores:
         self._kept = [kept for kept in self._kept if kept.tracked is not tracked]
         request = tracked.request
         own = str(request.get_finished_reason()) in completeness.OWN_ENDS
-        if there and own:  # every token was computed since, but the last sampled one
+        if there and own:  # all tokens except the last sampled one were computed since
             for kept in mine:
                 self._take_kept(kept)
             self._take(tracked, tracked.scores, max(request.num_prompt_tokens, request.num_tokens - 1))
@@ -198,12 +198,12 @@ class ProbeScores:
                     self._counts[f"{ALERTS}.{name}"] = self._counts.get(f"{ALERTS}.{name}", 0) + 1
 
     def take_counts(self) -> dict[str, Any]:
-        """What is new for the metrics, by key of `CaptureStats.data`."""
+        """Changes since the last call, by key of `CaptureStats.data`."""
         counts, self._counts = self._counts, {}
         return counts
 
     def _merge(self, name: str, lines: Sequence[np.ndarray]) -> np.ndarray:
-        """The scores of one probe, layer after layer, [rows, values]. lines: of each rank."""
+        """The scores of one probe, [rows, values], with the values of all layers in order. lines: by rank."""
         layers = [[lines[rank][:, at] for rank, at in places] for places in self._places[name]]
         merged = [self._probes[name].merge(parts) for parts in layers]
         return merged[0] if len(merged) == 1 else np.concatenate(merged, 1)
@@ -212,7 +212,7 @@ class ProbeScores:
 
     @staticmethod
     def why_dropped(tracked: Tracked) -> str:
-        """Why a request that ended is not kept; "" if it is: `keep_if` holds, or there is no score to decide by."""
+        """Why an ended request is not kept; "" if it is kept. Without scores it is kept."""
         condition, scores = tracked.params.keep_if, tracked.scores
         if condition is None or scores is None or scores.short or not len(rows := scores.of(condition.probe)):
             return ""
@@ -250,7 +250,7 @@ class ProbeScores:
     # ---- responses --------------------------------------------------------------------------------------------------
 
     def answer(self, tracked: Tracked) -> dict[str, Any]:
-        """The scores that the request asks for, as the response has them."""
+        """The scores that the request asks for, by key of `kv_transfer_params`."""
         found = {"dmi_probe": self._asked(tracked), "dmi_summary": self._summary(tracked)}
         return {key: value for key, value in found.items() if value}
 
@@ -263,7 +263,7 @@ class ProbeScores:
         return {name: self._inline(name, scores, whats) for name, whats in asked.items()}
 
     def _summary(self, tracked: Tracked) -> dict[str, Any]:
-        """By hook and layer the mean norm of rows and that of the last one, and the neurons with the largest values.
+        """By hook and layer: the mean norm of rows, the norm of the last row, and the neurons with the largest values.
         {} if the request asks for no summary.
         """
         scores = tracked.scores
@@ -295,9 +295,9 @@ class ProbeScores:
 
 
 def _neurons(rows: np.ndarray, k: int, first: int, prompt: int) -> dict[str, Any]:
-    """The neurons with the largest values in the rows of generated tokens; of the prompt where there is no other row.
+    """The neurons with the largest values in rows of generated tokens, or in rows of the prompt if there are no others.
 
-    rows: of a probe TOP, from position `first` on. prompt: its tokens.
+    rows: rows of a probe TOP, from position `first` on. prompt: number of prompt tokens.
     """
     since = prompt - first if first < prompt < first + len(rows) else 0
     neurons, values, at = largest.over_rows(rows[since:], k)
@@ -306,12 +306,12 @@ def _neurons(rows: np.ndarray, k: int, first: int, prompt: int) -> dict[str, Any
 
 
 def _beginning(output: SchedulerOutput) -> set[str]:
-    """The requests that begin in a step, or begin again after a preemption."""
+    """Ids of the requests that begin in a step, or resume in it after a preemption."""
     return {new.req_id for new in output.scheduled_new_reqs} | set(output.scheduled_cached_reqs.resumed_req_ids)
 
 
 def _joined(layers: list[_Places]) -> list[_Places]:
-    """The same with neighbours of one rank as one, where nothing is merged."""
+    """Join adjacent columns of one rank into one slice, where no values are merged."""
     found: list[_Places] = []
     for places in layers:
         [(rank, at), *others], [(before, last), *more] = places, found[-1] if found else [(-1, slice(0))]
@@ -323,7 +323,7 @@ def _joined(layers: list[_Places]) -> list[_Places]:
 
 
 def _plain(values: np.ndarray, each: int) -> Any:
-    """JSON: of each layer a number, or a list of `each`; with several layers a list of these. null if not finite."""
+    """JSON: a number or a list of `each` numbers per layer; with several layers a list of these. null if not finite."""
     finite, kept = np.isfinite(values), values
     if not finite.all():
         kept = values.astype(object)
@@ -333,5 +333,5 @@ def _plain(values: np.ndarray, each: int) -> Any:
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
-    """float64 of the same shape, with four digits each, so that a response stays short."""
+    """The values rounded to four digits, which keeps responses short. float64 [values]."""
     return np.array([float(f"{value:.4g}") for value in values.tolist()])

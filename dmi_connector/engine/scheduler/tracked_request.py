@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tracker knows of one request under capture."""
+"""State of one captured request in the tracker."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from dmi_connector.engine.scheduler.request_scores import RequestScores
 
 _NUMBERS = bytes(range(1, DRAFT_UNKNOWN))
-"""Numbers of the draft tokens of a step."""
+"""Values of `Close.draft_index` for the draft tokens of a step, in order."""
 _UNKNOWN = bytes([DRAFT_UNKNOWN])
 
 
 @dataclass
 class Tracked:
-    """One request under capture.
+    """One captured request.
 
-    quota_end: first position that `max_request_bytes` has no room for. exported: position up to which rows were handed
-    to the workers. due: number of computed tokens at which the next chunk is ready. ignored: which of its options are
-    ignored, in words. opened: whether it was ever scheduled. media: images and the like of its first turn. blocks: its
-    blocks in the cache group of the rows. scores: of probes, if they are needed while it runs.
-    opening: with `keep_if` the message that begins its capture, sent when the request has ended. stopped: why `stop_if`
-    ended it.
+    capture: number of its capture. path: path of its store. quota_end: first position whose row exceeds
+    `max_request_bytes`. exported: position up to which rows were handed to the workers. due: number of computed tokens
+    at which the next chunk is full. ignored: a sentence on options that are ignored. opened: whether it was ever
+    scheduled. media: number of multimodal inputs in its first turn. blocks: its blocks in the cache group of the rows.
+    scores: its scores, if the scheduler needs them. opening: with `keep_if`, the message that begins its capture, which
+    is sent after the request has ended. stopped: why `stop_if` ended it.
 
-    Beside speculative decoding. last_step: the last step that computed tokens of it. decided: position up to which
-    logits were accepted. drafted: for each position which draft token of its step it was, as in `Close.draft_index`, up
-    to the last accepted one. accepted: their number. scheduled: draft tokens that steps verified. in_flight,
-    two_in_flight: whether the last step computed tokens of it, and the one before too.
+    The next fields are for speculative decoding. last_step: the last step that computed its tokens. decided: position
+    up to which logits were accepted. drafted: `Close.draft_index` by position, up to the last accepted draft token.
+    accepted: number of accepted draft tokens. scheduled: number of draft tokens that steps verified. in_flight: whether
+    the last step computed its tokens. two_in_flight: whether the step before it did, too.
     """
 
     request: Request
@@ -63,12 +63,13 @@ class Tracked:
     scheduled: int = 0
     in_flight: bool = False
     two_in_flight: bool = False
-    turn: int = -1  # tokens of the prompt of the turn whose tokens were last looked at
-    _known: int = 0  # tokens then
-    _samples: int = 0  # rows of logits that were asked for
-    _begun: int = -1  # tokens of the prompt of the turn that runs: a session's grows with each
-    _turn: int = -1  # the same of the last sample
-    _shift: int = 0  # of that turn: the position of a sample less its number
+    # Prompt lengths identify the turns of a session, because the prompt grows with each turn.
+    turn: int = -1  # the turn that `note_tokens` last processed
+    _known: int = 0  # number of tokens at that time
+    _samples: int = 0  # number of rows of logits that were requested
+    _begun: int = -1  # the running turn
+    _turn: int = -1  # the turn of the last sample
+    _shift: int = 0  # in that turn: position of a sample minus its number
 
     @property
     def wanted(self) -> int:
@@ -90,28 +91,28 @@ class Tracked:
         return f"dmi.tokens: {span} is after the last row of the request, so there are no rows"
 
     def skip(self, rows: int) -> None:
-        """So many rows come from another store."""
+        """Skip the first `rows` rows, which come from another store."""
         self.exported += rows
         self.due += rows
 
     def begin_turn(self, computed: int) -> None:
-        """The request comes into a batch. A new turn of a session keeps `computed` tokens of those before.
+        """The request enters a batch. A new turn of a session keeps `computed` tokens of earlier turns.
 
-        With asynchronous scheduling a sample after a stop may have been requested. The next sample gets its number.
+        With asynchronous scheduling, a sample after a stop may have been requested. The next sample reuses its number.
         """
         if self._begun != self.request.num_prompt_tokens:
             self._begun, self._samples = self.request.num_prompt_tokens, self.samples_until(computed)
 
     @property
     def turn_ended(self) -> bool:
-        """Whether a session got its next prompt since the last look. Computed tokens of the turn before are kept."""
+        """Whether a session got its next prompt since `note_tokens`. Computed tokens of the previous turn are kept."""
         return self.turn not in (-1, self.request.num_prompt_tokens)
 
     def note_tokens(self, mixed: bool = False) -> int:
-        """Process the tokens that a step added: accepted draft tokens, then one that was sampled.
+        """Process the tokens that a step added: accepted draft tokens, then one sampled token.
 
-        A stop may also cut the tokens after a draft token, which is then the last. It was no input, so it has no row.
-        mixed: they may be the result of two steps. Returns the number of accepted drafts.
+        If a stop cuts the tokens after a draft token, the draft token counts as the sampled one, which has no row.
+        mixed: whether the tokens may come from two steps. Returns the number of accepted draft tokens.
         """
         request, known, before = self.request, self._known, self.accepted
         turned = self.turn != request.num_prompt_tokens
@@ -138,9 +139,9 @@ class Tracked:
         return index
 
     def number_sample(self, position: int, turn: int | None = None) -> int:
-        """The number of the row of logits of a position. Each turn of a session goes on where the one before ended.
+        """The number of the row of logits of a position. Numbers continue from one turn of a session to the next.
 
-        turn: tokens of its prompt; None for the turn that runs.
+        turn: prompt length of the turn; None for the running turn.
         """
         turn = self.request.num_prompt_tokens if turn is None else turn
         if self._turn != turn:
@@ -150,7 +151,7 @@ class Tracked:
         return number
 
     def samples_until(self, end: int) -> int:
-        """How many rows of logits positions below `end` have."""
+        """Number of rows of logits at positions below `end`."""
         return max(0, min(self._samples, end - self._shift))
 
     @property

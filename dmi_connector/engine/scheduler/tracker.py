@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduler half of the connector: which rows of which request are ready, and what to tell the workers about them."""
+"""Scheduler half of the connector: decides which rows of each request to export, and writes the workers' messages."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ logger = logging.getLogger("vllm.dmi_connector")
 
 
 class Tracker:
-    """Follows every captured request from arrival to finish. Lives in the scheduler's process and thread.
+    """Follows every captured request from its arrival to its end. Runs in the thread of vLLM's scheduler.
 
-    Rows of running requests can wait, since their blocks are held: whole chunks are looked for once in STEPS_TOGETHER
-    steps. Blocks of an ended request are kept until the workers have gathered its last rows, together with others.
-    Where that is not possible, they gather them before the next forward. Workers report when they have gathered, and
-    every STEPS_TOGETHER steps: a report takes the engine's time. Under policy drop they report in each step, so that
-    responses name what is lost.
+    Rows of running requests can wait, because vLLM keeps their blocks. So the tracker looks for full chunks only once
+    in STEPS_TOGETHER steps. Blocks of an ended request are kept until the workers have gathered its last rows together
+    with other rows. If the blocks cannot be kept, workers gather these rows before the next forward. A report takes the
+    engine's time, so workers report only after a gather, and at least once in STEPS_TOGETHER steps. Under policy drop
+    they report in each step, so that responses list lost rows.
 
-    Sleep discards rows that wait. In an engine that may sleep, rows leave and workers report in every step.
+    Sleep discards pending rows. So in an engine that may sleep, rows are gathered and workers report in every step.
 
-    slots: where rows lie, which the owner of the rows knows. keep_rows: with more rows than this to be gathered,
-    staging memory is short. behind: steps in flight when vLLM schedules the next one: 1 with asynchronous scheduling.
+    slots: `RowSlots` of the owner. keep_rows: number of pending rows above which staging memory is short. behind: steps
+    in flight when vLLM schedules the next one: 1 with asynchronous scheduling, otherwise 0.
     """
 
     def __init__(self, context: CaptureContext, slots: RowSlots, keep_rows: int, behind: int = 0) -> None:
@@ -60,33 +60,33 @@ class Tracker:
         self.keep_rows = keep_rows
         self.tracked: dict[str, Tracked] = {}
         self.refused = RefusedRequests()
-        self.pending_opens: list[Open] = []  # of ended requests that were kept
+        self.pending_opens: list[Open] = []  # of ended requests whose `keep_if` holds
         self.pending_closes: list[Close] = []
-        self._since: list[SchedulerOutput] = []  # steps since the last look for chunks
-        self._before: list[SchedulerOutput] = []  # the step of that look
+        self._since: list[SchedulerOutput] = []  # steps since the last check for full chunks
+        self._before: list[SchedulerOutput] = []  # the step of that check
         self._rows_since = 0  # tokens scheduled in `_since`
         self._taken = 0  # entries of `_since` whose new blocks are in `tracked`
-        self._with_logits = 0  # scheduled captures that must be looked at in each step
+        self._with_logits = 0  # running captures with logits, which are checked in each step
         self.handed = 0  # rows handed to the workers since the start
-        self._left = 0  # of `handed`: rows that were told to leave
-        self._waited = 0  # steps since rows began to wait for their message
-        self._unreported = 0  # steps since the workers reported
-        self.gathered = 0  # rows that the slowest worker has gathered
+        self._left = 0  # value of `handed` at the last order to gather
+        self._waited = 0  # steps in which rows waited for an order to gather
+        self._unreported = 0  # steps since the workers last reported
+        self.gathered = 0  # rows that the slowest worker has gathered since the start
         self._staged = False  # whether rows lie in a worker's staging memory
         self.lost: dict[int, list[list[int]]] = {}
         self.unborrowed: dict[int, list[Loss]] = {}
         self._captures = 0
         self.scores = ProbeScores(context, slots, behind)
-        self._counts: Counter[str] = Counter()  # requests that ended without a capture, since they were last taken
-        self.warning = ""  # of all responses: what of the engine's configuration is ignored
+        self._counts: Counter[str] = Counter()  # requests that ended without a capture since the last `take_counts`
+        self.warning = ""  # in all responses: ignored settings of the engine
         self._path_told = False  # whether the log says that paths of requests are ignored
-        self._row_bytes = row_bytes(context, context.selection)  # takes 0.2 ms for 400 tensors: too long for a request
+        self._row_bytes = row_bytes(context, context.selection)  # once, because it takes 0.2 ms for 400 tensors
         self.quota = Quota(context.options)
 
     # ---- arrival ----------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
-        """Read the request's options. An error is kept for the response; the request is served."""
+        """Read the request's options. If they are invalid, the request is served, and its response has the error."""
         request_id = request.request_id
         if self.refused.beam_search(request):
             return
@@ -104,14 +104,14 @@ class Tracker:
             self.scores.arrived(self.tracked[request_id])
         except (OptionError, SelectionError) as error:
             self.refused.add(request_id, str(error))
-        except Exception as error:  # whatever a client sent, the engine goes on
+        except Exception as error:  # no request may end the engine
             logger.exception("dmi: the options of request %s could not be handled", request_id)
             self.refused.add(
                 request_id, f"kv_transfer_params: they could not be handled: {type(error).__name__}: {error}"
             )
 
     def _track(self, request: Request, params: CaptureParams) -> Tracked:
-        """Work out what to capture and where. Raises OptionError and SelectionError."""
+        """Determine which rows to capture, and the path of the store. Raises OptionError and SelectionError."""
         context, options = self.context, self.context.options
         selection = narrow(context.selection, params.hooks, params.layers, context.dims)
         prompt = request.num_prompt_tokens
@@ -130,7 +130,7 @@ class Tracker:
         due = params.start + options.chunk_tokens if params.keep_if is None else UNLIMITED
         tracked = Tracked(request, params, self._captures, path, selection, quota_end, params.start, due, ignored)
         self.slots.check_room(tracked)
-        if options.sink == "disk":  # the last check: what it admits is counted until the request ends
+        if options.sink == "disk":  # the last check: an admitted request counts against the quota until it ends
             self.quota.admit(path, size.until(prompt if params.stop is None else min(prompt, params.stop)))
         if ignored and not self._path_told:
             logger.warning("dmi: ignored in request %s: %s", show(request.request_id), ignored)
@@ -163,7 +163,7 @@ class Tracker:
                     computed = min(computed, leaving.request.num_tokens - 1)
                 self._export_chunks(leaving, computed, metadata.leaving)
         if output.scheduled_new_reqs:
-            self._take_blocks()  # of steps before: a new request may have the id of an old one
+            self._take_blocks()  # of earlier steps, because a new request may reuse an id
         self._since.append(output)
         for new in output.scheduled_new_reqs:
             tracked = self.tracked.get(new.req_id)
@@ -184,12 +184,12 @@ class Tracker:
         if self.slots.eager:
             self._take_blocks()
             prompts = self.slots.cover(output, self.gathered)
-        # A quarter of the staging memory is taken at a time.
+        # Rows are handed over at the latest when they fill a quarter of the staging memory.
         if self._with_logits or len(self._since) >= self._steps or self._rows_since > self.keep_rows // 2:
             self._take_blocks()
             self._before, self._since = self._since[-1:], []
             self._rows_since = self._taken = 0
-            if self.slots.eager:  # what leaves before the forward gives its places to rows of the forward
+            if self.slots.eager:  # chunks that are handed over before the forward make room for its rows
                 running = [tracked for tracked in self.tracked.values() if tracked.opened]
                 for tracked in running:
                     if (before := tracked.request.num_computed_tokens) >= tracked.due:
@@ -215,7 +215,7 @@ class Tracker:
         return metadata
 
     def _plan(self, metadata: StepMetadata) -> None:
-        """Say whether rows leave and ranks report in a step."""
+        """Decide whether pending rows are gathered, and whether ranks report, in this step."""
         waiting = self.handed - self._left
         if waiting:
             self._waited += 1
@@ -230,22 +230,22 @@ class Tracker:
             metadata.report, self._unreported = True, 0
 
     def _take_blocks(self) -> None:
-        """Note the blocks that requests were given which ran before."""
+        """Record the blocks that vLLM has added to running and resumed requests since the last call."""
         for output in self._since[self._taken :]:
             cached = output.scheduled_cached_reqs
             for request_id in cached.resumed_req_ids:
                 if request_id in self.tracked:
                     self.tracked[request_id].blocks = []
             given = zip(cached.req_ids, cached.new_block_ids, strict=True)
-            for request_id, new in compress(given, cached.new_block_ids):  # most are given none
+            for request_id, new in compress(given, cached.new_block_ids):  # most requests get no blocks
                 if request_id in self.tracked:
                     self.tracked[request_id].blocks.extend(new[self.slots.group])
         self._taken = len(self._since)
 
     def _computed_before(self, request_id: str) -> int:
-        """Tokens that a request had computed before this step, 0 if it was in no step since the last look for chunks.
+        """Number of a request's tokens that were computed before this step.
 
-        Of a preempted request the scheduler does not know it any more.
+        0 if it was in no step since the last check for full chunks. vLLM resets its own number at a preemption.
         """
         for step in reversed(self._before + self._since):
             if request_id in step.num_scheduled_tokens:
@@ -256,9 +256,9 @@ class Tracker:
         return 0
 
     def _export_chunks(self, tracked: Tracked, computed: int, chunks: list[Rows]) -> None:
-        """Add the chunks of which every row exists once the request has `computed` tokens.
+        """Append the full chunks of a request to `chunks`, once `computed` of its tokens are computed.
 
-        Only rows of known tokens count: with asynchronous scheduling the last scheduled token may lie after a stop.
+        Only rows of known tokens count: with asynchronous scheduling the last scheduled token may come after a stop.
         """
         if computed < tracked.due:
             return
@@ -269,10 +269,10 @@ class Tracker:
             tracked.exported += chunk
         tracked.due = tracked.exported + chunk
         if tracked.due > tracked.limit:
-            tracked.due = UNLIMITED  # the rest goes when the request ends
+            tracked.due = UNLIMITED  # the remaining rows are exported when the request ends
 
     def _take_sample(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
-        """Ask for the logits of the last computed position, if a token is sampled from it."""
+        """Request the logits of the last computed position, if a token is sampled from them."""
         position = computed - 1
         if not tracked.has_logits or computed < tracked.request.num_tokens:
             return
@@ -281,14 +281,14 @@ class Tracker:
             metadata.samples.append(Sample(tracked.capture, tracked.number_sample(position), position, slot))
 
     def _rows(self, tracked: Tracked, start: int, stop: int) -> Rows:
-        """The rows of positions [start, stop)."""
+        """Hand the rows of positions [start, stop) to the workers. Returns them for a message."""
         self.handed += stop - start
         rows = Rows(tracked.capture, start - tracked.params.start, self.slots.of(tracked, start, stop))
         self.slots.handed(tracked, stop, self.handed)
         return rows
 
     def on_report(self, report: Report) -> None:
-        """Take in what the workers report."""
+        """Process a report of the workers."""
         self.gathered, self._staged = report.gathered, report.staged
         running = {t.capture for t in self.tracked.values()} if report.lost or report.unborrowed else set()
         for capture in report.unborrowed.keys() & running:
@@ -297,20 +297,20 @@ class Tracker:
             self.slots.stored(path, whole)
         self.slots.lost({*report.lost, *report.unborrowed})
         for capture, ranges in report.lost.items():
-            if capture in running:  # of an ended request the response has left; its store lists the ranges
+            if capture in running:  # the response of an ended request was sent; its store lists the ranges
                 self.lost.setdefault(capture, []).extend(ranges)
 
     @property
     def leaving(self) -> bool:
-        """Whether rows still leave the GPU, as far as workers have reported."""
+        """Whether rows are still on their way off the GPU, according to the workers' last report."""
         return self._staged or self.handed > self.gathered
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def finish(self, request: Request, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended: plan its last rows.
+        """A request ended. Hands over its last rows, and ends its capture.
 
-        Returns (whether its blocks are kept until the worker names it, what its response says).
+        Returns (whether its blocks are kept until the workers name it, `kv_transfer_params` of its response or None).
         """
         request_id = request.request_id
         refused = self.refused.pop(request_id, None)
@@ -320,7 +320,7 @@ class Tracker:
         tracked = self.tracked.pop(request_id, None)
         if tracked is None:
             return False, None
-        tracked.blocks = blocks or tracked.blocks  # a preempted request has none, and its last ones had its logits
+        tracked.blocks = blocks or tracked.blocks  # a preempted request has none; its last ones locate its logits
         self.scores.ended(tracked, there=bool(blocks))
         why = self.scores.why_dropped(tracked)
         self.quota.ended(tracked.path, nothing=bool(why) or not tracked.opened)
@@ -344,26 +344,26 @@ class Tracker:
         return keep, self._response(tracked, close)
 
     def _response(self, tracked: Tracked, close: Close) -> dict[str, Any]:
-        """What the response says in `kv_transfer_params`."""
+        """`kv_transfer_params` of the response."""
         lost, unborrowed = self.lost.pop(tracked.capture, []), self.unborrowed.pop(tracked.capture, [])
         said = response(tracked, close, self.context.options, lost, unborrowed, self.warning)
         return self._scored(tracked, said)
 
     def _scored(self, tracked: Tracked, said: dict[str, Any]) -> dict[str, Any]:
-        """A response with what there is to say of scores. The request has ended."""
+        """Add the scores, and the reason of `stop_if`, to the response of an ended request."""
         said |= self.scores.answer(tracked)
         if tracked.stopped:
             said["dmi_stop"] = tracked.stopped
         return said
 
     def take_counts(self) -> dict[str, Any]:
-        """What changed since the last call, by key of `CaptureStats.data`."""
+        """Changes since the last call, by key of `CaptureStats.data`."""
         counts, self._counts = self._counts, Counter()
         more = {key: count for key, count in self.slots.take_counts().items() if count}
         return {**counts, **more, **self.scores.take_counts()}
 
     def _close(self, tracked: Tracked) -> Close:
-        """The end of a capture. The last sampled token was never an input and has no row."""
+        """The message that ends a capture. The last sampled token was never an input and has no row."""
         request, params = tracked.request, tracked.params
         inputs = max(request.num_prompt_tokens, request.num_tokens - 1)
         computed = max(request.num_computed_tokens, self.slots.captured(tracked))
@@ -379,7 +379,7 @@ class Tracker:
             facts: dict[str, Any] = {"end": end, "expected": expected}
             limit = self.context.options.max_request_bytes
             facts |= {"limit": limit} if end == tracked.quota_end else {"finish": str(finish)}
-            # A request that comes to its own end was computed whole, but its blocks may be gone.
+            # A request that was not aborted has computed all its rows, but a preemption may have freed its blocks.
             preempted = not request.num_computed_tokens and str(finish) in completeness.OWN_ENDS
             early = Cause.PREEMPTED if preempted else Cause.ENDED_EARLY
             cause = Cause.QUOTA if end == tracked.quota_end else early

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the rows in vLLM's cache to the shared ring: the worker half of the connector."""
+"""Worker half of the connector: copies rows from vLLM's cache or a pool into the shared ring."""

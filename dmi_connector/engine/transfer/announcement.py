@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log lines at start: the cost of the selection per token, and the limit that is reached first."""
+"""Logs at start what the selection costs per token, and which limit is reached first."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def announce(
     writers: int,
     place: str,
 ) -> None:
-    """Log the cost of the selection, and the limit that is reached first. place: where rows are stored, in words."""
+    """Log the cost of the selection, and the limit that is reached first. place: "pool" or "cache", for the message."""
     options = context.options
     logger.info(
-        "dmi_connector: %d hooks of %s, %s rows: %.3f MB a token in the %s (%d tokens fit), %.3f MB a token exported",
+        "dmi_connector: %d hooks of %s, %s rows: %.3f MB per token in the %s (%d tokens fit), %.3f MB per token "
+        "exported",
         sum(len(layers) for layers in context.selection.hooks.values()),
         context.arch.name,
         context.owner.name,

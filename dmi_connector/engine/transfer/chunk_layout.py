@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From rows to payloads: which bytes of a row go where when a chunk of rows is gathered."""
+"""Computes which bytes of a row are copied to which place of a payload when a chunk is gathered."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ChunkLayout:
     """The payload of one selection of hooks on one rank.
 
     payload: its arrays, with logits last. table: int64 [fields, 3], with a line for each copied field of a row: byte
-    offset in the row, number of bytes, and byte offset in the payload divided by the number of rows. The last line is
-    the header.
+    offset in the row, number of bytes, and byte offset in the payload of a single row. In the payload of n rows, the
+    offset is n times as large. The last line is the header.
     """
 
     payload: PayloadLayout
@@ -35,7 +35,7 @@ class ChunkLayout:
 
 
 def run_length(writers: Sequence[int | None]) -> int:
-    """The length of the longest run of layers with the same writer."""
+    """The largest n for which each run of layers [i * n, (i + 1) * n) has one writer. writers: rank of each layer."""
     changes = [n for n in range(1, len(writers)) if writers[n] != writers[n - 1]]
     return math.gcd(*changes) if changes else len(writers)
 
@@ -43,7 +43,7 @@ def run_length(writers: Sequence[int | None]) -> int:
 def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], rank: int) -> ChunkLayout:
     """The layout for a capture of `hooks` on rank `rank`.
 
-    Fields that another rank writes are left out. If ranks share the layers of a hook, its array has a file per run.
+    Fields that another rank writes are omitted. If ranks divide the layers of a hook, its array has one file per run.
     """
     arrays: list[ArraySpec] = []
     elsewhere: list[ArraySpec] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures under way on one worker, and chunks of their rows on the way into the ring, several in a parcel."""
+"""Tracks the running captures of one worker, and the transfers of their chunks into the ring, in parcels."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dmi_connector.store.write.client import OpenCapture
 from dmi_connector.store.write.ring import Extent, Ring
 
 PAYLOAD_ALIGN = 512
-"""Payloads begin at multiples of this many bytes of a parcel."""
+"""Alignment of payloads in a parcel, in bytes."""
 
 
 class Progress:
-    """What one worker has exported: counts for metrics (metrics.py), and reports for the scheduler."""
+    """Counts the exports of one worker, for metrics (metrics.py) and for reports to the scheduler."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int | float] = {
@@ -29,34 +29,34 @@ class Progress:
             "lost_rows": 0,
             "blocked_seconds": 0.0,
         }
-        self.unwritten: list[str] = []  # hooks that no tap wrote, of the first chunk in which some were found
-        self.gathered = 0  # rows whose gather is issued, as last counted
-        self._new: deque[int] = deque()  # not yet in `gathered`; the lane's thread appends too
+        self.unwritten: list[str] = []  # hooks that no tap wrote, from the first chunk that has such hooks
+        self.gathered = 0  # rows whose gather is issued, as of the last `count`
+        self._new: deque[int] = deque()  # rows not yet in `gathered`; the lane's thread appends, too
         self._lost: dict[int, list[list[int]]] = {}
 
     def gather(self, rows: int) -> None:
-        """Rows are gathered, or given up: their blocks are not needed any more."""
+        """The gather of `rows` rows is issued, or they are dropped. Their blocks are not needed any more."""
         self._new.append(rows)
 
     def lose(self, capture: int, first: int, rows: int) -> None:
-        """Rows [first, first + rows) of a capture were given up."""
+        """Rows [first, first + rows) of a capture are dropped."""
         self._lost.setdefault(capture, []).append([first, first + rows])
         self.counts["lost_ranges"] += 1
         self.counts["lost_rows"] += rows
 
     @property
     def lost(self) -> bool:
-        """Whether rows were given up that no report names."""
+        """Whether rows were dropped since the last report."""
         return bool(self._lost)
 
     def count(self) -> int:
-        """Rows whose gather is issued. Only for the engine's thread."""
+        """Number of rows whose gather is issued since the start. Only for the engine's thread."""
         while self._new:
             self.gathered += self._new.popleft()
         return self.gathered
 
     def report(self) -> Report:
-        """What is new for the scheduler."""
+        """The next report to the scheduler."""
         self.count()
         report = Report(self.gathered, self._lost)
         self._lost = {}
@@ -67,9 +67,9 @@ class Progress:
 class CaptureExport:
     """One capture on this worker.
 
-    out: where its rows go, None for sinks without stores. start: position of its first row. losses: rows given up.
-    due: parts of its rows that wait for those of others. waiting: transfers that were left to the lane's thread.
-    checked: whether values that no tap wrote are looked for.
+    out: receives its rows; None for sinks without stores. start: position of its first row. losses: dropped rows. due:
+    number of its entries in `Exporter.due`. waiting: transfers that were left to the lane's thread. checked: whether
+    its chunks are checked for values that no tap wrote.
     """
 
     number: int
@@ -84,18 +84,18 @@ class CaptureExport:
     checked: bool = False
 
     def lose(self, first: int, rows: int, cause: Cause, **facts: object) -> None:
-        """Rows [first, first + rows) are given up."""
+        """Drop rows [first, first + rows)."""
         self.progress.lose(self.number, first, rows)
         add_loss(self.losses, Loss.of(cause, [[first, first + rows]], **facts))
 
 
 @dataclass(eq=False)
 class ChunkTransfer:
-    """Rows of one chunk on their way.
+    """The transfer of one chunk.
 
-    first: number of the first row in the store. slots: where the rows lie, int64 [rows]. gathered: the gather is
-    issued; what comes later on the engine's stream may overwrite the rows. lost: the rows are given up. nbytes: of the
-    payload.
+    first: index of the first row in the store. slots: slots of the rows, int64 [rows]. gathered: whether the gather is
+    issued; later work on the engine's stream may overwrite the rows. lost: whether the rows are dropped. nbytes: bytes
+    of the payload.
     """
 
     capture: CaptureExport
@@ -110,16 +110,16 @@ class ChunkTransfer:
 
     @property
     def table(self) -> np.ndarray:
-        """What to copy of each row (see `ChunkLayout`)."""
+        """`ChunkLayout.table` of the capture."""
         return self.capture.layout.table
 
     @property
     def waits(self) -> bool:
-        """Whether its rows are still needed in the cache."""
+        """Whether the rows are still needed in the cache."""
         return not (self.gathered or self.lost)
 
     def lose(self, cause: Cause, **facts: object) -> None:
-        """Give the rows up."""
+        """Drop the rows."""
         self.lost = True
         self.capture.progress.gather(len(self.slots))
         self.capture.lose(self.first, len(self.slots), cause, **facts)
@@ -127,9 +127,10 @@ class ChunkTransfer:
 
 @dataclass(eq=False)
 class Parcel:
-    """Chunks that travel together: in one copy, in one piece of ring memory, with one message.
+    """Chunks that share one copy, one extent of the ring, and one message to the coordinator.
 
-    offsets: where each payload begins in it, in bytes. nbytes: of all. extent: ring memory, once there is some.
+    offsets: first byte of each payload in the parcel. nbytes: bytes of the parcel. extent: its ring memory, None before
+    `reserve`.
     """
 
     transfers: list[ChunkTransfer]
@@ -144,16 +145,16 @@ class Parcel:
 
     @property
     def ring(self) -> Ring:
-        """Whose memory it takes."""
+        """The ring that gets the parcel."""
         return self.transfers[0].capture.ring
 
     def reserve(self) -> bool:
-        """Take ring memory. Returns False if there is none now."""
+        """Allocate ring memory. Returns False if there is no room now."""
         self.extent = self.ring.alloc(self.nbytes, 0.0)
         return self.extent is not None
 
     def deliver(self) -> None:
-        """The payloads are in the ring: hand them to the coordinator."""
+        """Hand the payloads, which are in the ring, to the coordinator."""
         assert self.extent is not None
         parts = []
         for transfer, offset in zip(self.transfers, self.offsets, strict=True):
@@ -170,13 +171,13 @@ class Parcel:
             self.ring.release(self.extent)
 
     def _unwritten(self, transfer: ChunkTransfer, offset: int) -> list[str]:
-        """Hooks that no tap wrote in some row of a payload."""
+        """Hooks that no tap wrote in at least one row of a payload."""
         assert self.extent is not None
         payload = self.ring.view(self.extent)[offset : offset + transfer.nbytes]
         return unwritten(payload, transfer.capture.layout.payload, len(transfer.slots))
 
     def lose(self, cause: Cause, **facts: object) -> None:
-        """Give all rows up, and the ring memory back."""
+        """Drop all rows, and free the ring memory."""
         if self.extent is not None:
             self.ring.release(self.extent)
         for transfer in self.transfers:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits of steps with draft tokens. They stay where the model computed them until it is known which were accepted.
+"""Keeps logits of draft tokens on the model's device until the scheduler knows which tokens were accepted.
 
-The ring gives memory back in order, so what lies there must not wait for a later step.
+The ring frees memory in order, so logits in the ring must not wait for a later step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class _Step:
-    """Logits of one step, [samples, vocab], and the slots of their tokens, int64 [samples]; -1 for a row of none."""
+    """Logits of one step, [samples, vocab], and the slots of their tokens, int64 [samples]; -1 for unused rows."""
 
     number: int
     logits: torch.Tensor
@@ -24,11 +24,11 @@ class _Step:
 def rows_of(
     wanted: Sequence[int], logits: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A copy in `dtype` of the logits of tokens that a capture may need, and the slots of its rows.
+    """A copy in `dtype` of the logits of tokens that captures may need, and the slots of its rows.
 
-    wanted: slots of these tokens. logits: [samples, vocab] of the whole batch. slots: of its tokens, int64 [samples].
-    The copy has a row for each of `wanted`, so its size is known without waiting for the GPU; a row is of none (slot
-    -1) if the batch does not have that token. It is the whole batch where that is smaller.
+    wanted: slots of these tokens. logits: [samples, vocab] of the whole batch. slots: slots of the batch's tokens,
+    int64 [samples]. The copy has one row per entry of `wanted`, so its size is known without waiting for the GPU. The
+    row of a token that the batch does not have is unused (slot -1). A batch with at most as many rows is copied whole.
     """
     if len(wanted) >= len(logits):
         return logits.to(dtype, copy=True), slots
@@ -38,29 +38,29 @@ def rows_of(
 
 
 def _numbers(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 [values] on a device. From pinned memory a copy to a GPU does not wait for what is queued there."""
+    """int64 [values] on a device. A copy from pinned memory to a GPU does not wait for work that is queued there."""
     return torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 class DraftLogits:
-    """The logits of the last steps. Used by the engine's thread alone; nothing here waits for the GPU."""
+    """The logits of the last steps. Only the engine's thread uses it, and nothing here waits for the GPU."""
 
     def __init__(self) -> None:
         self._steps: list[_Step] = []
 
     def add(self, number: int, logits: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keep logits of a step: a copy, since vLLM changes its own in place."""
+        """Keep logits of a step. They must be a copy, because vLLM changes its logits in place."""
         self._steps.append(_Step(number, logits, slots))
 
     def drop(self, decided: int) -> None:
-        """Steps up to this number have no logits that are still to be accepted."""
+        """Drop the logits of steps up to number `decided`, of which no more tokens will be accepted."""
         self._steps = [step for step in self._steps if step.number > decided]
 
     def take(self, slots: Sequence[int], last: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(rows [n, vocab], whether each was found, bool [n]) of accepted tokens. None if no step is there.
+        """(rows [n, vocab], whether each was found, bool [n]) of accepted tokens. None if no step is kept.
 
-        last: for each slot the last step that may have computed it. A token that was rejected is computed again, so the
-        newest of these steps that has the slot has its row.
+        slots: slot of each token. last: for each token, the last step that may have computed it. The position of a
+        rejected token is computed again, so the newest of these steps that has the slot has the row.
         """
         rows: torch.Tensor | None = None
         found = torch.zeros(0)

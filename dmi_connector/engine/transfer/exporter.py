@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker half of the connector: exports rows from the paged cache to the coordinator process."""
+"""Worker half of the connector: exports rows from the cache or pool to the coordinator process."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ logger = init_logger("vllm.dmi_connector")
 FIRST_CAPTURES = 16
 """On an untested vLLM, the check for values that no tap wrote ends after this many captures."""
 LAYOUTS_KEPT = 64
-"""Layouts that are kept for captures to come: requests choose hooks and layers, so their number is unbounded."""
+"""Maximum number of layouts that are kept. Requests choose hooks and layers, so there may be any number."""
 
 
 class Exporter:
-    """Owns the ring, the coordinator and the captures under way on one rank.
+    """Owns the ring, the coordinator and the running captures of one rank.
 
-    On a CPU rows are copied to the ring at once. On a GPU they take the lane (gpu_lane.py); what finds no room waits in
-    the cache. When a request ends meanwhile, either its blocks are kept until its rows are gathered (`ending`), or its
-    rows are gathered before the next forward. Rows in a pool wait without blocks, also in `ending`. Rows of several
-    steps are collected in `due` until the scheduler orders the gather.
+    On a CPU rows are copied to the ring after each step. On a GPU rows of several steps are collected in `due` until
+    the scheduler orders the gather. The lane copies them (gpu_lane.py); rows for which it has no room wait in the
+    cache. If a request ends in the meantime, its blocks are kept until its rows are gathered (`ending`), or its rows
+    are gathered before the next forward. Captures with rows in a pool also wait in `ending`, without blocks.
     """
 
     def __init__(self, context: CaptureContext, layer: RowMemory, rank: int, vllm_config: VllmConfig) -> None:
@@ -54,7 +54,7 @@ class Exporter:
         self.context, self.layer, self.rank = context, layer, rank
         self.captures: dict[int, CaptureExport] = {}
         self.layouts: dict[tuple[tuple[str, tuple[int, ...]], ...], ChunkLayout] = {}
-        self.registered: dict[ChunkLayout, int] = {}  # layouts that the coordinator knows, by its numbers
+        self.registered: dict[ChunkLayout, int] = {}  # layouts that the coordinator knows, with its number of each
         self.due: list[tuple[CaptureExport, Rows]] = []
         self.ending: list[tuple[CaptureExport, Close]] = []
         self.finished: set[str] = set()
@@ -64,7 +64,7 @@ class Exporter:
         full = self._layout(dict(context.selection.hooks))
         assert layer.rows is not None
         self.rows = layer.rows
-        self.trials = FIRST_CAPTURES if layer.poisons else 0  # captures that are still to be checked
+        self.trials = FIRST_CAPTURES if layer.poisons else 0  # number of captures that will still be checked
         gpu = self.rows.is_cuda
         seqs = vllm_config.scheduler_config.max_num_seqs
         drafts = 0 if context.drafting is None else context.drafting.most
@@ -91,7 +91,7 @@ class Exporter:
         announce(context, full, self.rows, sizes, self.lane, writers, place)
 
     def _layout(self, hooks: dict[str, tuple[int, ...]]) -> ChunkLayout:
-        """The layout of a selection. The first one, of all hooks, is kept; of others those that were opened last."""
+        """The layout of a selection. The first layout, with all hooks, and the most recently used others are kept."""
         key = tuple(hooks.items())
         layout = self.layouts.get(key)
         if layout is not None and layout is next(iter(self.layouts.values())):
@@ -102,13 +102,13 @@ class Exporter:
             _, oldest, *_ = self.layouts
             number = self.registered.pop(self.layouts.pop(oldest), None)
             if self.client is not None and number is not None:
-                self.client.forget(number)  # captures that have it go on
+                self.client.forget(number)  # running captures with this layout continue
         return self.layouts[key]
 
-    # ---- the two moments of a step --------------------------------------------------------------------------------
+    # ---- before and after the forward of a step -------------------------------------------------------------------
 
     def before_forward(self, metadata: StepMetadata) -> None:
-        """Begin new captures and finish ended ones: the forward that follows may overwrite their freed blocks."""
+        """Begin new captures, end finished ones, and gather rows that the forward may overwrite."""
         for message in metadata.opens:
             self._open(message)
         self.logits.begin(metadata)
@@ -147,12 +147,12 @@ class Exporter:
             self.layer.poison_step()
 
     def after_forward(self, metadata: StepMetadata) -> None:
-        """Export whole chunks, and last rows whose blocks are kept, as far as there is room.
+        """Add full chunks, and last rows whose blocks are kept, to `due`. Export `due` if the scheduler orders it.
 
-        Raises RuntimeError if the first captures of an untested vLLM lack values. Their stores say so.
+        Raises RuntimeError if the first captures of an untested vLLM lack values. Their stores say so, too.
         """
         if self.layer.poisons:
-            self.layer.unpoisoned = None  # in a step without a forward it would hold the slots of an older step
+            self.layer.unpoisoned = None  # after a step without a forward, it would have slots of an older step
         if self.progress.unwritten and (version := contract.untested()):
             raise RuntimeError(
                 f"vllm: no tap wrote {', '.join(self.progress.unwritten)} in version {version}, which was not tested "
@@ -168,7 +168,7 @@ class Exporter:
             self._end_gathered()
 
     def _take_ending(self, metadata: StepMetadata) -> None:
-        """Take over the ends of captures whose blocks are kept."""
+        """Move ended captures whose blocks are kept to `ending`."""
         for close in metadata.closes:
             if close.keeps_blocks:
                 capture = self.captures.pop(close.capture)
@@ -176,7 +176,7 @@ class Exporter:
                 self.ending.append((capture, close))
 
     def before_sleep(self, closes: Sequence[Close]) -> None:
-        """End captures, and let all rows leave the GPU: vLLM gives up its cache, and the memory of this object."""
+        """End captures, and copy all rows off the GPU, before vLLM frees its cache and other memory."""
         self.logits.begin(StepMetadata(closes=list(closes)))
         for close in closes:
             capture = self.captures.pop(close.capture)
@@ -188,19 +188,19 @@ class Exporter:
         self._end_gathered()
 
     def take_report(self) -> Report:
-        """What is new for the scheduler."""
+        """The next report to the scheduler."""
         report = self.progress.report()
         report.staged = self.context.may_sleep and self.lane is not None and self.lane.staged
         if self.client is not None:
             ended, losses = self.client.take_news()
-            report.stored = ended if self.rank == 0 else {}  # which makes the store, once all ranks have finished
+            report.stored = ended if self.rank == 0 else {}  # rank 0 commits the store once all ranks have finished
             for capture in [*self.captures.values(), *(capture for capture, _ in self.ending)] if losses else ():
                 if capture.out is not None and capture.out.path in losses:
                     report.unborrowed[capture.number] = losses[capture.out.path]
         return report
 
     def take_finished(self) -> set[str]:
-        """Requests whose blocks were kept for us and can be freed now."""
+        """Ids of ended requests whose kept blocks can be freed now."""
         finished, self.finished = self.finished, set()
         return finished
 
@@ -228,14 +228,14 @@ class Exporter:
         )
 
     def _add(self, capture: CaptureExport, rows: Sequence[Rows]) -> None:
-        """Rows that are to be exported next."""
+        """Add rows to those that are exported next."""
         self.due += [(capture, each) for each in rows]
         capture.due += len(rows)
 
     def _export_due(self) -> None:
-        """Send rows on their way."""
+        """Start the transfers of all rows in `due`."""
         batch, self.due = self.due, []
-        if not batch:  # do not wait for the lane's lock
+        if not batch:  # avoids waiting for the lane's lock
             return
         for capture, _ in batch:
             capture.due = 0
@@ -254,7 +254,7 @@ class Exporter:
                 transfer.capture.waiting.append(transfer)
 
     def _export_now(self, transfer: ChunkTransfer) -> None:
-        """The whole way at once, on a CPU."""
+        """On a CPU: copy a chunk into the ring and deliver it at once."""
         parcel = Parcel([transfer])
         parcel.extent = self.room(parcel.nbytes)
         if parcel.extent is None:
@@ -267,7 +267,7 @@ class Exporter:
         parcel.deliver()
 
     def room(self, nbytes: int) -> Extent | None:
-        """Ring memory. Under policy block it is waited for; under drop it is None if there is none now."""
+        """Allocate ring memory. If there is no room, policy block waits for it, and policy drop returns None."""
         extent = self.ring.alloc(nbytes, 0.0)
         if extent is None and self.context.options.policy == "block":
             began = time.perf_counter()
@@ -276,7 +276,7 @@ class Exporter:
         return extent
 
     def _flush(self, capture: CaptureExport) -> None:
-        """Gather the waiting rows of a capture now: the next forward may overwrite its blocks."""
+        """Gather the waiting rows of a capture now, because the next forward may overwrite its blocks."""
         if self.lane is None or not capture.waiting:
             return
         drop, began = self.context.options.policy == "drop", time.perf_counter()
@@ -285,7 +285,10 @@ class Exporter:
         capture.waiting.clear()
 
     def _gather_until(self, need: int) -> None:
-        """Gather until `need` rows were gathered since the start: pages of these rows are about to be reused."""
+        """Gather until `need` rows were gathered since the start, because the pages of these rows are reused next.
+
+        Raises RuntimeError if the scheduler has not handed these rows to this worker.
+        """
         if self.lane is None:
             return
         drop, began = self.context.options.policy == "drop", time.perf_counter()
@@ -295,7 +298,7 @@ class Exporter:
             raise RuntimeError(f"rows {self.progress.count()} to {need} of the pool were not handed to this worker")
 
     def _end_gathered(self) -> None:
-        """End captures whose blocks are not needed any more."""
+        """End the captures in `ending` whose rows are all gathered."""
         still = []
         for capture, message in self.ending:
             if capture.due or any(transfer.waits for transfer in capture.waiting):
@@ -315,18 +318,18 @@ class Exporter:
         self._after_copies(lambda: self._close(capture, message))
 
     def _close(self, capture: CaptureExport, message: Close) -> None:
-        """Say where a capture ends. On a GPU this runs on the lane's thread."""
+        """Tell the coordinator where a capture ends. On a GPU, the lane's thread runs this."""
         if capture.out is None:
             return
-        # The engine learns of a stop late: samples past the end are discarded, not lost.
+        # Dropped samples after the end are not losses: with asynchronous scheduling, a step may follow a stop.
         lost = [part for loss in capture.losses if (part := loss.before(message.length)).rows]
-        losses = message.losses + lost if self.rank == 0 else lost  # what the request lacks is rank 0's to say
+        losses = message.losses + lost if self.rank == 0 else lost  # rank 0 reports the losses of the request
         samples = {"logits": message.samples} if capture.layout.logits is not None else {}
         end = (message.length, samples, message.token_ids, message.attrs, losses)
         capture.out.close(*end, draft_index=message.draft_index)
 
     def _after_copies(self, work: Callable[[], None]) -> None:
-        """Do what must follow the copies that are under way."""
+        """Run `work` after the copies that are under way."""
         if self.lane is None:
             work()
         else:
@@ -335,7 +338,7 @@ class Exporter:
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def pending(self) -> int:
-        """Captures under way and bytes not yet written; 0 when everything has reached its sink."""
+        """Number of unfinished captures plus unwritten bytes; 0 when everything is written."""
         pending = len(self.captures) + len(self.ending) + self.ring.used
         if self.client is not None:
             stats = self.client.stats()
@@ -343,7 +346,7 @@ class Exporter:
         return int(pending)
 
     def shutdown(self) -> None:
-        """Export what is waiting, then finish the stores and stop the writers, all within `shutdown_seconds`."""
+        """Export pending rows, finish the stores and stop the writers, all within `shutdown_seconds`."""
         deadline = time.monotonic() + self.context.options.shutdown_seconds
         self._export_due()
         if self.lane is not None:
@@ -358,6 +361,6 @@ class Exporter:
 
 
 def _borrow_message(borrow: Borrow) -> dict[str, Any]:
-    """The message to the coordinator about borrowed rows."""
+    """The part of the message to the coordinator that describes borrowed rows."""
     ids = pack_array(borrow.token_ids.astype("<i4"))
     return {"final": borrow.path, "request_id": borrow.request_id, "rows": len(borrow.token_ids), "token_ids": ids}

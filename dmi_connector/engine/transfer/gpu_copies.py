@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies off the GPU in slices, issued through the CUDA driver.
+"""Copies memory off the GPU in slices, with calls of the CUDA driver.
 
-A slice takes three calls, and none of them waits for the GPU. They do not release the GIL. A call that releases it
-must reacquire it from the engine's thread, some hundred times per chunk of wide rows.
+A slice takes three calls, none of which waits for the GPU. They do not release the GIL. Calls that release it would
+have to reacquire it from the engine's thread, some hundred times per chunk of wide rows.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class SliceCopier:
         self._copy, self._wait, self._record = (_function(driver, name, kinds) for name, kinds in _DRIVER.items())
 
     def start(self) -> None:
-        """Make the device's context the current one of this thread."""
+        """Make the device's context current in this thread."""
         for event, stream in zip(self._events, self._streams, strict=True):
             event.record(stream)
 
     def copy(self, source: torch.Tensor, target: int, ready: torch.cuda.Event) -> torch.cuda.Event:
         """Copy `source` (uint8, contiguous, on the GPU) to the pinned memory at address `target`, after `ready`.
 
-        Returns an event that is recorded after the copy. A thread that waits for it sleeps. `source` must stay
-        allocated until then. Raises RuntimeError.
+        Returns an event that is recorded after the copy. A thread that waits for the event sleeps instead of polling.
+        `source` must stay allocated until the event. Raises RuntimeError if the driver reports an error.
         """
         self._streams[self._turn].wait_event(ready)
         size = min(self._slice_bytes - (target - self._base) % self._slice_bytes, source.numel())

@@ -3,15 +3,15 @@
 
     rows in the cache --gather kernel--> staging memory (GPU) --copies--> ring (pinned host memory) --> coordinator
 
-Several chunks form a parcel, which takes one copy and one message. While staging and ring have room, the engine's
-thread launches the gathers of all parcels. If there is no room, rows stay in the cache and the engine goes on. The
-lane's thread gathers them when staging memory becomes free.
+Several chunks form a parcel, which takes one copy and one message. While staging memory and ring have room, the
+engine's thread launches the gathers of all parcels. If there is no room, rows stay in the cache and the engine goes on.
+The lane's thread gathers them once there is room.
 
 All gathers run on the engine's stream, whichever thread launches them. Kernels on a second stream make later replays of
 CUDA graphs 5 % slower. One stream also needs no events: kernels launched before a gather have written their rows.
 
-The copy engine works through a stream's queue in order, and each step's sampled tokens need it too. So copies are cut
-into slices that go to two streams in turn (gpu_copies.py).
+The copy engine processes a stream's queue in order, and the sampled tokens of each step need it too. So copies are cut
+into slices, which go to two streams in turn (gpu_copies.py).
 
 One thread gathers, issues copies and delivers, in rounds, because each wake-up may stall the engine's thread.
 """
@@ -44,24 +44,24 @@ _ALIGN = 512
 _BREATH_S = 0.002
 """Batching delay of the lane's thread, in seconds."""
 _ROUND = 4
-"""A round waits for a quarter of the copies; the others keep the link busy until more is gathered."""
+"""A round waits for the first quarter of the copies. The others keep the link busy until more rows are gathered."""
 PARCEL_BYTES = 128 << 20
-"""Chunks share a parcel up to this size. Its ring memory is free once writers have read all of it."""
+"""Maximum size of a parcel with several chunks. Its ring memory is free once writers have read all of it."""
 _PARCEL_SHARE = 1 / 4
-"""A parcel takes this share of the staging memory and of the ring at most."""
+"""Maximum share of the staging memory, and of the ring, that a parcel with several chunks takes."""
 _INDEX_ROWS = 4096
 """Minimum capacity of an index buffer, in entries."""
 _MEASURED_BYTES = 64 << 20
 """Bytes copied to measure the link's speed at start."""
 _SLICE_BYTES = 8 << 20
-"""Bytes of a slice. With it, copies reach 53.5 GB/s of the link's 55.2 (H200). A small copy that is issued meanwhile
-takes 154 us; alone it takes 111 us, and after a whole copy up to 37 ms.
+"""Bytes per slice. With this size, copies reach 53.5 GB/s of the link's 55.2 (H200). A small copy takes 154 us during
+such copies, 111 us alone, and up to 37 ms behind a copy that is not sliced.
 """
 assert SLICE_BYTES % _SLICE_BYTES == 0, "a copy would reach over two pinned slices"
 
 
 class Staged:
-    """Staging memory in use: bytes [start, end). Free once `copied` has happened (None: no copy is issued)."""
+    """Staging memory in use: bytes [start, end). It is free after the event `copied`; None: the copy is not issued."""
 
     def __init__(self, start: int, end: int) -> None:
         self.start, self.end = start, end
@@ -101,13 +101,13 @@ class Staging:
         return staged
 
     def cancel(self, staged: Staged) -> None:
-        """Give back what was reserved last."""
+        """Free the memory that was reserved last."""
         assert self.used.pop() is staged
         self._head = staged.start
 
 
 class Index:
-    """Reusable buffers for index entries of gathers, pinned and on the GPU. Call it with the lane's lock held."""
+    """Reusable buffers for the index entries of gathers: in pinned memory and on the GPU. Needs the lane's lock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -129,17 +129,17 @@ class Index:
         return there[:count].copy_(host[:count], non_blocking=True)
 
     def until(self, done: torch.cuda.Event) -> None:
-        """Allow reuse of the buffers of all entries copied so far, after `done`. done: an event that is recorded."""
+        """Allow reuse of the buffers of all entries copied so far, after the recorded event `done`."""
         self._free += [(done, *memory) for memory in self._taken]
         self._taken.clear()
 
 
 @dataclass
 class _Copy:
-    """One copy into the ring, and what comes after it.
+    """One copy into the ring, and a function to call after it.
 
-    source: copied to ring byte `offset` after `ready`; None: nothing is copied. deliver: called after the copy. copied:
-    the event that follows the copy, once it is issued.
+    source: tensor that is copied to ring byte `offset` after `ready`; None: nothing is copied. deliver: called after
+    the copy. staged: the source's staging memory, if it has any. copied: event after the copy; None until it is issued.
     """
 
     source: torch.Tensor | None
@@ -151,15 +151,15 @@ class _Copy:
 
 
 _LOOK = _Copy(None, 0, None, lambda: None)
-"""Only wakes the lane's thread, which then looks for transfers that wait."""
+"""Wakes the lane's thread, which then gathers waiting transfers."""
 
 
 class DeviceLane:
     """Moves gathered rows of one GPU into the ring, whose memory is pinned for it (pinning.py).
 
     Transfers are copied and delivered in the order in which their gathers were issued. `then` queues other work after
-    them. least_bytes: minimum bytes of the ring that are pinned when this returns. They have room for all that is sent
-    at a time.
+    them. least_bytes: minimum bytes of the ring that are pinned when the constructor returns. Everything that is sent
+    at one time fits into them.
     """
 
     def __init__(self, ring: Ring, staging_bytes: int, rows: torch.Tensor, least_bytes: int = 0) -> None:
@@ -176,14 +176,14 @@ class DeviceLane:
         self._changed = threading.Condition()
         self._work: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._issued: deque[_Copy] = deque()  # only for the lane's thread
-        self._more = True  # whether work may still come; only for the lane's thread
+        self._more = True  # whether more work may be queued; only for the lane's thread
         self._thread = threading.Thread(target=self._run, name="dmi-lane", daemon=True)
         self._thread.start()
 
     # ---- the engine's thread --------------------------------------------------------------------------------------
 
     def send(self, transfers: Sequence[ChunkTransfer]) -> None:
-        """Gather what there is room for now, on the current stream; leave the rest to the lane's thread."""
+        """Gather transfers for which there is room, on the current stream. The lane's thread gathers the others."""
         with self._changed:
             self.stream = torch.cuda.current_stream(self.device)
             issued = 0 if self.waiting else self._issue(transfers)
@@ -192,9 +192,9 @@ class DeviceLane:
                 self._work.put(_LOOK)
 
     def flush(self, capture: CaptureExport, drop: bool) -> None:
-        """Gather the waiting transfers of a capture now: its blocks are about to be reused.
+        """Gather the waiting transfers of a capture now, because its blocks are about to be reused.
 
-        drop: if there is no room, drop rows instead of waiting.
+        drop: whether rows are dropped if there is no room; otherwise it waits for room.
         """
         with self._changed:
             mine = deque(t for t in self.waiting if t.capture is capture)
@@ -203,12 +203,12 @@ class DeviceLane:
                 self._gather_now(mine, lambda: False, drop)
 
     def gather_until(self, done: Callable[[], bool], drop: bool) -> None:
-        """Gather what waits, in order, until `done`: pages of these rows are about to be reused. drop: see `flush`."""
+        """Gather waiting transfers in order until `done`: their pages are about to be reused. drop: see `flush`."""
         with self._changed:
             self._gather_now(self.waiting, done, drop)
 
     def _gather_now(self, transfers: deque[ChunkTransfer], done: Callable[[], bool], drop: bool) -> None:
-        """Gather transfers in order until `done`. What is gathered or given up is taken off `transfers`."""
+        """Gather transfers in order until `done`. Removes gathered and dropped ones from `transfers`."""
         self.stream = torch.cuda.current_stream(self.device)
         while transfers and not done():
             issued = self._issue(transfers)
@@ -243,7 +243,7 @@ class DeviceLane:
     # ---- issuing gathers, with the lock held ------------------------------------------------------------------------
 
     def _issue(self, transfers: Iterable[ChunkTransfer]) -> int:
-        """Gather transfers in order, as far as staging and ring have room. Returns how many were taken."""
+        """Gather transfers in order, as far as staging memory and ring have room. Returns how many were processed."""
         room: list[tuple[Parcel, Staged]] = []
         for parcel in self._parcels(transfers):
             staged = self.staging.reserve(parcel.nbytes)
@@ -262,7 +262,7 @@ class DeviceLane:
             else:
                 with torch.cuda.stream(self.stream):
                     ready = self._gather(room)
-        except Exception as error:  # e.g. GPU memory is short: the engine goes on, and the stores say so
+        except Exception as error:  # such as too little GPU memory: the engine continues, and the stores list the loss
             logger.exception("rows could not be gathered")
             for parcel, staged in reversed(room):
                 self.staging.cancel(staged)
@@ -274,11 +274,11 @@ class DeviceLane:
             self._work.put(_Copy(source, parcel.extent.offset, ready, parcel.deliver, staged))
         for transfer in taken:
             transfer.capture.progress.gather(len(transfer.slots))
-            transfer.gathered = True  # the end of the capture may now be queued after it (`then`)
+            transfer.gathered = True  # last: the end of the capture may now be queued after it (`then`)
         return len(taken)
 
     def _parcels(self, transfers: Iterable[ChunkTransfer]) -> Iterator[Parcel]:
-        """Transfers in parcels, in order."""
+        """Group transfers into parcels, in order."""
         most = min(PARCEL_BYTES, int(min(self.staging.nbytes, self._room_in_ring()) * _PARCEL_SHARE))
         together: list[ChunkTransfer] = []
         nbytes = 0
@@ -293,7 +293,7 @@ class DeviceLane:
             yield Parcel(together)
 
     def _gather(self, room: Sequence[tuple[Parcel, Staged]]) -> torch.cuda.Event:
-        """Launch the gathers, one for each table. Returns an event that follows them."""
+        """Launch the gathers, one per table. Returns an event recorded after them."""
         by_table: dict[int, tuple[np.ndarray, list[tuple[int, np.ndarray]]]] = {}
         for parcel, staged in room:
             for transfer, offset in zip(parcel.transfers, parcel.offsets, strict=True):
@@ -308,7 +308,7 @@ class DeviceLane:
         return ready
 
     def _on_gpu(self, table: np.ndarray) -> torch.Tensor:
-        """A layout's table on the GPU, copied once and freed with the layout. Transfers keep the layout."""
+        """A layout's table on the GPU. It is copied once, and freed with the layout, which transfers keep alive."""
         key = id(table)
         if key not in self._tables:
             self._tables[key] = torch.tensor(table, device=self.device)
@@ -348,21 +348,21 @@ class DeviceLane:
             self._issued.append(copy)
 
     def _wait_for_copies(self) -> None:
-        """Wait for a part of the copies, then issue what was queued meanwhile."""
+        """Wait for a part of the copies, then issue those that were queued in the meantime."""
         copies = [copy.copied for copy in self._issued if copy.copied is not None]
         if copies:
             copies[len(copies) // _ROUND].synchronize()
             self._issue_copies()
 
     def _take_arrived(self) -> deque[_Copy]:
-        """The copies that have arrived."""
+        """Remove finished copies from the queue, and return them."""
         arrived: deque[_Copy] = deque()
         while self._issued and (self._issued[0].copied is None or self._issued[0].copied.query()):
             arrived.append(self._issued.popleft())
         return arrived
 
     def _gather_waiting(self) -> None:
-        """Gather what there is room for by now, and wake those who wait for room."""
+        """Gather waiting transfers for which there is room now, and wake threads that wait for room."""
         with self._changed:
             for _ in range(self._issue(self.waiting)):
                 self.waiting.popleft()
@@ -371,12 +371,12 @@ class DeviceLane:
     # ---- start and end ----------------------------------------------------------------------------------------------
 
     def warm_up(self, table: np.ndarray) -> None:
-        """Compile the gather kernel now, not under the first request."""
+        """Compile the gather kernel now instead of during the first request."""
         index = torch.from_numpy(gather_index([(0, np.zeros(1, np.int64))])).to(self.device)
         gather_rows(self.rows, index, self._on_gpu(table), self.staging.buffer)
 
     def link_bytes_per_second(self) -> float:
-        """Speed of copies into the ring, measured once over _MEASURED_BYTES."""
+        """Speed of copies into the ring, measured with up to _MEASURED_BYTES."""
         nbytes = min(_MEASURED_BYTES, self.staging.nbytes, self.ring.numel())
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         for _ in range(2):
@@ -387,22 +387,22 @@ class DeviceLane:
         return nbytes / begin.elapsed_time(end) * 1e3
 
     def finish_gathers(self, seconds: float) -> None:
-        """Wait until everything that was sent is gathered. Nothing may be sent after this."""
+        """Wait up to `seconds` until everything that was sent is gathered. Nothing may be sent after this."""
         with self._changed:
             self._changed.wait_for(lambda: not self.waiting, seconds)
 
     def shutdown(self, seconds: float) -> None:
-        """After `finish_gathers`: finish copies and deliveries, then stop the thread."""
+        """Finish copies and deliveries, then stop the thread, within `seconds`. Call `finish_gathers` before."""
         self._work.put(None)
         self._thread.join(seconds)
         if self._thread.is_alive():
             logger.error("copies did not end within %g s of the shutdown: their rows are missing", seconds)
-            return  # it still uses the memory
+            return  # the thread still uses the pinned memory
         self._pinned.close()
 
 
 def _deliver(arrived: deque[_Copy]) -> None:
-    """Deliver copies that have arrived. Each leaves the queue before its delivery, so that its memory can be freed."""
+    """Deliver finished copies. Each is removed from `arrived` before its delivery, so that its memory can be freed."""
     while arrived:
         try:
             arrived.popleft().deliver()

@@ -23,7 +23,7 @@ _SLOT_BYTES = 8
 SampleRow = tuple[OpenCapture, str, int, int, int]
 """One row for `StoreClient.rows`."""
 Post = Callable[[Extent, Sequence[SampleRow]], None]
-"""Hands rows of an extent to the coordinator, which gives the extent back."""
+"""Hands rows of an extent to the coordinator, which frees the extent."""
 Wanted = tuple[CaptureExport, int, int]
 """A row of logits of an accepted token: capture, number of the sample, position of the token."""
 
@@ -41,15 +41,15 @@ class Worker(Protocol):
 
 
 def step_bytes(row_bytes: int, requests: int, drafts: int) -> int:
-    """Bytes of the ring that the logits of a step take at most. drafts: draft tokens per request at most."""
+    """Maximum bytes of the ring for the logits of a step. drafts: maximum number of draft tokens per request."""
     return requests * (row_bytes + 2 * _SLOT_BYTES) * (1 + drafts)
 
 
 class LogitsExport:
     """Exports rows of logits of captured requests. vLLM computes them after the forward of a step.
 
-    post: hands rows of an extent to the coordinator, which gives the extent back. It is None on ranks that write no
-    logits: each rank has the logits of the whole vocabulary, and only one writes them. drafts: whether the engine uses
+    post: hands rows of an extent to the coordinator, which frees the extent. None on ranks that write no logits: each
+    rank has the logits of the whole vocabulary, and only one rank writes them. drafts: whether the engine uses
     speculative decoding. Then a step also computes logits of draft tokens. They are kept until the scheduler knows
     which tokens were accepted.
     """
@@ -90,7 +90,7 @@ class LogitsExport:
                 capture.lose(position - capture.start, 1, Cause.FELL_BEHIND)
 
     def _deliver_accepted(self, extent: Extent, found: np.ndarray, row_bytes: int, wanted: list[Wanted]) -> None:
-        """Hand rows of accepted tokens that lie in the ring to the coordinator. found: 0 for a lost row."""
+        """Hand rows of accepted tokens, which are in the ring, to the coordinator. found: 0 for a lost row."""
         rows: list[SampleRow] = []
         for at, (capture, index, position) in enumerate(wanted):
             if not found[at]:
@@ -101,7 +101,7 @@ class LogitsExport:
         self.post(extent, rows)
 
     def of_tokens(self, tokens: torch.Tensor) -> None:
-        """Set which tokens of the step have logits. tokens: int [samples], indices of tokens in the batch."""
+        """Set which tokens of the step have logits. tokens: indices of these tokens in the batch, int [samples]."""
         self._tokens = tokens
 
     def export(self, logits: torch.Tensor) -> None:
@@ -170,7 +170,7 @@ class LogitsExport:
     def _deliver(
         self, extent: Extent, slots: np.ndarray, row_bytes: int, wanted: Mapping[int, tuple[Sample, CaptureExport]]
     ) -> None:
-        """Hand rows of logits that lie in the ring to the coordinator. wanted: by slot."""
+        """Hand rows of logits, which are in the ring, to the coordinator. wanted: by slot."""
         found = []
         for index, slot in enumerate(slots.tolist()):
             if slot in wanted:

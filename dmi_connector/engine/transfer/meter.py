@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changed on one rank since it last reported, for vLLM's metrics (engine/metrics.py)."""
+"""Computes the changes of one rank's counts since its last report, for vLLM's metrics (engine/metrics.py)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _OF_EVERY_RANK = ("bytes_raw", "bytes_stored")
 
 
 class Meter:
-    """Finds the changes on one worker. The engine's thread calls it in steps in which ranks report.
+    """Computes the changes on one worker. The engine's thread calls it in steps in which ranks report.
 
-    client: None where no store is written (sink null).
+    client: None if no store is written (sink null).
     """
 
     def __init__(self, progress: Progress, client: StoreClient | None, ring: Ring, rank: int) -> None:

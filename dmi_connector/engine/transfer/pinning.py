@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pins the ring's memory for copies off the GPU, slice by slice, in a background thread.
 
-Pinning first allocates the memory. Some machines need a minute for 16 GiB, and the engine must not wait so long. The
+Pinning first allocates the memory. Some machines need a minute for 16 GiB, and the engine must not wait that long. The
 ring allocates extents only in pinned memory.
 """
 
@@ -23,7 +23,7 @@ SLICE_BYTES = 256 << 20
 _POPULATED_BYTES = 16 << 20
 """Bytes that one call allocates. Other threads that map memory wait during the call."""
 _MADV_POPULATE_WRITE = 23
-"""madvise flag of Linux 5.14 that allocates memory at once. On older kernels pinning allocates the memory."""
+"""madvise flag, since Linux 5.14, that allocates memory at once. On older kernels pinning allocates the memory."""
 _CAPTURE_RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED: calls of this thread do not abort a graph capture in another thread."""
 

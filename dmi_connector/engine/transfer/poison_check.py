@@ -10,13 +10,15 @@ from dmi_connector.engine.model.coverage import UNWRITTEN
 from dmi_connector.layout import ArraySpec, PayloadLayout
 
 _BLOCK = 16
-"""Bytes of a reduced row that must all be the pattern: its values can be any bytes, so fewer may be so by chance."""
+"""Number of consecutive bytes that must equal the pattern in a reduced row. Its values can be any bytes, so a shorter
+match may be a coincidence.
+"""
 
 
 def unwritten(payload: np.ndarray, layout: PayloadLayout, rows: int) -> list[str]:
-    """The hooks, each with its layer, of which some value of a chunk of `rows` rows is the pattern.
+    """Hooks, with their layers, that have a value equal to the pattern in a chunk of `rows` rows.
 
-    payload: uint8, laid out as `PayloadLayout` says.
+    payload: uint8, in the layout `layout`.
     """
     found = []
     for spec, base in zip(layout.arrays, layout.bases, strict=True):
@@ -30,7 +32,7 @@ def unwritten(payload: np.ndarray, layout: PayloadLayout, rows: int) -> list[str
 
 
 def _left(values: np.ndarray, spec: ArraySpec) -> np.ndarray:
-    """Whether the pattern is left, by layer. values: uint8 [layers, rows, bytes]."""
+    """Whether any value of a layer equals the pattern, bool [layers]. values: uint8 [layers, rows, bytes]."""
     if spec.reduce is None and (spec.dtype in FLOATS or spec.itemsize == 4):
         words = np.full(spec.itemsize // 2, UNWRITTEN, np.uint16).view(np.uint8)
         return np.asarray(_equal(values, words).any(axis=(1, 2)))

@@ -20,8 +20,8 @@ from tests.exporterkit import make_exporter
 TOKEN = 4 * 4096 + 8
 """Bytes of a token that are exported: of q in four layers of 1,024 float32 values, and its token id and position."""
 FIRST = (
-    "dmi_connector: 4 hooks of Qwen3ForCausalLM, target rows: 0.016 MB a token in the cache (64 tokens fit), 0.016 MB a"
-    " token exported"
+    "dmi_connector: 4 hooks of Qwen3ForCausalLM, target rows: 0.016 MB per token in the cache (64 tokens fit), 0.016 MB"
+    " per token exported"
 )
 BUFFERS = (
     f"dmi_connector: host buffer 3 MiB = {(3 << 20) // TOKEN} tokens, staging 5 MiB = {(5 << 20) // TOKEN} tokens,"

@@ -293,6 +293,6 @@ def test_the_log_says_at_the_start_what_the_selection_costs(make_exporter: MakeE
     [full] = [layout.payload for layout in exporter.layouts.values()]
     buffer = f"host buffer 3 MiB = {3_300_000 // full.token_bytes} tokens"
     rate = f"bound by 1 writers, codec none at about 1.6 GB/s = {1.6e9 / full.token_bytes:.0f} tokens/s"
-    cost = f"MB a token in the cache ({TOKENS} tokens fit), {full.token_bytes / 1e6:.3f} MB a token exported"
+    cost = f"MB per token in the cache ({TOKENS} tokens fit), {full.token_bytes / 1e6:.3f} MB per token exported"
     for said in (cost, buffer, rate, "policy block"):
         assert any(said in message for message in engine_log), engine_log
