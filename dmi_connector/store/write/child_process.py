@@ -1,22 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts
-a
-child
-process
-and
-exchanges
-messages
-with
-it,
-with
-callbacks
-for
-its
-answers
-and
-its
-death.
-"""
+"""Starts a child process and exchanges messages with it, with callbacks for its answers and its death."""
 
 from __future__ import annotations
 

@@ -119,9 +119,7 @@ class StoreClient:
         self._child = self._spawn()
 
     def register(self, layout: PayloadLayout, attrs: Mapping[str, Any] | None = None) -> int:
-        """Send a layout, and the root attributes that all its stores share. Returns the layout's number for
-        `open_capture`.
-        """
+        """Send a layout, and root attributes of all its stores. Returns the layout's number, for `open_capture`."""
         with self._lock:
             self._registered += 1
             message = {"type": "layout", "number": self._registered, "layout": layout.to_json()}

@@ -25,8 +25,8 @@ SURE = 0.95
 SOON_S, LATE_S = 1.0, 3.0
 """Once rows have waited for SOON_S, a writer rests less; once they have waited for LATE_S, it does not rest."""
 ROOM_BYTES = 16 << 30
-"""Maximum ring size for pacing, because a larger backlog would delay stores and the end of the engine. 16 writers with
-zstd take about 3 s for it.
+"""Maximum ring size for pacing. A larger backlog would delay stores and the end of the engine. 16 writers with zstd
+write this much in about 3 s.
 """
 _SLICE_S = 0.01
 """Interval at which a resting writer checks whether the pace has changed."""

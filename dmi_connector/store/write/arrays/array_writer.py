@@ -64,25 +64,7 @@ def not_borrowed(final: str, error: str, rows: Ranges) -> Loss:
 
 
 def metadata_elsewhere(spec: ArraySpec, leads: bool) -> bool:
-    """Whether
-    another
-    rank
-    or
-    writer
-    writes
-    an
-    array's
-    metadata.
-    Rows
-    that
-    this
-    writer
-    lacks
-    then
-    read
-    as
-    zeros.
-    """
+    """Whether another rank or writer writes an array's metadata. Rows that this writer lacks then read as zeros."""
     return spec.rank > 0 or not leads
 
 

@@ -44,24 +44,7 @@ class RowCheck:
         return Loss.of(Cause.WRONG_POSITIONS, rows, first=begin, last=begin + count - 1)
 
     def borrowed(self, token_ids: np.ndarray) -> None:
-        """Add
-        rows
-        [0,
-        n)
-        from
-        another
-        store,
-        where
-        they
-        were
-        checked.
-        token_ids:
-        int32
-        [n],
-        of
-        this
-        request.
-        """
+        """Add rows [0, n) from another store, where they were checked. token_ids: int32 [n], of this request."""
         self._chunks.append((0, token_ids))
 
     def is_right(self, first: int) -> bool:

@@ -23,9 +23,7 @@ _WRITE_BYTES = 1 << 22
 _IOV_MAX = 1024
 """Maximum number of buffers of one pwritev on Linux."""
 _HOLE_BYTES = 1 << 16
-"""Minimum size of a hole. Fewer zeros are written, because a hole costs a system call and file systems store whole
-pages.
-"""
+"""Minimum size of a hole. Fewer zeros are written: a hole costs a system call, and file systems store whole pages."""
 
 
 class _Scratch:
@@ -47,9 +45,7 @@ _scratch = functools.lru_cache(maxsize=16)(_Scratch)
 
 
 class Encoded(NamedTuple):
-    """The parts of an inner chunk in the file: `head`, `body`, `zeros` zero bytes, and `crc`, the crc32c of these
-    three.
-    """
+    """Parts of an inner chunk in the file: `head`, `body`, `zeros` zero bytes, and `crc`, the crc32c of these three."""
 
     head: bytes
     body: Buffer
@@ -195,28 +191,7 @@ class ShardWriter:
         self._files.close(self.path)
 
     def _begin(self) -> int:
-        """Open
-        the
-        file.
-        Bytes
-        of
-        a
-        failed
-        write
-        are
-        cut
-        off,
-        because
-        they
-        would
-        remain
-        in
-        holes
-        of
-        the
-        next
-        write.
-        """
+        """Open the file. Bytes of a failed write are cut off, because they would remain in holes of the next write."""
         fd = self._files.get(self.path)
         if self._torn:
             os.ftruncate(fd, self._end)

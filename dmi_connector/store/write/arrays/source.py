@@ -48,9 +48,7 @@ class SourceStore:
         os.close(self._fd)
 
     def _load(self) -> None:
-        """Find the chunks: in the journals until the store is renamed, and then in the metadata, as the journals are
-        removed.
-        """
+        """Find the chunks: in the journals until the store is renamed, then in the metadata (journals are removed)."""
         try:
             self._read_journals()
         except FileNotFoundError:

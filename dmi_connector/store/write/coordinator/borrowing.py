@@ -153,9 +153,7 @@ class Borrowing:
         return all(known.copied for known in self._open.values() if known.source is record)
 
     def pending(self, record: CaptureRecord) -> bool:
-        """Whether the writers were not asked to copy yet. Asking them may need the layout, to assign segments to
-        writers.
-        """
+        """Whether the writers were not asked to copy yet. That step may need the layout, to assign segments."""
         known = self._open.get(record.number)
         return known is not None and not known.posted
 

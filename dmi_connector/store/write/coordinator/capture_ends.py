@@ -87,9 +87,7 @@ class CaptureEnds:
         self._advance(record)
 
     def on_ended(self, record: CaptureRecord, process: Child, m: Message) -> None:
-        """Handle the answer of the committing writer: the store is made, the rank's result is written, or the partial
-        store is removed.
-        """
+        """Handle the answer of the committing writer: a store, the results of a rank, or a removed partial store."""
         losses = (record.end.losses if record.end else []) + record.losses
         if "error" in m:
             record.reason = "; ".join(filter(None, [reason(losses), m["error"]]))
@@ -145,25 +143,7 @@ class CaptureEnds:
         process.post({**message, "type": "commit", "again": record.recommitted})
 
     def _forget_unfinished(self, record: CaptureRecord) -> None:
-        """Drop
-        the
-        finished
-        files
-        of
-        arrays
-        of
-        which
-        a
-        writer
-        died:
-        the
-        commit
-        rebuilds
-        these
-        arrays
-        from
-        journals.
-        """
+        """Drop the finished files of arrays of which a writer died: the commit rebuilds these arrays from journals."""
         if record.rank:
             return  # rank 0 writes the metadata, and gets the losses of this rank
         record.files = {path: f for path, f in record.files.items() if path.split("/")[0] not in record.unfinished}
@@ -173,9 +153,7 @@ class CaptureEnds:
                 assignment.bytes_raw = 0
 
     def _recommit(self, record: CaptureRecord, loss: Loss) -> None:
-        """Commit once more with another writer, after the committing writer died. Steps that it finished are not
-        repeated.
-        """
+        """Commit again with another writer, after the committing writer died. Its finished steps are not repeated."""
         losses = (record.end.losses if record.end else []) + record.losses
         if os.path.exists(record.final) and (record.rank or record.recommitted):
             record.reason = reason(losses)

@@ -274,24 +274,7 @@ def serve(coordinator: Coordinator, stdin: int, engine: int) -> None:
 
 
 def _needs_room(stdin: int, engine: int) -> bool:
-    """Whether
-    the
-    engine
-    may
-    send
-    more
-    rows.
-    After
-    its
-    end,
-    rows
-    are
-    written
-    without
-    waiting
-    for
-    uploads.
-    """
+    """Whether the engine may send more rows. After its end, rows are written without waiting for uploads."""
     ended = select.poll()
     ended.register(stdin, select.POLLHUP)
     return not ended.poll(0) and os.path.exists(f"/proc/{engine}")

@@ -11,8 +11,9 @@ from dmi_connector.store.format.paths import make_directory
 
 
 def check_directories(options: ServerOptions) -> None:
-    """Make the store directory. Raises ValueError for directories that cannot be used, and ImportError for an upload if
-    obstore is not installed.
+    """Make the store directory, and check all directories.
+
+    Raises ValueError for a directory that cannot be used, and ImportError for an upload without obstore installed.
     """
     if options.sink != "disk":
         return

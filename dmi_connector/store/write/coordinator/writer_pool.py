@@ -48,8 +48,7 @@ class Assignment:
 
 
 def assign(arrays: Sequence[ArraySpec], loads: list[int], spread: bool) -> dict[int, list[int]]:
-    """Assign `arrays` to writers: {writer: indexes of its arrays}. The largest array is assigned first, each to the
-    least loaded writer.
+    """Assign `arrays`, the largest first, each to the least loaded writer. Returns {writer: indexes of its arrays}.
 
     loads: bytes per token of the open arrays of each writer. The new arrays are added to it. spread: whether to use
     several writers; False assigns all arrays to one.

@@ -1,25 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns
-a
-partial
-directory
-into
-a
-store:
-writes
-token
-arrays
-and
-root
-document,
-renames
-it,
-adds
-it
-to
-the
-index.
-"""
+"""Turns a partial directory into a store: writes token arrays and root document, renames it, adds it to the index."""
 
 from __future__ import annotations
 
@@ -245,8 +225,7 @@ class Commit:
         return [rank for rank in range(1, ranks) if not os.path.exists(rank_file(partial, rank))]
 
     def run(self, rebuild: Rebuild | None = None) -> Message:
-        """Write the remaining files and rename the store to its final name. Returns fields for the answer. Raises
-        OSError.
+        """Write the remaining files and rename the store. Returns fields for the answer. Raises OSError.
 
         rebuild: rebuilds arrays from the journals of a writer that died.
         """
@@ -313,9 +292,7 @@ class Commit:
             return False
 
     def _rebuild(self, rebuild: Rebuild, files: FileList) -> int:
-        """Rebuild arrays without metadata from the journals: their writer died, or failed. Returns the bytes of their
-        rows.
-        """
+        """Rebuild arrays without metadata, whose writer died or failed, from journals. Returns the bytes of rows."""
         hooks = self.message["attrs"].get("hooks", {})
         lacking = {name for name in hooks if f"{name}/zarr.json" not in files}
         if not lacking:

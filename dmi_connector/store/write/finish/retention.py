@@ -52,9 +52,7 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredCapture:
-    """A finished store. finished: when its root document was written (seconds since the epoch). nbytes: bytes of its
-    files.
-    """
+    """A finished store. finished: when its root document was written, in seconds since the epoch. nbytes: size."""
 
     path: Path
     finished: float
@@ -275,22 +273,7 @@ def write_usage(directory: str, usage: Usage) -> None:
 
 
 def usage_stamp(directory: str) -> tuple[int, int] | None:
-    """An
-    identifier
-    of
-    the
-    keeper's
-    last
-    measurement,
-    independent
-    of
-    the
-    clock;
-    None
-    without
-    a
-    measurement.
-    """
+    """An identifier of the keeper's last measurement, independent of the clock; None without a measurement."""
     try:
         found = os.lstat(os.path.join(directory, USAGE_NAME))
     except FileNotFoundError:

@@ -176,9 +176,7 @@ class Salvage:
     def _shard(
         self, stored: HookArray, array: JournalArray, segment: int, files: FileList, damaged: list[str]
     ) -> set[int]:
-        """Check the chunks of a shard and write its index. Returns the first row of each chunk that is intact in all
-        layers.
-        """
+        """Check the chunks of a shard, write its index. Returns the first row of each chunk intact in all layers."""
         rank = array.spec.rank
         path = stored.path(segment, rank)
         known = [(s, a, b) for s, a, b in stored.chunks(segment, rank) if array.counts.get(a) == b - a]

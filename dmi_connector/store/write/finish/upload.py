@@ -119,8 +119,9 @@ def upload_store(store: Path, to: RemotePath, retry_seconds: float) -> dict[str,
 
 
 def _fitted_files(store: Path, attrs: dict[str, Any]) -> list[Path]:
-    """The files next to a store that are needed to decode its rows. Raises OSError and ValueError if one is missing or
-    has other content.
+    """The files next to a store that its rows need for decoding.
+
+    Raises OSError and ValueError if one is missing or has other content.
     """
     reductions = [StoredReduction.of(hook, store) for hook in attrs["hooks"].values()]
     files = [file for one in reductions if one is not None and (file := one.file()) is not None]

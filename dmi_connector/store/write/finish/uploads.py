@@ -82,9 +82,7 @@ class Uploads:
                 self._changed.wait(_LOOK_S)
 
     def shutdown(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for the uploads, then stop. Returns whether every upload has succeeded or
-        failed.
-        """
+        """Wait up to `timeout` seconds for the uploads, then stop. Returns whether all have succeeded or failed."""
         deadline = time.monotonic() + timeout
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting, timeout)
