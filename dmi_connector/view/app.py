@@ -129,7 +129,7 @@ class _Guard:
             return PlainTextResponse("only GET is answered", 405, {"Allow": "GET"})
         given = scope["path"].removeprefix("/").split("/")[0].encode()
         if not secrets.compare_digest(given, self._token):
-            return PlainTextResponse("wrong token: take the address that dmi view printed", 403)
+            return PlainTextResponse("wrong token: use the address that dmi view printed", 403)
         return None
 
 
