@@ -83,7 +83,7 @@ class ProductQuantisation(FittedReduction):
 
         centroids, halves = self.on_device(layer, values.device)
         rows = values.float().unflatten(1, (-1, self.size))
-        # # |x - c|^2 / 2 without the term |x|^2 / 2, which is the same for all centroids.
+        # |x - c|^2 / 2 without the term |x|^2 / 2, which is the same for all centroids.
         distances = torch.baddbmm(halves, rows.transpose(0, 1), centroids, alpha=-1)
         lost = ~rows.isfinite().all(2)
         codes = distances.argmin(2).T.masked_fill(lost, centroids_of(self.bits)).to(torch.uint8)

@@ -122,7 +122,7 @@ class TopK(Reduction):
         parts = [_padded(kept.to(narrow).contiguous().view(torch.uint8)), *self._encoded(chosen, chosen)]
         if self.sample:
             slots = torch.arange(len(values), device=values.device) if slots is None else slots
-            # # The sum of 20 bits of each kept value and its index is the same on every device, in any order of
+            # The sum of 20 bits of each kept value and its index is the same on every device, in any order of
             # addition.
             mixed = (((magnitude.gather(1, kept) >> 12) * 31 + kept) & 0xFFFFF).sum(1) + slots * HASH_ROW
             start = (((mixed & 0x7FFFFFFF) * HASH_STEP) >> 20) % width

@@ -143,6 +143,6 @@ class Child:
 
 def with_package(env: Mapping[str, str]) -> dict[str, str]:
     """An environment in which `python -P` finds this package."""
-    # # -P keeps the working directory out of sys.path, so a package that is not installed must be in PYTHONPATH.
+    # -P keeps the working directory out of sys.path, so a package that is not installed must be in PYTHONPATH.
     home = str(Path(__file__).resolve().parents[3])
     return {**env, "PYTHONPATH": os.pathsep.join([home, *filter(None, [env.get("PYTHONPATH")])])}

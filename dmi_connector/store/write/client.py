@@ -232,7 +232,7 @@ class StoreClient:
         parts: (capture, *fields of the message) of each part.
         """
         with self._lock:
-            # # Captures in other states were lost with their coordinator.
+            # Captures in other states were lost with their coordinator.
             known = [[capture.number, *fields] for capture, *fields in parts if capture.state == "open"]
             if not known:
                 self.ring.release(extent)

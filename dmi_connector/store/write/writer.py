@@ -133,7 +133,7 @@ class Writer:
 
     def _data(self, m: Message, write: Callable[[ArrayWriter, np.ndarray], None], rows: tuple[int, int] | None) -> None:
         """Write a payload, then answer so that its memory is freed. rows: the rows that are lost if the write fails."""
-        # # Rest before the write, not after it, so that writers do not all start at once.
+        # Rest before the write, not after it, so that writers do not all start at once.
         self._pace.rest(self._worked, m["generated"], m["sent"])
         began = time.process_time()
         arrays = self._writers.get(m["id"])
@@ -303,7 +303,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--idle", action="store_true", help="run in the scheduling class SCHED_IDLE")
     args = parser.parse_args(argv)
     os.umask(UMASKS[args.file_mode])
-    # # Ctrl-C reaches the whole process group, but payloads in the ring must still be written. The end of the pipe ends
+    # Ctrl-C reaches the whole process group, but payloads in the ring must still be written. The end of the pipe ends
     # the process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     hold_life_lock()

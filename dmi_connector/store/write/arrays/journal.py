@@ -94,7 +94,7 @@ class Journal:
     def _write(self, data: bytes) -> None:
         try:
             fd = self._files.get(self.path)
-            # # Truncate only if needed: ext4 flushes a truncated file when it is closed.
+            # Truncate only if needed: ext4 flushes a truncated file when it is closed.
             if not self._end and os.fstat(fd).st_size:
                 os.ftruncate(fd, 0)
             wrote = os.pwrite(fd, data, self._end)
