@@ -288,9 +288,7 @@ class RowView:
         return array.plan(layers, self.runs.span(begin, len(places)), out, places)
 
     def decoded(self, rows: np.ndarray) -> np.ndarray:
-        """Convert rows of a `buffer`, [layers, n, stored width], to the stored dtype; those of reduced hooks to
-        float32.
-        """
+        """Decode rows of a `buffer`, [layers, n, stored width], to the stored dtype; reduced hooks to float32."""
         values = rows.view(self.stored_dtype)
         values = values if self._reduced is None else self._reduced.decode(values, self._layers)
         return values if self._stacked else values[0]
