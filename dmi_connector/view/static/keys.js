@@ -1,7 +1,7 @@
-// The keyboard: which key does what.
+// Keyboard shortcuts.
 
 /**
- * keys: what each key does. inList: the same, while the list has the focus. always: keys that also work without a capture.
+ * keys: {key: action}. inList: {key: action} while the list has the focus. always: keys that also work without a capture.
  * list: the element of the list. ready(): whether a capture is shown.
  */
 export function listen({ keys, inList, always, list, ready }) {
