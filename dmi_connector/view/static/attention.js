@@ -9,7 +9,7 @@ import { Matrix } from "./matrix.js";
 const $ = (id) => document.getElementById(id);
 
 export class Attention {
-  /** pick(row): called for a click on a query. point(rows): marks tokens in the text. changed(): another head was chosen. */
+  /** pick(row): called for a click. point(rows): marks tokens in the text. changed(): called for another head. */
   constructor(page, { pick, point, changed }) {
     Object.assign(this, { page, point, shown: null });
     this.matrix = new Matrix($("att"), {

@@ -1,4 +1,4 @@
-// Thumbnails of the attention of every head of a layer. For the cell under the pointer, its tokens and weight are shown.
+// Thumbnails of the attention of every head of a layer, with a tip for the cell under the pointer.
 
 import { forget, pieces } from "./api.js";
 import { css, scaleOf, short } from "./colour.js";

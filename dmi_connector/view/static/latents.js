@@ -1,4 +1,4 @@
-// The latents panel: the strongest latents of the chosen token, and a histogram and the strongest contexts of one latent.
+// The latents panel: the strongest latents of the chosen token; a histogram and the strongest contexts of one latent.
 
 import { ask } from "./api.js";
 import { bars } from "./bars.js";

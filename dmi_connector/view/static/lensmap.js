@@ -1,5 +1,5 @@
-// The logit lens of all tokens of the window: how likely each token was at each layer. The server sends the chosen token
-// first, then layer by layer.
+// The logit lens of all tokens of the window: how likely each token was at each layer. The server sends the chosen
+// token first, then layer by layer.
 
 import { forget, pieces } from "./api.js";
 import { drawLegend, scaleOf, short } from "./colour.js";

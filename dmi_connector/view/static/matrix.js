@@ -5,7 +5,7 @@ const LEFT = 46, BOTTOM = 20, FONT = "11px system-ui, 'DejaVu Sans', sans-serif"
 export class Matrix {
   /**
    * height(rows, width): height of all cells in CSS pixels. pick(row, column): called for a click. tip(row, column):
-   * called for the cell under the pointer, with null, null for none. down: whether row 0 is at the top, not at the bottom.
+   * called for the cell under the pointer, with null, null for none. down: whether row 0 is at the top.
    */
   constructor(canvas, { height, pick, tip, down = false }) {
     Object.assign(this, { canvas, height, down, data: null, pointer: null, tip });
@@ -17,7 +17,7 @@ export class Matrix {
 
   /**
    * data: {values, rows, columns, offset, stride, colour(value, row, column), rowNames(row), columnName(column), mark:
-   * {row, column}, edge}, or null to draw nothing. edge: column with a dashed line before it. Cells without a colour are
+   * {row, column}, edge}, or null to draw nothing. edge: column with a dashed line before it. Cells without colour are
    * hatched.
    */
   show(data) {
