@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes attention weights from stored queries and keys, because fused attention kernels do not write the weights."""
+"""Computes attention weights from stored queries and keys. Fused attention kernels do not write the weights."""
 
 from __future__ import annotations
 

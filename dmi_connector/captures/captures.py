@@ -59,7 +59,7 @@ def open_captures(
     hooks: str | Collection[str] | None = None,
     on_error: Literal["raise", "skip"] = "raise",
 ) -> Captures:
-    """Find the finished stores of a directory, by start time. Reads the directory's index, and opens no store.
+    """Find the finished stores of a directory, by start time. Reads the directory's index; most stores are not opened.
 
     directory: a path, or a URL such as s3://bucket/prefix. In an object store, stores that no index names are opened
     once, and stores whose upload has not ended are left out.

@@ -35,7 +35,7 @@ def opening(infos: Sequence[CaptureInfo]) -> tuple[list[CaptureInfo], list[tuple
 
 
 def below_prefix(place: RemotePath, on_error: str) -> list[CaptureInfo]:
-    """Captures below a prefix. Raises ValueError without any, and with on_error="raise" for a damaged store."""
+    """Captures below a prefix. Raises ValueError if there are none, or for a damaged store with on_error="raise"."""
     listed = list_prefix(place)
     if not (listed.stores or listed.zips or listed.indexed):
         raise ValueError(f"{place} holds no store and no index; give the prefix of stores, as in s3://bucket/captures")
@@ -59,7 +59,7 @@ def below_prefix(place: RemotePath, on_error: str) -> list[CaptureInfo]:
 
 
 def _uploaded(store: RemotePath) -> CaptureInfo | None:
-    """The `CaptureInfo` of a store; None for anything else, such as a store without its root document yet."""
+    """The `CaptureInfo` of a store; None for anything else, or if the root document is not uploaded yet."""
     try:
         return info_of(store)
     except NotACapture:

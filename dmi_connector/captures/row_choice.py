@@ -27,7 +27,7 @@ class RowChoice:
 
     skip: number of rows to leave out at the start of each store, such as 1 for the first token, whose norm is often
     large. phase: "prompt" or "generated". after: a token id, or several; only rows after the first row with one of
-    these ids are chosen, such as those after </think>. A store without such a row gives none. mask: a function that
+    these ids are chosen, such as those after </think>. A store without such a row gives no rows. mask: a function that
     takes an open `Capture` and returns one boolean per row (for logits, per sample). last: maximum number of rows per
     store; the last rows that pass the other options are chosen. `last=1` is the last token, and with phase="prompt" the
     last token of the prompt.

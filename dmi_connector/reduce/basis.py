@@ -3,8 +3,8 @@
 
 A file has these tensors per hook and layer: `mean` [width], `components` [width, k] (orthonormal columns in descending
 order of variance), `std` [k], and `variance` [1] (the total variance of the rows). With "group", each group of so many
-dimensions, such as a head, has its own basis. Its rows of `components` are the basis of a group, and `std` is [width /
-group x k], group by group.
+dimensions, such as a head, has its own basis. The basis of a group is in the group's rows of `components`, and `std` is
+[width / group x k], group by group.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """cs(k): a CountSketch (Charikar, Chen, Farach-Colton, 2002). Each dimension is multiplied by a sign and assigned to
-one of k buckets. A bucket has the sum of its values.
+one of k buckets. The value of a bucket is the sum of its dimensions.
 
 The sums are stored as int8 with a row scale (see int8.py), or with `exact` as k float32 values. numpy's Philox
 generator computes buckets and signs from the seed. A permutation assigns dimensions to buckets, so the sizes of buckets

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 MOST = 16
-"""Maximum number of values per row that a probe keeps, because responses have them of each layer."""
+"""Maximum number of values per row that a probe keeps. It is low, because responses have these values of each layer."""
 _WIDEST = 1 << 24
 _LOW = 0x7FFFFFFF
 
@@ -32,7 +32,10 @@ def check(text: str, k: int, width: int = MOST, shards: int = 1) -> None:
 
 
 def largest(rows: torch.Tensor, k: int, first: int = 0) -> torch.Tensor:
-    """The largest values of float rows [tokens, width], float32 [tokens, 2 k]. first: index of the first column."""
+    """The largest values of float rows [tokens, width], float32 [tokens, 2 k].
+
+    first: index of the first column in the whole row.
+    """
     import torch
 
     values = rows.float()

@@ -32,7 +32,7 @@ OUTPUTS = ("none", "sigmoid", "softmax")
 NORMS = ("none", "unit", "layer")
 """Normalisations of a row: "unit" divides it by its norm, "layer" gives it mean 0 and variance 1."""
 NORM_EPS = 1e-5
-"""Added to the variance, as torch's `layer_norm` does."""
+"""Epsilon that is added to the variance, as in torch's `layer_norm`."""
 
 Matrices = list[tuple[np.ndarray, np.ndarray]]
 """(weight [out, in], bias [out]) of each matrix of a probe, float32."""

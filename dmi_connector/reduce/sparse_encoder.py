@@ -17,7 +17,7 @@ from dmi_connector.reduce.tensors import FloatTensors
 _NAMES = {"b_enc": ("b_enc", "encoder.bias"), "b_dec": ("b_dec", "decoder.bias")}
 """{tensor: its possible names in files}. The tensor `encoder.weight` is W_enc transposed."""
 _GEMMA_SCOPE = "params.npz"
-"""Name of the file of an encoder of Gemma Scope. All of them are jumprelu, which no file says."""
+"""Name of the file of an encoder of Gemma Scope. All of them are jumprelu encoders, and no settings file says so."""
 _LLAMA_SCOPE = "hyperparams.json"
 """Name of the file with the settings of an encoder of Llama Scope, in the folder of its weights or the one above."""
 _KINDS = ("standard", "jumprelu", "topk", "gated", "batchtopk", "matryoshka_batchtopk")
@@ -118,8 +118,7 @@ class SparseEncoder:
     def encode(self, rows: np.ndarray) -> np.ndarray:
         """Encode rows [rows, d_in] to float32 [rows, latents].
 
-        A row with a NaN has NaN latents. Raises ValueError for rows of another width, and for an array of another rank
-        than 2.
+        A row with a NaN has NaN latents. Raises ValueError for rows of another width, and for an array that is not 2-D.
         """
         if rows.ndim != 2:
             raise ValueError(f"sae: it takes rows [rows, {len(self.weight)}], not an array {list(rows.shape)}")
@@ -127,7 +126,7 @@ class SparseEncoder:
             raise ValueError(f"sae: it takes rows of {len(self.weight)} values, the hook has {rows.shape[1]}")
         found = (self.normed(rows) - self.shift) @ self.weight
         if self.gate is not None:
-            closed = found + self.bias <= 0  # false for NaN, which stays NaN
+            closed = found + self.bias <= 0  # false for NaN, so NaN stays NaN
             found = np.where(closed, 0, found * self.gate[0] + self.gate[1])
         else:
             found += self.bias

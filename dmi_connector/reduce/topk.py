@@ -185,7 +185,7 @@ class TopK(Reduction):
         """Sums of |x| per value over rows [rows, stored width]. Rows with infinities or NaN are left out.
 
         With int8 values, a massive value rounds the other kept values to 0. Each kept value is at least as large as any
-        sampled value that was not kept, so the largest of these is its lower bound.
+        sampled value that was not kept, so the largest of these replaces smaller kept values.
         """
         stored = stored[self._finite(stored, width, dtype)]
         kept, values = self.indexes(stored, width), np.abs(self._values(stored, self._value_at(width), self.k, dtype))

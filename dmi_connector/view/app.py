@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP application of `dmi view`: a page, JSON and float32 values. It writes no files, and contacts no host."""
+"""The HTTP application of `dmi view`: a page, JSON and float32 values. It writes no file and contacts no other host."""
 
 from __future__ import annotations
 

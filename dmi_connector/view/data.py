@@ -69,7 +69,7 @@ class Library:
         them. `running` is the number of running requests.
         """
         running = {info.store.name: (info, _text(info)) for info in self._running.infos()}
-        every = running | (self._with_new() if again else self._stores())  # a request may have just ended
+        every = running | (self._with_new() if again else self._stores())  # a request in both has just ended
         newest = sorted(every.values(), key=lambda one: one[0].started, reverse=True) if running else every.values()
         found, pending = texts.search(newest, search.lower().split())
         return {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describes why a capture lacks rows.
 
-All parts of the package report missing rows as a `Loss`. `reason` turns the losses of a capture into the sentences of
-its attribute `reason`, and `missing` into row ranges.
+All parts of the package report missing rows as a `Loss`. From the losses of a capture, `reason` makes the store's
+attribute `reason`, and `missing` its attribute `missing`.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def effective_grid(length: int, chunk_tokens: int, segment_tokens: int) -> Grid:
     """The grid of a store of `length` tokens.
 
     A store with fewer than `chunk_tokens` rows has one chunk with its length. A store with fewer than `segment_tokens`
-    rows has one segment with the length of all its chunks. So a short store needs little padding.
+    rows has one segment with the length of all its chunks. So a short store is not padded to a whole chunk or segment.
     """
     chunk = max(1, min(chunk_tokens, length))
     whole = max(1, -(-length // chunk)) * chunk

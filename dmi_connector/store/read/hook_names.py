@@ -33,7 +33,7 @@ class Source:
 class HookTable:
     """All hook names that can be read from a store.
 
-    hooks: the attribute `hooks`. num_layers: number of layers of the model; negative layers count from it.
+    hooks: the attribute `hooks`. num_layers: number of layers of the model, to resolve negative layer numbers.
     """
 
     def __init__(self, hooks: Mapping[str, Mapping[str, Any]], num_layers: int) -> None:

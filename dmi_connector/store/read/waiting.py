@@ -27,7 +27,7 @@ locks the store.
 class CaptureFailed(FileNotFoundError):
     """Raised for a capture that will give no store, unless by a repair. The message says why, and what to do.
 
-    state: as in `CaptureInfo`, "aborted" or "removed". reason: why it failed, as far as it is known.
+    state: a state of `CaptureInfo`, "aborted", or "removed". reason: why it failed, as far as it is known.
     """
 
     def __init__(self, text: str, path: Place, state: str, reason: str | None) -> None:

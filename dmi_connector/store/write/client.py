@@ -61,7 +61,7 @@ class OpenCapture:
         self.parcel(extent, [(self, first, count, 0)])
 
     def parcel(self, extent: Extent, parts: Sequence[tuple[OpenCapture, int, int, int]]) -> None:
-        """Write chunks that lie in one extent, of this capture and others: (capture, first, count, byte offset)."""
+        """Write chunks in one extent, also of other captures. parts: (capture, first, count, byte offset) of each."""
         self._client.post_extent(extent, "chunks", parts)
 
     def close(
@@ -166,7 +166,7 @@ class StoreClient:
             return capture
 
     def rows(self, extent: Extent, rows: Sequence[tuple[OpenCapture, str, int, int, int]]) -> None:
-        """Write per-sample rows that lie in one extent: (capture, array, sample, position, byte offset) of each."""
+        """Write per-sample rows in one extent. rows: (capture, array, sample, position, byte offset) of each."""
         self.post_extent(extent, "rows", rows)
 
     @property
@@ -348,7 +348,7 @@ class StoreClient:
                     self._write_failed(capture)
                 return
             self._child = self._spawn()
-            for capture in lost:  # a closed capture may have a store: the answer says so
+            for capture in lost:  # a closed capture may have a store, then its answer says so
                 number = capture.number if capture in closing else None
                 self._child.post({"type": "lost", "id": number, "reason": reason, **capture.names})
 

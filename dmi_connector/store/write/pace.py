@@ -40,7 +40,7 @@ class Shares(NamedTuple):
 
 
 _STEPS = 255
-"""A share is stored as one byte: 0 to _STEPS."""
+"""A share is stored as one byte, 1 to _STEPS."""
 _BEHIND = len(Shares._fields)
 """Offset of the byte for `behind`, after the shares."""
 
@@ -83,7 +83,7 @@ class Pace:
             self.fd = -1
 
     def rest(self, worked: float, generated: bool, since: float) -> None:
-        """Rest until `worked` seconds are the share of work and rest together. The share may change meanwhile.
+        """Rest until `worked` seconds are at most the share of work plus rest. The share may change meanwhile.
 
         generated: whether the waiting rows are of generated tokens. since: when they began to wait (time.monotonic()).
         """

@@ -2,8 +2,8 @@
 """The writer process: `python -m dmi_connector.store.write.writer ...`, started by the coordinator.
 
 It maps the ring of the engine, reads messages on standard input and answers on standard output (see messages.py). It
-answers every message chunk and rows, even after an error, because ring memory is reused only after the answer. At the
-end of input it stops and leaves partial directories as they are.
+answers every `chunk` and `rows` message, even after an error, because ring memory is reused only after the answer. At
+the end of input it stops and leaves partial directories as they are.
 
 messages    layout, forget (a layout); open, chunk, borrow, rows, close, drop (of a capture's arrays); commit, rankdone,
             remove (of a capture); line (for the index), giveup, mark

@@ -60,7 +60,7 @@ def read_piece(array: HookArray, file: StoredFile, offset: int, size: int, piece
 
 
 def _target(array: HookArray, piece: Piece) -> np.ndarray | None:
-    """The part of the result, uint8 [n], that the first n bytes of the decoded chunk fill as they are; else None."""
+    """The part of the result, uint8 [n], that equals the first n bytes of the decoded chunk; None if there is none."""
     if type(piece.places) is not slice or type(piece.rows) is not slice or piece.rows.start:
         return None
     rows = piece.out[piece.places]

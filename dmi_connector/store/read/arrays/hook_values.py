@@ -102,7 +102,7 @@ class HookValues:
             _check_one(hook, len({self._form(name) for name in names}))
 
     def _form(self, name: str) -> tuple[int, Reduction | None]:
-        """What a hook's arrays must share: their width, and a reduction that does not keep the hook's values."""
+        """Properties that a hook's arrays must share: their width, and a reduction that does not keep values."""
         reduced = self.reduced(name)
         other = reduced is not None and Keeps.VALUES not in reduced.reduction.keeps
         return self.width(name), reduced.reduction if reduced is not None and other else None

@@ -21,7 +21,7 @@ def row_numbers(wanted: slice | Sequence[int] | np.ndarray, length: int, whose: 
     messages. what: name of a row in error messages.
 
     Raises IndexError for rows that do not exist, for a mask of another length, for values that are not integers, and
-    for arrays with another number of dimensions than 1.
+    for arrays that are not 1-D.
     """
     if isinstance(wanted, slice):
         spanned = range(length)[wanted]

@@ -16,8 +16,9 @@ from dmi_connector.store.read.files.thread_pool import in_fetch_threads
 
 @dataclass(frozen=True)
 class Listing:
-    """Names directly below a prefix. stores: NAME.zarr, finished or not. zips: NAME.zip. indexed: if there is an
-    index.
+    """Names directly below a prefix.
+
+    stores: NAME.zarr, finished or not. zips: NAME.zip. indexed: whether there is an index.
     """
 
     stores: frozenset[str]

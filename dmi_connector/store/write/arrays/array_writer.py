@@ -141,7 +141,7 @@ class ArrayWriter:
             self._journal.chunk(first, count, places, token_ids)
 
     def borrow(self, final: str, first: int, count: int, token_ids: bytes) -> list[Loss]:
-        """Copy the encoded chunks of rows [first, first + count) from the store `final`. All chunks are whole.
+        """Copy rows [first, first + count), which are whole chunks, from the store `final`, as they are encoded there.
 
         token_ids: int32, for the journal, or empty. Returns the losses, which are also added to `losses`.
         """

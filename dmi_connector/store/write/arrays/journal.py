@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes journals, from which rows are recovered when a writer was killed (docs/FORMAT.md, section 10).
+"""Writes journals, from which rows are recovered after a writer was killed (docs/FORMAT.md, section 10).
 
 The index of a shard is in the writer's memory until the shard is full or the capture ends. So each writer also keeps a
 journal of its arrays of a capture. It has one record per chunk whose bytes are in the shard files. The journal of one

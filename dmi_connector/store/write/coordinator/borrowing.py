@@ -97,7 +97,7 @@ class Borrowing:
     def __init__(self, pool: WriterPool, takers: Takers, ends: CaptureEnds, on_lost: OnLost) -> None:
         self._pool, self._takers, self._ends, self._on_lost = pool, takers, ends, on_lost
         self._open: dict[int, Borrowed] = {}  # by number of the capture
-        self._ending: dict[int, tuple[CaptureRecord, Message]] = {}  # captures that end after copies
+        self._ending: dict[int, tuple[CaptureRecord, Message]] = {}  # by number: ends that wait for copies
 
     def begin(self, record: CaptureRecord, others: Iterable[CaptureRecord], borrow: Message) -> None:
         """Start borrowing for a new capture. borrow: see `check_borrow`. others: running captures."""

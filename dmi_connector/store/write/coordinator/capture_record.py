@@ -5,8 +5,8 @@ A capture is in one state at a time:
 
     OPEN         its rows arrive, and are passed on to the writers of its arrays
     CLOSING      no more rows arrive; its writers finish their files
-    COMMITTING   on rank 0, one writer makes the store. On other ranks, it writes their file list for rank 0. After an
-                 abort, it removes the partial store
+    COMMITTING   on rank 0, one writer makes the store. On another rank, one writer leaves the results of the rank for
+                 rank 0. After an abort, one writer removes the partial store
     COMPLETE, INCOMPLETE, FAILED, ABORTED    the final states
 """
 

@@ -269,7 +269,7 @@ class Captures:
     # ---- all captures ---------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Captures by state, writers that died, raw and stored bytes, bytes in the ring, and the latest errors."""
+        """Numbers of captures by state and of dead writers, raw and stored bytes, bytes in the ring, latest errors."""
         with self._lock:
             live = [record.state for record in self._records.values()]
             states = {str(state): live.count(state) for state in (State.OPEN, State.CLOSING, State.COMMITTING)}
@@ -382,7 +382,7 @@ class Captures:
     # ---- helpers ----------------------------------------------------------------------------------------------------
 
     def _came(self, record: CaptureRecord, nbytes: int) -> None:
-        """Subtract bytes from the payload bytes to come: they have arrived, or will not arrive."""
+        """Subtract bytes that have arrived, or will not arrive, from the payload bytes to come."""
         nbytes = min(nbytes, record.to_come)
         record.to_come -= nbytes
         self._to_come -= nbytes

@@ -120,7 +120,7 @@ class WriterPool:
         return self._layouts[number]
 
     def alive(self, process: Child) -> bool:
-        """Whether no death of the process is known."""
+        """Whether the process counts as alive, because no death was reported."""
         return process in self._unread
 
     def process(self, writer: int) -> Child:

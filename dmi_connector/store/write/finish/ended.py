@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds captures that ended lately in the index of a directory, including those whose store is already gone."""
+"""Finds captures that ended lately, by the index of their directory. Their stores may be gone already."""
 
 from __future__ import annotations
 

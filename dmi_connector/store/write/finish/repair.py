@@ -139,8 +139,7 @@ def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_
                 continue
             began = time.monotonic()
             outcomes.append(_finish_upload(info, alone, retry_seconds, parts))
-            # Permanent errors fail at once. Pauses double, so the last retry comes after more than a quarter of the
-            # time.
+            # Permanent errors fail at once. Pauses double, so the last retry is after a quarter of the time.
             if outcomes[-1].state == "not uploaded" and time.monotonic() - began > retry_seconds / 4:
                 retry_seconds = 0
         for part in parts.values():

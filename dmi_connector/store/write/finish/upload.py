@@ -205,7 +205,7 @@ def finish_upload(store: Path, to: RemotePath, retry_seconds: float, remove_loca
     line = {"event": "upload", "store": store.name, "upload": "done", "upload_reason": None, "url": str(to)}
     append_index(str(store.parent), {**line, "uploaded": now()})
     end = finish_line(store.name, attrs)
-    # The line repeats the end of the capture: if its own line was lost, it could not be written without the local copy.
+    # The line repeats the finish line: if that one was lost, it could not be restored without the local copy.
     kept = not remove_local or not remove_store(store, {**end, "event": "upload", "local": False})
     return UploadResult(store, str(to), None, kept, end)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The uploads of a coordinator: the uploader process, a bounded backlog, and the outcome of each store."""
+"""Manages the uploads of a coordinator: the uploader process, a bounded backlog, and the results."""
 
 from __future__ import annotations
 
