@@ -89,8 +89,8 @@ _OTHER_ORDER = ("Llama4ForCausalLM",)
 ABSENT = {
     "hook_pos_embed": "not captured: it is resid_pre of layer 0 minus embed",
     "pos_embed.hook_out": "not captured: it is resid_pre of layer 0 minus embed",
-    "hook_unembed": "logits exist for sampled positions alone: cap.numpy('logits'), cap.logits_positions",
-    "unembed.hook_out": "logits exist for sampled positions alone: cap.numpy('logits'), cap.logits_positions",
+    "hook_unembed": "logits exist only for sampled positions: cap.numpy('logits'), cap.logits_positions",
+    "unembed.hook_out": "logits exist only for sampled positions: cap.numpy('logits'), cap.logits_positions",
     "attn.hook_attn_scores": "not captured: hook_rot_q and hook_rot_k times the scale, with the mask, give them",
     "attn.hook_result": "not captured: cache.compute_head_results() works them out from z and the model's weights",
     "mlp.hook_expert_weights": "of another shape: cap.numpy('topk_weights') has those of the chosen experts",

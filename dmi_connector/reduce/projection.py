@@ -84,7 +84,7 @@ class SeededProjection(Reduction):
     projects: ClassVar[bool] = True
     measured: ClassVar[Mapping[str, str]] = {
         "pairs": "correlation of the cosines between rows, before and after",
-        "probes": "correlation of probe scores, before and after: the least of the probes",
+        "probes": "correlation of probe scores, before and after: the minimum over all probes",
     }
     number: ClassVar[str] = "k"
     named: ClassVar[tuple[str, ...]] = ("seed",)

@@ -196,7 +196,7 @@ def hold_source(final: str) -> int:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
-            raise OSError(f"{path} is just removed or repaired") from None
+            raise OSError(f"{path} is being removed or repaired") from None
         except OSError as error:
             logger.warning("dmi: %s cannot be locked and may be removed while it is read: %s", path, error)
         return fd

@@ -16,7 +16,7 @@ def find_basis(sha256: str, store: Place, given: str | os.PathLike[str] | None =
     check_sha256(sha256, store)
     path = local_path(given) if given is not None else store.absolute().parent / BASES / f"{sha256}.safetensors"
     if not isinstance(path, Path):
-        raise FileNotFoundError(f"the basis of {store} is read from a file alone; give basis=, with SHA-256 {sha256}")
+        raise FileNotFoundError(f"the basis of {store} needs a local file; give basis=, with SHA-256 {sha256}")
     if not path.is_file():
         raise FileNotFoundError(f"the basis of {store} is not at {path}; give basis=, the file with SHA-256 {sha256}")
     basis = Basis.load(path)

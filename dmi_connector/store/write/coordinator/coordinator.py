@@ -288,9 +288,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--life-fd", type=int, required=True, help="descriptor that stays open while a process lives")
     parser.add_argument("--writers", type=int, required=True, help="number of writer processes")
     parser.add_argument("--settings", type=json.loads, required=True, help="WriteSettings as JSON")
-    parser.add_argument("--drain-seconds", type=float, required=True, help="time for what is under way at the end")
+    parser.add_argument("--drain-seconds", type=float, required=True, help="time to finish pending work at the end")
     parser.add_argument("--engine-pid", type=int, required=True, help="the process it serves")
-    parser.add_argument("--cores", required=True, help="where it may run: numbers separated by commas")
+    parser.add_argument("--cores", required=True, help="CPU cores it may run on, separated by commas")
     args = parser.parse_args(argv)
     # Detach from the engine's process tree: killing the engine and its descendants must not kill the writers.
     if os.fork():

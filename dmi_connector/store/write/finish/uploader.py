@@ -134,9 +134,9 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point of the process."""
     parser = argparse.ArgumentParser(prog="dmi-uploader", description="Started by the coordinator.")
     parser.add_argument("--url", required=True, help="s3://bucket/prefix")
-    parser.add_argument("--retry-seconds", type=float, required=True, help="how long a store is tried")
-    parser.add_argument("--remove-local", action="store_true", help="remove what was uploaded")
-    parser.add_argument("--file-mode", choices=tuple(UMASKS), required=True, help="who may read the index")
+    parser.add_argument("--retry-seconds", type=float, required=True, help="seconds to retry a failed upload")
+    parser.add_argument("--remove-local", action="store_true", help="remove local stores after their upload")
+    parser.add_argument("--file-mode", choices=tuple(UMASKS), required=True, help="permissions of the index")
     args = parser.parse_args(argv)
     os.nice(_NICE)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
