@@ -104,7 +104,7 @@ def _open(
     given: dict[str, Any],
     on_error: str = "raise",
 ) -> Captures:
-    """`open_captures` without its warning. given: the other filters, except those that are None."""
+    """`open_captures` without its warnings. given: the other filters, except those that are None."""
     key, request_id, model = given.get("key"), given.get("request_id"), given.get("model")
     prompt_len, where = given.get("prompt_len"), given.get("where")
     place = place_of(directory)
@@ -252,7 +252,7 @@ class Captures:
         return open_capture(info.store, timeout=0, allow_incomplete=True)
 
     def _number(self, name: str) -> int:
-        """The index of the store with a name (NAME.zarr or NAME), or of the only one with a key. Raises KeyError."""
+        """The index of the only store with this name (NAME.zarr or NAME) or this key. Raises KeyError."""
         for of in (lambda info: info.store.name, lambda info: info.store.stem, lambda info: info.key):
             found = [number for number, info in enumerate(self.infos) if of(info) == name]
             if len(found) > 1:

@@ -101,7 +101,7 @@ def _token_coords(capture: StoreReader) -> dict[str, Any]:
 
 
 def _width_name(capture: StoreReader, name: str, width: int) -> str:
-    """Name of the dimension of a hook's width: `hidden` for the residual stream, so that xarray can add its hooks."""
+    """Name of a hook's width dimension. It is `hidden` for the residual stream, so that xarray can add such hooks."""
     known = HOOKS.get("resid_pre" if name == RESID_POST else ALIASES.get(name, name))
     hidden = capture.attrs.get("dims", {}).get("hidden")
     return "hidden" if known is not None and known.width == "H" and width == hidden else f"{name}_width"

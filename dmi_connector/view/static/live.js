@@ -52,7 +52,7 @@ export class Live {
     box.textContent = `Running: ${count} so far. More appear as they are written; Verify is for finished captures.`;
   }
 
-  /** Requests new rows in a second, if the request is running. Call it after drawing, which they would interrupt. */
+  /** Requests new rows in a second, if the request is running. Call it after drawing: new rows interrupt a drawing. */
   next(store) { if (store === this.store && store.running) this.again.start(); }
 
   stop() {

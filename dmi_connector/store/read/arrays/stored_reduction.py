@@ -26,8 +26,8 @@ class StoredReduction:
     """The reduction of an array.
 
     width, dtype: width and dtype of one slice before the reduction. shards: number of tensor-parallel slices, which
-    were reduced separately. stored_width, stored_dtype: width and dtype of a whole stored row. store: the store; the
-    file for decoding, if one is needed, is next to it.
+    were reduced separately. stored_width, stored_dtype: width and dtype of a whole stored row. store: path of the
+    store, where `find_fitted` begins the search for the file for decoding.
     """
 
     reduction: Reduction

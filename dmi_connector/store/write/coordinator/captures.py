@@ -325,7 +325,7 @@ class Captures:
         self._forget_unused()
 
     def _forget_unused(self) -> None:
-        """Forget unwanted layouts that no open capture uses. Messages to writers never name them."""
+        """Forget unwanted layouts that no open capture uses. No later message to a writer names such a layout."""
         if self._unwanted:
             busy = [r for r in self._records.values() if r.state is State.OPEN or self._borrowing.pending(r)]
             used = {r.layout_number for r in busy}
