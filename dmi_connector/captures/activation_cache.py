@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store as TransformerLens' ActivationCache. Each tensor is read on first use."""
+"""Opens a store as TransformerLens' ActivationCache, which reads each tensor on first use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LazyTensors(MutableMapping[str, "torch.Tensor"]):
         self._set: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, key: Key, read: Read) -> None:
-        """Add a name of a tensor. key: identifies the tensor. All its names have the same key."""
+        """Add a name of a tensor. key: identifies the tensor; all names of a tensor have the same key."""
         self._keys[name] = key
         self._reads.setdefault(key, read)
 
@@ -142,7 +142,7 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
 
     @property
     def _wide_norm(self) -> bool:
-        return self._capture.attrs.get("architecture") == "OlmoeForCausalLM"  # norms all heads as one
+        return self._capture.attrs.get("architecture") == "OlmoeForCausalLM"  # has one norm over all heads
 
     def _reader(self, name: str, hook: str, layer: int | None) -> Read:
         def read() -> np.ndarray:
@@ -159,7 +159,7 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
         return int(self._capture.attrs["dims"][names.HEADS[hook]])
 
     def _is_other(self, hook: str, layer: int | None) -> bool:
-        """Whether a reduction keeps other values than the hook's own. layer: None for the first stored layer."""
+        """Whether a reduction did not keep the values of a hook. layer: None for the first stored layer."""
         number = next(iter(self._capture.layers[hook]), None) if layer is None else layer
         there = layer is None or layer in self._capture.layers[hook]
         reduction = self._capture.reduction(hook, number) if there else None
@@ -178,7 +178,7 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
         return read
 
     def _why_no_pattern(self, layer: int | None = None) -> str:
-        """Why the pattern of a layer cannot be computed; "" if it can. layer: None: any layer."""
+        """Why the pattern of a layer cannot be computed; "" if it can. layer: None for any layer."""
         hooks = seen_by_attention(self._capture)
         queries, keys = (set(self._capture.layers.get(hook, ())) for hook in hooks)
         if not queries & keys if layer is None else layer not in queries & keys:

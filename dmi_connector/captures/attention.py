@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes attention weights from stored queries and keys. Fused attention kernels never write the weights."""
+"""Computes attention weights from stored queries and keys. Fused attention kernels do not write the weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dmi_connector.store.read.reader import StoreReader
 
 @dataclass(frozen=True)
 class _How:
-    """How one layer attends.
+    """The attention parameters of one layer.
 
-    window: a query sees at most this many tokens, its own included. chunk: a query sees only tokens of its own chunk,
-    of this many tokens. None: no such limit.
+    window: maximum number of tokens that a query attends to, including its own; None for no limit. chunk: number of
+    tokens of a chunk, if a query attends only to its own chunk; else None.
     """
 
     scale: float
@@ -29,21 +29,21 @@ class _How:
 
     @classmethod
     def of(cls, capture: StoreReader, layer: int) -> _How:
-        """The attributes of a store, for one layer."""
+        """The parameters of a layer, from the attributes of a store."""
         facts = capture.attrs.get("attention", {})
         window, chunk = (facts[name][layer] if name in facts else None for name in ("windows", "chunks"))
         scale = facts.get("scale", float(capture.attrs["dims"]["head_dim"]) ** -0.5)
         return cls(scale, facts.get("soft_cap"), window, chunk, facts.get("alibi_slopes"))
 
     def first_key(self, query: int) -> int:
-        """The first key that a query sees."""
+        """The row of the first key that a query attends to."""
         first = max(query - self.window + 1, 0) if self.window else 0
         return max(first, query // self.chunk * self.chunk) if self.chunk else first
 
     def finish(self, scores: np.ndarray, head: int, query: int, key: int) -> None:
         """Turn scaled products [queries, keys] into scores before the softmax, in place.
 
-        query, key: the rows at which queries and keys begin.
+        query, key: rows of the first query and of the first key.
         """
         if self.soft_cap:
             scores /= np.float32(self.soft_cap)
@@ -56,7 +56,7 @@ class _How:
         for part in (
             slice(0, max(first - key, 0)),
             slice(max(last - key, 0), None),
-        ):  # every query sees the keys in between
+        ):  # every query attends to the keys in between
             own = keys[:, part]
             hidden = own > queries
             if self.window:
@@ -81,17 +81,16 @@ def _check_model(capture: StoreReader) -> None:
 
 
 def seen_by_attention(capture: StoreReader) -> tuple[str, str]:
-    """The hooks of the queries and keys that attention multiplies: ("q_rot", "k_rot"), or ("q", "k") without rotary
-    embedding.
+    """The hooks of queries and keys of attention: ("q_rot", "k_rot"), or ("q", "k") without rotary embedding.
 
-    Older stores do not say whether their model has rotary embedding. For these, the stored hooks decide.
+    Older stores do not say whether the model has rotary embedding. For these, the stored hooks decide.
     """
     held = "q_rot" in capture or "k_rot" in capture or "q" not in capture
     return ("q_rot", "k_rot") if capture.attrs.get("rotary", held) else ("q", "k")
 
 
 def query_rows(capture: StoreReader, queries: slice | None) -> range:
-    """Rows of a store, all by default; range(0) where `queries` selects none.
+    """The rows of a store that `queries` selects: all for None, range(0) if there are none.
 
     Raises ValueError for a step other than 1.
     """
@@ -104,31 +103,31 @@ def query_rows(capture: StoreReader, queries: slice | None) -> range:
 
 
 def check_head(head: int | None, heads: int) -> None:
-    """Raise ValueError for a head that does not exist; None stands for all."""
+    """Raise ValueError for a head that does not exist. None stands for all heads."""
     if head is not None and not -heads <= head < heads:
         raise ValueError(f"head {head} does not exist: the model has heads 0 to {heads - 1}")
 
 
 _QUERIES = 128
-"""Queries computed at a time per head, so that scores take little memory compared with the result."""
+"""Number of queries computed at a time per head, so that scores take little memory compared with the result."""
 
 
 def attention(capture: StoreReader, layer: int, head: int | None = None, queries: slice | None = None) -> np.ndarray:
     """Attention weights of one layer, float32 [heads, queries, keys], or [queries, keys] for one `head`.
 
-    softmax(scale * q k') over the keys that each query sees (Vaswani et al., 2017), from `q_rot` and `k_rot`, or from
-    `q` and `k` for models without rotary embedding. Grouped heads share their keys. The store has the parameters of
-    its layers: scale, soft cap, sliding window, chunk, slopes of ALiBi. Older stores do not have them. For these, full
-    attention with the scale 1 / sqrt(head_dim) is assumed.
+    softmax(scale * q k') over the keys that each query attends to (Vaswani et al., 2017), from `q_rot` and `k_rot`, or
+    from `q` and `k` for models without rotary embedding. Grouped heads share their keys. The store has the parameters
+    of each layer: scale, soft cap, sliding window, chunk, and ALiBi slopes. For older stores without these parameters,
+    full attention with the scale 1 / sqrt(head_dim) is assumed.
 
-    queries: rows of the store, all by default. Keys are all rows up to the last query.
+    queries: rows of the store, all by default. The keys are all rows up to the last query.
 
     Raises KeyError if queries or keys of the layer were not captured. Raises ValueError
 
     - for a head that does not exist;
     - if earlier rows are missing, or queries or keys were stored as projections;
     - for models with attention sinks or latent attention;
-    - if `queries` contains image tokens of a model in which these see later tokens of their image.
+    - if `queries` contains image tokens of a model in which these attend to later tokens of their image.
     """
     rows = query_rows(capture, queries)
     q, k = queries_and_keys(capture, layer, rows, head)
@@ -149,7 +148,7 @@ def queries_and_keys(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The inputs of attention for the queries `rows`: float32 queries [rows, width] and keys [rows.stop, width].
 
-    Raises KeyError and ValueError as `attention`, for which `head` is checked.
+    head: only checked. Raises KeyError and ValueError like `attention`.
     """
     _check_model(capture)
     names = seen_by_attention(capture)
@@ -187,8 +186,8 @@ def weights_of_head(
 ) -> np.ndarray:
     """Attention weights of one head, float32 [queries, keys].
 
-    q, k: queries and keys, [rows, width of all heads]. k begins at row 0. first: the row of the first query. The
-    attributes of `capture` say how the layer attends. out: zeros of the result's shape, which are filled.
+    q, k: queries and keys, [rows, width of all heads]. k begins at row 0. first: row of the first query. capture: its
+    attributes have the attention parameters of the layer. out: array of zeros for the result.
     """
     weights = np.zeros((len(q), len(k)), np.float32) if out is None else out
     for queries, keys, shares, sums in _softmax(capture, layer, head, q, k, first):
@@ -199,8 +198,8 @@ def weights_of_head(
 def window_of_head(capture: StoreReader, layer: int, head: int, q: np.ndarray, k: np.ndarray, first: int) -> np.ndarray:
     """Attention weights of one head on the keys from row `first` on, float32 [queries, 1 + keys].
 
-    The first column is the sum of the weights on earlier keys. Arguments as of `weights_of_head`. At a time, memory
-    holds the weights of only some queries on all keys.
+    The first column is the sum of the weights on earlier keys. The arguments are those of `weights_of_head`. Weights on
+    all keys are in memory for only some queries at a time.
     """
     weights = np.zeros((len(q), 1 + len(k) - first), np.float32)
     for queries, keys, shares, sums in _softmax(capture, layer, head, q, k, first):
@@ -214,8 +213,9 @@ def window_of_head(capture: StoreReader, layer: int, head: int, q: np.ndarray, k
 def _softmax(
     capture: StoreReader, layer: int, head: int, q: np.ndarray, k: np.ndarray, first: int
 ) -> Iterator[tuple[slice, slice, np.ndarray, np.ndarray]]:
-    """(queries, keys, shares [queries, keys], their sums [queries, 1]) in blocks of queries. A weight is a share
-    divided by the sum. Weights on other keys are 0.
+    """Yield (queries, keys, shares [queries, keys], sums of shares [queries, 1]) for blocks of queries.
+
+    A weight is a share divided by the sum of the query's shares. Weights on other keys are 0.
     """
     how, dims = _How.of(capture, layer), capture.attrs["dims"]
     heads, kv_heads, size = (int(dims[name]) for name in ("heads", "kv_heads", "head_dim"))

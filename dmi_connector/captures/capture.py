@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`open_capture` opens a store. `Capture` extends `StoreReader` with the functions of this package."""
+"""Defines `open_capture`, and `Capture`, which extends `StoreReader` by the functions of this package."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def open_capture(
     follow: open a capture that is still being written, on this machine. Waits until the capture has begun.
     `FollowedCapture.follow` yields rows as they are written. A finished capture can be followed too.
 
-    Raises TimeoutError, which says what exists instead. Raises CaptureFailed (a FileNotFoundError) at once if there
-    will be no store: the directory's index says that the capture failed, was aborted or was removed, or no process
-    writes it any more. Raises FileNotFoundError for a bucket or a directory that does not exist, and CaptureIncomplete
-    for a store that lacks rows. Raises ValueError for a directory that is not a store of this format, or has unknown
-    dtypes or codecs. Raises RemoteError (an OSError) if an object store refuses or does not answer, and ImportError
-    without obstore.
+    Raises TimeoutError, with a message about what exists instead of the store. Raises CaptureFailed (a
+    FileNotFoundError) at once if there will be no store: the directory's index says that the capture failed, was
+    aborted or was removed, or no process writes it any more. Raises FileNotFoundError for a bucket or a directory that
+    does not exist, and CaptureIncomplete for a store that lacks rows. Raises ValueError for a directory that is not a
+    store of this format, or has unknown dtypes or codecs. Raises RemoteError (an OSError) if an object store refuses a
+    request or does not answer, and ImportError if obstore is needed but not installed.
     """
     if follow:
         return follow_capture(path, timeout, lambda final: Capture(*finished_store(final, 0, allow_incomplete=True)))
@@ -68,14 +68,14 @@ def open_capture(
 class Capture(StoreReader):
     """One finished capture, read-only. Made by `open_capture`.
 
-    hooks: names that can be read, aliases included. layers: hook -> layer numbers ([] for a hook that exists once).
-    complete, reason, missing: whether rows are missing, why, and which [start, stop) rows. prompt_len: tokens of the
-    prompt. num_layers: layers of the model; negative layer numbers count from the last. attrs: the root attribute
-    (docs/FORMAT.md, section 5).
+    hooks: names that can be read, including aliases. layers: {hook: layer numbers}, [] for a hook that exists once.
+    complete: whether the store has all rows. reason: why rows are missing, else None. missing: [start, stop) ranges of
+    missing rows. prompt_len: number of tokens of the prompt. num_layers: number of layers of the model; negative layer
+    numbers count from the last. attrs: the root attribute (docs/FORMAT.md, section 5).
 
-    `capture["q"]`, `capture["q@3"]` (layer 3) and `capture["blocks.3.attn.hook_z"]` are short for `numpy`; `in` says
-    whether such a name exists, and iteration yields the names of `hooks`. `dmi prune` and retention do not remove the
-    store until `close` or the end of a `with` block.
+    `capture["q"]`, `capture["q@3"]` (layer 3) and `capture["blocks.3.attn.hook_z"]` are short for `numpy`. `in` tests
+    whether such a name exists, and iteration yields the names in `hooks`. `dmi prune` and retention do not remove the
+    store before `close` or the end of a `with` block.
     """
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -97,9 +97,9 @@ class Capture(StoreReader):
         return self._table.holds(hook, layer)
 
     def numpy(self, hook: str, layer: Layers = None, tokens: Tokens = None, convert: bool = True) -> np.ndarray:
-        """As `StoreReader.numpy`. hook: may include the layer, as in "q@3".
+        """Like `StoreReader.numpy`. hook: may include the layer, as in "q@3".
 
-        Raises ValueError for a bad layer after the `@`, and if `layer` is given too.
+        Raises ValueError for an invalid layer after the `@`, and if `layer` is also given.
         """
         if "@" in hook:
             if layer is not None:
@@ -118,29 +118,30 @@ class Capture(StoreReader):
     def attention_summary(
         self, layer: int, head: int | None = None, tokens: Tokens = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What each head attended to most, in one layer of `pattern`: (positions, weights, entropy).
+        """The largest attention weights of each head, in one layer of `pattern`: (positions, weights, entropy).
 
-        positions: int32 [tokens, heads, m] in descending order of weight, -1 where a token sees fewer than m. weights:
-        float32 of the same shape. entropy: float32 [tokens, heads], in nats. With `head`, without that dimension.
-        Raises KeyError without `pattern`, ValueError for a head that does not exist.
+        positions: int32 [tokens, heads, m] in descending order of weight, -1 if a token attends to fewer than m
+        positions. weights: float32 of the same shape. entropy: float32 [tokens, heads], in nats. With `head`, the
+        arrays have no dimension of heads. Raises KeyError if `pattern` was not captured, and ValueError for a head that
+        does not exist.
         """
         return attention_summary(self, layer, head, tokens)
 
     def latents(self, hook: str, tokens: Tokens = None) -> tuple[np.ndarray, np.ndarray]:
         """The largest latents of each row, for a probe that is an autoencoder: (ids, values), each [tokens, k].
 
-        ids: int64, in descending order of value, -1 where fewer than k latents are active. values: float32, 0 there.
-        Raises KeyError for a hook that was not captured, ValueError for one that is no autoencoder.
+        ids: int64, in descending order of value. values: float32. If fewer than k latents are active, the rest have id
+        -1 and value 0. Raises KeyError for a hook that was not captured, and ValueError for one that is no autoencoder.
         """
         return latents(self, hook, tokens)
 
     def project(
         self, hook: str, direction: np.ndarray, layer: int | None = None, basis: str | os.PathLike[str] | None = None
     ) -> np.ndarray:
-        """Project a direction of a hook's space to the space of the stored rows, float32 [k].
+        """Project a direction in a hook's space to the space of the stored rows, float32 [k].
 
         The dot products of the result with rows of `numpy(hook)` approximate those of the direction with the rows
-        before projection (for `pca`: with the rows minus their mean).
+        before the projection (for `pca`: with these rows minus their mean).
 
         direction: [width]. layer: one number, required for `pca` of a hook of several layers. basis: see `restore`.
         Raises ValueError for a hook that was not projected, or for another width.
@@ -156,17 +157,18 @@ class Capture(StoreReader):
     ) -> np.ndarray:
         """Restore rows [tokens, width] of one layer of a hook that was stored as principal components.
 
-        basis: the basis file of the server. The default is the copy that the server put beside its stores. Raises
-        ValueError for a hook that is stored in another way and for another basis, FileNotFoundError without a basis.
+        basis: path of the server's basis file; by default the copy that the server put next to its stores. Raises
+        ValueError for a hook that was stored in another way, and for another basis than the one used. Raises
+        FileNotFoundError if there is no basis.
         """
         return restore(self, hook, layer, tokens, basis)
 
     def tally(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> Tally:
-        """Sums of |x| of each neuron over rows of a hook; see `dmi_connector.importance`."""
+        """Sums of |x| per neuron over rows of a hook; see `dmi_connector.importance`."""
         return tally(self, hook, layer, tokens)
 
     def xarray(self, hooks: Sequence[str] | None = None) -> xarray.Dataset:
-        """Hooks as a lazy xarray Dataset, see `captures.xarray_view.dataset`."""
+        """Hooks as a lazy xarray Dataset; see `captures.xarray_view.dataset`."""
         from dmi_connector.captures.xarray_view import dataset
 
         return dataset(self, self.attrs["hooks"] if hooks is None else hooks)
@@ -174,14 +176,14 @@ class Capture(StoreReader):
     def activation_cache(self, model: Any = None, batch_dim: bool = True) -> StoreActivations:
         """The store as TransformerLens' ActivationCache: `cache["z", 3]` is a torch tensor in the stored dtype.
 
-        It has each tensor that is the same in TransformerLens' cache of the unprocessed model, under all its names and
-        in its shapes: `[batch, pos, d_model]`, by head `[batch, pos, head, d_head]`, patterns `[batch, head, query,
-        key]`, computed from queries and keys. batch is 1; batch_dim=False removes it. pos counts the rows of the store.
-        Each tensor is read on first use, and then kept. `cache.absent` and `cache.why_absent(name)` say why other
-        tensors are absent.
+        It has each stored tensor that equals one in TransformerLens' cache of the unprocessed model, under all names
+        and in the shapes that TransformerLens uses: `[batch, pos, d_model]`, and per head `[batch, pos, head, d_head]`.
+        Patterns `[batch, head, query, key]` are computed from queries and keys. batch is 1, and batch_dim=False removes
+        this dimension. pos counts the rows of the store. Each tensor is read on first use, and then kept.
+        `cache.absent` and `cache.why_absent(name)` say why other tensors are absent.
 
-        model: TransformerLens' model with the same weights. With it the cache has `hook_scale` and `hook_normalized` of
-        the norms, and the methods that need weights work.
+        model: TransformerLens' model with the same weights. With a model, the cache also has `hook_scale` and
+        `hook_normalized` of the norms, and methods that need weights work.
 
         Raises ImportError without transformer_lens (`dmi_connector[transformer-lens]`).
         """
@@ -190,5 +192,5 @@ class Capture(StoreReader):
         return StoreActivations(self, model, batch_dim)
 
     def routed_experts(self, prompt_start: int = 0, check: bool = True) -> np.ndarray:
-        """The experts of each token as vLLM returns them, see `captures.routed_experts.routed_experts`."""
+        """The experts of each token, in vLLM's format; see `captures.routed_experts.routed_experts`."""
         return routed_experts(self, prompt_start, check)

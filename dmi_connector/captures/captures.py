@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`open_captures` finds the stores of a directory. `Captures` opens them one at a time."""
+"""Defines `open_captures`, which finds the stores of a directory, and `Captures`, which opens them one at a time."""
 
 from __future__ import annotations
 
@@ -59,27 +59,28 @@ def open_captures(
     hooks: str | Collection[str] | None = None,
     on_error: Literal["raise", "skip"] = "raise",
 ) -> Captures:
-    """The finished stores of a directory, by start time. It reads the directory's index and does not open the stores.
+    """Find the finished stores of a directory, by start time. Reads the directory's index; most stores are not opened.
 
     directory: a path, or a URL such as s3://bucket/prefix. In an object store, stores that no index names are opened
     once, and stores whose upload has not ended are left out.
 
     A filter that is None accepts every store.
 
-    key: one key, or several. request_id: as in `find_captures`. model: the model's name, or the last part of its path.
-    after, before: when the request began, as ISO 8601, a datetime or a date; without a zone it is UTC. `after` is
-    inclusive, `before` exclusive. prompt_len: tokens of the prompt, a number or a range. incomplete: include stores
-    that lack rows. where: called with each `CaptureInfo` that passes these filters. hooks: hooks that a store must
-    have, as in `Captures.filter`. This filter is applied last, since it reads the stores.
+    key: one key, or several. where: function that is called with each `CaptureInfo` that passes the other filters,
+    except `hooks`. request_id: as in `find_captures`. model: name of the model, or last part of its path. after,
+    before: start time of the request, as ISO 8601, datetime or date, in UTC if it has no time zone. `after` is
+    inclusive, `before` exclusive. prompt_len: number of tokens of the prompt, or a range of numbers. incomplete:
+    include stores that lack rows. hooks: hooks that a store must have, as in `Captures.filter`. This filter is applied
+    last, because it reads the stores.
 
     on_error: "skip" leaves out stores that cannot be opened, such as those with damaged metadata. A warning counts and
-    names them, and `Captures.skipped` lists them. Each store is opened once for this check. Damaged values are found
-    when they are read, or by dmi verify.
+    names them, and `Captures.skipped` lists them. For this check each store is opened once. Damaged values are found
+    only when they are read, or by dmi verify.
 
-    If no store passes the filters, a warning says why. Stores of a directory without an index are found by their
-    names (*.zarr), and each is opened once. Raises ValueError for a bad time or prompt_len, for a directory that
-    does not exist or whose stores are one level below, and for a store in place of a directory; KeyError for a hook
-    that none of the stores holds.
+    If no store passes the filters, a warning says why. Stores of a directory without an index are found by their names
+    (*.zarr), and each is opened once. Raises ValueError for an invalid time or prompt_len, for a directory that does
+    not exist or whose stores are one level below, and for a store in place of a directory. Raises KeyError for a hook
+    that none of the stores has.
     """
     filters: dict[str, Any] = {"key": key, "request_id": request_id, "model": model, "after": after, "before": before}
     filters |= {"prompt_len": prompt_len, "where": where}
@@ -103,14 +104,14 @@ def _open(
     given: dict[str, Any],
     on_error: str = "raise",
 ) -> Captures:
-    """`open_captures` without its warning. given: the other filters, except those that are None."""
+    """`open_captures` without its warnings. given: the other filters, except those that are None."""
     key, request_id, model = given.get("key"), given.get("request_id"), given.get("model")
     prompt_len, where = given.get("prompt_len"), given.get("where")
     place = place_of(directory)
     if isinstance(place, RemotePath):
         found = below_prefix(place, on_error)
     elif on_error == "skip":
-        found = find_captures(place, on_error=on_error)  # the key of a store that cannot be opened is not known
+        found = find_captures(place, on_error=on_error)  # all, as unreadable stores have no known key
     else:
         one = key if isinstance(key, str) else None
         found = find_captures(place, one, request_id)
@@ -146,7 +147,7 @@ def _open(
 
 
 def of_one_model(captures: Capture | Iterable[Capture]) -> Iterator[Capture]:
-    """Yield the captures. Raises ValueError at the first capture of another model, as `check_one_model` does."""
+    """Yield the captures. Raises ValueError at the first capture of another model, like `check_one_model`."""
     one = OneModel(captures.model if isinstance(captures, Captures) else None)
     for capture in [captures] if isinstance(captures, Capture) else captures:
         one.check(capture.path, capture.attrs.get("model"))
@@ -156,10 +157,10 @@ def of_one_model(captures: Capture | Iterable[Capture]) -> Iterator[Capture]:
 def named_rows(
     captures: Captures, name: str, choice: RowChoice | None = None, beside: RowView | None = None
 ) -> RowView:
-    """`Captures.rows` of a hook that is named as in `Captures.filter`. beside: a view that has the same rows.
+    """`Captures.rows` for a hook name as in `Captures.filter`. beside: a view with the same rows, to be reused.
 
-    Raises as `Captures.rows` does. For a TransformerLens name it also raises KeyError if the name means another tensor
-    in the first store's model, and ValueError if the hook is stored as other values.
+    Raises like `Captures.rows`. For a TransformerLens name, also raises KeyError if the name means another tensor in
+    the first store's model, and ValueError if a reduction did not keep the hook's values.
     """
     captures.check_one_model()
     check_some(captures.infos, name, captures.why_empty)
@@ -167,12 +168,12 @@ def named_rows(
         hook, layer = hook_and_layer(name, first.attrs)
         view = RowView(captures.infos, hook, layer, choice, beside)
         if hook != name.partition("@")[0]:
-            check_own_values(first, hook, layer)  # the view refuses stores that were reduced in another way
+            check_own_values(first, hook, layer)  # the view refuses stores with other reductions
     return view
 
 
 def is_there(info: CaptureInfo) -> bool:
-    """Whether a finished store can be read, on this machine or in an object store."""
+    """Whether the files of a finished store exist, on this machine or in an object store."""
     return isinstance(info.store, RemotePath) or info.store.is_dir()
 
 
@@ -182,13 +183,13 @@ def captures_of(
     model: str | None = None,
     incomplete: bool = False,
 ) -> Captures:
-    """The captures of stores (`NAME.zarr`, `NAME.zip`), in their order, and of directories, by start time.
+    """The captures of stores (`NAME.zarr`, `NAME.zip`), in the given order, and of directories, sorted by start time.
 
     paths: paths and URLs.
 
-    key, model: as in `open_captures`. Raises CaptureIncomplete for a path of a store that lacks rows. Such stores of a
-    directory are left out, unless `incomplete` is true. Raises ValueError for a path that is neither a store nor a
-    directory.
+    key, model: as in `open_captures`. incomplete: include stores of directories that lack rows. Raises
+    CaptureIncomplete if a path names a store that lacks rows. Raises ValueError for a path that is neither a store nor
+    a directory.
     """
     keys = {key} if isinstance(key, str) else key
     infos: list[CaptureInfo] = []
@@ -214,12 +215,12 @@ class Captures:
     """Finished stores, none of them open. Made by `open_captures`.
 
     `captures[3]`, `captures["key"]` and `captures["NAME.zarr"]` open one store. `captures[:100]` is a `Captures` of the
-    first hundred. A loop opens one store at a time, and closes it before the next one. Memory grows only by one
-    `CaptureInfo` per store.
+    first hundred stores. A loop opens one store at a time, and closes it before the next one. Only one `CaptureInfo`
+    per store is in memory.
 
-    model: the model by which the stores were filtered. None: they may be of several models. directories: local
-    directories in which the stores were searched. why_empty: without a store, the reason, as far as it is known.
-    skipped: (store, reason) of each store that cannot be opened and was left out, with on_error="skip".
+    model: the model by which the stores were filtered; None if they may be of several models. directories: local
+    directories in which stores were searched. why_empty: why there is no store, as far as it is known; else "".
+    skipped: (store, reason) of each store that was left out by on_error="skip".
     """
 
     infos: tuple[CaptureInfo, ...]
@@ -251,7 +252,7 @@ class Captures:
         return open_capture(info.store, timeout=0, allow_incomplete=True)
 
     def _number(self, name: str) -> int:
-        """The index of the store with a name (NAME.zarr or NAME), or of the only store with a key. Raises KeyError."""
+        """The index of the only store with this name (NAME.zarr or NAME) or this key. Raises KeyError."""
         for of in (lambda info: info.store.name, lambda info: info.store.stem, lambda info: info.key):
             found = [number for number, info in enumerate(self.infos) if of(info) == name]
             if len(found) > 1:
@@ -272,12 +273,13 @@ class Captures:
         return f"Captures({len(self)} stores, {tokens} tokens{left}{': ' if self.why_empty else ''}{self.why_empty})"
 
     def filter(self, where: Where | None = None, *, hooks: str | Collection[str] | None = None) -> Captures:
-        """The captures that `where` accepts and that have all of `hooks`. A filter that is None accepts every store.
+        """The captures that `where` accepts, and that have all of `hooks`. A filter that is None accepts every store.
 
-        where: called with a `CaptureInfo`. hooks: one name or several, such as "resid_pre@3" (hook@layer), "q" (in any
-        layer) or "blocks.3.attn.hook_z". If a TransformerLens name means another tensor in a store's model, the store
-        is left out. The root document of each store that `where` accepts is read once. Raises ValueError if a document
-        cannot be read, and for a bad layer. Raises KeyError for a hook or layer that none of these stores has.
+        where: function of a `CaptureInfo`. hooks: one name or several, such as "resid_pre@3" (hook@layer), "q" (in any
+        layer) or "blocks.3.attn.hook_z". A store is left out if a TransformerLens name means another tensor in its
+        model. With `hooks`, the root document of each store that `where` accepts is read once. Raises ValueError if a
+        document cannot be read, and for an invalid layer. Raises KeyError for a hook or layer that none of these stores
+        has.
         """
         kept = [info for info in map(whole, self.infos) if where(info)] if where is not None else self.infos
         found, why = kept if hooks is None else holding(kept, hooks), self.why_empty
@@ -287,7 +289,7 @@ class Captures:
         return replace(self, infos=tuple(found), why_empty=why)
 
     def check_one_model(self) -> None:
-        """Raise ValueError if the stores are of several models. Stores filtered by `model` count as one model."""
+        """Raise ValueError if the stores are of several models. Stores filtered by `model` count as of one model."""
         one = OneModel(self.model)
         for info in map(whole, self.infos) if self.model is None else ():
             one.check(info.store, info.model)
@@ -304,12 +306,13 @@ class Captures:
         yield from tqdm(self, desc=description, total=len(self), unit="store")
 
     def scores(self, probe: str, what: str = "max") -> np.ndarray:
-        """One score of a probe for each store, from the index: float32 [stores, outputs], or [stores, layers, outputs]
-        for a probe of several layers. Opens no store.
+        """One score of a probe per store and output, from the index. Opens no store.
 
-        probe: name of the probe, with or without `probe.`. what: "max", "min", "mean", "last" (of the last row), or
-        "at" (the position of the first row with the largest score), over the rows that are not missing. The result is
-        NaN for a store without a score, and for a score that is not finite.
+        Returns float32 [stores, outputs], or [stores, layers, outputs] for a probe of several layers.
+
+        probe: name of the probe, with or without `probe.`. what: "max", "min" or "mean" over the rows, "last" (the
+        score of the last row), or "at" (the position of the first row with the largest score). Missing rows are left
+        out. The result is NaN for a store without a score, and for a score that is not finite.
 
         Raises KeyError if none of the stores has the probe. Raises ValueError for another `what`, and if the outputs or
         layers of the probe differ between stores.
@@ -323,9 +326,10 @@ class Captures:
     def table(self, to: str = "pandas", text: Decode | None = None) -> pandas.DataFrame | polars.DataFrame:
         """One row per store, with the fields of `CaptureInfo` as columns. Times are UTC, paths are text.
 
-        Stores of `dmi run` also have `row` (number of the row in the input), `id` and `finish_reason`, from the
-        manifests beside them. These columns are null for other stores. text: a function that decodes a list of token
-        ids, such as `tokenizer.decode`. With it the table has the column `prompt`, and each store is opened.
+        With stores of `dmi run`, the table also has the columns `row` (number of the row in the input), `id` and
+        `finish_reason`, from the manifests in their directories. They are null for other stores. text: a function that
+        decodes a list of token ids, such as `tokenizer.decode`. With `text` the table has the column `prompt`, and each
+        store is opened.
 
         to: "pandas" or "polars". Raises ImportError without that library (`dmi_connector[pandas]`,
         `dmi_connector[polars]`), ValueError for another name.
@@ -333,16 +337,18 @@ class Captures:
         return tables.of_captures(self.infos, self.directories, to, text)
 
     def token_table(self, to: str = "pandas", text: Decode | None = None) -> Any:
-        """One row per token that is not missing, with the columns store (its name), key, row, position, token_id and
-        phase (0: prompt, 1: generated). to: as in `table`. text: a function that decodes a list of one token id. With
-        it the table has the column `text`.
+        """A table with one row per token, except missing ones.
 
-        Reads the token arrays of each store. Raises as `table` does.
+        The columns are store (name of the store), key, row, position, token_id and phase (0: prompt, 1: generated). to:
+        as in `table`. text: a function that decodes a list of one token id. With `text` the table has the column
+        `text`.
+
+        Reads the token arrays of each store. Raises like `table`.
         """
         return tables.of_tokens(self.infos, to, text)
 
     def xarray(self, hooks: str | Sequence[str], padded: bool = False) -> xarray.Dataset:
-        """Hooks of all stores as one lazy xarray Dataset, see `captures.many_xarray.dataset`."""
+        """Hooks of all stores as one lazy xarray Dataset; see `captures.many_xarray.dataset`."""
         from dmi_connector.captures.many_xarray import dataset
 
         names = [hooks] if isinstance(hooks, str) else hooks
@@ -365,15 +371,15 @@ class Captures:
         """The rows of a hook in all stores, as one array. Rows are read when they are indexed.
 
         hook, layer: as in `Capture.numpy`, also `resid_pre@12`. `logits` have one row per sampled token. skip: number
-        of rows to leave out at the start of each store. phase: "prompt" or "generated". after: a token id, or several.
-        Rows after the first row with one of these ids are kept. A store without such a row gives no rows. mask: a
-        function that takes an open `Capture` and returns a boolean for each row (for `logits`, for each sample). last:
-        keep at most this many rows per store, the last ones that pass the other options. Missing rows are left out.
-        phase, after and mask read the token arrays of each store once.
+        of rows to leave out at the start of each store. phase: keep only rows of this phase, "prompt" or "generated".
+        after: a token id, or several; keep only rows after the first row with one of these ids, so a store without such
+        a row gives no rows. mask: a function that takes an open `Capture` and returns one boolean per row (for
+        `logits`, per sample). last: maximum number of rows per store; the last rows that pass the other options are
+        kept. Missing rows are left out. With phase, after or mask, the token arrays of each store are read once.
 
-        Raises ValueError without a store, for stores of several models, and for options that are not valid. Raises
-        KeyError for a hook or layer that the first store lacks. If another store lacks it, reading its rows raises
-        KeyError. `filter(hooks=...)` leaves such stores out.
+        Raises ValueError if there is no store, for stores of several models, and for invalid options. Raises KeyError
+        for a hook or layer that the first store lacks. If another store lacks it, reading rows of that store raises
+        KeyError; `filter(hooks=...)` leaves such stores out.
         """
         choice = RowChoice(skip, phase, after, mask, last)
         if "@" in hook:

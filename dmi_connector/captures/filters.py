@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filters of `open_captures`, and the error if no store passes them."""
+"""Implements the filters of `open_captures`, and explains why no store passes them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def whole(info: CaptureInfo) -> CaptureInfo:
 
 
 def holding(infos: Sequence[CaptureInfo], hooks: str | Collection[str]) -> list[CaptureInfo]:
-    """Stores that captured all of these hooks. Raises KeyError for a name that no store has."""
+    """The stores that have all of these hooks. Raises KeyError for a name that no store has."""
     wanted = [hooks] if isinstance(hooks, str) else list(hooks)
     held: dict[int, set[str]] = {}
     layers: dict[str, set[int]] = {}
@@ -63,7 +63,7 @@ def _other_tensor(name: str, attrs: Mapping[str, Any]) -> str:
 
 
 def _lacking(name: str, layers: Mapping[str, Collection[int]]) -> str:
-    """The end of the error for a name that no store holds. layers: hook -> its layers in any of the stores."""
+    """The end of the error message for a name that no store has. layers: {hook: its layers in any of the stores}."""
     hook = ALL_NAMES.get(split_name(name)[0], name.partition("@")[0])
     if layers.get(hook):
         return f": {hook} has the layers {sorted(layers[hook])} there"
@@ -71,7 +71,7 @@ def _lacking(name: str, layers: Mapping[str, Collection[int]]) -> str:
 
 
 def why_none(place: Place, found: Sequence[CaptureInfo], given: Mapping[str, Any], incomplete: bool) -> str:
-    """Why no finished store passes the filters. found: the stores without filters. given: the filters."""
+    """Why no finished store passes the filters. found: all finished stores. given: the filters."""
     if not found:
         return f"{place} holds no finished store"
     asked = ", ".join(name if callable(value) else f"{name}={value!r}" for name, value in given.items())
@@ -89,7 +89,7 @@ def why_none(place: Place, found: Sequence[CaptureInfo], given: Mapping[str, Any
 
 
 def lengths(prompt_len: range | SupportsIndex) -> range:
-    """The lengths that a filter accepts. Raises ValueError for anything but an integer or a range."""
+    """The lengths that the filter `prompt_len` accepts. Raises ValueError unless it is an integer or a range."""
     if isinstance(prompt_len, range):
         return prompt_len
     try:
@@ -100,9 +100,7 @@ def lengths(prompt_len: range | SupportsIndex) -> range:
 
 
 def parse_time(name: str, value: Time | None) -> datetime.datetime | None:
-    """Parse a time. Without a time zone it is UTC. name: the filter's name, for errors. Raises ValueError for a bad
-    time.
-    """
+    """Parse a time, which is UTC without a time zone. name: name of the filter, for errors. Raises ValueError."""
     try:
         at = None if value is None else datetime.datetime.fromisoformat(str(value))
     except ValueError as error:
@@ -111,7 +109,7 @@ def parse_time(name: str, value: Time | None) -> datetime.datetime | None:
 
 
 def between(started: str, begin: datetime.datetime | None, end: datetime.datetime | None) -> bool:
-    """Whether a capture began in [begin, end). False if its time is not in the index."""
+    """Whether a capture began in [begin, end). With a limit, False if the index has no valid start time."""
     if begin is None and end is None:
         return True
     try:

@@ -14,12 +14,12 @@ from dmi_connector.store.read.reader import open_reader
 
 
 def is_unreadable(info: CaptureInfo) -> bool:
-    """Whether a store was found by its name, and could not be opened."""
+    """Whether a store was found by its name, but could not be opened."""
     return info.state == "failed" and not info.started
 
 
 def opening(infos: Sequence[CaptureInfo]) -> tuple[list[CaptureInfo], list[tuple[Place, str]]]:
-    """(captures that can be opened, (store, reason) of each other capture)."""
+    """Try to open stores. Returns (captures that can be opened, (store, reason) of each other one)."""
     reasons: dict[int, str] = {}
 
     def look(number: int) -> None:
@@ -35,7 +35,7 @@ def opening(infos: Sequence[CaptureInfo]) -> tuple[list[CaptureInfo], list[tuple
 
 
 def below_prefix(place: RemotePath, on_error: str) -> list[CaptureInfo]:
-    """Captures below a prefix. Raises ValueError if there are none, and for a damaged store if on_error is "raise"."""
+    """Captures below a prefix. Raises ValueError if there are none, or for a damaged store with on_error="raise"."""
     listed = list_prefix(place)
     if not (listed.stores or listed.zips or listed.indexed):
         raise ValueError(f"{place} holds no store and no index; give the prefix of stores, as in s3://bucket/captures")
@@ -59,7 +59,7 @@ def below_prefix(place: RemotePath, on_error: str) -> list[CaptureInfo]:
 
 
 def _uploaded(store: RemotePath) -> CaptureInfo | None:
-    """The `CaptureInfo` of a store; None for anything else, and before the root document is uploaded."""
+    """The `CaptureInfo` of a store; None for anything else, or if the root document is not uploaded yet."""
     try:
         return info_of(store)
     except NotACapture:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds rows with a NaN or an infinity, and skips, keeps or refuses them before training code gets them."""
+"""Finds rows with a NaN or an infinity, and skips, keeps or refuses them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ POLICIES = ("skip", "keep", "fail")
 """Values of `finite` and `--finite`."""
 WHAT = "values that are not finite"
 _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, "float64": 0x7FF0000000000000}
-"""Dtype -> bits of the exponent, all set in a NaN and in an infinity."""
+"""{dtype: bits of the exponent}. All of them are set in a NaN and in an infinity."""
 _NAMED = 5
 """Maximum number of stores that a warning names."""
 _STEP_BYTES = 1 << 18
-"""Bytes to check at a time, so that they and their copy fit in the CPU cache."""
+"""Number of bytes checked at a time, so that they and a copy fit into the CPU cache."""
 
 
 class NotFinite(ValueError):
-    """A store holds a NaN or an infinity, and the policy refuses them."""
+    """Raised for a store with a NaN or an infinity, if the policy refuses these."""
 
 
 def not_finite(values: np.ndarray, minus_infinity: bool = False) -> np.ndarray:
@@ -51,10 +51,10 @@ def not_finite(values: np.ndarray, minus_infinity: bool = False) -> np.ndarray:
 
 
 class FiniteCheck:
-    """The policy for rows with a NaN or an infinity, and the rows found so far.
+    """Applies a policy to rows with a NaN or an infinity, and counts these rows.
 
-    policy: "skip" leaves them out, "keep" keeps them, "fail" raises NotFinite. option: the option's name in errors.
-    rows: store -> number of such rows. first: store -> index of the first such row.
+    policy: "skip" leaves them out, "keep" keeps them, "fail" raises NotFinite. option: name of the option in errors.
+    rows: {store: number of such rows}. first: {store: index of the first such row}.
 
     Raises ValueError for another policy.
     """
@@ -70,11 +70,11 @@ class FiniteCheck:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The part of the policy that changes files. "skip" and "fail" write the same files."""
+        """The part of the policy that changes exported files. "skip" and "fail" give the same files."""
         return {"finite": self.policy} if self.policy == "keep" else {}
 
     def see(self, store: Place, rows: Sequence[int] | np.ndarray) -> None:
-        """Count rows of a store. rows: their indexes in the store. Raises NotFinite if the policy is "fail"."""
+        """Count bad rows of a store. rows: their indexes in the store. Raises NotFinite if the policy is "fail"."""
         if len(rows):
             name = str(store.absolute())
             self.rows[name] += len(rows)
@@ -83,9 +83,7 @@ class FiniteCheck:
                 raise self.error(store, int(min(rows)))
 
     def see_all(self, stores: Sequence[Place], number: np.ndarray, rows: np.ndarray) -> None:
-        """Count rows of several stores. number: index of each row's store, int64 [n]. rows: index in that store, int64
-        [n].
-        """
+        """Count bad rows of several stores, int64 [n]. number: index of each row's store. rows: row in that store."""
         for one in np.unique(number).tolist():
             self.see(stores[one], rows[number == one])
 
@@ -102,7 +100,7 @@ class FiniteCheck:
         return NotFinite(f"{store}: row {row} holds {WHAT}; leave the store out, or give {self.option} keep")
 
     def take(self) -> list[tuple[str, int, int]]:
-        """Reset the counts. Returns (store, number of rows, first row) per store, for `add` in another process."""
+        """Reset the counts. Returns [(store, number of rows, first row)], for `add` in another process."""
         taken = [(store, count, self.first[store]) for store, count in self.rows.items()]
         self.rows, self.first = Counter(), {}
         return taken
@@ -114,7 +112,7 @@ class FiniteCheck:
             self.first[store] = min(row, self.first.get(store, row))
 
     def warn(self) -> None:
-        """Warn about the first store with such rows, once."""
+        """Warn once, about the first store with such rows."""
         if self.first and not self._warned and self.policy != "fail":
             store, row = next(iter(self.first.items()))
             self._warned = self.rows.total()
@@ -137,5 +135,5 @@ class FiniteCheck:
         return "left out" if self.policy == "skip" else "kept"
 
     def recall(self, first: Mapping[str, Any]) -> None:
-        """Add the results of an earlier run. first: store -> first row."""
+        """Add the results of an earlier run. first: {store: first bad row}."""
         self.first = {**first, **self.first}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a capture while it is written: `open_capture(path, follow=True)`."""
+"""Reads the rows of a capture while it is written: `open_capture(path, follow=True)`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def follow_capture(
 
 
 class _Begun:
-    """Whether a capture has finished, or begun to be written."""
+    """Condition for `wait_for`: the capture has a finished store, or has begun to be written."""
 
     def __init__(self, final: Path) -> None:
         self._final, self.partial = final, PartialStore(final)
@@ -58,10 +58,10 @@ class _Begun:
 class FollowedCapture(Generic[Reader]):
     """One capture that may still be written. Made by `open_capture(path, follow=True)`.
 
-    attrs: the root attributes known so far, `hooks` among them. hooks: names that can be read. layers: hook -> layer
-    numbers. prompt_len: tokens of the prompt. complete: whether the finished store has all rows; None until the capture
-    has ended. reason, missing: why rows are missing, and which [start, stop) rows. finished: the `Capture` of the
-    finished store; None until then.
+    attrs: the root attributes known so far, including `hooks`. hooks: names that can be read. layers: {hook: layer
+    numbers}. prompt_len: number of tokens of the prompt. complete: whether the finished store has all rows; None until
+    the capture has ended. reason: why rows are missing, else None. missing: [start, stop) ranges of missing rows.
+    finished: the `Capture` of the finished store; None until the capture has ended.
     """
 
     def __init__(self, path: Path, partial: PartialStore, open_finished: Callable[[Path], Reader]) -> None:
@@ -100,15 +100,15 @@ class FollowedCapture(Generic[Reader]):
     def follow(
         self, names: str | list[str] | tuple[str, ...], pause: Callable[[], None] = lambda: time.sleep(_PAUSE_S)
     ) -> Iterator[tuple[int, Any]]:
-        """Yield (first row, rows) in order, as rows are written. It ends when the capture has ended.
+        """Yield (first row, rows) in order, as rows are written, until the capture has ended.
 
-        names: "resid_pre@20", a name that `Capture[...]` takes, or "token_ids", "positions", "phase". Rows are as in
-        `Capture.numpy`: float32 [n, width], or [layers, n, width] for a hook without its layer. With several names,
-        rows are a dict. A writer writes `chunk_tokens` rows at a time. "logits" must be followed alone, and is 8
+        names: names as in `Capture[...]`, such as "resid_pre@20", or "token_ids", "positions", "phase". Rows are as in
+        `Capture.numpy`: float32 [n, width], or [layers, n, width] if the name has no layer. With several names, rows
+        are a dict. A writer writes `chunk_tokens` rows at a time. "logits" must be followed alone, and its rows come 8
         samples late.
 
-        Missing rows are left out. The rows after them are yielded when the capture has ended. pause: called before each
-        further poll.
+        Missing rows are left out. The rows after missing ones are yielded only when the capture has ended. pause:
+        function that is called between polls.
 
         Raises KeyError for an unknown hook. Raises CaptureFailed if the capture failed, was aborted or was removed.
         Raises ValueError for damaged rows.
@@ -123,7 +123,7 @@ class FollowedCapture(Generic[Reader]):
         return ((first, rows[wanted[0]] if one else rows) for first, rows in self._follow(plan, pause))
 
     def _source(self, name: str) -> _Named:
-        """Resolve a name. Raises KeyError, and ValueError for a name of values that were not stored."""
+        """Resolve a name. Raises KeyError, and ValueError if a reduction did not keep the named values."""
         if name in TOKEN_ARRAYS:
             return _Named(name)
         hook, layer = hook_and_layer(name, self.attrs)
@@ -147,7 +147,7 @@ class FollowedCapture(Generic[Reader]):
         yield from self._rest(self.finished, plan, at)
 
     def _written(self, plan: Mapping[str, _Named], at: int) -> tuple[int, Rows] | None:
-        """(number of rows, the rows) from row `at` on; None if they are not written yet, or the capture has ended."""
+        """(number of rows, rows) from row `at` on; None if these rows are not written yet, or the capture has ended."""
         try:
             self._partial.refresh()
             hooks = {name: self._partial.rows(of.sources, at) for name, of in plan.items() if of.sources}
@@ -162,7 +162,7 @@ class FollowedCapture(Generic[Reader]):
         return count, {n: of.shaped(hooks[n]) if n in hooks else tokens[n] for n, of in plan.items()}  # type: ignore
 
     def _has_ended(self) -> bool:
-        """Whether the capture has ended. If so, it opens the store. Raises CaptureFailed if there will be no store."""
+        """Whether the capture has ended. If so, open the store. Raises CaptureFailed if there will be no store."""
         if not self.path.exists():
             self._watch.check()
             return False
@@ -175,7 +175,7 @@ class FollowedCapture(Generic[Reader]):
         return self.finished
 
     def _rest(self, cap: Reader, plan: Mapping[str, _Named], at: int) -> Iterator[tuple[int, Rows]]:
-        """The rows of the finished store from `at` on that are not missing."""
+        """Yield the rows of the finished store from `at` on, except missing ones."""
         if any(of.sampled for of in plan.values()):
             runs = _held(cap.logits_positions)
         else:
@@ -198,7 +198,7 @@ class FollowedCapture(Generic[Reader]):
         self.close()
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is a hook of this name."""
+        """Whether `hooks` has this name."""
         return isinstance(name, str) and name in self.hooks
 
     def __iter__(self) -> Iterator[str]:
@@ -211,7 +211,7 @@ class FollowedCapture(Generic[Reader]):
 
 @dataclass(frozen=True)
 class _Named:
-    """A hook, or a token array, which has no sources."""
+    """A followed name: a hook, or a token array, which has no sources."""
 
     name: str
     layer: int | None = None
@@ -222,7 +222,7 @@ class _Named:
         return any(source.array in HOOKS and HOOKS[source.array].scope == "sampled" for source in self.sources)
 
     def shaped(self, rows: np.ndarray) -> np.ndarray:
-        """Rows [sources, n, width] in the shape of `Capture.numpy`."""
+        """Bring rows [sources, n, width] into the shape of `Capture.numpy`."""
         return rows if self.layer is None and self.sources[0].layer is not None else rows[0]
 
     def read(self, cap: StoreReader, tokens: slice) -> np.ndarray:
@@ -234,7 +234,7 @@ class _Named:
 
 
 def _held(positions: np.ndarray) -> Iterator[slice]:
-    """Slices of samples that are not missing. positions: as `Capture.logits_positions`."""
+    """Slices of samples that are not missing. positions: see `Capture.logits_positions`."""
     for at in range(0, len(positions), SAMPLES_PER_SHARD):
         held = np.flatnonzero(positions[at : at + SAMPLES_PER_SHARD] >= 0) + at
         for run in np.split(held, np.flatnonzero(np.diff(held) > 1) + 1):

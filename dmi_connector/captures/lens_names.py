@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TransformerLens' names for the tensors of a forward pass, and which of our hooks are the same tensors.
+"""Maps TransformerLens' names of tensors to our hooks that are the same tensors.
 
-tests/types/test_transformer_lens.py compares each with TransformerLens' own cache.
+tests/types/test_transformer_lens.py compares each of them with TransformerLens' cache.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TL_NAMES = {
     "ln_final.hook_out": "final_ln",
     "unembed.hook_in": "final_ln",
 }
-"""Name without the block's prefix (`blocks.3.`) -> hook that is the same tensor."""
+"""{name without the block's prefix (`blocks.3.`): hook that is the same tensor}."""
 
 QK_NAMES = {
     False: {"attn.hook_q": "q", "attn.q.hook_out": "q", "attn.hook_k": "k", "attn.k.hook_out": "k"},
@@ -55,7 +55,7 @@ QK_NAMES = {
         "attn.k_norm.hook_out": "k",
     },
 }
-"""The same for queries and keys. The key says whether the model has a norm of queries and keys (`qk_norm`)."""
+"""The same for queries and keys, by whether the model has a norm of queries and keys (`qk_norm`)."""
 
 POST_NORM_NAMES = {
     "attn.hook_out": "attn_proj",
@@ -67,16 +67,16 @@ POST_NORM_NAMES = {
     "ln2_post.hook_in": "mlp_proj",
     "ln2_post.hook_out": "mlp_out",
 }
-"""The same in models with post-norms, whose stores have `attn_proj` or `mlp_proj`."""
+"""The same for models with post-norms, whose stores have `attn_proj` or `mlp_proj`."""
 
 ALL_NAMES = {**TL_NAMES, **QK_NAMES[False], **QK_NAMES[True], **POST_NORM_NAMES}
-"""All names of these tables. `equal_hooks` says which of them are the same tensors in a model."""
+"""All names of these tables. `equal_hooks` yields those that are the same tensors in a model."""
 
 PATTERN = "attn.hook_pattern"
 NORMS = {"ln1": "resid_pre", "ln2": "resid_mid", "ln_final": "resid_final"}
-"""Norm -> its input. `hook_scale` and `hook_normalized` are computed from the input."""
+"""{norm: hook that is its input}. `hook_scale` and `hook_normalized` are computed from the input."""
 HEADS = {"q": "heads", "k": "kv_heads", "v": "kv_heads", "q_rot": "heads", "k_rot": "kv_heads", "z": "heads"}
-"""Hook with several heads -> the size of `dims` that is their number."""
+"""{hook with several heads: name in `dims` of their number}."""
 OF_NORMS = tuple(f"{norm}.{part}" for norm in NORMS for part in ("hook_scale", "hook_normalized"))
 
 _EMBED_BEFORE = (
@@ -89,16 +89,16 @@ _OTHER_ORDER = ("Llama4ForCausalLM",)
 ABSENT = {
     "hook_pos_embed": "not captured: it is resid_pre of layer 0 minus embed",
     "pos_embed.hook_out": "not captured: it is resid_pre of layer 0 minus embed",
-    "hook_unembed": "logits exist for sampled positions alone: cap.numpy('logits'), cap.logits_positions",
-    "unembed.hook_out": "logits exist for sampled positions alone: cap.numpy('logits'), cap.logits_positions",
+    "hook_unembed": "logits exist only for sampled positions: cap.numpy('logits'), cap.logits_positions",
+    "unembed.hook_out": "logits exist only for sampled positions: cap.numpy('logits'), cap.logits_positions",
     "attn.hook_attn_scores": "not captured: hook_rot_q and hook_rot_k times the scale, with the mask, give them",
     "attn.hook_result": "not captured: cache.compute_head_results() works them out from z and the model's weights",
     "mlp.hook_expert_weights": "of another shape: cap.numpy('topk_weights') has those of the chosen experts",
     "mlp.hook_expert_indices": "without a batch dimension there: cap.routed_experts()",
 }
-"""Names of TransformerLens that no store has, and why."""
+"""{name of TransformerLens that no store has: reason}."""
 OTHERWISE = "no hook is the same tensor in every model"
-"""The reason for names of TransformerLens that no table lists."""
+"""The reason for names of TransformerLens that are in none of these tables."""
 
 _BLOCK = re.compile(r"^blocks\.(\d+)\.(.+)$")
 
@@ -115,13 +115,13 @@ def full_name(name: str, layer: int | None) -> str:
 
 
 def unlisted(name: str) -> str:
-    """The reason for a name that no table lists. TransformerLens may know the name or not."""
+    """The reason for a name that is in none of these tables, whether or not TransformerLens has it."""
     near = suggest(name, [*ALL_NAMES, PATTERN, *OF_NORMS, *ABSENT])
     return f"{OTHERWISE}, or TransformerLens has no such name{near}"
 
 
 def lens_name(hook: str, layer: int | None) -> str | None:
-    """TransformerLens' name of a hook that is the same tensor in every model; None without a name."""
+    """TransformerLens' name of a hook that is the same tensor in every model; None if there is none."""
     for name, same in TL_NAMES.items():
         if same == hook:
             return full_name(name, layer)
@@ -129,7 +129,7 @@ def lens_name(hook: str, layer: int | None) -> str | None:
 
 
 def equal_hooks(attrs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, hook) of all tensors that are the same for the model of a store."""
+    """Yield (TransformerLens' name, hook) for all tensors that are the same in the model of a store."""
     architecture, normed = attrs.get("architecture"), attrs.get("qk_norm")
     named = {**TL_NAMES, **({} if normed is None else QK_NAMES[normed])}
     if {"attn_proj", "mlp_proj"} & attrs["hooks"].keys():
@@ -142,7 +142,7 @@ def equal_hooks(attrs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def why_not_equal(name: str, attrs: Mapping[str, Any]) -> str | None:
-    """Why a name means another tensor in the model of a store; None if it does not, or if that is not known."""
+    """Why a TransformerLens name means another tensor in a store's model; None if it does not, or if unknown."""
     architecture, normed = attrs.get("architecture"), attrs.get("qk_norm")
     hook = {**TL_NAMES, **QK_NAMES[False], **QK_NAMES[True]}.get(name)
     if architecture in _EMBED_BEFORE and hook == "embed":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of many stores as one xarray Dataset, whose values are read on use."""
+"""Opens hooks of many stores as one lazy xarray Dataset."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 64 << 20
 """Maximum bytes of a dask chunk of a ragged array."""
 _TOKENS = {"position": "positions", "token_id": "token_ids", "phase": "phase"}
-"""Coordinate -> field of `RowView.tokens`."""
+"""{coordinate: field of `RowView.tokens`}."""
 
 
 def dataset(infos: Sequence[CaptureInfo], views: Mapping[str, RowView], padded: bool = False) -> xarray.Dataset:
-    """Rows of hooks in all stores as dask arrays: float32, integer hooks in their own dtype.
+    """Rows of hooks in all stores as dask arrays, float32; integer hooks keep their dtype.
 
     Ragged (the default): the dimension `token` has the concatenated rows of all stores, with the coordinates `capture`
     (index of the store), `row`, `position`, `token_id` and `phase`. Missing rows are left out.
 
-    Padded: the dimensions are `capture` and `row`, and `row` has the length of the longest store. Where a store has no
-    row, `valid` is False, floats are NaN, integer hooks 0, and `position`, `token_id` and `phase` -1. A dask chunk is
-    one store.
+    Padded: the dimensions are `capture` and `row`, where `row` has the length of the longest store. For rows that a
+    store does not have, `valid` is False, floats are NaN, integer hooks are 0, and `position`, `token_id` and `phase`
+    are -1. A dask chunk is one store.
 
     Both have the coordinates `store` and `key` along `capture` (ragged: along `store_number`). A hook of several layers
-    has the leading dimension `layer_NAME`. The width is `NAME_width`, NAME without @layer.
+    has the leading dimension `layer_NAME`. The dimension of the width is `NAME_width`. NAME is the hook without @layer.
 
-    Raises ImportError without xarray and dask (`dmi_connector[xarray]`), ValueError for logits.
+    Raises ImportError without xarray and dask (`dmi_connector[xarray]`), and ValueError for logits.
     """
     try:
         import dask.array
@@ -75,15 +75,16 @@ def dataset(infos: Sequence[CaptureInfo], views: Mapping[str, RowView], padded: 
 def _scattered(
     tokens: Mapping[str, np.ndarray], values: np.ndarray, stores: int, longest: int, fill: Any
 ) -> np.ndarray:
-    """Values of rows of the view as [stores, longest]."""
+    """Arrange values of the rows of a view as [stores, longest]. fill: value for rows that do not exist."""
     out = np.full((stores, longest), fill, values.dtype)
     out[tokens["store"], tokens["row"]] = values
     return out
 
 
 class _Padded:
-    """A view as [layers, stores, longest, width], or without layers. Dask indexes it with a slice or an integer per
-    axis.
+    """A view as an array [layers, stores, longest, width], or without layers.
+
+    Dask indexes it with a slice or an integer per axis.
     """
 
     def __init__(self, view: RowView, tokens: Mapping[str, np.ndarray], stores: int, longest: int) -> None:

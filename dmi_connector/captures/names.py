@@ -12,16 +12,16 @@ from dmi_connector.wording import suggest
 
 
 def check_equal(name: str, attrs: Mapping[str, Any]) -> None:
-    """Raise KeyError for a name of TransformerLens that stands for another tensor in the model of a store."""
+    """Raise KeyError for a name of TransformerLens that means another tensor in the model of a store."""
     why = why_not_equal(split_name(name)[0], attrs)
     if why is not None:
         raise KeyError(f"{name!r} has no equal here: {why}")
 
 
 def parse_name(name: str, attrs: Mapping[str, Any]) -> tuple[str, int | None]:
-    """Hook and layer of a name: one of ours (`q`) or of TransformerLens (`blocks.3.attn.hook_z`, `hook_embed`).
+    """(hook, layer) of a name: one of ours (`q`) or of TransformerLens (`blocks.3.attn.hook_z`, `hook_embed`).
 
-    attrs: the root attribute of the store, since some names depend on its model. Raises KeyError for names that mean
+    attrs: the root attribute of the store, because some names depend on its model. Raises KeyError for names that mean
     another tensor in TransformerLens.
     """
     check_equal(name, attrs)
@@ -36,7 +36,7 @@ def parse_name(name: str, attrs: Mapping[str, Any]) -> tuple[str, int | None]:
 
 
 def hook_and_layer(name: str, attrs: Mapping[str, Any]) -> tuple[str, int | None]:
-    """Hook and layer of "resid_pre@3" or a name as in `parse_name`. Raises ValueError for a bad layer."""
+    """(hook, layer) of "resid_pre@3" or of a name as in `parse_name`. Raises ValueError for an invalid layer."""
     hook, at, layer = name.partition("@")
     if not at:
         return parse_name(name, attrs)
@@ -48,10 +48,10 @@ def hook_and_layer(name: str, attrs: Mapping[str, Any]) -> tuple[str, int | None
 
 
 def holds(name: str, attrs: Mapping[str, Any]) -> bool:
-    """Whether a store holds the hook and layer of a name as in `hook_and_layer`. attrs: the store's root attribute.
+    """Whether a store has the hook and layer of a name as in `hook_and_layer`. attrs: the store's root attribute.
 
-    A name of TransformerLens that means another tensor in this store's model was not captured. Raises KeyError for one
-    that no hook equals in any model.
+    False for a name of TransformerLens that means another tensor in this store's model. Raises KeyError for a name that
+    no hook equals in any model.
     """
     if (short := split_name(name)[0]) in ALL_NAMES and short not in dict(equal_hooks(attrs)):
         return False

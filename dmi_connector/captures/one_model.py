@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses to mix stores of different models: their rows differ in meaning, even where their shapes agree."""
+"""Refuses to mix stores of different models: their rows differ in meaning, even if their shapes agree."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from dmi_connector.store.format.remote_path import Place
 
 
 def is_named(model: str | None, name: str) -> bool:
-    """Whether a store's model has a name, in full or as the last part of its path. None: the store names no model."""
+    """Whether a model has a name, in full or as the last part of its path. model: None if the store names no model."""
     return model is not None and name in (model, PurePath(model).name)
 
 
 class OneModel:
-    """Compares the models of stores, one after the other. chosen: the name by which a reader chose all of them, with
-    `open_captures(model=...)`: then they count as one model's, in whatever directories its copies lie.
+    """Compares the models of stores, one after the other.
+
+    chosen: the name by which all stores were chosen, with `open_captures(model=...)`; None without it. The stores then
+    count as of one model, even if copies of the model have different paths.
     """
 
     def __init__(self, chosen: str | None = None) -> None:
@@ -23,7 +25,7 @@ class OneModel:
         self._first: tuple[Place, str] | None = None
 
     def check(self, store: Place, model: str | None) -> None:
-        """Raise ValueError for a store of another model than the stores before. None: it names no model."""
+        """Raise ValueError for a store of another model than earlier ones. model: None if the store names none."""
         if self._chosen or model is None:
             return
         if self._first is None:

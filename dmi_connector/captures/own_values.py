@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses hooks whose reduction does not keep what a caller needs."""
+"""Refuses hooks whose reduction does not keep the properties that a computation needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dmi_connector.store.read.reader import StoreReader
 
 
 def check_keeps(hook: str, reduction: Reduction | None, needs: Keeps = Keeps.VALUES) -> None:
-    """Raise ValueError for a reduction that does not keep what the caller `needs`."""
+    """Raise ValueError for a reduction that does not keep the properties `needs`."""
     if reduction is not None and needs not in reduction.keeps:
         raise ValueError(
             f"{hook!r} was stored as {reduction.kind}, from which this cannot be computed; capture it in full, or"
@@ -17,8 +17,9 @@ def check_keeps(hook: str, reduction: Reduction | None, needs: Keeps = Keeps.VAL
 
 
 def check_own_values(capture: StoreReader, hook: str, layer: int | None = None, needs: Keeps = Keeps.VALUES) -> None:
-    """Raise ValueError for a hook that was stored with a reduction that does not keep what the caller `needs`, KeyError
-    for one that was not captured. layer: as in `StoreReader.reduction`.
+    """Raise ValueError for a hook whose reduction does not keep the properties `needs`.
+
+    layer: as in `StoreReader.reduction`. Raises KeyError for a hook that was not captured.
     """
     for array in dict.fromkeys(source.array for source in capture.sources(hook, layer)):
         check_keeps(hook, capture.reduction(array), needs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of reduced hooks besides decoded rows: attention summaries, latents, directions, restored rows, sums."""
+"""Computes results from reduced hooks: attention summaries, latents, projected directions, restored rows and sums."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dmi_connector.store.read.reader import StoreReader
 def attention_summary(
     capture: StoreReader, layer: int, head: int | None = None, tokens: Tokens = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(positions, weights, entropy), see `Capture.attention_summary`."""
+    """(positions, weights, entropy); see `Capture.attention_summary`."""
     reduction = capture.reduction("pattern")
     # The result exists only for this reduction, so the check is for its class.
     assert isinstance(reduction, AttentionSummary), "the pattern is stored in no other form"
@@ -33,7 +33,7 @@ def attention_summary(
 
 
 def latents(capture: StoreReader, hook: str, tokens: Tokens = None) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, values), see `Capture.latents`."""
+    """(ids, values); see `Capture.latents`."""
     (source,) = capture.sources(hook)[:1]
     reduction = capture.reduction(hook)
     if not isinstance(reduction, Latents):
@@ -44,7 +44,7 @@ def latents(capture: StoreReader, hook: str, tokens: Tokens = None) -> tuple[np.
 def project(
     capture: StoreReader, hook: str, direction: np.ndarray, layer: int | None, basis: str | os.PathLike[str] | None
 ) -> np.ndarray:
-    """A direction of a hook's space in the space that the hook was projected to, float32 [k], see `Capture.project`."""
+    """Project a direction in a hook's space to the space of its stored rows, float32 [k]; see `Capture.project`."""
     info = capture.attrs["hooks"][capture.sources(hook, layer)[0].array]
     reduction, direction = capture.reduction(hook, layer), np.asarray(direction, np.float32)
     if reduction is None or not reduction.projects:
@@ -58,7 +58,7 @@ def project(
 def restore(
     capture: StoreReader, hook: str, layer: int | None, tokens: Tokens, basis: str | os.PathLike[str] | None
 ) -> np.ndarray:
-    """Rows [tokens, width] of principal components in the hook's own space, see `Capture.restore`."""
+    """Restore rows [tokens, width] from principal components; see `Capture.restore`."""
     reduction = capture.reduction(hook, layer)
     if reduction is None or not _is_fitted_to_basis(reduction):
         raise ValueError(f"hook {hook!r} was not stored as principal components")
@@ -68,7 +68,7 @@ def restore(
 
 
 def tally(capture: StoreReader, hook: str, layer: int | None = None, tokens: Tokens = None) -> Tally:
-    """Sums of |x| of each neuron over rows of a hook; see `dmi_connector.importance`."""
+    """Sums of |x| per neuron over rows of a hook; see `dmi_connector.importance`."""
     if hook == "logits":
         raise ValueError("logits have a row for each sampled token, not for each token; average numpy('logits')")
     source = _only(capture, hook, layer, "neurons")
@@ -84,7 +84,7 @@ def tally(capture: StoreReader, hook: str, layer: int | None = None, tokens: Tok
 def _basis(
     capture: StoreReader, hook: str, reduction: Reduction, layer: int | None, basis: str | os.PathLike[str] | None
 ) -> LayerBasis:
-    """The basis of one layer of a hook. It belongs to the array that holds the hook, and to the layer in that array."""
+    """The basis of one layer of a hook, which is that of the stored array and its layer."""
     source = _only(capture, hook, layer, "a basis")
     layers = capture.attrs["hooks"][source.array]["layers"] or [0]
     fitted = reduction.fitted()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts each token was routed to, in the form of vLLM's `CompletionOutput.routed_experts`."""
+"""Reads which experts each token was routed to, in the format of vLLM's `CompletionOutput.routed_experts`."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dmi_connector.store.read.reader import StoreReader
 _MOST_UINT8 = 256
 """Maximum number of experts for which vLLM uses uint8."""
 _ROWS = 4096
-"""Rows that are read at a time."""
+"""Number of rows read at a time."""
 
 
 def routed_experts(capture: StoreReader, prompt_start: int = 0, check: bool = True) -> np.ndarray:
-    """Experts [tokens - prompt_start, layers, top_k] as vLLM returns them with `enable_return_routed_experts`.
+    """The experts of tokens, [tokens - prompt_start, layers, top_k], as vLLM's `enable_return_routed_experts` gives.
 
-    tokens: rows of the store. With `include_output_tokens` these are all tokens of the request except the last, which
-    is never fed to the model. layers: all layers of the model, with zeros for layers without experts. Experts are in
-    descending order of weight, as uint8 for at most 256 experts, else uint16.
+    tokens: the rows of the store. With `include_output_tokens` these are all tokens of the request except the last one,
+    which is never fed to the model. layers: all layers of the model, with zeros for layers without experts. Experts are
+    in descending order of weight, uint8 for at most 256 experts, else uint16.
 
-    prompt_start: as `SamplingParams.routed_experts_prompt_start`: number of tokens to leave out at the start of the
-    prompt, at most the whole prompt. check: refuse a layer with experts whose numbers are all zero, as from a kernel
-    that hides its routing.
+    prompt_start: number of tokens to leave out at the start of the prompt, at most the whole prompt, as in
+    `SamplingParams.routed_experts_prompt_start`. check: refuse a layer with experts if all expert numbers are 0, as
+    from a kernel that hides its routing.
 
-    Raises KeyError without `topk_ids`. Raises ValueError for a store that lacks layers or rows, for one too old to say
-    how many experts the model has, for a bad prompt_start, and for a layer of zeros.
+    Raises KeyError if `topk_ids` was not captured. Raises ValueError for a store that lacks layers or rows, for a store
+    that is too old to have the number of experts, for an invalid prompt_start, and for a layer of zeros.
     """
     count, layers = _experts(capture)
     held = capture.layers["topk_ids"] if "topk_ids" in capture else []
@@ -75,7 +75,7 @@ def _experts(capture: StoreReader) -> tuple[int, list[int]]:
     facts = capture.attrs.get("experts")
     if facts is not None:
         return int(facts["count"]), list(facts["layers"])
-    capture.sources("topk_ids")  # a model without experts has none
+    capture.sources("topk_ids")  # raises KeyError for a model without experts
     if "router_logits" not in capture:
         raise ValueError(
             f"{capture.path} is too old to say how many experts the model has; read numpy('topk_ids') instead"

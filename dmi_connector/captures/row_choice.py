@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses rows of stores: of one phase, by a mask, after a token, the last ones."""
+"""Chooses rows of stores: by phase, by a mask, after a token, or the last ones."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ Mask = Callable[[Capture], Any]
 
 @dataclass(frozen=True)
 class RowChoice:
-    """Which rows of each store a view has. A row must pass all that is given.
+    """The choice of rows that a view has of each store. A row must pass all given options.
 
-    skip: rows that are left out at the start of each store, such as 1 for the first token, whose norm is often large.
-    phase: "prompt" or "generated". after: a token id, or several: rows after the first row with one of them, such as
-    those after </think>; none of a store without one. mask: a function of an open `Capture` that returns a boolean for
-    each of its rows (of logits: for each sample). last: at most this many rows of each store, the last that pass the
-    others: `last=1` is the last token, with phase="prompt" that of the prompt.
+    skip: number of rows to leave out at the start of each store, such as 1 for the first token, whose norm is often
+    large. phase: "prompt" or "generated". after: a token id, or several; only rows after the first row with one of
+    these ids are chosen, such as those after </think>. A store without such a row gives no rows. mask: a function that
+    takes an open `Capture` and returns one boolean per row (for logits, per sample). last: maximum number of rows per
+    store; the last rows that pass the other options are chosen. `last=1` is the last token, and with phase="prompt" the
+    last token of the prompt.
 
-    Rows that the store lacks are left out at the end, so that "the last row" is never another one. All but skip and
-    last read the token arrays of every store once. Raises ValueError for values that are not valid.
+    Missing rows are left out after all other options, so if the last row is missing, `last=1` does not choose another
+    one. phase, after and mask read the token arrays of every store once. Raises ValueError for invalid values.
     """
 
     skip: int = 0
@@ -50,8 +51,9 @@ class RowChoice:
             raise ValueError(f"last {self.last} is not valid; use 1 row or more")
 
     def of(self, infos: Sequence[CaptureInfo], counts: Sequence[int], sampled: bool = False) -> Runs:
-        """The chosen rows of stores. counts: their rows, or of logits their samples. Raises ValueError for a mask of
-        another shape, and for damaged token arrays.
+        """The chosen rows of stores. counts: number of rows (for logits, of samples) of each store.
+
+        Raises ValueError for a mask of another shape, and for damaged token arrays.
         """
         found: list[np.ndarray] = [np.empty((0, 2), np.int64)] * len(infos)
 
@@ -70,11 +72,11 @@ class RowChoice:
 
     @property
     def _reads(self) -> bool:
-        """Whether it needs what is in the stores."""
+        """Whether the stores must be read."""
         return (self.phase, self.after, self.mask) != (None, None, None)
 
     def _runs(self, info: CaptureInfo, count: int, sampled: bool) -> np.ndarray:
-        """int64 [runs, 2]: [start, stop) of runs of chosen rows of one store, in order."""
+        """[start, stop) of runs of chosen rows of one store, in order, int64 [runs, 2]."""
         complete = info.state == "complete"
         if complete and not self._reads:
             start = self.skip if self.last is None else max(self.skip, count - self.last)
@@ -90,7 +92,7 @@ class RowChoice:
         return edges.astype(np.int64).reshape(-1, 2)
 
     def _chosen(self, info: CaptureInfo, count: int, complete: bool, sampled: bool) -> np.ndarray:
-        """bool [rows]: which rows pass all but `last`."""
+        """Whether each row passes all options but `last`, bool [rows]."""
         kept = np.arange(count) >= self.skip
         wanted = {"phase": self.phase, "token_ids": self.after}
         names = [name for name, value in wanted.items() if value is not None]
@@ -117,8 +119,8 @@ class RowChoice:
 class Runs:
     """Runs of consecutive rows of stores, in the order of a view, int64.
 
-    stores: number of the store of each run. firsts: its first row there. begins: where it begins in the view, and at
-    the end the rows of the view.
+    stores: index of the store of each run. firsts: first row of each run in its store. begins: first row of each run in
+    the view, followed by the number of rows of the view.
     """
 
     stores: np.ndarray
@@ -127,16 +129,16 @@ class Runs:
 
     @property
     def rows(self) -> int:
-        """Rows of the view."""
+        """Number of rows of the view."""
         return int(self.begins[-1])
 
     def origins(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(number of the store, row of that store) of rows of the view, both int64 [n]."""
+        """(index of the store, row in that store) of rows of the view, both int64 [n]."""
         run = np.searchsorted(self.begins, numbers, "right") - 1
         return self.stores[run], self.firsts[run] + numbers - self.begins[run]
 
     def span(self, begin: int, count: int) -> slice | np.ndarray:
-        """The rows in their store of `count` rows of the view from `begin` on, which are of one store."""
+        """The rows in their store of `count` rows of the view from row `begin` on. All must be of one store."""
         run = int(self.begins.searchsorted(begin, "right")) - 1
         if begin + count <= self.begins[run + 1]:
             first = int(self.firsts[run] + begin - self.begins[run])
@@ -144,7 +146,10 @@ class Runs:
         return self.origins(np.arange(begin, begin + count))[1]
 
     def blocks(self, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(store, first row there, rows) of each part of the view that lies in one chunk of `chunk` rows, int64."""
+        """Split the view into parts that each lie in one chunk of `chunk` rows of a store.
+
+        Returns int64 arrays (index of the store, first row in the store, number of rows) of the parts.
+        """
         ends = self.firsts + np.diff(self.begins)
         counts = (ends - 1) // chunk - self.firsts // chunk + 1
         run = np.repeat(np.arange(len(ends)), counts)

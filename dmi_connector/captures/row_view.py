@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of one hook in many stores, as one array."""
+"""Reads the rows of one hook in many stores as one array."""
 
 from __future__ import annotations
 
@@ -33,31 +33,33 @@ if TYPE_CHECKING:
     import torch
 
 _ITERATED = 16 << 20
-"""Bytes that a loop over a view reads at a time."""
+"""Number of bytes that a loop over a view reads at a time."""
 _MOST_OPEN = 4096
 """Maximum number of arrays whose metadata and shard indexes are kept, some kilobytes each."""
 
 
 def check_some(infos: Sequence[CaptureInfo], hook: str, why: str = "") -> None:
-    """Raise ValueError without a store to read a hook from. why: as in `Captures.why_empty`."""
+    """Raise ValueError if there is no store to read a hook from. why: the reason, as in `Captures.why_empty`."""
     if not infos:
         raise ValueError(f"no store to read {hook!r} from; {why or 'none of them was kept'}")
 
 
 class RowView:
-    """Rows of one hook in many stores, [rows, width]; [layers, rows, width] for several layers. Made by
-    `Captures.rows`.
+    """The rows of one hook in many stores as an array [rows, width], or [layers, rows, width] for several layers.
+
+    Made by `Captures.rows`.
 
     `view[5]`, `view[10:20]`, `view[[7, 3, 7]]` and `view[mask, :10]` read rows as float32; integer hooks keep their
-    dtype. An index returns the same as for a numpy array of this shape. None and masks of several axes are refused.
+    dtype. Indexing works as for a numpy array of this shape, except that None and masks over several axes are refused.
     Rows may be given in any order, and each chunk is read once. `numpy.asarray` and numpy functions read all rows. A
-    loop reads many rows at a time. `dask.array.from_array` reads the rows that are computed. A view holds no lock on
-    its stores, so retention and `dmi prune` must not remove them.
+    loop over the view reads many rows at a time. `dask.array.from_array` reads only the rows that are computed. A view
+    holds no lock on its stores, so retention and `dmi prune` must not remove them meanwhile.
 
-    `view.tokens([5])` gives token id, position, phase, store and key of rows.
+    `view.tokens([5])` returns token ids, positions, phases, stores and keys of rows.
 
-    shape, dtype: of the array. layers: the layers that are read; [] for a hook that exists once. stores: the stores of
-    the rows. sampled: whether it has one row per sampled token, as logits have, instead of one per token.
+    shape, dtype: shape and dtype of the array. layers: numbers of the layers that are read; [] for a hook that exists
+    once. stores: the stores of the rows. sampled: whether there is one row per sampled token, as for logits, instead of
+    one per token.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class RowView:
             self.runs = (choice or RowChoice()).of(infos, self._counts(infos), self.sampled)
 
     def _counts(self, infos: Sequence[CaptureInfo]) -> list[int]:
-        """The number of rows of each store. The index does not have the number of rows of logits."""
+        """The number of rows of each store. For logits the stores are read, because the index lacks it."""
         counts = [info.num_tokens or 0 for info in infos]
 
         def look(number: int) -> None:
@@ -127,7 +129,7 @@ class RowView:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype that an index gives: float32, or that of an integer hook."""
+        """The dtype of indexed values: float32, or that of an integer hook."""
         whole = self._reduced is None and self.stored_dtype.kind in "iu"
         return self.stored_dtype if whole else np.dtype(np.float32)
 
@@ -163,20 +165,20 @@ class RowView:
         return np.asarray(self.read(slice(None)), dtype)
 
     def read(self, rows: slice | Sequence[int] | np.ndarray, convert: bool = True) -> np.ndarray:
-        """Rows [n, width] as float32, or with convert=False in the stored dtype; see `Capture.numpy`.
+        """Read rows [n, width] as float32, or with convert=False in the stored dtype; see `Capture.numpy`.
 
-        rows: a slice, a list of integers, or a mask with a boolean for each row of the view. With several layers the
+        rows: a slice, a list of integers, or a mask with one boolean per row of the view. With several layers the
         result is [layers, n, width].
 
-        Raises IndexError for rows that do not exist and for a mask of another length. Raises ValueError that names the
-        file for damaged values, and for a store whose rows are of another shape. Raises KeyError for a store that did
-        not capture the hook or layer.
+        Raises IndexError for rows that do not exist and for a mask of another length. Raises ValueError for damaged
+        values, naming the file, and for a store whose rows have another width or dtype. Raises KeyError for a store
+        that did not capture the hook or layer.
         """
         values = self._read(self._numbers(rows), range(len(self._layers)), convert)
         return values if self._stacked else values[0]
 
     def _read(self, numbers: np.ndarray, layers: Sequence[int], convert: bool) -> np.ndarray:
-        """Rows of some of the view's layers, [layers, n, width]. layers: indexes into `self.layers`."""
+        """Read rows of some of the view's layers, [layers, n, width]. layers: indexes into `self.layers`."""
         dtype = self.stored_dtype
         widened = convert and self._reduced is None and dtype.kind not in "iu" and dtype != np.float32
         out = np.empty(
@@ -197,11 +199,11 @@ class RowView:
     @overload
     def batches(self, size: int, finite: str = "keep", *, tokens: bool) -> Iterator[Any]: ...
     def batches(self, size: int, finite: str = "keep", *, tokens: bool = False) -> Iterator[Any]:
-        """All rows in order, `size` at a time; the last batch may be smaller.
+        """Yield all rows in order, `size` at a time. The last batch may be smaller.
 
-        finite: what happens to rows with a NaN or an infinity: "keep" gives them and "skip" leaves them out, both with
-        a warning that counts them (RuntimeWarning); "fail" raises NotFinite. tokens: yield pairs of a batch and
-        the result of `tokens` for its rows. Raises ValueError for a size below 1.
+        finite: handling of rows with a NaN or an infinity. "keep" yields them, and "skip" leaves them out, both with a
+        RuntimeWarning that counts them. "fail" raises NotFinite. tokens: yield pairs (batch, result of `tokens` for its
+        rows). Raises ValueError for a size below 1.
         """
         check = FiniteCheck(finite)
         if size < 1:
@@ -219,19 +221,20 @@ class RowView:
         check.warn_all()
 
     def origins(self, rows: slice | Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The origins of rows: (index in `stores`, row of that store), both int64 [n]."""
+        """The origins of rows: (index in `stores`, row in that store), both int64 [n]."""
         return self.runs.origins(self._numbers(rows))
 
     def tokens(
         self, rows: slice | Sequence[int] | np.ndarray = slice(None), fields: Collection[str] = tuple(DTYPES)
     ) -> dict[str, np.ndarray]:
-        """Fields of the tokens of rows: field -> [n]. Reads the token arrays of their stores.
+        """Fields of the tokens of rows, {field: array [n]}. Reads the token arrays of the stores.
 
-        fields: some of these. token_ids: int32. next_token_ids: int32, the next token, -1 if the store does not have
-        it. positions: int32, in the request. phase: uint8, 0 for prompt tokens, 1 for generated ones. store: int64,
-        index in `stores`. row: int64, row of that store; for logits, the sample. key: the request's key, or None.
+        fields: some of these. token_ids: int32. next_token_ids: int32, id of the next token, -1 if the store does not
+        have it. positions: int32, position in the request. phase: uint8, 0 for prompt tokens, 1 for generated ones.
+        store: int64, index in `stores`. row: int64, row in that store; for logits, the sample. key: key of the request,
+        or None.
 
-        Raises ValueError for another field and for a damaged store, IndexError as `read`.
+        Raises ValueError for another field and for a damaged store. Raises IndexError like `read`.
         """
         unknown = [name for name in fields if name not in DTYPES]
         if unknown:
@@ -254,15 +257,17 @@ class RowView:
         return found
 
     def store_tokens(self, store: int, fields: Collection[str]) -> dict[str, np.ndarray]:
-        """Fields that are read from a store, for each of its rows; see `tokens`."""
+        """Fields of all rows of one store; see `tokens`. fields: only those in IN_STORE."""
         return store_fields(self.stores[store], fields, self._complete[store], self.sampled)
 
     def keys(self, stores: np.ndarray) -> np.ndarray:
-        """The keys of stores by their numbers, object [n]."""
+        """The keys of stores, object [n]. stores: indexes in `stores`."""
         return np.asarray(self._keys[stores])
 
     def blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The view in parts, each of one chunk: (number in `stores`, first row there, rows) of each part, int64.
+        """Split the view into parts that each lie in one chunk.
+
+        Returns int64 arrays (index in `stores`, first row in the store, number of rows) of the parts.
 
         Chunks are as long as those of the store with the most rows.
         """
@@ -271,19 +276,19 @@ class RowView:
         return self.runs.blocks(chunk)
 
     def buffer(self, rows: int) -> np.ndarray:
-        """Memory for `rows` rows as they are stored, [layers, rows, stored width], for `plan_block`."""
+        """Memory for `rows` stored rows, [layers, rows, stored width], for `plan_block`."""
         return np.empty((len(self._layers), rows, self._stored_width), f"<u{self.stored_dtype.itemsize}")
 
     def plan_block(self, store: int, begin: int, places: np.ndarray, out: np.ndarray) -> Iterator[ShardPieces]:
-        """Yield the pieces for `read_pieces` of `len(places)` rows of the view from `begin` on, all of one store.
+        """Yield the pieces to read, for `read_pieces`, of `len(places)` rows of the view from row `begin` on.
 
-        places: indexes of the rows in `out`.
+        store: index of the store that has all these rows. places: indexes of the rows in `out`, which is a `buffer`.
         """
         array, layers = self._of(store)
         return array.plan(layers, self.runs.span(begin, len(places)), out, places)
 
     def decoded(self, rows: np.ndarray) -> np.ndarray:
-        """Rows of a `buffer`, [layers, n, stored width] -> values in the stored dtype; reduced hooks as float32."""
+        """Decode rows of a `buffer`, [layers, n, stored width], to the stored dtype; reduced hooks to float32."""
         values = rows.view(self.stored_dtype)
         values = values if self._reduced is None else self._reduced.decode(values, self._layers)
         return values if self._stacked else values[0]
@@ -309,7 +314,7 @@ class RowView:
         return planned
 
     def _of(self, store: int) -> tuple[HookArray, list[int]]:
-        """The array of a store, and the indexes of the wanted layers in it."""
+        """(array of a store, indexes in it of the view's layers)."""
         with self._lock:
             found = self._open.get(store)
             if found is not None:
@@ -346,14 +351,14 @@ class RowView:
         return array, layers
 
     def _not_captured(self, path: Place, held: Collection[int]) -> KeyError:
-        """The error for a store that lacks the hook or layers. held: layers of the array there."""
+        """The error for a store that lacks the hook or layers. held: layers that the store has."""
         names = [f"{self.hook}@{layer}" for layer in self.layers] or [self.hook]
         lacking = [name for name, layer in zip(names, self._layers, strict=True) if layer not in held]
         return KeyError(f"{path} did not capture {lacking}; leave such stores out with open_captures(hooks={names})")
 
 
 def _source(capture: StoreReader, hook: str, layer: Layers) -> tuple[str, list[int | None], list[int]]:
-    """(array that holds the hook, its wanted layers in that array, the numbers of these layers for the reader)."""
+    """(stored array of a hook, stored numbers of the wanted layers, their numbers for the reader)."""
     sources = capture.sources(hook, layer)
     names = {source.array for source in sources}
     if len(names) > 1:

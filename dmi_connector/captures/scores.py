@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of probes for many stores, as the index has them."""
+"""Reads scores of probes for many stores from the index."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of captures and of their tokens, in pandas or polars."""
+"""Makes tables of captures and of their tokens, in pandas or polars."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FLAGS = ("remove_local", "only_complete")
 
 
 def run_entries(infos: Iterable[CaptureInfo], directories: Iterable[Path] = ()) -> dict[str, dict[str, Any]]:
-    """Lines of the manifests of `dmi run` beside stores: {name of a store without its suffix: its latest line}."""
+    """Lines of the manifests of `dmi run` next to stores: {name of a store without suffix: its latest line}."""
     beside = {info.store.parent for info in infos if isinstance(info.store, Path)}
     found: dict[str, dict[str, Any]] = {}
     for directory in sorted(beside.union(directories)):
@@ -61,7 +61,7 @@ def of_captures(infos: Sequence[CaptureInfo], directories: Iterable[Path], to: s
 
 
 def _prompt(info: CaptureInfo, text: Decode) -> str | None:
-    """The text of the prompt; None if a row of it is missing or was not captured."""
+    """The text of the prompt; None if one of its rows is missing or was not captured."""
     with open_capture(info.store, timeout=0, allow_incomplete=True) as capture:
         of_prompt = capture.phase == 0
         whole_prompt = not capture.attrs.get("start", 0) and int(of_prompt.sum()) == capture.prompt_len
@@ -97,7 +97,7 @@ def of_tokens(infos: Sequence[CaptureInfo], to: str, text: Decode | None) -> Any
 
 
 def _library(to: str) -> Any:
-    """The library of that name. Raises ImportError if it is not installed, ValueError for another name."""
+    """Import the library `to`. Raises ImportError if it is not installed, ValueError for another name."""
     try:
         if to == "pandas":
             import pandas

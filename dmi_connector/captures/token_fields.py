@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of the token of each row: its id, position and phase, and the store and key of its request."""
+"""Reads fields of the token of each row: id, position and phase, and the store and key of the request."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ DTYPES: dict[str, str] = {
     "row": "int64",
     "key": "object",
 }
-"""Field -> dtype of its values.
+"""{field: dtype of its values}.
 
-token_ids: the token. next_token_ids: the next token, -1 if the store does not have it. positions: positions in the
-request. phase: 0 for prompt tokens, 1 for generated ones. store: index of the store. row: row in the store; for
-logits, the sample. key: the key of the request, or None.
+token_ids: id of the token. next_token_ids: id of the next token, -1 if the store does not have it. positions: position
+in the request. phase: 0 for prompt tokens, 1 for generated ones. store: index of the store. row: row in the store; for
+logits, the sample. key: key of the request, or None.
 """
 IN_STORE = ("token_ids", "next_token_ids", "positions", "phase")
-"""Fields that are read from a store. The others are known without reading it."""
+"""Fields that are read from a store. The others are known without reading the store."""
 
 
 def plain_array(store: Place, files: StoreFiles, name: str, dtype: str) -> np.ndarray:
-    """A 1-D array of a store. Raises ValueError, with its name, for a damaged one."""
+    """A 1-D array of a store. Raises ValueError, with the name of the array, if it is damaged."""
     try:
         return decode_plain(files, name, dtype)
     except ValueError as error:
@@ -45,7 +45,8 @@ def plain_array(store: Place, files: StoreFiles, name: str, dtype: str) -> np.nd
 def store_fields(store: Place, names: Collection[str], complete: bool, sampled: bool = False) -> dict[str, np.ndarray]:
     """Some fields of `IN_STORE`, for each row of a store.
 
-    sampled: for each row of its logits, -1 if the token has no row.
+    sampled: give the fields for each row of its logits. If the token of a sample has no row, its ids are -1, its phase
+    is 1, and its position is that of the sample.
 
     complete: whether the store has all rows. Raises ValueError for damaged arrays.
     """
@@ -61,7 +62,7 @@ def store_fields(store: Place, names: Collection[str], complete: bool, sampled: 
         positions = plain_array(store, files, "positions", "int32")
         rows = at - (positions[0] if len(positions) else 0)
         there = (at >= 0) & (rows >= 0) & (rows < len(positions))
-        # A token after the last row was generated.
+        # A sampled token without a row comes after the last row, so it was generated.
         absent: dict[str, int | np.ndarray] = {"phase": 1, "positions": at}
         found = {
             name: _taken(values, rows, there, absent.get(name, -1)) for name, values in found.items() if name in names
@@ -70,7 +71,7 @@ def store_fields(store: Place, names: Collection[str], complete: bool, sampled: 
 
 
 def _taken(values: np.ndarray, rows: np.ndarray, there: np.ndarray, absent: int | np.ndarray) -> np.ndarray:
-    """`values[rows]`, with `absent` for rows that do not exist."""
+    """`values[rows]`, with `absent` for rows that do not exist. there: whether each row exists."""
     out = np.empty(len(rows), values.dtype)
     out[:] = absent
     out[there] = values[rows[there]]
@@ -78,7 +79,7 @@ def _taken(values: np.ndarray, rows: np.ndarray, there: np.ndarray, absent: int 
 
 
 def known_ids(attrs: Mapping[str, Any], ids: np.ndarray) -> np.ndarray:
-    """bool [tokens]: which ids are known. A salvaged store may have 0 instead of lost ids.
+    """Whether each token id is known, bool [tokens]. A salvaged store may have 0 instead of lost ids.
 
     attrs: the root attribute of the store. ids: all of its `token_ids`.
     """
@@ -88,7 +89,7 @@ def known_ids(attrs: Mapping[str, Any], ids: np.ndarray) -> np.ndarray:
 
 
 def rows_present(attrs: Mapping[str, Any]) -> np.ndarray:
-    """bool [tokens]: which rows of a store are not missing. attrs: its root attribute."""
+    """Whether each row of a store is present, bool [tokens]. attrs: its root attribute."""
     there = np.ones(int(attrs["num_tokens"]), bool)
     for start, stop in attrs["missing"]:
         there[start:stop] = False

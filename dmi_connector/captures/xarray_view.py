@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store as an xarray Dataset, whose values are read on use."""
+"""Opens a store as a lazy xarray Dataset."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import xarray
 
 _SHOWN = ("model", "request_id", "key", "prompt_len", "complete", "reason", "created")
-"""Root attributes that a Dataset also has, unless they are null."""
+"""Root attributes that the Dataset also has, unless they are null."""
 
 
 class LazyHook:
-    """A hook that is indexed as a numpy array (see `split_index`), and read then. For dask.array.from_array."""
+    """A hook that is read when it is indexed (see `split_index`), for dask.array.from_array."""
 
     def __init__(self, capture: StoreReader, hook: str) -> None:
         self._capture, self._hook = capture, hook
@@ -47,17 +47,18 @@ class LazyHook:
 
 
 def dataset(capture: StoreReader, hooks: Iterable[str]) -> xarray.Dataset:
-    """Hooks of a capture as dask arrays: float32, integer hooks in their own dtype.
+    """Hooks of a capture as dask arrays, float32; integer hooks keep their dtype.
 
-    Dimensions: `layer`, `token`, and the width: `hidden` for hooks of the residual stream's width, else `q_width` and
-    so on. Hooks that exist once have no layer dimension. If hooks have different layers, `layer` is the dimension of
-    most hooks. The others have a dimension such as `layer_0+4`. Logits have `sample` instead of `token`.
+    Dimensions: `layer`, `token`, and the width, which is `hidden` for hooks with the width of the residual stream, else
+    `q_width` and so on. Hooks that exist once have no layer dimension. If hooks have different layers, most of them
+    share the dimension `layer`, and the others have a dimension such as `layer_0+4`. Logits have `sample` instead of
+    `token`.
 
     Coordinates: the layer numbers; `position` (an index: `ds.sel(position=5)`), `token_id` and `phase` of each token,
     and `missing` in an incomplete store; `sample_position` of each row of logits. A dask chunk is one layer of one
     shard file.
 
-    Raises ImportError without xarray and dask (`dmi_connector[xarray]`), KeyError for a hook that is not in the store.
+    Raises ImportError without xarray and dask (`dmi_connector[xarray]`), and KeyError for a hook that was not captured.
     """
     try:
         import dask.array
@@ -100,7 +101,7 @@ def _token_coords(capture: StoreReader) -> dict[str, Any]:
 
 
 def _width_name(capture: StoreReader, name: str, width: int) -> str:
-    """`hidden` for a hook as wide as the residual stream, since xarray adds hooks only along dimensions of one name."""
+    """Name of a hook's width dimension. It is `hidden` for the residual stream, so that xarray can add such hooks."""
     known = HOOKS.get("resid_pre" if name == RESID_POST else ALIASES.get(name, name))
     hidden = capture.attrs.get("dims", {}).get("hidden")
     return "hidden" if known is not None and known.width == "H" and width == hidden else f"{name}_width"

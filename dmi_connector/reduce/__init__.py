@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions of hook rows. The GPU encodes a value before it is written to its row; the reader decodes it.
+"""Reductions of hook rows. The engine encodes values before it writes them to rows, and the reader decodes them.
 
 parse("int8"), parse("int8(affine)"), parse("int8(32)"), parse("int8(channel=scales.safetensors)"), parse("fp8"),
 parse("round(4)"), parse("topk(64)"), parse("topk(64,exact)"), parse("topk(64,sample=0)"), parse("rp(512)"),
@@ -50,15 +50,15 @@ KINDS: dict[str, type[Reduction]] = {
 }
 """All reductions by name."""
 STORED: dict[str, type[Reduction]] = {c.kind: c for c in (ChannelInt8, ChannelProjection, Probe, Latents)}
-"""Further reductions in stores. Settings name them in another way, or not at all."""
+"""Further reductions in stores. The option `reduce` names them in another way (FITTED), or not at all."""
 FITTED: dict[str, type[Reduction]] = {"int8": ChannelInt8, "rp": ChannelProjection}
-"""Name -> the reduction that replaces it if its brackets contain "channel=FILE"."""
+"""{name: the reduction that replaces it if its brackets contain "channel=FILE"}."""
 _CHANNEL = re.compile(r"(^|,)\s*channel\s*(=|,|$)")
 _SPEC = re.compile(r"\s*(\w+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 
 def parse(spec: str) -> Reduction | None:
-    """The reduction that a setting names; None for "none". For a mode, `bind` returns the reduction.
+    """The reduction that a setting names; None for "none". For a mode, `bind` of the result returns the reduction.
 
     Raises ReduceError that names the error and the choices.
     """
@@ -90,12 +90,12 @@ def forms() -> list[str]:
 
 
 def summaries() -> dict[str, type[Reduction]]:
-    """Hook that is stored only as a summary -> its reduction (`Reduction.only`)."""
+    """{hook that is stored only as a summary: its reduction}; see `Reduction.only`."""
     return {hook: kind for kind in KINDS.values() for hook in kind.only}
 
 
 def from_settings(settings: Mapping[str, Any]) -> Reduction:
-    """Rebuild a reduction from `Reduction.settings`, as stores have them. Raises ReduceError."""
+    """Rebuild a reduction from the settings in a store (`Reduction.settings`). Raises ReduceError."""
     values = dict(settings)
     kind = values.pop("kind", None)
     known = KINDS | STORED

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attn(m): the m largest attention weights of each head. It replaces `pattern`, which fused kernels never write.
+"""attn(m): the m largest attention weights of each head. It replaces `pattern`, which fused kernels do not write.
 
-A row has for each head: m positions (int32) in descending order of weight, and for equal weights in ascending order; m
-weights (float32); the entropy of all weights in nats (float32). If a token sees fewer than m positions, the rest are
-position -1 and weight 0.
+A row has for each head: m positions (int32), m weights (float32), and the entropy of all weights in nats (float32).
+Positions are in descending order of weight; those of equal weights are in ascending order. If a token attends to fewer
+than m positions, the rest have position -1 and weight 0.
 
 With `half`, positions are uint16 (65,535 stands for -1) and weights are float16. The entropy stays float32.
 """
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST = 64
-"""Largest m. The kernel keeps m scores of each head in registers."""
+"""Maximum of m. The kernel keeps m scores per head in registers."""
 NOWHERE = (1 << 16) - 1
 """The 16-bit value that stands for position -1."""
 
 
 @dataclass(frozen=True)
 class AttentionSummary(Reduction):
-    """The m largest weights of every head. A kernel computes them after attention (engine/kernels/attention.py), so
-    `encode` is not used. Decoded rows hold m positions, m weights and one entropy for each head; `split` separates
-    them.
+    """The m largest weights of every head.
+
+    A kernel computes them after attention (engine/kernels/attention.py), so `encode` is not used. Decoded rows have m
+    positions, m weights and one entropy per head; `split` separates them.
     """
 
     m: int = 8
@@ -91,8 +92,9 @@ class AttentionSummary(Reduction):
         return values.reshape(*stored.shape[:-1], width * self.words)
 
     def split(self, decoded: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Decoded rows [..., heads x words] -> positions int32 [..., heads, m], weights [..., heads, m], entropy
-        [..., heads].
+        """Split decoded rows [..., heads x words].
+
+        Returns positions int32 [..., heads, m], weights float32 [..., heads, m], and entropy float32 [..., heads].
         """
         heads = decoded.reshape(*decoded.shape[:-1], decoded.shape[-1] // self.words, self.words)
         return heads[..., : self.m].astype(np.int32), heads[..., self.m : -1], heads[..., -1]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of PCA bases, which `dmi fit-pca` writes.
+"""Reads files of PCA bases, which `dmi fit-pca` writes.
 
-A file has these tensors for each hook and layer: `mean` [width], `components` [width, k] (orthonormal columns in
-descending order of variance), `std` [k] and `variance` [1] (of all components together). With "group", each group of
-that many dimensions, such as a head, has its own basis. The basis of a group is in its rows of `components`, and `std`
-is [width / group x k], group by group.
+A file has these tensors per hook and layer: `mean` [width], `components` [width, k] (orthonormal columns in descending
+order of variance), `std` [k], and `variance` [1] (the total variance of the rows). With "group", each group of so many
+dimensions, such as a head, has its own basis. The basis of a group is in the group's rows of `components`, and `std` is
+[width / group x k], group by group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LayerBasis:
     """The basis of one hook and layer, float32.
 
     mean: [width]. components: [width, k]. std: standard deviations of the scores, [groups x k]. groups: number of equal
-    parts of a row that have their own bases.
+    parts of a row, each with its own basis.
     """
 
     mean: np.ndarray
@@ -57,9 +57,7 @@ class Basis(FittedFile):
         return {"mean": (width,), "components": (width, k), "std": (width // group * k,)}
 
     def of(self, hook: str, layer: int, k: int) -> LayerBasis:
-        """The first k components of one hook and layer. Raises ReduceError if the file lacks them, OSError without a
-        file.
-        """
+        """The first k components of a hook and layer. Raises ReduceError without them, OSError if the file is gone."""
         mean, components, std = (self.tensor(hook, layer, name) for name in ("mean", "components", "std"))
         groups = len(std) // components.shape[1]
         kept = np.ascontiguousarray(components[:, :k]), np.ascontiguousarray(std.reshape(groups, -1)[:, :k])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""int8(channel=file): 8 bits with one scale for each dimension of each layer, fitted offline by `dmi fit-scales`.
+"""int8(channel=file): 8 bits with one scale per dimension and layer, fitted offline by `dmi fit-scales`.
 
-A stored row is `width` int8, and zeros up to a multiple of 4 bytes. The scales stay in their file. 127 and -127
-stand for values beyond the fitted range. -128 stands for a value that is not finite.
+A stored row is `width` int8 values, with zeros up to a multiple of 4 bytes. The scales stay in their file. 127 and -127
+stand for values beyond the fitted range, and -128 for a value that is not finite.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IN_RANGE = "share of the values within the range that the scales were fitted for
 
 
 def encode_steps(steps: torch.Tensor) -> torch.Tensor:
-    """Values in units of their scales, float32 [tokens, width] -> stored rows."""
+    """Encode values in units of their scales, float32 [tokens, width], to stored rows."""
     import torch
 
     stored = torch.where(steps.isfinite(), steps.round().clamp(-BEYOND, BEYOND), LOST).to(torch.int8)
@@ -40,7 +40,7 @@ def encode_steps(steps: torch.Tensor) -> torch.Tensor:
 
 
 def decode_steps(stored: np.ndarray, width: int) -> np.ndarray:
-    """Stored rows -> float32 [..., width] in units of the scales, with NaN for values that are not finite."""
+    """Decode stored rows to float32 [..., width] in units of the scales, with NaN for values that are not finite."""
     steps = unpack_floats(stored, 0, width, "int8")
     steps[steps == LOST] = np.nan
     return steps
@@ -53,8 +53,7 @@ def in_range(steps: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class ChannelInt8(FittedReduction):
-    """value = int8 * the scale of its dimension. The error is at most half a scale. Values beyond the range are
-    clipped.
+    """value = int8 * scale of the dimension. The error is at most half a scale. Values beyond the range are clipped.
 
     `decode` returns the integers. Readers multiply them by the scales (`read`).
     """
@@ -78,7 +77,7 @@ class ChannelInt8(FittedReduction):
 
     @classmethod
     def from_text(cls, inside: str) -> ChannelInt8:
-        """The reduction that "channel=FILE" names. Raises ReduceError."""
+        """Make the reduction from "channel=FILE". Raises ReduceError."""
         path = inside.partition("=")[2].strip()
         if not path:
             raise ReduceError(f"reduce: int8({inside}) names no scales; give their file, as in int8(channel=FILE)")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rp(k,channel=file): the projection of rp(k), stored in 8 bits with one scale per projected value and layer. `dmi
-fit-scales --project "rp(k)"` fits the scales offline.
+"""rp(k,channel=file): rows projected by rp(k), in 8 bits with one scale per projected value and layer.
 
-A stored row is that of int8(channel=file) for the projected values.
+`dmi fit-scales --project "rp(k)"` fits the scales offline. A stored row has the layout of int8(channel=file) for the
+projected values.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ChannelProjection(FittedReduction, RandomProjection):
 
     @classmethod
     def from_text(cls, inside: str) -> ChannelProjection:
-        """The reduction that "channel=FILE" and words of `rp` name. Raises ReduceError."""
+        """Make the reduction from "channel=FILE" and settings of `rp`. Raises ReduceError."""
         words = [word.strip() for word in inside.split(",")]
         given = next(word for word in words if word.startswith("channel"))
         path = given.partition("=")[2].strip()
@@ -90,7 +90,7 @@ class ChannelProjection(FittedReduction, RandomProjection):
 
     @property
     def _projection(self) -> RandomProjection:
-        """The projection as an `rp` reduction, whose `before` does not scale."""
+        """The projection as an `rp` reduction, whose `before` applies no scales."""
         return RandomProjection(self.k, self.seed, self.distribution, self.group)
 
     def scratch(self, width: int, dtype: str) -> int:
@@ -111,7 +111,7 @@ class ChannelProjection(FittedReduction, RandomProjection):
 
 
 def _words(projection: Mapping[str, Any] | None) -> str:
-    """Describes the projection of a file or a setting: "rp(512, seed 0, orthogonal) projected"."""
+    """Describe the projection of a file or a setting, for messages: "rp(512, seed 0, orthogonal) projected"."""
     if projection is None:
         return "were not projected"
     values = [f"{name} {value}" for name, value in projection.items() if name not in ("kind", "k")]

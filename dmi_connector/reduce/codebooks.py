@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of codebooks for pq(file), which `dmi fit-pq` writes.
+"""Reads files of codebooks for pq(file), which `dmi fit-pq` writes.
 
-For each hook and layer: `centroids` [m, 2^bits - 1, size], of the m sub-vectors that a row is cut into.
+A file has one tensor per hook and layer: `centroids` [m, 2^bits - 1, size], for the m sub-vectors of a row.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dmi_connector.reduce.fitted_file import FittedFile
 
 METADATA = "dmi_codebooks"
 BITS = (4, 8)
-"""Bits that a code can have."""
+"""Possible numbers of bits per code."""
 
 
 def centroids_of(bits: int) -> int:
-    """Centroids of a sub-vector. The last code stands for a sub-vector that is not finite."""
+    """Number of centroids per sub-vector. The last code is not a centroid: it marks a sub-vector that is not finite."""
     return (1 << bits) - 1
 
 

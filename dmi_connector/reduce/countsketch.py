@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """cs(k): a CountSketch (Charikar, Chen, Farach-Colton, 2002). Each dimension is multiplied by a sign and assigned to
-one of k buckets. A bucket holds the sum of its values.
+one of k buckets. The value of a bucket is the sum of its dimensions.
 
-The sums are stored as int8 with a row scale (see int8.py), or with `exact` as k float32. numpy's Philox
+The sums are stored as int8 with a row scale (see int8.py), or with `exact` as k float32 values. numpy's Philox
 generator computes buckets and signs from the seed. A permutation assigns dimensions to buckets, so the sizes of buckets
-differ by at most one. The rows of the sketch matrix are orthogonal, as those of `rp`. E|y|^2 = |x|^2.
+differ by at most one. The rows of the sketch matrix are orthogonal, like those of `rp`. E|y|^2 = |x|^2.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=8)
 def table(width: int, k: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(order, signs): dimension order[j] goes to bucket j mod k with signs[j]. int64 and float32 [width], read-only."""
+    """(order int64, signs float32), [width], read-only: dimension order[j] goes to bucket j mod k with signs[j]."""
     signs, keys = np.random.Philox(key=[seed, (width << 32) | k]).random_raw(2 * width).reshape(2, width)
     order = np.argsort(keys, kind="stable")
     found = order, np.where(signs >> np.uint64(63), -1.0, 1.0).astype(np.float32)
@@ -36,7 +36,7 @@ def table(width: int, k: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def _on_device(width: int, k: int, seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """`table`, padded to a multiple of k. The padding repeats dimensions of the same buckets with sign 0."""
+    """`table`, padded to a multiple of k. The padding repeats dimensions of the same buckets, with sign 0."""
     import torch
 
     (order, signs), lacking = table(width, k, seed), -width % k
@@ -46,9 +46,9 @@ def _on_device(width: int, k: int, seed: int, device: torch.device) -> tuple[tor
 
 @dataclass(frozen=True)
 class CountSketch(SeededProjection):
-    """Keeps norms, cosines and dot products approximately, as `rp` does. It takes one addition per value instead of k.
+    """Keeps norms, cosines and dot products approximately, like `rp`, with one addition per value instead of k.
 
-    exact: sums are stored as float32.
+    exact: store the sums as float32.
     """
 
     exact: bool = False

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error of reductions."""
+"""Defines the error that reductions raise."""
 
 from __future__ import annotations
 
 
 class ReduceError(ValueError):
-    """A reduction that does not exist or does not fit its hook; the message names the option and the fix."""
+    """Raised for a reduction that does not exist or does not fit its hook. The message names the option and the fix."""

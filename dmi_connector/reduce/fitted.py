@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions that were fitted offline. What was fitted stays in a file; a store names the file's SHA-256, and a copy
-lies in the store directory.
+"""Base class of reductions that were fitted offline. The fitted values stay in a file. A store names the file's
+SHA-256, and the store directory has a copy.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     import torch
 
 _DEVICE: dict[tuple[FittedReduction, int, Any], tuple[torch.Tensor, ...]] = {}
-"""What encoders need, by reduction, layer and device. `prepare` fills it."""
+"""Tensors that encoders need, by reduction, layer and device. `prepare` fills it."""
 
 
 @dataclass(frozen=True)
 class FittedReduction(Reduction):
-    """A reduction that reads a file. A subclass gives `file`, `part` and `constants` beside what each reduction has.
+    """A reduction that reads a file. A subclass also defines `file`, `part` and `constants`.
 
-    sha256, source: hash and path of the file. hook: set by `bind`.
+    sha256, source: hash and path of the file. hook: the reduced hook, set by `bind`.
     """
 
     sha256: str = ""
     hook: str = ""
     source: str = field(default="", compare=False)
     file: ClassVar[type[FittedFile]]
-    """What its file holds."""
+    """The class of the file."""
 
     def settings(self) -> dict[str, Any]:
         values = super().settings()
@@ -45,11 +45,11 @@ class FittedReduction(Reduction):
         return self.fit(replace(self, hook=hook), about, shards)
 
     def fit(self, bound: Self, about: dict[str, Any], shards: int) -> Self:
-        """`bound` with what the file says of its hook. Raises ReduceError if that does not fit."""
+        """`bound`, completed with the file's settings of its hook (`about`). Raises ReduceError if they do not fit."""
         return bound
 
     def constants(self, part: Any, mine: slice) -> tuple[np.ndarray, ...]:
-        """What the encoder of a layer needs. part: see `part`. mine: the slice of a row that this rank has."""
+        """Arrays that the encoder of a layer needs. part: see `part`. mine: the slice of a row that this rank has."""
         raise NotImplementedError
 
     def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
@@ -60,7 +60,7 @@ class FittedReduction(Reduction):
         _DEVICE[self, layer, device] = tuple(torch.from_numpy(np.ascontiguousarray(c)).to(device) for c in found)
 
     def on_device(self, layer: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """The `constants` of a layer."""
+        """The `constants` of a layer, on the device."""
         return _DEVICE[self, layer, device]
 
     def fitted(self) -> FittedRef:

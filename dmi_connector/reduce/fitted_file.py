@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that reductions were fitted to: float32 tensors of hooks and layers, with JSON in the metadata.
+"""Reads the files of fitted reductions: float32 tensors of hooks and layers, with JSON in the metadata.
 
-`dmi fit-...` writes them as safetensors. The SHA-256 of a file identifies it. For each hook and layer it holds tensors
-`HOOK.LAYER.NAME`; a hook that exists once has layer 0.
+`dmi fit-...` writes them as safetensors. The SHA-256 of a file identifies it. For each hook and layer, the file has
+tensors `HOOK.LAYER.NAME`. A hook that exists once has layer 0.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _UNREADABLE = (SafetensorError, KeyError, TypeError, ValueError)
 
 @dataclass(frozen=True)
 class FittedFile:
-    """One file. A subclass says what a kind of file holds.
+    """One file. A subclass defines one kind of file.
 
-    hooks: {hook: {"width", "layers", ...}}. read: a tensor by its name.
+    hooks: {hook: {"width", "layers", ...}}. read: function that returns a tensor by name.
     """
 
     path: str
@@ -38,25 +38,26 @@ class FittedFile:
     metadata: ClassVar[str]
     """Key of our JSON in the metadata of the safetensors file."""
     what: ClassVar[str]
-    """What messages call the content: "scales"."""
+    """Name of the content in messages, such as "scales"."""
     command: ClassVar[str]
-    """What makes such a file."""
+    """The command that writes such a file."""
     setting: ClassVar[str]
-    """How settings name one: "int8(channel={})"."""
+    """The setting that names such a file: "int8(channel={})"."""
     least: ClassVar[float] = -np.inf
-    """Least value of a tensor."""
+    """Minimum of the values."""
     cached: ClassVar[int] = 64
-    """Tensors that stay in memory once they were read."""
+    """Number of tensors kept in memory after they were read."""
 
     @classmethod
     def shapes(cls, about: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """The tensors of a layer of a hook, by NAME. about: the hook's entry of `hooks`."""
+        """The shapes of the tensors of one hook and layer, by NAME. about: the hook's entry in `hooks`."""
         raise NotImplementedError
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Open a file. Raises ReduceError if it cannot be read, is no such file, or holds values that are not finite or
-        below `least`.
+        """Open a file.
+
+        Raises ReduceError if it cannot be read, has another format, or has values that are not finite or below `least`.
         """
         path = os.fspath(path)
         try:
@@ -70,7 +71,7 @@ class FittedFile:
 
     @classmethod
     def parse(cls, content: bytes, path: str) -> Self:
-        """The file with this content. path: what errors name. Raises ReduceError as `load`."""
+        """Parse the content of a file. path: path for error messages. Raises ReduceError like `load`."""
         try:
             about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
             tensors = dict(deserialize(content))
@@ -95,7 +96,7 @@ class FittedFile:
         for name, shape in wanted.items():
             try:
                 found = read(name)
-            except _UNREADABLE:  # missing, or of a dtype that numpy does not know
+            except _UNREADABLE:  # missing, or its dtype is unknown to numpy
                 found = np.zeros(0)
             sound = found.dtype == np.float32 and found.shape == shape
             if not (sound and (np.isfinite(found) & (found >= cls.least)).all()):
@@ -111,13 +112,13 @@ class FittedFile:
         return ReduceError(f"reduce: {path} holds no {cls.what} ({error!r}); give a file that {cls.command} made")
 
     def tensor(self, hook: str, layer: int, name: str) -> np.ndarray:
-        """A tensor of one hook and layer. Raises ReduceError without it; OSError if the file is gone."""
+        """A tensor of one hook and layer. Raises ReduceError if the file lacks it, OSError if the file is gone."""
         if layer not in self.hooks.get(hook, {}).get("layers", ()):
             raise ReduceError(f"reduce: {self.path} holds no {self.what} of {hook} in layer {layer}; fit it there too")
         return self.read(f"{hook}.{layer}.{name}")
 
     def check(self, hook: str, layers: set[int], width: int) -> dict[str, Any]:
-        """The entry of a hook, whose rows have `width` values. Raises ReduceError if the file does not fit it."""
+        """The entry of a hook with rows of `width` values. Raises ReduceError if the file does not fit the hook."""
         info = self.hooks.get(hook)
         if info is None:
             raise ReduceError(
@@ -152,7 +153,7 @@ def _load(kind: type[F], path: str, modified: int, size: int) -> F:
 
 
 def _array(tensor: Mapping[str, Any]) -> np.ndarray:
-    """A float32 tensor of a file; an empty array of another dtype."""
+    """A float32 tensor of a file. For a tensor of another dtype, an empty float64 array."""
     if tensor["dtype"] != "F32":
         return np.zeros(0)
     return np.frombuffer(tensor["data"], "<f4").reshape(tensor["shape"])

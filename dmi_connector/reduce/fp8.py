@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8: each row scaled into float8 e4m3. Row: `width` e4m3fn, zeros up to a multiple of 4, then the float32 scale."""
+"""fp8: each row scaled to float8 e4m3.
+
+A stored row is `width` e4m3fn values, zeros up to a multiple of 4 bytes, and a float32 scale.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST = 448.0
-"""Largest number of e4m3fn."""
+"""Largest finite number in e4m3fn."""
 
 _VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-"""The value of each bit pattern. Looking it up takes a third of the time of ml_dtypes' cast of a whole array."""
+"""The value of each bit pattern. Looking values up takes a third of the time of a cast by ml_dtypes."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """int8: values scaled to 8 bits.
 
-A stored row is `width` int8, zeros up to a multiple of 4 bytes, a float32 scale, and with `affine` a float32 offset.
-With `group` it has a bfloat16 scale for each group of that many values instead (the last group may be shorter), and
-zeros up to a multiple of 4 bytes.
+A stored row is `width` int8 values, zeros up to a multiple of 4 bytes, a float32 scale, and with `affine` a float32
+offset. With `group`, it ends instead in one bfloat16 scale per group of so many values (the last group may be shorter),
+and zeros up to a multiple of 4 bytes.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     import torch
 
 GROUPS = (16, 32, 64, 128, 256, 512, 1024)
-"""Group sizes that the kernel takes."""
+"""Group sizes that the kernel supports."""
 
 
 @dataclass(frozen=True)
 class Int8(Reduction):
     """value = int8 * scale (+ offset with `affine`).
 
-    Symmetric: scale = max|x| / 127, of the row or of each group. Affine: the row's range is mapped to -127 to 127.
-    Zeros have scale 0. If a row or group has a NaN or an infinity, all its values read as NaN. Rows that span less
-    than 2**-100 become zeros.
+    Symmetric: scale = max|x| / 127, over the row or over each group. Affine: the range of the row is mapped to -127 to
+    127. Rows of zeros have scale 0. If a row or group has a NaN or an infinity, all its values decode to NaN. Rows and
+    groups with a span below 2**-100 decode to zeros.
 
-    With groups of 32 the cosine of a row with its decoded row is above 0.9999, also for rows with outliers.
+    With groups of 32, the cosine between a row and its decoded row is above 0.9999, also for rows with outliers.
     """
 
     affine: bool = False

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest values of rows with their indexes, for probes of the form `top`.
+"""Finds the largest values of rows and their indexes, for probes of the form `top`.
 
-A row of it is 2 k values, float32: k indexes of neurons in the whole row, by falling magnitude, then the values of
-these. Of equal magnitudes the lower index is first, and NaN is above all. float32 holds each index below 2^24 exactly.
+The result for a row is 2 k float32 values: k indexes of neurons in the whole row, in descending order of magnitude,
+then their values. Of equal magnitudes, the one with the lower index is first. NaN is above all numbers. float32
+represents each index below 2^24 exactly.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
     import torch
 
 MOST = 16
-"""Values of a row that a probe keeps, at most: responses have them of each layer."""
+"""Maximum number of values per row that a probe keeps. It is low, because responses have these values of each layer."""
 _WIDEST = 1 << 24
 _LOW = 0x7FFFFFFF
 
 
 def check(text: str, k: int, width: int = MOST, shards: int = 1) -> None:
-    """Raise ReduceError where rows cannot be kept so. text: of the option. width: of each of `shards` slices."""
+    """Check k. Raises ReduceError. text: text of the option. width: width of each of `shards` slices."""
     if not 1 <= k <= min(MOST, width):
         raise ReduceError(f"probes: {text} is not valid; it may keep 1 to {min(MOST, width)} values of a row")
     if width * shards > _WIDEST:
@@ -31,13 +32,16 @@ def check(text: str, k: int, width: int = MOST, shards: int = 1) -> None:
 
 
 def largest(rows: torch.Tensor, k: int, first: int = 0) -> torch.Tensor:
-    """Rows [tokens, width] of any float dtype -> float32 [tokens, 2 k]. first: index of their first value."""
+    """The largest values of float rows [tokens, width], float32 [tokens, 2 k].
+
+    first: index of the first column in the whole row.
+    """
     import torch
 
     values = rows.float()
     if k == 1:
-        at = values.abs().argmax(1, keepdim=True)  # torch defines it: the first of equal ones, and of NaN
-    else:  # as in topk.py: value and index in one integer, so that the order is total on every device
+        at = values.abs().argmax(1, keepdim=True)  # in torch: the first NaN, else the first of equal values
+    else:  # as in topk.py: magnitude and index in one integer, so that all devices give the same order
         magnitude = values.abs().view(torch.int32).to(torch.int64)
         keys = (magnitude << 32) | (_LOW - torch.arange(values.shape[1], device=values.device))
         at = _LOW - (keys.topk(k, dim=1).values & _LOW)
@@ -45,7 +49,7 @@ def largest(rows: torch.Tensor, k: int, first: int = 0) -> torch.Tensor:
 
 
 def merge(parts: list[np.ndarray]) -> np.ndarray:
-    """The same of whole rows, from those of their slices in order, each [..., 2 k]."""
+    """Merge the results of slices, in order, each [..., 2 k], to the results for whole rows."""
     k = parts[0].shape[-1] // 2
     ids, values = (np.concatenate([part[..., own] for part in parts], -1) for own in (slice(k), slice(k, None)))
     magnitude = np.abs(np.ascontiguousarray(values, np.float32)).view(np.int32)  # integers order NaN above all
@@ -54,15 +58,17 @@ def merge(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def over_rows(rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(Neurons int64, values float32, rows int64), each [layers, k]: the k different neurons with the largest magnitude
-    in any row, by falling magnitude, and the first row with it. Neuron -1 where no row has come.
+    """The k different neurons with the largest magnitude in any row, in descending order of magnitude.
 
-    rows: [n, layers * 2 k], layer after layer, n from 1 on. The k of each row are enough: a neuron that is among the k
-    largest of all rows is also among the k largest of the row with its largest value.
+    Returns (neurons int64, values float32, first row with that value int64), each [layers, k]. Neurons are -1 if no row
+    has arrived.
+
+    rows: [n, layers * 2 k], layer after layer, with n >= 1. The k values of each row are enough: a neuron that is among
+    the k largest over all rows is also among the k largest of the row with its largest value.
     """
     parts = rows.reshape(len(rows), -1, 2, k).transpose(1, 2, 0, 3).reshape(-1, 2, len(rows) * k)
     ids, values = parts[:, 0], parts[:, 1]
-    magnitude = np.where(np.isnan(ids), -1, np.abs(values))  # a row that has not come hides no other
+    magnitude = np.where(np.isnan(ids), -1, np.abs(values))  # rows that have not arrived are below all others
     found = []
     for left in reversed(range(k)):
         best = magnitude.argmax(1)[:, None]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest latents of a sparse autoencoder, computed in the tap. It has no form in the option `reduce`.
+"""Computes the largest latents of a sparse autoencoder in the tap. The option `reduce` has no form for it.
 
-A stored row is that of topk(k,exact) over all latents in float32 (topk.py): ids, ascending, then values. Latents that
-are not active have the value 0, and fill up rows with fewer than k active ones.
+A stored row has the layout of topk(k,exact) over all latents in float32 (topk.py): ids in ascending order, then values.
+If fewer than k latents are active, the row also has inactive ones, with value 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULT_K = 32
-"""Latents that are stored of an encoder that says nothing else."""
+"""Default number of stored latents per row, for an encoder whose file names no k."""
 _SITES = {
     "hook_resid_pre": "resid_pre",
     "hook_resid_mid": "resid_mid",
@@ -37,14 +37,14 @@ _SITES = {
     "attn.hook_z": "z",
     "hook_mlp_out": "mlp_out",
 }
-"""TransformerLens' names of the hooks that autoencoders are trained on, in files that name one."""
+"""{TransformerLens' name of a hook that autoencoders are trained on: our name}."""
 _DEVICE: dict[tuple[str, Any], _Weights] = {}
-"""(file, device) -> weights. `prepare` fills it."""
+"""{(SHA-256 of the file, device): weights}. `prepare` fills it."""
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """`SparseEncoder`, on a device. gate: (scale, bias)."""
+    """The arrays of a `SparseEncoder`, on a device. gate: (scale, bias)."""
 
     weight: torch.Tensor
     bias: torch.Tensor
@@ -56,7 +56,7 @@ class _Weights:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What is known of a file without its weights. k: most latents of a row that the encoder keeps, None for all."""
+    """Facts about the file of an encoder. k: number of latents per row that the encoder keeps, None for all."""
 
     sha256: str
     width: int
@@ -67,10 +67,10 @@ class _Facts:
 
 @dataclass(frozen=True)
 class Latents(Reduction):
-    """Decoded rows hold all latents; 0 where a latent is not among the k largest.
+    """Decoded rows have all latents. A latent that is not among the k largest is 0.
 
-    source, layers: the hook that is encoded, and its layer, as in `probe.Probe`. latents: their number. sha256, path:
-    hash of the file with the weights, and what the server's option names.
+    source, layers: the encoded hook and its layer, as in `probe.Probe`. latents: number of latents of the encoder. k:
+    number of stored latents per row. sha256: hash of the file with the weights. path: path in the server's option.
     """
 
     source: str = ""
@@ -89,9 +89,10 @@ class Latents(Reduction):
 
     @classmethod
     def load(cls, path: str, hook: str | None, layer: int | None, k: int | None) -> Latents:
-        """The latents of an encoder's file or directory. Raises ReduceError.
+        """Make the reduction from an encoder's file or directory. Raises ReduceError.
 
-        hook, layer: that it encodes, None for those that its settings name. k: latents that are stored.
+        hook, layer: hook and layer that the encoder encodes, None for those in its settings. k: number of stored
+        latents.
         """
         facts = _facts_of(path)
         named = facts.trained_on
@@ -109,7 +110,7 @@ class Latents(Reduction):
 
     @property
     def width(self) -> int:
-        """Values of a row of the hook that the file is for."""
+        """Width of the rows that the encoder takes."""
         return _facts_of(self.path).width
 
     def settings(self) -> dict[str, Any]:
@@ -118,7 +119,7 @@ class Latents(Reduction):
         return {"kind": self.kind, **values, "layers": list(self.layers)}
 
     def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> Latents:
-        """The same for a hook that is named otherwise."""
+        """A copy for a hook with another name. Raises ReduceError if each rank has only a slice of the hook."""
         if shards > 1:
             raise ReduceError(
                 f"probes: {self.path} is an autoencoder, and each of {shards} ranks has only a slice of {hook}; give "
@@ -167,7 +168,7 @@ class Latents(Reduction):
         if own.shift is not None:
             rows = rows - own.shift
         found = torch.addmm(own.bias, rows, own.weight)
-        if own.gate is not None:  # what is not a number stays so, here and below
+        if own.gate is not None:  # NaN stays NaN, here and below
             scale, bias = own.gate
             found = ((found - own.bias) * scale + bias).masked_fill(found <= 0, 0)
         found = found.relu_()
@@ -188,8 +189,8 @@ class Latents(Reduction):
         return self._top.decode(stored, self.latents, "float32")
 
     def pairs(self, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int64, values float32), each [..., k], in descending order of value; id -1 and value 0 where fewer are
-        active.
+        """(ids int64, values float32), each [..., k], in descending order of value. If fewer than k latents are
+        active, the rest have id -1 and value 0.
         """
         ids, values = self._top.indexes(stored, self.latents), self._top.values(stored, self.latents, "float32")
         order = np.argsort(-values, axis=-1, kind="stable")
@@ -204,7 +205,7 @@ class Latents(Reduction):
 
 
 def _facts_of(path: str) -> _Facts:
-    """Raises ReduceError for what is no encoder, or holds a NaN or an infinity."""
+    """The facts about an encoder. Raises ReduceError if it is no encoder, or its weights are not finite."""
     try:
         file = weights_file(path)
         found = os.stat(file)
@@ -226,7 +227,7 @@ def _read_facts(path: str, file: str, modified: int, size: int, settings: str) -
 
 
 def _trained_on(settings: dict[str, Any]) -> tuple[str, int] | None:
-    """The hook and layer that an encoder's settings name as TransformerLens does."""
+    """The hook and layer that an encoder's settings name in TransformerLens' style; None without a known name."""
     named = settings.get("hook_name") or settings.get("hook_point_in")
     inner = settings.get("metadata")
     if named is None and isinstance(inner, dict):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `dmi fidelity` measures: how rows that were reduced and decoded differ from the full ones."""
+"""The measures of `dmi fidelity`: they compare decoded rows of a reduction with the full rows."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from dataclasses import dataclass
 import numpy as np
 
 PAIRS = 512
-"""Rows whose cosines with each other are compared."""
+"""Number of rows whose pairwise cosines are compared."""
 PROBES = 16
-"""Number of probes. A probe separates one frequent token from the others by the difference of their mean rows."""
+"""Number of probes. A probe is the mean row of a frequent token minus the mean row of all other tokens."""
 OF_VALUES = {
-    "cosine_least": "least cosine between a row and what is read back",
-    "cosine_median": "median of these",
-    "importance": "Spearman correlation of mean |x| by neuron over all rows, before and after",
-    "error": "norm of the difference as a share of the norm, all rows together",
+    "cosine_least": "least cosine between a row and its decoded row",
+    "cosine_median": "median of these cosines",
+    "importance": "Spearman correlation of the mean |x| of each neuron, before and after",
+    "error": "norm of the difference divided by the norm, over all rows together",
 }
-"""The measures of `of_values`, with their meaning."""
+"""{measure of `of_values`: its meaning}."""
 
 
 @dataclass(frozen=True)
 class ReducedRows:
     """Rows of one layer of a hook, before and after a reduction.
 
-    rows: the full rows, float32 [n, width]. stored: [n, stored width]. decoded: float32 [n, decoded width]. tokens:
-    their token ids, int32 [n]. layer: 0 for a hook that exists once. dtype: dtype of the values before reduction.
+    rows: the full rows, float32 [n, width]. stored: the stored rows, [n, stored width]. decoded: the decoded rows,
+    float32 [n, decoded width]. tokens: token ids of the rows, int32 [n]. layer: layer number, 0 for a hook that exists
+    once. dtype: dtype of the values before the reduction.
     """
 
     rows: np.ndarray
@@ -38,14 +39,14 @@ class ReducedRows:
 
 
 def of_values(rows: ReducedRows) -> dict[str, float]:
-    """Measures of a reduction that keeps every value: cosines of rows, and the error."""
+    """Measures of a reduction that keeps every value: cosines of rows, importance, and error."""
     cosines = _row_cosines(rows.rows, rows.decoded)
     found = {"cosine_least": float(cosines.min()), "cosine_median": float(np.median(cosines))}
     return {**found, "importance": importance(rows.rows, rows.decoded), "error": error(rows.rows, rows.decoded)}
 
 
 def _row_cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Cosines of rows that are not zero."""
+    """Cosines between rows of `a` and `b`, without rows that are zero."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     there = norms > 0
@@ -53,12 +54,12 @@ def _row_cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def error(a: np.ndarray, b: np.ndarray) -> float:
-    """Norm of the difference as a share of the norm of `a`, all rows together."""
+    """Norm of the difference divided by the norm of `a`, over all rows together."""
     return float(np.linalg.norm(a - b) / np.linalg.norm(a))
 
 
 def importance(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman correlation of the mean |x| of each neuron in rows `a` and `b`."""
+    """Spearman correlation of the mean |x| of each neuron in rows `a` with that in rows `b`."""
     return spearman(np.abs(a).mean(0), np.abs(b).mean(0))
 
 
@@ -67,7 +68,7 @@ def _unit(rows: np.ndarray) -> np.ndarray:
 
 
 def pairs(rows: ReducedRows) -> float:
-    """Correlation of the cosines between rows, before and after."""
+    """Correlation of the cosines between pairs of rows before the reduction with those after it."""
     chosen = np.random.default_rng(0).permutation(len(rows.rows))[:PAIRS]
     above = np.triu_indices(len(chosen), 1)
     before, after = (_unit(x[chosen].astype(np.float64)) for x in (rows.rows, rows.decoded))
@@ -75,8 +76,9 @@ def pairs(rows: ReducedRows) -> float:
 
 
 def probes(rows: ReducedRows, project: Callable[[np.ndarray], np.ndarray]) -> float:
-    """Correlation of probe scores, before and after: the least of the probes. project: takes a probe [width] to the
-    space of decoded rows.
+    """Correlation of the scores of a probe before the reduction with those after it: the minimum over all probes.
+
+    project: function that projects a probe [width] to the space of decoded rows.
     """
     ids, counts = np.unique(rows.tokens, return_counts=True)
     scores = []
@@ -90,12 +92,12 @@ def probes(rows: ReducedRows, project: Callable[[np.ndarray], np.ndarray]) -> fl
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Correlation of ranks."""
+    """Spearman's rank correlation."""
     return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks. Equal values share their mean rank."""
+    """The ranks of values. Equal values get their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     return np.asarray((ends - (counts + 1) / 2)[inverse])

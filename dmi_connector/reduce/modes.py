@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modes, which choose a reduction for each hook by its name and width. Stores name the chosen reductions."""
+"""Defines modes, which choose a reduction for each hook by its name and width. Stores name the chosen reductions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dmi_connector.reduce.topk import TopK
 
 @dataclass(frozen=True)
 class Mode(Reduction):
-    """Stands for other reductions until `bind`, which returns the first of `choices` that fits the rows.
+    """Stands for several reductions until `bind`, which returns the first of `choices` that fits the rows.
 
-    of_hook: (hook, reduction) pairs, tried before `choices` for these hooks. attention: the reduction of `pattern` if
-    the option `reduce` is only the mode.
+    of_hook: (hook, reduction) pairs, which are tried before `choices` for these hooks. attention: the reduction of
+    `pattern` if the option `reduce` is the name of the mode.
     """
 
     name: str
@@ -50,11 +50,11 @@ MODES: Mapping[str, Mode] = {
         Mode("compact", (_PROJECTED, _ALL), _COMPACT, "attn(4,half)"),
     )
 }
-"""name -> mode. docs/REDUCTIONS.md says what each mode is for."""
+"""{name: mode}. docs/REDUCTIONS.md describes each mode."""
 
 
 def rules_of(mode: str) -> dict[str, str]:
-    """The option `reduce` that is equivalent to a mode. Raises ReduceError for an unknown mode."""
+    """The rules {patterns: reduction} that are equivalent to a mode. Raises ReduceError for an unknown mode."""
     if mode not in MODES:
         raise ReduceError(
             f"reduce: the mode {mode!r} is unknown; use one of {', '.join(MODES)}, or give {{patterns: reduction}}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """pca(file): scores of principal components that were fitted offline, each divided by its standard deviation.
 
-The scores are stored as int8 with a row scale (see int8.py). The basis stays in its file. If the file has a basis
-for each group of dimensions, such as each head, the scores of the groups are concatenated.
+The scores are stored as int8 with a row scale (see int8.py). The basis stays in its file. If the file has one basis per
+group of dimensions, such as a head, the scores of the groups are concatenated.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ if TYPE_CHECKING:
     import torch
 
 _LEAST_STD, _TINY = 1e-6, 1e-30
-"""Minimum standard deviation for the division of scores, relative to the largest one; minimum of the largest one."""
+"""Minimum standard deviation for divisions, relative to the largest one, and minimum of the largest one."""
 
 
 @dataclass(frozen=True)
 class Pca(FittedReduction):
-    """Decoded rows are the k scores. They have unit variance on the rows that the basis was fitted on.
+    """Decoded rows are the k scores. They have unit variance over the rows that the basis was fitted to.
 
-    k: components to keep, 0 for all. group: number of dimensions with a common basis, 0 for whole rows; set by
-    `bind`.
+    k: number of components to keep, 0 for all. group: number of dimensions per basis, 0 for whole rows; set by `bind`.
     """
 
     k: int = 0
@@ -42,7 +41,7 @@ class Pca(FittedReduction):
     keeps: ClassVar[Keeps] = Keeps.DIRECTIONS
     projects: ClassVar[bool] = True
     measured: ClassVar[Mapping[str, str]] = {
-        "variance": "share of the variance about the mean that is read back",
+        "variance": "share of the variance about the mean that decoded rows have",
         "importance": OF_VALUES["importance"],
         "error": OF_VALUES["error"],
     }
@@ -51,7 +50,7 @@ class Pca(FittedReduction):
 
     @classmethod
     def from_text(cls, inside: str) -> Pca:
-        """The reduction that "FILE" or "FILE, k=64" names. Raises ReduceError."""
+        """Make the reduction from "FILE" or "FILE, k=64". Raises ReduceError."""
         path, _, rest = inside.partition(",")
         name, _, number = rest.replace(" ", "").partition("=")
         if rest and not (name == "k" and number.isdecimal() and int(number) > 0):
@@ -127,7 +126,7 @@ class Pca(FittedReduction):
         return Int8().decode(stored, self.k * self._groups(width), dtype)
 
     def merge(self, parts: list[np.ndarray]) -> np.ndarray:
-        """The sum over the slices, since each rank projects its part. Scores of groups are concatenated."""
+        """Add the scores of the slices, because each rank projects its part. Scores of groups are concatenated."""
         if self.group:
             return np.concatenate(parts, axis=-1)
         return np.asarray(np.sum(parts, axis=0, dtype=np.float32))
@@ -143,9 +142,9 @@ class Pca(FittedReduction):
         return self.restore(rows.decoded, self.own_part(rows.layer))
 
     def project(self, direction: np.ndarray, basis: LayerBasis | None = None, shards: int = 1) -> np.ndarray:
-        """A direction [width] of the hook's space as float32 [k] in the space of the scores.
+        """Project a direction [width] in the hook's space to the space of the scores, float32 [k].
 
-        decoded rows @ result approximates (rows - mean) @ direction.
+        `decoded rows @ result` approximates `(rows - mean) @ direction`.
         """
         assert basis is not None, "components are in a basis"
         components, std = basis.of_groups
@@ -153,7 +152,7 @@ class Pca(FittedReduction):
         return np.asarray((parts @ components)[:, 0] * _floor(std)).ravel()
 
     def restore(self, decoded: np.ndarray, basis: LayerBasis) -> np.ndarray:
-        """Decoded rows [..., k] -> float32 [..., width]: the mean plus the kept components."""
+        """Map decoded rows [..., k] back to float32 [..., width]: the mean plus the kept components."""
         components, std = basis.of_groups
         scores = decoded.reshape(-1, *std.shape) * _floor(std)
         rows = (scores.swapaxes(0, 1) @ components.swapaxes(1, 2)).swapaxes(0, 1)
@@ -161,7 +160,7 @@ class Pca(FittedReduction):
 
 
 def _floor(std: np.ndarray) -> np.ndarray:
-    """Clip standard deviations [groups, k] to at least 1e-6 of the largest of their group.
+    """Clip standard deviations [groups, k] from below, to 1e-6 of the largest one of their group.
 
     A division by smaller values would amplify rounding errors.
     """
@@ -169,11 +168,11 @@ def _floor(std: np.ndarray) -> np.ndarray:
 
 
 def fit(blocks: Iterable[np.ndarray], rank: int, group: int = 0) -> tuple[LayerBasis, float]:
-    """Principal components of float rows that come in blocks [n, width]. Returns (basis, total variance).
+    """Fit principal components to float rows in blocks [n, width]. Returns (basis, total variance).
 
-    group: number of dimensions per basis of `rank` components; 0: one basis for all. Memory is 8 width x group bytes
-    for any number of rows. Raises ValueError for fewer than `rank` + 1 rows, for groups of fewer than `rank` values or
-    that do not divide the width, and for values that are not finite.
+    rank: number of components per basis. group: number of dimensions per basis, 0 for one basis of all. The memory is 8
+    x width x group bytes for any number of rows. Raises ValueError for fewer than `rank` + 1 rows, for a group that is
+    smaller than `rank` or does not divide the width, and for values that are not finite.
     """
     count, total, moments = 0, None, None
     for block in blocks:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pq(file): product quantisation (Jegou, Douze, Schmid, 2011). A row is cut into m sub-vectors. Each is
-stored as the index of the nearest of its 2^bits - 1 centroids. `dmi fit-pq` fits the centroids by k-means.
+"""pq(file): product quantisation (Jegou, Douze, Schmid, 2011).
 
-A stored row is m codes of 8 bits or 4 bits, and zeros up to a multiple of 4 bytes. Of two 4-bit codes the first is in
-the lower half of the byte. The centroids stay in their file. The last code, 2^bits - 1, marks a sub-vector that is not
+A row is cut into m sub-vectors. Each is stored as the index of the nearest of its 2^bits - 1 centroids. `dmi fit-pq`
+fits the centroids by k-means.
+
+A stored row is m codes of 8 bits or 4 bits, and zeros up to a multiple of 4 bytes. A byte has two 4-bit codes, the
+first in its lower half. The centroids stay in their file. The last code, 2^bits - 1, marks a sub-vector that is not
 finite.
 """
 
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
 class ProductQuantisation(FittedReduction):
     """`decode` returns the codes, and NaN for the last code. Readers replace codes by centroids (`read`).
 
-    Distances are compared in float32. If the distances of two centroids are equal up to rounding, devices may choose
-    different ones.
+    Distances are compared in float32. If two distances are equal up to rounding, devices may choose different
+    centroids.
 
     bits: bits per code. size: values per sub-vector. `bind` sets both from the file.
     """
@@ -42,7 +44,7 @@ class ProductQuantisation(FittedReduction):
 
     @classmethod
     def from_text(cls, inside: str) -> ProductQuantisation:
-        """The reduction that "FILE" names. Raises ReduceError."""
+        """Make the reduction from "FILE". Raises ReduceError."""
         path = inside.strip()
         if not path:
             raise ReduceError("reduce: pq names no codebooks; give their file, as in pq(FILE)")
@@ -81,7 +83,7 @@ class ProductQuantisation(FittedReduction):
 
         centroids, halves = self.on_device(layer, values.device)
         rows = values.float().unflatten(1, (-1, self.size))
-        # |x - c|^2 / 2 without |x|^2 / 2, which all centroids share.
+        # |x - c|^2 / 2 without the term |x|^2 / 2, which is the same for all centroids.
         distances = torch.baddbmm(halves, rows.transpose(0, 1), centroids, alpha=-1)
         lost = ~rows.isfinite().all(2)
         codes = distances.argmin(2).T.masked_fill(lost, centroids_of(self.bits)).to(torch.uint8)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A probe: scores of a row, which the tap computes.
+"""A probe: the tap computes scores of a row.
 
 A linear head or a small MLP from a file gives the scores. Without a file the scores are the norm of the row or its
 largest values. The option `reduce` has no form for a probe.
 
-Stored rows are the scores, float32. With tensor parallelism a rank may have only a slice of the hook. It then stores
-the partial products of its slice, and the first rank adds the bias. The reader sums the products, and then
-applies the output function. For the form TOP, each rank stores the largest values of its slice.
+Stored rows are the scores, float32. With tensor parallelism a rank may have only a slice of the hook. The rank then
+stores the product of its slice with its part of the weights; the first rank adds the bias. The reader adds the products
+of all ranks, and applies the output function. For the form TOP, each rank stores the largest values of its slice.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 NORM = "norm"
 """The `form` of a probe whose score is the L2 norm of the row."""
 TOP = "top"
-"""The `form` of a probe that has the largest values of the row and their indexes (largest.py)."""
+"""The `form` of a probe whose scores are the largest values of the row and their indexes (largest.py)."""
 MOST_OUTPUTS = 64
-"""Maximum number of outputs of a linear probe that our own kernel computes. With more, a library product is faster."""
+"""Maximum number of outputs for our kernel of linear probes. With more, a library's matrix product is faster."""
 _DEVICE: dict[tuple[str, int, Any], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-"""(weight [out, in], bias [out]) of each matrix by file, layer and device. `prepare` fills it."""
+"""(weight [out, in], bias [out]) of each matrix, by SHA-256 of the file, layer and device. `prepare` fills it."""
 _FIRST: dict[tuple[str, int, Any], int] = {}
 """For TOP: index of the first value of this rank's slice, by hook, layer and device. `prepare` fills it."""
 
 
 @dataclass(frozen=True)
 class Probe(Reduction):
-    """Decoded rows are the scores, one for each of `outputs`.
+    """Decoded rows are the scores, one per name in `outputs`.
 
-    source, layers: the hook that is scored, and its layers. If the file names no layers, this is () until `bind` sets
-    (0,). sha256, path: hash and path of the file. form: the file's `kind`, or NORM or TOP. With NORM and TOP, `path` is
-    the text of the option, and there is no sha256. activation, output, norm: see `probe_file.ProbeFacts`. hidden:
-    number of values between the matrices. shards: number of slices of the hook.
+    source, layers: the scored hook and its layers. If the file names no layers, `layers` is () until `bind` sets (0,).
+    sha256, path: hash and path of the file. form: the file's `kind`, NORM, or TOP. With NORM and TOP, `path` is the
+    text of the option, and `sha256` is "". activation, output, norm: see `probe_file.ProbeFacts`. hidden: total number
+    of values between the matrices. shards: number of slices of the hook.
     """
 
     source: str = ""
@@ -70,7 +70,7 @@ class Probe(Reduction):
 
     @classmethod
     def load(cls, path: str) -> Probe:
-        """The probe of a file. Raises ReduceError."""
+        """Make the probe of a file. Raises ReduceError."""
         file = load(path)
         facts = file.facts
         rest = (facts.activation, facts.output, facts.norm, file.path, file.hidden)
@@ -78,12 +78,12 @@ class Probe(Reduction):
 
     @classmethod
     def norm_of(cls, hook: str, text: str) -> Probe:
-        """The probe whose score is the norm of the rows of `hook`. text: the text of the option."""
+        """Make the probe whose score is the norm of the rows of `hook`. text: the text of the option."""
         return cls(hook, outputs=("norm",), form=NORM, path=text)
 
     @classmethod
     def top_of(cls, hook: str, k: int, text: str) -> Probe:
-        """The k largest values of the rows of a hook. text: the text of the option. Raises ReduceError."""
+        """Make the probe with the k largest values of rows of `hook`. text: text of the option. Raises ReduceError."""
         largest.check(text, k)
         numbers = [""] if k == 1 else [f".{number}" for number in range(k)]
         outputs = tuple(name + number for name in ("neuron", "value") for number in numbers)
@@ -91,7 +91,7 @@ class Probe(Reduction):
 
     @property
     def width(self) -> int | None:
-        """The width of the hook for which the file is; None: any width."""
+        """Width of the hook that the file was fitted to; None if any width is allowed."""
         return None if self.form in (NORM, TOP) else load(self.path).width
 
     @property
@@ -183,7 +183,7 @@ class Probe(Reduction):
 
     @property
     def _finish(self) -> str:
-        """The output function that a rank applies. With several slices it is "none"."""
+        """The output function that the rank applies: "none" if the hook has several slices."""
         return "none" if self.shards > 1 else self.output
 
     @property

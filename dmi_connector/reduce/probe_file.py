@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of probes: linear heads and small MLPs on a hook (docs/PROBES.md). The SHA-256 of a file identifies it.
+"""Reads and writes files of probes: linear heads and small MLPs on a hook (docs/PROBES.md).
 
-It is a safetensors file with JSON in its metadata. For each layer and each matrix N of the probe, from 0 on, it has
-`LAYER.N.weight` [out, in] and `LAYER.N.bias` [out], as in torch's `nn.Linear`. A hook that exists once has layer 0.
+A file is in the safetensors format, with JSON in its metadata. Its SHA-256 identifies it. For each layer and each
+matrix N of the probe, from 0 on, it has `LAYER.N.weight` [out, in] and `LAYER.N.bias` [out], as in torch's `nn.Linear`.
+A hook that exists once has layer 0.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ KINDS = ("linear", "mlp")
 ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
 """Activations between the matrices of an MLP. gelu is the exact GELU."""
 OUTPUTS = ("none", "sigmoid", "softmax")
-"""Functions of the outputs of the last matrix."""
+"""Functions that are applied to the outputs of the last matrix."""
 NORMS = ("none", "unit", "layer")
-"""Normalisations of a row: "unit" divides it by its norm, "layer" transforms it to mean 0 and variance 1."""
+"""Normalisations of a row: "unit" divides it by its norm, "layer" gives it mean 0 and variance 1."""
 NORM_EPS = 1e-5
-"""Added to the variance, as torch's `layer_norm` does."""
+"""Epsilon that is added to the variance, as in torch's `layer_norm`."""
 
 Matrices = list[tuple[np.ndarray, np.ndarray]]
 """(weight [out, in], bias [out]) of each matrix of a probe, float32."""
@@ -39,7 +40,7 @@ Matrices = list[tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class ProbeFacts:
-    """The contents of the JSON of a file.
+    """The JSON in a file.
 
     hook: the hook whose rows are scored. layers: its layers; () for a hook that exists once. outputs: names of the
     scores. kind: one of KINDS. activation: activation of an MLP, one of ACTIVATIONS. output: one of OUTPUTS. norm: one
@@ -57,7 +58,7 @@ class ProbeFacts:
 
 @dataclass(frozen=True)
 class ProbeFile:
-    """One file. width: values per row of the hook. hidden: total number of values between matrices."""
+    """One file. width: width of the hook. hidden: total number of values between matrices."""
 
     path: str
     sha256: str
@@ -71,7 +72,7 @@ class ProbeFile:
 
 
 def is_probe(path: str | os.PathLike[str]) -> bool:
-    """Whether a path names a file of this kind. It raises nothing. `load` raises for a bad file."""
+    """Whether a path names a file of a probe. Never raises; `load` raises for an invalid file."""
     try:
         return METADATA in _metadata(Path(path))
     except (OSError, ValueError):
@@ -94,7 +95,9 @@ def save(
     matrices: Mapping[int, Sequence[tuple[np.ndarray, np.ndarray]]],
     about: Mapping[str, str] | None = None,
 ) -> ProbeFile:
-    """Write a file and read it back. matrices: by layer; key 0 for a hook that exists once. about: how it was made.
+    """Write a file and read it back.
+
+    matrices: matrices by layer, with key 0 for a hook that exists once. about: how the probe was made.
 
     Raises ReduceError for a probe that `load` would refuse, and OSError.
     """
@@ -173,7 +176,7 @@ def _matrices(tensors: FloatTensors, layer: int) -> Matrices:
 
 
 def _checked(path: str, tensors: FloatTensors, facts: ProbeFacts, layer: int) -> tuple[int, int]:
-    """(values of a row, values between matrices) of one layer. Raises ReduceError."""
+    """Check the matrices of a layer. Returns (width of the hook, values between matrices). Raises ReduceError."""
     stack = _matrices(tensors, layer)
     if not stack or (len(stack) == 1) != (facts.kind == "linear"):
         raise ReduceError(

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The option `probes`: the file of a probe or of an autoencoder, and what is to be known of it; or the norm of rows,
-or their largest values.
+"""Parses the option `probes`: a file of a probe or an autoencoder, the norm of rows, or their largest values.
 
-"risk.safetensors", "risk.safetensors, sha256=HASH" (that content alone), "sae_dir, hook=resid_pre, layer=12, k=32",
-"norm(resid_pre)", "top(mlp_post)", "top(mlp_post,4)" (of all layers)
+Examples: "risk.safetensors"; "risk.safetensors, sha256=HASH" (only with this content); "sae_dir, hook=resid_pre,
+layer=12, k=32"; of all layers: "norm(resid_pre)", "top(mlp_post)", "top(mlp_post,4)".
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _OF_ROWS = re.compile(r"norm\((\w+)\)|top\((\w+)(?:,\s*(\d{1,9}))?\)")
 _NUMBERS = ("layer", "k")
 _OF_ENCODERS = ("hook", *_NUMBERS)
-"""What may follow an autoencoder alone: the file of a probe has it inside."""
+"""Settings that may follow only an autoencoder. The file of a probe contains them."""
 
 
 def parse_probe(name: str, text: str) -> Probe | Latents:
-    """The probe that an entry {name: text} of the option names. Reads its file. Raises ReduceError."""
+    """Make the probe of an entry {name: text} of the option. Reads its file. Raises ReduceError."""
     if not _NAME.fullmatch(name):
         raise ReduceError(f"probes: the name {name!r} is not valid; use letters, digits, '_' and '-', 64 at most")
     text = text.strip()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """rp(k): each row times a fixed random matrix [width, k], stored as int8 with a row scale (see int8.py).
 
-With `group`, each group of that many values of a row is projected separately, with one matrix [group, k]. If the group
-is head_dim, each head is projected. The results are concatenated.
+With `group`, each group of so many values of a row is projected separately, all with the same matrix [group, k], and
+the results are concatenated. If `group` is head_dim, each head is projected separately.
 
-The CPU makes the matrix from the seed with numpy's Philox generator, in float64, and rounds it to bfloat16. The GPU
-gets a copy, so the matrix is bitwise equal on all devices. E|R'x|^2 = |x|^2.
+The CPU computes the matrix R from the seed with numpy's Philox generator, in float64, and rounds it to bfloat16. GPUs
+get a copy, so the matrix is bitwise equal on all devices. E|R'x|^2 = |x|^2.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def matrix(width: int, k: int, seed: int, distribution: str) -> np.ndarray:
 
 
 def _final(values: np.ndarray) -> np.ndarray:
-    """Rounded to bfloat16, as read-only float32."""
+    """Values rounded to bfloat16, as a read-only float32 array."""
     result = values.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
     result.flags.writeable = False
     return result
@@ -73,9 +73,9 @@ def _on_device(
 
 @dataclass(frozen=True)
 class SeededProjection(Reduction):
-    """A projection of each row to k values by a matrix that the seed determines.
+    """Projects each row to k values by a matrix that the seed determines.
 
-    Decoded rows are the k values. `project` projects a direction of the hook's space in the same way.
+    Decoded rows are the k values. `project` projects a direction in the hook's space in the same way.
     """
 
     k: int = 512
@@ -84,7 +84,7 @@ class SeededProjection(Reduction):
     projects: ClassVar[bool] = True
     measured: ClassVar[Mapping[str, str]] = {
         "pairs": "correlation of the cosines between rows, before and after",
-        "probes": "correlation of probe scores, before and after: the least of the probes",
+        "probes": "correlation of probe scores, before and after: the minimum over all probes",
     }
     number: ClassVar[str] = "k"
     named: ClassVar[tuple[str, ...]] = ("seed",)
@@ -107,7 +107,7 @@ class SeededProjection(Reduction):
         return self.k
 
     def slice_projected(self, values: np.ndarray) -> np.ndarray:
-        """Project a slice [width] of a direction as `before` projects a row. Returns float32 [projected(width)]."""
+        """Project a slice [width] of a direction like a row in `before`. Returns float32 [projected(width)]."""
         raise NotImplementedError
 
     def stored_width(self, width: int, dtype: str) -> int:
@@ -130,10 +130,10 @@ class SeededProjection(Reduction):
         return {"pairs": pairs(rows), "probes": probes(rows, self.project)}
 
     def project(self, direction: np.ndarray, basis: LayerBasis | None = None, shards: int = 1) -> np.ndarray:
-        """Project a direction [width] of the hook's space to float32 [k].
+        """Project a direction [width] in the hook's space to float32 [k].
 
-        `decoded rows @ result` approximates `rows @ direction`. Slices of the direction are projected separately, as
-        slices of rows are.
+        `decoded rows @ result` approximates `rows @ direction`. Slices of the direction are projected separately, like
+        slices of rows.
         """
         return self.merge([self.slice_projected(part) for part in np.split(np.asarray(direction, np.float32), shards)])
 
@@ -142,8 +142,8 @@ class SeededProjection(Reduction):
 class RandomProjection(SeededProjection):
     """Keeps norms, cosines and dot products approximately.
 
-    The error of a cosine is about sqrt(1/k - 1/width) for orthogonal columns, else 1/sqrt(k). With a group, norms and
-    products of each group are kept, and `width` in the formula is the group's.
+    The error of a cosine is about sqrt(1/k - 1/width) for orthogonal columns, else 1/sqrt(k). With `group`, this holds
+    for norms, cosines and products of each group, and `width` in the formula is `group`.
     """
 
     distribution: str = "orthogonal"

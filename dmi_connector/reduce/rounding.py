@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""round(bits): fewer mantissa bits in the same dtype. The lossless codec then stores less."""
+"""round(bits): fewer mantissa bits in the same dtype, so that the lossless codec compresses better."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     import torch
 
 MANTISSA = {"bfloat16": 7, "float16": 10, "float32": 23}
-"""Mantissa bits of each dtype."""
+"""Number of mantissa bits of each dtype."""
 
 
 @dataclass(frozen=True)
 class Round(Reduction):
-    """Round to nearest, ties to even, at `bits` mantissa bits; the other mantissa bits are zero.
+    """Round to nearest, ties to even, to `bits` mantissa bits. The other mantissa bits become zero.
 
-    The relative error is at most 2**-(bits + 1). It saves only disk space: rows keep their width in the cache and on
-    the link.
+    The relative error is at most 2**-(bits + 1). This saves only disk space: rows have their full size in the cache and
+    on the link.
     """
 
     bits: int = 4
@@ -50,7 +50,7 @@ class Round(Reduction):
             return values
         integer = torch.int16 if values.element_size() == 2 else torch.int32
         bits = values.contiguous().view(integer)
-        # Adds half of the last kept bit, minus one if that bit is 0, then truncates. So ties go to even. A carry out of
+        # Add half of the last kept bit, minus one if that bit is 0, then truncate. So ties go to even. A carry out of
         # the mantissa increments the exponent, which is the correct result.
         odd = (bits >> drop) & 1
         rounded = (bits + ((1 << (drop - 1)) - 1) + odd) & ~((1 << drop) - 1)

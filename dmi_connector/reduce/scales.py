@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of scales for int8(channel=file) and rp(k,channel=file), which `dmi fit-scales` writes.
+"""Reads files of scales for int8(channel=file) and rp(k,channel=file), which `dmi fit-scales` writes.
 
-For each hook and layer: `scale` [width], the step of each value of a row, or of each value that a row is projected to;
-above 0.
+A file has one tensor per hook and layer: `scale` [width], above 0, with the step of each value of a row, or of each
+projected value of a row.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from dmi_connector.reduce.fitted_file import FittedFile
 
 METADATA = "dmi_scales"
 STEPS = 126
-"""Steps from 0 to the largest value that a scale is made for. A stored 127 or -127 is a value beyond it."""
+"""Number of steps from 0 to the largest fitted value. A stored 127 or -127 marks a value beyond that."""
 _LEAST_SHARE, LEAST = 1e-6, 2.0**-100
-"""Least scale, as a share of the largest of its layer, and of any layer, so that no quotient overflows."""
+"""Minimum scale relative to the largest scale of the layer, and absolute minimum, so that no division overflows."""
 
 
 @dataclass(frozen=True)
 class Scales(FittedFile):
-    """One file of scales. hooks: {hook: {"width", "layers"}}; where rows were projected first, with "projection"
-    (settings) and "projected" (values).
+    """One file of scales.
+
+    hooks: {hook: {"width", "layers"}}. For projected rows, also "projection" (settings of the projection) and
+    "projected" (number of projected values).
     """
 
     metadata: ClassVar[str] = METADATA
@@ -39,14 +41,14 @@ class Scales(FittedFile):
         return {"scale": (int(about.get("projected", about["width"])),)}
 
     def of(self, hook: str, layer: int) -> np.ndarray:
-        """The scales of one hook and layer, float32 [width or projected]. Raises ReduceError without them."""
+        """The scales of a hook and layer, float32 [width] or [projected]. Raises ReduceError without them."""
         return self.tensor(hook, layer, "scale")
 
 
 def scales_of(largest: np.ndarray, margin: float = 1.0) -> np.ndarray:
-    """Scales float32 [width] for rows whose values have at most the magnitudes `largest` [width], times `margin`.
+    """Scales for values of at most the magnitudes `largest` x `margin`. largest: [width]. Returns float32 [width].
 
-    A value that was always 0 has a scale too: what it becomes later is then seen to lie beyond it.
+    A value that was always 0 gets a small scale, so that later values other than 0 are recognized as beyond the range.
     """
     scales = np.asarray(largest, np.float64) * margin / STEPS
     return np.maximum(scales, max(scales.max() * _LEAST_SHARE, LEAST)).astype(np.float32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The encoder of a sparse autoencoder in numpy, from the files of SAELens, sparsify, Gemma Scope or Llama Scope."""
+"""Runs the encoder of a sparse autoencoder in numpy, from files of SAELens, sparsify, Gemma Scope or Llama Scope."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ import numpy as np
 from dmi_connector.reduce.tensors import FloatTensors
 
 _NAMES = {"b_enc": ("b_enc", "encoder.bias"), "b_dec": ("b_dec", "decoder.bias")}
-"""What is needed -> its names in files, where they have several. encoder.weight is W_enc transposed."""
+"""{tensor: its possible names in files}. The tensor `encoder.weight` is W_enc transposed."""
 _GEMMA_SCOPE = "params.npz"
-"""The file of each encoder of Gemma Scope. All are jumprelu, and no other file says so."""
+"""Name of the file of an encoder of Gemma Scope. All of them are jumprelu encoders, and no settings file says so."""
 _LLAMA_SCOPE = "hyperparams.json"
-"""The settings of an encoder of Llama Scope, beside or above its file."""
+"""Name of the file with the settings of an encoder of Llama Scope, in the folder of its weights or the one above."""
 _KINDS = ("standard", "jumprelu", "topk", "gated", "batchtopk", "matryoshka_batchtopk")
 _NORMS = ("constant_norm_rescale", "layer_norm")
-"""How rows are normalised before they are encoded."""
+"""Normalisations of rows before they are encoded."""
 LAYER_NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True)
 class SparseEncoder:
-    """Latents of rows: relu((x - shift) W + b), of which those above `threshold`, or the `k` largest, are kept.
+    """Computes latents of rows: relu((x - shift) W + b). Only latents above `threshold`, or the `k` largest, are kept.
 
-    weight: float32 [d_in, latents]. bias: [latents]. shift: [d_in]. threshold: [latents], or None. k: None for all.
-    norm: normalisation of x: "constant_norm_rescale" (norm sqrt(d_in)), "layer_norm", or None. gate: of a gated
-    encoder, (scale, bias), each [latents]: latents with (x - shift) W + b > 0 are relu((x - shift) W scale + bias).
+    weight: W, float32 [d_in, latents]. bias: b, [latents]. shift: [d_in]. threshold: [latents], or None. k: None for
+    all. norm: normalisation of x, "constant_norm_rescale" (to norm sqrt(d_in)), "layer_norm", or None. gate: (scale,
+    bias) of a gated encoder, each [latents]. Its latents are relu((x - shift) W scale + bias) where (x - shift) W + b >
+    0, else 0.
     """
 
     weight: np.ndarray
@@ -45,14 +46,14 @@ class SparseEncoder:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SparseEncoder:
-        """Read a safetensors file, or the only one of a directory, and the `cfg.json` beside it; the `params.npz` of
-        Gemma Scope; or the directory of an encoder of Llama Scope, with its `hyperparams.json`.
+        """Read an encoder. path: a safetensors file with a `cfg.json` in the same directory, the `params.npz` of Gemma
+        Scope, a file of Llama Scope with its `hyperparams.json`, or a directory with one of these.
 
-        SAELens: architectures standard, jumprelu, topk, gated and, as saved in training, batchtopk and
-        matryoshka_batchtopk, with the threshold that training found; activations may be normalised by
-        constant_norm_rescale or layer_norm. sparsify: topk, which its older files do not name. Raises ValueError for
-        others, as for expected_average_only_in, whose factor files lack (fold it into the weights), and where a file or
-        a tensor is missing.
+        SAELens: the architectures standard, jumprelu, topk and gated; also batchtopk and matryoshka_batchtopk as saved
+        in training, with the threshold from training. Activations may be normalised by constant_norm_rescale or
+        layer_norm. sparsify: topk, which its older files do not name. Raises ValueError for other encoders, and if a
+        file or a tensor is missing. The normalisation expected_average_only_in is refused, because files lack its
+        factor (fold it into the weights).
         """
         file = weights_file(path)
         if file.suffix == ".npz":
@@ -103,7 +104,7 @@ class SparseEncoder:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what it computes."""
+        """SHA-256 of the arrays and settings that determine the latents."""
         parts = (self.weight, self.bias, self.shift, self.threshold)
         data = [b"" if part is None else np.ascontiguousarray(part).tobytes() for part in parts]
         gate = [part.tobytes() for part in self.gate or ()]
@@ -111,12 +112,13 @@ class SparseEncoder:
 
     @property
     def latents(self) -> int:
-        """Their number."""
+        """Number of latents."""
         return self.weight.shape[1]
 
     def encode(self, rows: np.ndarray) -> np.ndarray:
-        """float32 [rows, latents] of rows [rows, d_in]. A row with a NaN has NaN latents. Raises ValueError for rows of
-        another width, and for a row alone.
+        """Encode rows [rows, d_in] to float32 [rows, latents].
+
+        A row with a NaN has NaN latents. Raises ValueError for rows of another width, and for an array that is not 2-D.
         """
         if rows.ndim != 2:
             raise ValueError(f"sae: it takes rows [rows, {len(self.weight)}], not an array {list(rows.shape)}")
@@ -124,7 +126,7 @@ class SparseEncoder:
             raise ValueError(f"sae: it takes rows of {len(self.weight)} values, the hook has {rows.shape[1]}")
         found = (self.normed(rows) - self.shift) @ self.weight
         if self.gate is not None:
-            closed = found + self.bias <= 0  # false for a NaN, which stays one
+            closed = found + self.bias <= 0  # false for NaN, so NaN stays NaN
             found = np.where(closed, 0, found * self.gate[0] + self.gate[1])
         else:
             found += self.bias
@@ -137,7 +139,7 @@ class SparseEncoder:
         return found
 
     def normed(self, rows: np.ndarray) -> np.ndarray:
-        """Rows as they enter the encoder, float32 [rows, d_in]."""
+        """Normalised rows, float32 [rows, d_in]."""
         if self.norm == "constant_norm_rescale":
             return np.asarray(rows * (rows.shape[1] ** 0.5 / np.linalg.norm(rows, axis=1, keepdims=True)))
         if self.norm == "layer_norm":
@@ -147,7 +149,7 @@ class SparseEncoder:
 
 
 def _of_gemma_scope(file: Path) -> SparseEncoder:
-    """jumprelu(x W + b), with a threshold for each latent."""
+    """An encoder of Gemma Scope: jumprelu(x W + b), with one threshold per latent."""
     tensors = FloatTensors(file)
     weight = _weight(tensors, file)
     bias, threshold = (_get(tensors, name, file, weight.shape[1]) for name in ("b_enc", "threshold"))
@@ -155,7 +157,10 @@ def _of_gemma_scope(file: Path) -> SparseEncoder:
 
 
 def _of_llama_scope(file: Path, settings: Path) -> SparseEncoder:
-    """jumprelu(x s W + b) with one threshold, where s brings rows to the norm sqrt(d_in) on average; or the top k."""
+    """An encoder of Llama Scope: jumprelu(x s W + b) with one threshold, or the k largest.
+
+    s scales rows to a mean norm of sqrt(d_in).
+    """
     facts, tensors = _facts(settings), FloatTensors(file)
     activation, normed = facts.get("act_fn"), facts.get("norm_activation", "dataset-wise")
     if activation not in ("jumprelu", "topk", "relu") or normed != "dataset-wise":
@@ -178,7 +183,7 @@ def _of_llama_scope(file: Path, settings: Path) -> SparseEncoder:
 
 
 def settings_of(given: str | os.PathLike[str]) -> dict[str, Any]:
-    """The settings beside an encoder's weights; {} without any. Raises ValueError."""
+    """The settings that belong to an encoder's weights; {} if there are none. Raises ValueError."""
     file = weights_file(given)
     for name in (_LLAMA_SCOPE, "cfg.json"):
         if file.suffix != ".npz" and (found := _settings(file, name)) is not None:
@@ -187,12 +192,12 @@ def settings_of(given: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _settings(file: Path, name: str) -> Path | None:
-    """The settings of this name beside a file of weights, or a folder above, as in checkpoints/final.safetensors."""
+    """The settings file in the folder of the weights, or in the one above, as for checkpoints/final.safetensors."""
     return next((found for folder in (file.parent, file.parent.parent) if (found := folder / name).exists()), None)
 
 
 def _facts(config: Path) -> dict[str, Any]:
-    """What a `cfg.json` says. Raises ValueError that names it."""
+    """The content of a JSON file of settings. Raises ValueError that names the file."""
     try:
         found = json.loads(config.read_bytes())
     except ValueError as error:
@@ -203,7 +208,7 @@ def _facts(config: Path) -> dict[str, Any]:
 
 
 def weights_file(given: str | os.PathLike[str]) -> Path:
-    """The file of an encoder's weights: the one given, or the only one of a directory. Raises ValueError."""
+    """The file of an encoder's weights: the given file, or the only one of the given directory. Raises ValueError."""
     path = Path(os.path.expanduser(given))
     if not path.is_dir():
         if not path.exists():
@@ -229,8 +234,10 @@ def _weight(tensors: FloatTensors, file: Path) -> np.ndarray:
 
 
 def _get(tensors: FloatTensors, name: str, file: Path, *shape: int) -> np.ndarray:
-    """A tensor as float32. shape: what it has to be, by the shape of W_enc; 1 is a number alone too. Raises ValueError
-    if it is missing, holds no floats or has another shape.
+    """A tensor as float32.
+
+    shape: the required shape, which follows from that of W_enc; (1,) also allows a scalar. Raises ValueError if the
+    tensor is missing, has no float dtype, or has another shape.
     """
     for known in _NAMES.get(name, (name,)):
         if (found := tensors.get(known)) is not None:

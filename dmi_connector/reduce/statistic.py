@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A statistic: one number of each row, such as its norm."""
+"""Defines a statistic: one number per row, such as its norm."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 
 OfRows = Callable[[np.ndarray, int], np.ndarray]
-"""(rows [n, width], index) -> [n]."""
+"""Function (rows [n, width], index) -> [n]."""
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """One number for each row. index_name: what its index counts, None where it takes none. signed: below 0 too.
+    """One number per row.
 
-    unit: "" where it has none. values_each: values of a row that belong to one index, so that a row has width /
-    values_each of them.
+    index_name: name of the index, such as "head"; None without an index. signed: whether the number may be below 0.
+    unit: "" without a unit. values_each: number of values of a row per index, so that width / values_each is the number
+    of indexes.
     """
 
     name: str
@@ -28,7 +29,7 @@ class Statistic:
     values_each: int = 1
 
     def words(self, index: int) -> str:
-        """The name, with the index and the unit if there are any."""
+        """The name, with index and unit if there are any."""
         name = self.name
         if self.index_name is not None:
             name = f"{name.removesuffix(' of')} of {self.index_name} {index}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums from which the mean |x| of each neuron is estimated, also if only some values of a row are stored."""
+"""Sums for estimates of the mean |x| of each neuron, also if only some values of a row are stored."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 class Tally:
     """Sums of |x| over `rows` rows. All arrays are float64 [width].
 
-    kept, kept_rows: sum over rows in which the value was stored, and the number of these rows. sampled, sampled_rows,
-    sampled_squares: the same for rows in which the value was only sampled, and the sum of squares. clipped: number of
-    rows in which it was beyond the range of its scale (`int8(channel=file)`); 0 for other reductions.
+    kept, kept_rows: sum over the rows in which the value was kept, and the number of these rows. sampled, sampled_rows,
+    sampled_squares: sum, number and sum of squares for the rows in which the value was only sampled. clipped: number of
+    rows in which the value was beyond the range of its scale (`int8(channel=file)`), 0 for other reductions.
     """
 
     rows: int
@@ -31,7 +31,7 @@ class Tally:
 
     @classmethod
     def of(cls, values: np.ndarray) -> Tally:
-        """The tally of rows [rows, width] that hold every value."""
+        """The tally of rows [rows, width] with all values."""
         none = np.zeros(values.shape[1])
         return cls(len(values), np.abs(values).sum(0, np.float64), none + len(values), none, none, none)
 
@@ -46,8 +46,8 @@ class Tally:
     def mean(self) -> np.ndarray:
         """Mean |x|, float64 [width].
 
-        For rows without the value, the neuron's sampled mean is used. With few samples that mean is shrunk towards the
-        mean of all neurons (empirical Bayes, under the assumption that all neurons have the same variance).
+        For rows without the value of a neuron, the mean of its samples is used. That mean is shrunk towards the mean of
+        all neurons, more with fewer samples (empirical Bayes, assuming the same variance for all neurons).
         """
         count = self.sampled_rows
         several = count > 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Float tensors of files with weights, as float32: safetensors, or numpy's .npz."""
+"""Reads float tensors of files with weights (safetensors or numpy's .npz) as float32."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 class FloatTensors:
-    """The tensors of a file, each read when it is asked for. Raises ValueError for a file of neither format, OSError.
+    """The tensors of a file. Raises OSError, and ValueError for a file of another format.
 
-    names: of all tensors.
+    names: names of all tensors.
     """
 
     def __init__(self, path: Path) -> None:
         self._found: Mapping[str, Any]
         try:
             if path.suffix == ".npz":
-                self._found = np.load(path)  # without pickle: reading it runs no code
+                self._found = np.load(path)  # without pickle, so reading runs no code
             else:
                 self._found = dict(deserialize(path.read_bytes()))
         except (SafetensorError, BadZipFile, ValueError) as error:

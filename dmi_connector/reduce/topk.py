@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""topk(k): the k values of largest magnitude of each row, with their indexes, and a sample of the others.
+"""topk(k): the k values of each row with the largest magnitudes, their indexes, and a sample of the other values.
 
 A stored row has:
   1. k indexes, ascending: uint16 up to a width of 65,536, else uint32. Of equal magnitudes the lower index is kept.
-  2. zeros up to a multiple of 4.
-  3. k values: int8, and at the next multiple of 4 a float32 scale. With `exact` they have the model's dtype.
-  4. with a sample of s: its uint32 start, then s values in the same form. Their scale is for the values that are not
-     among the k. Larger values are clipped.
+  2. zeros up to a multiple of 4 bytes.
+  3. k values: int8, and at the next multiple of 4 bytes a float32 scale. With `exact` they have the model's dtype.
+  4. with a sample of s values: its uint32 start, then s values in the same form. Their scale fits the sampled values
+     that are not among the k. Larger values are clipped.
 
-The sample covers neurons that are never among the k. It takes every (width // s)-th value from its start on
-and wraps at the end of the row. The start is a hash of the kept values and of the row's slot, so each value is sampled
+The sample covers neurons that are never among the k. It has every (width // s)-th value from its start on, and wraps
+around at the end of the row. The start is a hash of the kept values and of the row's slot, so each value is sampled
 with the same probability.
 """
 
@@ -40,20 +40,18 @@ if TYPE_CHECKING:
     import torch
 
 MOST = (1 << 20) - 1
-"""Maximum number of values to keep, and to sample. The kernel takes both numbers in one integer."""
+"""Maximum number of values to keep, and to sample. The kernel gets both numbers in one integer."""
 HASH_ROW, HASH_STEP = 40503, 1103515245
-"""Constants of the hash that chooses the start of a sample, from Knuth's multiplicative hash and from the LCG in the C
-standard.
-"""
+"""Constants of the hash for the start of a sample: from Knuth's multiplicative hash, and the LCG in the C standard."""
 
 
 @dataclass(frozen=True)
 class TopK(Reduction):
-    """Decoded rows are zero where nothing was kept. `dmi_connector.importance` reads the sample.
+    """Decoded rows are 0 where no value was kept. `dmi_connector.importance` reads the sample.
 
-    Under tensor parallelism each rank keeps k values of its slice, and the reader keeps the k largest of all.
+    With tensor parallelism each rank keeps k values of its slice, and the reader keeps the k largest of all slices.
 
-    sample: number of values to sample per slice. In settings the default is a quarter of k.
+    sample: number of values to sample per slice. In the option `reduce` the default is a quarter of k.
     """
 
     k: int = 64
@@ -64,7 +62,7 @@ class TopK(Reduction):
     keeps: ClassVar[Keeps] = Keeps.ALL & ~Keeps.EVERY_VALUE
     compared: ClassVar[tuple[str, ...]] = ("topk(64)", "topk(64,sample=0)")
     measured: ClassVar[Mapping[str, str]] = {
-        "recall": "share of the places of the largest values that were kept",
+        "recall": "share of the k largest values that were kept",
         "importance": OF_VALUES["importance"],
         "error": OF_VALUES["error"],
     }
@@ -124,7 +122,8 @@ class TopK(Reduction):
         parts = [_padded(kept.to(narrow).contiguous().view(torch.uint8)), *self._encoded(chosen, chosen)]
         if self.sample:
             slots = torch.arange(len(values), device=values.device) if slots is None else slots
-            # The sum of 20 bits of each kept value and its place is the same on every device, in any order.
+            # The sum of 20 bits of each kept value and its index is the same on every device, in any order of
+            # addition.
             mixed = (((magnitude.gather(1, kept) >> 12) * 31 + kept) & 0xFFFFF).sum(1) + slots * HASH_ROW
             start = (((mixed & 0x7FFFFFFF) * HASH_STEP) >> 20) % width
             places = (start[:, None] + torch.arange(self.sample, device=values.device) * (width // self.sample)) % width
@@ -135,7 +134,7 @@ class TopK(Reduction):
         return as_bytes(*parts)
 
     def _encoded(self, values: torch.Tensor, spanned: torch.Tensor) -> list[torch.Tensor]:
-        """Encode values [tokens, count]. With 8 bits the scale is that of the largest of `spanned`."""
+        """Encode values [tokens, count]. Without `exact`, the largest value of `spanned` gives the scale."""
         import torch
 
         if self.exact:
@@ -148,18 +147,18 @@ class TopK(Reduction):
         return ("exact" if self.exact else "topk"), self.sample * (MOST + 1) + self.k
 
     def indexes(self, stored: np.ndarray, width: int) -> np.ndarray:
-        """int64 [..., k], ascending."""
+        """The indexes of the kept values, int64 [..., k], ascending."""
         return unpack(stored, 0, self.k, f"uint{8 * self._index_bytes(width)}").astype(np.int64)
 
     def sampled(self, stored: np.ndarray, width: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-        """(places int64, values float32) of the sample, each [..., sample]. Kept values may be among them."""
+        """The sample: (indexes int64, values float32), each [..., sample]. It may include kept values."""
         at = self._sample_at(width, dtype)
         start = unpack(stored, at, 1, "uint32").astype(np.int64)
         places = (start + np.arange(self.sample) * (width // max(self.sample, 1))) % width
         return places, self._values(stored, at + 4, self.sample, dtype)
 
     def values(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
-        """float32 [..., k], of `indexes`."""
+        """The kept values, float32 [..., k], in the order of `indexes`."""
         return self._values(stored, self._value_at(width), self.k, dtype)
 
     def _values(self, stored: np.ndarray, at: int, count: int, dtype: str) -> np.ndarray:
@@ -174,7 +173,7 @@ class TopK(Reduction):
         return rows
 
     def tally_slices(self, slices: Sequence[np.ndarray], width: int, dtype: str, part: Any = None) -> Tally:
-        """See `Reduction`. A row that is not finite in one slice is left out of all slices."""
+        """See `Reduction`. A row that is not finite in one slice is left out in all slices."""
         finite = np.all([self._finite(rows, width, dtype) for rows in slices], axis=0)
         return Tally.beside([self.tally(rows[finite], width, dtype) for rows in slices])
 
@@ -183,11 +182,10 @@ class TopK(Reduction):
         return np.asarray(np.isfinite(self._values(stored, self._value_at(width), self.k, dtype)).all(axis=1))
 
     def tally(self, stored: np.ndarray, width: int, dtype: str) -> Tally:
-        """Sums of |x| of each of the `width` values over rows [rows, stored width]. Rows with infinities or NaN are
-        left out.
+        """Sums of |x| per value over rows [rows, stored width]. Rows with infinities or NaN are left out.
 
-        With 8 bits, a massive value makes the other kept values 0. Each of them is at least as large as any sampled
-        value that was not kept, so the largest such value is used for it.
+        With int8 values, a massive value rounds the other kept values to 0. Each kept value is at least as large as any
+        sampled value that was not kept, so the largest of these replaces smaller kept values.
         """
         stored = stored[self._finite(stored, width, dtype)]
         kept, values = self.indexes(stored, width), np.abs(self._values(stored, self._value_at(width), self.k, dtype))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The on-disk format, its writer processes, its reader and verify. Needs neither vllm nor torch."""
+"""The store: its on-disk format, writer processes, reader and verification. Needs neither vllm nor torch."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi view`: a local page to look at captures. Needs the extra `view`; neither vllm nor torch."""
+"""Serves `dmi view`, a local web page that shows captures. Needs the extra `view`, but neither vllm nor torch."""

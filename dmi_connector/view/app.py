@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP server of `dmi view`: a page, JSON, and float32 values. It writes nothing, and contacts no other host."""
+"""The HTTP application of `dmi view`: a page, JSON and float32 values. It writes no file and contacts no other host."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ STATIC = Path(__file__).parent / "static"
 MOST_TOKENS = 1024
 """Maximum number of tokens per window."""
 _MOST_CAPTURES = 200
-"""Maximum number of captures per request of the list."""
+"""Maximum number of captures per page of the list."""
 _LENS_TOKENS = 5
-"""Tokens of the lens per layer."""
+"""Number of tokens per layer in the logit lens."""
 _ALTERNATIVES, _LATENTS, _CONTEXTS = 10, 20, 12
-"""Number of alternatives to a token, of active latents of a token, and of contexts of a latent in an answer."""
+"""Maximum numbers per response: alternatives to a token, active latents of a token, contexts of a latent."""
 _CELLS = 128
-"""Cells of a thumbnail along each side."""
+"""Maximum number of cells along each side of a thumbnail."""
 ACTIONS: tuple[str, ...] = (
     "capture",
     "tokens",
@@ -61,10 +61,10 @@ ACTIONS: tuple[str, ...] = (
     "alternatives",
 )
 ACTIONS += ("attribution", "experts", "load", "latents", "contexts", "verify")
-"""Actions on one store."""
+"""Names of the actions on one store, in paths and as methods of `_Pages`."""
 
 _REFUSALS = (NoSuchStore, FileNotFoundError, TimeoutError, ValueError, LookupError)
-"""Errors of a request for something that does not exist, or cannot be shown."""
+"""Errors for requests of something that does not exist, or that cannot be shown."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
     " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -72,7 +72,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-"""With these headers the browser loads nothing from other hosts, and does not send them the token."""
+"""With these headers the browser loads nothing from other hosts, and does not send the token to them."""
 
 
 def new_token() -> str:
@@ -89,8 +89,9 @@ def make_app(
 ) -> ASGIApp:
     """The ASGI application. Every path begins with the token.
 
-    model: directory of the model's config.json and weights, for the lens. tokenizer: directory of tokenizer.json; None:
-    that of `model`, else of the model directory that a store names. sae: an autoencoder whose latents are shown.
+    model: directory with the model's config.json and weights, for the logit lens. tokenizer: directory with
+    tokenizer.json; None for that in `model`, or else in the model directory that the store names. sae: autoencoder
+    whose latents are shown.
     """
     pages = _Pages(library, model, tokenizer, sae)
     routes = [
@@ -107,14 +108,14 @@ def make_app(
 
 
 class _Guard:
-    """Lets only GET requests with the token pass, and adds headers to every answer."""
+    """Passes on only GET requests with the token, and adds headers to every response."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app, self._token = app, token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # no websockets, and no work at start and shutdown
+            return  # no websockets, and nothing to do at startup and shutdown
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -128,17 +129,17 @@ class _Guard:
             return PlainTextResponse("only GET is answered", 405, {"Allow": "GET"})
         given = scope["path"].removeprefix("/").split("/")[0].encode()
         if not secrets.compare_digest(given, self._token):
-            return PlainTextResponse("wrong token: take the address that dmi view printed", 403)
+            return PlainTextResponse("wrong token: use the address that dmi view printed", 403)
         return None
 
 
 def _share(p: np.floating[Any]) -> dict[str, float | None]:
-    """The probability of a token as JSON; None if the row has values that are not finite."""
+    """The probability of a token as JSON; None if it is not finite."""
     return {"p": float(p) if np.isfinite(p) else None}
 
 
 def _or_none(values: np.ndarray) -> list[float | None]:
-    """Numbers as JSON, None for those that are not finite."""
+    """Numbers as JSON, with None for values that are not finite."""
     return [float(value) if np.isfinite(value) else None for value in values]
 
 
@@ -149,7 +150,7 @@ def _answer(page: Callable[[Request], Response]) -> Callable[[Request], Response
         try:
             try:
                 return page(request)
-            except FileNotFoundError:  # a request ended meanwhile, and its store was renamed
+            except FileNotFoundError:  # try once more: a request may have ended, and its store was renamed
                 return page(request)
         except _REFUSALS as error:
             return _error(error, 404 if isinstance(error, (NoSuchStore, FileNotFoundError, TimeoutError)) else 400)
@@ -182,8 +183,8 @@ def _floats(values: np.ndarray) -> Response:
 def _stream(pieces: Iterator[dict[str, Any]]) -> Response:
     """Stream each piece as a line of JSON. After the client has disconnected, no further piece is computed.
 
-    The first piece is computed before the response, so its error gives an error response. A later error becomes a line
-    {"error": ...}.
+    The first piece is computed before the response, so an error in it gives an error response. A later error becomes a
+    line {"error": ...}.
     """
     first = [*itertools.islice(pieces, 1)]
 
@@ -198,7 +199,7 @@ def _stream(pieces: Iterator[dict[str, Any]]) -> Response:
 
 
 def _window(request: Request, capture: Capture) -> slice:
-    """The requested rows: at most MOST_TOKENS, and none beyond the end."""
+    """The requested rows: at most MOST_TOKENS, within the store."""
     first, count = _number(request, "first", 0), _number(request, "count", MOST_TOKENS)
     tokens = int(capture.attrs["num_tokens"])
     first = min(first, tokens)
@@ -373,7 +374,7 @@ class _Pages:
         return self.sae
 
     def _latents_of(self, capture: Capture) -> dict[str, Any]:
-        """Which latents can be shown, as JSON."""
+        """The latents that can be shown, as JSON: {lacks, count, hook}. lacks: why none can be shown, else None."""
         if self.sae is None:
             return {"lacks": "Start dmi view with --sae FILE, an autoencoder of SAELens or sparsify.", "count": 0}
         return {"lacks": self.sae.lacking(capture), "count": self.sae.encoder.latents, "hook": self.sae.hook}
@@ -386,7 +387,7 @@ class _Pages:
         return Texts(self.tokenizer or own, model)
 
     def _with_texts(self, capture: Capture, items: list[dict[str, Any]], ids: list[int]) -> list[dict[str, Any]]:
-        known = [max(i, 0) for i in ids]  # -1: no token, for a row that is not finite
+        known = [max(i, 0) for i in ids]  # -1 means no token: the row is not finite
         texts: Sequence[str | None] = self._texts(capture).of(known) or [None] * len(ids)
         texts = [text if i >= 0 else None for text, i in zip(texts, ids, strict=True)]
         return [{**item, "id": i, "text": text} for item, i, text in zip(items, ids, texts, strict=True)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention weights of one head, cut to the tokens that the page shows."""
+"""Computes attention weights of heads between the tokens that the page shows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dmi_connector.store.read.hook_names import HookTable
 
 
 def shown(capture: Capture) -> dict[str, Any]:
-    """What can be shown, as JSON. layers: their numbers. until: the first row that lacks keys before it."""
+    """The layers whose attention can be shown, as JSON. until: rows from this one on lack earlier keys."""
     layers = [layer for layer in range(HookTable.of(capture.attrs).num_layers) if pattern_hooks(capture, layer)]
     until = int(capture.attrs["num_tokens"])
     if any(pattern_hooks(capture, layer) != (SUMMARY,) for layer in layers):
@@ -26,12 +26,13 @@ def shown(capture: Capture) -> dict[str, Any]:
 
 
 def window(capture: Capture, layer: int, head: int, rows: slice) -> np.ndarray:
-    """Weights of the queries `rows` on the keys `rows`, float32 [queries, 1 + keys].
+    """Attention weights of the queries `rows` on the keys `rows`, float32 [queries, 1 + keys].
 
-    The first column is what each query gives to keys before the window. Keys after a query have weight 0. With a
-    summary (`pattern`) alone, so have keys that are not among the largest; the first column then has those stored.
+    The first column is the weight of each query on all keys before the window. Keys after a query have weight 0. If
+    only the summary (`pattern`) was captured, keys that it does not list also have weight 0, and the first column is
+    the sum of the listed ones.
 
-    Raises KeyError and ValueError as `attention_pattern` does.
+    Raises KeyError and ValueError like `attention_pattern`.
     """
     if pattern_hooks(capture, layer) in ((), (SUMMARY,)):
         return _of_summary(capture, layer, head, rows)
@@ -41,7 +42,7 @@ def window(capture: Capture, layer: int, head: int, rows: slice) -> np.ndarray:
 
 
 def windows(capture: Capture, layer: int, rows: slice) -> Iterator[np.ndarray]:
-    """`window` of each head in their order. Queries and keys are read once."""
+    """`window` of each head, in order. Queries and keys are read once."""
     if pattern_hooks(capture, layer) in ((), (SUMMARY,)):
         yield from (_of_summary(capture, layer, head, rows) for head in range(heads_of(capture)))
         return
@@ -65,7 +66,7 @@ def _of_summary(capture: Capture, layer: int, head: int, rows: slice) -> np.ndar
 
 
 def pooled(weights: np.ndarray, most: int) -> np.ndarray:
-    """Weights [queries, keys] in at most `most` x `most` cells: each has the largest weight of its queries and keys."""
+    """Max-pool weights [queries, keys] to at most `most` x `most` cells."""
     step = max(1, -(-max(weights.shape) // most))
     for axis in (0, 1):
         weights = np.maximum.reduceat(weights, np.arange(0, weights.shape[axis], step), axis=axis)
@@ -73,7 +74,7 @@ def pooled(weights: np.ndarray, most: int) -> np.ndarray:
 
 
 def largest(capture: Capture, layer: int, head: int, row: int, count: int = 10) -> list[dict[str, Any]]:
-    """The keys with the largest weights for one query, as JSON: rows and weights, in descending order of weight."""
+    """The keys with the `count` largest weights of one query, in descending order, as JSON: [{row, weight}]."""
     weights = attention_pattern(capture, layer, head, slice(row, row + 1))[0]
     order = np.argsort(-weights, kind="stable")[:count]
     return [{"row": int(key), "weight": float(weights[key])} for key in order if weights[key] > 0]

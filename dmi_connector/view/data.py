@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The captures that the page lists, and the stores that it may open."""
+"""Lists the captures for the page, and opens their stores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHOWN = ("model", "architecture", "dtype", "request_id", "key", "created", "fin
 
 
 class NoSuchStore(LookupError):
-    """The directory has no finished store of this name."""
+    """The directory has no finished store with this name."""
 
     def __init__(self, name: str, directory: Path) -> None:
         super().__init__(f"{name!r} is no finished store of {directory}; reload the list")
@@ -38,9 +38,9 @@ class NoSuchStore(LookupError):
 
 @dataclass
 class Library:
-    """The stores of one directory, finished or running. only: name of the only store to show, None for all.
+    """The stores of one directory, finished or of running requests. only: name of the only store to show, None for all.
 
-    No store stays open between two calls, so `dmi prune` and retention are not kept from removing any.
+    No store stays open between two calls, so `dmi prune` and retention can remove stores.
     """
 
     directory: Path
@@ -61,15 +61,15 @@ class Library:
         return cls(path.parent, path.name) if one else cls(path)
 
     def page(self, search: str, first: int, count: int, texts: TextIndex, again: bool = False) -> dict[str, Any]:
-        """Captures [first, first + count) of those that match, newest first, as JSON.
+        """Captures [first, first + count) of those that match the search, newest first, as JSON.
 
-        search: words that must all occur in the name, key, request id, model, state or text of a capture, in any case.
-        The result has `pending`, the number of captures whose texts were not searched yet; the next call continues with
-        them. `running` has the running requests. again: the list is shown already, so only new stores are read, not the
-        whole index.
+        search: words that must all occur in the name, key, request id, model, state or text of a capture; case is
+        ignored. again: the page already shows the list, so only new stores are read, not the whole index. In the
+        result, `pending` is the number of captures whose texts were not searched yet; the next call continues with
+        them. `running` is the number of running requests.
         """
         running = {info.store.name: (info, _text(info)) for info in self._running.infos()}
-        every = running | (self._with_new() if again else self._stores())  # a request may have ended in between
+        every = running | (self._with_new() if again else self._stores())  # a request in both has just ended
         newest = sorted(every.values(), key=lambda one: one[0].started, reverse=True) if running else every.values()
         found, pending = texts.search(newest, search.lower().split())
         return {
@@ -82,16 +82,16 @@ class Library:
         }
 
     def all(self) -> Iterator[Capture]:
-        """Every store that can be opened, newest first. The caller closes each."""
+        """All stores that can be opened, newest first. The caller closes each."""
         for name in list(self._stores()):
             with contextlib.suppress(LookupError, OSError, ValueError):
                 yield self.open(name)
 
     def open(self, name: str) -> Capture:
-        """Open a store by its name. For a running request it has the rows so far.
+        """Open a store by its name. The capture of a running request has the rows written so far.
 
-        Raises NoSuchStore for a name that is not a store of this directory. Raises CaptureFailed for a request that was
-        running when it was opened, and will not give a store.
+        Raises NoSuchStore if the directory has no such store. Raises CaptureFailed for a request that was opened while
+        it was running, and has ended without a store.
         """
         running = self._running.open(name)
         return running if running is not None else open_capture(self._path(name), timeout=0, allow_incomplete=True)
@@ -113,14 +113,14 @@ class Library:
 
     def _path(self, name: str) -> Path:
         path = self.directory / name
-        known = name in self._listed or name in self._stores()  # a growing index is not read for each response
+        known = name in self._listed or name in self._stores()  # so that a growing index is not read for each response
         # A listed name may still be a link to another place.
         if known and path.is_dir() and path.resolve().parent == self.directory.resolve():
             return path
         raise NoSuchStore(name, self.directory)
 
     def _stores(self) -> dict[str, tuple[CaptureInfo, str]]:
-        """name -> (info, searched text), newest first. It is read again if the directory or its index changed."""
+        """{name: (info, searched text)}, newest first. Read again if the directory or its index has changed."""
         with self._lock:
             now = tuple(_stamp(path) for path in (self.directory, self.directory / INDEX_NAME))
             if now != self._seen:
@@ -129,14 +129,14 @@ class Library:
             return self._listed
 
     def _with_new(self) -> dict[str, tuple[CaptureInfo, str]]:
-        """Like `_stores`, but lists the directory, and opens only stores that are not known yet."""
+        """Like `_stores`, but lists the directory and opens only stores that are not known yet."""
         if self.only is not None or not self._seen:
             return self._stores()
         with self._lock, os.scandir(self.directory) as entries:
             names = {e.name for e in entries if e.name.endswith(".zarr") and e.is_dir(follow_symlinks=False)}
             every = {name: one for name, one in self._listed.items() if name in names}
             for name in names - every.keys():
-                with contextlib.suppress(ValueError):  # stores that are damaged or no captures are not listed
+                with contextlib.suppress(ValueError):  # damaged stores, and those that are no captures, are not listed
                     info = info_of(self.directory / name)
                     every[name] = (info, _text(info))
             self._listed = dict(sorted(every.items(), key=lambda item: item[1][0].started, reverse=True))
@@ -185,9 +185,9 @@ def ranges(rows: np.ndarray) -> list[list[int]]:
 
 
 def describe(capture: Capture) -> dict[str, Any]:
-    """The facts of a store that the page needs before it requests values, as JSON.
+    """The facts about a store that the page needs before it requests values, as JSON.
 
-    rows of a hook: [start, stop) ranges of rows with a value; None if all rows that are not missing have one.
+    `rows` of a hook: [start, stop) ranges of rows that have a value; None if all rows that are not missing have one.
     """
     hooks = [
         {

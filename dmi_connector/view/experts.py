@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts the tokens of a window were routed to, and how often each expert was chosen."""
+"""Reads which experts the tokens of a window were routed to, and counts how often each expert was chosen."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from dmi_connector.captures.capture import Capture
 
 IDS, WEIGHTS = "topk_ids", "topk_weights"
 _ROWS = 4096
-"""Rows that are read at a time."""
+"""Number of rows read at a time."""
 
 
 def shown(capture: Capture) -> dict[str, Any] | None:
-    """As JSON: the layers with experts, their number, and the experts of each token; None if none are captured."""
+    """The experts that can be shown, as JSON; None if `topk_ids` was not captured.
+
+    layers: layers with experts. count: number of experts. each: number of experts per token. weights: whether their
+    weights were captured.
+    """
     if IDS not in capture:
         return None
     facts = capture.attrs.get("experts") or {}
@@ -34,9 +38,9 @@ def shown(capture: Capture) -> dict[str, Any] | None:
 
 
 def window(capture: Capture, rows: slice, weights: bool) -> np.ndarray:
-    """Numbers of the experts, or their weights, in descending order of weight: float32 [layers, tokens, top k].
+    """Expert numbers, or their weights, in descending order of weight: float32 [layers, tokens, top k].
 
-    NaN for rows that the store lacks. Raises KeyError for what was not captured.
+    NaN for rows that the store lacks. Raises KeyError if the hook was not captured.
     """
     values = capture.numpy(WEIGHTS if weights else IDS, tokens=rows).astype(np.float32)
     for start, stop in capture.missing:

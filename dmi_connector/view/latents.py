@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latents of a sparse autoencoder: the strongest latents of a token, and one latent's values and strongest contexts."""
+"""Computes latents of a sparse autoencoder: the strongest of a token, or one latent's values and contexts."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from dmi_connector.captures.names import holds, hook_and_layer
 from dmi_connector.captures.own_values import check_own_values
 
 LATENTS = "latents"
-"""Name of an entry that is listed among the hooks of a store. The value of a token is that of one latent."""
+"""Name of an entry in the page's list of hooks. The value of a token is that of one latent."""
 _ROWS = 256
 """Rows encoded at a time."""
 _SECONDS = 2.0
-"""Time limit of reading rows for contexts."""
+"""Time limit for the rows of contexts."""
 _BEFORE, _BEHIND = 8, 4
-"""Tokens of a context before and after its token."""
+"""Number of tokens of a context before and after its token."""
 _BINS = 24
 
 
 @dataclass(frozen=True)
 class Latents:
-    """An autoencoder, and the hook and layer whose rows it encodes, as in "resid_pre@12"."""
+    """An autoencoder. hook: hook and layer whose rows it encodes, as in "resid_pre@12"."""
 
     encoder: SparseEncoder
     hook: str
 
     @classmethod
     def load(cls, path: Path, hook: str | None) -> Latents:
-        """Load an autoencoder. hook: None: the one that `cfg.json` names.
+        """Load an autoencoder. hook: None for the hook named in `cfg.json`.
 
-        Raises ValueError if neither names a hook, and the errors of `SparseEncoder.load`.
+        Raises ValueError if neither names a hook. Raises the errors of `SparseEncoder.load`.
         """
         encoder = SparseEncoder.load(path)
         config = (path if path.is_dir() else path.parent) / "cfg.json"
@@ -73,17 +73,17 @@ class Latents:
         return {**entry, "rows": None, "statistics": values}
 
     def strongest(self, capture: Capture, row: int, count: int) -> list[dict[str, Any]]:
-        """The largest active latents of one token, in descending order, as JSON: {latent, value}. count: maximum."""
+        """At most `count` active latents of one token, the largest first, as JSON: [{latent, value}]."""
         values = self.encoder.encode(self._rows(capture, slice(row, row + 1)))[0]
         order = np.argsort(-values, kind="stable")[:count]
         return [{"latent": int(at), "value": float(values[at])} for at in order if values[at] > 0]
 
     def window(self, capture: Capture, latent: int, rows: slice) -> np.ndarray:
-        """One latent at each token, float32 [tokens]; NaN for rows that the store lacks, or that are not finite."""
+        """The values of one latent, float32 [tokens]. NaN for rows that the store lacks, or that are not finite."""
         return self._window(capture, latent, rows, None)
 
     def _window(self, capture: Capture, latent: int, rows: slice, until: float | None) -> np.ndarray:
-        """Like `window`, with a time limit. until: rows that are not encoded by this time are NaN; None: no limit."""
+        """Like `window`, but rows not encoded by the time `until` (time.monotonic()) are NaN. None: no limit."""
         one, at = self._only(latent)
         found = np.full(rows.stop - rows.start, np.nan, np.float32)
         for run in capture.runs(_ROWS):
@@ -98,11 +98,11 @@ class Latents:
         return found
 
     def contexts(self, stores: Iterable[Capture], latent: int, count: int) -> dict[str, Any]:
-        """The tokens of many stores at which a latent is strongest, and a histogram of its values, as JSON.
+        """The tokens of many stores with the largest values of a latent, and a histogram of its values, as JSON.
 
-        {found: [{store, row, value, first, ids, values}], rows, active, edges, counts, read}. It stops after two
-        seconds, also within a store. rows: number of encoded rows. active: number of rows with a value above 0. read:
-        number of stores that were read.
+        {found: [{store, row, value, first, ids, values}], rows, active, edges, counts, read}. Reading stops after two
+        seconds, also within a store. found: at most `count` tokens with their contexts. rows: number of encoded rows.
+        active: number of rows with a value above 0. read: number of stores that were visited.
         """
         until, best, values, read = time.monotonic() + _SECONDS, list[dict[str, Any]](), [], 0
         for capture in stores:
@@ -127,7 +127,7 @@ class Latents:
         return values[0] if values.ndim == 3 else values
 
     def _only(self, latent: int) -> tuple[SparseEncoder, int]:
-        """(encoder, index of `latent` in it). The encoder computes only this latent, unless it is a top-k encoder."""
+        """(encoder, index of `latent` in it). The encoder has only this latent, unless it is a top-k encoder."""
         full = self.encoder
         if not 0 <= latent < full.latents:
             raise ValueError(f"latent {latent} does not exist: the autoencoder has {full.latents}")
@@ -141,7 +141,7 @@ class Latents:
 
 
 def _contexts(capture: Capture, values: np.ndarray, count: int) -> list[dict[str, Any]]:
-    """The tokens of a store with the largest values above 0, each with the tokens around it."""
+    """The tokens of a store with the largest values above 0, each with the tokens around it. count: maximum number."""
     ids, found = capture.token_ids, []
     for row in np.argsort(-np.nan_to_num(values), kind="stable")[:count].tolist():
         if values[row] > 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each token was predicted by the row before it: its log-probability, and its alternatives."""
+"""Computes how the row before each token predicts it: log-probability, entropy, alternatives and attribution."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dmi_connector.view import lens
 from dmi_connector.view.data import ranges
 
 PREDICTION = "prediction"
-"""Name of an entry that is listed among the hooks of a store. Its values describe how each token was predicted."""
+"""Name of an entry in the page's list of hooks. Its values describe how each token was predicted."""
 STATISTICS = ("log-probability", "entropy")
 FINAL = "final"
 _SAMPLES = 64
-"""Rows of logits that are read at a time."""
+"""Number of rows of logits read at a time."""
 _ROWS = 128
-"""Rows of the residual stream that are multiplied with the unembedding at a time."""
+"""Number of rows of the residual stream multiplied with the unembedding at a time."""
 
 
 def lacking(capture: Capture, model: Path | None) -> str | None:
@@ -35,7 +35,7 @@ def lacking(capture: Capture, model: Path | None) -> str | None:
 
 
 def described(capture: Capture, model: Path | None) -> list[dict[str, Any]]:
-    """The entry of `PREDICTION` among the hooks, as JSON; [] if the store has none."""
+    """The entry of `PREDICTION` in the list of hooks, as JSON; [] if predictions cannot be computed."""
     if lacking(capture, model) is not None:
         return []
     numbers = [{"name": name, "index": None, "signed": False, "flipped": name == STATISTICS[0]} for name in STATISTICS]
@@ -49,7 +49,7 @@ def described(capture: Capture, model: Path | None) -> list[dict[str, Any]]:
 
 
 def places(capture: Capture, model: Path | None) -> list[str]:
-    """The places at which the lens can read the residual stream: captured layers, and "final"."""
+    """The places at which the logit lens can be computed: numbers of captured layers, and "final"."""
     if lens.lacking(capture, model) is not None:
         return []
     layers = capture.layers["resid_pre"] if "resid_pre" in capture else []
@@ -57,11 +57,11 @@ def places(capture: Capture, model: Path | None) -> list[str]:
 
 
 def predicted(capture: Capture, end: Unembedding | None, place: str, window: slice) -> Outcomes:
-    """How the tokens of a window are predicted from the residual stream. place: one of `places`.
+    """How the residual stream before each token of a window predicts the token. place: one of `places`.
 
-    "final" is the model's own prediction. It is computed from `resid_final`, or without `end` from the captured logits.
-    A token whose row before has no distribution has NaN, and -1 as best. Raises ValueError or KeyError if the store
-    lacks what is needed.
+    "final" is the model's own prediction, from `resid_final`, or from the captured logits if `end` is None or
+    `resid_final` was not captured. If the row before a token is missing or has no logits, the token's values are NaN,
+    and its best token is -1. Raises ValueError or KeyError if the store lacks what is needed.
     """
     count = window.stop - window.start
     ids, known = capture.token_ids.astype(np.int64), known_tokens(capture)
@@ -77,10 +77,10 @@ def predicted(capture: Capture, end: Unembedding | None, place: str, window: sli
 def lens_map(
     capture: Capture, end: Unembedding, names: list[str], window: slice, token: int | None
 ) -> Iterator[tuple[str | None, int, Outcomes]]:
-    """What each place predicts for the tokens of a window, in pieces: (place, first token, values of the next tokens).
+    """The predictions of all places for a window, in pieces: (place, first token, outcomes from this token on).
 
-    names: the `places`. If `token` is a row of the window, its values at all places come first, in their order; the
-    place is None. Then each place follows as `predicted` gives it: the last one, the first, those between by halves.
+    names: the result of `places`. If `token` is a row of the window, the first piece has its outcomes at all places, in
+    the order of `names`, with None as place. Then each place follows as in `predicted`, in the order of `halving`.
     """
     if token is not None and token in range(max(window.start, 1), window.stop) and present_rows(capture)[token - 1]:
         came = int(capture.token_ids[token]) if known_tokens(capture)[token] else -1
@@ -93,7 +93,7 @@ def lens_map(
 
 
 def halving(count: int) -> list[int]:
-    """0 to count - 1: the last, the first, then those halfway between, so that all of the range is seen early."""
+    """The numbers 0 to count - 1 in the order of bisection: the last, the first, then middles of intervals."""
     order, ranges_left = [count - 1, 0][:count], [(0, count - 1)]
     while ranges_left:
         first, last = ranges_left.pop(0)
@@ -107,8 +107,8 @@ def halving(count: int) -> list[int]:
 def alternatives(capture: Capture, end: Unembedding | None, row: int, count: int) -> dict[str, Any]:
     """The alternatives to the token of one row: {ids, p, rank, came}.
 
-    ids, p: the `count` likeliest tokens and their probabilities. came: the probability of the token itself. rank: the
-    rank of the token, 1 for the likeliest. If the row before has no prediction, ids and p are [], the others None.
+    ids, p: the `count` likeliest tokens and their probabilities. came: the probability of the token itself. rank: its
+    rank, 1 for the likeliest token. If the row before has no prediction, ids and p are [], and the others are None.
     """
     for _, own in _distributions(capture, end, FINAL, slice(row - 1, row) if row else slice(0, 0)):
         if np.isnan(own).any():
@@ -125,7 +125,7 @@ def alternatives(capture: Capture, end: Unembedding | None, row: int, count: int
 def _outcomes(
     capture: Capture, end: Unembedding | None, place: str, rows: slice, came: np.ndarray
 ) -> Iterator[tuple[np.ndarray, Outcomes]]:
-    """(rows of the store, what is predicted after each), in blocks. came: int64 [tokens], -1 where it is not known."""
+    """(rows of the store, outcomes of the token after each row), in blocks. came: token ids, int64 [tokens], or -1."""
     if end is not None and not (place == FINAL and "resid_final" not in capture):
         wanted = np.arange(rows.start, rows.stop)
         wanted = wanted[present_rows(capture)[wanted]]
@@ -173,7 +173,7 @@ def attribution_lacks(capture: Capture, model: Path | None) -> str | None:
 
 
 def attribution(capture: Capture, end: Unembedding, row: int) -> dict[str, Any]:
-    """Direct logit attribution of the token after one row, as JSON: {parts, values, logit, target}.
+    """Direct logit attribution of the token after a row, as JSON: {parts, values, logit, target}.
 
     For the last row the target is the likeliest token. Raises ValueError if the store lacks the token after the row.
     """

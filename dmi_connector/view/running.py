@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests under way: what the list says of them, and the rows that are written so far as a capture."""
+"""Reads the stores of running requests: their entries in the list, and the rows written so far."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from dmi_connector.store.read.partial import PartialStore, partial_of
 from dmi_connector.store.read.waiting import Watch
 
 RUNNING = "running"
-"""State of a request under way, beside those of `CaptureInfo`."""
+"""State of a running request, in addition to the states of `CaptureInfo`."""
 _LOGITS = "logits"
 _PARTIAL = ".zarr" + PARTIAL_SUFFIX
 
 
 class RunningCapture(Capture):
-    """The rows that were written when it was made: those from 0 on that every hook has. Later ones do not exist in it.
+    """The rows of a running request from 0 on that all hooks had when this object was made. Later rows are not added.
 
-    It has no file of its own to hold, and reads the files of the writers: FileNotFoundError once these are renamed.
+    It reads the files of the writers without a lock. Raises FileNotFoundError once the store is renamed.
     """
 
     def __init__(self, path: Path, partial: PartialStore, attrs: dict[str, Any], ids: np.ndarray) -> None:
@@ -39,7 +39,7 @@ class RunningCapture(Capture):
         self._read_from(path, attrs, self._written)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no file is open."""
 
     def _plain(self, name: str) -> np.ndarray:
         if name == "token_ids":
@@ -51,7 +51,7 @@ class RunningCapture(Capture):
 
 
 class _WrittenValues(HookValues):
-    """Values of a store that is being written. sampled: as `Capture.logits_positions`, of samples that are final."""
+    """Values of a store that is being written. sampled: like `Capture.logits_positions`, for samples that are final."""
 
     def __init__(self, partial: PartialStore, attrs: dict[str, Any]) -> None:
         self._partial, self.sampled = partial, partial.sampled(_LOGITS)
@@ -76,9 +76,9 @@ class _WrittenValues(HookValues):
 
 
 class RunningStores:
-    """The requests under way in one directory. only: the name of the one store to show, None for all.
+    """The running requests of one directory. only: name of the only store to show, None for all.
 
-    What did not change since the last look is not opened.
+    Files that have not changed since the last call are not read again.
     """
 
     def __init__(self, directory: Path, only: str | None) -> None:
@@ -86,7 +86,7 @@ class RunningStores:
         self._known: dict[str, _Running] = {}
 
     def infos(self) -> list[CaptureInfo]:
-        """For the list, with the state RUNNING and the number of rows so far."""
+        """The entries for the list, with the state RUNNING and the number of rows so far."""
         with os.scandir(self._directory) as entries:
             names = [entry.name for entry in entries if entry.name.endswith(_PARTIAL)]
         found = [self._find(name.removesuffix(PARTIAL_SUFFIX)) for name in names]
@@ -96,9 +96,9 @@ class RunningStores:
         return [info for one in found if one is not None and (info := one.info()) is not None]
 
     def open(self, name: str) -> RunningCapture | None:
-        """The rows so far of a store by its name; None where it has no rows under way, as it is finished or unknown.
+        """The rows so far of a running request, by the name of its store. None if the store is finished or unknown.
 
-        Raises CaptureFailed for one that was opened before and of which no store comes.
+        Raises CaptureFailed for a request that was opened before, and has ended without a store.
         """
         running = self._find(name)
         if running is None:
@@ -122,7 +122,7 @@ class RunningStores:
 
 
 class _Running:
-    """One request under way, for several threads."""
+    """One running request. Thread-safe."""
 
     def __init__(self, final: Path) -> None:
         self._final, self._lock, self._opened = final, threading.Lock(), False
@@ -132,7 +132,7 @@ class _Running:
         self._ids = np.zeros(0, np.int32)
 
     def info(self) -> CaptureInfo | None:
-        """The entry for the list; None if it has ended, has not begun, or is not written any more."""
+        """The entry for the list. None if the request has ended or has not begun, or if no process writes its store."""
         with self._lock:
             there, attrs, count = self._look(), self._attrs, self._length()
         if not there or attrs is None or is_abandoned(self._partial.path):
@@ -142,7 +142,7 @@ class _Running:
         return CaptureInfo(*line, attrs["prompt_len"], model)
 
     def open(self) -> RunningCapture | None:
-        """Its rows so far; None where it has ended or has not begun. Raises CaptureFailed where no store comes."""
+        """The rows so far; None if the request has ended or not begun. Raises CaptureFailed if it gives no store."""
         with self._lock:
             there = self._look()
             if self._final.exists():
@@ -155,11 +155,11 @@ class _Running:
 
     @property
     def lost(self) -> bool:
-        """Whether its rows were requested and it left no store: the answer then says why."""
+        """Whether the request was opened before and has no store. It stays known, so that `open` can say why."""
         return self._opened and not self._final.exists()
 
     def _look(self) -> bool:
-        """Read what was added to the journals. Returns whether the store is still written, judging by its name."""
+        """Read new records of the journals. Returns whether the partial store still exists."""
         path = self._partial.path
         try:
             with os.scandir(path) as entries:
@@ -168,13 +168,13 @@ class _Running:
                 self._partial.refresh()
                 self._seen, self._attrs = sizes, self._partial.attrs()
         except FileNotFoundError:
-            return path.exists()  # journals go shortly before the store gets its name
+            return path.exists()  # journals are removed shortly before the store is renamed
         if self._attrs is not None:
             self._ids = self._partial.written(self._ids)
         return True
 
     def _length(self) -> int:
-        """Rows that can be shown: logits come later than their rows, and these wait for them."""
+        """Number of rows that can be shown. If logits are captured, rows whose logits have not arrived are left out."""
         attrs = self._attrs or {}
         if _LOGITS not in attrs.get("hooks", {}):
             return len(self._ids)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves the page on this machine's loopback address."""
+"""Serves the page of `dmi view` on the loopback address."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def serve(
     sae_hook: str | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Serve a store directory, or one store, until the process is interrupted. `say` gets the address.
+    """Serve a store directory, or one store, until the process is interrupted. say: called with the address.
 
-    port: 0 takes a free one. model, tokenizer: see `make_app`. sae, sae_hook: see `Latents.load`. Raises ValueError for
-    a directory that is no model's or tokenizer's, for what is no autoencoder, and for a port that is taken.
+    port: 0 for a free one. model, tokenizer: see `make_app`. sae, sae_hook: see `Latents.load`. Raises ValueError if
+    `model`, `tokenizer` or `sae` cannot be loaded, or if the port cannot be used.
     """
     library = Library.at(path)
     if model is not None:
@@ -54,7 +54,7 @@ def serve(
 
 def _listen(port: int) -> socket.socket:
     listener = socket.socket()
-    if os.name == "posix":  # on Windows it would let two servers share a port
+    if os.name == "posix":  # on Windows the option would let two servers share a port
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((HOST, port))

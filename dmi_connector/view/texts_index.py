@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The texts of captures, for the list and its search."""
+"""Decodes the texts of captures, for the list and its search."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dmi_connector.store.read.index import CaptureInfo
 from dmi_connector.view.running import RUNNING
 
 _TOKENS = 2048
-"""Tokens of a capture whose text is searched."""
+"""Number of tokens of a capture whose text is searched."""
 _SHOWN = 96
-"""Characters of the prompt in the list."""
+"""Number of characters of the prompt in the list."""
 _SECONDS = 0.4
-"""Time after which a search leaves further texts to the next one."""
+"""Time limit for reading texts in one search. The next search continues."""
 
 
 class TextIndex:
-    """Texts of stores, each read once. texts_of: the tokenizer of a store's model, by the name of the model."""
+    """Texts of stores, each read once. texts_of: function from the name of a model to its tokenizer."""
 
     def __init__(self, texts_of: Callable[[str | None], Texts]) -> None:
         self._texts_of = texts_of
@@ -30,13 +30,14 @@ class TextIndex:
         self._known: dict[tuple[str, str], tuple[str, str]] = {}
 
     def prompt(self, info: CaptureInfo) -> str:
-        """The beginning of the prompt on one line; "" without a tokenizer, or where the store cannot be read."""
+        """The beginning of the prompt on one line; "" if there is no tokenizer, or the store cannot be read."""
         return self._read(info)[0]
 
     def search(self, infos: Iterable[tuple[CaptureInfo, str]], words: list[str]) -> tuple[list[CaptureInfo], int]:
-        """(captures with all words in their text or in what else is known of them, captures not looked at yet).
+        """Find captures by words. Returns (matching captures, number of captures whose text was not read yet).
 
-        infos: captures and what else is known, in lower case. A further search goes on where this one stopped.
+        infos: captures, each with its other searchable facts in lower case. A capture matches if each word occurs in
+        these facts or in its text. The next search continues with the texts that were not read.
         """
         until, found, left = time.monotonic() + _SECONDS, [], 0
         for info, known in infos:
@@ -49,8 +50,8 @@ class TextIndex:
         return found, left
 
     def _read(self, info: CaptureInfo) -> tuple[str, str]:
-        """(what the list shows, what is searched)."""
-        if info.state == RUNNING:  # its file of token ids comes at the end
+        """(beginning of the prompt for the list, text for searches)."""
+        if info.state == RUNNING:  # the file of token ids is written at the end
             return "", ""
         key = _key(info)
         if key not in self._known:
@@ -71,5 +72,5 @@ class TextIndex:
 
 
 def _key(info: CaptureInfo) -> tuple[str, str]:
-    """A store of the same name may be another one: it began at another time."""
+    """(name, start time) of a store: a new store may get the name of an old one."""
     return (info.store.name if isinstance(info.store, Path) else str(info.store)), info.started

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store format: documents, names, locks. Shared by writers and readers."""
+"""The store format, shared by writers and readers: documents, names and locks."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The crc32c of data, the crc32c of joined data from those of its parts, and the checksum of a file of a store."""
+"""Computes crc32c checksums: of data, of joined data from those of its parts, and of files of a store."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import numpy as np
 _iscsi: Callable[[Any, int], int] = fastcrc.crc32.iscsi
 """crc32c, which fastcrc names after iSCSI."""
 _POLYNOMIAL = 0x82F63B78
-"""crc32c's polynomial, highest power in bit 0."""
+"""The polynomial of crc32c, with the highest power in bit 0."""
 _ONE, _X8 = 0x80000000, 0x00800000
 """The polynomials 1 and x**8."""
 
 
 def crc32c(data: bytes | np.ndarray, start: int = 0) -> int:
-    """crc32c of `data` (bytes or a contiguous uint8 array). start: the crc32c of the data before it.
+    """The crc32c of `data` (bytes or a contiguous uint8 array). start: crc32c of the preceding data.
 
-    It releases the GIL for long data, so threads that read chunks run in parallel.
+    It releases the GIL for long data, so that threads that read chunks run in parallel.
     """
     return _iscsi(data, start)
 
@@ -29,14 +29,15 @@ def crc32c(data: bytes | np.ndarray, start: int = 0) -> int:
 def file_checksum(path: str, content: bytes | np.ndarray) -> int:
     """The checksum of a file of a store (docs/FORMAT.md, section 5). path: its path in the store.
 
-    content: what `shard_index.shard_content` returns for a shard, the values for the chunk of a 1-D array, else the
-    file. It is not the whole file, because the crc32c of data followed by their own crc32c depends only on the length.
+    content: for a shard, the result of `shard_index.shard_content`; for the chunk of a 1-D array, its values; else the
+    whole file. It is not always the whole file, because the crc32c of data that ends in its own crc32c depends only on
+    the length.
     """
     return crc32c(content, crc32c(path.encode() + b"\0"))
 
 
 def crc32c_join(first: int, second: int, nbytes: int) -> int:
-    """crc32c of two parts of data joined. first, second: their crc32c. nbytes: length of the second.
+    """The crc32c of two joined parts of data. first, second: crc32c of the parts. nbytes: length of the second part.
 
     Appending n bytes multiplies a crc by x**(8 n) modulo the polynomial (the rule of zlib's crc32_combine).
     """
@@ -45,12 +46,12 @@ def crc32c_join(first: int, second: int, nbytes: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def crc32c_of_zeros(nbytes: int) -> int:
-    """crc32c of zero bytes."""
+    """The crc32c of `nbytes` zero bytes."""
     return crc32c(bytes(nbytes))
 
 
 def _multiply(a: int, b: int) -> int:
-    """Product of two polynomials modulo _POLYNOMIAL, both with the highest power in bit 0."""
+    """The product of two polynomials modulo _POLYNOMIAL. All have the highest power in bit 0."""
     product = 0
     while a:
         if a & _ONE:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a capture lacks rows.
+"""Describes why a capture lacks rows.
 
-Every part of the package reports missing rows as a `Loss`. `reason` turns the losses of a capture into the sentences of
-its attribute `reason`, and `missing` into row ranges.
+All parts of the package report missing rows as a `Loss`. From the losses of a capture, `reason` makes the store's
+attribute `reason`, and `missing` its attribute `missing`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 LABELS = ("shutdown", "write_error", "dropped", "quota", "aborted", "other")
-"""Metric labels of incomplete captures. If several apply, the first one is used (docs/OPERATIONS.md)."""
+"""Labels of incomplete captures in metrics. If several apply, the first one is used (docs/OPERATIONS.md)."""
 
 OWN_ENDS = ("stop", "length", "repetition")
 """Finish reasons of requests that were not aborted. The store of an aborted request may be complete too: it
@@ -25,7 +25,7 @@ Ranges = Sequence[Sequence[int]]
 
 
 class Cause(enum.Enum):
-    """A cause of missing rows: its label in metrics, and its sentence in a store's `reason`."""
+    """A cause of missing rows: (label in metrics, sentence in a store's `reason`)."""
 
     # In the engine.
     QUOTA = "quota", "max_request_bytes: {limit} bytes hold the rows of {end} of {expected} tokens"
@@ -51,7 +51,7 @@ class Cause(enum.Enum):
     RANKS_LATE = "other", "tensor-parallel ranks {ranks} did not finish in {seconds} s"
     FILES_GONE = "write_error", "{count} files are gone from the partial store, the first: {first}"
     NOT_SALVAGED = "write_error", "what is left of {hooks} cannot be salvaged: {error}"
-    NOT_WRITTEN = "write_error", ""  # lists rows only; the loss that stopped the writer has the sentence
+    NOT_WRITTEN = "write_error", ""  # only lists rows; another loss says why the writer stopped
     HOOKS_WITHOUT_DATA = "other", "hooks without data: {hooks}"
     # In a repair.
     SALVAGED = "other", "salvaged after the writer or the engine was killed"
@@ -74,7 +74,7 @@ class Cause(enum.Enum):
 class Loss:
     """One reason why a capture is incomplete.
 
-    rows: the [start, stop) ranges that are lost; () if none is, or if they are unknown. facts: values of the
+    rows: [start, stop) ranges of lost rows; () if none are lost, or if they are unknown. facts: values of the
     placeholders in the cause's sentence. rank: the tensor-parallel rank that reports the loss.
     """
 

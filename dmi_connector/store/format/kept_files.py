@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies beside the stores of files that these were made with (docs/FORMAT.md, section 11)."""
+"""Keeps copies of fitted files and probes next to the stores that used them (docs/FORMAT.md, section 11)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dmi_connector.store.format.paths import make_directory, umask_of
 from dmi_connector.store.format.remote_path import Place
 
 BASES, PROBES = "bases", "probes"
-"""Folders in a store directory with a copy of every fitted file (PCA bases, scales) and of every probe used there, as
-SHA256.safetensors.
+"""Folders in a store directory with copies of the fitted files (PCA bases, scales, codebooks) and of the probes that
+its stores used. A copy is named SHA256.safetensors.
 """
 
 
 def check_sha256(sha256: str, store: Place) -> None:
-    """Raise ValueError for what a store names and is no SHA-256: it becomes part of a path."""
+    """Raise ValueError if a hash in a store is no SHA-256, because it becomes part of a path."""
     if re.fullmatch("[0-9a-f]{64}", sha256) is None:
         raise ValueError(f"{store} names the file {sha256!r}, which is no SHA-256")
 
 
 def keep_copy(source: str, sha256: str, folder: str, store_dir: str, file_mode: str) -> None:
-    """Put a copy of a file beside the stores of `store_dir`, whole or not at all. folder: see above. Raises OSError."""
+    """Copy a file next to the stores of `store_dir`, atomically. folder: BASES or PROBES. Raises OSError."""
     folder = os.path.join(store_dir, folder)
     final = os.path.join(folder, f"{sha256}.safetensors")
     if os.path.exists(final):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What captures, repairs and removes stores needs Linux. What reads them does not."""
+"""Checks for Linux, which capturing, repairing and removing stores need. Reading stores does not."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from importlib import import_module
 
 _MODULES = ("fcntl", "resource")
 _FUNCTIONS = ("fork", "memfd_create", "pread", "preadv", "register_at_fork", "sched_getaffinity", "statvfs")
-"""Functions of `os` that capture needs."""
+"""Functions of `os` that writing stores needs."""
 
 
 class NeedsLinux(OSError):
-    """A call that needs Linux was made on another system."""
+    """Raised for a call that needs Linux, on another system."""
 
 
 def _has(module: str) -> bool:
@@ -25,7 +25,7 @@ def _has(module: str) -> bool:
 
 
 def check_linux(what: str) -> None:
-    """Raise NeedsLinux where the system lacks what writers of stores use. what: subject of the error's sentence."""
+    """Raise NeedsLinux if the system lacks functions that writing stores needs. what: subject of the message."""
     lacking = [name for name in _MODULES if not _has(name)]
     lacking += [f"os.{name}" for name in _FUNCTIONS if not hasattr(os, name)]
     if sys.platform != "linux" or lacking:

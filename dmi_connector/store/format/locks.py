@@ -2,9 +2,9 @@
 """Locks on store directories (docs/FORMAT.md, section 10).
 
 Writers and readers hold a shared flock on the directory of a store. Repair and removal take it exclusively, without
-waiting. The kernel releases a lock when its process ends for any reason. A process id in a file would not be safe: it
-could by then belong to another process or another container. A lock on a directory stays valid if the directory is
-renamed or its files are removed.
+waiting. The kernel releases a lock when its process ends for any reason. A process id in a file would not be safe,
+because the id could meanwhile belong to another process or container. A lock on a directory stays valid if the
+directory is renamed or its files are removed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 try:
     import fcntl
-except ImportError:  # Windows: stores are read without a lock, and this package does not write or remove stores
+except ImportError:  # Windows, where stores are only read, without a lock
     fcntl = None  # type: ignore[assignment]
 
 from dmi_connector.store.format.linux import check_linux
@@ -27,21 +27,21 @@ logger = logging.getLogger(__name__)
 
 LIFE_LOCK = "DMI_LIFE_LOCK"
 """Environment variable that `dmi run` sets for its engines: paths of lock files, one per line. Each process of an
-engine holds a shared lock on them. An exclusive lock proves that all these processes have ended.
+engine holds a shared lock on these files. An exclusive lock can be taken only after all these processes have ended.
 """
 _life_locks: list[int] = []
-"""Descriptors of these files. They stay open, so the locks end with the process."""
+"""Descriptors of the files in LIFE_LOCK. They stay open, so that the locks end with the process."""
 _LOCKED_WITHIN_S = 10.0
-"""Maximum time between the creation of a directory and its lock by the writer."""
+"""Maximum time between the creation of a partial directory and the writer's lock on it."""
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 class PartialLock:
-    """The shared lock of a process that writes to a partial directory, which is created if missing.
+    """The shared lock of a process that writes to a partial directory. The directory is created if missing.
 
-    It waits while a repair holds the directory. Raises OSError. On a file system without flock it logs a warning and
-    continues without a lock. `claim` fails on such a file system.
+    It waits while a repair has the directory locked. On a file system without flock it logs a warning and continues
+    without a lock; `claim` fails there. Raises OSError.
     """
 
     def __init__(self, partial: str) -> None:
@@ -60,7 +60,7 @@ class PartialLock:
                 return
 
     def release_if_renamed(self) -> bool:
-        """Release the lock if the directory has lost its partial name. Returns whether it has."""
+        """Release the lock if the directory was renamed or removed. Returns whether it was."""
         if _has_name(self._fd, self._partial):
             return False
         self.release()
@@ -72,7 +72,7 @@ class PartialLock:
 
 
 def hold_life_lock() -> None:
-    """Hold the locks of the files in LIFE_LOCK, one per line, until this process ends. Raises OSError."""
+    """Hold shared locks on the files in LIFE_LOCK until this process ends. Raises OSError."""
     for path in filter(None, os.environ.get(LIFE_LOCK, "").split("\n")):
         fd = os.open(path, os.O_RDONLY)
         fcntl.flock(fd, fcntl.LOCK_SH)
@@ -81,7 +81,7 @@ def hold_life_lock() -> None:
 
 @contextlib.contextmanager
 def lock_alone(path: str | os.PathLike[str]) -> Iterator[bool]:
-    """Hold an exclusive lock of a file, which is created if missing. Yields False if another process holds a lock.
+    """Hold an exclusive lock on a file, which is created if missing. Yields False if another process holds a lock.
 
     Raises OSError if the file system has no such locks.
     """
@@ -91,7 +91,7 @@ def lock_alone(path: str | os.PathLike[str]) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def hold_part(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold a shared lock of a file, which is created if missing. Waits while another process holds an exclusive lock.
+    """Hold a shared lock on a file, which is created if missing. Waits while another process holds an exclusive lock.
 
     Raises OSError if the file system has no such locks.
     """
@@ -110,9 +110,7 @@ def _lock_file(path: str | os.PathLike[str]) -> Iterator[int]:
 
 
 def _lock(fd: int, path: str | os.PathLike[str], how: int) -> bool:
-    """Lock an open file. Returns False if another process holds it. Raises OSError if the file system has no such
-    locks.
-    """
+    """Lock an open file. Returns False if another process holds a lock. Raises OSError if locks are not supported."""
     try:
         fcntl.flock(fd, how)
     except BlockingIOError:
@@ -124,7 +122,7 @@ def _lock(fd: int, path: str | os.PathLike[str], how: int) -> bool:
 
 @contextlib.contextmanager
 def claim(directory: str | os.PathLike[str]) -> Iterator[bool]:
-    """Hold an exclusive lock of a directory. Yields False if another process holds a lock, or has just renamed it.
+    """Hold an exclusive lock on a directory. Yields False if another process holds a lock, or has just renamed it.
 
     Raises OSError if the file system has no such locks.
     """
@@ -160,9 +158,9 @@ def is_abandoned(partial: str | os.PathLike[str]) -> bool:
 
 
 def share(store: str | os.PathLike[str]) -> int | None:
-    """A file descriptor with a shared lock on a finished store. The store is not removed while it is open.
+    """A file descriptor with a shared lock on a finished store, which is not removed while the descriptor is open.
 
-    None on a system without such locks, on which this package does not remove stores.
+    None on a system without such locks: there, this package does not remove stores.
 
     Raises FileNotFoundError if the store has just been removed.
     """
@@ -186,7 +184,8 @@ def hold_source(final: str) -> int:
     """A file descriptor with a shared lock on the directory of a store, finished or not.
 
     The store is neither repaired nor removed while the descriptor is open. The descriptor stays valid when the
-    directory is renamed. Raises FileNotFoundError without a directory, OSError if it is being removed or repaired.
+    directory is renamed. Raises FileNotFoundError if there is no directory, and OSError if it is being removed or
+    repaired.
     """
     for path in (final + PARTIAL_SUFFIX, final):
         try:
@@ -197,7 +196,7 @@ def hold_source(final: str) -> int:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
-            raise OSError(f"{path} is just removed or repaired") from None
+            raise OSError(f"{path} is being removed or repaired") from None
         except OSError as error:
             logger.warning("dmi: %s cannot be locked and may be removed while it is read: %s", path, error)
         return fd
@@ -205,7 +204,7 @@ def hold_source(final: str) -> int:
 
 
 def hold_upload(store: str | os.PathLike[str]) -> int:
-    """A file descriptor with the lock of a process that will upload a finished store. Raises OSError."""
+    """A file descriptor with the shared lock of a process that will upload a finished store. Raises OSError."""
     fd = _open_document(store)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH)
@@ -216,7 +215,7 @@ def hold_upload(store: str | os.PathLike[str]) -> int:
 
 
 def is_to_be_uploaded(store: str | os.PathLike[str]) -> bool:
-    """Whether a running process will upload this finished store. Raises OSError, also without file locks."""
+    """Whether a running process will upload this finished store. Raises OSError, also without support for locks."""
     fd = _open_document(store)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -228,7 +227,7 @@ def is_to_be_uploaded(store: str | os.PathLike[str]) -> bool:
 
 
 def _open_document(store: str | os.PathLike[str]) -> int:
-    """Open the root document of a store, on which uploads hold a lock. Readers and removals lock the directory."""
+    """Open the root document of a store. Uploads lock this file; readers and removals lock the directory."""
     return os.open(os.path.join(store, "zarr.json"), os.O_RDONLY | _NO_FOLLOW)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to S3, by obstore. Credentials come only from the environment, and no message contains them.
+"""Sends requests to S3, by obstore. Credentials come only from the environment, and no message contains them.
 
 The text of a service's error may contain an access key or the string that was signed. So messages contain only the
 HTTP status and the service's error code.
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from obstore.store import S3Store
 
 _RETRIES, _RETRY_S, _TIMEOUT_S = 8, 60, 60
-"""Maximum number of retries of a request, seconds after which it is not retried, timeout of one attempt in seconds."""
+"""Maximum number of retries of a request, seconds until the last retry, and timeout of one attempt in seconds."""
 _FIRST_PAUSE, _LONGEST_PAUSE = timedelta(milliseconds=100), timedelta(seconds=5)
 _LONGEST_WORDS = 80
 _VARIABLES = {"AccessKeyId": "AWS_ACCESS_KEY_ID", "SecretAccessKey": "AWS_SECRET_ACCESS_KEY"}
-"""obstore's name of a credential -> its environment variable."""
+"""{obstore's name of a credential: its environment variable}."""
 _READ = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_REGION")
 """Variables that a client reads when it is created, except secrets. If one changes, a new client is created."""
 
 
 class RemoteError(OSError):
-    """A request to an object store failed. lasting: whether a retry would fail too."""
+    """Raised for a failed request to an object store. lasting: whether the error is permanent."""
 
     def __init__(self, text: str, lasting: bool = False) -> None:
         super().__init__(text)
@@ -41,7 +41,7 @@ class RemoteError(OSError):
 
 
 class RemoteDenied(RemoteError, PermissionError):
-    """The object store refused the credentials, or found none."""
+    """Raised if the object store refuses the credentials, or if there are none."""
 
 
 class _Used:
@@ -71,7 +71,7 @@ def check_installed(option: str, value: object) -> None:
 def bucket_store(place: RemotePath) -> S3Store:
     """The client of a bucket.
 
-    Raises ImportError if AWS_PROFILE is set and boto3 is not installed, RemoteDenied for a bad profile.
+    Raises ImportError if AWS_PROFILE is set and boto3 is not installed, and RemoteDenied for an invalid profile.
     """
     return _client(place.bucket, None, tuple(os.environ.get(name) for name in _READ))
 
@@ -100,7 +100,7 @@ def _client(bucket: str, prefix: str | None, _environment: tuple[str | None, ...
 
 
 def zarr_store(place: RemotePath) -> Any:
-    """The prefix as zarr-python's ObjectStore, read-only."""
+    """A prefix as a read-only ObjectStore of zarr-python."""
     from zarr.storage import ObjectStore
 
     check_installed("path", place)
@@ -109,7 +109,7 @@ def zarr_store(place: RemotePath) -> Any:
 
 
 def _profile() -> Any:
-    """Credentials of AWS_PROFILE, by boto3. Raises ImportError without boto3, and RemoteDenied for a bad profile."""
+    """Credentials of AWS_PROFILE, by boto3. Raises ImportError without boto3, RemoteDenied for an invalid profile."""
     try:
         from botocore.exceptions import BotoCoreError  # type: ignore[import-not-found]
         from obstore.auth.boto3 import Boto3CredentialProvider
@@ -129,7 +129,7 @@ def _profile() -> Any:
 
 @contextlib.contextmanager
 def requests_for(place: RemotePath) -> Iterator[ModuleType]:
-    """Gives obstore. Within the block its errors become FileNotFoundError, RemoteDenied or RemoteError with the URL.
+    """Yield obstore. In the block, its errors become FileNotFoundError, RemoteDenied or RemoteError, with the URL.
 
     Raises ImportError that names the extra if obstore is not installed.
     """

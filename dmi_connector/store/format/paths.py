@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names, directories and modes of stores. Clients influence names, so none of them is trusted (docs/OPERATIONS.md)."""
+"""Names, directories and modes of stores. Clients influence names, so no name is trusted (docs/OPERATIONS.md)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dmi_connector.option_values import OptionError
 from dmi_connector.settings import FILE_MODES
 
 UMASKS = dict(zip(FILE_MODES, (0o077, 0o027, 0o022), strict=True))
-"""umask for each `file_mode`. Processes that write stores set it."""
+"""{file_mode: umask}. Processes that write stores set the umask."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _STEM_LENGTH = 160
-"""Maximum length of a store's name without suffixes. With them it stays below the 255 bytes of a file name."""
+"""Maximum length of a store's name without suffixes, so that with suffixes it has less than 255 bytes."""
 
 
 def safe(text: str) -> str:
-    """A key or request id with the characters that names of stores allow."""
+    """A key or request id, in which characters that store names do not allow are replaced by "_"."""
     return _UNSAFE.sub("_", text)
 
 
@@ -35,14 +35,14 @@ def store_name(key: str | None, request_id: str) -> str:
 
 
 def no_follow(path: str, flags: int) -> int:
-    """An opener for `open()` that raises OSError for a link. Files get mode 0666 minus the umask."""
+    """An opener for `open()` that raises OSError for a symbolic link. New files get mode 0666 minus the umask."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def make_directory(path: str, file_mode: str) -> None:
-    """Create a directory with the mode of `file_mode`; an existing one keeps its mode. Raises OSError.
+    """Create a directory with the mode of `file_mode`. An existing directory keeps its mode. Raises OSError.
 
-    Data-parallel engines may call it at the same time.
+    Data-parallel engines may call this at the same time.
     """
     try:
         os.makedirs(path)
@@ -64,9 +64,9 @@ def umask_of(directory: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def custom_directory(path: str, roots: Sequence[str], file_mode: str) -> str:
-    """The directory that a request asked for, created where missing.
+    """The directory that a request names, created if missing.
 
-    path: absolute, without "." and "..". It must lie below one of `roots`, with no link below the root. Raises
+    path: an absolute path without "." and "..". It must lie below one of `roots`, with no link below the root. Raises
     OptionError.
     """
 
@@ -96,7 +96,7 @@ def custom_directory(path: str, roots: Sequence[str], file_mode: str) -> str:
 
 
 def _descend(parent: int, name: str, mode: int) -> int:
-    """Descriptor of the directory `name` in `parent`, created where missing. Raises OSError for a link."""
+    """Descriptor of the directory `name` in `parent`, created if missing. Raises OSError for a link."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return os.open(name, flags, dir_fd=parent)

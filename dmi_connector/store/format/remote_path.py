@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locations of stores: a path of this machine, or a path in an object store."""
+"""Locations of stores: local paths, and paths in an object store."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dmi_connector.urls import is_url, parse_url
 
 @dataclass(frozen=True, order=True)
 class RemotePath:
-    """A path in an S3 bucket, with those attributes of `pathlib.Path` that need no request.
+    """A path in an S3 bucket, with the attributes of `pathlib.Path` that need no request.
 
-    key: without a leading or trailing slash; "" for the bucket itself.
+    key: the key without leading or trailing slashes; "" for the bucket itself.
     """
 
     bucket: str
@@ -47,7 +47,7 @@ class RemotePath:
         return RemotePath(self.bucket, self.key.rpartition("/")[0])
 
     def absolute(self) -> RemotePath:
-        """Itself."""
+        """The path itself."""
         return self
 
 
@@ -57,12 +57,12 @@ Given = str | os.PathLike[str] | RemotePath
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """A path of this machine, with `~` expanded to the user's home."""
+    """A local path, with `~` expanded to the user's home."""
     return Path(os.path.expanduser(path))
 
 
 def place_of(path: Given, option: str = "path") -> Place:
-    """The location of a path or a URL. option: its name in error messages. Raises ValueError for a bad URL."""
+    """The location that a path or URL names. option: name in error messages. Raises ValueError for an invalid URL."""
     if isinstance(path, RemotePath):
         return path
     text = os.fspath(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata documents of a store, as docs/FORMAT.md defines them."""
+"""Makes the metadata documents of a store, as docs/FORMAT.md defines them."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ FORMAT_VERSION = "1.5"
 PARTIAL_SUFFIX = ".partial"
 INDEX_NAME = "index.jsonl"
 INDEX_FOLDER = "index"
-"""Folder of indexes in an object store. Each index is written by one process."""
+"""Folder of indexes in an object store. Each index has one writing process."""
 ATTR_KEY = "dmi"
 SAMPLES_PER_SHARD = 64
-"""Rows of a per-sample array (logits) in one shard file. An inner chunk holds one row."""
+"""Number of rows of a per-sample array (logits) per shard file. An inner chunk has one row."""
 SAMPLES_AGAIN = 8
-"""A sample is final this many samples later. An engine that discarded a step samples its position again."""
+"""Number of later samples after which a sample is final. An engine that discards a step samples its positions again."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Chunking of a finished store. chunk: tokens of an inner chunk. segment: tokens of a shard file."""
+    """The chunks of a finished store. chunk: tokens per inner chunk. segment: tokens per shard file."""
 
     chunk: int
     segment: int
 
     @property
     def chunks(self) -> int:
-        """Inner chunks along the token axis of one shard."""
+        """Number of inner chunks along the token axis of a shard."""
         return self.segment // self.chunk
 
 
 def effective_grid(length: int, chunk_tokens: int, segment_tokens: int) -> Grid:
     """The grid of a store of `length` tokens.
 
-    A store of fewer than `chunk_tokens` rows has one chunk of its own length. A store of fewer than `segment_tokens`
-    rows has one segment as long as its chunks. So a short store needs no padding.
+    A store with fewer than `chunk_tokens` rows has one chunk with its length. A store with fewer than `segment_tokens`
+    rows has one segment with the length of all its chunks. So a short store is not padded to a whole chunk or segment.
     """
     chunk = max(1, min(chunk_tokens, length))
     whole = max(1, -(-length // chunk)) * chunk
@@ -66,7 +66,7 @@ def array_document(
     dimension_names: list[str],
     attributes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A Zarr v3 array document with fill value 0."""
+    """A Zarr v3 array document with the fill value 0."""
     return {
         "zarr_format": 3,
         "node_type": "array",
@@ -94,7 +94,7 @@ def layer_numbers(layers: Sequence[int]) -> str:
 
 
 def dimension_names(spec: ArraySpec, version: str = FORMAT_VERSION) -> list[str]:
-    """The names of an array's dimensions in a store of a format version.
+    """The names of an array's dimensions in a format version.
 
     Since 1.2, dimensions of the same name have the same length in all arrays of a store, as xarray requires.
     """
@@ -109,7 +109,7 @@ def dimension_names(spec: ArraySpec, version: str = FORMAT_VERSION) -> list[str]
 def hook_document(
     spec: ArraySpec, length: int, grid: Grid, codec: str, version: str = FORMAT_VERSION
 ) -> dict[str, Any]:
-    """The zarr.json of a hook array of `length` tokens, or of a per-sample array of `length` samples."""
+    """The zarr.json of a hook's array with `length` tokens, or of a per-sample array with `length` samples."""
     if spec.per_sample:
         shape, inner = [length, spec.width], [1, spec.local_width]
         shard = [SAMPLES_PER_SHARD, spec.local_width]
@@ -131,20 +131,20 @@ def hook_document(
 
 
 def plain_document(dtype: str, length: int, dimension: str) -> dict[str, Any]:
-    """The zarr.json of a 1-D array stored as one checksummed chunk."""
+    """The zarr.json of a 1-D array, which is stored as one chunk with a checksum."""
     codecs = [_bytes_codec(ITEMSIZE[dtype]), {"name": "crc32c"}]
     return array_document(dtype, [length], [max(1, length)], codecs, [dimension])
 
 
 def token_arrays(attrs: dict[str, Any]) -> dict[str, str]:
-    """Names and dtypes of a store's 1-D arrays of tokens. attrs: its root attributes."""
+    """{name: dtype} of the token arrays of a store. attrs: its root attributes."""
     files = attrs.get("files")
     drafts = isinstance(files, dict) and f"{DRAFT_INDEX}/zarr.json" in files
     return ALL_TOKEN_ARRAYS if drafts else TOKEN_ARRAYS
 
 
 def shard_path(spec: ArraySpec, segment: int) -> str:
-    """Path of a shard file inside the store."""
+    """Path of a shard file in the store."""
     if spec.per_sample:
         return f"{spec.name}/c/{segment}/{spec.rank}"
     if spec.part_layers:
@@ -153,7 +153,7 @@ def shard_path(spec: ArraySpec, segment: int) -> str:
 
 
 def hooks_attribute(arrays: Sequence[ArraySpec]) -> dict[str, dict[str, Any]]:
-    """The `hooks` attribute of a store of these arrays (docs/FORMAT.md, section 5)."""
+    """The attribute `hooks` of a store with these arrays (docs/FORMAT.md, section 5)."""
     return {
         a.name: {
             "array": a.name,
@@ -174,21 +174,21 @@ def media_positions(attrs: Mapping[str, Any]) -> list[list[int]]:
 
 
 def root_document(attrs: dict[str, Any]) -> dict[str, Any]:
-    """The root group's document. All attributes of this format lie under ATTR_KEY."""
+    """The document of the root group. All attributes of this format are under ATTR_KEY."""
     return {"zarr_format": 3, "node_type": "group", "attributes": {ATTR_KEY: attrs}}
 
 
 def dump(document: dict[str, Any]) -> bytes:
-    """The bytes of a metadata file. All documents are written this way, so that verify can compare bytes."""
+    """The bytes of a metadata file. All documents are serialized this way, so that verify can compare bytes."""
     return json.dumps(document, indent=1, allow_nan=False).encode()
 
 
 def canonical(attrs: dict[str, Any]) -> bytes:
-    """The bytes that the `checksum` attribute covers: all other attributes, sorted and compact."""
+    """The bytes that the attribute `checksum` covers: all other attributes as sorted, compact JSON."""
     rest = {k: v for k, v in attrs.items() if k != "checksum"}
     return json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def listed_bytes(attrs: dict[str, Any]) -> int:
-    """Bytes of the files that the root attribute of a store lists: all but its root document."""
+    """Number of bytes of the files that a store lists, which are all but its root document."""
     return sum(size for size, _ in attrs["files"].values())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index at the end of a shard file: where each inner chunk lies.
+"""Encodes and decodes the index at the end of a shard file, which has the location of each inner chunk.
 
-For every inner chunk of the shard, in C order: its uint64 offset and length, both 2**64 - 1 for an absent chunk. Then
-the crc32c of these bytes.
+For every inner chunk of the shard, in C order, it has the offset and length as uint64, both 2**64 - 1 for an absent
+chunk. The crc32c of these bytes follows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EMPTY = np.uint64(2**64 - 1)
 
 
 def empty_index(slots: tuple[int, ...]) -> np.ndarray:
-    """An index without a chunk: uint64 `[*slots, 2]`. slots: shape of the shard in inner chunks."""
+    """An index without chunks, uint64 `[*slots, 2]`. slots: shape of the shard in inner chunks."""
     return np.full((*slots, 2), EMPTY, "<u8")
 
 
@@ -27,14 +27,14 @@ def index_bytes(index: np.ndarray) -> bytes:
 
 
 def shard_content(crcs: bytes, index: np.ndarray) -> bytes:
-    """What the checksum of a shard file covers. crcs: the crc32c of each inner chunk, in the order of the file."""
+    """The bytes that a shard file's checksum covers. crcs: crc32c of each inner chunk, in the order of the file."""
     return crcs + np.ascontiguousarray(index).tobytes()
 
 
 def read_index(tail: bytes, slots: tuple[int, ...]) -> np.ndarray:
     """Decode the last `16 * prod(slots) + 4` bytes of a shard file.
 
-    Returns uint64 `[*slots, 2]` of offset and length. Raises ValueError for a wrong length or crc32c.
+    Returns offsets and lengths, uint64 `[*slots, 2]`. Raises ValueError for a wrong length or crc32c.
     """
     size = 16 * int(np.prod(slots))
     if len(tail) != size + 4:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `bfloat16` Zarr data type for zarr-python, which has none of its own yet.
+"""Registers the Zarr data type `bfloat16` with zarr-python, which does not have it yet.
 
-Importing this module registers it. zarr-python imports it by itself when it first opens a group, through an entry point
-in the group `zarr.buffer`: zarr-python 3.1 collects entry points of the group `zarr.data_type` but never loads them,
-and loads every buffer class before it reads the metadata of a group's member. The buffer class that the entry point
-names is not used unless the zarr setting `buffer` names it.
+Importing this module registers the data type. zarr-python imports the module when it first opens a group, through an
+entry point in the group `zarr.buffer`. The entry point is not in the group `zarr.data_type`, because zarr-python 3.1
+collects the entry points of that group but never loads them. It loads every buffer class before it reads the metadata
+of a group's member. The buffer class of the entry point is not used unless the zarr setting `buffer` names it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NATIVE: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class BFloat16(BaseFloat):
-    """bfloat16 as in the zarr-extensions registry: two bytes, little-endian on disk by the `bytes` codec."""
+    """bfloat16 as in the zarr-extensions registry: two bytes, little-endian on disk by the codec `bytes`."""
 
     dtype_cls = type(_NATIVE)
     endianness: Any = "little"
@@ -32,7 +32,7 @@ class BFloat16(BaseFloat):
 
     @property
     def item_size(self) -> int:
-        """Bytes of one scalar."""
+        """Number of bytes of a scalar."""
         return 2
 
     @classmethod
@@ -41,18 +41,18 @@ class BFloat16(BaseFloat):
 
     @classmethod
     def from_native_dtype(cls, dtype: Any) -> Self:
-        """Wrap `ml_dtypes.bfloat16`; raises DataTypeValidationError for any other dtype."""
+        """Wrap `ml_dtypes.bfloat16`. Raises DataTypeValidationError for any other dtype."""
         if cls._check_native_dtype(dtype):
             return cls()
         raise DataTypeValidationError(f"Invalid data type: {dtype}. Expected bfloat16")
 
     def to_native_dtype(self) -> Any:
-        """The numpy dtype `ml_dtypes.bfloat16` (native byte order: there is no swapped one)."""
+        """The numpy dtype `ml_dtypes.bfloat16`, which exists only in native byte order."""
         return _NATIVE
 
 
 class RegisteredBuffer(cpu.Buffer):
-    """zarr's own CPU buffer. Its entry point makes zarr import this module."""
+    """A CPU buffer like zarr's. The entry point for it makes zarr import this module."""
 
 
 data_type_registry.register("bfloat16", BFloat16)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading stores: open, find, verify."""
+"""Finds, opens and verifies stores."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the files that rows are decoded with beside a store (docs/FORMAT.md, section 11)."""
+"""Finds the files next to a store that its rows need for decoding (docs/FORMAT.md, section 11)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dmi_connector.store.read.files.remote_files import RemoteFiles
 
 
 def find_fitted(kind: type[F], sha256: str, store: Place) -> F:
-    """The file with this hash: the copy in `bases/` beside a store, or beside a folder that the store is in.
+    """The file with this hash: a copy in `bases/`, next to a store or next to one of the folders that contain it.
 
-    Raises FileNotFoundError that names where to put the file, ValueError for a file of another hash.
+    Raises FileNotFoundError, which says where to put the file, and ValueError for a file with another hash.
     """
     check_sha256(sha256, store)
     name = f"{sha256}.safetensors"
@@ -40,7 +40,7 @@ def _local(kind: type[F], folder: Path, name: str) -> F | None:
 
 @lru_cache(maxsize=16)
 def _remote(kind: type[F], folder: RemotePath, name: str) -> F | None:
-    """The name is the hash of the content, so it never changes."""
+    """Fetch a file. It can be cached, because its name is the hash of its content."""
     while True:
         place = folder / BASES / name
         try:

@@ -31,9 +31,9 @@ class Source:
 
 
 class HookTable:
-    """Every name that can be read from a store.
+    """All hook names that can be read from a store.
 
-    hooks: the `hooks` attribute. num_layers: number of layers of the model, from which negative layers count.
+    hooks: the attribute `hooks`. num_layers: number of layers of the model, to resolve negative layer numbers.
     """
 
     def __init__(self, hooks: Mapping[str, Mapping[str, Any]], num_layers: int) -> None:
@@ -57,7 +57,7 @@ class HookTable:
         return cls(attrs["hooks"], int(attrs.get("num_layers") or max(layers, default=0) + 1))
 
     def _resid_post(self) -> list[Source]:
-        """resid_post of layer l is resid_pre of layer l + 1, and resid_final after the last."""
+        """resid_post of layer l is resid_pre of layer l + 1, or resid_final for the last layer."""
         pre = self._sources.get("resid_pre", [])
         post = [Source(s.layer - 1, s.array, s.index) for s in pre if s.layer]
         final = self._sources.get("resid_final", [])
@@ -69,11 +69,11 @@ class HookTable:
         return list(self._sources)
 
     def layers(self, name: str) -> list[int]:
-        """Layer numbers of a hook; [] for one that exists once."""
+        """Layer numbers of a hook; [] for a hook that exists once."""
         return [s.layer for s in self.sources(name) if s.layer is not None]
 
     def sources(self, name: str) -> list[Source]:
-        """All layers of a hook in ascending order. Raises KeyError naming the nearest known hook."""
+        """All layers of a hook in ascending order. Raises KeyError, which names the most similar hook."""
         if name not in self._sources:
             raise KeyError(
                 f"hook {name!r} is not in this store{suggest(name, self.names) or ';'} it holds: {self.names}"
@@ -81,7 +81,7 @@ class HookTable:
         return self._sources[name]
 
     def holds(self, name: str, layer: int | None = None) -> bool:
-        """Whether a layer of a hook is in the store. layer: None: whether any layer is."""
+        """Whether a layer of a hook is in the store. layer: None for any layer."""
         sources = self._sources.get(name, [])
         return bool(sources) if layer is None else self._find(sources, layer) is not None
 
@@ -92,9 +92,7 @@ class HookTable:
         return next((source for source in sources if source.layer == number), None)
 
     def chosen(self, name: str, layer: Layers) -> list[Source]:
-        """All layers of a hook, one layer, or the layers of a list. Raises as `source`, and ValueError for an empty
-        list.
-        """
+        """All layers of a hook, one layer, or a list of layers. Raises like `source`; ValueError for an empty list."""
         if layer is None:
             return self.sources(name)
         if np.ndim(layer) != 1:
@@ -104,9 +102,9 @@ class HookTable:
         return [self.source(name, one) for one in layer]  # type: ignore[union-attr]
 
     def source(self, name: str, layer: int) -> Source:
-        """One layer of a hook; negative layers count from the model's last. A hook that exists once has layer 0.
+        """One layer of a hook. Negative layers count from the model's last. A hook that exists once has layer 0.
 
-        Raises KeyError for layers that were not captured, ValueError for a layer that is not an integer.
+        Raises KeyError for a layer that was not captured, and ValueError for a layer that is not an integer.
         """
         try:
             layer = operator.index(layer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds stores in the append-only index of a store directory, or without an index by their names."""
+"""Finds stores by the append-only index of a store directory, or without an index by their names."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from dmi_connector.store.read.metadata import NotACapture, read_attrs
 FINISHED = ("complete", "incomplete")
 """States of finished stores."""
 _ADDED = re.compile(r"(_[0-9]+)?(-|\Z)")
-"""What vLLM appends to a request id, up to the end or a dash."""
+"""A suffix that vLLM appends to a request id, up to the end or a dash."""
 _DRAFTS = {"draft_tokens_scheduled": "scheduled", "draft_tokens_accepted": "accepted"}
-"""Name of a count of draft tokens in the index -> its name in the attribute `draft_tokens` of a store."""
+"""{name of a count of draft tokens in the index: its name in a store's attribute `draft_tokens`}."""
 SCORES = ("max", "at", "min", "mean", "last")
 """Statistics of a probe's scores in the index."""
 _OF_END = ("state", "reason", "finished", "bytes", "num_tokens", "prompt_len", "model", "scores", *_DRAFTS)
-"""Fields of the line that is appended when a store ends."""
+"""Fields of the line that is appended when a capture ends."""
 _STORES = (".zarr", ".zarr" + PARTIAL_SUFFIX)
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
-"""Keys and request ids that are written alike in JSON and in the name of a store."""
+"""Keys and request ids that are written the same way in JSON and in the name of a store."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,18 @@ class CaptureInfo:
     """One capture, as recorded in the index.
 
     state: "started", "complete", "incomplete", "failed", or "unfinished" (its writers have exited, and `dmi repair` may
-    recover a store). reason: why it is not complete. started, finished: ISO 8601, UTC. bytes: size of the finished
-    store without its root `zarr.json`. num_tokens: number of rows. prompt_len: tokens of the prompt. model: name of the
-    model. The last two are None before the end. A line of format 1.1 or older lacks them too, and `open_captures` then
-    reads them from the store. draft_tokens_scheduled, draft_tokens_accepted: draft tokens of a request with speculative
-    decoding that steps verified, and those that were accepted; None before the end, and without speculative decoding.
-    scores: of probes, as in the attribute of the store (docs/FORMAT.md, section 5); None before the end, and without
-    probes.
+    recover a store). reason: why the capture is not complete. started, finished: ISO 8601, UTC. bytes: size of the
+    finished store without its root `zarr.json`. num_tokens: number of rows. prompt_len: number of tokens of the prompt.
+    model: name of the model. Before the end of the capture, prompt_len and model are None. Index lines of format 1.1 or
+    older also lack these two, and `open_captures` then reads them from the store. draft_tokens_scheduled,
+    draft_tokens_accepted: numbers of draft tokens that were verified, and that were accepted; None before the end, and
+    without speculative decoding. scores: scores of probes, as in the store's attribute (docs/FORMAT.md, section 5);
+    None before the end, and without probes.
 
-    upload: of a server with the option `upload`: "pending", "done" or "failed"; None without it. url: where the store
-    is uploaded to. upload_reason: why the upload failed. remove_local: whether the local copy is removed after the
-    upload. only_complete: whether the store stays local if it lacks rows, or if its request was aborted. If the local
-    copy was removed, `store` is the URL.
+    upload: "pending", "done" or "failed"; None without the server's option `upload`. url: destination of the upload.
+    upload_reason: why the upload failed. remove_local: whether the local copy is removed after the upload.
+    only_complete: whether the store stays local if it lacks rows, or if its request was aborted. If the local copy was
+    removed, `store` is the URL.
     """
 
     store: Place
@@ -75,16 +75,15 @@ class CaptureInfo:
 
 
 def read_index(directory: Given, word: str | None = None) -> Iterable[dict[str, Any]]:
-    """The whole lines of the index, one by one. Torn and foreign lines are skipped. None where there is no index.
+    """The whole lines of the index, one by one; no lines without an index. Torn and foreign lines are skipped.
 
-    word: a key, or a part of a request id. Only lines of stores with it are needed, and other lines may be left out:
-    lines without the word are not parsed if this identifies these stores.
+    word: a key, or a part of a request id. Lines of stores without the word may be left out, unparsed.
     """
     texts = _texts(place_of(directory))
     if word is not None and _PLAIN.fullmatch(word):
         sought = word.encode()
         lines = [line for text in texts for line in _parse(_raws_with(text, sought))]
-        if all(word in line["store"] for line in lines):  # every line of these stores then has it
+        if all(word in line["store"] for line in lines):  # then every line of these stores has the word
             return lines
     return (line for text in texts for line in _parse(_raws(text)))
 
@@ -117,14 +116,14 @@ def _parse(raws: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for raw in raws:
         try:
             line = json.loads(raw)
-        except ValueError:  # the tail of a line that is being written, or that a full disk cut
+        except ValueError:  # the end of a line that is being written, or was truncated by a full disk
             continue
         if isinstance(line, dict) and isinstance(line.get("store"), str) and "event" in line:
             yield line
 
 
 def uploaded_stores(directory: Path) -> Iterator[tuple[str, str]]:
-    """(name, URL) of each store that was uploaded, by the index. Other lines of a long index are not parsed."""
+    """(name, URL) of each uploaded store in the index. Other lines of a long index are not parsed."""
     for text in _texts(directory):
         for line in _parse(_raws_with(text, b'"upload":"done"')):
             if line.get("upload") == "done" and isinstance(line.get("url"), str):
@@ -132,7 +131,7 @@ def uploaded_stores(directory: Path) -> Iterator[tuple[str, str]]:
 
 
 def unrecorded_stores(directory: Path) -> list[Path]:
-    """Finished stores that the index lists as "started", except those that cannot be read."""
+    """Finished stores that the index lists as "started", except unreadable ones."""
     begun: dict[str, None] = {}
     for line in read_index(directory):
         if line.get("state") == "started":
@@ -146,21 +145,21 @@ def unrecorded_stores(directory: Path) -> list[Path]:
 def find_captures(
     directory: Given, key: str | None = None, request_id: str | None = None, on_error: str = "raise"
 ) -> list[CaptureInfo]:
-    """Captures of a store directory, in the order in which they began. key, request_id: filters.
+    """Captures of a store directory, sorted by start time. key, request_id: filters.
 
     directory: a path, or a URL such as s3://bucket/prefix.
 
-    vLLM changes request ids: children of one request get a number in front (`0_id`), requests of the Responses API one
-    behind (`resp_xxxx_0`), and every request a random suffix (`id-xxxx`). `request_id` matches these too. Aborted and
-    removed captures are left out.
+    vLLM changes request ids: children of one request get a number as prefix (`0_id`), requests of the Responses API get
+    one as suffix (`resp_xxxx_0`), and every request gets a random suffix (`id-xxxx`). `request_id` matches these too.
+    Aborted and removed captures are left out.
 
-    It reads the directory's index. Stores that the index lists as finished are not opened. Other stores of a local
-    directory, such as copies, are found by their names (*.zarr), and each is opened once. With a key or request id this
-    is done only if the index has no match. If such a store cannot be read, its state is "failed".
+    This reads the directory's index. Finished stores in the index are not opened. Other stores of a local directory,
+    such as copies, are found by their names (*.zarr), and each is opened once. With a key or request id, such stores
+    are searched only if the index has no match. If such a store cannot be read, its state is "failed".
 
     Raises ValueError for a directory that does not exist (a server creates its directory when it starts), for a
-    directory whose stores are one level below, and for a store. In a directory without an index it also raises
-    ValueError for a damaged store. With on_error="skip" that store has the state "failed" instead.
+    directory whose stores are one level below, and for a store. In a directory without an index, also raises ValueError
+    for a damaged store; with on_error="skip" that store has the state "failed" instead.
     """
     place = place_of(directory)
     if isinstance(place, RemotePath):
@@ -172,7 +171,7 @@ def find_captures(
     word = key if key is not None else request_id
     others = (
         _unnamed(place) if word is None else []
-    )  # listed before the index is read, since a capture may end meanwhile
+    )  # listed before the index is read, because a capture may end meanwhile
     lines = _lines(place, word)
     found = _wanted(_infos(place, lines), key, request_id)
     if word is not None and not found:
@@ -183,7 +182,7 @@ def find_captures(
 
 
 def check_directory(place: Path) -> None:
-    """Raise ValueError for a place that is not a directory of stores. One with an index is, for any name."""
+    """Raise ValueError for a place that is not a directory of stores. A directory with an index always is one."""
     if place.exists() and is_store(place) and not (place / INDEX_NAME).exists():
         raise ValueError(f"{place} is a store; give its directory, or open it with open_capture")
     if not place.is_dir():
@@ -211,7 +210,7 @@ def _holds_stores(directory: Path) -> bool:
 
 
 def is_store(place: Place) -> bool:
-    """Whether a path or URL is meant as one store, and not as a directory of stores."""
+    """Whether a path or URL names one store, not a directory of stores."""
     named = place.suffix == ".zarr" or (place.suffix == ".zip" and not (isinstance(place, Path) and place.is_dir()))
     return named or (isinstance(place, Path) and (place / "zarr.json").exists())
 
@@ -224,7 +223,7 @@ def indexed_captures(directory: Given, key: str | None = None, request_id: str |
 
 
 def _lines(place: Place, word: str | None) -> dict[str, dict[str, Any]]:
-    """The merged lines of the index for each store, by its name. word: as in `read_index`."""
+    """The merged index lines of each store, by name. word: as in `read_index`."""
     lines: dict[str, dict[str, Any]] = {}
     for line in read_index(place, word):
         lines[line["store"]] = merge_line(lines.get(line["store"], {}), line)
@@ -232,14 +231,14 @@ def _lines(place: Place, word: str | None) -> dict[str, dict[str, Any]]:
 
 
 def _infos(place: Place, lines: Mapping[str, dict[str, Any]]) -> list[CaptureInfo]:
-    """The captures of lines of the index, except aborted and removed ones."""
+    """The captures of index lines, except aborted and removed ones."""
     for line in lines.values():
         store = place / line["store"]
         if line.get("state", "started") != "started" or not isinstance(store, Path):
             continue
         partial = store.with_name(store.name + PARTIAL_SUFFIX)
         found = _scanned_or_failed(store) if store.is_dir() else None
-        if found is not None:  # the last line is not written yet, or was lost
+        if found is not None:  # the finish line is not written yet, or was lost
             line |= {name: getattr(found, name) for name in _OF_END}
         elif is_abandoned(partial):
             line |= {"state": "unfinished", "reason": f"its writers ended and left {partial.name}: run dmi repair"}
@@ -247,19 +246,19 @@ def _infos(place: Place, lines: Mapping[str, dict[str, Any]]) -> list[CaptureInf
 
 
 def _wanted(found: Iterable[CaptureInfo | None], key: str | None, request_id: str | None) -> list[CaptureInfo]:
-    """The captures with the key and the request id, by start time."""
+    """The captures with the key and the request id, sorted by start time."""
     there = [c for c in found if c is not None and key in (None, c.key)]
     kept = [c for c in there if request_id is None or same_request(request_id, c.request_id)]
     return sorted(kept, key=lambda c: c.started)
 
 
 def _unnamed(directory: Path, word: str = "") -> list[Path]:
-    """Stores of a directory, found by name. word: only stores whose names contain it, as `store_name` writes it."""
+    """Stores of a directory, found by name. word: part of the name, before `safe` replaces characters."""
     return sorted(store for store in directory.glob("*.zarr") if safe(word) in store.name)
 
 
 def _scanned(store: Path) -> CaptureInfo | None:
-    """The `CaptureInfo` of a store; None if it was just removed, or is not a capture. Raises ValueError if damaged."""
+    """The `CaptureInfo` of a store; None if it was just removed or is no capture. Raises ValueError if damaged."""
     try:
         return info_of(store)
     except NotACapture:
@@ -307,11 +306,11 @@ def drafts_of(attrs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge_line(known: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge one more line of the index into `known`. A new `start` line discards earlier lines."""
+    """Merge the next index line of a store into `known`. A `start` line discards earlier lines."""
     if line["event"] == "start":
         return dict(line)
     if line["event"] == "remove" and known.get("upload") == "done":
-        return {**known, "local": False}  # the store is only at its URL
+        return {**known, "local": False}  # the store exists only at its URL
     return {**known, **line}
 
 
@@ -340,9 +339,9 @@ def _info(directory: Place, line: Mapping[str, Any]) -> CaptureInfo:
 
 
 class LineTail:
-    """Follows the index of a store directory. Each `read` returns the lines that were appended since the previous one.
+    """Follows the index of a store directory: each `read` returns the lines that were appended since the previous one.
 
-    new_only: the first `read` returns only lines that are appended from now on, so a long index is not read.
+    new_only: return only lines that are appended from now on, so that a long index is not read.
     """
 
     def __init__(self, directory: str | os.PathLike[str], new_only: bool = False) -> None:
@@ -353,10 +352,9 @@ class LineTail:
             self._at, self._file = status.st_size, status.st_ino
 
     def read(self, of: str | None = None) -> list[dict[str, Any]]:
-        """The whole lines since the last call. [] without an index. An index that was replaced or cut is read from its
-        start.
+        """New whole lines since the last call; [] without an index. A replaced or truncated index is read again.
 
-        of: only the lines of the store of this name. Lines without the name are not parsed, if that identifies them.
+        of: name of a store, to return only its lines. Lines without the name may then be skipped before parsing.
         """
         try:
             with open(self._path, "rb") as index:
@@ -376,7 +374,7 @@ class LineTail:
 
 
 class IndexTail:
-    """Like `LineTail`, for ended captures. upload_failure: why the latest upload failed; None if it succeeded."""
+    """Like `LineTail`, but for ended captures. upload_failure: why the latest upload failed; None if it succeeded."""
 
     def __init__(self, directory: str | os.PathLike[str], new_only: bool = False) -> None:
         self._directory = local_path(directory)
@@ -386,7 +384,7 @@ class IndexTail:
     def read(self) -> list[CaptureInfo]:
         """Captures that ended since the last call, in order. The first call returns all.
 
-        [] without an index. Aborted captures are left out. An index that was replaced or cut is read from its start.
+        [] without an index. Aborted captures are left out. A replaced or truncated index is read from its start.
         """
         lines = self._tail.read()
         for line in lines:
@@ -397,7 +395,7 @@ class IndexTail:
 
 
 def same_request(wanted: str, stored: str | None) -> bool:
-    """Whether a stored request id is `wanted`, with what vLLM adds to it; see `find_captures`."""
+    """Whether a stored request id is `wanted`, with or without the additions of vLLM; see `find_captures`."""
     if stored is None:
         return False
     child, _, rest = stored.partition("_")

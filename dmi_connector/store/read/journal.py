@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads journals, which list the chunks that are in the files of an unfinished store (docs/FORMAT.md, section 10)."""
+"""Reads journals, which list the chunks in the files of an unfinished store (docs/FORMAT.md, section 10)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from dmi_connector.store.format.checksum import crc32c
 
 JOURNAL_PREFIX = ".journal-"
 HEADER, CHUNK, ROWS, CLOSE = b"H", b"C", b"R", b"E"
-"""Kinds of records. HEADER and CLOSE hold JSON."""
+"""Kinds of records. HEADER and CLOSE contain JSON."""
 FRAME = struct.Struct("<II")  # length and crc32c of the record that follows; a length of 0 ends the journal
-CHUNK_HEAD = struct.Struct("<cQI")  # kind, first row, rows
-ROWS_HEAD = struct.Struct("<cIQI")  # kind, number of the array in the header, first sample, samples
+CHUNK_HEAD = struct.Struct("<cQI")  # kind, first row, number of rows
+ROWS_HEAD = struct.Struct("<cIQI")  # kind, index of the array in the header, first sample, number of samples
 Places = np.ndarray
 """uint64 [n, 2]: offset and length of n inner chunks of one shard file."""
 _NOT_ATTRIBUTES = ("rank", "ranks", "arrays", "attrs")
-"""Facts of a capture (`about`) that are not root attributes."""
+"""Names in `about` (facts about a capture) that are not root attributes."""
 
 
 def is_journal(name: str) -> bool:
@@ -37,8 +37,8 @@ def is_journal(name: str) -> bool:
 class JournalArray:
     """The journal entries of one array on one rank.
 
-    places: location of each chunk, one per layer, by first row (for a per-sample array, by sample). counts: rows of
-    each chunk, by first row. positions: token positions of samples, by sample.
+    places: location of each chunk, one per layer, by first row (for a per-sample array, by sample). counts: number of
+    rows of each chunk, by first row. positions: token positions of samples, by sample.
     """
 
     spec: ArraySpec
@@ -47,7 +47,7 @@ class JournalArray:
     positions: dict[int, int] = field(default_factory=dict)
 
     def add(self, other: JournalArray) -> None:
-        """Add the entries of another journal of the same array, whose writer wrote other segments."""
+        """Add the entries of another journal of the same array, for other segments."""
         self.places |= other.places
         self.counts |= other.counts
         self.positions |= other.positions
@@ -57,8 +57,9 @@ class JournalArray:
 class JournalContent:
     """The content of one journal.
 
-    length, samples: numbers of rows and of samples by array; None and {} until the capture is closed. torn: bytes at
-    the end that are not a whole record.
+    about: facts about the capture, None in other journals of it. token_ids: int32 ids of each chunk, by first row.
+    length, samples: number of rows, and numbers of samples by array; None and {} until the capture is closed. torn:
+    number of bytes at the end that are not a whole record.
     """
 
     arrays: list[JournalArray]
@@ -73,7 +74,7 @@ class JournalContent:
 
 
 class JournalTail:
-    """Follows one journal: each `read` adds the records that were appended since the previous `read`.
+    """Follows one journal: each `read` adds the records that were appended since the previous one.
 
     content: the content so far; None until the header is written.
     """
@@ -83,9 +84,9 @@ class JournalTail:
         self.content: JournalContent | None = None
 
     def read(self) -> None:
-        """Read up to the first record that is torn, damaged or not written yet.
+        """Read new records, up to the first one that is torn, damaged or not written yet.
 
-        Raises FileNotFoundError if the journal was removed, because its store is finished. Raises ValueError if the
+        Raises FileNotFoundError if the journal was removed because its store is finished. Raises ValueError if the
         first record is not a header.
         """
         with open(self._path, "rb") as file:
@@ -115,7 +116,7 @@ class JournalTail:
 
 
 def read_journal(path: Path) -> JournalContent:
-    """Read a journal up to its first record that is torn or damaged. Raises ValueError without a sound header."""
+    """Read a journal up to its first torn or damaged record. Raises ValueError without an intact header."""
     tail = JournalTail(path)
     tail.read()
     if tail.content is None:
@@ -124,7 +125,7 @@ def read_journal(path: Path) -> JournalContent:
 
 
 def known_attrs(about: Mapping[str, Any]) -> dict[str, Any]:
-    """The root attributes of a capture that were known when it began. about: `about` of one of its journals."""
+    """The root attributes of a capture that were known at its start. about: `about` of one of its journals."""
     known = {key: value for key, value in about.items() if key not in _NOT_ATTRIBUTES}
     return {"start": 0, "tp": about.get("ranks", 1), **about.get("attrs", {}), **known}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a store's metadata and checks it before zarr-python sees it.
 
-It accepts only number types, and only the Zarr codecs of this format. So a store cannot name a pickle, an object dtype
-or a plugin's code.
+Only numeric data types and the Zarr codecs of this format are accepted. So a store cannot make a reader load a pickle,
+an object dtype or code of a plugin.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEYS = {*schema.array_document("uint8", [], [], [], [])}
 _NEEDED = ("format_version", "complete", "num_tokens", "reason", "hooks")
 _OF_ZARR_2 = (".zgroup", ".zarray", ".zmetadata")
 _FRAMING = ("bytes", "crc32c", "sharding_indexed")
-"""Zarr codecs of every store, in addition to those that compress."""
+"""Zarr codecs of every store, in addition to compressors."""
 
 
 class NotACapture(ValueError):
@@ -36,14 +36,14 @@ class NotACapture(ValueError):
 def read_attrs(path: Given) -> dict[str, Any]:
     """The root attribute of a store.
 
-    Raises NotACapture (a ValueError) if the path is not a store, ValueError for a store that is damaged or of another
-    format version, RemoteError if a request to the object store fails.
+    Raises NotACapture (a ValueError) if the path is not a store, ValueError for a store that is damaged or has another
+    format version, and RemoteError if a request to the object store fails.
     """
     return attrs_of(files_of(place_of(path)))
 
 
 def attrs_of(files: StoreFiles) -> dict[str, Any]:
-    """Like `read_attrs`, for files that are open already."""
+    """Like `read_attrs`, for the files of a store."""
     try:
         document = json.loads(files.read("zarr.json"))
     except RemoteError:
@@ -71,13 +71,13 @@ def attrs_of(files: StoreFiles) -> dict[str, Any]:
 
 
 def check_arrays(files: StoreFiles, attrs: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Check the metadata of every array that `attrs` names. Returns them by name.
+    """Check the metadata of every array that `attrs` names. Returns {name: document}.
 
     Raises ValueError that names the array and the fault.
     """
     names = [hook["array"] for hook in attrs["hooks"].values()]
     for name in names:
-        if not isinstance(name, str):  # may not be hashable
+        if not isinstance(name, str):  # a forged value may not be hashable
             raise ValueError(f"{files}: {name!r} is no name of an array")
     extra = ["logits_positions"] if "logits" in names else []
     found = dict.fromkeys([*names, *schema.token_arrays(attrs), *extra])
@@ -93,7 +93,7 @@ def check_arrays(files: StoreFiles, attrs: dict[str, Any]) -> dict[str, dict[str
 
 
 def read_array(files: StoreFiles, name: str) -> dict[str, Any]:
-    """The checked zarr.json of one array. It is shared, so do not change it.
+    """The checked zarr.json of one array. Do not modify it: it is cached.
 
     Raises ValueError that names the array and the fault.
     """
@@ -117,9 +117,7 @@ class _Fault(Exception):
 
 @functools.lru_cache(maxsize=256)
 def _checked(raw: bytes) -> dict[str, Any]:
-    """Parse and check a document. It is cached, since arrays of stores of one length have the same bytes. Raises
-    _Fault.
-    """
+    """Parse and check a document. Cached, because stores of equal length have equal documents. Raises _Fault."""
     document = json.loads(raw)
     if not isinstance(document, dict) or not document.keys() <= _KEYS or document.get("storage_transformers"):
         raise _Fault("has more than this format knows; refused")

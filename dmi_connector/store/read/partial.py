@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the rows of a store that is still being written. Its journals say which chunks are in its files."""
+"""Reads the rows of a store that is still being written, by the journals, which list the chunks in its files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def partial_of(final: Path) -> Path:
 class PartialStore:
     """One store that is being written.
 
-    Writers may remove and rename its files at any time. Every method then raises FileNotFoundError.
+    Writers may remove and rename its files at any time. Methods then raise FileNotFoundError.
     """
 
     def __init__(self, final: Path) -> None:
@@ -67,11 +67,11 @@ class PartialStore:
         return {spec.name: replace(spec, rank=0) for spec in known}
 
     def token_ids(self, first: int) -> np.ndarray | None:
-        """Token ids int32 [n] of the chunk that begins at row `first`; None if it is not written yet."""
+        """Token ids of the chunk that begins at row `first`, int32 [n]; None if it is not written yet."""
         return next((j.token_ids[first] for j in self._journals if first in j.token_ids), None)
 
     def written(self, known: np.ndarray) -> np.ndarray:
-        """Token ids int32 [n] of the first n rows, which all arrays have. known: the result of an earlier call."""
+        """Token ids of the first n rows, which all arrays have, int32 [n]. known: the result of an earlier call."""
         chunk, arrays = self._journals[0].chunk_tokens, [s.name for s in self._specs().values() if not s.per_sample]
         at = len(known) // chunk * chunk
         found = [known[:at]]
@@ -81,7 +81,7 @@ class PartialStore:
         return np.concatenate(found)
 
     def sampled(self, array: str) -> np.ndarray:
-        """int32 [samples]: positions of the final samples of an array; [] without the array."""
+        """Positions of the final samples of an array, int32 [samples]; [] without the array."""
         journal = self._arrays.get((array, 0))
         count = _written(journal, 0)
         return np.array([journal.positions[at] for at in range(count)] if journal else [], np.int32)
@@ -95,16 +95,16 @@ class PartialStore:
     def rows(self, sources: Sequence[Source], first: int) -> np.ndarray | None:
         """Decoded rows [sources, n, width] of the chunk that begins at row `first`, or of the samples from `first` on.
 
-        None if a writer has not written the chunk yet. Raises ValueError for a damaged chunk.
+        None if the chunk is not written yet. Raises ValueError for a damaged chunk.
         """
         values = [self._values(source, first) for source in sources]
         return None if any(rows is None for rows in values) else np.stack(values)  # type: ignore[arg-type]
 
     def stored(self, array: str, index: int, first: int, samples: int | None = None) -> np.ndarray | None:
-        """Rows [n, stored width] of the chunk that begins at row `first`, not decoded. index: along the layer axis.
+        """Stored rows [n, stored width] of the chunk that begins at row `first`. index: index along the layer axis.
 
-        samples: for a per-sample array, the number of samples from `first` on; None: all. Returns None and raises as
-        `rows` does.
+        samples: for a per-sample array, number of samples from `first` on; None for all. Returns None and raises like
+        `rows`.
         """
         spec = self._spec(array)
         if spec is None:
@@ -118,7 +118,7 @@ class PartialStore:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
     def documents(self, length: int, samples: int) -> dict[str, Any]:
-        """array -> the zarr.json that it would have in a store of `length` rows and `samples` rows of logits."""
+        """{array: zarr.json that it would have in a store with `length` rows and `samples` rows of logits}."""
         journal = self._journals[0]
         grid = schema.Grid(journal.chunk_tokens, journal.segment_tokens)
         return {
@@ -161,7 +161,7 @@ class PartialStore:
         return out.view(geometry.dtype)
 
     def _array(self, spec: ArraySpec, only: int | None) -> HookArray:
-        """The geometry of an array's chunks. only: rows of the first chunk, which is shorter if it is the only one."""
+        """The geometry of an array's chunks. only: number of rows of a first chunk, which may be short; else None."""
         journal = self._journals[0]
         rows = min(journal.chunk_tokens, only or journal.chunk_tokens)
         known = self._geometry.get((spec.name, rows))
@@ -174,7 +174,7 @@ class PartialStore:
 
 
 def _written(array: JournalArray | None, first: int) -> int:
-    """Number of rows of the chunk that begins at `first`, or of final samples from `first` on; 0 if none is written."""
+    """Number of rows of the chunk that begins at `first`, or of final samples from `first` on; 0 if there are none."""
     if array is None or first not in array.counts:
         return 0
     if not array.spec.per_sample:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the hooks, token arrays and attributes of a finished store. captures/ computes more from these."""
+"""Reads the hooks, token arrays and attributes of a finished store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class CaptureIncomplete(RuntimeError):
-    """The store says that rows are missing. reason: why. missing: [start, stop) rows, as far as known."""
+    """Raised for a store that lacks rows. reason: why. missing: [start, stop) ranges of rows, as far as known."""
 
     def __init__(self, path: Given, reason: str | None, missing: list[list[int]]) -> None:
         super().__init__(
@@ -42,15 +42,15 @@ class CaptureIncomplete(RuntimeError):
 
 
 WAIT_S = 60.0
-"""Seconds to wait for a store by default."""
+"""Default number of seconds to wait for a store."""
 
 
 def finished_store(
     path: Given, timeout: float | None = None, allow_incomplete: bool = False
 ) -> tuple[Place, dict[str, Any]]:
-    """Wait for a store and read its root attribute. Returns (place, attribute), the arguments of `StoreReader`.
+    """Wait for a store and read its root attribute. Returns (place, attribute), for `StoreReader`.
 
-    timeout: seconds, None for `WAIT_S`. Raises what `dmi_connector.open_capture` raises.
+    timeout: in seconds; None for `WAIT_S`. Raises like `dmi_connector.open_capture`.
     """
     final = place_of(path)
     wait_for(final, WAIT_S if timeout is None else timeout)
@@ -61,7 +61,7 @@ def finished_store(
 
 
 def open_reader(path: Given, timeout: float | None = None, allow_incomplete: bool = False) -> StoreReader:
-    """Open a store as `dmi_connector.open_capture` does, without the methods that `Capture` adds."""
+    """Open a store like `dmi_connector.open_capture`, but without the methods that `Capture` adds."""
     return StoreReader(*finished_store(path, timeout, allow_incomplete))
 
 
@@ -73,24 +73,24 @@ def _close(fd: int | None) -> None:
 class StoreReader:
     """Reads one finished store. Made by `open_reader`.
 
-    hooks: names that can be read, aliases included. layers: hook -> layer numbers ([] for a hook that exists once).
-    complete, reason, missing: whether rows are missing, why, and which [start, stop) rows. prompt_len: tokens of the
-    prompt. num_layers: layers of the model; negative layer numbers count from the last. attrs: the root attribute
-    (docs/FORMAT.md, section 5).
+    hooks: names that can be read, including aliases. layers: {hook: layer numbers}, [] for a hook that exists once.
+    complete: whether the store has all rows. reason: why rows are missing, else None. missing: [start, stop) ranges of
+    missing rows. prompt_len: number of tokens of the prompt. num_layers: number of layers of the model; negative layer
+    numbers count from the last. attrs: the root attribute (docs/FORMAT.md, section 5).
 
-    `in` says whether a hook is there, and a loop gives the names of `hooks`. `dmi prune` and retention do not remove
-    the store until `close` or the end of a `with` block.
+    `in` tests whether a hook exists, and iteration yields the names in `hooks`. `dmi prune` and retention do not remove
+    the store before `close` or the end of a `with` block.
     """
 
     def __init__(self, path: Place, attrs: dict[str, Any]) -> None:
-        # Nothing of ours removes stores of an object store, or zip files.
+        # This package removes no stores in object stores, and no zip files, so these need no lock.
         held = share(path) if isinstance(path, Path) and not path.is_file() else None
         self._release = weakref.finalize(self, _close, held)
         self.files = files_of(path)
         self._read_from(path, attrs, HookValues(self.files, attrs, path))
 
     def _read_from(self, path: Place, attrs: dict[str, Any], values: HookValues) -> None:
-        """Set all attributes that methods use, except those of `close`. values: those of the hooks of `attrs`."""
+        """Set all attributes that methods use, except those of `close`. values: values of the hooks."""
         self.path, self.attrs, self._values = path, attrs, values
         self._table = HookTable.of(attrs)
         self.num_layers = self._table.num_layers
@@ -103,15 +103,15 @@ class StoreReader:
 
     @cached_property
     def group(self) -> zarr.Group:
-        """The Zarr group, by zarr-python."""
-        import zarr  # slow to import, and to open a store with
+        """The store as a Zarr group of zarr-python."""
+        import zarr  # slow to import, and slow to open a store
 
         from dmi_connector.store.format import zarr_bfloat16  # noqa: F401 (importing it registers the dtype)
 
         return zarr.open_group(zarr_store_of(self.path), mode="r", zarr_format=3, use_consolidated=False)
 
     def close(self) -> None:
-        """Let the store be removed."""
+        """Release the lock, so that the store can be removed."""
         self._release()
 
     def __enter__(self) -> Self:
@@ -129,7 +129,7 @@ class StoreReader:
         return f"{type(self).__name__}({str(self.path)!r}, {counts}{state})"
 
     def __contains__(self, name: object) -> bool:
-        """Whether a hook of this name is there."""
+        """Whether there is a hook with this name."""
         return isinstance(name, str) and self._table.holds(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -139,23 +139,25 @@ class StoreReader:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """int32 [tokens]."""
+        """Token ids, int32 [tokens]."""
         return self._plain("token_ids")
 
     @property
     def positions(self) -> np.ndarray:
-        """int32 [tokens]: position of each row in the request's tokens."""
+        """Position of each row in the request's tokens, int32 [tokens]."""
         return self._plain("positions")
 
     @property
     def phase(self) -> np.ndarray:
-        """uint8 [tokens]: 0 for prompt tokens, 1 for generated ones."""
+        """Phase of each token, uint8 [tokens]: 0 for prompt tokens, 1 for generated ones."""
         return self._plain("phase")
 
     @property
     def draft_index(self) -> np.ndarray:
-        """uint8 [tokens]: which draft token of its step a generated token was, from 1 on; 0 if it was sampled, and in
-        the prompt; 255 if that is not known (accepted after a pause of the engine).
+        """Number of each token among the draft tokens of its step, uint8 [tokens].
+
+        Draft tokens count from 1. Sampled tokens and prompt tokens have 0. 255 means unknown: the token was accepted
+        after a pause of the engine.
 
         Raises KeyError without speculative decoding, and for a repaired store.
         """
@@ -165,9 +167,7 @@ class StoreReader:
 
     @property
     def media(self) -> np.ndarray:
-        """int32 [tokens]: number in `attrs["media"]` of the image (or the like) that a row's embedding comes from; -1
-        for text.
-        """
+        """Index in `attrs["media"]` of the image or other item of each row's embedding, int32 [tokens]; -1 for text."""
         positions, found = self.positions, np.full(int(self.attrs["num_tokens"]), -1, np.int32)
         for number, item in enumerate(self.attrs.get("media", ())):
             for start, stop in item["positions"]:
@@ -176,12 +176,12 @@ class StoreReader:
 
     @property
     def mrope_positions(self) -> np.ndarray:
-        """int32 [tokens, axes]: position of each row on the axes of M-RoPE. Raises KeyError for models without it."""
+        """M-RoPE positions of each row, int32 [tokens, axes]. Raises KeyError for models without M-RoPE."""
         return self.numpy("mrope_positions")
 
     @property
     def logits_positions(self) -> np.ndarray:
-        """int32 [samples]: position of the token whose logits each row of `logits` holds.
+        """Position of the token of each row of `logits`, int32 [samples].
 
         Raises KeyError without logits.
         """
@@ -189,7 +189,7 @@ class StoreReader:
         return self._plain("logits_positions")
 
     def runs(self, most: int) -> Iterator[slice]:
-        """Slices of at most `most` rows that together hold all rows that are not missing."""
+        """Yield slices of at most `most` rows, which together have all rows that are not missing."""
         first = 0
         for start, stop in [*sorted(self.missing), [len(self.token_ids)] * 2]:
             for begin in range(first, start, most):
@@ -199,9 +199,9 @@ class StoreReader:
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def array(self, hook: str) -> zarr.Array:
-        """The Zarr array that holds `hook`, [layers, tokens, width] (logits: [samples, vocab]).
+        """The Zarr array of a hook, [layers, tokens, width] (for logits: [samples, vocab]).
 
-        Raises KeyError for an unknown hook, ValueError for `resid_post` when it lies in two arrays.
+        Raises KeyError for an unknown hook, and ValueError for `resid_post` if it is in two arrays.
         """
         names = {source.array for source in self._table.sources(hook)}
         if len(names) > 1:
@@ -213,18 +213,18 @@ class StoreReader:
         return array
 
     def numpy(self, hook: str, layer: Layers = None, tokens: Tokens = None, convert: bool = True) -> np.ndarray:
-        """Decoded values as float32; integer hooks keep their dtype.
+        """Read decoded values as float32; integer hooks keep their dtype.
 
-        Shape: [tokens, width] for one layer, [layers, tokens, width] for `layer=None` and for a list of layers, in its
-        order. Hooks that exist once, and logits, are always [tokens, width].
+        The shape is [tokens, width] for one layer, and [layers, tokens, width] for `layer=None` and for a list of
+        layers, in the order of the list. Hooks that exist once, and logits, always have [tokens, width].
 
-        layer: a layer number of the model, negative from its last, or a list of them. tokens: rows of the store, as a
-        slice or a sequence of indexes (for logits: samples). convert: False leaves floats in the stored dtype (bfloat16
-        is that of ml_dtypes), which is quicker; reduced hooks are decoded to float32 all the same.
+        layer: a layer number of the model, negative from the last layer, or a list of them. tokens: rows of the store
+        (for logits: samples), as a slice or a sequence of indexes. convert: False returns floats in the stored dtype
+        (bfloat16 of ml_dtypes), which is faster; reduced hooks are decoded to float32 in any case.
 
-        Raises KeyError for a hook or layer that was not captured, IndexError for rows that are not there, ValueError
-        for what is no layer number, for an empty list, for layers of `resid_post` that were reduced to different rows,
-        and, with the file's name, for damaged values, FileNotFoundError for a file that is gone.
+        Raises KeyError for a hook or layer that was not captured, IndexError for rows that do not exist, and
+        FileNotFoundError for a file that is gone. Raises ValueError for an invalid layer number, for an empty list, for
+        layers of `resid_post` with different reductions, and, naming the file, for damaged values.
         """
         sources = self.sources(hook, layer)
         self._values.check_one_form(hook, sources)
@@ -232,41 +232,41 @@ class StoreReader:
         return values if sources[0].layer is not None and (layer is None or np.ndim(layer)) else values[0]
 
     def stored(self, source: Source, tokens: Tokens = None) -> tuple[np.ndarray, StoredReduction | None]:
-        """Rows [tokens, stored width] of one of `sources`, not decoded, and the reduction that was applied to them.
+        """Read stored rows [tokens, stored width] of one of `sources`. Returns (rows, their reduction or None).
 
-        Raises as `numpy`.
+        Raises like `numpy`.
         """
         (rows,) = self._values.stored({source.array: [source.index]}, tokens)
         return rows, self._values.reduced(source.array)
 
     def sources(self, hook: str, layer: Layers = None) -> list[Source]:
-        """Where a hook lies, or some layers of it: arrays, and indexes along their layer axes. Raises KeyError."""
+        """The locations of a hook, or of some layers: arrays, and indexes along their layer axes. Raises KeyError."""
         try:
             return self._table.chosen(hook, layer)
         except KeyError as error:
             raise KeyError(f"{self.path}: {error.args[0]}") from error
 
     def reduction(self, hook: str, layer: int | None = None) -> Reduction | None:
-        """The reduction that was applied to `hook`, or to one layer, before it was stored; None without one.
+        """The reduction of a hook, or of one layer of it; None if it was stored in full.
 
-        Raises ValueError where layers of `resid_post` were reduced in different ways and none is named.
+        Raises ValueError if layers of `resid_post` have different reductions and `layer` is None.
         """
         return self._values.reduction(hook, self.sources(hook, layer))
 
     def shape(self, hook: str) -> tuple[int, ...]:
-        """The shape of `numpy(hook)`. Reads no values. Raises as that."""
+        """The shape of `numpy(hook)`. Reads no values. Raises like `numpy`."""
         sources = self.sources(hook)
         self._values.check_one_form(hook, sources)
         array, width = self._values.array(sources[0].array), self._values.width(sources[0].array)
         return (array.shape[1], width) if sources[0].layer is None else (len(sources), array.shape[1], width)
 
     def chunk_rows(self, hook: str) -> tuple[int, int]:
-        """(rows of an inner chunk, rows of a shard file) of the array that holds a hook."""
+        """(rows of an inner chunk, rows of a shard file) of a hook's array."""
         array = self._values.array(self.sources(hook)[0].array)
         return array.chunk_rows, array.segment_rows
 
     def _plain(self, name: str) -> np.ndarray:
-        """A 1-D array."""
+        """Read a 1-D array."""
         try:
             return decode_plain(self.files, name, schema.token_arrays(self.attrs).get(name, "int32"))
         except ValueError as error:

@@ -25,15 +25,15 @@ from dmi_connector.store.read.arrays.hook_array import HookArray
 from dmi_connector.store.read.arrays.shard_reader import ShardReader
 
 TOLERANCE = {"bfloat16": 2 * 2.0**-8, "float16": 2 * 2.0**-11, "float32": 1e-5, "float64": 1e-12}
-"""Maximum error of a sum of two terms, relative to the row's largest magnitude. For bfloat16 and float16 it is 1 to 2
-ulp of that magnitude. For a sum of three terms it is 1.5 times as large.
+"""Maximum error of a sum of two terms, relative to the largest magnitude in the row. For bfloat16 and float16 this
+is 1 to 2 ulp of that magnitude. For a sum of three terms the maximum is 1.5 times as large.
 """
 Term = tuple[str, int]
 """(hook, layer)."""
 
 
 def equations(attrs: Mapping[str, Any], arrays: Mapping[str, HookArray]) -> list[tuple[Term, ...]]:
-    """(sum, a, b, ...) for each sum whose terms are all stored."""
+    """The sums that can be checked, because all their terms are stored: (sum, term, term, ...)."""
     layers = {name: list(array.layers) or [0] for name, array in arrays.items() if not array.reduce}
     last = int(attrs.get("num_layers") or max((max(ls) for ls in layers.values()), default=0) + 1) - 1
     found: list[tuple[Term, ...]] = []
@@ -48,7 +48,7 @@ def equations(attrs: Mapping[str, Any], arrays: Mapping[str, HookArray]) -> list
 
 
 def stated(attrs: Mapping[str, Any]) -> bool:
-    """Whether a store states that its sums hold, for all rows or for text tokens."""
+    """Whether the attributes of a store state that its sums hold, for all rows or for text tokens."""
     return bool(attrs.get("identities") or attrs.get("visual_layers"))
 
 
@@ -59,7 +59,7 @@ def for_text(attrs: Mapping[str, Any], equation: tuple[Term, ...]) -> bool:
 
 
 def _text_rows(attrs: Mapping[str, Any]) -> np.ndarray:
-    """Which rows are text tokens: bool [tokens]."""
+    """Whether each row is a text token, bool [tokens]."""
     start, text = int(attrs["start"]), np.ones(int(attrs["num_tokens"]), bool)
     for first, stop in schema.media_positions(attrs):
         text[max(0, first - start) : max(0, stop - start)] = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest of `dmi run`: which row of its input each store of a directory is of."""
+"""Reads the manifests of `dmi run`, which map the stores of a directory to rows of the input."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFESTS = "manifest*.jsonl"
-"""Names of the manifests in the directory of a run: one, or one for each share."""
+"""Glob pattern of the manifests in the directory of a run: one manifest, or one per share."""
 
 
 def read_manifest(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks every byte of a store against docs/FORMAT.md, without zarr-python."""
+"""Verifies every byte of a store against docs/FORMAT.md, without zarr-python."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from dmi_connector.store.read.residual_sums import check_identities, equations, 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a store. where: a file, or an array with layer and tokens. what: a sentence.
+    """One problem of a store. where: a file, or an array with layer and tokens. what: a description.
 
-    damage: whether the store differs from what was written. False: its bytes are right, but the model computed values
-    that are not finite. Such a store is worth keeping, because it shows where these values come from.
+    damage: whether the store differs from what was written. If False, the bytes are right, but the model computed
+    values that are not finite. Such a store is worth keeping, because it shows where these values come from.
     """
 
     store: Place
@@ -66,19 +66,20 @@ def stores_of(directory: Given) -> list[Place]:
 
 
 def verify_dir(directory: Given) -> list[Problem]:
-    """Verify every finished store of a directory. Returns [] if all are sound. Raises ValueError without a store."""
+    """Verify all finished stores of a directory. Returns [] if all are intact. Raises ValueError without a store."""
     stores = stores_of(directory)
     begun = begun_stores(directory)
     return [problem for store in stores for problem in verify_store(store, begun)]
 
 
 def verify_store(path: Given, begun: Mapping[str, dict[str, Any]] | None = None) -> list[Problem]:
-    """Check one store. Returns its problems, [] for a sound store.
+    """Verify one store. Returns its problems, [] for an intact store.
 
-    It checks the file list, sizes and checksums, shard indexes, every inner chunk, metadata against shapes, and token
+    This checks the file list, sizes and checksums, shard indexes, every inner chunk, metadata against shapes, and token
     arrays. It checks that stored and decoded values are finite, and that no layer of a hook is constant, as unwritten
-    memory is. With the attribute `identities` it checks the sums of the residual stream. It checks that the directory's
-    index has the store's request under its name. An incomplete store may lack the rows that it lists as missing.
+    memory would be. With the attribute `identities` it checks the sums of the residual stream. It also checks that the
+    directory's index has the same request for the name of the store. An incomplete store may lack the rows that it
+    lists as missing.
 
     begun: the result of `begun_stores` for the directory, so that the index is read once for many stores.
     """
@@ -90,39 +91,39 @@ def verify_store(path: Given, begun: Mapping[str, dict[str, Any]] | None = None)
 
 
 def begun_stores(directory: Given) -> dict[str, dict[str, Any]]:
-    """The index's line of each store that was begun in a directory, by its name."""
+    """The index line of each store that was begun in a directory, {name: line}."""
     found: dict[str, dict[str, Any]] = {}
     for line in read_index(directory):
         if line["event"] == "start" or (line["event"] == "finish" and line["store"] not in found):
-            found[line["store"]] = line  # indexes of an object store have no starts
+            found[line["store"]] = line  # indexes in an object store have no start lines
     return found
 
 
 def damaged_files(path: str | os.PathLike[str], attrs: dict[str, Any]) -> list[Problem]:
-    """Problems of the files that a store lists. attrs: its checked attributes. [] if the files are as written."""
+    """Damage in the files that a store lists; [] if the files are as written. attrs: its checked attributes."""
     return [problem for problem in _Check(Path(path), LocalFiles(path)).contents(attrs) if problem.damage]
 
 
 def unseen(attrs: dict[str, Any]) -> str | None:
-    """What verify cannot detect in a store of an old format version; None if it detects everything."""
+    """The damage that cannot be detected in a store of an old format version; None if all can."""
     if not _old(attrs):
         return None
     return f"format {attrs['format_version']}: files of equal size that changed places are not seen"
 
 
 def _old(attrs: dict[str, Any]) -> bool:
-    """Whether a file's checksum is the crc32c of all its bytes, which for most files depends only on their size."""
+    """Whether the checksum of a file is the crc32c of all its bytes, which for most files depends only on the size."""
     return str(attrs["format_version"]) == "1.0"
 
 
 _FED_BY = {"attn_out": ("v", "z"), "mlp_out": ("mlp_pre", "mlp_pre_linear", "mlp_post")}
-"""Output of a block -> hooks that are zero together with it if the weights of the layer are zero."""
+"""{output of a block: hooks that are zero together with it if the weights of the layer are zero}."""
 
 
 class _Check:
     def __init__(self, store: Place, files: StoreFiles) -> None:
         self.store, self.files = store, files
-        self.constant: dict[tuple[str, int], bytes | None] = {}  # (hook, layer): its one value, None if it has several
+        self.constant: dict[tuple[str, int], bytes | None] = {}  # by hook and layer: its only value, or None
         self.arrays: dict[str, HookArray] = {}
         self.reduced: dict[str, StoredReduction | None] = {}
 
@@ -146,7 +147,7 @@ class _Check:
             yield self.problem("zarr.json", "the document differs from the one that was written")
         problems = [*self._place(attrs, begun), *self._unlisted(attrs), *self.contents(attrs)]
         yield from problems
-        # Sums of damaged data would only repeat the problems that were found.
+        # The sums of damaged data would only repeat the problems found so far.
         summed = stated(attrs) and not any(problem.damage for problem in problems)
         sums = list(check_identities(attrs, self.arrays)) if summed else []
         yield from (self.problem(where, what) for where, what in sums)
@@ -154,7 +155,7 @@ class _Check:
         yield from self._constant({term for e in right if not for_text(attrs, e) for term in e})
 
     def contents(self, attrs: dict[str, Any]) -> Iterator[Problem]:
-        """Problems of the listed files."""
+        """Yield the problems of the listed files."""
         own = {name for name, hook in attrs["hooks"].items() if hook["array"] == name}
         in_shards = {path for path in attrs["files"] if path.split("/")[1:2] == ["c"] and path.split("/")[0] in own}
         yield from self._media(attrs)
@@ -162,7 +163,7 @@ class _Check:
         yield from self._token_arrays(attrs)
         for name, hook in attrs["hooks"].items():
             if hook["array"] != name:
-                if hook["array"] not in list(own):  # of a forged store, not always hashable
+                if hook["array"] not in list(own):  # a list, because values of a forged store may not be hashable
                     yield self.problem(name, f"its array {hook['array']!r} is no hook")
                 continue
             try:
@@ -181,7 +182,7 @@ class _Check:
                 yield self.problem(path, "the file lies outside its array")
 
     def _place(self, attrs: dict[str, Any], begun: Mapping[str, dict[str, Any]]) -> Iterator[Problem]:
-        """Check that the directory's index has the store's request under the store's name."""
+        """Check that the directory's index has the same request for the store's name."""
         line = begun.get(self.store.name, {})
         for name in ("request_id", "key", "created"):
             if name in line and line[name] != attrs.get(name):
@@ -190,7 +191,7 @@ class _Check:
                 return
 
     def _constant(self, summed: set[tuple[str, int]]) -> Iterator[Problem]:
-        """Layers whose values are all equal. summed: hooks and layers that the sums of the residual stream confirm."""
+        """Yield layers with only one value. summed: hooks and layers that sums of the residual stream confirm."""
         excused = {(hook, layer) for output, layer in summed for hook in (output, *_FED_BY.get(output, ()))}
         for (hook, layer), value in self.constant.items():
             if value is None or (not any(value) and (hook, layer) in excused):
@@ -215,9 +216,9 @@ class _Check:
             yield self.problem(path, "the file is not listed")
 
     def _files(self, attrs: dict[str, Any], own: set[str], in_shards: set[str]) -> Iterator[Problem]:
-        """Check names and sizes, and the checksums of all files except shards, which are checked chunk by chunk.
+        """Check names and sizes of all files, and checksums except of shards, which are checked chunk by chunk.
 
-        own: hooks with their own arrays. in_shards: files of these arrays.
+        own: hooks that have their own arrays. in_shards: shard files of these arrays.
         """
         plain = {*schema.token_arrays(attrs), *(f"{hook}_positions" for hook in own)}
         chunks = {f"{name}/c/0" for name in plain}
@@ -245,7 +246,7 @@ class _Check:
                 yield self.problem(path, "the file does not match its checksum")
 
     def _media(self, attrs: dict[str, Any]) -> Iterator[Problem]:
-        """Check that media are in order, in the prompt or in the prompts of a session's turns."""
+        """Check that media are in order, within the prompt, or within the last prompt of a session."""
         before, end = 0, attrs.get("last_prompt_len", attrs["prompt_len"])
         for start, stop in (span for item in attrs.get("media", ()) for span in item["positions"]):
             if not before <= start < stop <= end:
@@ -340,9 +341,7 @@ class _Check:
         yield from self._surplus(path, reader, {slot for slot, *_ in chunks})
 
     def _surplus(self, path: str, reader: ShardReader, known: set[tuple[int, ...]]) -> Iterator[Problem]:
-        """Check chunks past the end of the array. The engine may sample once more before it learns that a request
-        ended.
-        """
+        """Check chunks past the array's end: the engine may sample once more before it learns of a request's end."""
         for slot in np.ndindex(reader.index.shape[:-1]):
             if slot not in known and reader.index[slot][0] != EMPTY:
                 try:
@@ -351,16 +350,16 @@ class _Check:
                     yield self.problem(path, str(error))
 
     def _note(self, array: HookArray, index: int, values: np.ndarray) -> None:
-        """Record whether all values of a layer are equal. For integers and experts' weights, record whether all are 0.
+        """Record whether all values of a layer are equal; for integers and experts' weights, whether all are 0.
 
-        index: along the layer axis.
+        index: index along the layer axis.
         """
         if array.per_sample or not values.size:
             return
         key = array.name, array.layers[index] if array.layers else 0
         one = values.reshape(-1)[0].tobytes()
         before = self.constant.get(key, one)
-        wide = array.columns > 1 and array.name not in ALWAYS  # positions on each axis of the first token are 0
+        wide = array.columns > 1 and array.name not in ALWAYS  # M-RoPE positions of a first token are all 0
         wide &= not any(one) or (array.dtype.name in FLOATS and array.name != "topk_weights")
         self.constant[key] = one if before == one and wide and bool((values == values.flat[0]).all()) else None
 
@@ -379,8 +378,10 @@ class _Check:
 
 
 def _not_finite(array: HookArray, reduced: StoredReduction | None, values: np.ndarray) -> int:
-    """Values that are not finite, decoded ones of a reduced hook. A logit of minus infinity is a masked token, and
-    legal. Raises ValueError, IndexError or TypeError for what cannot be decoded.
+    """Number of values that are not finite; for a reduced hook, of decoded values.
+
+    A logit of minus infinity is allowed: it is a masked token. Raises ValueError, IndexError or TypeError for values
+    that cannot be decoded.
     """
     if reduced is not None:
         with np.errstate(invalid="ignore", over="ignore"):

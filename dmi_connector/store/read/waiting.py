@@ -15,17 +15,19 @@ from dmi_connector.store.read.files.remote_files import check_bucket, look
 from dmi_connector.store.read.index import LineTail, merge_line
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
-"""First and longest pause between checks of the disk. Each pause is 1.5 times the previous one."""
+"""First and longest pause between checks. Each pause is 1.5 times as long as the previous one."""
 _LOCK_PAUSE_S = 1.0
 """Seconds between checks of the lock of a partial store. Each check holds the lock for a moment."""
 _ABANDONED_LOOKS = 3
-"""Number of consecutive checks without a writer. If a writer dies, another one takes over and soon locks the store."""
+"""Consecutive checks without a lock until a capture counts as abandoned. After a writer's death, another one soon
+locks the store.
+"""
 
 
 class CaptureFailed(FileNotFoundError):
-    """A capture will not give a store without a repair. The message says why, and what to do.
+    """Raised for a capture that will give no store, unless by a repair. The message says why, and what to do.
 
-    state: as in `CaptureInfo`, "aborted" or "removed". reason: why it failed, as far as it is known.
+    state: a state of `CaptureInfo`, "aborted", or "removed". reason: why it failed, as far as it is known.
     """
 
     def __init__(self, text: str, path: Place, state: str, reason: str | None) -> None:
@@ -34,11 +36,11 @@ class CaptureFailed(FileNotFoundError):
 
 
 def wait_for(final: Place, seconds: float, there: Callable[[Place], bool] | None = None) -> None:
-    """Return when the store exists. there: a condition to wait for instead.
+    """Wait until a store exists. there: another condition to wait for.
 
-    Raises CaptureFailed as soon as it is known that there will be no store: its directory's index says that the capture
+    Raises CaptureFailed as soon as it is known that there will be no store: the directory's index says that the capture
     failed, was aborted or removed, or its writers are gone. Raises FileNotFoundError for a bucket or a directory that
-    does not exist, and TimeoutError after `seconds`, which says what exists.
+    does not exist. Raises TimeoutError after `seconds`, with a message about what exists.
     """
     deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_S
     if isinstance(final, Path) and not final.absolute().parent.is_dir():
@@ -58,7 +60,7 @@ def wait_for(final: Place, seconds: float, there: Callable[[Place], bool] | None
 
 
 def _exists(final: Place) -> bool:
-    """Whether a store exists. An upload writes the root document last."""
+    """Whether a store exists. In an object store its root document must exist, which is uploaded last."""
     if isinstance(final, Path):
         return final.exists()
     try:
@@ -84,7 +86,7 @@ def _seen(final: Place) -> str:
 
 
 def _how_it_ended(final: Path, line: Mapping[str, Any]) -> str:
-    """Why a capture gives no store, and what to do. line: its entry in the index."""
+    """Why a capture gives no store, and what to do. line: its merged index line."""
     state, reason, partial = line.get("state"), line.get("reason"), _partial(final)
     if state == "failed" and partial.exists():
         return f"failed: {reason}; mend that, then dmi repair makes a store of what {partial.name} holds"
@@ -100,7 +102,7 @@ def _how_it_ended(final: Path, line: Mapping[str, Any]) -> str:
 
 
 class Watch:
-    """Follows one store in its directory's index, and by the lock of its partial store."""
+    """Watches one capture, by its directory's index and by the lock on its partial store."""
 
     def __init__(self, final: Path) -> None:
         self.final = final
@@ -116,7 +118,7 @@ class Watch:
             raise CaptureFailed(text, self.final, end["state"], end.get("reason"))
 
     def _end(self) -> dict[str, Any] | None:
-        """The index entry of a capture that will give no store; None if it still may give one."""
+        """The index line of a capture that will give no store; None if it may still give one."""
         for line in self._tail.read(of=self.final.name):
             self._line = merge_line(self._line, line)
         if self._line.get("state") in ("failed", "aborted", "removed"):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing stores: from the shared ring to finished stores."""
+"""Writes stores: from the shared ring to finished stores."""

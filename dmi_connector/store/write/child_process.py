@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child process, seen from its parent: a queue for messages, a callback for answers, and a callback for its death."""
+"""Starts a child process and exchanges messages with it, with callbacks for its answers and its death."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ from dmi_connector.store.write.messages import Decoder, Message, pack, write_all
 logger = logging.getLogger(__name__)
 
 _THREADS_END_S = 5.0
-"""How long to wait for the threads of a process that has ended."""
+"""Maximum time to wait for the threads of a process that has ended."""
 _NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""Turns numpy's thread pools off. They would only take memory."""
+"""Turns off numpy's thread pools, which would only use memory."""
 
 
 class Child:
     """Runs `python -m MODULE ARGUMENTS...` and exchanges messages with it on two threads.
 
-    It uses subprocess instead of multiprocessing. The engine's workers are daemonic processes, which may not have
-    children of multiprocessing.
+    It uses subprocess instead of multiprocessing: the engine's workers are daemonic processes, which cannot start
+    children with multiprocessing.
 
-    name: name in error messages. pass_fds: file descriptors that the child inherits. apart: the child has its own
-    process group (`group`) and is reparented, so signals to the parent's group do not reach it. vLLM kills an engine
-    with all descendants, and the coordinator must survive that. pid: process id of the child, valid once it has
-    answered `ready`. status: the value of the child's last answer, `bye`, or the exit status of a child that is not
-    apart. env: the environment of the child. By default it is that of this process, with numpy's thread pools turned
-    off.
+    name: name in error messages. pass_fds: file descriptors that the child inherits. apart: whether the child gets its
+    own process group (`group`) and detaches from this process, so that signals to this process's group do not reach it.
+    vLLM kills an engine with all its descendants, and the coordinator must survive that. pid: process id of the child,
+    valid once it has answered `ready`. status: the value of the answer `bye`, or without `apart` the exit status of the
+    child. env: the environment of the child. By default it is that of this process, without numpy's thread pools.
 
-    on_message(child, message) and, once, on_death(child, how) are called from the reader thread.
+    The reader thread calls on_message(child, message) for each answer, and on_death(child, how) once.
     """
 
     def __init__(
@@ -74,12 +73,12 @@ class Child:
             thread.start()
 
     def post(self, message: Message) -> None:
-        """Queue a message. It never blocks. After the death of the process the message is dropped."""
+        """Queue a message. Never blocks. After the death of the process, messages are dropped."""
         if not self._deaf:
             self._queue.put(message)
 
     def finish(self) -> None:
-        """Let the process end after the messages that are queued now."""
+        """End the process after the messages that are queued now."""
         self._queue.put(None)
 
     def kill(self) -> None:
@@ -130,7 +129,7 @@ class Child:
                     self.status = message["bye"]
                 try:
                     self._on_message(self, message)
-                except Exception:  # after a faulty callback, later answers must still be read, or the ring never drains
+                except Exception:  # later answers must still be read, or the ring never drains
                     logger.exception("dmi: handling an answer of %s failed", self.name)
         self.process.stdout.close()
         code = self.process.wait()
@@ -144,6 +143,6 @@ class Child:
 
 def with_package(env: Mapping[str, str]) -> dict[str, str]:
     """An environment in which `python -P` finds this package."""
-    # -P keeps the working directory off the path, so a package that is not installed must be in PYTHONPATH.
+    # -P keeps the working directory out of sys.path, so a package that is not installed must be in PYTHONPATH.
     home = str(Path(__file__).resolve().parents[3])
     return {**env, "PYTHONPATH": os.pathsep.join([home, *filter(None, [env.get("PYTHONPATH")])])}

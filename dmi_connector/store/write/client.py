@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's side of writing: the shared ring, and short messages to the coordinator process.
+"""The engine's side of writing: it fills the shared ring, and sends short messages to the coordinator process.
 
 client = StoreClient(ring_bytes=1 << 30, writers=4)
 layout = client.register(PayloadLayout(arrays))
@@ -38,16 +38,16 @@ logger = logging.getLogger(__name__)
 
 COORDINATOR = "dmi_connector.store.write.coordinator.coordinator"
 _GRACE_S = 5.0
-"""Additional time after the limit of a shutdown, before processes are killed."""
+"""Additional time after the limit of a shutdown before processes are killed."""
 SHORT_LIFE_S = 10.0
-"""If a coordinator dies within this time after its start, it is not restarted."""
+"""A coordinator that dies within this time after its start is not replaced."""
 
 
 class OpenCapture:
-    """Feeds one capture. No method blocks on I/O.
+    """One capture that takes rows. No method blocks on I/O.
 
     state: "open", "closing", and then "complete", "incomplete" or "failed". On ranks above 0, "complete" means that the
-    part of this rank is complete. reason: why it is not complete.
+    part of this rank is complete. reason: why the capture is not complete, None otherwise.
     """
 
     def __init__(self, client: StoreClient, number: int, final: str, names: Message) -> None:
@@ -61,7 +61,7 @@ class OpenCapture:
         self.parcel(extent, [(self, first, count, 0)])
 
     def parcel(self, extent: Extent, parts: Sequence[tuple[OpenCapture, int, int, int]]) -> None:
-        """Write chunks that lie in one extent, of this capture and others: (capture, first, count, byte offset)."""
+        """Write chunks in one extent, also of other captures. parts: (capture, first, count, byte offset) of each."""
         self._client.post_extent(extent, "chunks", parts)
 
     def close(
@@ -93,10 +93,10 @@ class StoreClient:
         self.settings, self.writers = settings or WriteSettings(), writers
         self.ring = Ring(ring_bytes)
         self._lock = threading.Condition()
-        self._layouts: dict[int, Message] = {}  # layouts that a new coordinator gets, by number
+        self._layouts: dict[int, Message] = {}  # by number: layout messages, sent again to a new coordinator
         self._registered = 0
         self._captures: dict[int, OpenCapture] = {}
-        self._out: dict[int, Extent] = {}  # extents that the coordinator uses, by number
+        self._out: dict[int, Extent] = {}  # by number: extents that the coordinator uses
         self._count = 0
         names = (
             "started",
@@ -119,7 +119,7 @@ class StoreClient:
         self._child = self._spawn()
 
     def register(self, layout: PayloadLayout, attrs: Mapping[str, Any] | None = None) -> int:
-        """Send a layout, and root attributes of all its stores. Returns the layout's number for `open_capture`."""
+        """Send a layout, and root attributes of all its stores. Returns the layout's number, for `open_capture`."""
         with self._lock:
             self._registered += 1
             message = {"type": "layout", "number": self._registered, "layout": layout.to_json()}
@@ -166,7 +166,7 @@ class StoreClient:
             return capture
 
     def rows(self, extent: Extent, rows: Sequence[tuple[OpenCapture, str, int, int, int]]) -> None:
-        """Write per-sample rows that lie in one extent: (capture, array, sample, position, byte offset) of each."""
+        """Write per-sample rows in one extent. rows: (capture, array, sample, position, byte offset) of each."""
         self.post_extent(extent, "rows", rows)
 
     @property
@@ -175,7 +175,7 @@ class StoreClient:
         return self._child.group
 
     def stats(self) -> dict[str, Any]:
-        """Captures by state, raw and stored bytes, bytes in the ring, and the latest errors."""
+        """Numbers of captures by state, raw and stored bytes, bytes in the ring, and the latest errors."""
         with self._lock:
             states = [c.state for c in self._captures.values()]
             counts = {"open": states.count("open"), "closing": states.count("closing")}
@@ -183,14 +183,14 @@ class StoreClient:
             return {**counts, **self._stats, "backlog_bytes": self.ring.used, "errors": list(self._errors)}
 
     def counts(self) -> dict[str, int]:
-        """The counters of `stats`. It takes no lock, so it may be called in every step."""
+        """The counters of `stats`. It takes no lock, so it is cheap enough for every step."""
         return dict(self._stats)
 
     def take_news(self) -> tuple[dict[str, bool], dict[str, list[Loss]]]:
         """The news since the last call: (ended captures, losses of borrowed rows).
 
-        The first has, by path of the store, whether the store has all rows. The second has the rows that could not be
-        borrowed, by path of the store that lacks them.
+        The first maps the path of a store to whether the store has all rows. The second maps the path of a store to the
+        losses of rows that it could not borrow.
         """
         ended: dict[str, bool] = {}
         while self._ended:
@@ -210,8 +210,8 @@ class StoreClient:
     def shutdown(self, timeout: float | None = None) -> bool:
         """Finish closed captures and end the processes. Returns whether all captures were committed.
 
-        The coordinator takes at most `shutdown_seconds`. It is killed `timeout` seconds (None: `shutdown_seconds`) plus
-        _GRACE_S after the call. Unfinished captures stay as partial stores, for a repair.
+        The coordinator finishes within `shutdown_seconds`. It is killed `timeout` + _GRACE_S seconds after the call;
+        timeout defaults to `shutdown_seconds`. Unfinished captures stay as partial stores, for a repair.
         """
         timeout = (self.settings.shutdown_seconds if timeout is None else timeout) + _GRACE_S
         with self._lock:
@@ -229,10 +229,10 @@ class StoreClient:
     def post_extent(self, extent: Extent, kind: str, parts: Sequence[tuple[Any, ...]]) -> None:
         """Send the parts of an extent. The extent is released when the writers have read it.
 
-        parts: (capture, fields of a message of this kind...) of each part.
+        parts: (capture, *fields of the message) of each part.
         """
         with self._lock:
-            # The others were lost with their coordinator.
+            # Captures in other states were lost with their coordinator.
             known = [[capture.number, *fields] for capture, *fields in parts if capture.state == "open"]
             if not known:
                 self.ring.release(extent)
@@ -285,7 +285,7 @@ class StoreClient:
         self._lock.notify_all()
 
     def _write_failed(self, capture: OpenCapture) -> None:
-        """Record in the index that a capture failed, since its coordinator is gone. Rank 0 does this for all ranks."""
+        """Record in the index that a capture failed, because its coordinator is gone. Only rank 0 writes the line."""
         names = capture.names
         if names["rank"]:
             return
@@ -302,7 +302,7 @@ class StoreClient:
     # ---- the process ------------------------------------------------------------------------------------------------
 
     def _spawn(self) -> Child:
-        self._life, life = os.pipe()  # the other end stays open while the coordinator or a writer is alive
+        self._life, life = os.pipe()  # the write end stays open while the coordinator or a writer is alive
         self._born = time.monotonic()
         arguments = ["--ring-fd", str(self.ring.fd), "--ring-bytes", str(self.ring.nbytes), "--life-fd", str(life)]
         arguments += ["--writers", str(self.writers), "--settings", json.dumps(asdict(self.settings))]
@@ -326,7 +326,7 @@ class StoreClient:
                 return
         if not select.select([self._life], [], [], 0)[0]:
             _end_group(child.group)
-        os.read(self._life, 1)  # returns at end of file, when no writer reads the ring any more
+        os.read(self._life, 1)  # returns when no process reads the ring any more
         os.close(self._life)
         with self._lock:
             for extent in self._out.values():
@@ -348,7 +348,7 @@ class StoreClient:
                     self._write_failed(capture)
                 return
             self._child = self._spawn()
-            for capture in lost:  # the store of a closed capture may exist: its end is then known soon
+            for capture in lost:  # a closed capture may have a store, then its answer says so
                 number = capture.number if capture in closing else None
                 self._child.post({"type": "lost", "id": number, "reason": reason, **capture.names})
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between the engine, the coordinator and the writers: a 4-byte little-endian length, then a JSON object."""
+"""Packs messages between the processes that write stores: a 4-byte little-endian length, then a JSON object."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import numpy as np
 Message = dict[str, Any]
 
 READ_BYTES = 1 << 20
-"""Bytes that a process reads from its pipe at a time."""
+"""Maximum number of bytes that a process reads from its pipe at a time."""
 ERRORS_KEPT = 20
-"""Errors that `stats` keeps."""
+"""Number of latest errors that `stats` returns."""
 
 
 def pack(message: Message) -> bytes:
@@ -33,13 +33,13 @@ def write_all(fd: int, data: bytes | bytearray) -> None:
 
 
 class Decoder:
-    """Cuts a byte stream into messages."""
+    """Splits a byte stream into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Add bytes; yield every message that is now whole."""
+        """Add bytes. Yields each message that is now complete."""
         self._buffer += data
         while len(self._buffer) >= 4:
             size = int.from_bytes(self._buffer[:4], "little")
@@ -56,5 +56,5 @@ def pack_array(values: np.ndarray) -> str:
 
 
 def unpack_array(text: str) -> bytes:
-    """The bytes `pack_array` was given."""
+    """The bytes of an array that `pack_array` packed."""
     return base64.b64decode(text)

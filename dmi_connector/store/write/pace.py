@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pacing: the duty cycle of the writers. The coordinator sets it in shared memory; writers follow it.
+"""Paces the writers: the coordinator sets their duty cycle in shared memory, and they follow it.
 
-Writers on all cores slow an engine whatever their priority, because they share execution units and memory with it. So
-they work the minimum share of their time
+Writers on all cores slow down an engine even with a low priority, because they share execution units and memory with
+it. So they work only the minimum share of their time
 
 - on all rows, while the ring has room for everything that open captures may still bring;
 - on rows of generated tokens, while half of the ring is free.
 
-Rows that have waited for LATE_S are written at once. Where FULL of the whole ring waits, chunks need not be compressed
+Rows that have waited for LATE_S are written at once. When FULL of the ring is in use, chunks may stay uncompressed
 (plain.py).
 """
 
@@ -19,17 +19,17 @@ import time
 from typing import NamedTuple
 
 EASY, FULL = 0.5, 0.75
-"""Shares of the ring in use: up to EASY writers work the minimum, from FULL on all the time."""
+"""Shares of the ring in use. Up to EASY, writers work the minimum share of their time; from FULL on, all the time."""
 SURE = 0.95
-"""The ring has room for everything while what waits and what may come take at most this share of it."""
+"""The ring has room for everything if waiting and coming bytes fill at most this share of it."""
 SOON_S, LATE_S = 1.0, 3.0
-"""Rows that have waited for SOON_S make a writer work more; for those that have waited for LATE_S it does not rest."""
+"""Once rows have waited for SOON_S, a writer rests less; once they have waited for LATE_S, it does not rest."""
 ROOM_BYTES = 16 << 30
-"""Largest ring that pacing counts with: a larger backlog would delay stores and the end of the engine. 16 writers with
-zstd take about 3 s for it.
+"""Maximum ring size for pacing. A larger backlog would delay stores and the end of the engine. 16 writers with zstd
+write this much in about 3 s.
 """
 _SLICE_S = 0.01
-"""A resting writer looks this often whether the pace has changed."""
+"""Interval at which a resting writer checks whether the pace has changed."""
 
 
 class Shares(NamedTuple):
@@ -40,13 +40,13 @@ class Shares(NamedTuple):
 
 
 _STEPS = 255
-"""A share is one byte of shared memory."""
+"""A share is stored as one byte, 1 to _STEPS."""
 _BEHIND = len(Shares._fields)
-"""The byte after the shares."""
+"""Offset of the byte for `behind`, after the shares."""
 
 
 class Pace:
-    """Shares that one process sets and others read. fd: descriptor of the shared memory, None to create it."""
+    """Shares in shared memory, which one process sets and others read. fd: its file descriptor, None to create it."""
 
     def __init__(self, fd: int | None = None) -> None:
         if fd is None:
@@ -83,7 +83,7 @@ class Pace:
             self.fd = -1
 
     def rest(self, worked: float, generated: bool, since: float) -> None:
-        """Rest until `worked` seconds are at most the share of all time. The share may change meanwhile.
+        """Rest until `worked` seconds are at most the share of work plus rest. The share may change meanwhile.
 
         generated: whether the waiting rows are of generated tokens. since: when they began to wait (time.monotonic()).
         """
@@ -98,10 +98,10 @@ class Pace:
 
 
 def shares_for(least: float, in_use: float, to_come: float) -> Shares:
-    """The shares for rows that have not waited for long.
+    """The shares for rows that have not waited long.
 
-    least: the minimum share. in_use: share of the ring that waits for writers. to_come: what open captures may still
-    bring, as a share of the ring.
+    least: the minimum share. in_use: share of the ring that waits for writers. to_come: bytes that open captures may
+    still bring, as a share of the ring.
     """
     if in_use + to_come <= SURE:
         return Shares(least, least)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ring: shared memory that the engine fills and the writer processes read."""
+"""The ring: shared memory that the engine fills and writer processes read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALIGN = 4096
 
 @dataclass(eq=False)
 class Extent:
-    """Contiguous bytes of the ring: `nbytes` from byte `offset`. They are freed when `refs` reaches 0.
+    """Contiguous bytes of the ring: `nbytes` bytes from `offset`. They are freed when `refs` reaches 0.
 
     end: the offset at which the next extent can begin.
     """
@@ -30,7 +30,7 @@ class Extent:
 
 
 class RingBase:
-    """The shared memory, and the users of its extents. All methods are thread-safe."""
+    """The shared memory, with reference counts of its extents. All methods are thread-safe."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd, self.nbytes = fd, nbytes
@@ -55,7 +55,7 @@ class RingBase:
                 self._free(extent)
 
     def _free(self, extent: Extent) -> None:
-        """Free an extent without users. It is called with the lock held."""
+        """Free an extent without users. Called with the lock held."""
         raise NotImplementedError
 
     @property
@@ -74,7 +74,7 @@ class Ring(RingBase):
     Extents are allocated in order, and may be released in any order. The space of an extent is reused once all earlier
     extents are released too.
 
-    usable: number of bytes from the start that may be allocated; all bytes by default, see `allow`.
+    usable: number of bytes from the start that may be allocated (see `allow`); all bytes by default.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -97,7 +97,7 @@ class Ring(RingBase):
             return last.end - first.offset if last.offset >= first.offset else self.usable - first.offset + last.end
 
     def close(self) -> None:
-        """Free the memory once it has no more views. Nothing can be allocated after this."""
+        """Close the ring. The memory is freed with its last view. Nothing can be allocated after this."""
         with self._changed:
             if self.fd < 0:
                 return
@@ -105,7 +105,7 @@ class Ring(RingBase):
             self.fd, self.usable, self.memory = -1, 0, np.empty(0, np.uint8)
 
     def allow(self, usable: int) -> None:
-        """Allocate only in the first `usable` bytes. The number may shrink only while no extent is in use."""
+        """Allocate only in the first `usable` bytes. The number can shrink only while no extent is in use."""
         with self._changed:
             if usable < self.usable and self._extents:
                 raise ValueError(f"the ring is in use: it cannot shrink from {self.usable} to {usable} bytes")
@@ -138,7 +138,7 @@ class Ring(RingBase):
         if not self._extents:
             return 0 if size <= self.usable else None
         first, last = self._extents[0].offset, self._extents[-1]
-        if last.offset < first:  # in use from the first to the end of the ring, and from its start to the last
+        if last.offset < first:  # in use: from the first extent to the ring's end, and from its start to the last
             return last.end if last.end + size <= first else None
         if last.end + size <= self.usable:
             return last.end

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How stores are written: what the engine tells the coordinator at its start."""
+"""Settings for writing stores, which the engine passes to the coordinator at its start."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class WriteSettings:
-    """How the coordinator and its writers work.
+    """Settings of the coordinator and its writers.
 
     fsync: flush each store to its device before it gets its final name. rank_timeout: seconds that rank 0 waits for the
-    other ranks. shutdown_seconds: time to finish what is under way when the engine ends. file_mode: who may read
-    stores. nice: nice level of the writers, 0 to 19. idle: put writers into the scheduling class for idle time.
-    least_share: minimum share of time that writers work while the ring has room (pace.py). keep: arguments of the
-    coordinator's `Keeper`, {} for none. upload: fields of `UploadSettings`, {} for none. always_compress: also chunks
-    for which the engine may have to wait.
+    other ranks. shutdown_seconds: time to finish stores when the engine ends. file_mode: who may read stores. nice:
+    nice level of the writers, 0 to 19. idle: run writers in the scheduling class SCHED_IDLE. least_share: minimum share
+    of their time that writers work (pace.py). keep: arguments of the coordinator's `Keeper`, {} for none. upload:
+    fields of `UploadSettings`, {} for none. always_compress: compress chunks even if the engine may have to wait for
+    writers.
     """
 
     fsync: bool = False
@@ -34,11 +34,12 @@ class WriteSettings:
 
 @dataclass(frozen=True)
 class UploadSettings:
-    """Where finished stores are uploaded to, and what happens when that falls behind (uploads.py).
+    """Where finished stores are uploaded to, and what happens when uploads fall behind (uploads.py).
 
-    url: s3://bucket/prefix. remove_local: remove the local copy of what was uploaded. backlog_bytes: of finished stores
-    that wait. retry_seconds: how long a store is tried. drop: leave a store that finds the backlog full to a repair,
-    where it else makes the engine wait. only_complete: leave stores here that lack rows, or whose request was aborted.
+    url: s3://bucket/prefix. remove_local: remove the local copy of an uploaded store. backlog_bytes: maximum bytes of
+    finished stores that wait for their upload. retry_seconds: how long the upload of a store is retried. drop: leave
+    stores beyond backlog_bytes to a repair; if False, the engine waits instead. only_complete: do not upload stores
+    that lack rows, or whose request was aborted.
     """
 
     url: str

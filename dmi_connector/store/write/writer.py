@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The writer process: `python -m dmi_connector.store.write.writer ...`, started by the coordinator.
 
-It maps the ring that it shares with the engine, reads messages on standard input and answers on standard output (see
-messages.py). It answers every chunk and rows message, even after an error, because ring memory is reused only after the
-answer. At the end of input it stops and leaves partial directories as they are.
+It maps the ring of the engine, reads messages on standard input and answers on standard output (see messages.py). It
+answers every `chunk` and `rows` message, even after an error, because ring memory is reused only after the answer. At
+the end of input it stops and leaves partial directories as they are.
 
 messages    layout, forget (a layout); open, chunk, borrow, rows, close, drop (of a capture's arrays); commit, rankdone,
             remove (of a capture); line (for the index), giveup, mark
 answers     ready, ack (of a payload), borrowed, closed (a capture's arrays), ended (a capture), marked, note
 
-One open message of a capture carries `about`, which has the facts that a salvage needs. Chunk messages to that writer
-carry `token_ids` (journal.py).
+For each capture, one open message has `about`, the facts that a salvage needs. Chunk messages to that writer have
+`token_ids` (journal.py).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ IDLE_S = 1.0
 _OPEN_FILES = 4096
 """Maximum number of files that a writer keeps open."""
 _MMAP_THRESHOLD_BYTES, _TRIM_THRESHOLD_BYTES = 32 << 20, 256 << 20
-"""Block size from which the allocator uses mmap, and bytes of free memory that the allocator keeps."""
+"""Block size from which the allocator uses mmap, and bytes of freed memory that it keeps."""
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no name for it
 _MAPPED_BYTES = 16 << 20
@@ -76,11 +76,11 @@ class Writer:
         self._ring, self._reply, self._cache, self._pace = ring, reply, cache, pace
         self._layouts: dict[int, PayloadLayout] = {}
         self._writers: dict[int, ArrayWriter] = {}
-        self._broken: dict[int, tuple[Loss, bool]] = {}  # captures whose open failed: (loss, whether all rows are lost)
+        self._broken: dict[int, tuple[Loss, bool]] = {}  # not opened: (loss, whether all rows are lost)
         self._locks: dict[int, PartialLock] = {}
         self._closed_locks: list[tuple[int, PartialLock]] = []  # locks of closed captures, until the store is renamed
         self._costs = Costs()
-        self._worked = 0.0  # seconds that the last payload took, which is the estimate for the next one
+        self._worked = 0.0  # CPU seconds for the last payload, an estimate for the next one
         self.commits: list[Commit] = []
 
     def handle(self, message: Message) -> None:
@@ -132,8 +132,8 @@ class Writer:
         )
 
     def _data(self, m: Message, write: Callable[[ArrayWriter, np.ndarray], None], rows: tuple[int, int] | None) -> None:
-        """Write a payload, then free its memory. rows: the rows that are lost if the write fails."""
-        # The pause is before the write, not after it, so that writers do not all start at once.
+        """Write a payload, then answer so that its memory is freed. rows: the rows that are lost if the write fails."""
+        # Rest before the write, not after it, so that writers do not all start at once.
         self._pace.rest(self._worked, m["generated"], m["sent"])
         began = time.process_time()
         arrays = self._writers.get(m["id"])
@@ -209,7 +209,7 @@ class Writer:
         self._closed_locks = [(n, lock) for n, lock in self._closed_locks if not lock.release_if_renamed()]
 
     def _fail(self, m: Message, error: Exception) -> str:
-        """Record in the index that a capture cannot be committed. Its rows stay for a repair. Returns the reason."""
+        """Record in the index that a commit failed. The rows stay for a repair. Returns the reason."""
         text = f"{type(error).__name__}: {error}"
         self._giveup(m)
         try:
@@ -251,10 +251,10 @@ class Writer:
 
 
 class RingPages:
-    """Fills this process's page table. Otherwise the first pass over 8 GiB takes two million page faults.
+    """Fills the page table of this process. Otherwise the first pass over 8 GiB takes two million page faults.
 
-    memory: the ring. left: bytes that are not mapped yet. They are mapped in small pieces, since no signal interrupts
-    the system call. With many writers, mapping all pages of a large ring may take a minute.
+    memory: the ring. left: bytes that are not mapped yet. They are mapped in small pieces, because no signal interrupts
+    the system call. Mapping all pages of a large ring may take a minute with many writers.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -303,7 +303,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--idle", action="store_true", help="run in the scheduling class SCHED_IDLE")
     args = parser.parse_args(argv)
     os.umask(UMASKS[args.file_mode])
-    # Ctrl-C reaches the whole process group, but what is in the ring must still be written. The pipe ends the process.
+    # Ctrl-C reaches the whole process group, but payloads in the ring must still be written. The end of the pipe ends
+    # the process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     hold_life_lock()
     with open("/proc/self/comm", "w") as comm:
@@ -348,12 +349,12 @@ def _only_idle_time() -> None:
     """
     try:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    except OSError as error:  # a sandbox may forbid it; the nice level stays
+    except OSError as error:  # a sandbox may forbid it; the nice level still applies
         print(f"dmi-writer: not in the scheduling class for idle time: {error}", file=sys.stderr, flush=True)
 
 
 def _keep_memory() -> None:
-    """Let the allocator keep freed memory. Otherwise page faults of each chunk take a quarter of a writer's time."""
+    """Make the allocator keep freed memory. Otherwise page faults take a quarter of a writer's time."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc only
         libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)

@@ -1,4 +1,4 @@
-// What could have come in place of a token: beside the text under the pointer, and in the panel of the chosen token.
+// Alternatives to a token: in a popup next to the token under the pointer, and in the panel of the chosen token.
 
 import { ask } from "./api.js";
 import { inLine } from "./text.js";
@@ -22,23 +22,23 @@ function lines(found, token) {
   });
 }
 
-/** The line above the alternatives. */
+/** The title of the list of alternatives. */
 function said(found) {
   return found.rank === null ? "Predicted here" : `Predicted here (this token is number ${found.rank.toLocaleString("en")})`;
 }
 
-/** In the panel. token: {row, id, text}. isShown(): whether the panel still shows this token. */
+/** Shows alternatives in the panel. token: {row, id, text}. isShown(): whether the panel still shows this token. */
 export async function inPanel(store, token, lost, isShown) {
   $("alternatives-box").hidden = true;
   if (store.predictions !== null || token.row === 0 || lost) return;
   const found = await ask("alternatives", "alternatives", store.name, { token: token.row }).catch(() => null);
-  if (!found?.tokens.length || !isShown()) return; // not every row has logits
+  if (!found?.tokens.length || !isShown()) return; // some rows have no logits
   $("alternatives-name").textContent = said(found);
   $("alternatives").replaceChildren(...lines(found, token));
   $("alternatives-box").hidden = false;
 }
 
-/** Beside the token under the pointer. of(row): {store, token}, or null where there is nothing to say. */
+/** The popup next to the token under the pointer. of(row): {store, token}, or null if there is nothing to show. */
 export class Popup {
   constructor(box, of) {
     Object.assign(this, { of, row: null, waiting: 0 });

@@ -1,9 +1,9 @@
-// Asks the server. Addresses are relative, so they begin with the token.
+// Sends requests to the server. Addresses are relative, so they contain the page's secret token.
 
 const MOST_KEPT = 64;
-const kept = new Map(); // address -> answer; the oldest goes first
-const growing = new Set(); // names of captures whose requests are under way: what is true of them changes
-const running = new Map(); // slot -> AbortController of its newest question
+const kept = new Map(); // address -> answer; the oldest is removed first
+const growing = new Set(); // names of captures of running requests, whose answers change
+const running = new Map(); // slot -> AbortController of its newest request
 
 function address(action, name, query) {
   const path = name === undefined ? action : `${action}/${encodeURIComponent(name)}`;
@@ -15,7 +15,7 @@ async function sent(url, signal) {
   if (response.ok) return response;
   const text = await response.text();
   let message = text;
-  try { message = JSON.parse(text).error; } catch { /* not every refusal is JSON */ }
+  try { message = JSON.parse(text).error; } catch { /* some errors are no JSON */ }
   throw Object.assign(new Error(message), { status: response.status });
 }
 
@@ -27,8 +27,8 @@ async function answer(url, signal) {
 }
 
 /**
- * One question. slot: a newer question of the same slot takes the place of an older one, which then gives null.
- * Answers of finished stores stay true, so the newest are kept.
+ * Sends one request. slot: a newer request of the same slot cancels an older one, which then returns null. keep: keep
+ * the answer. Answers about finished stores do not change, so the newest ones are kept.
  */
 export async function ask(slot, action, name, query = {}, keep = true) {
   running.get(slot)?.abort();
@@ -54,9 +54,9 @@ function remember(name, url, found) {
 }
 
 /**
- * A question that is answered in pieces: each(piece) is called for every one, as soon as it is there. first: of the query,
- * what only changes which piece comes first. A newer question of the slot stops this one, also in the server. Gives
- * whether all pieces came.
+ * Sends a request that is answered in pieces. each(piece): called for every piece when it arrives. first: parameters of
+ * the query that only change which piece comes first. A newer request of the slot cancels this one, also in the server.
+ * Returns whether all pieces arrived.
  */
 export async function pieces(slot, action, name, query, first, each) {
   running.get(slot)?.abort();
@@ -85,7 +85,7 @@ export async function pieces(slot, action, name, query, first, each) {
   }
 }
 
-/** Nobody waits for the answer of a slot any more. */
+/** Cancels the request of a slot. */
 export function forget(slot) {
   running.get(slot)?.abort();
   running.delete(slot);

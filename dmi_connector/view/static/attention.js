@@ -1,4 +1,4 @@
-// The attention panel: one head large, all heads of the layer small.
+// The attention panel: a large matrix of one head, and thumbnails of all heads of the layer.
 
 import { ask } from "./api.js";
 import { drawLegend, scaleOf, short } from "./colour.js";
@@ -9,7 +9,7 @@ import { Matrix } from "./matrix.js";
 const $ = (id) => document.getElementById(id);
 
 export class Attention {
-  /** pick(row): a click on a query. point(rows): marks tokens in the text. changed(): another head was chosen. */
+  /** pick(row): called for a click. point(rows): marks tokens in the text. changed(): called for another head. */
   constructor(page, { pick, point, changed }) {
     Object.assign(this, { page, point, shown: null });
     this.matrix = new Matrix($("att"), {
@@ -29,7 +29,7 @@ export class Attention {
 
   get head() { return $("head").value || 0; }
 
-  /** Why there is no attention to draw, or "". */
+  /** Why attention cannot be drawn; "" if it can. */
   lacks() {
     const { store } = this.page, { layers, until } = store.attention;
     if (!layers.length) return "The store has no queries and keys. Capture q_rot and k_rot (preset attention), or pattern.";
@@ -62,7 +62,7 @@ export class Attention {
     this.paint();
   }
 
-  /** The heads of the layer, small. */
+  /** Shows the thumbnails of the heads of the layer. */
   async showHeads() {
     if (this.lacks()) this.heads.clear();
     else await this.heads.show(this.page.store, this.window, this.head);
@@ -82,7 +82,7 @@ export class Attention {
     });
   }
 
-  /** Other colours: the theme changed. */
+  /** Draws in the colours of the new theme. */
   repaint() {
     this.paint();
     this.heads.repaint();

@@ -1,4 +1,4 @@
-// Direct logit attribution: what each part of the model added to the logit of the token after the chosen one.
+// Direct logit attribution: the contribution of each part of the model to the logit of the token after the chosen one.
 
 import { ask } from "./api.js";
 import { bars } from "./bars.js";

@@ -1,10 +1,10 @@
-// Lines with a bar each, as lists.
+// Draws bar charts as lists: one line with a label, a bar and a value per item.
 
 import { short } from "./colour.js";
 
 /**
- * items: [{label, value, said, colour, title, pick}]. A value below 0 has its bar on the left of the middle. said: what
- * stands after the bar; without it the value. pick(): makes a button of the label.
+ * items: [{label, value, said, colour, title, pick, chosen}]. The bar of a value below 0 is on the left of the middle.
+ * said: text after the bar, by default the value. pick(): called for a click; the label is then a button.
  */
 export function bars(list, items) {
   const largest = Math.max(...items.map((item) => Math.abs(item.value ?? 0)), 1e-12);

@@ -1,4 +1,4 @@
-// The boxes above the text: hook, statistic, index, layer.
+// The controls above the text: hook, statistic, index, layer.
 
 const $ = (id) => document.getElementById(id);
 
@@ -11,10 +11,10 @@ export function options(select, items) {
 export class Choices {
   constructor() { Object.assign(this, { store: null, hook: null, row: 0, chosen: false }); }
 
-  /** What was chosen before does not count for the next capture. */
+  /** Makes the next capture begin with default choices. */
   forget() { this.chosen = false; }
 
-  /** The boxes of a capture. The first one is shown at a middle layer of the residual stream. */
+  /** Fills the controls for a capture. The first capture is shown at a middle layer of the residual stream. */
   fill(store) {
     this.store = store;
     options($("hook"), store.hooks.map((h) => [h.name, h.reduce ? `${h.name} (${h.reduce})` : h.name]));
@@ -26,12 +26,12 @@ export class Choices {
     options($("head"), Array.from({ length: store.heads }, (_, head) => [head, head]));
   }
 
-  /** More rows of the capture are there. */
+  /** Handles new rows of the capture. */
   grown() { this.hook = this.hookNow(); }
 
   hookNow() { return this.store.hooks.find((hook) => hook.name === $("hook").value); }
 
-  /** row: place of the layer among those of the hook; null: that of the hook before. */
+  /** Handles the choice of a hook. row: index of the layer among those of the hook; null for the previous index. */
   hookChosen(row = null) {
     this.hook = this.hookNow();
     options($("statistic"), this.hook.statistics.map((s) => [s.name, s.name]));
@@ -54,7 +54,7 @@ export class Choices {
     this.keepIndex();
   }
 
-  /** Brings the index into its range: another hook may have fewer neurons. */
+  /** Limits the index to its range, because another hook may have fewer neurons. */
   keepIndex() {
     const wanted = Math.trunc(Number($("index").value)) || 0;
     $("index").value = Math.min(Math.max(wanted, 0), Math.max(0, Number($("index").max)));
@@ -65,7 +65,7 @@ export class Choices {
     $("layer").value = at;
   }
 
-  /** The hook and its statistic, in words. */
+  /** The hook and its statistic, as text. */
   words() {
     const { name, index } = this.statistic();
     return `${this.hook.name}, ${name}${index === null ? "" : ` ${$("index").value}`}`;
@@ -73,14 +73,14 @@ export class Choices {
 
   query() { return { hook: this.hook.name, statistic: this.statistic().name, index: $("index").value }; }
 
-  /** For the address. */
+  /** The choices for the address. */
   place() {
     const { index } = this.statistic();
     const layer = this.hook.layers.length ? this.hook.layers[this.row] : null;
     return { hook: this.hook.name, statistic: this.statistic().name, index: index === null ? null : $("index").value, layer, scale: $("scale").value };
   }
 
-  /** Chooses what an address says. What the capture has not is left out. */
+  /** Applies the choices of an address. Choices that the capture lacks are ignored. */
   take(what) {
     if (this.store.hooks.some((hook) => hook.name === what.hook)) { $("hook").value = what.hook; this.hookChosen(); }
     if (this.hook.statistics.some((s) => s.name === what.statistic)) { $("statistic").value = what.statistic; this.statisticChosen(); }

@@ -1,5 +1,5 @@
-// Colours of values. The low end is the colour of the page, in light and in dark. Grey is in no scale: what has no value
-// is grey and hatched (--none of style.css).
+// Colours of values. The low end of a scale is the colour of the page, in the light and the dark theme. No scale has
+// grey: cells without a value are grey and hatched (--none of style.css).
 
 const STOPS = {
   light: {
@@ -28,9 +28,10 @@ function at(colours, share) {
 function quantile(sorted, share) { return sorted[Math.round(share * (sorted.length - 1))]; }
 
 /**
- * A colour scale over values: from their 1st to their 99th percentile. Where they have both signs it is even around 0.
- * logarithmic: of positive values. flipped: the low end has the strong colour. Returns {colour(value): [r, g, b] or null, low, high, css, lacking: whether a value
- * has no colour, empty: whether none has}.
+ * A colour scale from the 1st to the 99th percentile of values. signed: with values of both signs, the scale is
+ * symmetric around 0. logarithmic: the scale has only positive values. from: the low end. root: the scale is that of
+ * square roots. flipped: the low end has the strong colour. Returns {colour(value): [r, g, b] or null, low, high, css,
+ * lacking: whether a value has no colour, empty: whether no value has one}.
  */
 export function scaleOf(values, { signed = false, logarithmic = false, from = null, root = false, flipped = false } = {}) {
   const sorted = Float32Array.from(values).filter((v) => Number.isFinite(v) && (!logarithmic || v > 0)).sort();
@@ -49,7 +50,7 @@ export function scaleOf(values, { signed = false, logarithmic = false, from = nu
   return { colour, low, high, lacking, empty, css: `linear-gradient(90deg, ${colours.map(css).join(", ")})` };
 }
 
-/** The colour of a category: neighbours in number look unlike each other. */
+/** The colour of a category. Consecutive numbers have very different colours. */
 export function category(number) {
   const hue = (number * 137.508) % 360, light = dark.matches ? [0.62, 0.5, 0.72] : [0.55, 0.42, 0.68], l = light[number % 3];
   const part = (n) => {
@@ -61,14 +62,14 @@ export function category(number) {
 
 export function css(rgb) { return `rgb(${rgb.join(" ")})`; }
 
-/** Black or white, whichever is read more easily on a colour. */
+/** The text colour with more contrast on a colour: black or white. */
 export function inkOn([r, g, b]) {
   const linear = [r, g, b].map((c) => (c / 255 <= 0.04045 ? c / 3294.6 : ((c / 255 + 0.055) / 1.055) ** 2.4));
   const luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
   return luminance > 0.179 ? "#000000" : "#ffffff";
 }
 
-/** A value with four digits that say something. */
+/** A value with four significant digits. */
 export function short(value) {
   if (value === null || Number.isNaN(value)) return "none";
   const size = Math.abs(value);

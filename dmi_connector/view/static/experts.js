@@ -1,4 +1,4 @@
-// Which experts the tokens went to, in colours of categories, and how often each expert of a layer was chosen.
+// The experts panel: the first expert of each token, by colour, and how often each expert of a layer was chosen.
 
 import { ask } from "./api.js";
 import { bars } from "./bars.js";
@@ -50,7 +50,7 @@ export class Experts {
     this.load();
   }
 
-  /** The layer of the boxes, where it has experts. */
+  /** Chooses the layer of the controls, if it has experts. */
   follow() {
     const at = this.data ? this.page.store.experts.layers.indexOf(this.page.layer) : -1;
     if (at >= 0) this.choose(at);

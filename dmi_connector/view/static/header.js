@@ -1,4 +1,4 @@
-// The head of the page: what is known of the chosen capture, and what Verify found in its store.
+// The header of the page: facts about the chosen capture, and the result of Verify.
 
 import { ask } from "./api.js";
 
@@ -20,7 +20,7 @@ export function about(store) {
   $("verify").disabled = store.running;
 }
 
-/** fault(error): shows why it failed. */
+/** Verifies the store. fault(error): shows an error. */
 export async function verify(fault) {
   const store = shown, verdict = $("verdict");
   $("verify").disabled = true;

@@ -1,4 +1,4 @@
-// The attention of every head of a layer, small. The pointer on one says which tokens and which weight.
+// Thumbnails of the attention of every head of a layer, with a tip for the cell under the pointer.
 
 import { forget, pieces } from "./api.js";
 import { css, scaleOf, short } from "./colour.js";
@@ -7,8 +7,8 @@ const SHARES = { from: 0, root: true };
 
 export class Heads {
   /**
-   * pick(head): a click. tip(text): what lies under the pointer, "" for nothing. point(rows): marks tokens in the text.
-   * label(column): the text of a token of the window. fault(error): says what went wrong.
+   * pick(head): called for a click. tip(text): shows the cell under the pointer, "" for none. point(rows): marks tokens
+   * in the text. label(column): the text of a token of the window. fault(error): shows an error.
    */
   constructor(box, { pick, tip, point, label, fault }) {
     Object.assign(this, { box, pick, tip, point, label, fault, asked: "", going: false, heads: [] });
@@ -21,7 +21,7 @@ export class Heads {
     this.heads = [];
   }
 
-  /** store: one whose attention can be shown. chosen: the head that is drawn large. */
+  /** store: a store whose attention can be shown. chosen: the head of the large matrix. */
   async show(store, query, chosen) {
     const asked = JSON.stringify([store.name, query]);
     if (asked !== this.asked) {
@@ -34,7 +34,7 @@ export class Heads {
       const done = await pieces("heads", "heads", store.name, query, {}, (piece) => this.fill(piece, query)).catch(this.fault);
       if (this.asked !== asked) return;
       this.going = false;
-      if (done === null) this.asked = ""; // it failed: another look asks again
+      if (done === null) this.asked = ""; // after an error, the next call sends the request again
     }
     this.mark(chosen);
   }
@@ -69,10 +69,10 @@ export class Heads {
     pen.putImageData(image, 0, 0);
   }
 
-  /** Another panel is shown: what is still awaited is asked for when this one is. */
+  /** Cancels a request when another panel is shown. `show` sends it again. */
   stop() { if (this.going) this.clear(); }
 
-  /** Other colours: the theme changed. */
+  /** Draws in the colours of the new theme. */
   repaint() { this.heads.forEach((entry) => this.paint(entry)); }
 
   hover({ head, canvas, values, rows, columns, step, first }, event) {

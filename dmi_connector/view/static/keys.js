@@ -1,8 +1,8 @@
-// The keyboard: which key does what.
+// Keyboard shortcuts.
 
 /**
- * keys: what each key does. inList: the same, while the list has the focus. always: keys that also work without a capture.
- * list: the element of the list. ready(): whether a capture is shown.
+ * keys: {key: action}. inList: {key: action} while the list has the focus. always: keys that also work without a
+ * capture. list: the element of the list. ready(): whether a capture is shown.
  */
 export function listen({ keys, inList, always, list, ready }) {
   document.addEventListener("keydown", (event) => {

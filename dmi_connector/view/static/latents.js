@@ -1,4 +1,4 @@
-// Latents of an autoencoder: the strongest of the chosen token; of one latent a histogram and its strongest contexts.
+// The latents panel: the strongest latents of the chosen token; a histogram and the strongest contexts of one latent.
 
 import { ask } from "./api.js";
 import { bars } from "./bars.js";
@@ -8,7 +8,7 @@ import { inLine } from "./text.js";
 const $ = (id) => document.getElementById(id);
 
 export class Latents {
-  /** choose(latent): colours the text by it. go(name, row): shows a token of a capture. */
+  /** choose(latent): colours the text by a latent. go(name, row): shows a token of a capture. */
   constructor(page, choose, go) { Object.assign(this, { page, choose, go, latent: null }); }
 
   clear() {
@@ -17,7 +17,7 @@ export class Latents {
     for (const id of ["latents", "histogram", "contexts"]) $(id).replaceChildren();
   }
 
-  /** The strongest latents of the chosen token. */
+  /** Shows the strongest latents of the chosen token. */
   async show() {
     const { store, token, fault, query } = this.page, { lacks } = store.latents;
     [$("latents-box").hidden, $("latents-lacks").hidden] = [lacks, !lacks].map(Boolean);
@@ -34,7 +34,7 @@ export class Latents {
     })));
   }
 
-  /** One latent: in the text, and its contexts. */
+  /** Shows one latent in the text, and its contexts. */
   async one(latent) {
     const { store, fault, query } = this.page;
     this.latent = latent;

@@ -1,5 +1,5 @@
-// The logit lens of all tokens of the window: how likely each token was to each layer. The chosen token comes first, then
-// layer by layer.
+// The logit lens of all tokens of the window: how likely each token was at each layer. The server sends the chosen
+// token first, then layer by layer.
 
 import { forget, pieces } from "./api.js";
 import { drawLegend, scaleOf, short } from "./colour.js";
@@ -10,7 +10,7 @@ import { inLine } from "./text.js";
 const $ = (id) => document.getElementById(id);
 
 export class LensMap {
-  /** page: what is shown now; pick(row): a click on a token of a place. */
+  /** page: what is shown now. pick(row): called for a click on a token. */
   constructor(page, pick) {
     Object.assign(this, { page, asked: "", going: false, places: [], answers: [] });
     this.matrix = new Matrix($("lens-map"), {
@@ -42,13 +42,13 @@ export class LensMap {
     const done = await pieces("lens map", "predicted", store.name, { first, count }, token, (piece) => this.fill(piece)).catch(this.page.fault);
     if (this.asked !== asked) return;
     this.going = false;
-    if (done === null) this.asked = ""; // it failed: another look asks again
+    if (done === null) this.asked = ""; // after an error, the next call sends the request again
   }
 
-  /** Another panel is shown: what is still awaited is asked for when this one is. */
+  /** Cancels a request when another panel is shown. `show` sends it again. */
   stop() { if (this.going) this.clear(); }
 
-  /** A piece: tokens from `token` on at one place, or with place null one token at all places. */
+  /** Adds a piece: tokens from `token` on at one place, or, if place is null, one token at all places. */
   fill({ place, token, logprobs, entropy, best }) {
     const row = this.places.indexOf(place), start = token - this.first;
     logprobs.forEach((logprob, i) => {

@@ -1,4 +1,4 @@
-// The list of captures: only the lines in view exist, and their pieces are asked for when they come into view.
+// The list of captures. Only lines in view exist, and the list is requested in pieces when these come into view.
 
 import { ask } from "./api.js";
 import { Again } from "./live.js";
@@ -18,17 +18,17 @@ export class List {
   }
 
   async find(search) {
-    if (search !== this.search) this.box.scrollTop = 0; // else it goes on, and the list may be scrolled meanwhile
+    if (search !== this.search) this.box.scrollTop = 0; // if the search continues, the list stays where the user scrolled
     this.search = search;
     this.pieces = new Map();
     const first = await this.load(0, {});
     if (!first || search !== this.search) return;
     this.at = first.captures.findIndex((capture) => capture.name === this.name);
     this.take(first);
-    if (first.pending) setTimeout(() => { if (search === this.search) this.find(search); }, 50); // the server goes on where it stopped
+    if (first.pending) setTimeout(() => { if (search === this.search) this.find(search); }, 50); // the server continues where it stopped
   }
 
-  /** Takes over what an answer says of all captures. */
+  /** Applies what an answer says about all captures. */
   take(first) {
     this.count = first.total;
     const pending = first.pending ? `, ${first.pending.toLocaleString("en")} texts to be read` : "";
@@ -41,7 +41,7 @@ export class List {
 
   follow({ running }) { this.running = running; if (running) this.again.start(); else this.again.stop(); }
 
-  /** Asks again for the piece in view: requests are under way, or the tab is shown again. */
+  /** Requests the piece in view again: while requests are running, and when the tab is shown again. */
   async look() {
     const { search } = this, piece = Math.floor(this.box.scrollTop / LINE / PIECE);
     const query = { search, first: piece * PIECE, count: PIECE, again: 1 };
@@ -57,7 +57,7 @@ export class List {
     else this.take(found);
   }
 
-  /** more: of the question. again: the server needs not read its whole index for a piece of a list that is shown. */
+  /** more: parameters of the query. again: the list is shown already, so the server need not read its whole index. */
   load(piece, more = { again: 1 }) {
     if (!this.pieces.has(piece)) {
       const query = { search: this.search, first: piece * PIECE, count: PIECE, ...more };

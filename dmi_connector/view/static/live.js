@@ -1,4 +1,4 @@
-// A capture whose request is under way: asks again for what was written since, while the tab is visible.
+// The capture of a running request: new rows are requested repeatedly while the tab is visible.
 
 import { ask } from "./api.js";
 import { about } from "./header.js";
@@ -6,7 +6,7 @@ import { about } from "./header.js";
 const $ = (id) => document.getElementById(id);
 const PAUSE = 1000;
 
-/** Calls again() a second after `start`, while the tab is visible. */
+/** Calls again() one second after `start`, while the tab is visible. */
 export class Again {
   constructor(again) {
     Object.assign(this, { again, timer: 0, wanted: false });
@@ -25,21 +25,21 @@ export class Again {
   }
 }
 
-/** The window that is asked for: while a request is under way only rows that the page knows of. */
+/** The window to request. For a running request, it has only rows that the page knows. */
 export function rangeOf({ first, count, store }) {
   return { first, count: store.running ? Math.min(count, store.tokens - first) : count };
 }
 
-/** Why a panel cannot show anything yet, null where it can. */
+/** Why a panel cannot show anything yet; null if it can. */
 export function awaited(store) { return store.running && !store.tokens ? "No token is written yet." : null; }
 
 export class Live {
-  /** now: what is shown. parts: of the page, that change with it. */
+  /** now: what is shown. parts: parts of the page to update. */
   constructor(now, parts) {
     Object.assign(this, { now, parts, store: null, failing: false, again: new Again(() => this.look()) });
   }
 
-  /** Says what is known of the capture that is shown. Whoever has drawn it calls `next`. */
+  /** Shows the facts about the current capture. Call `next` after drawing it. */
   watch() {
     const { store } = this.now, box = $("running");
     this.stop();
@@ -52,7 +52,7 @@ export class Live {
     box.textContent = `Running: ${count} so far. More appear as they are written; Verify is for finished captures.`;
   }
 
-  /** Asks again in a second while the request is under way: once its rows are drawn, else newer rows would stop these. */
+  /** Requests new rows in a second, if the request is running. Call it after drawing: new rows interrupt a drawing. */
   next(store) { if (store === this.store && store.running) this.again.start(); }
 
   stop() {
@@ -70,7 +70,7 @@ export class Live {
     } finally { this.next(store); }
   }
 
-  /** More rows are there, or the request has ended. What was chosen stays; a window with the newest token moves on. */
+  /** Handles new rows, or the end of the request. Choices stay. A window with the newest token moves on. */
   grown(found) {
     const { now, now: { store }, parts } = this, newest = now.first + now.count >= store.tokens;
     Object.assign(store, found);
@@ -82,7 +82,7 @@ export class Live {
     return parts.show();
   }
 
-  /** No store comes of the request, or the server does not answer as it should. What is shown of it stays. */
+  /** Handles the end of a request without a store, or an error of the server. What is drawn stays. */
   failed(store, error) {
     if (this.store !== store) return;
     if (error.status !== 404) { this.failing = true; this.parts.fault(error); this.next(store); return; }

@@ -1,4 +1,4 @@
-// Puts the parts together: what is chosen, what is asked for, what is drawn.
+// Assembles the page: keeps the user's choices, sends requests, and draws the answers.
 
 import { inPanel, Popup } from "./alternatives.js";
 import { ask } from "./api.js";
@@ -22,11 +22,11 @@ import { Tabs } from "./tabs.js";
 import { inLine, Text } from "./text.js";
 
 const $ = (id) => document.getElementById(id);
-// heat: {shape, values} and what these are: {what, signed, hook}. chosen: the token of the panel. What is drawn and said of
-// values comes from `heat` alone, as the boxes above may ask for others already.
+// heat: {shape, values}, and the meaning of the values: {what, signed, flipped, hook}. chosen: the token of the panel.
+// All drawings and texts about values use only `heat`, because the controls may already name other values.
 const now = { store: null, first: 0, count: 128, token: null, chosen: null, tokens: null, heat: null };
 const choices = new Choices();
-/** What the panels see of the page. */
+/** The state of the page, for the panels. */
 const page = {
   get store() { return now.store; },
   get first() { return now.first; },
@@ -80,7 +80,7 @@ new Popup($("text"), (row) => {
 
 // ---- one capture ----------------------------------------------------------------------------------------------------
 
-/** A capture of the list was chosen: to be shown, or to be compared with the one that is. */
+/** Handles the choice of a capture in the list: shows it, or compares it with the current one. */
 function listed(name) {
   if (!side.waits) { open(name); return; }
   list.name = now.store.name;
@@ -88,10 +88,10 @@ function listed(name) {
   side.open(name);
 }
 
-/** what: of an address, see place.js. */
+/** Shows a capture. what: the choices of an address, see place.js. */
 async function open(name, what = {}) {
   $("fault").hidden = true;
-  const store = await ask("capture", "capture", name).catch((error) => { $("view").hidden = true; live.stop(); fault(error); }); // not the capture before
+  const store = await ask("capture", "capture", name).catch((error) => { $("view").hidden = true; live.stop(); fault(error); }); // hide the previous capture
   if (!store) return;
   const another = now.store?.name !== store.name;
   Object.assign(now, { store, first: 0, token: null, chosen: null, tokens: null });
@@ -108,11 +108,11 @@ async function open(name, what = {}) {
   for (const part of [lensMap, experts, latents]) part.clear();
   take(what);
   moved(another);
-  await show().finally(() => live.next(store)); // newer rows are asked for once these are drawn
+  await show().finally(() => live.next(store)); // new rows are requested once these are drawn
   if (what.token !== undefined) await choose(Number(what.token));
 }
 
-/** Chooses what an address says. */
+/** Applies the choices of an address. */
 function take(what) {
   choices.take(what);
   if ([...$("count").options].some((option) => option.value === what.count)) { $("count").value = what.count; now.count = Number(what.count); }
@@ -122,7 +122,7 @@ function take(what) {
   if (what.with && what.with !== side.store?.name) side.open(what.with);
 }
 
-/** Puts what is shown into the address. another: of another capture. */
+/** Writes the current choices to the address. another: whether the capture is another one. */
 function moved(another = false) {
   if (!now.store) return;
   const where = { token: now.token, first: now.token === null && now.first ? now.first : null, count: now.count === 128 ? null : now.count };
@@ -130,7 +130,7 @@ function moved(another = false) {
   write(now.store.name, { ...choices.place(), ...where, panel: tabs.name, ...att, with: side.store?.name }, another);
 }
 
-/** A token of any capture. */
+/** Shows a token of any capture. */
 async function goTo(name, row) {
   if (name !== now.store.name) { list.name = name; list.draw(); await open(name); }
   await choose(row);
@@ -143,7 +143,7 @@ function colourByLatent(latent) {
   newValues();
 }
 
-/** Another hook, statistic or index was chosen. */
+/** Handles the choice of another hook, statistic or index. */
 function newValues() {
   choices.keepIndex();
   forgetHeat();
@@ -152,7 +152,7 @@ function newValues() {
   return Promise.all([showHeat(), side.show()]);
 }
 
-/** What the panel shows of the window and of the token. */
+/** Updates the current panel for the window and the token. */
 function showPanel() {
   if (!now.store || $("view").hidden) return null;
   const { store, token } = now;
@@ -161,14 +161,14 @@ function showPanel() {
   return { attention: () => attention.showHeads(), lens: () => lensMap.show(), experts: () => experts.show(), latents: () => latents.show() }[tabs.name]();
 }
 
-/** The picture, which has its own title, stays until another is drawn. What else is said of values is of the boxes. */
+/** Forgets the values. The heat map, which has its own title, stays until another one is drawn. */
 function forgetHeat() {
   now.heat = null;
   heat.point();
   sayFacts();
 }
 
-/** No picture stays where its values are another capture's, or the new ones do not come. */
+/** Removes the heat map, if its values belong to another capture or the new values cannot be loaded. */
 function clearHeat() {
   forgetHeat();
   heat.show(null);
@@ -229,7 +229,7 @@ function why(row) {
   return now.heat.hook.rows && !within(row, now.heat.hook.rows) ? `no ${now.heat.hook.name} of this token` : "not finite";
 }
 
-/** A value in words, at a layer (by its place) and a token of the window. */
+/** A value as text. at: index of the layer. column: token of the window. */
 function said(at, column) {
   const value = now.heat.values[at * now.heat.shape[1] + column];
   return Number.isFinite(value) ? short(value) : `none (${why(now.first + column)})`;
@@ -297,7 +297,7 @@ async function choose(at) {
   waiting = setTimeout(attended, 120);
 }
 
-/** What is known of the chosen token. Its value is that of the hook and layer that are drawn. */
+/** Shows the facts about the chosen token. Its value is that of the drawn hook and layer. */
 function sayFacts() {
   if (!now.chosen) return;
   const { row, id, made } = now.chosen, place = row - now.first;
@@ -325,7 +325,7 @@ function setLayer(at) {
   moved();
 }
 
-// ---- what the user does ---------------------------------------------------------------------------------------------
+// ---- input of the user ----------------------------------------------------------------------------------------------
 
 let typing = 0;
 $("search").addEventListener("input", () => {

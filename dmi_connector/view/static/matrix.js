@@ -1,11 +1,11 @@
-// A matrix of coloured cells on a canvas, with labels, a mark, and a cell under the pointer.
+// A matrix of coloured cells on a canvas, with labels, a mark, and a tip for the cell under the pointer.
 
 const LEFT = 46, BOTTOM = 20, FONT = "11px system-ui, 'DejaVu Sans', sans-serif";
 
 export class Matrix {
   /**
-   * height(rows): of the cells, in CSS pixels. pick(row, column): a click. tip(row, column): the pointer is there; null,
-   * null when it leaves. Row 0 is at the bottom, or at the top with down = true.
+   * height(rows, width): height of all cells in CSS pixels. pick(row, column): called for a click. tip(row, column):
+   * called for the cell under the pointer, with null, null for none. down: whether row 0 is at the top.
    */
   constructor(canvas, { height, pick, tip, down = false }) {
     Object.assign(this, { canvas, height, down, data: null, pointer: null, tip });
@@ -17,8 +17,8 @@ export class Matrix {
 
   /**
    * data: {values, rows, columns, offset, stride, colour(value, row, column), rowNames(row), columnName(column), mark:
-   * {row, column}, edge}. edge: the column before which a dashed line stands. Cells without colour are hatched. null:
-   * nothing.
+   * {row, column}, edge}, or null to draw nothing. edge: column with a dashed line before it. Cells without colour are
+   * hatched.
    */
   show(data) {
     this.data = data;
@@ -27,7 +27,7 @@ export class Matrix {
     this.point();
   }
 
-  /** Tell what lies under the pointer, also where the values changed and the pointer did not. */
+  /** Shows the tip for the cell under the pointer, also after a change of values under a resting pointer. */
   point() { this.tip(...((this.pointer && this.cell(this.pointer)) ?? [null, null])); }
 
   cell(event) {
@@ -74,7 +74,7 @@ export class Matrix {
     return small;
   }
 
-  /** What lies under cells without a value. */
+  /** Draws the hatching that shows through cells without a value. */
   hatch(pen, ground, ink) {
     Object.assign(pen, { fillStyle: ground, strokeStyle: ink });
     pen.fillRect(LEFT, 0, this.width, this.tall);
@@ -112,7 +112,7 @@ export class Matrix {
       pen.stroke();
       pen.setLineDash([]);
     }
-    // Around the cells, so that small ones stay in sight.
+    // Drawn around the cells, so that small cells stay visible.
     for (const [ink, thick] of [[page, 4], [accent, 2]]) {
       Object.assign(pen, { strokeStyle: ink, lineWidth: thick });
       if (mark.row >= 0 && mark.row < rows) pen.strokeRect(LEFT, this.middle(mark.row) - high / 2 - 1, this.width, high + 2);

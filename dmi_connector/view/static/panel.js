@@ -1,4 +1,4 @@
-// What is known of the chosen token: where it attends to, and the logit lens.
+// The panel of the chosen token: its facts, the tokens that it attends to, and the logit lens.
 
 import { ask } from "./api.js";
 import { css, inkOn, scaleOf } from "./colour.js";
@@ -26,10 +26,10 @@ export class Panel {
     $("lens-button").hidden = !token || lacks !== null;
   }
 
-  /** What the line below the token's name says: it changes with the hook. */
+  /** Sets the line below the token's name, which changes with the hook. */
   facts(text) { $("token-facts").textContent = text; }
 
-  /** Whether the panel still shows this token: an answer for another one must not fill it. */
+  /** Whether the panel still shows this token. Answers about other tokens must not be shown. */
   isShown(store, row) { return this.store === store && this.row === row; }
 
   working(yes) {
@@ -38,7 +38,7 @@ export class Panel {
   }
 
   async attended(store, row, layer, head) {
-    $("attended-box").hidden = true; // of another token, layer or head
+    $("attended-box").hidden = true; // it may be that of another token, layer or head
     const found = await ask("attended", "attended", store.name, { token: row, layer, head }).catch(this.fault);
     if (!found || !this.isShown(store, row)) return;
     $("attended-box").hidden = false;

@@ -1,6 +1,6 @@
-// What is shown, in the address: #NAME?hook=…&layer=…&token=…&panel=…
+// Keeps the current choices in the address of the page: #NAME?hook=…&layer=…&token=…&panel=…
 
-/** {name, what: {key: text}} of the address. */
+/** Parses the address: {name, what: {key: text}}. */
 export function placeOf(hash) {
   const [name, query] = hash.slice(1).split("?");
   return { name: decodeURIComponent(name) || null, what: Object.fromEntries(new URLSearchParams(query ?? "")) };
@@ -8,10 +8,10 @@ export function placeOf(hash) {
 
 let written = "";
 
-/** Whether the address is what `write` left there: nobody changed it since. */
+/** Whether the address is the one that `write` wrote last, so the user has not changed it. */
 export function isWritten() { return location.hash === written; }
 
-/** Puts what is shown into the address. what: {key: value}; null and "" are left out. another: of another capture. */
+/** Writes the address. what: {key: value}; null and "" are left out. another: whether the capture is another one. */
 export function write(name, what, another) {
   const query = new URLSearchParams(Object.entries(what).filter(([, value]) => value !== null && value !== "" && value !== undefined));
   const hash = `#${encodeURIComponent(name)}${query.size ? `?${query}` : ""}`;

@@ -3,7 +3,7 @@
 const $ = (id) => document.getElementById(id);
 const WIDE = 1200, PAD = 24, LINE = 24, FONT = "14px 'DejaVu Sans Mono', monospace";
 
-/** Writes words, and wraps them. Returns the next free y. */
+/** Draws a text with line breaks. Returns the next free y. */
 function words(pen, text, y, font, ink) {
   Object.assign(pen, { font, fillStyle: ink, textBaseline: "top" });
   let line = "";
@@ -15,7 +15,7 @@ function words(pen, text, y, font, ink) {
   return y + 24;
 }
 
-/** The tokens with their colours. Returns the next free y. */
+/** Draws the tokens with their colours. Returns the next free y. */
 function tokens(pen, box, y, ink, accent) {
   Object.assign(pen, { font: FONT, textBaseline: "middle" });
   let x = PAD;
@@ -67,11 +67,11 @@ function lay(pen, title) {
   return y + PAD - 16;
 }
 
-/** The picture on a canvas of its own. */
+/** Draws the picture on a new canvas. */
 export function picture(title) {
   const canvas = document.createElement("canvas");
   [canvas.width, canvas.height] = [WIDE, 8];
-  canvas.height = Math.min(lay(canvas.getContext("2d"), title), 16000); // first only to find out how high it is
+  canvas.height = Math.min(lay(canvas.getContext("2d"), title), 16000); // the first drawing only gives the height
   lay(canvas.getContext("2d"), title);
   return canvas;
 }

@@ -1,4 +1,4 @@
-// A second capture beside the first: the same window, hook, layer and statistic, in the same colours.
+// A second capture next to the first one: the same window, hook, layer and statistic, in the same colours.
 
 import { ask } from "./api.js";
 import { Matrix } from "./matrix.js";
@@ -7,7 +7,7 @@ import { Text } from "./text.js";
 const $ = (id) => document.getElementById(id);
 
 export class Side {
-  /** pick(row): a click. row(): place of the layer that is shown. */
+  /** pick(row, layer): called for a click on a token; layer is undefined in the text. */
   constructor(page, pick) {
     Object.assign(this, { page, store: null, heat: null, tokens: null, waits: false });
     this.text = new Text($("side-text"), pick, "side-token");
@@ -21,7 +21,7 @@ export class Side {
 
   get isOpen() { return this.store !== null; }
 
-  /** Whether the next capture that is chosen in the list is shown here. */
+  /** yes: whether the next capture that is chosen in the list will be shown here. */
   wait(yes) {
     this.waits = yes;
     $("comparing").hidden = !yes;
@@ -56,7 +56,7 @@ export class Side {
     this.page.repaint();
   }
 
-  /** Reads what the first capture shows. */
+  /** Loads the values that are shown for the first capture. */
   async show() {
     if (!this.isOpen) return;
     const { store, page } = this, { query } = page, hook = store.hooks.find((one) => one.name === query.hook);
@@ -77,14 +77,14 @@ export class Side {
 
   get values() { return this.heat?.values ?? new Float32Array(0); }
 
-  /** The values of the layer with this number, or of a hook without layers. */
+  /** The values of the layer with this number, or those of a hook without layers. */
   ofLayer(layer) {
     if (!this.heat) return new Float32Array(0);
     const { values, shape: [, columns], hook } = this.heat, at = hook.layers.length ? hook.layers.indexOf(layer) : 0;
     return at < 0 ? new Float32Array(0) : values.subarray(at * columns, (at + 1) * columns);
   }
 
-  /** colours: {text, heat}, scales over both captures. */
+  /** text, heat: colour scales over both captures. layer: number of the layer. what: title of the heat map. */
   paint({ text, heat, layer, what }) {
     if (!this.isOpen) return;
     if (!this.heat) { this.text.unpaint(); this.matrix.show(null); $("side-heat-title").textContent = ""; return; }

@@ -1,9 +1,9 @@
-// The panels below the heat map: one of them is shown.
+// The tabs of the panels below the heat map. One panel is shown at a time.
 
 const NAMES = ["attention", "lens", "attribution", "experts", "latents"];
 
 export class Tabs {
-  /** shown(name): another panel is shown. */
+  /** shown(name): called when another panel is shown. */
   constructor(shown) {
     this.shown = shown;
     this.name = NAMES[0];
@@ -15,7 +15,7 @@ export class Tabs {
 
   number(at) { this.choose(NAMES[at]); }
 
-  /** A name that is no panel's is the first. */
+  /** Shows a panel: the first one for an unknown name. */
   choose(name) {
     this.name = NAMES.includes(name) ? name : NAMES[0];
     this.draw();

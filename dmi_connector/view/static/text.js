@@ -2,21 +2,21 @@
 
 import { css, inkOn } from "./colour.js";
 
-/** What a token looks like: [text, whether it stands for something that cannot be printed]. */
+/** The text of a token: [text, whether it replaces characters that cannot be printed]. */
 export function shown(text, id) {
   if (text === null || text === undefined) return [String(id), false];
   if (text === "" || text.includes("\ufffd") || /[\u0000-\u0008\u000b-\u001f\u007f]/.test(text)) return [`⟨${id}⟩`, true];
   return [text, false];
 }
 
-/** On one line, with spaces that can be seen. */
+/** The text of a token on one line, with visible spaces. */
 export function inLine(text, id) {
   const [plain] = shown(text, id);
   return plain.replaceAll(" ", "·").replaceAll("\n", "↵").replaceAll("\t", "→");
 }
 
 export class Text {
-  /** name: begins the ids of its tokens. */
+  /** name: prefix of the ids of the token elements. */
   constructor(box, pick, name = "token") {
     Object.assign(this, { box, name, marked: null });
     box.addEventListener("click", (event) => {
@@ -27,7 +27,7 @@ export class Text {
 
   /** tokens: {first, ids, texts}. made: the first row that was generated. */
   fill(tokens, made) {
-    const more = this.first === tokens.first && this.box.children.length > 0; // of a window that was there
+    const more = this.first === tokens.first && this.box.children.length > 0; // more tokens of the same window
     if (!more) this.marked = null;
     const scrolled = more ? this.box.scrollTop : 0;
     this.first = tokens.first;
@@ -47,7 +47,7 @@ export class Text {
     this.box.scrollTop = scrolled;
   }
 
-  /** values: of the first tokens, or of all; NaN where there is none. why(row): why it has no colour, as a tip. */
+  /** values: of all tokens, or of the first ones; NaN for none. why(row): tip that says why a token has no colour. */
   paint(values, scale, why) {
     [...this.box.children].slice(0, values.length).forEach((token, i) => {
       const rgb = scale.colour(values[i]);
@@ -58,7 +58,7 @@ export class Text {
     });
   }
 
-  /** Takes the colours away. */
+  /** Removes the colours. */
   unpaint() {
     for (const token of this.box.children) {
       Object.assign(token.style, { background: "", color: "" });
@@ -67,7 +67,7 @@ export class Text {
     }
   }
 
-  /** Marks tokens that lie under the pointer elsewhere. */
+  /** Marks the tokens of the cell under the pointer in another part of the page. */
   point(rows) {
     for (const token of this.box.querySelectorAll(".pointed")) token.classList.remove("pointed");
     for (const row of rows) this.box.querySelector(`[data-at="${row}"]`)?.classList.add("pointed");
@@ -81,7 +81,7 @@ export class Text {
     this.box.setAttribute("aria-activedescendant", token?.id ?? "");
     if (!token) { this.marked = null; return; }
     token.setAttribute("aria-selected", "true");
-    if (row === this.marked) return; // whoever scrolled away from it stays there
+    if (row === this.marked) return; // do not undo scrolling by the user
     this.marked = row;
     const [box, line] = [this.box.getBoundingClientRect(), token.getBoundingClientRect()];
     if (line.top < box.top) this.box.scrollTop -= box.top - line.top + 8;

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of a store as rows: shards, chunks, decoded values, views."""
+"""Reads rows of a store's arrays: shards, chunks and decoded values."""

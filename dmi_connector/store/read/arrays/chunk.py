@@ -24,14 +24,14 @@ def most_stored(array: HookArray) -> int:
 
 
 def outside(offset: int, size: int) -> ValueError:
-    """The error for a chunk of `size` bytes at `offset` that cannot be in its file."""
+    """The error for a chunk of `size` bytes at `offset` that is not within its file."""
     return ValueError(f"the chunk at byte {offset} with {size} bytes lies outside the file")
 
 
 def read_piece(array: HookArray, file: StoredFile, offset: int, size: int, piece: Piece) -> None:
     """Read `piece` from the chunk of `size` bytes at `offset` of a shard file.
 
-    A chunk that an incomplete store lacks is read as zeros. Raises ValueError for a damaged chunk, and for one that a
+    A chunk that an incomplete store lacks reads as zeros. Raises ValueError for a damaged chunk, and for a chunk that a
     complete store lacks.
     """
     if offset == ABSENT:
@@ -60,7 +60,7 @@ def read_piece(array: HookArray, file: StoredFile, offset: int, size: int, piece
 
 
 def _target(array: HookArray, piece: Piece) -> np.ndarray | None:
-    """The part of the result, uint8 [n], that equals the first n bytes of the decoded chunk. None if there is none."""
+    """The part of the result, uint8 [n], that equals the first n bytes of the decoded chunk; None if there is none."""
     if type(piece.places) is not slice or type(piece.rows) is not slice or piece.rows.start:
         return None
     rows = piece.out[piece.places]
@@ -94,7 +94,7 @@ def _decompress(
 
 
 def _put(array: HookArray, raw: np.ndarray, piece: Piece) -> None:
-    """Copy the wanted rows of a decoded chunk (uint8), converted where `out` is wider."""
+    """Copy the wanted rows of a decoded chunk (uint8) to `out`, and convert them if `out` has a wider dtype."""
     values = raw.view(array.bits).reshape(array.chunk_rows, array.columns)[piece.rows]
     out = piece.out
     if out.dtype == array.bits:

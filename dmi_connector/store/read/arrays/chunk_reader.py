@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the planned rows of many shard files in threads."""
+"""Reads planned rows of many shard files, in threads."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dmi_connector.store.read.files.store_files import HeldBytes
 from dmi_connector.store.read.files.thread_pool import in_fetch_threads, in_threads, read_threads
 
 _LEAST_JOB, _MOST_JOB = 1 << 20, 16 << 20
-"""Decoded bytes of one job of a thread."""
+"""Minimum and maximum of the decoded bytes in one job of a thread."""
 _MOST_RUN, _MOST_FETCHED = 8 << 20, 256 << 20
 """Maximum bytes of one request to an object store, and of decoded values that are planned at a time."""
 
 
 def read_pieces(planned: Iterable[ShardPieces]) -> None:
-    """Read everything that is planned, from any number of arrays and stores.
+    """Read all planned pieces, from any number of arrays and stores.
 
-    Raises ValueError, with the name of the file, for a damaged chunk; FileNotFoundError for a shard that a complete
-    store lacks. Rows that an incomplete store lacks become zeros.
+    Rows that an incomplete store lacks become zeros. Raises ValueError, naming the file, for a damaged chunk, and
+    FileNotFoundError for a shard that a complete store lacks.
     """
     listed = list(planned)
     remote = [some for some in listed if some.array.files.remote]
@@ -32,10 +32,11 @@ def read_pieces(planned: Iterable[ShardPieces]) -> None:
 
 
 def read_blocks(plan: Callable[[int], Iterable[ShardPieces]], blocks: Sequence[int], nbytes: int) -> None:
-    """Plan and read many blocks, each in the thread that reads it. Raises as `read_pieces` does.
+    """Plan and read many blocks, each in the thread that reads it. Raises like `read_pieces`.
 
-    plan: returns what to read for a block. blocks: numbers for `plan`. nbytes: decoded bytes of a block, about. Plans
-    are not held all at once, since that triggers the garbage collector repeatedly.
+    plan: function that returns the pieces of a block. blocks: arguments for `plan`. nbytes: approximate number of
+    decoded bytes per block. Plans are not all in memory at once, because that would trigger the garbage collector
+    repeatedly.
     """
     if blocks and any(some.array.files.remote for some in plan(blocks[0])):
         most = max(1, _MOST_FETCHED // max(1, nbytes))
@@ -53,14 +54,14 @@ def read_blocks(plan: Callable[[int], Iterable[ShardPieces]], blocks: Sequence[i
 
 
 def _plan_all(plan: Callable[[int], Iterable[ShardPieces]], blocks: Sequence[int]) -> list[ShardPieces]:
-    """Plan many blocks, in threads: a plan may have to request the metadata of its store."""
+    """Plan many blocks in threads, because a plan may have to request the metadata of its store."""
     planned: list[ShardPieces] = []
     in_fetch_threads(lambda block: planned.extend(plan(block)), blocks)
     return planned
 
 
 def _jobs(planned: list[ShardPieces]) -> Iterator[list[ShardPieces]]:
-    """Split the work into jobs: some pieces of a large shard, or several small shards."""
+    """Split the work into jobs. A job has some pieces of a large shard, or several small shards."""
     total = sum(len(some.pieces) * some.array.chunk_bytes for some in planned)
     limit = min(max(_LEAST_JOB, total // (2 * read_threads())), _MOST_JOB)
     job: list[ShardPieces] = []
@@ -102,7 +103,7 @@ def _read_shard(some: ShardPieces) -> None:
 
 
 def _without(some: ShardPieces, path: str, error: FileNotFoundError) -> None:
-    """The shard file is not there."""
+    """Handle a missing shard file: fill zeros, or raise FileNotFoundError for a complete store."""
     if some.array.complete:
         raise FileNotFoundError(
             f"{some.array.files}/{path} is not there: the store was removed just now, or is damaged (dmi verify)"
@@ -113,7 +114,7 @@ def _without(some: ShardPieces, path: str, error: FileNotFoundError) -> None:
 
 @contextlib.contextmanager
 def _naming(array: HookArray, path: str) -> Iterator[None]:
-    """Add the name of the file to a ValueError that the block raises."""
+    """Add the name of the file to a ValueError raised in the `with` block."""
     try:
         yield
     except ValueError as error:
@@ -125,7 +126,7 @@ def _damaged(array: HookArray, path: str, error: ValueError) -> ValueError:
 
 
 class _Run(NamedTuple):
-    """Adjacent chunks of one shard, which one request fetches."""
+    """Adjacent chunks of one shard, fetched by one request. first: offset in the file. nbytes: number of bytes."""
 
     some: ShardPieces
     first: int
@@ -134,7 +135,7 @@ class _Run(NamedTuple):
 
 
 def _fetch(planned: list[ShardPieces]) -> None:
-    """Read from an object store, many requests at a time: first all unknown indexes, then all chunks."""
+    """Read from an object store, with many concurrent requests: first all unknown indexes, then all chunks."""
     unknown = {
         (some.array, some.segment, some.shard): some
         for some in planned

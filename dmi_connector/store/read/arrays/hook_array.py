@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The geometry of an array: which chunk of which shard file holds which rows, and where they go in the result.
+"""Computes the geometry of an array: which chunk of which shard file has which rows, and their places in the result.
 
-zarr-python reads the same arrays. This is faster: threads read, check and decode whole chunks, directly into the result
-where possible.
+zarr-python reads the same arrays. This reader is faster, because threads read, check and decode whole chunks, if
+possible directly into the result.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Slot = tuple[int, ...]
 class Piece(NamedTuple):
     """Rows of one inner chunk, and their place in the result.
 
-    slot: the index entry of the chunk in its shard. rows: rows of the chunk. out: [any, columns of the shard], in
-    `HookArray.bits` or float32. places: the rows of `out` that receive them.
+    slot: position of the chunk in the shard's index. rows: rows of the chunk. out: array [any, columns of the shard],
+    of dtype `HookArray.bits` or float32. places: rows of `out` that receive the rows.
     """
 
     slot: Slot
@@ -50,9 +50,10 @@ class ShardPieces(NamedTuple):
 class HookArray:
     """The geometry of an array, from its zarr.json.
 
-    shape: [layers, length, width]; for a per-sample array (logits) layers is 1. shards: files per segment. part_layers:
-    layers per file, all of them where shards are slices of the width. codec: decodes the chunks. complete: whether the
-    store has all rows. layers: the model's numbers. reduce: settings of the reduction, None without one.
+    shape: (layers, length, width); for a per-sample array (logits) layers is 1. shards: number of files per segment.
+    part_layers: number of layers per file; all layers if shards are slices of the width. codec: decodes the chunks.
+    complete: whether the store has all rows. layers: the model's layer numbers. reduce: settings of the reduction, None
+    without one.
     """
 
     files: StoreFiles
@@ -72,7 +73,7 @@ class HookArray:
 
     @classmethod
     def parse(cls, files: StoreFiles, name: str, document: dict[str, Any], complete: bool) -> HookArray:
-        """The array of a zarr.json. Raises ValueError for chunks that this format does not have."""
+        """Make the geometry from a zarr.json. Raises ValueError for chunks that this format does not have."""
         try:
             return cls._parsed(files, name, document, complete)
         except (LookupError, TypeError, ValueError) as error:
@@ -120,27 +121,27 @@ class HookArray:
 
     @functools.cached_property
     def columns(self) -> int:
-        """Columns of a shard: the width, or a rank's part of it."""
+        """Number of columns of a shard: the width, or the part of one rank."""
         return self.shape[2] if self.by_layers else self.shape[2] // self.shards
 
     @functools.cached_property
     def by_layers(self) -> bool:
-        """Whether a shard holds some of the layers, not some of the columns."""
+        """Whether shards are divided by layers, not by columns."""
         return self.part_layers < self.shape[0]
 
     @property
     def segments(self) -> int:
-        """Shard files along the token axis."""
+        """Number of shard files along the token axis."""
         return -(-self.shape[1] // self.segment_rows)
 
     @property
     def slots(self) -> Slot:
-        """Shape of a shard in inner chunks: (layers, chunks), (chunks,) of a per-sample array."""
+        """Shape of a shard in inner chunks: (layers, chunks), or (chunks,) for a per-sample array."""
         chunks = self.segment_rows // self.chunk_rows
         return (chunks,) if self.per_sample else (self.part_layers, chunks)
 
     def first_layer(self, shard: int) -> int:
-        """Index along the layer axis of a shard's first layer."""
+        """Index along the layer axis of the first layer of a shard."""
         return shard * self.part_layers if self.by_layers else 0
 
     @functools.cached_property
@@ -155,12 +156,12 @@ class HookArray:
 
     @functools.cached_property
     def bits(self) -> np.dtype:
-        """Unsigned integers as wide as the dtype. numpy releases the GIL while it copies these, not for bfloat16."""
+        """Unsigned integers of the dtype's width. numpy releases the GIL while it copies these, not for bfloat16."""
         return np.dtype(f"<u{self.dtype.itemsize}")
 
     @functools.cached_property
     def row(self) -> np.dtype:
-        """One element that holds a row of one layer in one shard."""
+        """Dtype of one element that has a whole row of one layer in one shard."""
         return np.dtype((np.void, self.row_bytes))
 
     def path(self, segment: int, shard: int) -> str:
@@ -170,7 +171,7 @@ class HookArray:
         return f"{self.name}/c/{segment}/{shard}" if self.per_sample else f"{self.name}/c/0/{segment}/{shard}"
 
     def index(self, file: StoredFile, segment: int, shard: int) -> np.ndarray:
-        """The index of a shard file: uint64 [*slots, 2]. Raises ValueError when it is damaged."""
+        """The index of a shard file, uint64 [*slots, 2]. Raises ValueError if it is damaged."""
         found = self._indexes.get((segment, shard))
         if found is None:
             found = read_index(file.read_end(16 * math.prod(self.slots) + 4), self.slots)
@@ -182,11 +183,11 @@ class HookArray:
         return (segment, shard) in self._indexes
 
     def known_index(self, segment: int, shard: int) -> np.ndarray:
-        """What `index` returned before. Raises KeyError if `index` was not called."""
+        """The result of an earlier call of `index`. Raises KeyError if there was none."""
         return self._indexes[segment, shard]
 
     def chunks(self, segment: int, shard: int) -> Iterator[tuple[Slot, int, int]]:
-        """Every inner chunk of a shard file: its slot, its first row, one past its last row."""
+        """Yield (slot, first row, one past the last row) of every inner chunk of a shard file."""
         layers = min(self.part_layers, self.shape[0] - self.first_layer(shard))
         start = segment * self.segment_rows
         stop = min(self.shape[1], start + self.segment_rows)
@@ -196,16 +197,16 @@ class HookArray:
                 yield (n,) if self.per_sample else (layer, n), first, end
 
     def rows(self, wanted: slice | Sequence[int] | np.ndarray | None) -> slice | np.ndarray:
-        """What `row_numbers` returns for `wanted`; all rows for None. Raises IndexError as it does."""
+        """`row_numbers` of `wanted`, or all rows for None. Raises IndexError like `row_numbers`."""
         return slice(0, self.shape[1]) if wanted is None else row_numbers(wanted, self.shape[1], self.name)
 
     def plan(
         self, layers: Iterable[int], rows: slice | np.ndarray, out: np.ndarray, places: np.ndarray | None = None
     ) -> Iterator[ShardPieces]:
-        """What to read for `out`, [layers, n, width].
+        """Plan the pieces to read into `out`, [layers, n, width].
 
-        layers: indexes along the layer axis. rows: what `rows` returned. out: in `bits`, or float32. places: the row of
-        `out` for each of `rows`, by default 0, 1, ...
+        layers: indexes along the layer axis. rows: a result of the method `rows`. out: of dtype `bits` or float32.
+        places: row of `out` for each of `rows`, by default 0, 1, ...
         """
         layers = list(layers)
         if isinstance(rows, slice) and rows.start >= rows.stop:
@@ -227,7 +228,7 @@ class HookArray:
                 yield self._of_shard(segment, shard, layers, chunks, out)
 
     def _holding(self, layers: list[int]) -> Iterable[int]:
-        """Numbers of the shards of a segment that hold any of these layers."""
+        """Numbers of the shards of a segment that have any of these layers."""
         return sorted({layer // self.part_layers for layer in layers}) if self.by_layers else range(self.shards)
 
     def _of_shard(
@@ -252,7 +253,7 @@ class HookArray:
     def _chunks(
         self, rows: slice | np.ndarray, places: np.ndarray | None
     ) -> Iterator[tuple[int, slice | np.ndarray, slice | np.ndarray]]:
-        """(number of an inner chunk along the rows, its rows, the places these go to)."""
+        """Yield (number of an inner chunk along the rows, wanted rows of the chunk, their places in the result)."""
         size = self.chunk_rows
         if isinstance(rows, slice):
             for first in range(rows.start // size * size, rows.stop, size):

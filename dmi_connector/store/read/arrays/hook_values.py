@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values of a store's hooks: read from its arrays, and decoded."""
+"""Reads and decodes the values of a store's hooks."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ Tokens = slice | Sequence[int] | np.ndarray | None
 
 
 def _arrays(sources: Sequence[Source]) -> list[str]:
-    """The arrays in which they lie, each once."""
+    """The names of the arrays of sources, each once."""
     return list(dict.fromkeys(source.array for source in sources))
 
 
 def _check_one(hook: str, ways: int) -> None:
-    """Raise ValueError for a hook whose layers were reduced in several ways."""
+    """Raise ValueError for a hook whose layers were reduced in several ways. ways: their number."""
     if ways > 1:
         raise ValueError(f"layers of {hook!r} were reduced in different ways; name one layer")
 
 
 class HookValues:
-    """Reads the hooks of one store. attrs: its root attribute. store: where it lies.
+    """Reads the hooks of one store. attrs: its root attribute. store: its location.
 
-    documents: the zarr.json of each array; by default those in its files. Raises ValueError for arrays that the format
-    lacks.
+    documents: {array: zarr.json}, by default read from the store. Raises ValueError for arrays of another format.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class HookValues:
         self._arrays: dict[str, HookArray] = {}
 
     def decoded(self, sources: Sequence[Source], tokens: Tokens, convert: bool) -> np.ndarray:
-        """Decoded rows, [sources, tokens, width]. convert: see `Capture.numpy`."""
+        """Read decoded rows [sources, tokens, width]. convert: see `Capture.numpy`."""
         by_array = {name: [s.index for s in sources if s.array == name] for name in _arrays(sources)}
         if any("reduce" in self._attrs["hooks"][name] for name in by_array):
             parts = [self._decoded(name, indexes, tokens) for name, indexes in by_array.items()]
@@ -57,9 +56,9 @@ class HookValues:
         return values if order == sorted(order) else values[np.argsort(order)]
 
     def stored(self, by_array: dict[str, list[int]], tokens: Tokens, convert: bool = False) -> np.ndarray:
-        """Rows as they are stored, or as float32, [layers, tokens, width]: the layers of several arrays in order.
+        """Read stored rows [layers, tokens, width] of several arrays, in order. With `convert`, floats become float32.
 
-        by_array: indexes along the layer axis of each.
+        by_array: {array: indexes along its layer axis}.
         """
         arrays = [self.array(name) for name in by_array]
         dtype = arrays[0].dtype
@@ -81,35 +80,35 @@ class HookValues:
         return StoredReduction.of(self._attrs["hooks"][name], self._store)
 
     def layers(self, name: str, indexes: Sequence[int]) -> list[int]:
-        """Numbers of layers by their indexes along the layer axis of an array; 0 for a hook that exists once."""
+        """Layer numbers of indexes along the layer axis of an array; 0 for a hook that exists once."""
         own = self._attrs["hooks"][name]["layers"]
         return [own[index] if own else 0 for index in indexes]
 
     def reduction(self, hook: str, sources: Sequence[Source]) -> Reduction | None:
-        """The reduction of the arrays of a hook. Raises ValueError if they have different ones."""
+        """The reduction of a hook's arrays. Raises ValueError if the arrays have different ones."""
         found = {None if (reduced := self.reduced(name)) is None else reduced.reduction for name in _arrays(sources)}
         _check_one(hook, len(found))
         return found.pop()
 
     def width(self, name: str) -> int:
-        """Values of a decoded row of an array."""
+        """Width of a decoded row of an array."""
         reduced = self.reduced(name)
         return self.array(name).shape[2] if reduced is None else reduced.decoded_width
 
     def check_one_form(self, hook: str, sources: Sequence[Source]) -> None:
-        """Raise ValueError where rows of one array are something else than those of another."""
+        """Raise ValueError if decoded rows of a hook's arrays differ in meaning."""
         names = _arrays(sources)
         if len(names) > 1:
             _check_one(hook, len({self._form(name) for name in names}))
 
     def _form(self, name: str) -> tuple[int, Reduction | None]:
-        """What decoded rows of two arrays must share: their width, and a reduction to other values."""
+        """Properties that a hook's arrays must share: their width, and a reduction that does not keep values."""
         reduced = self.reduced(name)
         other = reduced is not None and Keeps.VALUES not in reduced.reduction.keeps
         return self.width(name), reduced.reduction if reduced is not None and other else None
 
     def array(self, name: str) -> HookArray:
-        """The geometry of an array. Raises ValueError for one that the format lacks."""
+        """The geometry of an array. Raises ValueError for an array of another format."""
         found = self._arrays.get(name)
         if found is None:
             found = HookArray.parse(self._files, name, self._documents[name], self._attrs["complete"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""numpy indexes for arrays that are read from files: finds the rows that an index needs."""
+"""Parses numpy indexes for arrays in files, to find the rows that an index needs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 Numbers = slice | np.ndarray
 """Places along an axis: a slice with step 1, or int64 [n]."""
 _ROWS = {"row": "token"}
-"""Axis -> the unit of its mask in messages."""
+"""{axis: name of its elements in messages about masks}."""
 
 
 def row_numbers(wanted: slice | Sequence[int] | np.ndarray, length: int, whose: str, what: str = "row") -> Numbers:
-    """Row numbers of `length` rows as a slice with step 1, or as int64 [n]. Negative ones count from the end.
+    """Convert row numbers to a slice with step 1, or to int64 [n]. Negative numbers count from the end.
 
-    wanted: a slice, whole numbers, or a mask of `length` booleans. whose: owner of the rows in error messages. what:
-    name of a row in error messages.
+    wanted: a slice, integers, or a mask of `length` booleans. length: number of rows. whose: owner of the rows in error
+    messages. what: name of a row in error messages.
 
-    Raises IndexError for rows that do not exist, for a mask of another length, for what is no row number, and for
-    numbers that are no list.
+    Raises IndexError for rows that do not exist, for a mask of another length, for values that are not integers, and
+    for arrays that are not 1-D.
     """
     if isinstance(wanted, slice):
         spanned = range(length)[wanted]
@@ -52,17 +52,17 @@ def _listed(numbers: np.ndarray, length: int, whose: str, what: str) -> np.ndarr
 
 
 def each_of(numbers: Numbers) -> np.ndarray:
-    """Places as int64 [n]."""
+    """Convert row numbers to int64 [n]."""
     return np.arange(numbers.start, numbers.stop) if isinstance(numbers, slice) else numbers
 
 
 def split_index(index: Any, axes: Mapping[str, int], whose: str) -> tuple[list[Numbers], tuple[Any, ...]]:
     """Split an index of an array [*axes, width] into the rows to read, and an index into these rows.
 
-    axes: name and length of each axis except the last. Returns the places along each of these axes, and the index of
-    the array that was read there. The result equals that of `index` on the whole array.
+    axes: name and length of each axis except the last. Returns (places along each of these axes, index into the array
+    that is read at these places). Both steps together give the same result as `index` on the whole array.
 
-    Raises IndexError as `row_numbers` does, for None, for masks of several axes, and for too many parts.
+    Raises IndexError like `row_numbers`, and for None, for masks over several axes, and for too many parts.
     """
     parts = [*index] if isinstance(index, tuple) else [index]
     dots = [at for at, part in enumerate(parts) if part is Ellipsis]
@@ -81,12 +81,12 @@ def split_index(index: Any, axes: Mapping[str, int], whose: str) -> tuple[list[N
     rest.append(parts[-1])
     listed = [at for at, part in enumerate(rest) if not isinstance(part, slice)]
     if len(listed) == 1 and listed[0] < len(axes) and np.ndim(rest[listed[0]]) == 1:
-        rest[listed[0]] = slice(None)  # with one list of places the array that was read is the result, without a copy
+        rest[listed[0]] = slice(None)  # with a single list, the array that was read is the result, without a copy
     return wanted, tuple(rest)
 
 
 def _along(part: Any, length: int, whose: str, what: str) -> tuple[Numbers, int | slice | np.ndarray]:
-    """The places along one axis, and the index into the array that is read there."""
+    """(places along one axis, index into the array that is read at these places)."""
     if isinstance(part, slice):
         return row_numbers(part, length, whose, what), slice(None)
     given = np.asarray(part)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads whole shard files chunk by chunk, for verify and repair; and the 1-D arrays of a store."""
+"""Reads whole shard files chunk by chunk, for verify and repair, and 1-D arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dmi_connector.store.read.metadata import read_array
 
 
 def decode_plain(files: StoreFiles, name: str, dtype: str) -> np.ndarray:
-    """A 1-D array of a store. Raises ValueError when its chunk is gone, or does not match its crc32c or dtype."""
+    """Read a 1-D array of a store. Raises ValueError if its chunk is missing, or does not match its crc32c or dtype."""
     data = files.load(f"{name}/c/0")
     if data is None:
         if read_array(files, name)["shape"] != [0]:
@@ -31,7 +31,7 @@ def decode_plain(files: StoreFiles, name: str, dtype: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ShardReader:
-    """One shard file in memory, for readers of all its chunks. chunk_reader.py reads wanted rows of many files.
+    """One shard file in memory, for reading all its chunks. chunk_reader.py reads chosen rows of many files.
 
     data: the bytes of the file. index: uint64 [*slots, 2].
     """
@@ -49,7 +49,7 @@ class ShardReader:
         return cls(array, data, array.index(_held(data), segment, shard))
 
     def content(self) -> bytes:
-        """What the checksum of the file covers. Raises ValueError when a chunk lies outside the file."""
+        """The bytes that the checksum of the file covers. Raises ValueError if a chunk lies outside the file."""
         places = self.index.reshape(-1, 2)
         ends = np.sort(places[places[:, 0] != EMPTY].sum(axis=1).astype(np.int64))
         if len(ends) and not 4 <= ends[0] <= ends[-1] <= len(self.data):
@@ -58,7 +58,7 @@ class ShardReader:
         return shard_content(crcs.tobytes(), self.index)
 
     def chunk(self, slot: tuple[int, ...]) -> np.ndarray:
-        """One inner chunk, [rows, columns]. Raises ValueError when its bytes are not what was written."""
+        """One inner chunk, [rows, columns]. Raises ValueError if it is damaged."""
         array = self.array
         offset, size = self.index[slot].tolist()
         if offset + size > len(self.data):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decodes the rows of a hook that was reduced before it was stored."""
+"""Decodes the stored rows of a reduced hook."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _OF_VALUES = ("dtype", "width")
 class StoredReduction:
     """The reduction of an array.
 
-    width, dtype: those of the values of one slice before reduction. shards: tensor-parallel slices, which were
-    reduced apart. stored_width, stored_dtype: of a whole stored row. store: beside it lies the file that
-    rows are decoded with, if they need one.
+    width, dtype: width and dtype of one slice before the reduction. shards: number of tensor-parallel slices, which
+    were reduced separately. stored_width, stored_dtype: width and dtype of a whole stored row. store: path of the
+    store, where `find_fitted` begins the search for the file for decoding.
     """
 
     reduction: Reduction
@@ -40,7 +40,7 @@ class StoredReduction:
 
     @classmethod
     def of(cls, hook: Mapping[str, Any], store: Place) -> StoredReduction | None:
-        """The reduction of an entry of the attribute `hooks`, or None. Raises ReduceError for an unknown one."""
+        """The reduction of an entry in the attribute `hooks`, or None. Raises ReduceError for an unknown reduction."""
         settings = hook.get("reduce")
         if settings is None:
             return None
@@ -57,14 +57,14 @@ class StoredReduction:
         )
 
     def slices(self, rows: np.ndarray) -> list[np.ndarray]:
-        """What each tensor-parallel rank stored of rows [..., stored width]."""
+        """The parts of rows [..., stored width] that each tensor-parallel rank stored."""
         return np.split(rows, self.shards, axis=-1)
 
     def decode(self, rows: np.ndarray, layers: Sequence[int | None]) -> np.ndarray:
-        """Stored rows [layers, tokens, stored width] -> float32 [layers, tokens, decoded width].
+        """Decode stored rows [layers, tokens, stored width] to float32 [layers, tokens, decoded width].
 
-        layers: numbers of the model's layers, None for a hook that exists once. Raises FileNotFoundError for a file
-        that is not beside the store.
+        layers: the model's layer numbers, None for a hook that exists once. Raises FileNotFoundError if the file for
+        decoding is missing.
         """
         decoded = self._decoded(rows)
         if not self.reduction.needs_file:
@@ -76,20 +76,20 @@ class StoredReduction:
         return read
 
     def tally(self, rows: np.ndarray, layer: int | None) -> Tally:
-        """Sums of |x| over stored rows [tokens, stored width] of one layer. Raises as `decode`."""
+        """Sums of |x| over stored rows [tokens, stored width] of one layer. Raises like `decode`."""
         return self.reduction.tally_slices(self.slices(rows), self.width, self.dtype, self._part(layer))
 
     def check_files(self) -> None:
-        """Raise what `decode` would for a file that is not beside the store."""
+        """Raise the error of `decode` if the file for decoding is missing."""
         self.file()
 
     def file(self) -> FittedFile | None:
-        """The file that rows are decoded with; None: they need none. Raises FileNotFoundError and ValueError."""
+        """The file for decoding; None if none is needed. Raises FileNotFoundError and ValueError."""
         ref = self.reduction.fitted() if self.reduction.needs_file else None
         return None if ref is None else find_fitted(ref.kind, ref.sha256, self.store)
 
     def _part(self, layer: int | None) -> Any:
-        """What rows of a layer are decoded with; None: nothing."""
+        """The data for decoding rows of a layer; None if none are needed."""
         file = self.file()
         return None if file is None else self.reduction.part(file, layer or 0)
 
@@ -99,6 +99,6 @@ class StoredReduction:
 
     @functools.cached_property
     def decoded_width(self) -> int:
-        """Values of a decoded row: those of a projection or a summary are not as many as the hook's."""
+        """Width of a decoded row, which for a projection or a summary is not the width of the hook."""
         one = np.zeros((1, self.stored_width), numpy_dtype(self.stored_dtype))
         return int(self.reduction.read_width(self._decoded(one).shape[-1]))

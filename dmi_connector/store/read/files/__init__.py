@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a store: local, in a zip file, in object storage."""
+"""Reads the files of a store: local, in a zip file, or in an object store."""

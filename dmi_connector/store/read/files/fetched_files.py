@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store of an object store, whose files are fetched once, to be read as often as a check needs them."""
+"""Fetches all files of a store in an object store once, for checks that read them several times."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dmi_connector.store.read.files.thread_pool import in_fetch_threads
 
 
 class FetchedFiles(StoreFiles):
-    """All files of a store in a temporary directory, which goes with this object.
+    """All files of a store, in a temporary directory that is removed with this object.
 
-    They have numbers there, and not their own names, which come from outside.
+    Their names in it are numbers, because the names in the store are not trusted.
     """
 
     def __init__(self, files: StoreFiles) -> None:
         self._files = files
-        # Windows removes no file that is still mapped.
+        # Windows does not remove a file that is still mapped.
         self._directory = tempfile.TemporaryDirectory(prefix="dmi-", ignore_cleanup_errors=True)
         self._paths = {name: Path(self._directory.name, str(i)) for i, name in enumerate(sorted(files.names()))}
         in_fetch_threads(self._fetch, self._paths)

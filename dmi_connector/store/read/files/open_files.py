@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kind of files a store at some place has."""
+"""Opens the files of a store, by the kind of its location."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dmi_connector.store.read.files.zip_files import open_zip
 
 
 def files_of(place: Place) -> StoreFiles:
-    """The files of the store at a place. Raises FileNotFoundError, and ValueError for a zip file that holds none."""
+    """The files of the store at a place. Raises FileNotFoundError, and ValueError for a zip file without a store."""
     if place.suffix == ".zip" and not (isinstance(place, Path) and place.is_dir()):
         return open_zip(place)
     return LocalFiles(place) if isinstance(place, Path) else RemoteFiles(place)
 
 
 def zarr_store_of(place: Place) -> Any:
-    """The store at a place as zarr-python takes it. Raises ValueError for a zip file of an object store."""
+    """The store at a place, as an argument for zarr-python. Raises ValueError for a zip file in an object store."""
     if isinstance(place, Path) and place.is_dir():
         return place
     if isinstance(place, Path):

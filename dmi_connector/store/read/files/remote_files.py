@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a store in S3, read by ranges."""
+"""Reads files of a store in S3, by byte ranges."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.read.files.store_files import Buffer, StoredFile, StoreFiles
 
 _BLOCK_BYTES = 8 << 20
-"""Bytes per read when an object is copied."""
+"""Number of bytes per read when an object is copied."""
 
 
 class RemoteFile(StoredFile):
-    """An object. Each read is a request, and opening is not. Errors are those of `requests_for`."""
+    """An object. Each read sends a request; opening sends none. Raises like `requests_for`."""
 
     def __init__(self, place: RemotePath) -> None:
         self._place = place
@@ -38,7 +38,7 @@ class RemoteFile(StoredFile):
             at += len(part)
 
     def fetch(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes from `offset` on, without a copy; fewer at the end of the object."""
+        """`nbytes` bytes from `offset` on, or fewer at the end of the object, without a copy."""
         with requests_for(self._place) as obstore:
             return memoryview(
                 obstore.get_range(bucket_store(self._place), self._place.key, start=offset, length=nbytes)
@@ -46,7 +46,7 @@ class RemoteFile(StoredFile):
 
 
 def look(place: RemotePath) -> tuple[int, str | None]:
-    """(bytes, ETag) of an object. Raises as `requests_for` does."""
+    """(size in bytes, ETag) of an object. Raises like `requests_for`."""
     with requests_for(place) as obstore:
         meta = obstore.head(bucket_store(place), place.key)
     return meta["size"], meta["e_tag"]
@@ -55,7 +55,7 @@ def look(place: RemotePath) -> tuple[int, str | None]:
 def check_bucket(place: RemotePath) -> None:
     """Raise FileNotFoundError if the bucket does not exist. `look` cannot tell this from a missing object.
 
-    Other errors are ignored, because a key may not be allowed to list.
+    Other errors are ignored, because an access key may not be allowed to list.
     """
     with suppress(RemoteError), requests_for(place) as obstore:
         next(iter(obstore.list(bucket_store(place), f"{place.key}/")), None)
@@ -91,7 +91,7 @@ class RemoteFiles(StoreFiles):
                 yield bytes(block)
 
     def _listed(self) -> dict[str, int]:
-        """Sizes by path. They are listed once, because a store with a root document does not change."""
+        """Sizes by path. They are listed only once, because a store with a root document does not change."""
         if self._sizes is None:
             prefix = f"{self.root.key}/"
             with requests_for(self.root) as obstore:

@@ -16,8 +16,9 @@ from dmi_connector.store.read.files.thread_pool import in_fetch_threads
 
 @dataclass(frozen=True)
 class Listing:
-    """Names directly below a prefix. stores: NAME.zarr, finished or not. zips: NAME.zip. indexed: whether it has an
-    index.
+    """Names directly below a prefix.
+
+    stores: NAME.zarr, finished or not. zips: NAME.zip. indexed: whether there is an index.
     """
 
     stores: frozenset[str]
@@ -26,7 +27,7 @@ class Listing:
 
 
 def list_prefix(place: RemotePath) -> Listing:
-    """List a prefix, with one request per 1,000 names. Raises as `requests_for` does."""
+    """List a prefix, with one request per 1,000 names. Raises like `requests_for`."""
     prefix = f"{place.key}/" if place.key else ""
     with requests_for(place) as obstore:
         found = obstore.list_with_delimiter(bucket_store(place), prefix or None)
@@ -40,7 +41,7 @@ def list_prefix(place: RemotePath) -> Listing:
 
 
 def finished_below(place: RemotePath, names: Iterable[str]) -> set[str]:
-    """The stores that have a root document, which is uploaded last. It takes one request per store."""
+    """The stores that have a root document, which is uploaded last. This sends one request per store."""
     found: set[str] = set()
 
     def ask(name: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access to the files of a store. LocalFiles reads directories; zip_files.py and remote_files.py add the others."""
+"""Reads the files of a store in a directory. zip_files.py and remote_files.py read other stores."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import numpy as np
 Buffer = memoryview
 """A writable, contiguous view of bytes."""
 _BLOCK_BYTES = 8 << 20
-"""Bytes per read of `StoreFiles.blocks`."""
+"""Number of bytes per read of `StoreFiles.blocks`."""
 MAPPED_BYTES = 1 << 20
-"""`load_file` memory-maps files of at least this many bytes. Only the pages that are used are read from disk."""
+"""`load_file` memory-maps files of at least so many bytes. Only the pages that are used are read from disk."""
 _FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0)
 """Flags of `os.open`. Without O_BINARY, Windows translates line ends."""
 _seeking = threading.Lock()
@@ -44,7 +44,7 @@ _preadv = getattr(os, "preadv", _read_and_copy)
 
 
 class StoredFile(ABC):
-    """One file of a store, open for reads of byte ranges. Threads may share it. Use it in a `with` block."""
+    """One open file of a store, for reads of byte ranges. Threads may share it. Use it in a `with` block."""
 
     @abstractmethod
     def read(self, offset: int, nbytes: int) -> bytes:
@@ -56,7 +56,7 @@ class StoredFile(ABC):
 
     @abstractmethod
     def read_into(self, offset: int, parts: Sequence[Buffer]) -> None:
-        """Fill `parts` in order with the bytes from `offset`. Raises ValueError if the file ends before."""
+        """Fill `parts` in order with the bytes from `offset`. Raises ValueError if the file is too short."""
 
     def __enter__(self) -> StoredFile:
         return self
@@ -68,7 +68,7 @@ class StoredFile(ABC):
 class LocalFile(StoredFile):
     """A local file, or a byte range of one.
 
-    base: offset of the range. nbytes: its size; None: up to the end of the file.
+    base: offset of the range. nbytes: size of the range; None for the rest of the file.
     """
 
     def __init__(self, path: str, base: int = 0, nbytes: int | None = None) -> None:
@@ -77,7 +77,7 @@ class LocalFile(StoredFile):
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Number of bytes of the file or range."""
         return os.fstat(self._fd).st_size if self._nbytes is None else self._nbytes
 
     def read(self, offset: int, nbytes: int) -> bytes:
@@ -142,7 +142,7 @@ class HeldBytes(StoredFile):
 
 
 def load_file(path: Path) -> bytes | np.ndarray | None:
-    """The bytes of a file, or None if there is no such file. Files of MAPPED_BYTES or more are mapped."""
+    """The bytes of a file; None if it does not exist. Files of MAPPED_BYTES or more are memory-mapped."""
     if not path.is_file():
         return None
     if path.stat().st_size < MAPPED_BYTES:
@@ -153,14 +153,14 @@ def load_file(path: Path) -> bytes | np.ndarray | None:
 class StoreFiles(ABC):
     """The files of one store.
 
-    remote: whether each read is a request to a server. Readers then send several requests at once.
+    remote: whether each read sends a request to a server. Readers then send several requests at once.
     """
 
     remote = False
 
     @abstractmethod
     def open(self, path: str) -> StoredFile:
-        """Open a file by its path in the store. Raises FileNotFoundError, here or when it is read."""
+        """Open a file by its path in the store. Raises FileNotFoundError, here or at the first read."""
 
     @abstractmethod
     def read(self, path: str) -> bytes:
@@ -172,12 +172,12 @@ class StoreFiles(ABC):
 
     @abstractmethod
     def size(self, path: str) -> int | None:
-        """Bytes of a file; None if it does not exist."""
+        """Size of a file in bytes; None if it does not exist."""
 
     def blocks(self, path: str) -> Iterator[bytes]:
         """Yield the bytes of a file in blocks of at most 8 MiB.
 
-        Raises FileNotFoundError; ValueError if the file is shorter than its size.
+        Raises FileNotFoundError, and ValueError if the file ends early.
         """
         size, at = self.size(path) or 0, 0
         with self.open(path) as file:
@@ -189,7 +189,7 @@ class StoreFiles(ABC):
                 at += len(data)
 
     def load(self, path: str) -> bytes | np.ndarray | None:
-        """All bytes of a file, or None if there is no such file. Large local files are mapped."""
+        """All bytes of a file; None if it does not exist. Large local files are memory-mapped."""
         try:
             return self.read(path)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):

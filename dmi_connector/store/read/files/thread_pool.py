@@ -14,16 +14,16 @@ import numpy as np
 Item = TypeVar("Item")
 _PREFIX = "dmi-read"
 FETCH_THREADS = 32
-"""Concurrent requests to an object store. Their threads mostly wait, so there may be more threads than cores."""
+"""Number of concurrent requests to an object store. Their threads mostly wait, so they may outnumber the cores."""
 
 
 def _cores() -> int:
-    """Cores that this process may use. On macOS and Windows: all cores of the machine."""
+    """Number of cores that this process may use; on macOS and Windows, that of all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Pool:
-    """A thread pool that starts its threads at the first use, and again in a forked process."""
+    """A thread pool that starts its threads on first use, and again in a forked process."""
 
     def __init__(self, prefix: str, threads: int | None = None) -> None:
         self.prefix = prefix
@@ -59,23 +59,23 @@ _pool, _fetch_pool = _Pool(_PREFIX), _Pool("dmi-fetch", FETCH_THREADS)
 
 
 def read_threads() -> int:
-    """Threads that read chunks."""
+    """Number of threads that read chunks."""
     return _pool.threads
 
 
 def set_read_threads(threads: int | None) -> None:
-    """Read with this many threads from now on; None: one for each core of this process, which is the default.
+    """Set the number of threads that read chunks. None: one per core of this process, which is the default.
 
-    Raises ValueError below 1.
+    Raises ValueError for a number below 1.
     """
     _pool.resize(threads)
 
 
 def in_threads(work: Callable[[Item], object], items: Iterable[Item]) -> None:
-    """Call `work` for each of `items` in the pool, and wait. Raises the first error, and cancels work that has not
-    begun.
+    """Call `work` for each of `items` in the pool, and wait. On an error, work that has not begun is cancelled.
 
-    The work runs in the calling thread if there is one item or one thread, or if the caller is a thread of the pool.
+    The work runs in the calling thread if there is only one item or one thread, or if the caller is a thread of the
+    pool. Raises the first error.
     """
     _share(_pool, work, items)
 
@@ -97,7 +97,7 @@ def _share(pool: _Pool, work: Callable[[Item], object], items: Iterable[Item]) -
 
 
 class Scratch(threading.local):
-    """Buffers of one thread that are reused for each chunk, which avoids page faults of new memory."""
+    """Buffers of one thread. They are reused for each chunk, because new memory would cost page faults."""
 
     def __init__(self) -> None:
         self._parts: dict[str, np.ndarray] = {}

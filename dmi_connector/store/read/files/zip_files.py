@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a store in one zip file, on a local file system or in an object store. Its entries are not compressed."""
+"""Reads the files of a store in one uncompressed zip file, on a local file system or in an object store."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dmi_connector.store.read.files.remote_files import RemoteFile, look
 from dmi_connector.store.read.files.store_files import MAPPED_BYTES, Buffer, LocalFile, StoredFile, StoreFiles
 
 _HEADER = struct.Struct("<4s22xHH")
-"""The local header of an entry, up to the lengths of its name and of its extra field. Both follow, then the bytes."""
+"""The local header of an entry, up to the lengths of its name and its extra field. Both follow, then the bytes."""
 _BLOCK = 1 << 16
-"""Bytes that are fetched at a time while the directory of a remote zip file is read."""
+"""Number of bytes fetched at a time while the directory of a remote zip file is read."""
 
 
 class _Entry(NamedTuple):
@@ -65,7 +65,7 @@ class ZipFiles(StoreFiles):
         return LocalFile(str(self.place), base, entry.nbytes)
 
     def _base(self, path: str, entry: _Entry) -> int:
-        """Where the bytes of an entry begin: the local header may have another extra field than the directory."""
+        """Offset of an entry's bytes, by the local header: its extra field may differ from that in the directory."""
         if path not in self._bases:
             with _whole(self.place) as file:
                 raw = file.read(entry.header, _HEADER.size)
@@ -97,7 +97,7 @@ class ZipFiles(StoreFiles):
 
 
 def open_zip(place: Place) -> ZipFiles:
-    """The store in a zip file: `zarr.json` at its top, entries not compressed, as `dmi export --to zip` writes it.
+    """Open the store in a zip file, as written by `dmi export --to zip`: `zarr.json` at its top, entries uncompressed.
 
     Raises FileNotFoundError, and ValueError for other zip files.
     """
@@ -143,7 +143,7 @@ def _entries(place: Place, file: io.BufferedIOBase) -> dict[str, _Entry]:
 
 
 class _Seekable(io.RawIOBase):
-    """A file of known size for zipfile."""
+    """A seekable file object of known size, for zipfile."""
 
     def __init__(self, file: StoredFile, size: int) -> None:
         self._stored, self._size, self._at = file, size, 0

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows become chunks, shards and journals."""
+"""Writes rows as chunks into shards, with journals."""

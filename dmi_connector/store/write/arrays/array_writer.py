@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the arrays of one capture that one writer process owns: from payloads to shard files and metadata."""
+"""Writes those arrays of one capture that one writer process has: from payloads to shard files and metadata."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FileList = dict[str, list[int]]
 
 
 def write_file(root: str, path: str, data: bytes, files: FileList, tail: bytes = b"") -> None:
-    """Write one small file of a store, `data` and then `tail`, and add it to `files`. Raises OSError.
+    """Write one small file of a store: `data`, then `tail`. Adds the file to `files`. Raises OSError.
 
     tail: bytes that the checksum of the file does not cover.
     """
@@ -51,7 +51,7 @@ def plain_array(root: str, name: str, dtype: str, data: bytes, dimension: str, f
 
 
 def write_loss(error: Exception) -> Loss:
-    """The loss that an error causes. A full disk fails for every file, so the loss names none."""
+    """The loss that a failed write causes. If the disk is full, every file fails, so the loss names no file."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         text = f"{type(error).__name__}: [Errno {error.errno}] {error.strerror}"
@@ -59,22 +59,23 @@ def write_loss(error: Exception) -> Loss:
 
 
 def not_borrowed(final: str, error: str, rows: Ranges) -> Loss:
-    """The loss of rows that were to be copied from the store `final`."""
+    """The loss of rows that could not be copied from the store `final`."""
     return Loss.of(Cause.NOT_BORROWED, rows, store=os.path.basename(final), error=error)
 
 
 def metadata_elsewhere(spec: ArraySpec, leads: bool) -> bool:
-    """Whether another rank or writer writes the metadata of an array. Rows that this one lacks then read as zeros."""
+    """Whether another rank or writer writes an array's metadata. Rows that this writer lacks then read as zeros."""
     return spec.rank > 0 or not leads
 
 
 class ArrayWriter:
     """Writes arrays of one capture into its partial directory, which is created if missing.
 
-    numbers: which arrays of the layout. about: facts of the capture for the journal, None if another writer's journal
-    has them. leads: whether it writes the metadata of its arrays; if not, it writes some segments of them, and another
-    writer leads. losses: what could not be written. bytes_raw, bytes_stored: bytes of the rows written, before encoding
-    and in their files. costs: measurements of this process, None to start without.
+    root: the partial directory. numbers: indexes of the arrays in the layout. about: facts about the capture for the
+    journal, None if another writer's journal has them. leads: whether this writer writes the metadata of its arrays. If
+    not, it writes only some segments of them, and another writer leads. costs: measurements of this process, None to
+    start new ones. losses: what could not be written. bytes_raw, bytes_stored: bytes of the written rows before
+    encoding, and in the files.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class ArrayWriter:
         self._end = 0  # one past the last row received
         self._short_end: int | None = None  # end of a chunk shorter than chunk_tokens, which must be the last
         self._positions: dict[str, dict[int, int]] = {}
-        # Segment directories are created later, their parents only here. So chunks that arrive after a capture was
-        # removed fail, and do not create its directory again.
+        # Segment directories are created later, but their parents only here. So a chunk that arrives after its capture
+        # was removed fails, instead of creating the directory again.
         for spec in specs:
             os.makedirs(os.path.dirname(os.path.dirname(os.path.join(root, schema.shard_path(spec, 0)))), exist_ok=True)
         self._journal = Journal(root, specs, layout, cache, about, "" if leads else f"-{os.getpid()}")
@@ -119,8 +120,8 @@ class ArrayWriter:
         """Write token rows [first, first + count) of every array.
 
         payload: uint8, see `PayloadLayout`. token_ids: int32, for the journal. behind: do not compress if that is
-        faster. checked: False keeps the chunk out of the journal, since it
-        holds rows of other tokens. Raises OSError, and ValueError for rows off the chunk grid.
+        faster. checked: False if the rows failed their check; the journal then leaves the chunk out. Raises OSError,
+        and ValueError for rows off the chunk grid.
         """
         chunk = self._layout.chunk_tokens
         if len(token_ids) not in (0, 4 * count):
@@ -140,9 +141,9 @@ class ArrayWriter:
             self._journal.chunk(first, count, places, token_ids)
 
     def borrow(self, final: str, first: int, count: int, token_ids: bytes) -> list[Loss]:
-        """Copy whole chunks of rows [first, first + count) from the store `final`, as they are encoded there.
+        """Copy rows [first, first + count), which are whole chunks, from the store `final`, as they are encoded there.
 
-        token_ids: int32, for the journal, or empty. Returns what is lost, which `losses` has too.
+        token_ids: int32, for the journal, or empty. Returns the losses, which are also added to `losses`.
         """
         lost: list[Loss] = []
         self._end = max(self._end, first + count)
@@ -155,7 +156,7 @@ class ArrayWriter:
         return lost
 
     def _copy(self, source: SourceStore, first: int, count: int, token_ids: bytes, lost: list[Loss]) -> None:
-        """Copy chunk by chunk. Adds to `lost` what cannot be read."""
+        """Copy chunk by chunk. Adds chunks that cannot be read to `lost`."""
         specs, chunk = [spec for spec, _ in self._arrays if not spec.per_sample], self._layout.chunk_tokens
         for at in range(first, first + count, chunk):
             try:
@@ -170,34 +171,34 @@ class ArrayWriter:
                 self.failed(error, (at, at + chunk))
 
     def _place(self, spec: ArraySpec, first: int, chunks: Sequence[Encoded]) -> bytes:
-        """Append a whole chunk of one array that is encoded already. Returns its places for the journal."""
+        """Append a whole, encoded chunk of one array. Returns its places for the journal."""
         segment, slot, shard = self._shard_at(spec, first)
         self.bytes_raw += spec.token_bytes * self._layout.chunk_tokens
         self.bytes_stored += shard.append([(layer, slot) for layer in range(spec.local_layers)], chunks)
         return self._placed(spec, segment, slot, shard)
 
     def _shard_at(self, spec: ArraySpec, first: int) -> tuple[int, int, ShardWriter]:
-        """(segment, number of the chunk in it, shard) of the chunk that begins at row `first`."""
+        """(segment, number of the chunk in the segment, shard) of the chunk that begins at row `first`."""
         layout = self._layout
         segment, within = divmod(first, layout.segment_tokens)
         shard = self._shard(spec, segment, (spec.shard_layers, layout.segment_tokens // layout.chunk_tokens))
         return segment, within // layout.chunk_tokens, shard
 
     def _placed(self, spec: ArraySpec, segment: int, slot: int, shard: ShardWriter) -> bytes:
-        """A chunk was appended: finish its shard if that is full. Returns its places for the journal."""
+        """Finish the shard of an appended chunk if it is full. Returns the places of the chunk for the journal."""
         places: bytes = shard.index[: spec.local_layers, slot].tobytes()
         if shard.full:
             self._finish(spec, segment, None)
         return places
 
     def _plain(self, behind: bool) -> bool:
-        """Whether to leave the next chunk uncompressed. behind: whether the writer is."""
+        """Whether to leave the next chunk uncompressed. behind: whether the writer is behind."""
         return behind and CODECS[self._layout.codec].has_plain and self._costs.plain_next()
 
     def _append(self, spec: ArraySpec, data: np.ndarray, first: int, count: int, plain: bool) -> bytes:
         """Append the chunk of one array to its shard. Returns its places for the journal."""
         block = data.view(f"u{spec.itemsize}").reshape(spec.local_layers, count, spec.local_width)
-        # If the first chunk is short, it is the only one, and the finished store has chunks of its length.
+        # If the first chunk is short, it is the only one. The chunks of the finished store then have its length.
         rows = self._layout.chunk_tokens if first else count
         segment, slot, shard = self._shard_at(spec, first)
         self._put(shard, [(layer, slot) for layer in range(spec.local_layers)], block, rows, plain)
@@ -206,7 +207,7 @@ class ArrayWriter:
     def _put(
         self, shard: ShardWriter, slots: Sequence[tuple[int, ...]], block: np.ndarray, rows: int | None, plain: bool
     ) -> None:
-        """Append one inner chunk per slot, and add the time to `costs`."""
+        """Append one inner chunk per slot, and add the time that it took to the costs."""
         encoding_s, began = 0.0, time.perf_counter()
 
         def encoded() -> Iterator[Encoded]:
@@ -225,8 +226,8 @@ class ArrayWriter:
     def rows(self, payload: np.ndarray, name: str, first: int, positions: Sequence[int], behind: bool = False) -> None:
         """Write rows from `first` on of a per-sample array, and the token position of each. behind: see `chunk`.
 
-        A row that arrives again replaces the first one, and later rows are removed: the engine dropped the steps that
-        sampled them.
+        A row that arrives again replaces the earlier one, and rows after it are removed: the engine dropped the steps
+        that sampled them.
         """
         spec, count = self._by_name[name], len(positions)
         size = count * spec.token_bytes
@@ -261,7 +262,7 @@ class ArrayWriter:
         return self._shards[path]
 
     def _finish(self, spec: ArraySpec, segment: int, slots: tuple[int, ...] | None) -> None:
-        """Write the index of a shard. slots: the shape to which it is cut, None to keep it."""
+        """Write the index of a shard. slots: shape to which the index is cut, None for no cut."""
         path = schema.shard_path(spec, segment)
         began = time.perf_counter()
         size, content = self._shards[path].close(slots)
@@ -272,13 +273,13 @@ class ArrayWriter:
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def failed(self, error: Exception, rows: tuple[int, int] | None = None) -> None:
-        """Note that rows could not be written. rows: [start, stop), None for samples, which count themselves."""
+        """Add a loss of rows that could not be written. rows: [start, stop), None for samples, which `close` counts."""
         add_loss(self.losses, replace(write_loss(error), rows=(rows,) if rows else ()))
 
     def close(self, length: int, samples: dict[str, int]) -> FileList:
-        """Write the remaining indexes and the metadata with the true shapes. Returns the finished files.
+        """Write the remaining indexes, and the metadata with the final shapes. Returns the finished files.
 
-        Errors go to `losses`. An array with an error gets no metadata, so it cannot be mistaken for a whole one.
+        Errors go to `losses`. An array with an error gets no metadata, so readers cannot take it for a complete one.
         """
         self._journal.close(length, samples)
         if self._end > length or self._short_end not in (None, length):
@@ -311,7 +312,7 @@ class ArrayWriter:
         write_file(self._root, f"{spec.name}/zarr.json", schema.dump(document), self._files)
 
     def _close_samples(self, spec: ArraySpec, length: int) -> None:
-        """Write the positions of a per-sample array; -1 for samples that never came."""
+        """Write the positions of a per-sample array: -1 for samples that never arrived."""
         known = self._positions.get(spec.name, {})
         if length and not known:
             raise ValueError(f"{spec.name}: none of its {length} samples was written")
@@ -333,7 +334,7 @@ class ArrayWriter:
                 os.unlink(os.path.join(self._root, path))
 
     def release(self) -> None:
-        """Close all files, unfinished."""
+        """Close all files without finishing them."""
         for shard in self._shards.values():
             shard.release()
         self._shards.clear()

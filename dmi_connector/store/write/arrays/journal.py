@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Journals: what lets the rows of a partial store outlive a killed writer (docs/FORMAT.md, section 10).
+"""Writes journals, from which rows are recovered after a writer was killed (docs/FORMAT.md, section 10).
 
-A shard's index is in its writer's memory until the shard is full or the capture ends. So each writer also keeps a
-journal of its arrays of a capture, with one record for each chunk whose bytes are in the shard files. One writer's
-journal begins with the facts of the capture. store/read/journal.py reads them.
+The index of a shard is in the writer's memory until the shard is full or the capture ends. So each writer also keeps a
+journal of its arrays of a capture. It has one record per chunk whose bytes are in the shard files. The journal of one
+writer begins with facts about the capture. store/read/journal.py reads journals.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """Writes the journal of the arrays that one writer has of a capture.
+    """Writes the journal of those arrays of a capture that one writer has.
 
-    about: facts of the capture, None where another journal has them. With `about` the file is made at once, else with
-    its first record. suffix: of its name, where several writers have segments of the same arrays.
+    about: facts about the capture, None if another journal has them. With `about` the file is created at once, else
+    with the first record. suffix: suffix of the file name, for writers that write some segments of arrays.
 
-    No method raises. A record that cannot be written is logged and the next one takes its place; its chunk is then as
-    safe as without a journal.
+    No method raises. If a record cannot be written, a warning is logged once, and the next record overwrites it. The
+    chunk of that record cannot be recovered if the writer is killed.
     """
 
     def __init__(
@@ -63,20 +63,20 @@ class Journal:
             self._write(self._header)
 
     def chunk(self, first: int, count: int, places: Sequence[bytes], token_ids: bytes) -> None:
-        """Note a chunk of token rows.
+        """Add a record for a chunk of token rows.
 
-        places: where it lies in the shard of each token array (`Places`), in the order of the arrays. token_ids: int32,
-        or empty.
+        places: packed places of the chunk in the shard of each token array, in the order of the arrays. token_ids:
+        int32, or empty.
         """
         self._append(b"".join((CHUNK_HEAD.pack(CHUNK, first, count), *places, token_ids)))
 
     def rows(self, name: str, first: int, positions: Sequence[int], places: Sequence[bytes]) -> None:
-        """Note rows of a per-sample array, with one place and one position each."""
+        """Add a record for rows of a per-sample array, with one place and one position per row."""
         head = ROWS_HEAD.pack(ROWS, self._numbers[name], first, len(positions))
         self._append(b"".join((head, np.array(positions, "<i4").tobytes(), *places)))
 
     def close(self, length: int, samples: dict[str, int]) -> None:
-        """Note how long the capture is, and close the file."""
+        """Add the final length of the capture, and close the file."""
         if self._end:
             self._append(CLOSE + json.dumps({"length": length, "samples": samples}).encode())
         self.release()
@@ -94,7 +94,7 @@ class Journal:
     def _write(self, data: bytes) -> None:
         try:
             fd = self._files.get(self.path)
-            # Truncated only if needed: ext4 flushes a file that was truncated when it is closed.
+            # Truncate only if needed: ext4 flushes a truncated file when it is closed.
             if not self._end and os.fstat(fd).st_size:
                 os.ftruncate(fd, 0)
             wrote = os.pwrite(fd, data, self._end)

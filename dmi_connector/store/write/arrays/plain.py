@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides whether a writer that is behind leaves chunks uncompressed.
 
-Compression takes most of a writer's time. Without it a writer is several times faster. But if the disk is the limit, it
-is slower, because it writes more bytes. So each writer measures the cost of compression and of writing.
+Compression takes most of a writer's time. Without compression a writer is several times faster. But if the disk is the
+bottleneck, the writer is slower, because it writes more bytes. So each writer measures the time for compression and for
+writing.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 _REMEMBERED_BYTES = 1 << 28
-"""The weight of a measurement halves after this many more bytes."""
+"""The weight of a measurement halves after every so many bytes."""
 _LEAST_BYTES = 4 << 20
 """Bytes that must be compressed before the first decision, because the first small arrays take longer."""
 _PROBE = 32
-"""One chunk in this many is always compressed, to keep the measurement of compression up to date."""
+"""One chunk out of so many is always compressed, to keep the measurement of compression up to date."""
 
 
 @dataclass
@@ -52,14 +53,14 @@ class Costs:
             self._compressed += raw
 
     def add_writing(self, seconds: float) -> None:
-        """Add the time to finish a file, because some file systems write at that point."""
+        """Add the time to finish a file, because some file systems write only then."""
         self._writing.add(seconds, 0, 0)
 
     def plain_next(self) -> bool:
         """Whether to leave the next chunk uncompressed. Called while the writer is behind.
 
-        True if compression takes longer than writing the bytes that it saves. The checksum of a plain chunk is ignored.
-        It takes 0.04 s per GB, and compression takes 0.9 s (two cores of a CPU).
+        True if compression takes longer than writing the bytes that it saves. The time for the checksum of an
+        uncompressed chunk is ignored: it is 0.04 s per GB, where compression takes 0.9 s (two cores of a CPU).
         """
         packed, writing = self._compression, self._writing
         if self._compressed < _LEAST_BYTES:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that rows belong to the request whose store they go to: each row carries its own token id and position."""
+"""Checks that rows belong to the request of their store, by the token id and position that each row carries."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NEVER = 1 << 62
 
 
 class RowCheck:
-    """The row headers of one capture.
+    """Checks the row headers of one capture.
 
-    start: position of its first row.
+    start: position of the first row.
     """
 
     def __init__(self, start: int) -> None:
@@ -27,9 +27,9 @@ class RowCheck:
         self._losses: list[Loss] = []
 
     def positions(self, headers: np.ndarray, first: int, count: int) -> np.ndarray:
-        """Check the positions of rows [first, first + count).
+        """Check the positions in the headers of rows [first, first + count).
 
-        headers: uint8; begins with the headers of these rows. Returns the token ids in the headers, int32 [count].
+        headers: uint8, begins with these headers. Returns the token ids in the headers, int32 [count].
         """
         pairs = headers[: HEADER_SENT_BYTES * count].view("<i4").reshape(count, 2)
         ids = pairs[:, 0].copy()
@@ -52,22 +52,23 @@ class RowCheck:
         return all(first != start for start, _ in self.wrong_rows())
 
     def wrong_rows(self) -> list[list[int]]:
-        """Ranges of rows with unexpected positions."""
+        """Ranges of rows [start, stop) with unexpected positions."""
         return [[start, stop] for loss in self._losses for start, stop in loss.rows]
 
     def axes(self, values: np.ndarray, first: int) -> None:
-        """Record positions on the axes of M-RoPE, int [rows, axes], of rows from `first` on.
+        """Record M-RoPE positions of rows from `first` on, int [rows, axes].
 
-        They are checked at the end: a later turn of a session may bring media.
+        They are checked at the end, because a later turn of a session may add media.
         """
         self._axes.append((first, values.copy()))
 
     def _wrong_axes(self, media: Sequence[Sequence[int]]) -> list[Loss]:
-        """Check the M-RoPE positions. A text token has the same position on all axes.
+        """Check the M-RoPE positions: a text token has the same position on all axes.
 
-        Before the first image it is the position in the request. After the last image it is smaller by a constant.
+        Before the first image this is its index in the request. After the last image it differs from the index by a
+        constant.
         """
-        found, fixed = [], None  # the constant, from the first row
+        found, fixed = [], None  # the constant, from the first row after the media
         for first, values in self._axes:
             begin = self._start + first
             at = np.arange(begin, begin + len(values))
@@ -86,14 +87,14 @@ class RowCheck:
         return found
 
     def losses(self, token_ids: np.ndarray, media: Sequence[Sequence[int]] = ()) -> list[Loss]:
-        """Losses of rows that failed the check.
+        """The losses of rows that failed the check.
 
-        token_ids: token ids of the request, int [rows]. media: [start, stop) positions of images and the like,
+        token_ids: token ids of the request, int [rows]. media: [start, stop) positions of images and other media,
         ascending.
         """
         losses = self._losses + self._wrong_axes(media)
         wrong: list[int] = []
-        found = 0  # in the first of them
+        found = 0  # token id of the first wrong row
         for first, ids in self._chunks:
             expected = token_ids[first : first + len(ids)]
             rows = np.flatnonzero(ids[: len(expected)] != expected)
@@ -116,7 +117,7 @@ class RowCheck:
         return [[int(start), int(stop)] for start, stop in edges.reshape(-1, 2)]
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids int32, whether the row has arrived) of all rows up to the last one that has arrived."""
+        """(int32 token ids, bool whether the row has arrived), both [rows] up to the last row that has arrived."""
         length = max((first + len(ids) for first, ids in self._chunks), default=0)
         token_ids, came = np.zeros(length, np.int32), np.zeros(length, bool)
         for first, ids in self._chunks:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shard files: inner chunks are encoded and appended as they arrive; the index is written at the end."""
+"""Writes shard files: encoded inner chunks are appended as they arrive, and the index at the end."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from dmi_connector.store.format.shard_index import EMPTY, empty_index, index_byt
 Buffer = bytes | np.ndarray
 
 _WRITE_BYTES = 1 << 22
-"""Bytes written at a time. So few are still in a cache after their checksum was computed."""
+"""Bytes written at a time. They are few enough to stay in the CPU cache between their checksum and the write."""
 _IOV_MAX = 1024
-"""Linux takes at most this many buffers in one pwritev."""
+"""Maximum number of buffers of one pwritev on Linux."""
 _HOLE_BYTES = 1 << 16
-"""Fewer zeros are written, not left as a hole: a hole costs a system call, and file systems store whole pages."""
+"""Minimum size of a hole. Fewer zeros are written: a hole costs a system call, and file systems store whole pages."""
 
 
 class _Scratch:
-    """Memory in which short chunks are filled up with zeros. It is reused: new memory would cost page faults."""
+    """Memory in which short chunks are padded with zeros. It is reused, because new memory would cost page faults."""
 
     def __init__(self, rows: int, columns: int, dtype: str) -> None:
         self._array = np.zeros((rows, columns), dtype)
         self._used = 0
 
     def filled(self, chunk: np.ndarray) -> np.ndarray:
-        """`chunk`, then zeros. Valid until the next call."""
+        """`chunk`, followed by zeros. Valid until the next call."""
         self._array[: len(chunk)] = chunk
         self._array[len(chunk) : self._used] = 0
         self._used = len(chunk)
@@ -45,7 +45,7 @@ _scratch = functools.lru_cache(maxsize=16)(_Scratch)
 
 
 class Encoded(NamedTuple):
-    """An inner chunk in its file: `head`, `body`, `zeros` zero bytes, and `crc`, the crc32c of these three."""
+    """Parts of an inner chunk in the file: `head`, `body`, `zeros` zero bytes, and `crc`, the crc32c of these three."""
 
     head: bytes
     body: Buffer
@@ -54,16 +54,16 @@ class Encoded(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in the file."""
+        """Number of bytes in the file."""
         return len(self.head) + len(self.body) + self.zeros + 4
 
 
 def encode(chunk: np.ndarray, codec: str, rows: int | None = None, plain: bool = False) -> Encoded:
-    """Encode one inner chunk, a C-contiguous array of unsigned integers as wide as the dtype.
+    """Encode one inner chunk: a C-contiguous array of unsigned integers with the width of the dtype.
 
-    codec: a name in CODECS. rows: number of rows of a full chunk; zeros fill the rows that `chunk` lacks (default:
-    none). plain: do not compress, if the codec can mark a chunk as uncompressed. The body of an uncompressed chunk is a
-    view of `chunk`: its bytes are not copied.
+    codec: a name in CODECS. rows: number of rows of a full chunk, to which a short one is padded with zeros; None for
+    no padding. plain: do not compress, if the codec can mark a chunk as uncompressed. The body of an uncompressed chunk
+    is a view of `chunk`, not a copy.
     """
     its = CODECS[codec]
     zeros = 0 if rows is None else (rows - len(chunk)) * chunk[0].nbytes
@@ -99,7 +99,7 @@ class FileCache:
         return fd
 
     def close(self, path: str) -> None:
-        """Close `path` if it is open. Raises OSError when the file system reports a late write error."""
+        """Close `path` if it is open. Raises OSError if the file system reports a write error on close."""
         fd = self._fds.pop(path, None)
         if fd is not None:
             os.close(fd)
@@ -108,8 +108,8 @@ class FileCache:
 class ShardWriter:
     """Appends encoded inner chunks to one shard file and writes the index at `close`.
 
-    slots: shape of the shard in inner chunks, (layers, chunks) or (rows,). index: the place of each inner chunk so far,
-    see shard_index.py. A failed append does not change the index, and the next append cuts its bytes off.
+    slots: shape of the shard in inner chunks, (layers, chunks) or (rows,). index: the places of the inner chunks so far
+    (shard_index.py). A failed append does not change the index, and the next append overwrites its bytes.
     """
 
     def __init__(self, path: str, slots: tuple[int, ...], files: FileCache) -> None:
@@ -122,18 +122,18 @@ class ShardWriter:
 
     @property
     def full(self) -> bool:
-        """Whether every inner chunk was appended."""
+        """Whether all inner chunks were appended."""
         return not bool((self.index[..., 0] == EMPTY).any())
 
     def append(self, slots: Sequence[tuple[int, ...]], chunks: Iterable[Encoded]) -> int:
         """Write encoded chunks for the given slots. Returns the bytes added, holes included. Raises OSError.
 
-        chunks: may be a generator. A chunk is then written while it is still in a cache.
+        chunks: may be a generator, so that each chunk is written while it is in the CPU cache.
         """
         fd = self._begin()
         entries: list[tuple[int, int]] = []
         buffers: list[Buffer] = []
-        start = end = self._end  # of what is in `buffers`
+        start = end = self._end  # offsets of what is in `buffers`
         crcs: list[bytes] = []
         for chunk in chunks:
             tail = chunk.crc.to_bytes(4, "little")
@@ -161,7 +161,7 @@ class ShardWriter:
         return bool(self.index[slot][0] != EMPTY)
 
     def take_back(self, slot: tuple[int, ...]) -> None:
-        """Remove a chunk and all that were appended after it. The next append overwrites them."""
+        """Remove a chunk and all chunks that were appended after it. The next append overwrites them."""
         at = self.index[slot][0]
         before = self.index[..., 0] < at
         self._crcs = self._crcs[: 4 * int(before.sum())]
@@ -171,8 +171,8 @@ class ShardWriter:
     def close(self, slots: tuple[int, ...] | None = None) -> tuple[int, bytes]:
         """Write the index, cut to the shape `slots`, and close the file.
 
-        Returns the size of the file and what its checksum covers. Raises OSError, and ValueError when a chunk lies
-        outside `slots`.
+        Returns the size of the file, and the bytes that its checksum covers. Raises OSError, and ValueError if a chunk
+        lies outside `slots`.
         """
         index = self.index
         if slots is not None:
@@ -191,7 +191,7 @@ class ShardWriter:
         self._files.close(self.path)
 
     def _begin(self) -> int:
-        """The descriptor. Bytes of a failed write are cut off: they would remain in a hole of the next one."""
+        """Open the file. Bytes of a failed write are cut off, because they would remain in holes of the next write."""
         fd = self._files.get(self.path)
         if self._torn:
             os.ftruncate(fd, self._end)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store of this engine, finished or still being written, whose encoded chunks are copied into a new store."""
+"""Reads encoded chunks from a store of this engine, finished or still being written, to copy them into a new store."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from dmi_connector.store.write.arrays.shard_writer import Encoded
 class SourceStore:
     """Reads the encoded chunks of a store.
 
-    final: the path that the store has when it is finished. chunk_tokens, segment_tokens: the settings of both stores.
-    Inside a `with` block the directory is open and locked, even if it is renamed. Raises OSError and ValueError if the
-    store is gone or cannot be read.
+    final: path of the finished store. chunk_tokens, segment_tokens: the settings of both stores. Inside a `with` block
+    the directory stays open and locked, even if it is renamed. Raises OSError and ValueError if the store is gone or
+    cannot be read.
     """
 
     def __init__(self, final: str, chunk_tokens: int, segment_tokens: int) -> None:
@@ -48,7 +48,7 @@ class SourceStore:
         os.close(self._fd)
 
     def _load(self) -> None:
-        """Find the chunks. The journals list them until the store is renamed, when the journals are removed."""
+        """Find the chunks: in the journals until the store is renamed, then in the metadata (journals are removed)."""
         try:
             self._read_journals()
         except FileNotFoundError:
@@ -63,12 +63,12 @@ class SourceStore:
     def _read_journals(self) -> None:
         root = Path(self._files.root)
         for name in sorted(filter(is_journal, os.listdir(root))):
-            with contextlib.suppress(ValueError):  # the journal of another rank, which is still writing its header
+            with contextlib.suppress(ValueError):  # another rank is still writing the header of its journal
                 for array in read_journal(root / name).arrays:
                     self._journals.setdefault((array.spec.name, array.spec.rank), JournalArray(array.spec)).add(array)
 
     def chunk(self, spec: ArraySpec, first: int) -> list[Encoded]:
-        """The chunks of rows [first, first + chunk_tokens) of an array, one per layer, as one rank stores them.
+        """The chunks of rows [first, first + chunk_tokens) of an array, one per layer, with the part of one rank.
 
         Raises OSError, and ValueError for a chunk that is missing or does not match its crc32c.
         """
@@ -112,7 +112,7 @@ class SourceStore:
 
 
 def _layers(spec: ArraySpec, layers: tuple[int, ...], first: int) -> list[int]:
-    """Indexes into `layers` of the layers of `spec` that one rank has."""
+    """Indexes into `layers` of those layers of `spec` that its rank has."""
     if not spec.layers:
         return [0]
     mine = spec.layers[spec.first_layer : spec.first_layer + spec.local_layers]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process between the engine and the writers: captures, their ends, the pool of writers."""
+"""The coordinator process, which runs between the engine and the writers."""

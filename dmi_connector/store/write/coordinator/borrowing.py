@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Borrowed rows: writers copy them from the store of an earlier capture of this engine, the source.
+"""Copies borrowed rows into a capture from its source: the store of an earlier capture of the same engine.
 
-Their tokens were in the engine's prefix cache, so the rows were not computed. If the source is finished, writers copy
-them at once. If it is still being written, they copy them when the first chunk of the capture arrives, or when the
-capture or the source ends. Rows leave an engine in order, so the rows of the source have then arrived. The source's
-writers first confirm (`mark`) that these rows are in files. A source is not finished before its rows are copied, since
-a reader may remove a finished store.
+The tokens of these rows were in the engine's prefix cache, so the engine did not compute the rows again. If the source
+is finished, writers copy the rows at once. If the source is still being written, writers copy them when the first chunk
+of the capture arrives, or when the capture or the source ends. An engine sends rows in order, so the source has all
+these rows by then. The writers of the source first confirm (`mark`) that the rows are in files. A source is finished
+only after its rows are copied, because a reader may remove a finished store.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from dmi_connector.store.write.coordinator.writer_pool import Assignment, Writer
 from dmi_connector.store.write.messages import Message, pack_array, unpack_array
 
 Takers = Callable[[CaptureRecord, int], list[Assignment]]
-"""(capture, segment) -> assignments that write the token arrays of the segment."""
+"""Function (capture, segment) -> the assignments that write the token arrays of the segment."""
 OnLost = Callable[[CaptureRecord, list[Loss]], None]
 
 
 def check_borrow(borrow: Message | None, layout: PayloadLayout) -> None:
-    """Check what a capture of this layout borrows. Raises ValueError for rows that are not whole chunks.
+    """Check the rows that a capture of this layout borrows. Raises ValueError if they are not whole chunks.
 
     borrow: `final` and `request_id` of the source, the number of `rows`, and their packed `token_ids`.
     """
@@ -48,12 +48,12 @@ def check_borrow(borrow: Message | None, layout: PayloadLayout) -> None:
 
 @dataclass(eq=False)
 class Borrowed:
-    """The rows [0, rows) of `record`, from the store `final`.
+    """The rows [0, rows) of `record`, which it borrows from the store `final`.
 
-    source: the capture of that store, while it is running. fd: file descriptor of the store's directory, held until the
-    rows are copied. due: whether the source's rows have arrived. marks: writers of the source that have not confirmed
-    yet; None before they are asked. posted: whether the writers of the capture have been asked to copy. copying:
-    writers that have not answered, one for each message.
+    source: the capture of that store while it is running, else None. fd: file descriptor of the store's directory, open
+    until the rows are copied. due: whether the rows have arrived at the source. marks: writers of the source that have
+    not confirmed the rows yet; None before the writers are asked. posted: whether the writers of `record` were asked to
+    copy. copying: writers that have not answered yet, one entry per message.
     """
 
     record: CaptureRecord
@@ -74,33 +74,33 @@ class Borrowed:
         return self.posted and not self.copying
 
     def hold(self) -> None:
-        """Hold the directory of the source, if it exists by now."""
+        """Open and lock the directory of the source, if it exists."""
         if self.fd is None:
             try:
                 self.fd = hold_source(self.final)
             except OSError:
-                self.fd = None  # its writers may not have created it yet; if it was removed, nothing is copied
+                self.fd = None  # its writers have not created it yet, or it is gone: then nothing is copied
 
     def release(self) -> None:
-        """Release the source."""
+        """Close the directory of the source."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
 
 
 class Borrowing:
-    """All captures that borrow rows. Not thread-safe: call it with the owner's lock held.
+    """All captures that borrow rows. Not thread-safe: hold the owner's lock when calling.
 
-    takers: see `Takers`. ends: ends captures. on_lost: called at once for rows that are missing.
+    takers: see `Takers`. ends: ends captures. on_lost: called as soon as rows are known to be missing.
     """
 
     def __init__(self, pool: WriterPool, takers: Takers, ends: CaptureEnds, on_lost: OnLost) -> None:
         self._pool, self._takers, self._ends, self._on_lost = pool, takers, ends, on_lost
         self._open: dict[int, Borrowed] = {}  # by number of the capture
-        self._ending: dict[int, tuple[CaptureRecord, Message]] = {}  # captures that end once rows are copied
+        self._ending: dict[int, tuple[CaptureRecord, Message]] = {}  # by number: ends that wait for copies
 
     def begin(self, record: CaptureRecord, others: Iterable[CaptureRecord], borrow: Message) -> None:
-        """Handle a capture that was opened. borrow: see `check_borrow`. others: running captures."""
+        """Start borrowing for a new capture. borrow: see `check_borrow`. others: running captures."""
         ids, rows = np.frombuffer(unpack_array(borrow["token_ids"]), "<i4"), int(borrow["rows"])
         record.check.borrowed(ids)
         final = os.path.abspath(borrow["final"])
@@ -117,9 +117,9 @@ class Borrowing:
             self._advance()
 
     def _follow(self, known: Borrowed) -> None:
-        """If the source has not copied its own borrowed rows yet, copy from the same store as the source.
+        """If the source has not copied its own borrowed rows yet, copy from the source's source instead.
 
-        Otherwise each copy would wait for the previous one, in a chain that may never end.
+        Otherwise each copy would wait for the one before it, in a chain that may never end.
         """
         while known.source is not None and (its := self._open.get(known.source.number)) is not None:
             if its.copied or its.source is None or its.rows < known.rows:
@@ -127,17 +127,17 @@ class Borrowing:
             known.final, known.request_id, known.source = its.final, its.request_id, its.source
 
     def due(self, record: CaptureRecord) -> None:
-        """Handle the first chunk of a capture."""
+        """Handle a chunk of a capture. Only the first one has an effect."""
         known = self._open.get(record.number)
         if known is not None and not known.due:
             known.due = True
             self._advance()
 
     def end(self, record: CaptureRecord, message: Message) -> None:
-        """Handle a capture that takes no more rows.
+        """Handle a capture that gets no more rows.
 
-        message: it is sent to the writers once the capture has its borrowed rows, and other captures have the rows that
-        they borrow from it.
+        message: sent to the writers once the capture has its borrowed rows, and other captures have the rows that they
+        borrow from it.
         """
         record.state = State.CLOSING
         self._ending[record.number] = record, message
@@ -153,7 +153,7 @@ class Borrowing:
         return all(known.copied for known in self._open.values() if known.source is record)
 
     def pending(self, record: CaptureRecord) -> bool:
-        """Whether the writers do not know yet what to copy. The message may also assign segments to them."""
+        """Whether the writers were not asked to copy yet. That step may need the layout, to assign segments."""
         known = self._open.get(record.number)
         return known is not None and not known.posted
 
@@ -169,7 +169,7 @@ class Borrowing:
         self._advance()
 
     def on_message(self, process: Child, m: Message) -> None:
-        """Handle the answer of a writer that has written all rows before a mark, or has copied borrowed rows."""
+        """Handle the answer of a writer that has written all rows sent before a mark, or has copied borrowed rows."""
         known = self._open.get(m["marked"] if "marked" in m else m["borrowed"])
         if known is None:
             return
@@ -187,7 +187,7 @@ class Borrowing:
         self._advance()
 
     def on_death(self, process: Child) -> None:
-        """Handle the death of a writer. Rows that it did not write are lost."""
+        """Handle the death of a writer. The rows that it had not written are lost."""
         for known in self._open.values():
             if known.marks is not None:
                 known.marks.discard(process)
@@ -195,7 +195,7 @@ class Borrowing:
         self._advance()
 
     def _advance(self) -> None:
-        """Copy rows whose sources are written, and end captures that wait for copies."""
+        """Start each copy whose source rows are in files, and end captures that waited for copies."""
         moved = True
         while moved:
             moved = False
@@ -229,7 +229,7 @@ class Borrowing:
         if record.state not in (
             State.OPEN,
             State.CLOSING,
-        ):  # its writers have died, and it is committed without the rows
+        ):  # its writers died, so it is committed without these rows
             known.release()
             return
         known.hold()
@@ -247,7 +247,7 @@ class Borrowing:
     def _copy(self, known: Borrowed, first: int, count: int) -> None:
         record = known.record
         message: Message = {"type": "borrow", "id": record.number, "final": known.final, "first": first, "count": count}
-        more: Message = {"token_ids": pack_array(known.token_ids[first : first + count])}  # for the first's journal
+        more: Message = {"token_ids": pack_array(known.token_ids[first : first + count])}  # for one journal
         for assignment in self._takers(record, first // record.layout.segment_tokens):
             if assignment.open:
                 known.copying.append(assignment.process)
@@ -255,7 +255,7 @@ class Borrowing:
             more = {}
 
     def _lacks(self, known: Borrowed) -> list[Loss]:
-        """The rows that the source lacks, or whose check failed."""
+        """The rows that the source lacks, or that failed its check."""
 
         def lost(error: str, rows: Any = ((0, known.rows),)) -> list[Loss]:
             return [not_borrowed(known.final, error, rows)]
@@ -269,7 +269,7 @@ class Borrowing:
             files = LocalFiles(f"/proc/self/fd/{known.fd}")
             try:
                 attrs = attrs_of(files)
-            except (OSError, ValueError):  # rank 0 has not finished it, or it is damaged: the writers report that
+            except (OSError, ValueError):  # not finished by rank 0, or damaged: the writers report that
                 return []
             if attrs.get("request_id") != known.request_id:
                 return lost("another store has its name")

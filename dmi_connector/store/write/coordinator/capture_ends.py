@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ends of captures: from the last row to the store, also where writers die on the way.
+"""Ends captures: from the last row to the finished store, including when writers die.
 
-The states are those of capture_record.py. `begin` ends OPEN. The answers of the writers, or their deaths, end CLOSING
-(`_advance`). The answer of the committing writer ends COMMITTING (`on_ended`).
+capture_record.py defines the states. `begin` ends the state OPEN. When every writer of the capture has answered or
+died, `_advance` ends CLOSING. The answer of the committing writer ends COMMITTING (`on_ended`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dmi_connector.store.write.messages import Message, pack_array
 from dmi_connector.store.write.settings import WriteSettings
 
 _ALL_ROWS = (0, 1 << 60)
-"""A range that holds every row of any capture."""
+"""A range that contains all rows of any capture."""
 
 
 def rank_0_end(
@@ -52,7 +52,7 @@ def rank_0_end(
     specs = [*layout.arrays, *layout.elsewhere]
     if layout.elsewhere:
         known = {name: number for number, name in enumerate(HOOKS)}
-        specs.sort(key=lambda spec: known.get(spec.name, len(known)))  # probes last, as they are
+        specs.sort(key=lambda spec: known.get(spec.name, len(known)))  # probes last, in their order
     root |= {"hooks": schema.hooks_attribute(specs), "num_tokens": end.length, "tp": record.ranks}
     root |= {"created": record.created, "request_id": record.request_id, "key": record.key}
     root |= {"chunk_tokens": grid.chunk, "segment_tokens": grid.segment, "codec": layout.codec}
@@ -61,7 +61,7 @@ def rank_0_end(
 
 
 class CaptureEnds:
-    """Brings captures from OPEN to one of ENDS. Not thread-safe: call it with the owner's lock held."""
+    """Moves captures from OPEN to one of ENDS. Not thread-safe: hold the owner's lock when calling."""
 
     def __init__(self, pool: WriterPool, settings: WriteSettings) -> None:
         self._pool, self._settings = pool, settings
@@ -75,7 +75,7 @@ class CaptureEnds:
         self._advance(record)
 
     def on_closed(self, record: CaptureRecord, process: Child, m: Message) -> None:
-        """A writer has finished its assignment."""
+        """Handle the answer of a writer that has finished its assignment."""
         for assignment in record.assignments:
             if assignment.process is process and assignment.open:
                 self._pool.leave(assignment)
@@ -87,7 +87,7 @@ class CaptureEnds:
         self._advance(record)
 
     def on_ended(self, record: CaptureRecord, process: Child, m: Message) -> None:
-        """A writer has made the store, or has done what there is to do instead."""
+        """Handle the answer of the committing writer: a store, the results of a rank, or a removed partial store."""
         losses = (record.end.losses if record.end else []) + record.losses
         if "error" in m:
             record.reason = "; ".join(filter(None, [reason(losses), m["error"]]))
@@ -104,14 +104,14 @@ class CaptureEnds:
             record.state = State.COMPLETE if m["complete"] else State.INCOMPLETE
 
     def on_death(self, record: CaptureRecord, process: Child, loss: Loss) -> None:
-        """A writer has died, perhaps one of this capture. loss: how it died."""
+        """Handle the death of a writer, which may have no part in this capture. loss: says how it died."""
         mine = [assignment for assignment in record.assignments if assignment.process is process and assignment.open]
         arrays = [record.layout.arrays[i] for a in mine for i in (a.leader or a).arrays]
         record.unfinished |= {array.name for array in arrays}
         for assignment in mine:
             self._pool.leave(assignment)
         if mine:
-            # Where another rank writes the metadata, what this one lacks would read as zeros.
+            # If another rank writes the metadata, rows that this rank lacks would read as zeros.
             lost = record.rank or any(array.rank for array in arrays)
             record.losses.append(replace(loss, rows=(_ALL_ROWS,) if lost else ()))
             self._advance(record)
@@ -119,7 +119,7 @@ class CaptureEnds:
             self._recommit(record, loss)
 
     def _advance(self, record: CaptureRecord) -> None:
-        """CLOSING -> COMMITTING, once no writer has an assignment any more."""
+        """CLOSING -> COMMITTING, once no assignment is open."""
         if record.state is not State.CLOSING or any(assignment.open for assignment in record.assignments):
             return
         record.state = State.COMMITTING
@@ -143,9 +143,9 @@ class CaptureEnds:
         process.post({**message, "type": "commit", "again": record.recommitted})
 
     def _forget_unfinished(self, record: CaptureRecord) -> None:
-        """Drop what other writers finished of arrays whose writer died: the commit makes these from all journals."""
+        """Drop the finished files of arrays of which a writer died: the commit rebuilds these arrays from journals."""
         if record.rank:
-            return  # rank 0 has the metadata, and this rank's losses
+            return  # rank 0 writes the metadata, and gets the losses of this rank
         record.files = {path: f for path, f in record.files.items() if path.split("/")[0] not in record.unfinished}
         for assignment in record.assignments:
             if record.unfinished & {record.layout.arrays[i].name for i in assignment.arrays}:
@@ -153,12 +153,12 @@ class CaptureEnds:
                 assignment.bytes_raw = 0
 
     def _recommit(self, record: CaptureRecord, loss: Loss) -> None:
-        """The committing writer died: commit once more elsewhere. What it had done already stays done."""
+        """Commit again with another writer, after the committing writer died. Its finished steps are not repeated."""
         losses = (record.end.losses if record.end else []) + record.losses
         if os.path.exists(record.final) and (record.rank or record.recommitted):
             record.reason = reason(losses)
             record.state = State.INCOMPLETE if losses else State.COMPLETE
-        elif record.recommitted:  # this capture may be what kills it
+        elif record.recommitted:  # the capture itself may have killed both
             record.reason = reason([*losses, loss])
             record.state = State.FAILED
         else:

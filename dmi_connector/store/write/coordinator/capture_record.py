@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinator's record of one capture, and its states.
+"""The coordinator's record of one capture, and the states of a capture.
 
 A capture is in one state at a time:
 
     OPEN         its rows arrive, and are passed on to the writers of its arrays
     CLOSING      no more rows arrive; its writers finish their files
-    COMMITTING   on rank 0, one writer makes the store. On other ranks, it writes their file list for rank 0. After an
-                 abort, it removes the partial store
+    COMMITTING   on rank 0, one writer makes the store. On another rank, one writer leaves the results of the rank for
+                 rank 0. After an abort, one writer removes the partial store
     COMPLETE, INCOMPLETE, FAILED, ABORTED    the final states
 """
 
@@ -45,7 +45,7 @@ ENDS = (State.COMPLETE, State.INCOMPLETE, State.FAILED, State.ABORTED)
 
 @dataclass(frozen=True)
 class End:
-    """The arguments of `close`. attrs: root attributes, {} for ranks above 0. arrays: packed token arrays."""
+    """The arguments of `Captures.close`. attrs: root attributes, {} for ranks above 0. arrays: packed token arrays."""
 
     length: int
     samples: dict[str, int]
@@ -59,8 +59,8 @@ class CaptureRecord:
     """One capture. On ranks above 0, COMPLETE means that the part of this rank is complete.
 
     final: path of the store. attrs: root attributes known so far. losses: reported by writers. to_come: payload bytes
-    that may still arrive. client_number: its number at the client of the coordinator. reason, label: why it is not
-    complete, once this is known (see completeness.py).
+    that may still arrive. client_number: number of the capture in the engine's client. reason, label: why the capture
+    is not complete (completeness.py); None until that is known.
     """
 
     number: int
@@ -109,7 +109,7 @@ class CaptureRecord:
         return int(self.attrs.get("prompt_len", 0))
 
     def about(self) -> dict[str, Any]:
-        """The facts that a salvage needs (docs/FORMAT.md, section 10)."""
+        """The facts that a salvage needs, for the journal (docs/FORMAT.md, section 10)."""
         facts: dict[str, Any] = {"request_id": self.request_id, "key": self.key, "created": self.created}
         facts |= {
             "rank": self.rank,
@@ -119,7 +119,7 @@ class CaptureRecord:
         return {**facts, "attrs": dict(self.attrs)}
 
     def index_line(self, event: str, state: str) -> Message:
-        """The message that lets a writer append a line to the index."""
+        """The message that makes a writer append a line to the index."""
         line: Message = {"event": event, "store": os.path.basename(self.final), "state": state}
         line |= {"key": self.key, "request_id": self.request_id, "created": self.created}
         return {"type": "line", "directory": os.path.dirname(self.final), "line": line}

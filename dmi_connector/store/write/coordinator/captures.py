@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The running captures, from the first row to the store. Runs in the coordinator process (coordinator.py).
+"""The running captures of the coordinator process, from their first row to their store.
 
 capture_record.py defines their states. `close` and `abort` end the state OPEN. capture_ends.py handles later states.
 """
@@ -42,7 +42,7 @@ class Captures:
     """Handles captures from their first row to the store. All methods are thread-safe.
 
     ring: the ring that holds the payloads. pass_fds: file descriptors that writers keep open until they exit. on_done:
-    called once for each capture that has ended. on_lost: called when borrowed rows are missing. Both are called with
+    called once per capture, when it has ended. on_lost: called when borrowed rows are missing. Both callbacks run with
     the lock held, so they must not block.
     """
 
@@ -62,12 +62,12 @@ class Captures:
         self._unwanted: set[int] = set()  # layouts to forget once no open capture uses them
         self._opened = 0
         self._open = 0  # captures that may still get rows
-        self._to_come = 0  # payload bytes that the engine may still send for open captures
+        self._to_come = 0  # payload bytes that may still arrive for open captures
         self._largest = 0  # bytes of the largest payload, which needs contiguous free bytes in the ring
         self._counts = dict.fromkeys((*ENDS, "writers_died", "bytes_raw", "bytes_stored"), 0)
         self._errors: deque[str] = deque(maxlen=ERRORS_KEPT)
         self._stopping = False
-        self._over = False  # processes are no longer started
+        self._over = False  # set at the end: no more processes are started
         with self._lock:
             self.pool = WriterPool(writers, ring, settings, pass_fds, self._on_message, self._on_death)
             self._ends = CaptureEnds(self.pool, settings)
@@ -76,7 +76,7 @@ class Captures:
     # ---- requests of the engine -----------------------------------------------------------------------------------
 
     def register(self, layout: PayloadLayout) -> int:
-        """Send a layout to the writers. Returns the number by which `open` names it."""
+        """Send a layout to the writers. Returns its number, for `open`."""
         with self._lock:
             return self.pool.register(layout)
 
@@ -210,11 +210,11 @@ class Captures:
         losses: Sequence[Loss] = (),
         draft_index: np.ndarray | None = None,
     ) -> None:
-        """End a capture, and finish its store of `length` token rows and `samples` rows of each per-sample array.
+        """End a capture, and finish its store.
 
-        token_ids: `length` ids. A rank above 0 may pass none. The tokens of its rows are then not compared. attrs: more
-        root attributes. losses: losses that the caller knows. draft_index: uint8 [length], of a request with
-        speculative decoding.
+        length: number of token rows. samples: number of rows of each per-sample array. token_ids: int [length]. A rank
+        above 0 may pass none; the token ids of its rows are then not compared. attrs: more root attributes. losses:
+        losses that the caller knows. draft_index: uint8 [length], for a request with speculative decoding.
 
         Raises ValueError if lengths differ or an attribute is missing. The capture then stays open.
         """
@@ -237,15 +237,15 @@ class Captures:
             self._finish(record, {"type": "close", "length": end.length, "samples": end.samples})
 
     def abort(self, record: CaptureRecord) -> None:
-        """Forget the capture and remove its partial store."""
+        """End a capture without a store: its partial store is removed."""
         with self._lock:
             self._expect_open(record)
             self._finish(record, {"type": "drop"})
 
     def abandon(self, record: CaptureRecord, loss: Loss) -> bool:
-        """Close a capture with the rows that have arrived, because the engine will not send its end.
+        """Close a capture with the rows that have arrived, because the engine will not close it.
 
-        For captures of several ranks it does nothing and returns False: the rows of the other ranks are not known.
+        With several ranks it does nothing and returns False, because the rows of the other ranks are not known.
         """
         with self._lock:
             if record.ranks > 1:
@@ -269,7 +269,7 @@ class Captures:
     # ---- all captures ---------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Captures by state, writers that died, raw and stored bytes, bytes in the ring, and the latest errors."""
+        """Numbers of captures by state and of dead writers, raw and stored bytes, bytes in the ring, latest errors."""
         with self._lock:
             live = [record.state for record in self._records.values()]
             states = {str(state): live.count(state) for state in (State.OPEN, State.CLOSING, State.COMMITTING)}
@@ -325,7 +325,7 @@ class Captures:
         self._forget_unused()
 
     def _forget_unused(self) -> None:
-        """Forget layouts that no open capture uses: messages to writers name only layouts of open captures."""
+        """Forget unwanted layouts that no open capture uses. No later message to a writer names such a layout."""
         if self._unwanted:
             busy = [r for r in self._records.values() if r.state is State.OPEN or self._borrowing.pending(r)]
             used = {r.layout_number for r in busy}
@@ -354,7 +354,7 @@ class Captures:
                 self._set_pace()
             elif "borrowed" in m or "marked" in m:
                 self._borrowing.on_message(process, m)
-            elif "closed" in m and (record := self._records.get(m["closed"])):  # None: the capture has failed
+            elif "closed" in m and (record := self._records.get(m["closed"])):  # else the capture has failed
                 self._ends.on_closed(record, process, m)
             elif "ended" in m and (record := self._records.get(m["ended"])):
                 self._ends.on_ended(record, process, m)
@@ -373,7 +373,7 @@ class Captures:
             if not self._stopping or unread:
                 self._counts["writers_died"] += 1
                 self._note(loss.words)
-            for record in [] if self._over else list(self._records.values()):  # when over, dmi repair ends them
+            for record in [] if self._over else list(self._records.values()):  # if over, dmi repair ends them later
                 self._ends.on_death(record, process, loss)
                 if record.state in ENDS:
                     self._end(record)
@@ -382,7 +382,7 @@ class Captures:
     # ---- helpers ----------------------------------------------------------------------------------------------------
 
     def _came(self, record: CaptureRecord, nbytes: int) -> None:
-        """Subtract payload bytes of a capture that have arrived, or that will not arrive."""
+        """Subtract bytes that have arrived, or will not arrive, from the payload bytes to come."""
         nbytes = min(nbytes, record.to_come)
         record.to_come -= nbytes
         self._to_come -= nbytes

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The coordinator process: `python -m dmi_connector.store.write.coordinator.coordinator ...`, started by client.py.
 
-It runs between the engine and the writer processes, so opening, checking, assigning, closing and committing captures
-take no time of the engine's interpreter. The engine only fills the shared ring, and sends one short message per chunk.
-When the engine has ended or was killed, closed captures are finished. Other captures become incomplete stores of the
-rows that have arrived.
+It runs between the engine and the writer processes, so that opening, checking, assigning, closing and committing
+captures take no time in the engine's interpreter. The engine only fills the shared ring, and sends one short message
+per chunk. When the engine has ended or was killed, the coordinator finishes closed captures. Other captures become
+incomplete stores with the rows that have arrived.
 
 messages    layout, open, chunks, rows, close, forget (a layout), lost
 answers     ready, free (extents of the ring), lost (rows that a capture borrows), done (a capture), upload (counts),
@@ -48,16 +48,16 @@ logger = logging.getLogger(__name__)
 _LAST_ANSWERS_S = 10.0
 """Maximum time to write the last answers at the end."""
 _ENDS_WAIT_S = 0.05
-"""Maximum time that ends of captures wait for other answers."""
+"""Maximum time that the end of a capture waits for other answers."""
 IDLE_S = 1.0
 """Interval at which an idle coordinator checks that the engine is alive."""
 
 
 class Outbox:
-    """Answers to the engine, written by a separate thread. Freed extents are sent together.
+    """Answers to the engine, written by a separate thread. Freed extents are sent in one message.
 
-    Each answer wakes a thread in the engine's process. So ends of captures wait for other answers, at most
-    _ENDS_WAIT_S.
+    Each write wakes a thread in the engine's process. So the end of a capture waits up to _ENDS_WAIT_S for other
+    answers, to be written with them.
     """
 
     def __init__(self, fd: int) -> None:
@@ -99,7 +99,7 @@ def _is_end(answer: Message | int | None) -> bool:
 
 
 class RemoteRing(RingBase):
-    """The coordinator's view of the ring. The engine allocates space, and reclaims it when a message frees it."""
+    """The coordinator's view of the ring. The engine allocates space, and reclaims it when an answer frees it."""
 
     def __init__(self, fd: int, nbytes: int, outbox: Outbox) -> None:
         super().__init__(fd, nbytes)
@@ -109,7 +109,7 @@ class RemoteRing(RingBase):
 
     @property
     def used(self) -> int:
-        """Bytes from the oldest used extent to the latest one, since the engine reclaims space in order."""
+        """Bytes from the oldest extent in use to the latest one, because the engine reclaims space in order."""
         with self._changed:
             oldest = next(iter(self._out), None)
             return 0 if oldest is None else self._taken - oldest.end + oldest.nbytes
@@ -127,13 +127,13 @@ class RemoteRing(RingBase):
 
 
 class Coordinator:
-    """Handles the engine's messages one at a time. Captures have the engine's numbers."""
+    """Handles the engine's messages one at a time. It knows captures and layouts by the engine's numbers."""
 
     def __init__(self, ring: RemoteRing, outbox: Outbox, writers: int, settings: WriteSettings, life_fd: int) -> None:
         self.ring, self.outbox = ring, outbox
         self.records: dict[int, CaptureRecord] = {}
         self.broken: dict[int, str] = {}  # captures that could not be opened, and why
-        self._layouts: dict[int, tuple[int, dict[str, Any]]] = {}  # their numbers for `captures`, attributes of stores
+        self._layouts: dict[int, tuple[int, dict[str, Any]]] = {}  # (number in `captures`, attributes of the stores)
         self.uploads: Uploads | None = None
         if settings.upload:
             self.uploads = Uploads(UploadSettings(**settings.upload), settings.file_mode, self._note, self._count)
@@ -186,7 +186,7 @@ class Coordinator:
         self._parts(rows, **message)
 
     def _parts(self, take: Callable[..., None], extent: int, offset: int, nbytes: int, parts: list[list[Any]]) -> None:
-        """Pass parts of an extent to `take`, with their captures."""
+        """Call `take` for each part of an extent, with the capture of the part."""
         taken = self.ring.take(extent, offset, nbytes)
         try:
             for id, *fields in parts:
@@ -220,7 +220,7 @@ class Coordinator:
     ) -> None:
         """Record in the index the end of a capture that was lost with an earlier coordinator.
 
-        Its store may exist, because the engine learns of the end of a capture a moment later. id: None if the engine
+        The store may exist, because the coordinator may have died before it told the engine. id: None if the engine
         does not wait for an answer.
         """
         state, raw, stored = State.FAILED, 0, 0
@@ -243,7 +243,7 @@ class Coordinator:
         self.outbox.put({"lost": record.client_number, "losses": losses_to_json(losses)})
 
     def _on_done(self, record: CaptureRecord) -> None:
-        # The capture is aborted only if it cannot be closed.
+        # Only a capture that could not be closed is aborted here.
         state = State.FAILED if record.state is State.ABORTED else record.state
         if self.uploads is not None and not record.rank and state in (State.COMPLETE, State.INCOMPLETE):
             ended = record.end is not None and record.end.attrs.get("finish_reason") in OWN_ENDS
@@ -274,7 +274,7 @@ def serve(coordinator: Coordinator, stdin: int, engine: int) -> None:
 
 
 def _needs_room(stdin: int, engine: int) -> bool:
-    """Whether the engine is alive and may send more rows. When it ends, rows are written even if uploads wait."""
+    """Whether the engine may send more rows. After its end, rows are written without waiting for uploads."""
     ended = select.poll()
     ended.register(stdin, select.POLLHUP)
     return not ended.poll(0) and os.path.exists(f"/proc/{engine}")
@@ -288,9 +288,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--life-fd", type=int, required=True, help="descriptor that stays open while a process lives")
     parser.add_argument("--writers", type=int, required=True, help="number of writer processes")
     parser.add_argument("--settings", type=json.loads, required=True, help="WriteSettings as JSON")
-    parser.add_argument("--drain-seconds", type=float, required=True, help="time for what is under way at the end")
+    parser.add_argument("--drain-seconds", type=float, required=True, help="time to finish pending work at the end")
     parser.add_argument("--engine-pid", type=int, required=True, help="the process it serves")
-    parser.add_argument("--cores", required=True, help="where it may run: numbers separated by commas")
+    parser.add_argument("--cores", required=True, help="CPU cores it may run on, separated by commas")
     args = parser.parse_args(argv)
     # Detach from the engine's process tree: killing the engine and its descendants must not kill the writers.
     if os.fork():

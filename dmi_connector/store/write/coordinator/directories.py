@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks, before an engine starts, that its stores can be written."""
+"""Checks that stores can be written, before an engine starts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from dmi_connector.store.format.paths import make_directory
 
 
 def check_directories(options: ServerOptions) -> None:
-    """Make the store directory. Raises ValueError for directories that cannot be used, ImportError for an upload
-    without obstore.
+    """Make the store directory, and check all directories.
+
+    Raises ValueError for a directory that cannot be used, and ImportError for an upload without obstore installed.
     """
     if options.sink != "disk":
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The writer processes: which arrays each one writes, which payloads it has not read yet, and its duty cycle."""
+"""The pool of writer processes: their arrays, the payloads that they have not read yet, and their duty cycle."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from dmi_connector.store.write.settings import WriteSettings
 
 WRITER = "dmi_connector.store.write.writer"
 _LEAST_END_S = 0.5
-"""Minimum time that each process has to end, even after the deadline."""
+"""Minimum time for a process to end, even after the deadline."""
 SPREAD_BYTES = 16 << 20
 """Minimum size of chunks that are spread over several writers. For smaller chunks the messages cost more than they
 save.
 """
 SEGMENT_BYTES = 16 << 20
-"""Minimum size of segments that are given to several writers in turn, so a long capture uses more than one core."""
+"""Minimum size of segments that are distributed over writers, so that a long capture uses more than one core."""
 
 
 @dataclass(eq=False)
 class Assignment:
-    """The arrays of a capture that one writer has, or some segments of them.
+    """The arrays of a capture, or some segments of them, that one writer writes.
 
-    writer: index of the writer in the pool. arrays: indexes in the layout. load: bytes per token. tokens: whether
-    token arrays are among the arrays. samples: names of the per-sample arrays among them. leader: the assignment that
-    writes the metadata of these arrays; None for the leader itself. segments: number of its segments. bytes_raw:
-    raw bytes of the rows that it wrote. open: whether it is not finished.
+    writer: index of the writer in the pool. arrays: indexes in the layout. load: bytes per token. tokens: whether token
+    arrays are among the arrays. samples: names of the per-sample arrays among them. leader: the assignment that writes
+    the metadata of these arrays; None if this one does. segments: number of segments. bytes_raw: bytes of the written
+    rows before encoding. open: whether the writer has not finished it.
     """
 
     process: Child
@@ -48,11 +48,10 @@ class Assignment:
 
 
 def assign(arrays: Sequence[ArraySpec], loads: list[int], spread: bool) -> dict[int, list[int]]:
-    """Assign `arrays` to writers: {writer: indexes of its arrays}. Each array, largest first, goes to the least loaded
-    writer.
+    """Assign `arrays`, the largest first, each to the least loaded writer. Returns {writer: indexes of its arrays}.
 
-    loads: bytes per token of the open arrays of each writer. The new arrays are added to it. spread: False assigns all
-    arrays to one writer.
+    loads: bytes per token of the open arrays of each writer. The new arrays are added to it. spread: whether to use
+    several writers; False assigns all arrays to one.
     """
     parts: dict[int, list[int]] = {}
     for i in sorted(range(len(arrays)), key=lambda i: -arrays[i].token_bytes):
@@ -63,9 +62,9 @@ def assign(arrays: Sequence[ArraySpec], loads: list[int], spread: bool) -> dict[
 
 
 class WriterPool:
-    """A fixed number of writer processes. One that has died is replaced when it is next needed.
+    """A fixed number of writer processes. A process that has died is replaced when it is next needed.
 
-    Not thread-safe: call it with the owner's lock held. pass_fds: file descriptors that writers keep open until they
+    Not thread-safe: hold the owner's lock when calling. pass_fds: file descriptors that writers keep open until they
     exit. on_message, on_death: see `Child`. loads: bytes per token of the open arrays of each writer.
     """
 
@@ -102,7 +101,7 @@ class WriterPool:
         return process
 
     def register(self, layout: PayloadLayout) -> int:
-        """Send a layout to all writers. Returns the number by which captures name it."""
+        """Send a layout to all writers. Returns its number, for captures."""
         self._registered += 1
         number = self._registered
         self._layouts[number] = layout
@@ -111,7 +110,7 @@ class WriterPool:
         return number
 
     def forget(self, number: int) -> None:
-        """Let all writers forget a layout. No later open message may name it. Open captures are not affected."""
+        """Make all writers forget a layout. No later open message may name it. Open captures are not affected."""
         del self._layouts[number]
         for process in self.processes:
             process.post({"type": "forget", "number": number})
@@ -121,7 +120,7 @@ class WriterPool:
         return self._layouts[number]
 
     def alive(self, process: Child) -> bool:
-        """Whether a process is not yet known to be dead."""
+        """Whether the process counts as alive, because no death was reported."""
         return process in self._unread
 
     def process(self, writer: int) -> Child:
@@ -147,8 +146,8 @@ class WriterPool:
     def next_segment(self, layout: PayloadLayout, leader: Assignment, there: Sequence[Assignment]) -> Assignment:
         """The assignment for one more segment of the token arrays of `leader`: one of `there`, or a new one.
 
-        there: all assignments of the capture. A writer has at most one. The writer with the fewest segments is chosen,
-        and among equals the least loaded one.
+        there: all assignments of the capture, at most one per writer. The writer with the fewest segments is chosen,
+        and among these the least loaded one.
         """
         arrays = [i for i in leader.arrays if not layout.arrays[i].per_sample]
         load = sum(layout.arrays[i].token_bytes for i in arrays)
@@ -165,7 +164,7 @@ class WriterPool:
         return Assignment(self.process(writer), writer, arrays, load, True, frozenset(), leader)
 
     def leave(self, assignment: Assignment) -> None:
-        """Release an assignment that is finished or abandoned."""
+        """Close an assignment that is finished or abandoned."""
         assignment.open = False
         self.loads[assignment.writer] -= assignment.load
 
@@ -197,7 +196,7 @@ class WriterPool:
         self._pace.shares = shares_for(self._settings.least_share, self._ring.used / room, to_come / room)
 
     def end(self, deadline: float) -> bool:
-        """Let all processes end after their queued messages. Kill them at `deadline` (of time.monotonic()).
+        """End all processes after their queued messages. Kill them at `deadline` (time.monotonic()).
 
         Call it without the owner's lock. Returns whether all ended by themselves.
         """

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to a store after its last row: commit, repair, retention, upload."""
+"""Steps after the last row of a store: commit, repair, retention, upload."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a partial directory into a store: token arrays, root document, final name, line in the index."""
+"""Turns a partial directory into a store: writes token arrays and root document, renames it, adds it to the index."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dmi_connector.store.write.finish.scores import scores_of
 from dmi_connector.store.write.messages import Message, unpack_array
 
 Rebuild = Callable[[Message, set[str]], tuple[FileList, list[Loss], int]]
-"""(commit message, hooks) -> files made, losses, bytes of the rows; see `salvage.rebuild`."""
+"""Function (commit message, hooks) -> (files written, losses, bytes of the rows); see `salvage.rebuild`."""
 
 
 def now() -> str:
@@ -39,7 +39,7 @@ def now() -> str:
 
 
 def append_index(directory: str, record: dict[str, Any]) -> None:
-    """Append one line to the index of a store directory, in one write, so that lines of several writers never mix.
+    """Append one line to the index of a store directory, in one write, so that lines of different writers never mix.
 
     If a full disk truncated the last line, a newline is written before the new one. Raises OSError, also if the index
     is a symbolic link.
@@ -60,9 +60,9 @@ def append_index(directory: str, record: dict[str, Any]) -> None:
 
 
 _RANK_PREFIX = ".rank-"
-"""Prefix of the names of the files in which ranks leave their results for rank 0."""
+"""Prefix of the names of files with the results of ranks above 0, which rank 0 reads."""
 FOUND_BY = ("prompt_len", "model")
-"""Attributes that the index repeats, so that a reader finds stores by them without opening each."""
+"""Attributes that the index repeats, so that readers filter by them without opening stores."""
 
 
 def finish_line(name: str, attrs: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def finish_line(name: str, attrs: dict[str, Any]) -> dict[str, Any]:
 
 
 def append_finish(final: str, attrs: dict[str, Any], bytes_raw: int) -> None:
-    """Append the line of a store that has just got its final name. Raises OSError."""
+    """Append the line of a store that was just renamed to its final name. Raises OSError."""
     line = finish_line(os.path.basename(final), attrs)
     append_index(os.path.dirname(final), {**line, "bytes_raw": bytes_raw})
 
@@ -83,7 +83,7 @@ def append_finish(final: str, attrs: dict[str, Any], bytes_raw: int) -> None:
 def append_failed(final: str, reason: str, request: Mapping[str, Any]) -> None:
     """Append the line of a capture that failed. Raises OSError.
 
-    request: its `key`, `request_id` and `created`, those that are known.
+    request: the known ones of its `key`, `request_id` and `created`.
     """
     line = {"event": "finish", "store": os.path.basename(final), "state": "failed", "reason": reason}
     line |= {name: request[name] for name in ("key", "request_id", "created") if name in request}
@@ -118,7 +118,7 @@ def finished_attrs(final: str, request_id: str | None, key: str | None) -> dict[
 def publish(partial: str, final: str, attrs: dict[str, Any], fsync: bool = False) -> None:
     """Rename a partial directory to its final name. Raises OSError.
 
-    attrs: the root attributes; the root document with them is already written. fsync: flush all files first.
+    attrs: the root attributes, of which the root document is written already. fsync: flush all files first.
     """
     expect_free(final)
     if fsync:
@@ -132,10 +132,10 @@ def publish(partial: str, final: str, attrs: dict[str, Any], fsync: bool = False
 
 
 def record_end(final: str, attrs: dict[str, Any], bytes_raw: int, losses: Sequence[Loss]) -> Message:
-    """Append the index line of a store that has just got its final name. Returns facts for the answer.
+    """Append the index line of a store that was just renamed to its final name. Returns fields for the writer's answer.
 
-    attrs: its root attributes. If the line cannot be written, the store is still valid, and the answer says why
-    (`index_error`).
+    attrs: its root attributes. If the line cannot be written, the store is still valid, and the field `index_error`
+    says why.
     """
     label = None if attrs["complete"] or not losses else completeness.label(losses)
     answer = {"complete": attrs["complete"], "reason": attrs["reason"], "label": label}
@@ -147,29 +147,29 @@ def record_end(final: str, attrs: dict[str, Any], bytes_raw: int, losses: Sequen
 
 
 def expect_free(final: str) -> None:
-    """Raise FileExistsError where something has the name of a store already."""
+    """Raise FileExistsError if the name of a store is already taken."""
     if os.path.lexists(final):
         raise FileExistsError(f"store {final} exists already: use another name")
 
 
 def rank_file(partial: str, rank: int) -> str:
-    """Where rank `rank` leaves its results for rank 0."""
+    """The file in which rank `rank` leaves its results for rank 0."""
     return os.path.join(partial, f"{_RANK_PREFIX}{rank}.json")
 
 
 def is_note(name: str) -> bool:
-    """Whether a file of a partial directory is a journal, or the result of a rank."""
+    """Whether a file of a partial directory is a journal, or has the results of a rank."""
     return is_journal(name) or name.startswith(_RANK_PREFIX)
 
 
 def remove_notes(partial: str) -> None:
     """Remove journals and results of ranks from a directory that is about to become a store. Raises OSError."""
     for name in filter(is_note, os.listdir(partial)):
-        Path(partial, name).unlink(missing_ok=True)  # a late rank may rename its own meanwhile
+        Path(partial, name).unlink(missing_ok=True)  # a late rank may rename its file meanwhile
 
 
 def write_rank_done(message: Message) -> None:
-    """Record atomically that this rank has finished its files. Raises OSError."""
+    """Write the results of this rank for rank 0, atomically. Raises OSError."""
     path = rank_file(message["partial"], message["rank"])
     if os.path.islink(message["partial"]):
         raise OSError(f"{message['partial']} is a link: remove it")
@@ -181,7 +181,7 @@ def write_rank_done(message: Message) -> None:
 
 
 def give_up(message: Message, reason: str) -> None:
-    """Say in the index that a capture failed. Its partial directory stays for a repair if it holds any rows.
+    """Record in the index that a capture failed. Its partial directory stays for a repair if it holds any rows.
 
     Raises OSError.
     """
@@ -199,8 +199,9 @@ def give_up(message: Message, reason: str) -> None:
 class Commit:
     """A pending commit. With tensor parallelism it waits for the other ranks.
 
-    message: from capture_ends.py. deadline: when it stops waiting, by time.monotonic(). losses: everything known to be
-    missing. written: the root attributes, if a process wrote the root document and died before it renamed the store.
+    message: the commit message (capture_ends.py). deadline: time at which it stops waiting (time.monotonic()). losses:
+    all known losses. written: the root attributes, if a process wrote the root document and died before it renamed the
+    store; else None.
     """
 
     message: Message
@@ -210,7 +211,7 @@ class Commit:
 
     @classmethod
     def start(cls, message: Message) -> Commit:
-        """The other ranks have `message["rank_timeout"]` seconds from now."""
+        """Begin a commit. It waits `message["rank_timeout"]` seconds for the other ranks."""
         written = written_attrs(message["partial"]) if message.get("again") else None
         deadline = time.monotonic() + message["rank_timeout"]
         return cls(message, deadline, losses_from_json(message["losses"]), written)
@@ -224,9 +225,9 @@ class Commit:
         return [rank for rank in range(1, ranks) if not os.path.exists(rank_file(partial, rank))]
 
     def run(self, rebuild: Rebuild | None = None) -> Message:
-        """Write what is left and give the store its final name. Returns facts for the answer. Raises OSError.
+        """Write the remaining files and rename the store. Returns fields for the answer. Raises OSError.
 
-        rebuild: makes arrays from the journals of a writer that died.
+        rebuild: rebuilds arrays from the journals of a writer that died.
         """
         m = self.message
         partial, final = m["partial"], m["final"]
@@ -262,7 +263,7 @@ class Commit:
         return [[0, self.message["attrs"]["num_tokens"]]]
 
     def _merge_ranks(self, files: FileList, late: list[int]) -> int:
-        """Take over what the other ranks have finished. Returns the bytes of their rows."""
+        """Add the results of the other ranks. Returns the bytes of their rows."""
         bytes_raw = 0
         if late:  # their columns would read as zeros
             seconds = self.message["rank_timeout"]
@@ -277,7 +278,7 @@ class Commit:
         return bytes_raw
 
     def _drop_vanished(self, files: FileList) -> None:
-        """Forget files that were removed while the store was written: their rows would read as zeros."""
+        """Leave out files that were removed while the store was written: their rows would read as zeros."""
         gone = [path for path, (size, _) in files.items() if not self._has(path, size)]
         if gone:
             self.losses.append(Loss.of(Cause.FILES_GONE, self._all_rows(), count=len(gone), first=gone[0]))
@@ -291,7 +292,7 @@ class Commit:
             return False
 
     def _rebuild(self, rebuild: Rebuild, files: FileList) -> int:
-        """Make arrays of hooks without metadata from the journals: their writer died, or failed."""
+        """Rebuild arrays without metadata, whose writer died or failed, from journals. Returns the bytes of rows."""
         hooks = self.message["attrs"].get("hooks", {})
         lacking = {name for name in hooks if f"{name}/zarr.json" not in files}
         if not lacking:
@@ -306,7 +307,7 @@ class Commit:
         return bytes_raw
 
     def _drop_unreadable(self, attrs: dict[str, Any], files: FileList) -> None:
-        """Forget hooks whose array never got its metadata: they cannot be opened."""
+        """Leave out hooks whose array has no metadata: they cannot be opened."""
         hooks = dict(attrs.get("hooks", {}))
         gone = sorted(name for name, hook in hooks.items() if f"{hook['array']}/zarr.json" not in files)
         if gone:
@@ -345,5 +346,5 @@ def remove_partial(partial: str) -> None:
     """Remove the partial store of an aborted capture. Raises OSError, but not if it does not exist."""
     if not partial.endswith(schema.PARTIAL_SUFFIX):
         raise ValueError(f"{partial} is not a partial store")
-    with contextlib.suppress(FileNotFoundError):  # every rank removes it: another may be faster
+    with contextlib.suppress(FileNotFoundError):  # every rank removes it, and another may be faster
         shutil.rmtree(partial)

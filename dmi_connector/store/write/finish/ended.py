@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures that ended lately, by the index of their directory. It knows them also where the store is gone already."""
+"""Finds captures that ended lately, by the index of their directory. Their stores may be gone already."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dmi_connector.store.read.index import LineTail
 
 
 class EndedCaptures:
-    """Follows an index from now on."""
+    """Follows the lines that are added to an index from now on."""
 
     def __init__(self, directory: str) -> None:
         self._directory = os.path.realpath(directory)
         self._tail = LineTail(self._directory, new_only=True)
-        self._ended: dict[str, float] = {}  # by path of the store: when its end was read, in seconds since the epoch
+        self._ended: dict[str, float] = {}  # by path of the store: when its end was read (seconds since the epoch)
 
     def of_last(self, seconds: float) -> list[str]:
-        """Paths of the stores whose end came into the index in the last `seconds`. Raises OSError.
+        """Paths of the stores whose end was added to the index in the last `seconds`. Raises OSError.
 
-        Ends that came earlier are forgotten.
+        Earlier ends are forgotten.
         """
         moment = time.time()
         for line in self._tail.read() if self._is_file() else ():
@@ -35,7 +35,7 @@ class EndedCaptures:
         return list(self._ended)
 
     def _is_file(self) -> bool:
-        """Whether the index is there, and no link or pipe that somebody put in its place."""
+        """Whether the index exists and is a regular file, not a link or a pipe in its place."""
         try:
             return stat.S_ISREG(os.lstat(os.path.join(self._directory, INDEX_NAME)).st_mode)
         except FileNotFoundError:

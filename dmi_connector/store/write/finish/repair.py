@@ -38,18 +38,18 @@ from dmi_connector.urls import parse_url
 
 PARTIAL = ".zarr" + schema.PARTIAL_SUFFIX
 LOCKED_WITHIN_S = 60.0
-"""Maximum time from the end of a store to its lock by the uploader of a running server, which may have to start."""
+"""Maximum time until the uploader of a running server, which may have to start first, locks a finished store."""
 
 
 @dataclass
 class Outcome:
-    """The outcome of one store.
+    """The outcome of the repair of one store.
 
-    state: for a partial store: "salvaged" (it is now an incomplete store), "published" (it was complete but not yet
+    state, for a partial store: "salvaged" (it is now an incomplete store), "published" (it was complete but not yet
     renamed), "written" (a process still writes it: skipped), "empty" (nothing can be salvaged), "removed" (it was
     empty), "refused" (a store already has its name) or "failed". For a finished store: "recorded" (only its last line
     was missing in the index). For an interrupted upload: "uploaded", "not uploaded", or "waits" (a running server will
-    upload it). store: the finished store. notes: losses and problems. url: where it was uploaded to, or should be.
+    upload it). store: path of the finished store. notes: losses and problems. url: the upload's destination.
     """
 
     partial: str
@@ -77,7 +77,7 @@ def repair(path: str | os.PathLike[str], remove_empty: bool = False) -> list[Out
     For a directory, it also adds missing last lines of stores to the index, and uploads the stores that the index lists
     as not uploaded.
 
-    remove_empty: remove partial stores of which nothing can be salvaged. An error of one partial store becomes its
+    remove_empty: remove partial stores from which nothing can be salvaged. An error in one partial store becomes its
     outcome, and the others are still repaired. Raises NeedsLinux.
     """
     check_linux("repair")
@@ -121,10 +121,10 @@ def record_ends(directory: Path) -> list[Outcome]:
 
 
 def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_seconds) -> list[Outcome]:
-    """Upload the stores of a directory whose upload was interrupted, or failed.
+    """Upload the stores of a directory whose upload was interrupted or failed.
 
-    Stores that a running server will upload are skipped. retry_seconds: how long the first failing upload is retried.
-    After that the bucket counts as down, and each other store is tried once.
+    Stores that a running server will upload are skipped. retry_seconds: how long a failing upload is retried. After one
+    has failed for so long, the bucket counts as down, and each of the other stores is tried once.
     """
     unfinished = [i for i in indexed_captures(directory) if i.upload in ("pending", "failed") and i.finished]
     waiting = [info for info in unfinished if info.url and isinstance(info.store, Path) and info.store.is_dir()]
@@ -139,11 +139,11 @@ def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_
                 continue
             began = time.monotonic()
             outcomes.append(_finish_upload(info, alone, retry_seconds, parts))
-            # Permanent errors fail at once. Since pauses double, the last attempt is after a quarter of the time.
+            # Permanent errors fail at once. Pauses double, so the last retry is after a quarter of the time.
             if outcomes[-1].state == "not uploaded" and time.monotonic() - began > retry_seconds / 4:
                 retry_seconds = 0
         for part in parts.values():
-            with contextlib.suppress(OSError):  # without it stores are still found, and each is opened once
+            with contextlib.suppress(OSError):  # without the index, readers find stores by opening each once
                 part.write()
     return outcomes
 
@@ -215,9 +215,9 @@ def _outcome(store: Path, state: str, attrs: dict[str, Any], notes: Sequence[str
 
 
 def _is_whole(partial: Path) -> bool:
-    """Whether the root document and all listed files are written, so that only the final name is missing.
+    """Whether the root document and all files that it lists are written, so that only the rename is left.
 
-    Raises ValueError if the root document is sound but a file is not, and no journal is left.
+    Raises ValueError if the root document is intact but a file is not, and no journal is left.
     """
     attrs = written_attrs(str(partial))
     if attrs is None:

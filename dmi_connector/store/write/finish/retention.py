@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removes old stores, and measures what all stores take (docs/OPERATIONS.md lists the promises).
+"""Removes old stores, and measures the size of all stores (docs/OPERATIONS.md lists the guarantees).
 
-A store is removed only under an exclusive lock, taken without waiting (locks.py). It first gets another name, so that
-nobody finds half of it, and a line in the index.
+A store is removed only under an exclusive lock, taken without waiting (locks.py). It is first renamed, so that no
+reader finds a part of it, and recorded in the index as removed.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from dmi_connector.store.write.finish.ended import EndedCaptures
 logger = logging.getLogger(__name__)
 
 REMOVING_SUFFIX = ".removing"
-"""Suffix of a store while it is removed."""
+"""Suffix of the name of a store that is being removed."""
 RECENT_S = 60.0
-"""Stores finished in this many seconds are listed in `Usage.over`."""
+"""`Usage.over` lists the stores that were finished in the last so many seconds."""
 USAGE_NAME = ".usage.json"
-"""Written by the keeper, read by engine/scheduler/quota.py: a `Usage` and "measured", ISO 8601."""
+"""File with a `Usage` and the time "measured" (ISO 8601). The keeper writes it, and engine/scheduler/quota.py reads it.
+"""
 
 
 class Usage(NamedTuple):
-    """What stores take.
+    """The disk space of stores.
 
-    nbytes: of all stores, unfinished ones included. unfinished: bytes of each store being written, by its final path.
-    over: final paths of stores that were finished in the last RECENT_S seconds, removed ones included, or given up.
-    began: when measuring began, in seconds since the epoch.
+    nbytes: bytes of all stores, including unfinished ones. unfinished: bytes of each store that is being written, by
+    its final path. over: final paths of stores that were finished in the last RECENT_S seconds, including removed ones,
+    and of abandoned stores. began: when the measurement began (seconds since the epoch).
     """
 
     nbytes: int
@@ -51,7 +52,7 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredCapture:
-    """A finished store: when its root document was written (seconds since the epoch) and the bytes of its files."""
+    """A finished store. finished: when its root document was written, in seconds since the epoch. nbytes: size."""
 
     path: Path
     finished: float
@@ -59,7 +60,7 @@ class StoredCapture:
 
 
 class StoreSizes:
-    """Bytes of directories of stores. A finished store never changes, so it is measured once."""
+    """Sizes of stores. A finished store never changes, so it is measured once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], tuple[int, float]] = {}
@@ -69,11 +70,11 @@ class StoreSizes:
         return self.look(entry)[0]
 
     def forget_others(self, paths: Container[str]) -> None:
-        """Forget stores that are at none of `paths`: they were removed."""
+        """Forget stores whose path is not in `paths`: they were removed."""
         self._known = {key: found for key, found in self._known.items() if key[0] in paths}
 
     def look(self, entry: os.DirEntry[str]) -> tuple[int, float]:
-        """(bytes, when its root document was written in seconds since the epoch, 0 without one)."""
+        """(bytes, when the root document was written in seconds since the epoch; 0 without a root document)."""
         key = (entry.path, entry.inode())
         if key not in self._known:
             found = _tree_bytes(entry.path), _finished(entry.path) or 0.0
@@ -84,7 +85,7 @@ class StoreSizes:
 
 
 def _finished(store: str) -> float | None:
-    """When the root document of a store was written, in seconds since the epoch; None if there is none."""
+    """When the root document of a store was written, in seconds since the epoch; None without a root document."""
     try:
         return os.lstat(os.path.join(store, "zarr.json")).st_mtime
     except FileNotFoundError:
@@ -103,7 +104,7 @@ def _tree_bytes(path: str) -> int:
 
 
 def _stores(directory: str | os.PathLike[str], deep: bool = False) -> Iterator[os.DirEntry[str]]:
-    """Directories of stores, finished or not. deep: also in directories below. Links are not followed."""
+    """Directories of stores, finished or not. deep: also search subdirectories. Links are not followed."""
     try:
         with os.scandir(directory) as found:
             entries = [entry for entry in found if entry.is_dir(follow_symlinks=False)]
@@ -112,12 +113,12 @@ def _stores(directory: str | os.PathLike[str], deep: bool = False) -> Iterator[o
     for entry in entries:
         if ".zarr" in entry.name:
             yield entry
-        elif deep and not entry.name.startswith("."):  # links to stores that rows are borrowed from
+        elif deep and not entry.name.startswith("."):  # those hold links to the sources of borrowed rows
             yield from _stores(entry.path, True)
 
 
 def measure(directory: str, roots: Sequence[str] = (), sizes: StoreSizes | None = None) -> Usage:
-    """What every store in `directory` and anywhere below `roots` takes."""
+    """The disk space of all stores in `directory`, and at any depth below `roots`."""
     sizes, began = sizes or StoreSizes(), time.time()
     entries = [*_stores(os.path.realpath(directory))]
     entries += [entry for root in roots for entry in _stores(os.path.realpath(root), True)]
@@ -136,7 +137,7 @@ def measure(directory: str, roots: Sequence[str] = (), sizes: StoreSizes | None 
 
 
 def finished_stores(directory: str | os.PathLike[str], sizes: StoreSizes | None = None) -> list[StoredCapture]:
-    """The finished stores of a directory, the oldest first."""
+    """The finished stores of a directory, oldest first."""
     sizes = sizes or StoreSizes()
     found = []
     for entry in _stores(directory):
@@ -154,12 +155,12 @@ def prune(
     sizes: StoreSizes | None = None,
     dry_run: bool = False,
 ) -> list[StoredCapture]:
-    """Remove finished stores, oldest first. Stores that are read or written are left alone.
+    """Remove finished stores, oldest first. Stores that a process reads or writes are not removed.
 
-    older_than: remove stores older than this many seconds. keep_bytes: remove while the rest takes more. Returns the
-    stores removed (dry_run: those it would try to remove).
+    older_than: remove stores older than so many seconds. keep_bytes: remove stores while the total size is larger than
+    this. Returns the removed stores (with dry_run: those that it would try to remove).
 
-    Raises NeedsLinux, and OSError where locks fail or stores cannot be removed, after all others were tried.
+    Raises NeedsLinux. Raises OSError if locks fail or stores cannot be removed, after all other stores were tried.
     """
     check_linux("prune")
     errors = [] if dry_run else _remove_leftovers(directory)
@@ -181,9 +182,9 @@ def prune(
 
 
 def remove_store(path: Path, line: dict[str, Any] | None = None) -> bool:
-    """Remove a store unless it is read or written. Returns whether it is gone. Raises OSError.
+    """Remove a store unless a process reads or writes it. Returns whether the store is gone. Raises OSError.
 
-    line: what the index says of that; None: that the store is removed.
+    line: the line for the index; None for a line that the store was removed.
     """
     try:
         with claim(path) as alone:
@@ -202,7 +203,7 @@ def remove_store(path: Path, line: dict[str, Any] | None = None) -> bool:
 
 
 def _remove_leftovers(directory: str | os.PathLike[str]) -> list[str]:
-    """Finish removals that were cut short. Returns what went wrong."""
+    """Finish interrupted removals. Returns the errors."""
     errors = []
     for entry in _stores(directory):
         if entry.name.endswith(".zarr" + REMOVING_SUFFIX):
@@ -219,9 +220,9 @@ def _remove_leftovers(directory: str | os.PathLike[str]) -> list[str]:
 class Keeper:
     """Measures and prunes a directory of stores every `interval_s` seconds, on a thread of the coordinator.
 
-    roots: more directories to measure. measure: keep USAGE_NAME up to date, for `max_total_bytes` and `min_free_bytes`.
-    retain_seconds, retain_bytes: see `prune`; 0 keeps all. interval_s: seconds between two rounds, or more if rounds
-    take long.
+    roots: more directories to measure. measure: whether to keep USAGE_NAME up to date, for `max_total_bytes` and
+    `min_free_bytes`. retain_seconds, retain_bytes: `older_than` and `keep_bytes` of `prune`; 0 for no limit.
+    interval_s: seconds between two rounds; the interval is longer if rounds take long.
     """
 
     directory: str
@@ -237,7 +238,7 @@ class Keeper:
         self._ended = EndedCaptures(self.directory)
 
     def start(self) -> None:
-        """Begin, unless there is nothing to do."""
+        """Start the thread, unless there is nothing to do."""
         if self.measure or self.retain_seconds or self.retain_bytes:
             threading.Thread(target=self._run, name="dmi-keeper", daemon=True).start()
 
@@ -248,7 +249,7 @@ class Keeper:
                 prune(self.directory, self.retain_seconds or None, self.retain_bytes or None, self.sizes)
         finally:
             if self.measure:
-                ended = self._ended.of_last(RECENT_S)  # read first, so that their bytes are measured
+                ended = self._ended.of_last(RECENT_S)  # read before measuring, so that their bytes are measured
                 usage = measure(self.directory, self.roots, self.sizes)
                 write_usage(self.directory, usage._replace(over=list(dict.fromkeys((*usage.over, *ended)))))
 
@@ -272,7 +273,7 @@ def write_usage(directory: str, usage: Usage) -> None:
 
 
 def usage_stamp(directory: str) -> tuple[int, int] | None:
-    """What identifies the keeper's last measurement, whatever the clock does; None if there is none."""
+    """An identifier of the keeper's last measurement, independent of the clock; None without a measurement."""
     try:
         found = os.lstat(os.path.join(directory, USAGE_NAME))
     except FileNotFoundError:
@@ -281,11 +282,11 @@ def usage_stamp(directory: str) -> tuple[int, int] | None:
 
 
 def read_usage(directory: str) -> Usage | None:
-    """The keeper's last measurement, or None. Raises OSError."""
+    """The keeper's last measurement, None if there is none. Raises OSError."""
     try:
         with open(os.path.join(directory, USAGE_NAME), opener=no_follow) as f:
             found = json.load(f)
-            known = set(Usage._fields) <= found.keys()  # another version's file lacks some; the keeper replaces it
+            known = set(Usage._fields) <= found.keys()  # a file of another version may lack fields
             return Usage(*(found[name] for name in Usage._fields)) if known else None
     except FileNotFoundError:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rebuilds arrays or whole stores from the journals (journal.py) and shards that killed writers left."""
+"""Rebuilds arrays or whole stores from the journals (journal.py) and shards that killed writers left behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dmi_connector.store.write.messages import Message, pack_array
 
 
 def rebuild(commit: Message, names: set[str]) -> tuple[FileList, list[Loss], int]:
-    """Rebuild the arrays `names` of a capture that is about to be committed, whose writer died or failed.
+    """Rebuild the arrays `names` of a capture that is being committed, because their writer died or failed.
 
     Returns the files written, the losses, and the bytes of the rows. Arrays without any row get no files.
     """
@@ -40,9 +40,9 @@ def rebuild(commit: Message, names: set[str]) -> tuple[FileList, list[Loss], int
 
 
 class Salvage:
-    """One partial store without a writer.
+    """Rebuilds arrays of one partial store that no process writes any more.
 
-    losses: known losses. files, bytes_raw: of the rebuilt arrays.
+    losses: known losses. files: files of the rebuilt arrays. bytes_raw: bytes of their rows.
     """
 
     def __init__(self, partial: Path, final: Path) -> None:
@@ -58,7 +58,7 @@ class Salvage:
         for array in (a for journal in self.journals for a in journal.arrays):
             self.arrays.setdefault((array.spec.name, array.spec.rank), JournalArray(array.spec)).add(array)
         self.length = 0
-        self.samples: dict[str, int] = {}  # by array, if the commit knows more samples than the journals
+        self.samples: dict[str, int] = {}  # by array: the numbers of samples that the commit knows
         self.files: FileList = {}
         self.bytes_raw = 0
 
@@ -72,7 +72,7 @@ class Salvage:
         return found
 
     def run(self) -> bool:
-        """Build a store from all sound rows. Returns False if there are none. The partial store then stays."""
+        """Make a store of all intact rows. If there are none, the partial store stays, and this returns False."""
         if "prompt_len" not in self._facts():
             self.losses.append(Loss.of(Cause.NOT_RECORDED))
             return False
@@ -91,9 +91,9 @@ class Salvage:
         return True
 
     def rebuild(self, specs: list[ArraySpec]) -> tuple[list[ArraySpec], set[int]]:
-        """Rebuild arrays of a store of `length` rows.
+        """Rebuild arrays of a store with `length` rows.
 
-        Returns the arrays with rows, and the first rows of the chunks that are whole in all of these arrays.
+        Returns the arrays that have rows, and the first row of each chunk that is intact in all these token arrays.
         """
         journal = self.journals[0]
         self.grid = schema.effective_grid(self.length, journal.chunk_tokens, journal.segment_tokens)
@@ -103,33 +103,33 @@ class Salvage:
         return [spec for spec in specs if spec.name in whole], set.intersection(*rows) if rows else set()
 
     def missing(self, rows: set[int]) -> list[list[int]]:
-        """Ranges of rows outside the chunks that begin at `rows`."""
+        """Ranges of rows [start, stop) outside the chunks that begin at `rows`."""
         spans = [[n, min(self.length, n + self.grid.chunk)] for n in range(0, self.length, self.grid.chunk)]
         return merge_ranges([span for span in spans if span[0] not in rows])
 
     # ---- what the journals say --------------------------------------------------------------------------------------
 
     def _facts(self) -> dict[str, Any]:
-        """The root attributes that were known when the capture began."""
+        """The root attributes that were known at the start of the capture."""
         if not self.abouts:
             return {}
-        known = known_attrs(self.abouts[0])  # that of rank 0 if it wrote one, as in the index
+        known = known_attrs(self.abouts[0])  # those of rank 0 if it wrote any, as in the index
         return {"format_version": schema.FORMAT_VERSION, "created": now(), **known}
 
     def specs(self) -> list[ArraySpec]:
-        """Every array of the capture, with rank 0."""
+        """All arrays of the capture, as rank 0 describes them."""
         known = [ArraySpec(**spec) for about in self.abouts for spec in about.get("arrays", [])]
         specs = {spec.name: replace(spec, rank=0) for spec in [*known, *(a.spec for a in self.arrays.values())]}
         return list(specs.values())
 
     def _length(self) -> int:
-        """Rows of the store: the length at the capture's close, else one past the last row in any journal."""
+        """Number of rows of the store: the length given at the close, else one past the last row in any journal."""
         closed = [journal.length for journal in self.journals if journal.length is not None]
         arrays = [array for array in self.arrays.values() if not array.spec.per_sample]
         return max(closed or [first + count for array in arrays for first, count in array.counts.items()] or [0])
 
     def _sample_count(self, name: str) -> int:
-        """Samples of an array: the count at the capture's close, else one past the last in any journal."""
+        """Number of samples of an array: the count given at the close, else one past the last sample in any journal."""
         closed = [known[name] for known in [self.samples, *(j.samples for j in self.journals)] if name in known]
         ends = [i + 1 for (own, _), array in self.arrays.items() if own == name for i in array.counts]
         return max(closed or ends or [0])
@@ -139,8 +139,8 @@ class Salvage:
     def _array(self, spec: ArraySpec) -> set[int]:
         """Rebuild the shards and metadata of an array.
 
-        Returns the first rows of the chunks (or the samples) that are whole on all ranks. Without any, no array is
-        written.
+        Returns the first row of each chunk (or the index of each sample) that is intact on all ranks. If there is none,
+        no array is written.
         """
         length = self._sample_count(spec.name) if spec.per_sample else self.length
         document = schema.hook_document(spec, length, self.grid, self.codec)
@@ -167,7 +167,7 @@ class Salvage:
         return whole
 
     def _rank(self, stored: HookArray, array: JournalArray | None, files: FileList, damaged: list[str]) -> set[int]:
-        """Rebuild the shards of an array that one rank wrote; adds to `files` and `damaged`."""
+        """Rebuild the shards of an array that one rank wrote. Adds to `files` and `damaged`."""
         if array is None:
             return set()
         sound = [self._shard(stored, array, segment, files, damaged) for segment in range(stored.segments)]
@@ -176,7 +176,7 @@ class Salvage:
     def _shard(
         self, stored: HookArray, array: JournalArray, segment: int, files: FileList, damaged: list[str]
     ) -> set[int]:
-        """Check the chunks of a shard and write its index. Returns the first rows of chunks sound in all layers."""
+        """Check the chunks of a shard, write its index. Returns the first row of each chunk intact in all layers."""
         rank = array.spec.rank
         path = stored.path(segment, rank)
         known = [(s, a, b) for s, a, b in stored.chunks(segment, rank) if array.counts.get(a) == b - a]
@@ -202,7 +202,7 @@ class Salvage:
     # ---- the store --------------------------------------------------------------------------------------------------
 
     def _commit(self, specs: list[ArraySpec], rows: set[int]) -> None:
-        """Commit the arrays. rows: first rows of the chunks that are not missing."""
+        """Commit the arrays. rows: first row of each chunk that is not missing."""
         grid, length = self.grid, self.length
         attrs = {**self._facts(), "hooks": schema.hooks_attribute(specs), "codec": self.codec}
         attrs |= {"num_tokens": length, "chunk_tokens": grid.chunk, "segment_tokens": grid.segment}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scores of a store in short: what the index says of each probe, so that stores are chosen without opening them."""
+"""Summarizes the scores of the probes of a store for the index, so that readers choose stores without opening them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dmi_connector.store.read.hook_names import HookTable
 def scores_of(partial: str, attrs: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """{name of a probe: {one of SCORES: [outputs], or [layers, outputs] for a probe of several layers}}, JSON-ready.
 
-    partial: a store whose arrays are written. attrs: its root attributes. Missing rows do not count. `at`: position of
-    the first row with the largest score. None stands for what is not finite. Autoencoders and probes of largest values
-    have none of this. Raises OSError for arrays that cannot be read.
+    partial: a store whose arrays are written. attrs: its root attributes. Missing rows are left out. `at`: position of
+    the first row with the largest score. None stands for a value that is not finite. Autoencoders and probes of largest
+    values have no summary. Raises OSError for arrays that cannot be read.
     """
     reduced = {name: hook.get("reduce", {}) for name, hook in attrs["hooks"].items()}
     probes = [name for name, about in reduced.items() if about.get("kind") == Probe.kind and about["form"] != TOP]
@@ -42,7 +42,7 @@ def scores_of(partial: str, attrs: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _short(rows: np.ndarray, positions: np.ndarray) -> dict[str, Any]:
-    """rows: [..., tokens, outputs]."""
+    """Summarize one probe. rows: [..., tokens, outputs]."""
     with np.errstate(invalid="ignore", over="ignore"):
         found = {
             "max": rows.max(-2),

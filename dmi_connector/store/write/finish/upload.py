@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uploads a finished store to S3: every file, compared with what lies there, and the root document last.
+"""Uploads a finished store to S3: checks every uploaded file, and uploads the root document last.
 
-So a store is in the bucket if its root document is. An upload that was cut short goes on with the files that lack.
+So a store in the bucket is complete if it has a root document. An interrupted upload continues with the missing files.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from dmi_connector.store.write.finish.retention import remove_store
 from dmi_connector.urls import parse_url
 
 PART_BYTES, _MOST_PARTS = 8 << 20, 9000
-"""Bytes of a part of a multipart upload; S3 takes 10,000 parts."""
+"""Part size and maximum number of parts of a multipart upload. S3 allows 10,000 parts."""
 _FILES_AT_ONCE, _PARTS_AT_ONCE = 8, 2
-"""Files of a store, and parts of each, that are under way at a time. Each part is in memory meanwhile."""
+"""Concurrent uploads: files of a store, and parts of a file. Each of these parts is in memory."""
 PROBE = "dmi-run.jsonl"
-"""Name of the empty object in the folder of indexes by which a run looks whether it may write."""
+"""Name of an empty object in the folder of indexes. A run writes it to check that it may write."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
 _BLOCK_BYTES = 1 << 20
 
 
 class Differs(RemoteError):
-    """What lies in the bucket is not what was sent."""
+    """An object in the bucket differs from the file that was sent."""
 
 
 def part_bytes(size: int) -> int:
-    """Bytes of a part of a file of `size` bytes: PART_BYTES, or more MiB where these would be too many parts."""
+    """Part size for a file of `size` bytes: PART_BYTES, or more MiB if that gives too many parts."""
     return max(PART_BYTES, -(-size // _MOST_PARTS // _BLOCK_BYTES) * _BLOCK_BYTES)
 
 
 def expected_etag(path: Path) -> str:
     """The ETag that S3 gives to a file that `upload_file` sends, without quotes.
 
-    It is the MD5 of the file, or the MD5 of the MD5s of its parts and their number. With encryption by keys of KMS or
-    of a customer, and in some other services, ETags are something else.
+    It is the MD5 of the file; for a file in parts, the MD5 of the MD5s of its parts, and their number. ETags are
+    different in some other services, and with encryption by KMS keys or customer keys.
     """
     size, digests = path.stat().st_size, []
     part = part_bytes(size)
@@ -68,9 +68,9 @@ def expected_etag(path: Path) -> str:
 
 
 def upload_file(path: Path, to: RemotePath) -> None:
-    """Put one file, in parts if it is large, and compare what lies there then.
+    """Upload one file, in parts if it is large, and check the uploaded object.
 
-    Its ETag shows that it is right. Where it shows nothing, the object is read back. Raises RemoteError, OSError.
+    If its ETag is not the expected one, the object is read back and compared. Raises RemoteError and OSError.
     """
     size = path.stat().st_size
     with requests_for(to) as obstore:
@@ -82,7 +82,7 @@ def upload_file(path: Path, to: RemotePath) -> None:
 
 
 def _same(path: Path, to: RemotePath) -> bool:
-    """Whether an object, read back, is a file byte by byte."""
+    """Read an object back. Returns whether it equals the file byte by byte."""
     with requests_for(to) as obstore, open(path, "rb") as file:
         for block in obstore.get(bucket_store(to), to.key).stream(_BLOCK_BYTES):
             if file.read(len(block)) != bytes(block):
@@ -93,8 +93,8 @@ def _same(path: Path, to: RemotePath) -> bool:
 def upload_store(store: Path, to: RemotePath, retry_seconds: float) -> dict[str, Any]:
     """Upload a finished store to `to`. Returns its root attributes.
 
-    retry_seconds: how long what fails is tried again, with pauses that grow; what would fail again ends at once. Files
-    that lie there already are not sent again. Raises RemoteError, OSError and ValueError that say why.
+    retry_seconds: how long failing requests are retried, with growing pauses. Permanent errors are not retried. Files
+    that are already there are not sent again. Raises RemoteError, OSError and ValueError with the reason.
     """
     attrs = read_attrs(store)
     names = sorted(attrs["files"])
@@ -108,19 +108,20 @@ def upload_store(store: Path, to: RemotePath, retry_seconds: float) -> dict[str,
         if there.get(name) != (store / name).stat().st_size or not _same_etag(store / name, to / name):
             patiently(lambda: upload_file(store / name, to / name), deadline)
 
-    for path in _fitted_files(store, attrs):  # its readers need them, so first
+    for path in _fitted_files(store, attrs):  # first, because readers of the store need them
         beside = to.parent / path.parent.name / path.name
         patiently(lambda path=path, beside=beside: _send_once(path, beside), deadline)  # type: ignore[misc]
     with ThreadPoolExecutor(_FILES_AT_ONCE, "dmi-put") as pool:
-        for _ in pool.map(send, names):  # the first error drops what has not begun
+        for _ in pool.map(send, names):  # the first error cancels files that were not begun
             pass
     patiently(lambda: upload_file(store / "zarr.json", to / "zarr.json"), deadline)
     return attrs
 
 
 def _fitted_files(store: Path, attrs: dict[str, Any]) -> list[Path]:
-    """The files beside a store that its rows cannot be decoded without. Raises OSError and ValueError for one that
-    lacks or is another.
+    """The files next to a store that its rows need for decoding.
+
+    Raises OSError and ValueError if one is missing or has other content.
     """
     reductions = [StoredReduction.of(hook, store) for hook in attrs["hooks"].values()]
     files = [file for one in reductions if one is not None and (file := one.file()) is not None]
@@ -128,7 +129,7 @@ def _fitted_files(store: Path, attrs: dict[str, Any]) -> list[Path]:
 
 
 def _send_once(path: Path, to: RemotePath) -> None:
-    """Upload a file whose name is its hash, unless it is there."""
+    """Upload a file whose name is its hash, unless it is already there."""
     try:
         there, _ = look(to)
     except FileNotFoundError:
@@ -138,7 +139,7 @@ def _send_once(path: Path, to: RemotePath) -> None:
 
 
 def check_upload(url: str) -> None:
-    """List what is below a prefix, and write an empty object there. Raises OptionError where either is refused."""
+    """List a prefix, and write an empty object below it. Raises OptionError if one of them is refused."""
     to = RemotePath(*parse_url("upload", url))
     try:
         with requests_for(to) as obstore:
@@ -149,7 +150,7 @@ def check_upload(url: str) -> None:
 
 
 def _there(to: RemotePath) -> dict[str, int]:
-    """Sizes of what an earlier upload has left below `to`."""
+    """Sizes of the files below `to` that an earlier upload has sent, by name."""
     prefix = f"{to.key}/"
     with requests_for(to) as obstore:
         pages = obstore.list(bucket_store(to), prefix)
@@ -163,7 +164,7 @@ def _same_etag(path: Path, to: RemotePath) -> bool:
 
 
 def patiently(work: Callable[[], Any], deadline: float) -> Any:
-    """Do `work`, again and again until `deadline` (time.monotonic()) while it fails in a way that may pass."""
+    """Call `work`, and retry it until `deadline` (time.monotonic()) while its error may be temporary."""
     pause = _FIRST_PAUSE_S
     while True:
         try:
@@ -177,10 +178,10 @@ def patiently(work: Callable[[], Any], deadline: float) -> Any:
 
 @dataclass(frozen=True)
 class UploadResult:
-    """What became of an upload.
+    """The result of an upload.
 
-    reason: why it failed, None if it did not. kept: whether the local copy still exists. line: the line of the index in
-    the bucket, without a failure.
+    reason: why it failed, None on success. kept: whether the local copy still exists. line: on success, the line for
+    the index in the bucket.
     """
 
     store: Path
@@ -191,9 +192,9 @@ class UploadResult:
 
 
 def finish_upload(store: Path, to: RemotePath, retry_seconds: float, remove_local: bool) -> UploadResult:
-    """Upload a store, say in the directory's index what became of it, and remove the local copy if that is asked for.
+    """Upload a store, record the result in the index of its directory, and with `remove_local` remove the local copy.
 
-    A copy that is read just then stays. Raises OSError where the index cannot be written.
+    A local copy that a process reads stays. Raises OSError if the index cannot be written.
     """
     try:
         attrs = upload_store(store, to, retry_seconds)
@@ -204,26 +205,26 @@ def finish_upload(store: Path, to: RemotePath, retry_seconds: float, remove_loca
     line = {"event": "upload", "store": store.name, "upload": "done", "upload_reason": None, "url": str(to)}
     append_index(str(store.parent), {**line, "uploaded": now()})
     end = finish_line(store.name, attrs)
-    # With the local copy the last chance goes to tell its end, where that line was lost.
+    # The line repeats the finish line: if that one was lost, it could not be restored without the local copy.
     kept = not remove_local or not remove_store(store, {**end, "event": "upload", "local": False})
     return UploadResult(store, str(to), None, kept, end)
 
 
 def note_failure(store: Path, to: RemotePath, reason: str) -> None:
-    """Say in the index that a store could not be uploaded. Raises OSError."""
+    """Record in the index that a store could not be uploaded. Raises OSError."""
     line = {"event": "upload", "store": store.name, "upload": "failed", "upload_reason": reason, "url": str(to)}
     append_index(str(store.parent), line)
 
 
 def leave_upload(store: Path) -> None:
-    """Say in the index that a store is not meant to be uploaded. Raises OSError."""
+    """Record in the index that a store will not be uploaded. Raises OSError."""
     append_index(str(store.parent), {"event": "upload", "store": store.name, "upload": None, "url": None})
 
 
 class RemoteIndexPart:
-    """The index of what one process uploads below a prefix: an object that is written anew with each line.
+    """The index of the stores that one process uploads below a prefix: an object that is rewritten for new lines.
 
-    name: unique. Another one follows after _MOST_LINES.
+    name: a unique name. After _MOST_LINES lines, another object follows.
     """
 
     _MOST_LINES = 1000
@@ -233,11 +234,11 @@ class RemoteIndexPart:
         self._lines: list[bytes] = []
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add the line of a store. The next `write` sends it."""
+        """Add the line of a store. The next `write` uploads it."""
         self._lines.append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
     def write(self) -> None:
-        """Write the lines that are there. Raises RemoteError; the next call then writes them."""
+        """Upload the lines. Raises RemoteError; the next call then uploads them."""
         while True:
             to = self._prefix / INDEX_FOLDER / f"{self._name}-{self._number}.jsonl"
             with requests_for(to) as obstore:

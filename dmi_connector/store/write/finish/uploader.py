@@ -2,11 +2,11 @@
 """The uploader process: `python -m dmi_connector.store.write.finish.uploader ...`, started by the coordinator.
 
 It reads messages on standard input and answers on standard output (see messages.py). At the end of input it finishes
-what it was given. While it lives it holds a shared lock on each directory of these stores, and one on each store that
-is not uploaded yet, so that no repair uploads it too.
+all uploads. It holds a shared lock on each directory with such stores until it exits, and one on each store that is not
+uploaded yet, so that a repair does not upload the store too.
 
-messages    upload, skip (say in the index that a store is not uploaded)
-answers     ready, uploaded (store, line for the index there), failed (store, reason), note
+messages upload, skip (record in the index that a store is not uploaded) answers ready, uploaded (store, bytes), failed
+(store, reason), note
 """
 
 from __future__ import annotations
@@ -32,17 +32,20 @@ from dmi_connector.urls import parse_url
 STORES_AT_ONCE = 2
 _NICE = 10
 _INDEX_EVERY_S = 1.0
-"""The index there is written so often at most."""
+"""Minimum interval between two writes of the index in the bucket."""
 
 
 class Uploader:
-    """Uploads the stores that messages name, STORES_AT_ONCE at a time."""
+    """Uploads the stores named in messages, STORES_AT_ONCE at a time."""
 
     def __init__(self, prefix: RemotePath, retry_seconds: float, remove_local: bool, answers: int) -> None:
         self._prefix, self._retry_s, self._remove = prefix, retry_seconds, remove_local
         self._answers = answers
         self._locks: dict[Path, int | None] = {}
-        self._lock, self._index_lock = threading.Lock(), threading.Lock()  # of answers, which wait for no server
+        self._lock, self._index_lock = (
+            threading.Lock(),
+            threading.Lock(),
+        )  # separate, so that answers wait for no server
         self._part, self._told = RemoteIndexPart(prefix, uuid.uuid4().hex[:12]), 0.0
         self._dirty, self._noted = False, ""
         self._pool = ThreadPoolExecutor(STORES_AT_ONCE, "dmi-upload")
@@ -58,17 +61,17 @@ class Uploader:
             self._pool.submit(self._skip, store, message["reason"])
 
     def idle(self) -> None:
-        """Write the lines that the index there still lacks."""
+        """Write the lines that the index in the bucket still lacks."""
         with self._index_lock:
             self._write_index()
 
     def finish(self) -> None:
-        """Wait for what is under way, and write the index there."""
+        """Wait for the uploads to end, and write the index in the bucket."""
         self._pool.shutdown()
         self.idle()
 
     def reply(self, message: Message) -> None:
-        """Send an answer; nobody may be there any more."""
+        """Send an answer. It is dropped if the coordinator is gone."""
         try:
             write_all(self._answers, pack(message))
         except BrokenPipeError:
@@ -77,7 +80,7 @@ class Uploader:
     def _hold(self, store: Path) -> int | None:
         try:
             return hold_upload(store)
-        except OSError as error:  # a repair may upload it too then, which costs time alone
+        except OSError as error:  # a repair may then upload it too, which only costs time
             self._answer({"note": f"{store}: {error}"})
             return None
 
@@ -91,7 +94,7 @@ class Uploader:
     def _try(self, store: Path) -> None:
         try:
             result = finish_upload(store, self._prefix / store.name, self._retry_s, self._remove)
-        except BaseException as error:  # obstore's panics too: the engine must learn that this store is not there
+        except BaseException as error:  # also panics of obstore: the engine must learn that this store is not uploaded
             self._answer({"failed": str(store), "reason": f"{type(error).__name__}: {error}"})
             return
         if result.line is None:
@@ -120,7 +123,7 @@ class Uploader:
         try:
             self._part.write()
             self._dirty, self._noted = False, ""
-        except OSError as error:  # stores are found without it, each opened once
+        except OSError as error:  # without the index, readers find stores by opening each once
             if str(error) != self._noted:
                 self._answer({"note": f"the index of the uploads: {error}"})
             self._noted = str(error)
@@ -131,19 +134,19 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point of the process."""
     parser = argparse.ArgumentParser(prog="dmi-uploader", description="Started by the coordinator.")
     parser.add_argument("--url", required=True, help="s3://bucket/prefix")
-    parser.add_argument("--retry-seconds", type=float, required=True, help="how long a store is tried")
-    parser.add_argument("--remove-local", action="store_true", help="remove what was uploaded")
-    parser.add_argument("--file-mode", choices=tuple(UMASKS), required=True, help="who may read the index")
+    parser.add_argument("--retry-seconds", type=float, required=True, help="seconds to retry a failed upload")
+    parser.add_argument("--remove-local", action="store_true", help="remove local stores after their upload")
+    parser.add_argument("--file-mode", choices=tuple(UMASKS), required=True, help="permissions of the index")
     args = parser.parse_args(argv)
     os.nice(_NICE)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each store that waits has a lock
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each waiting store has an open, locked file
     os.umask(UMASKS[args.file_mode])
-    hold_life_lock()  # it may outlive a coordinator that is killed, and removes local copies
+    hold_life_lock()  # it may outlive a killed coordinator, and it removes local copies
     with open("/proc/self/comm", "w") as comm:
         comm.write("dmi-uploader")
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever prints goes to standard error
+    os.dup2(2, 1)  # other output goes to standard error
     uploader = Uploader(RemotePath(*parse_url("upload", args.url)), args.retry_seconds, args.remove_local, answers)
     uploader.reply({"ready": os.getpid()})
     decoder = Decoder()

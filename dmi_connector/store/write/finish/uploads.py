@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The uploads of a coordinator: the uploader process, a bounded backlog, and the outcome of each store."""
+"""Manages the uploads of a coordinator: the uploader process, a bounded backlog, and the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 UPLOADER = "dmi_connector.store.write.finish.uploader"
 _DEATHS = 3
-"""Waiting uploads fail after this many deaths of the process without an upload in between."""
+"""All waiting uploads fail after so many deaths of the uploader process without a finished upload in between."""
 _LOOK_S = 0.5
 """Interval at which a wait for room checks whether it is still needed."""
 
@@ -26,8 +26,8 @@ _LOOK_S = 0.5
 class Uploads:
     """Passes finished stores to the uploader process, which starts with the first store. All methods are thread-safe.
 
-    note: called with a sentence for each error. count: called with {"uploaded", "upload_failed", "bytes_queued" or
-    "bytes_uploaded": increase}.
+    note: called with a sentence for each error. count: called with {counter: increase}. The counters are "uploaded",
+    "upload_failed", "bytes_queued" and "bytes_uploaded".
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Uploads:
     ) -> None:
         self.settings, self._file_mode, self._note, self._count = settings, file_mode, note, count
         self._changed = threading.Condition(threading.RLock())
-        self._waiting: dict[str, int] = {}  # bytes of stores that are not uploaded, in order of arrival
+        self._waiting: dict[str, int] = {}  # by path: bytes of stores that are not uploaded yet, in order of arrival
         self._child: Child | None = None
         self._deaths = 0
         self._stopping = False
@@ -82,7 +82,7 @@ class Uploads:
                 self._changed.wait(_LOOK_S)
 
     def shutdown(self, timeout: float) -> bool:
-        """Finish waiting uploads within `timeout` seconds. Returns whether each succeeded, or failed with a reason."""
+        """Wait up to `timeout` seconds for the uploads, then stop. Returns whether all have succeeded or failed."""
         deadline = time.monotonic() + timeout
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting, timeout)
@@ -121,7 +121,7 @@ class Uploads:
         self._note(f"{store} is not uploaded, its local copy stays: {reason}")
 
     def _on_death(self, child: Child, how: str) -> None:
-        """Start another process for the waiting uploads."""
+        """Start a new process for the waiting uploads."""
         with self._changed:
             if self._stopping or child is not self._child:
                 return
