@@ -112,6 +112,16 @@ _LATENT = {
     "first_k_dense_replace": 1,
 }
 del _LATENT["head_dim"]
+_INDEXER = {
+    "kv_lora_rank": 280,
+    "qk_rope_head_dim": 40,
+    "qk_nope_head_dim": 20,
+    "v_head_dim": 28,
+    "index_topk": 48,
+    "index_head_dim": 72,
+    "index_n_heads": 11,
+}
+"""Sizes of attention with an indexer, which no kernel of vLLM has: tests replace them."""
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -175,6 +185,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "n_shared_experts": 1,
         "routed_scaling_factor": 1.8,
+    },
+    # An indexer with so many heads that hardly two tokens have the same score, 0.
+    "deepseek_v32": {
+        **_LATENT,
+        **_INDEXER,
+        "q_lora_rank": 56,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "routed_scaling_factor": 2.5,
+        "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "glm_moe_dsa": {
+        **_LATENT,
+        **_INDEXER,
+        "q_lora_rank": 40,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "routed_scaling_factor": 1.8,
+        "indexer_rope_interleave": True,
+        "index_topk_freq": 2,
+        "num_hidden_layers": 5,
     },
     "gemma": {**ODD, "tie_word_embeddings": True},
     "gemma3_text": {

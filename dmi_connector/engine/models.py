@@ -3,7 +3,7 @@
 
 `models.NAME` is vLLM's class NAME, with taps if our connector is configured. A few are classes of owners
 (`Owner.models`). vLLM imports them by name. Without our connector, their modules and compiled graph are those of vLLM's
-class.
+class. A class with `Architecture.uncaptured` then gives a model of that class.
 """
 
 from __future__ import annotations
@@ -169,13 +169,20 @@ _INPUTS = ("input_ids", "positions", "intermediate_tensors", "inputs_embeds")
 """The arguments of every model's forward, in order."""
 
 
+def _imported(place: str) -> Any:
+    """The class at ``module:Class``."""
+    module, _, class_name = place.partition(":")
+    return getattr(importlib.import_module(module), class_name)
+
+
 def _tapped_class(name: str) -> type:
     """Make the tapped class of a vLLM class. Classes of the Transformers backend keep their name, by which vLLM
     recognizes the backend.
     """
     row = ARCHITECTURES.get(name)
-    module, _, class_name = row.base.partition(":") if row is not None else (TRANSFORMERS, ":", name)
-    base = getattr(importlib.import_module(module), class_name)
+    place = row.base if row is not None else f"{TRANSFORMERS}:{name}"
+    module, _, class_name = place.partition(":")
+    base, uncaptured = _imported(place), row.uncaptured if row is not None else ""
     name = class_name if module == TRANSFORMERS else name
 
     @functools.wraps(base.forward)
@@ -194,6 +201,14 @@ def _tapped_class(name: str) -> type:
         return output if self.dmi_context is None else self.dmi_context.owner.output(output)
 
     attributes: dict[str, Any] = {"forward": forward, "__module__": __name__, "__doc__": base.__doc__}
+    if uncaptured:
+
+        def new(cls: type, *, vllm_config: Any, prefix: str = "") -> Any:
+            if _building or _is_draft(vllm_config) or not is_active(vllm_config):
+                return _imported(uncaptured)(vllm_config=vllm_config, prefix=prefix)
+            return base.__new__(cls)
+
+        attributes["__new__"] = new
     if not hasattr(base, "set_aux_hidden_state_layers"):
         attributes["supports_eagle3"] = False
     return type(name, (Tapped, base), attributes)
@@ -201,8 +216,7 @@ def _tapped_class(name: str) -> type:
 
 def _owners_class(name: str, place: str) -> type:
     """Make an owner's class for a model of vLLM. `capturing` is set here, because owners do not know the context."""
-    module, _, class_name = place.partition(":")
-    base = getattr(importlib.import_module(module), class_name)
+    base = _imported(place)
 
     def capturing(vllm_config: Any) -> CaptureContext | None:
         return capture_context(vllm_config) if is_active(vllm_config) else None

@@ -21,7 +21,7 @@ from dmi_connector.analysis.oracle.transformers_oracle import Oracle, largest
 from dmi_connector.cli.tiny_models import ARCHS, FAMILIES, make_model
 from dmi_connector.engine.model.architectures import ARCHITECTURES
 from dmi_connector.hooks import HOOKS
-from tests.engine import latent_cpu, renamed, routing_cpu
+from tests.engine import latent_cpu, renamed, routing_cpu, sparse_cpu
 from tests.engine.check import attention_weights, relative_errors
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
 from tests.engine.wrapped import ALL as RENAMED
@@ -35,12 +35,16 @@ FOUND = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_final"
 RESULT = os.environ.get("MODELS_RESULT", "")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 """With latent attention: on vLLM's CPU kernel; "-odd" on a stand-in for it; "-heads" over keys and values of heads."""
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
+"""With latent attention over the tokens that an indexer chooses, for which vLLM has no kernels on a CPU."""
+KEYLESS = (*LATENT, *INDEXED)
 SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
 """With attention sinks, which are not stored."""
 TEXT_ONLY = ("kimi_k25", "interns1", "internvl_chat", "gemma4", "gemma4_unified", "pixtral", "mimo_v2_omni", "step3p7")
 """Models with a vision tower that are started without it."""
 BIASED = ("ernie4_5_moe", "laguna", "minimax_m2", "step3p7")
 """With routing that vLLM's CPU router does not have."""
+PATCHED = (*BIASED, *INDEXED)
 _ONE_GROUP: dict[str, Any] = {"n_group": 1, "topk_group": 1, "q_lora_rank": None}
 _GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
 _SHARED_KEYS: dict[str, Any] = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_eq_v": True}
@@ -103,9 +107,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 POOLED = ("gemma4-shared", "gemma4")
 """Models that need a pool."""
 CACHED = {
-    name: 272 if name.endswith("-odd") else 0
+    name: 272 if name.endswith("-odd") or arch in INDEXED else 0
     for name, (arch, _) in MODELS.items()
-    if arch in LATENT and not name.endswith("-heads")
+    if arch in KEYLESS and not name.endswith("-heads")
 }
 """Tokens of a prefix-cache hit of 280, by model, where they are not 256: blocks have 16 tokens with latent attention.
 vLLM turns prefix caching off with its CPU kernel."""
@@ -158,12 +162,13 @@ SHORT = [
     ("bailing_moe_v2", "eager", "target"),
     ("gemma4-shared", "eager", "pool"),
     ("minicpm", "eager", "draft"),
+    ("glm_moe_dsa", "eager", "target"),
 ]
 """With ARCHS and models with a vision tower these have each kind of row: tests/unit/engine/test_model_cover.py."""
 IN_PROCESSES = [
     name
     for name, (arch, _) in MODELS.items()
-    if not name.endswith("-odd") and arch not in BIASED and name not in TEXT_ONLY
+    if not name.endswith("-odd") and arch not in PATCHED and name not in TEXT_ONLY
 ]
 """Models that need no patch of their engine, and so run on two ranks, each in a process of its own."""
 OWNERS = ("draft", "target")
@@ -171,10 +176,15 @@ OWNERS = ("draft", "target")
 
 
 def owners(name: str) -> tuple[str, ...]:
-    return ("pool",) if name in POOLED else OWNERS
+    return ("pool",) if name in POOLED else (*OWNERS, "pool") if name in INDEXED else OWNERS
 
 
-_ALL = [(name, mode, owner) for name in MODELS for mode in ("eager", "compiled") for owner in owners(name)]
+def modes(name: str) -> tuple[str, ...]:
+    """vLLM does not compile models with an indexer."""
+    return ("eager",) if name in INDEXED else ("eager", "compiled")
+
+
+_ALL = [(name, mode, owner) for name in MODELS for mode in modes(name) for owner in owners(name)]
 CONFIGURATIONS: list[Any] = [
     *SHORT,
     *(pytest.param(one, marks=pytest.mark.soak) for one in _ALL if one not in SHORT),
@@ -244,6 +254,9 @@ def options(name: str, mode: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         found |= without_tower(patch)
     if MODELS[name][0] in BIASED:
         routing_cpu.stand_in(patch)
+    if name in INDEXED:
+        sparse_cpu.stand_in(patch)
+        found |= latent_cpu.KERNEL | latent_cpu.ROTARY
     if MODELS[name][0] in LATENT:
         found |= latent_cpu.ROTARY if mode != "compiled" else {}
         if name.endswith("-heads"):
@@ -280,14 +293,16 @@ def check(run: Run, twin: Oracle, name: str, mode: str, owner: str) -> None:
 
 
 def test_every_hook_is_that_of_transformers(configuration: tuple[str, str, str], run: Run, twin: Oracle) -> None:
-    hit = CACHED.get(configuration[0], 256)
+    name, _, owner = configuration
+    hit = 256 if owner == "pool" else CACHED.get(name, 256)
     assert run.replies["again"].num_cached_tokens == hit, "no prefix-cache hit: this shows nothing"
     check(run, twin, *configuration)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    "name", [n for n, (arch, _) in MODELS.items() if not n.endswith("-odd") and arch not in BIASED and n not in POOLED]
+    "name",
+    [n for n, (arch, _) in MODELS.items() if not n.endswith("-odd") and arch not in PATCHED and n not in POOLED],
 )
 def test_two_ranks_give_the_hooks_of_the_whole_model(
     name: str, known_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -320,7 +335,7 @@ def test_attention_is_worked_out_as_the_model_attends(
     """With windows, chunks, soft caps, slopes and scales of its own."""
     capture = open_capture(run.store("len300"))
     arch = MODELS[configuration[0]][0]
-    lacks = "latent attention, whose keys" if arch in LATENT else "attention sinks, which" if arch in SINKS else ""
+    lacks = "latent attention, whose keys" if arch in KEYLESS else "attention sinks, which" if arch in SINKS else ""
     if lacks:
         with pytest.raises(ValueError, match=f"{lacks}.* are not stored"):
             capture.attention(0)

@@ -23,6 +23,7 @@ from dmi_connector.engine.features import features_of_hooks
 from dmi_connector.engine.model.architectures import ARCHITECTURES, Architecture
 from dmi_connector.engine.replaced import decomposed_experts
 from dmi_connector.engine.taps.batches import TapBatch
+from tests.engine import sparse_cpu
 from tests.engine.drafts import NGRAM
 from tests.engine.harness import Ask, Run, engine, generate, prompt
 from tests.engine.latent_cpu import KERNEL
@@ -276,7 +277,6 @@ def test_latent_attention_is_accepted(
 @pytest.mark.parametrize(
     ("arch", "fields", "args", "reason"),
     [
-        ("deepseek_v3", {"index_topk": 64}, {}, r"with an indexer \(index_topk in its config\).*such as DeepSeek V3"),
         ("deepseek_v2", {"qk_rope_head_dim": 0}, {}, "DeepseekV2ForCausalLM without kv_lora_rank or qk_rope_head_dim"),
         ("deepseek_v2", {}, {"dtype": "float16"}, r"float16 .* by routed_scaling_factor \(1.5\).*bfloat16"),
         (
@@ -286,7 +286,7 @@ def test_latent_attention_is_accepted(
             r"a step takes 256 tokens, .*set it to 512 \(max_model_len\) or more",
         ),
     ],
-    ids=["indexer", "plain", "float16", "whole-prompts"],
+    ids=["plain", "float16", "whole-prompts"],
 )
 def test_latent_attention_that_would_be_wrong_is_refused(
     tmp_path: Path, arch: str, fields: dict[str, Any], args: dict[str, Any], reason: str
@@ -294,6 +294,22 @@ def test_latent_attention_that_would_be_wrong_is_refused(
     model = latent_model(tmp_path, arch, **fields)
     with pytest.raises(ValueError, match=reason):
         capture_context(vllm_config(model, tmp_path / "captures", **{"dtype": "float32", **args}))
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize("arch", ["deepseek_v32", "glm_moe_dsa"])
+def test_attention_with_an_indexer_is_accepted_with_its_cache_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, owner: str
+) -> None:
+    sparse_cpu.stand_in(monkeypatch)
+    args = {"owner": owner, "max_num_batched_tokens": 512}
+    config = vllm_config(latent_model(tmp_path, arch), tmp_path / "captures", {"hooks": "attention"}, **args)
+    context = capture_context(config)
+    assert list(context.selection.hooks) == ["kv_c", "k_pe", "q_rot", "z"]
+    assert context.dims.layers == (5 if arch == "glm_moe_dsa" else 3)
+    monkeypatch.setattr(config.attention_config, "hisparse_config", object(), raising=False)
+    with pytest.raises(ValueError, match=r"hisparse_config moves the cache .* to the host.*; leave it out"):
+        refusals.check(config)
 
 
 def test_float16_is_accepted_where_vllm_divides_nothing(tmp_path: Path) -> None:

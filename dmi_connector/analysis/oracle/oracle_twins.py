@@ -244,10 +244,10 @@ TWINS = {
     "glm4_moe": replace(LLAMA, weights_scale="routed_scaling_factor"),
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
-    # When vLLM reads a config of V3.2 or Kimi K2, it sets `model_type` of transformers' class for V3 to these.
-    "deepseek_v32": _LATENT,
-    "kimi_k2": _LATENT,
+    "kimi_k2": _LATENT,  # when vLLM reads a config of Kimi K2, it gives transformers' class for V3 this `model_type`
     "glm4_moe_lite": _LATENT,
+    "deepseek_v32": _LATENT,  # also of V3, once vLLM has read a config of V3.2
+    "glm_moe_dsa": _LATENT,
     "mimo_v2_flash": replace(LLAMA, values_scale="attention_value_scale"),
     "glm4": _GLM4,
     "glm4v_text": _GLM4,

@@ -19,7 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DeepseekV32Config,
+    PreTrainedConfig,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dmi_connector.analysis.oracle.oracle_twins import ABSENT, LLAMA, TWINS, Point
@@ -44,7 +50,7 @@ class Oracle:
     """
 
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float32, without: Sequence[str] = ()) -> None:
-        config = _as_vllm(AutoConfig.from_pretrained(model_dir, local_files_only=True))
+        config = _as_vllm(_config_of(model_dir))
         self.wraps = config.get_text_config() is not config
         auto = AutoModelForImageTextToText if self.wraps else AutoModelForCausalLM
         how: Any = {"text_config": "eager", "vision_config": "sdpa"} if self.wraps else "eager"
@@ -197,7 +203,7 @@ class Oracle:
         rope = self.config.qk_rope_head_dim
         queries = values["q_rot"].unflatten(-1, (self.config.num_attention_heads, -1)).clone()
         key = values.pop("k_rot").unflatten(-1, (self.config.num_attention_heads, -1))[..., 0, -rope:]
-        if getattr(self.config, "rope_interleave", False):
+        if getattr(self.config, "rope_interleave", hasattr(self.config, "index_topk")):
             queries[..., -rope:], key = (x.unflatten(-1, (2, -1)).mT.flatten(-2) for x in (queries[..., -rope:], key))
         values |= {"q_rot": queries.flatten(-2), "k_pe": key}
 
@@ -222,6 +228,13 @@ def _attention_layers(config: Any) -> list[int]:
         sizes = [(layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim) for layer in layers]
     usual = max(dict.fromkeys(sizes), key=sizes.count)
     return [i for i, size in enumerate(sizes) if size == usual]
+
+
+def _config_of(model_dir: str | Path) -> Any:
+    """The config of a model. vLLM registers the class of V3 for DeepSeek V3.2, whose indexer it does not know."""
+    given, _ = PreTrainedConfig.get_config_dict(model_dir, local_files_only=True)
+    auto = DeepseekV32Config if given.get("model_type") == "deepseek_v32" else AutoConfig
+    return auto.from_pretrained(model_dir, local_files_only=True)
 
 
 def _as_vllm(config: Any) -> Any:

@@ -97,6 +97,7 @@ def kinds(name: str) -> set[Kind]:
     text = config.get_text_config()
     dims = row.dims(text)
     return {
+        ("latent attention", _latent(name) if isinstance(row, Latent) else ""),
         ("class of rows", Mixed.__name__ if isinstance(row, Mixed) else type(row).__name__),
         ("Transformers backend", row.in_transformers),
         ("block", bool(row.only), row.parallel, *map(bool, (row.ln1, row.ln2, row.attn_norm, row.mlp_norm))),
@@ -107,6 +108,12 @@ def kinds(name: str) -> set[Kind]:
         *of_columns(row),
         *of_config(given),
     }
+
+
+def _latent(name: str) -> str:
+    """Which latent attention of vLLM or of the tests runs."""
+    arch, suffix = MODELS[name][0], name.rpartition("-")[2]
+    return "indexer" if arch in test_models.INDEXED else suffix if suffix in ("odd", "heads") else "kernel"
 
 
 def of_columns(row: Architecture) -> Iterator[Kind]:
@@ -146,11 +153,13 @@ def test_each_row_has_a_model_that_make_models_starts() -> None:
     assert {model(name)[0].name for name in EVERY} >= ARCHITECTURES.keys()
     started = [tuple(getattr(c, "values", [c])[0]) for file in FILES[1:] for c in file.CONFIGURATIONS]
     assert sorted(started) == sorted(
-        (name, mode, owner) for name in EVERY for mode in ("eager", "compiled") for owner in owners(name)
+        (name, mode, owner) for name in EVERY for mode in test_models.modes(name) for owner in owners(name)
     )
 
 
 def owners(name: str) -> tuple[str, ...]:
+    if name in test_models.INDEXED:
+        return ("draft", "target", "pool")
     return (
         ("pool",)
         if name in (*test_hybrids.MODELS, *test_multimodal.HYBRID, *test_models.POOLED)

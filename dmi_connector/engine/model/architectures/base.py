@@ -29,15 +29,16 @@ def ungated(up_proj: str) -> dict[str, Any]:
 class Architecture:
     """Module paths of one vLLM model class. Paths of a layer's modules are relative to the layer; "": there is none.
 
-    base: ``module:Class`` of vLLM's model. positions: the module that gets the position ids; "" for the layers, FORWARD
-    if only the model gets them. positions_at: index of that argument. positions_as: its keyword. stream_at: index of
-    the layer's argument that is its input. ln1, ln2, final_norm: a fused add-and-norm returns (normed, residual
-    stream), a plain norm gets the residual stream as input; taps tell them apart by the output. plain_norms: norms
-    return something else after the normed values, and get the stream as input. Without ln1 the stream is the layer's
-    input, without ln2 the MLP's, without final_norm the last layer's output. qkv: the projection that returns q, k and
-    v concatenated. qkv_by_head: q, k and v of a head, or of a group of heads, are adjacent in it. q_norm, k_norm: norms
-    of q and k. heads_first: these norms get [heads, tokens, head_dim]. v_at_attn: v is changed between qkv and
-    attention, which gets it as its third argument. kv_norm: norm of the latent in latent attention. attn_norm,
+    base: ``module:Class`` of vLLM's model. uncaptured: the class that vLLM runs without capture, if it is another one,
+    whose fused kernels hide values of hooks. positions: the module that gets the position ids; "" for the layers,
+    FORWARD if only the model gets them. positions_at: index of that argument. positions_as: its keyword. stream_at:
+    index of the layer's argument that is its input. ln1, ln2, final_norm: a fused add-and-norm returns (normed,
+    residual stream), a plain norm gets the residual stream as input; taps tell them apart by the output. plain_norms:
+    norms return something else after the normed values, and get the stream as input. Without ln1 the stream is the
+    layer's input, without ln2 the MLP's, without final_norm the last layer's output. qkv: the projection that returns
+    q, k and v concatenated. qkv_by_head: q, k and v of a head, or of a group of heads, are adjacent in it. q_norm,
+    k_norm: norms of q and k. heads_first: these norms get [heads, tokens, head_dim]. v_at_attn: v is changed between
+    qkv and attention, which gets it as its third argument. kv_norm: norm of the latent in latent attention. attn_norm,
     mlp_norm: norms of a block's output, before it is added to the stream. moe_gate, moe_experts: router and experts, in
     layers that have them. rotary: whether q and k are rotated. parallel: attention and MLP read the same stream, and
     both are added to it. sums: whether a layer changes the stream only by the outputs of its blocks.
@@ -62,6 +63,7 @@ class Architecture:
 
     name: str
     base: str
+    uncaptured: str = ""
     language: str = ""
     layers: str = "model.layers"
     embed: str = "model.embed_tokens"

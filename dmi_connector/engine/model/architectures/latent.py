@@ -54,6 +54,10 @@ class Latent(Architecture):
         )
 
 
+_INDEXED = "vllm.models.deepseek_v32"
+"""The module of models with an indexer. Its classes for a GPU compute norms and rotary embeddings in fused kernels. On
+other platforms it has the classes of `deepseek_v2`.
+"""
 _DEEPSEEK: dict[str, Any] = {"float16_divisor": "routed_scaling_factor"}
 
 LATENT: tuple[Architecture, ...] = (
@@ -65,4 +69,16 @@ LATENT: tuple[Architecture, ...] = (
         **_DEEPSEEK,
     ),
     Latent("Glm4MoeLiteForCausalLM", f"{MODELS}.glm4_moe_lite:Glm4MoeLiteForCausalLM"),
+    Latent(
+        "DeepseekV32ForCausalLM",
+        f"{MODELS}.deepseek_v2:DeepseekV3ForCausalLM",
+        f"{_INDEXED}:DeepseekV32ForCausalLM",
+        **_DEEPSEEK,
+    ),
+    Latent(
+        "GlmMoeDsaForCausalLM",
+        f"{MODELS}.deepseek_v2:GlmMoeDsaForCausalLM",
+        f"{_INDEXED}:GlmMoeDsaForCausalLM",
+        **_DEEPSEEK,
+    ),
 )
