@@ -49,6 +49,7 @@ for a token depends on earlier tokens.
 FEATURES = {
     "rotary": "which has no rotary embedding",
     "latent": "which has no latent attention",
+    "indexer": "which has no indexer",
     "sequential": "which runs attention and MLP side by side",
     "input_norm": "which has no norm before attention",
     "mlp_norm": "which has no norm of its own before the MLP",
@@ -98,6 +99,7 @@ HOOKS: dict[str, Hook] = {
         _of_attention("q_rot", "Q", True, "queries after rotary, as attention sees them", only="rotary"),
         _of_attention("k_rot", "K", True, "keys after rotary, as attention sees them", only="rotary", unless="latent"),
         _of_attention("pattern", "A", True, "attention weights of heads: see attn(m)", "float32", unless="latent"),
+        _of_attention("indexer_topk", "X", False, "positions that the layer's indexer chose", "int32", only="indexer"),
         _of_attention("z", "Z", True, "attention output of every head, before the output projection"),
         Hook("mix_proj", "P", "layer", False, "outputs of a mixer's input projections, side by side", only="mixer"),
         Hook("mix_core", "N", "layer", True, "output of a mixer's core, before its gated norm", only="gated_mixer"),
@@ -130,8 +132,8 @@ ALIASES = {"mlp_in": "ln2"}
 """Alias -> the stored hook. `resid_post` is an alias too: of resid_pre of the next layer, and for the last layer of
 resid_final."""
 
-_NAMED_ALONE = ("q_rot", "k_rot", "pattern", "mlp_pre", "mlp_pre_linear")
-"""Hooks that `vllm-full` leaves out: other hooks and the weights give their values."""
+_NAMED_ALONE = ("q_rot", "k_rot", "pattern", "indexer_topk", "mlp_pre", "mlp_pre_linear")
+"""Hooks that `vllm-full` leaves out: other hooks and the weights give their values, or their rows are large."""
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "hidden-states": ("resid_pre", "resid_final"),

@@ -53,8 +53,9 @@ class ModelDims:
 
     head_dim: head size of queries and keys. v_head_dim: head size of values, 0 if it equals head_dim. kv_lora_rank,
     qk_rope_head_dim: in latent attention, sizes of the latent and of the rotary part of a head. features: the features
-    of FEATURES that the model has. rope_axes: axes of the positions of M-RoPE, 0 without M-RoPE. only: the hooks that
-    can be captured; None: all.
+    of FEATURES that the model has. index_topk, indexer_layers: the number of tokens that an indexer chooses, and the
+    layers with an indexer of their own. rope_axes: axes of the positions of M-RoPE, 0 without M-RoPE. only: the hooks
+    that can be captured; None: all.
 
     For hybrid models: attn_layers, mlp_layers: layers with attention, layers with an MLP; None: all. mixer_layers:
     layers with a mixer, such as Mamba or linear attention. mixer_proj: total width of the outputs of a mixer's input
@@ -78,6 +79,8 @@ class ModelDims:
     v_head_dim: int = 0
     kv_lora_rank: int = 0
     qk_rope_head_dim: int = 0
+    index_topk: int = 0
+    indexer_layers: tuple[int, ...] = ()
     rope_axes: int = 0
     only: frozenset[str] | None = None
     attn_layers: tuple[int, ...] | None = None
@@ -107,6 +110,7 @@ class ModelDims:
             "T": self.top_k,
             "A": self.heads,
             "M": self.rope_axes,
+            "X": self.index_topk,
             "P": self.mixer_proj,
             "N": self.mixer_inner,
         }[hook.width]
@@ -123,6 +127,8 @@ class ModelDims:
             return ()
         if hook.only == "moe":
             return self.moe_layers
+        if hook.only == "indexer":
+            return self.indexer_layers
         if hook.only == "dense":
             return tuple(i for i in self._with("mlp") if i not in set(self.moe_layers))
         return self.mixer_layers if hook.only in ("mixer", "gated_mixer") else self._with(hook.block)

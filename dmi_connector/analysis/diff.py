@@ -267,6 +267,8 @@ def _errors(a: np.ndarray, b: np.ndarray, hook: str) -> np.ndarray:
     if a.dtype.kind in "iu":
         if hook == "topk_ids":  # experts of equal weight may change places
             return np.asarray((a[:, :, None] != b[:, None]).all(2).mean(1))
+        if hook == "indexer_topk":  # in any order
+            return np.array([np.isin(one, other, invert=True).mean() for one, other in zip(a, b, strict=True)])
         return np.asarray((a != b).mean(1))
     a, b = a.astype(np.float64), b.astype(np.float64)
     with np.errstate(invalid="ignore"):

@@ -25,7 +25,7 @@ from tests.waits import sleep_while_waiting
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
-ALL_HOOKS = "vllm-full,attention,mlp_pre*"
+ALL_HOOKS = "vllm-full,attention,mlp_pre*,indexer*"
 """Every hook a model has: presets and wildcards leave out what it lacks."""
 
 USUAL_HOOKS = {name for name, hook in HOOKS.items() if hook.only in (None, "dense", *USUAL)}

@@ -195,8 +195,20 @@ def test_latent_attention_has_a_latent_in_the_place_of_keys_and_values() -> None
         parse_selection("kv_c", DENSE)
 
 
+def test_the_choice_of_an_indexer_exists_in_layers_with_an_indexer() -> None:
+    indexed = replace(LATENT, features=LATENT.features | {"indexer"}, index_topk=48, indexer_layers=(0, 2))
+    assert chosen("indexer_topk", indexed) == {"indexer_topk": (0, 2)}
+    assert indexed.width(HOOKS["indexer_topk"]) == 48 and not HOOKS["indexer_topk"].sharded
+    with pytest.raises(SelectionError, match="'indexer_topk' does not exist in Latent, which has no indexer"):
+        parse_selection("indexer_topk", LATENT)
+    with pytest.raises(SelectionError, match="indexer_topk"):
+        parse_selection("indexer_topk@1", indexed)
+
+
 def test_presets_are_what_the_pages_promise() -> None:
-    assert set(PRESETS["vllm-full"]) == set(HOOKS) - {"q_rot", "k_rot", "pattern", "mlp_pre", "mlp_pre_linear"}
+    assert set(PRESETS["vllm-full"]) == set(HOOKS) - {
+        *("q_rot", "k_rot", "pattern", "indexer_topk", "mlp_pre", "mlp_pre_linear")
+    }
     assert PRESETS["hidden-states"] == ("resid_pre", "resid_final")
     assert PRESETS["attention"] == ("q_rot", "k_rot", "v", "kv_c", "k_pe", "z")
     usual = [name for name, hook in HOOKS.items() if hook.only not in ("post_norms", "mixer", "gated_mixer")]

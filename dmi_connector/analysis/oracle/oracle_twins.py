@@ -92,6 +92,7 @@ LLAMA = Twin(
         Point("kv_c", "self_attn.kv_a_layernorm"),
         Point("q", "self_attn.q_norm"),
         Point("k", "self_attn.k_norm"),
+        Point("indexer_topk", "self_attn.indexer"),
         Point("z", "self_attn.o_proj", "in"),
         Point("attn_out", "self_attn.o_proj"),
         Point("resid_mid", "post_attention_layernorm", "in"),

@@ -97,7 +97,8 @@ class Oracle:
         Layer hooks are float32 [layers, tokens, width], hooks of ONCE [1, tokens, width], `logits` float32 [tokens,
         vocab] (row i predicts token i + 1), `token_ids` and `positions` int32 [tokens]. M-RoPE adds `mrope_positions`,
         int32 [1, tokens, axes]. Models with experts add router_logits and topk_weights (float32) and topk_ids (int32),
-        in descending order of weight, with equal weights in order of id. The layer axis of a hook holds only layers
+        in descending order of weight, with equal weights in order of id. Indexers add indexer_topk, int32 [layers,
+        tokens, index_topk], in descending order of position. The layer axis of a hook holds only layers
         that have it.
         """
         with _Recorder(len(token_ids)) as recorder:
@@ -126,9 +127,11 @@ class Oracle:
                 values[name] = self._in_halves(values[name])
         if self.twin.latent:
             self._share_keys(values)
+        if "indexer_topk" in values:
+            values["indexer_topk"] = self._chosen(values["indexer_topk"])
         values["logits"] = logits[0]
         values = {name: value for name, value in values.items() if name not in self.without}
-        integers = ("topk_ids", "mrope_positions")
+        integers = ("topk_ids", "mrope_positions", "indexer_topk")
         values = {name: value.int() if name in integers else value.float() for name, value in values.items()}
         values["token_ids"] = ids[0].int()
         values["positions"] = torch.arange(len(token_ids), dtype=torch.int32)
@@ -207,6 +210,14 @@ class Oracle:
             queries[..., -rope:], key = (x.unflatten(-1, (2, -1)).mT.flatten(-2) for x in (queries[..., -rope:], key))
         values |= {"q_rot": queries.flatten(-2), "k_pe": key}
 
+    def _chosen(self, value: torch.Tensor) -> torch.Tensor:
+        """Chosen positions [layers, tokens, at most index_topk], sorted and filled up with -1. Early tokens also choose
+        later ones, which are masked.
+        """
+        value = value.masked_fill(value > torch.arange(value.shape[1])[:, None], -1)
+        full = torch.nn.functional.pad(value, (0, self.config.index_topk - value.shape[-1]), value=-1)
+        return full.sort(-1, descending=True).values
+
     def _in_halves(self, value: torch.Tensor) -> torch.Tensor:
         """Heads in vLLM's order of rotated values: the first values of all pairs, then the second values."""
         return value.unflatten(-1, (-1, self._head_dim // 2, 2)).transpose(-1, -2).flatten(-3)
@@ -231,9 +242,12 @@ def _attention_layers(config: Any) -> list[int]:
 
 
 def _config_of(model_dir: str | Path) -> Any:
-    """The config of a model. vLLM registers the class of V3 for DeepSeek V3.2, whose indexer it does not know."""
+    """The config of a model. vLLM registers the class of V3 for DeepSeek V3.2, whose indexer it does not know. A model
+    of V3 that is saved later also says that it is V3.2.
+    """
     given, _ = PreTrainedConfig.get_config_dict(model_dir, local_files_only=True)
-    auto = DeepseekV32Config if given.get("model_type") == "deepseek_v32" else AutoConfig
+    indexed = given.get("model_type") == "deepseek_v32" and "index_topk" in given
+    auto = DeepseekV32Config if indexed else AutoConfig
     return auto.from_pretrained(model_dir, local_files_only=True)
 
 
@@ -386,6 +400,8 @@ def compare(capture: Capture, oracle: Oracle, images: Mapping[str, Any] | None =
             have, want = have[there], want[samples[there]]
         else:
             have, want = have.reshape(-1, *have.shape[-2:])[:, rows], want[:, rows]
+        if hook == "indexer_topk":  # in any order
+            have = np.sort(have, -1)[..., ::-1]
         if have.shape != want.shape:
             raise ValueError(f"{capture.path}: {hook} has shape {have.shape}, the oracle's model gives {want.shape}")
         errors[hook] = float(np.abs(have.astype(np.float32) - want).max())

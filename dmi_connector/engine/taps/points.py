@@ -7,7 +7,8 @@ writes each stage. Under torch.compile one op writes the whole layer at its end,
 
     stage           hooks                               written before
     ATTENTION_IN    resid_pre, ln1, q, k, v, mix_proj   rotary, which may rotate q and k in place, or a mixer's core
-    ATTENTION_OUT   v as attention gets it, kv_c, k_pe, q_rot, k_rot, z, mix_core, mix_z, attn_proj, attn_out
+    ATTENTION_OUT   v as attention gets it, kv_c, k_pe, q_rot, k_rot, indexer_topk, z, mix_core, mix_z, attn_proj,
+                    attn_out
                                                         the add-and-norm, which may overwrite attn_out
     MLP_IN          resid_mid, ln2                      the end of the MLP; with experts, the experts
     MLP_OUT         mlp_pre, mlp_pre_linear, mlp_post, mlp_proj, mlp_out
@@ -58,9 +59,9 @@ EXPERTS_IN = Stage("ln2", Waits.NEVER, beside=False)
 MLP_OUT = Stage("mlp", Waits.NEVER)
 STAGES = (ATTENTION_IN, ATTENTION_OUT, MLP_IN, EXPERTS_IN, MLP_OUT)
 
-_ATTENTION = ("layer", "ln1", "kv_norm", "qkv", "q_norm", "k_norm", "mix_in", "attn", "mix_norm", "o_proj", "mix_out")
 MODULES = (
-    *_ATTENTION,
+    *("layer", "ln1", "kv_norm", "qkv", "q_norm", "k_norm", "mix_in"),
+    *("indexer", "attn", "mix_norm", "o_proj", "mix_out"),
     "fills",
     "attn_norm",
     "before_mlp",
@@ -155,6 +156,11 @@ def _heads(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tenso
     return value.transpose(-3, -2) if layer.arch.heads_first else value
 
 
+def _chosen(_layer: LayerFacts, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    """The rows of this step in the buffer into which all indexers write."""
+    return output[: args[0].shape[0]]
+
+
 def _rotary_key(layer: LayerFacts, args: tuple[Any, ...], _output: Any) -> torch.Tensor:
     """The key that all heads share. Latent attention gets (q, kv_c, k_pe), or q, k and v of heads."""
     key: torch.Tensor = args[1][:, 0, -layer.shared :] if layer.shared else args[2]
@@ -220,6 +226,7 @@ TAP_POINTS = (
     TapPoint("q_rot", "attn", _input(0), Keep.AS_IS, ATTENTION_OUT),
     TapPoint("k_rot", "attn", _input(1), Keep.AS_IS, ATTENTION_OUT),
     TapPoint("v", "attn", _input(2), Keep.AS_IS, ATTENTION_OUT, where="v_at_attn"),
+    TapPoint("indexer_topk", "indexer", _chosen, Keep.COPY, ATTENTION_OUT),
     TapPoint("z", "o_proj", _input(0), Keep.AS_IS, ATTENTION_OUT),
     TapPoint("mix_core", "mix_norm", _input(0), Keep.AS_IS, ATTENTION_OUT),
     TapPoint("mix_z", "mix_out", _input(0), Keep.AS_IS, ATTENTION_OUT),

@@ -114,17 +114,18 @@ def test_the_first_difference_is_that_of_the_forward(write: Write, capsys: pytes
     assert printed["first"]["position"] == 5 and not printed["alike"]
 
 
-def test_whole_numbers_differ_by_their_share_and_experts_have_no_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hook", ["topk_ids", "indexer_topk"])
+def test_whole_numbers_differ_by_their_share_and_choices_have_no_order(hook: str, tmp_path: Path) -> None:
     ids = np.arange(2 * ROWS * 4, dtype=np.int32).reshape(2, ROWS, 4)
     other = ids[..., ::-1].copy()
     other[1, 3, 0] = other[0, 6, 2] = 10_000
-    arrays, owner = [ArraySpec("topk_ids", "int32", (0, 1), 4)], kit.Store(1 << 20)
+    arrays, owner = [ArraySpec(hook, "int32", (0, 1), 4)], kit.Store(1 << 20)
     for name, values in (("a", ids), ("b", other)):
-        owner.write(tmp_path / f"{name}.zarr", arrays, ROWS, values={"topk_ids": values.view("u4")})
+        owner.write(tmp_path / f"{name}.zarr", arrays, ROWS, values={hook: values.view("u4")})
     assert owner.shutdown(kit.PATIENCE)
     found = both(tmp_path / "a.zarr", tmp_path / "b.zarr")
-    assert [(hook.name, hook.tolerance, hook.unlike, hook.position, hook.worst) for hook in found.hooks] == [
-        *(("topk_ids@0", 0.0, 1, 6, 0.25), ("topk_ids@1", 0.0, 1, 3, 0.25))
+    assert [(one.name, one.tolerance, one.unlike, one.position, one.worst) for one in found.hooks] == [
+        *((f"{hook}@0", 0.0, 1, 6, 0.25), (f"{hook}@1", 0.0, 1, 3, 0.25))
     ]
 
 

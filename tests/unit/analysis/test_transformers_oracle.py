@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoTokenizer, DeepseekV3Config
+from transformers import CONFIG_MAPPING, AutoTokenizer, DeepseekV3Config
 
 from dmi_connector.analysis.oracle.oracle_twins import ONCE
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle, _Recorder, compare, largest
@@ -177,9 +177,26 @@ def test_a_v3_that_vllm_renames_keeps_its_latent_attention(
 ) -> None:
     """vLLM does so to transformers' class, for the whole process, when it reads a config of V3.2 or Kimi K2."""
     monkeypatch.setattr(DeepseekV3Config, "model_type", name)
-    AutoConfig.register(name, DeepseekV3Config, exist_ok=True)
+    monkeypatch.setitem(CONFIG_MAPPING._extra_content, name, DeepseekV3Config)  # as AutoConfig.register does
     model = make_model("deepseek_v3", tmp_path)
-    assert {"kv_c", "k_pe"} <= set(got := Oracle(model).run(IDS)) and "k_rot" not in got
+    assert {"kv_c", "k_pe"} <= set(got := Oracle(model).run(IDS)) and not {"k_rot", "indexer_topk"} & set(got)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_an_indexer_chooses_some_earlier_tokens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a V3.2 for which vLLM has registered the class of V3, which has no indexer."""
+    model = make_model(name, tmp_path, index_topk=5)
+    monkeypatch.setattr(DeepseekV3Config, "model_type", "deepseek_v32")
+    monkeypatch.setitem(CONFIG_MAPPING._extra_content, "deepseek_v32", DeepseekV3Config)
+    got = Oracle(model).run(IDS)
+    assert got["indexer_topk"].shape == (3, len(IDS), 5) and got["indexer_topk"].dtype == np.int32
+    for rows in got["indexer_topk"]:
+        for token, row in enumerate(rows.tolist()):
+            chosen = [position for position in row if position >= 0]
+            assert row == [*sorted({*chosen}, reverse=True), *[-1] * (4 - token)], "-1 where there are fewer tokens"
+            assert max(chosen) <= token
+    assert len({str(row) for row in got["indexer_topk"][:, -1].tolist()}) > 1, "all layers choose the same"
+    close(got["q_rot"][0, 0], Oracle(model).run(IDS[:1])["q_rot"][0, 0])
 
 
 def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, d: int) -> None:

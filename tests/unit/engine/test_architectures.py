@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GlmMoeDsaConfig
 
 pytest.importorskip("vllm")
 from dmi_connector.engine.model.architectures import ARCHITECTURES
@@ -35,6 +36,31 @@ def config(**fields: Any) -> Any:
 def test_layers_with_experts_are_those_that_the_config_names(fields: dict[str, Any], layers: tuple[int, ...]) -> None:
     dims = ARCHITECTURES["MixtralForCausalLM"].dims(config(num_experts=8, num_experts_per_tok=2, **fields))
     assert dims.moe_layers == layers
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_layers_with_an_indexer_are_those_of_transformers(every: int, offset: int) -> None:
+    fields = {"index_topk_freq": every, "index_skip_topk_offset": offset}
+    assert indexed(**fields) == with_indexer(GlmMoeDsaConfig(num_hidden_layers=9, **fields))
+
+
+def test_layers_with_an_indexer_may_be_listed() -> None:
+    pattern = {"index_topk_pattern": "FSSFFSFSS"}
+    assert indexed(**pattern) == with_indexer(GlmMoeDsaConfig(num_hidden_layers=9, **pattern)) == (0, 3, 4, 6)
+
+
+def with_indexer(config: GlmMoeDsaConfig) -> tuple[int, ...]:
+    return tuple(i for i, kind in enumerate(config.indexer_types) if kind == "full")
+
+
+def indexed(**fields: Any) -> tuple[int, ...]:
+    """The layers of the hook `indexer_topk` in a model with this config."""
+    known = config(num_hidden_layers=9, index_topk=48, kv_lora_rank=40, qk_rope_head_dim=8, qk_nope_head_dim=16)
+    vars(known).update(fields, v_head_dim=20, q_lora_rank=24)
+    dims = ARCHITECTURES["GlmMoeDsaForCausalLM"].fit(known).dims(known)
+    assert dims.index_topk == 48
+    return dims.layers_of(HOOKS["indexer_topk"])
 
 
 def test_a_hook_that_no_module_has_is_refused_by_its_name() -> None:

@@ -38,10 +38,11 @@ class Architecture:
     layer's input, without ln2 the MLP's, without final_norm the last layer's output. qkv: the projection that returns
     q, k and v concatenated. qkv_by_head: q, k and v of a head, or of a group of heads, are adjacent in it. q_norm,
     k_norm: norms of q and k. heads_first: these norms get [heads, tokens, head_dim]. v_at_attn: v is changed between
-    qkv and attention, which gets it as its third argument. kv_norm: norm of the latent in latent attention. attn_norm,
-    mlp_norm: norms of a block's output, before it is added to the stream. moe_gate, moe_experts: router and experts, in
-    layers that have them. rotary: whether q and k are rotated. parallel: attention and MLP read the same stream, and
-    both are added to it. sums: whether a layer changes the stream only by the outputs of its blocks.
+    qkv and attention, which gets it as its third argument. kv_norm: norm of the latent in latent attention. indexer:
+    the module that chooses the tokens at which attention looks. attn_norm, mlp_norm: norms of a block's output, before
+    it is added to the stream. moe_gate, moe_experts: router and experts, in layers that have them. rotary: whether q
+    and k are rotated. parallel: attention and MLP read the same stream, and both are added to it. sums: whether a layer
+    changes the stream only by the outputs of its blocks.
 
     Projections of the MLP: up_proj returns gate and up concatenated, only up if gate_proj is set, and the input of the
     activation if gated_mlp is False. down_proj gets the neurons.
@@ -80,6 +81,7 @@ class Architecture:
     k_norm: str = ""
     v_at_attn: bool = False
     kv_norm: str = ""
+    indexer: str = ""
     heads_first: bool = False
     attn: str = "self_attn.attn"
     o_proj: str = "self_attn.o_proj"

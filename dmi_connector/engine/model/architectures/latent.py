@@ -20,7 +20,8 @@ class Latent(Architecture):
                 "its row of hooks does not describe; use another model"
             )
         queries = "q_proj" if getattr(config, "q_lora_rank", None) is None else "q_b_proj"
-        return self._in("self_attn.mla_attn", queries, "mla_attn")
+        row = self._in("self_attn.mla_attn", queries, "mla_attn")
+        return replace(row, indexer="self_attn.mla_attn.indexer") if hasattr(config, "index_topk") else row
 
     def over_heads(self) -> Latent:
         """This fitted row for vLLM's multi-head attention instead of MLA, as with VLLM_MLA_DISABLE=1."""
@@ -42,7 +43,7 @@ class Latent(Architecture):
 
     @property
     def features(self) -> frozenset[str]:
-        return super().features | {"latent"}
+        return super().features | {"latent"} | ({"indexer"} if self.indexer else set())
 
     def dims(self, config: Any) -> ModelDims:
         return replace(
@@ -51,7 +52,18 @@ class Latent(Architecture):
             v_head_dim=config.v_head_dim,
             kv_lora_rank=config.kv_lora_rank,
             qk_rope_head_dim=config.qk_rope_head_dim,
+            index_topk=config.index_topk if self.indexer else 0,
+            indexer_layers=_with_indexer(config) if self.indexer else (),
         )
+
+
+def _with_indexer(config: Any) -> tuple[int, ...]:
+    """The layers with an indexer of their own, as vLLM builds them. Other layers look where the layer before does."""
+    layers, pattern = range(config.num_hidden_layers), getattr(config, "index_topk_pattern", None)
+    if pattern is not None:
+        return tuple(i for i in layers if i >= len(pattern) or pattern[i] != "S")
+    every, offset = getattr(config, "index_topk_freq", 1), getattr(config, "index_skip_topk_offset", 2)
+    return tuple(i for i in layers if max(i - offset + 1, 0) % every == 0)
 
 
 _INDEXED = "vllm.models.deepseek_v32"
