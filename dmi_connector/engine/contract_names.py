@@ -384,6 +384,12 @@ NAMES: dict[str, dict[str, Name]] = {
             "calls the projections, the norm and the attention that are tapped in models with latent attention",
         ),
     },
+    "indexer": {
+        "indexer": Name(
+            "vllm.model_executor.models.deepseek_v2:Indexer.forward",
+            "returns the buffer of all indexers, whose first rows are the tokens that this one chose",
+        ),
+    },
     "M-RoPE": {
         "axes": Name(
             "vllm.config:ModelConfig.mrope_num_dims",

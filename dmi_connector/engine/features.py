@@ -52,6 +52,7 @@ def features_of_hooks(vllm_config: VllmConfig, arch: Architecture, hooks: Iterab
         "vision tower": bool(arch.language),
         "attention summaries": "pattern" in chosen,
         "attention summaries on a CPU": "pattern" in chosen and cpu,
+        "indexer": "indexer_topk" in chosen,
         "routing of experts": not ROUTING.isdisjoint(chosen),
     }
     return [feature for feature, uses in used.items() if uses]

@@ -306,10 +306,21 @@ def test_attention_with_an_indexer_is_accepted_with_its_cache_on_the_device(
     config = vllm_config(latent_model(tmp_path, arch), tmp_path / "captures", {"hooks": "attention"}, **args)
     context = capture_context(config)
     assert list(context.selection.hooks) == ["kv_c", "k_pe", "q_rot", "z"]
-    assert context.dims.layers == (5 if arch == "glm_moe_dsa" else 3)
+    assert context.dims.indexer_layers == ((0, 1, 3) if arch == "glm_moe_dsa" else (0, 1, 2))
     monkeypatch.setattr(config.attention_config, "hisparse_config", object(), raising=False)
     with pytest.raises(ValueError, match=r"hisparse_config moves the cache .* to the host.*; leave it out"):
         refusals.check(config)
+
+
+def test_the_choice_of_an_indexer_needs_what_vllms_indexer_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sparse_cpu.stand_in(monkeypatch)
+    hide(monkeypatch, "indexer")
+    model = latent_model(tmp_path, "glm_moe_dsa")
+    capture_context(vllm_config(model, tmp_path / "captures", {"hooks": "attention"}))
+    with pytest.raises(ValueError, match=r"no_such_name is missing in version .*"):
+        capture_context(vllm_config(model, tmp_path / "captures", {"hooks": "indexer_topk"}))
 
 
 def test_float16_is_accepted_where_vllm_divides_nothing(tmp_path: Path) -> None:
