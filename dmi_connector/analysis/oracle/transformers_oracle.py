@@ -19,15 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    DeepseekV32Config,
-    PreTrainedConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from dmi_connector.analysis.oracle.oracle_config import attention_layers, config_of, is_heterogeneous
 from dmi_connector.analysis.oracle.oracle_twins import ABSENT, LLAMA, TWINS, Point
 from dmi_connector.captures.capture import Capture
 from dmi_connector.hook_table import HOOKS
@@ -50,7 +45,7 @@ class Oracle:
     """
 
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float32, without: Sequence[str] = ()) -> None:
-        config = _as_vllm(_config_of(model_dir))
+        config = config_of(model_dir)
         self.wraps = config.get_text_config() is not config
         auto = AutoModelForImageTextToText if self.wraps else AutoModelForCausalLM
         how: Any = {"text_config": "eager", "vision_config": "sdpa"} if self.wraps else "eager"
@@ -76,9 +71,9 @@ class Oracle:
             self.twin = self.twin.but(Point("resid_mid", ABSENT))
         if not getattr(self.config, "use_post_norm", True):
             self.twin = self.twin.but(Point("attn_proj", ABSENT), Point("mlp_proj", ABSENT))
-        self._attention = _attention_layers(self.config)
+        self._attention = attention_layers(self.config)
         self._layers: Any = self._base.get_submodule(self.twin.layers)
-        config = self.config.per_layer_config[self._attention[0]] if _is_heterogeneous(self.config) else self.config
+        config = self.config.per_layer_config[self._attention[0]] if is_heterogeneous(self.config) else self.config
         heads = config.num_attention_heads
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -221,41 +216,6 @@ class Oracle:
     def _in_halves(self, value: torch.Tensor) -> torch.Tensor:
         """Heads in vLLM's order of rotated values: the first values of all pairs, then the second values."""
         return value.unflatten(-1, (-1, self._head_dim // 2, 2)).transpose(-1, -2).flatten(-3)
-
-
-def _is_heterogeneous(config: Any) -> bool:
-    """Whether transformers has sizes per layer in this config, and no common size."""
-    return bool(getattr(config, "is_heterogeneous", False))
-
-
-def _attention_layers(config: Any) -> list[int]:
-    """The layers whose attention hooks are captured: those with their own keys, in the most common size."""
-    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
-    sizes: list[Any] = [None] * own
-    if config.model_type == "mimo_v2_flash":
-        sizes = config.layer_types
-    elif _is_heterogeneous(config):
-        layers = [config.per_layer_config[i] for i in range(own)]
-        sizes = [(layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim) for layer in layers]
-    usual = max(dict.fromkeys(sizes), key=sizes.count)
-    return [i for i, size in enumerate(sizes) if size == usual]
-
-
-def _config_of(model_dir: str | Path) -> Any:
-    """The config of a model. vLLM registers the class of V3 for DeepSeek V3.2, whose indexer it does not know. A model
-    of V3 that is saved later also says that it is V3.2.
-    """
-    given, _ = PreTrainedConfig.get_config_dict(model_dir, local_files_only=True)
-    indexed = given.get("model_type") == "deepseek_v32" and "index_topk" in given
-    auto = DeepseekV32Config if indexed else AutoConfig
-    return auto.from_pretrained(model_dir, local_files_only=True)
-
-
-def _as_vllm(config: Any) -> Any:
-    """A config with which transformers computes what vLLM does."""
-    if config.model_type in ("cohere2", "cohere2_moe"):
-        config.sliding_window += 1  # a window of vLLM has the token itself and this many earlier tokens
-    return config
 
 
 def _is_there(point: Point, present: Mapping[str, Any]) -> bool:
