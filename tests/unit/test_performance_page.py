@@ -121,6 +121,17 @@ def test_speculative_decoding_with_slow_cores() -> None:
     assert all(one["verified"] and not one["lost_rows"] for one in (found, once))
 
 
+def test_speculative_decoding_with_fewer_writers() -> None:
+    text = page("PERFORMANCE.md").split("**Speculative decoding with fewer writers**")[1].split("No row was lost")[0]
+    engines = BUSY["h200-drafts-writers"]["engines"]
+    loads = {name: engine["loads"]["short64"] for name, engine in engines.items()}
+    eagle3, ngram = (loads[f"stock {method}"]["tok_per_s"] for method in ("eagle3", "ngram"))
+    same(" ".join(re.findall(r"\d\d,\d{3}", text)), min(eagle3), max(eagle3), min(ngram), max(ngram))
+    names = [f"{ZSTD} eagle3", f"{ZSTD} eagle3:8", f"{ZSTD} eagle3:5", "hidden-states null eagle3", f"{ZSTD} ngram"]
+    same(" ".join(re.findall(r"0\.\d\d", text)), *ratios([loads[name] for name in names]))
+    assert all(loads[name].get("verified", True) and not loads[name].get("lost_rows") for name in names)
+
+
 def test_hybrid_models_in_a_pool() -> None:
     text = page("PERFORMANCE.md").split("**Hybrid models in a pool**")[1].split("\n- ")[0].replace("vLLM 0.33", "")
     engines = [BUSY[f"h200-pool-{name}"]["engines"] for name in ("qwen3.5", "nemotron-h")]
