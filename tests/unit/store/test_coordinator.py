@@ -400,7 +400,7 @@ def test_a_late_rank_keeps_what_it_may_still_write(tmp_path: Path) -> None:
     message = {"partial": str(partial), "final": str(tmp_path / "a.zarr"), "files": {}, "attrs": attrs}
     message |= {"arrays": arrays, "samples": {}, "ranks": 2, "rank_timeout": 0, "fsync": False, "bytes_raw": 0}
     answer = Commit.start({**message, "losses": []}).run(lambda *_: pytest.fail("rank 1 may still write"))
-    reason = "tensor-parallel ranks [1] did not finish in 0 s; hooks without data: q"
+    reason = "ranks [1] did not finish in 0 s; hooks without data: q"
     assert answer == {"complete": False, "reason": reason, "label": "other"}
 
 

@@ -106,7 +106,7 @@ class Captures:
         """Begin a capture.
 
         final: path of the store, NAME.zarr. attrs: facts for the root attribute (docs/FORMAT.md, section 5);
-        `prompt_len` is required on rank 0, `start` defaults to 0. rank, ranks: tensor-parallel rank and size.
+        `prompt_len` is required on rank 0, `start` defaults to 0. rank, ranks: rank and number of ranks.
         most_rows: maximum number of rows, None if unknown. borrow: see `check_borrow`. Raises ValueError.
         """
         final = os.path.abspath(final)
