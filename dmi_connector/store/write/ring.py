@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,15 +18,21 @@ ALIGN = 4096
 
 @dataclass(eq=False)
 class Extent:
-    """Contiguous bytes of the ring: `nbytes` bytes from `offset`. They are freed when `refs` reaches 0.
-
-    end: the offset at which the next extent can begin.
-    """
+    """Contiguous bytes of the ring: `nbytes` bytes from `offset`. They are freed when `refs` reaches 0."""
 
     offset: int
     nbytes: int
-    end: int = field(repr=False)
     refs: int = 1
+
+    @property
+    def size(self) -> int:
+        """Bytes that the extent takes, alignment included."""
+        return max(1, -(-self.nbytes // ALIGN)) * ALIGN
+
+    @property
+    def end(self) -> int:
+        """The offset at which the next extent can begin."""
+        return self.offset + self.size
 
 
 class RingBase:
@@ -60,7 +66,7 @@ class RingBase:
 
     @property
     def used(self) -> int:
-        """Bytes in use."""
+        """Bytes from the oldest extent in use to the latest extent, alignment and gaps included."""
         raise NotImplementedError
 
     def view(self, extent: Extent) -> np.ndarray:
@@ -90,7 +96,6 @@ class Ring(RingBase):
 
     @property
     def used(self) -> int:
-        """Bytes in use, alignment and gaps included."""
         with self._changed:
             if not self._extents:
                 return 0
@@ -98,9 +103,7 @@ class Ring(RingBase):
             return last.end - first.offset if last.offset >= first.offset else self.usable - first.offset + last.end
 
     def close(self) -> None:
-        """Close the ring. The memory is freed with its last view. Nothing can be allocated after this: whoever waits for
-        space gets None.
-        """
+        """Close the ring. The memory is freed with its last view. Whoever waits for space, or asks later, gets None."""
         with self._changed:
             if self.fd < 0:
                 return
@@ -127,17 +130,17 @@ class Ring(RingBase):
         Returns None if there was no space in time, or if the ring is closed. Raises ValueError for more bytes than the
         ring can have.
         """
-        size = max(1, -(-nbytes // ALIGN)) * ALIGN
+        extent = Extent(0, nbytes)
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while self.fd >= 0:
-                if size > self.most:
+                if extent.size > self.most:
                     raise ValueError(
                         f"{nbytes} bytes do not fit in the {self.most} bytes of the ring: use a larger "
                         "host_buffer_bytes, or smaller chunks"
                     )
-                if (at := self._place(size)) is not None:
-                    extent = Extent(at, nbytes, at + size)
+                if (at := self._place(extent.size)) is not None:
+                    extent.offset = at
                     self._extents.append(extent)
                     return extent
                 left = None if deadline is None else deadline - time.monotonic()

@@ -27,8 +27,8 @@ signal.pause()  # also after the end of input
 
 
 @pytest.fixture(params=["ready", "begun"])
-def detached(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Child, int, queue.Queue[str]]]:
-    """A child that forked, its process id, and how it died. It has answered `ready`, or another message before that."""
+def detached(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Child, queue.Queue[str]]]:
+    """A child that forked, and how it died. It has answered `ready`, or another message before that."""
     (tmp_path / "detached.py").write_text(DETACHED)
     answers: queue.Queue[dict[str, Any]] = queue.Queue()
     deaths: queue.Queue[str] = queue.Queue()
@@ -45,20 +45,20 @@ def detached(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[C
     )
     pid = answers.get(timeout=PATIENCE)[request.param]
     assert pid != child.process.pid
-    yield child, pid, deaths
+    yield child, deaths
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
-def test_kill_ends_the_process_that_detached(detached: tuple[Child, int, queue.Queue[str]]) -> None:
-    child, pid, deaths = detached
+def test_kill_ends_the_process_that_detached(detached: tuple[Child, queue.Queue[str]]) -> None:
+    child, deaths = detached
     child.kill()
     assert deaths.get(timeout=PATIENCE) == "killed"
     assert child.join(PATIENCE)
     child.kill()  # nothing is left
 
 
-def test_join_kills_the_process_that_detached(detached: tuple[Child, int, queue.Queue[str]]) -> None:
-    child, pid, deaths = detached
+def test_join_kills_the_process_that_detached(detached: tuple[Child, queue.Queue[str]]) -> None:
+    child, deaths = detached
     assert not child.join(0.1)
     assert deaths.get(timeout=PATIENCE) == "killed"
