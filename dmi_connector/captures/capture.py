@@ -157,9 +157,9 @@ class Capture(StoreReader):
     ) -> np.ndarray:
         """Restore rows [tokens, width] of one layer of a hook that was stored as principal components.
 
-        basis: path of the server's basis file; by default the copy that the server put next to its stores. Raises
-        ValueError for a hook that was stored in another way, and for another basis than the one used. Raises
-        FileNotFoundError if there is no basis.
+        basis: path or URL of the server's basis file; by default the copy in `bases/`, next to the store or to a folder
+        that contains it. Raises ValueError for a hook that was stored in another way, and for another basis than the
+        one used. Raises FileNotFoundError if there is no basis.
         """
         return restore(self, hook, layer, tokens, basis)
 

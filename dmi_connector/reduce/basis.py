@@ -47,6 +47,7 @@ class Basis(FittedFile):
     what: ClassVar[str] = "basis"
     command: ClassVar[str] = "dmi fit-pca"
     setting: ClassVar[str] = "pca({})"
+    argument: ClassVar[str] = "basis"
     cached: ClassVar[int] = 0  # bases are large, and reading rows does not need them
 
     @classmethod

@@ -219,7 +219,7 @@ def scores(stores: kit.Store, tmp_path: Path) -> tuple[Capture, np.ndarray, Path
 def test_rows_are_restored_from_principal_components(scores: tuple[Capture, np.ndarray, Path]) -> None:
     """With a basis that is given, or with the copy beside the store."""
     cap, rows, path = scores
-    with pytest.raises(FileNotFoundError, match="give basis="):
+    with pytest.raises(FileNotFoundError, match=r"\(or give it as basis=\)"):
         cap.restore("mlp_out", 4)
     given = cap.restore("mlp_out", 4, basis=path)
     assert given.shape == (200, WIDTH) and np.abs(given - rows[1]).max() < 0.15
@@ -228,6 +228,8 @@ def test_rows_are_restored_from_principal_components(scores: tuple[Capture, np.n
     np.testing.assert_array_equal(cap.restore("mlp_out", -2), given)
     np.testing.assert_array_equal(cap.restore("mlp_out", 4, slice(3, 7)), given[3:7])
     assert np.abs(cap.restore("mlp_out", 1) - rows[0]).max() < 0.15
+    (cap.path.parent / BASES).rename(cap.path.parent.parent / BASES)  # beside a folder that the store is in
+    np.testing.assert_array_equal(cap.restore("mlp_out", 4), given)
     with pytest.raises(ValueError, match="has a basis of its own; name one layer"):
         cap.restore("mlp_out")
 
@@ -272,8 +274,10 @@ def test_another_basis_is_refused(scores: tuple[Capture, np.ndarray, Path], tmp_
     tensors = {f"mlp_out.4.{name}": getattr(basis, name) for name in ("mean", "components", "std")}
     about = {"hooks": {"mlp_out": {"width": WIDTH, "k": RANK, "layers": [4]}}}
     save_file(tensors, tmp_path / "other.safetensors", metadata={METADATA: json.dumps(about)})
-    with pytest.raises(ValueError, match="is another basis"):
+    with pytest.raises(ValueError, match="holds another basis file"):
         cap.restore("mlp_out", 4, basis=tmp_path / "other.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"none\.safetensors does not exist; give the file with SHA-256"):
+        cap.restore("mlp_out", 4, basis=tmp_path / "none.safetensors")
 
 
 @pytest.mark.parametrize("shards", [1, 2])
