@@ -23,6 +23,7 @@ from dmi_connector.reduce.projection import matrix
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.kept_files import BASES, keep_copy
 from tests import storekit as kit
+from tests.fittedkit import basis_tensors
 
 HEADS, KV, SIZE, TOKENS = 4, 2, 8, 40
 DIMS = {"heads": HEADS, "kv_heads": KV, "head_dim": SIZE}
@@ -189,8 +190,7 @@ def as_components(stores: kit.Store, folder: Path, layers: dict[str, tuple[int, 
     for hook, own in layers.items():
         for layer, rows in zip(own or (0,), of_layers(own or (0,)), strict=True):
             basis, _ = fit([rows], RANK)
-            for name in ("mean", "components", "std"):
-                tensors[f"{hook}.{layer}.{name}"] = getattr(basis, name)
+            tensors |= basis_tensors(f"{hook}.{layer}", basis)
         about[hook] = {"width": WIDTH, "k": RANK, "layers": list(own or (0,))}
     path = folder / "basis.safetensors"
     save_file(tensors, path, metadata={METADATA: json.dumps({"hooks": about})})
@@ -271,7 +271,7 @@ def test_directions_are_taken_to_the_space_of_the_scores(scores: tuple[Capture, 
 def test_another_basis_is_refused(scores: tuple[Capture, np.ndarray, Path], tmp_path: Path) -> None:
     cap, rows, _path = scores
     basis, _ = fit([rows[0]], RANK)
-    tensors = {f"mlp_out.4.{name}": getattr(basis, name) for name in ("mean", "components", "std")}
+    tensors = basis_tensors("mlp_out.4", basis)
     about = {"hooks": {"mlp_out": {"width": WIDTH, "k": RANK, "layers": [4]}}}
     save_file(tensors, tmp_path / "other.safetensors", metadata={METADATA: json.dumps(about)})
     with pytest.raises(ValueError, match="holds another basis file"):
