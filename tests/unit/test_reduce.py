@@ -612,3 +612,20 @@ def test_bases_that_do_not_fit_are_refused(basis_file: Path, tmp_path: Path) -> 
         parse(f"pca({tmp_path / 'text'})")
     with pytest.raises(ReduceError, match=r"'rank=3' in .* is unknown"):
         parse(f"pca({basis_file}, rank=3)")
+
+
+@pytest.mark.parametrize("spec", ["int8", "int8(affine)", "int8(16)", "fp8", "topk(4)", "topk(4, sample=2)", "rp(4)"])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.filterwarnings("error")
+def test_decoding_a_row_that_is_not_finite_gives_nan_without_a_warning(spec: str, value: float) -> None:
+    reduction = parse(spec)
+    assert reduction is not None
+    reduction = reduction.bind("mlp_post", [0], 16, 1)
+    rows = torch.arange(48.0).reshape(3, 16) - 20
+    rows[1, 3] = value
+    reduction.prepare(16, torch.device("cpu"), 0, 0)
+    stored = reduction.encode(rows).numpy()
+    decoded = reduction.decode(stored, 16, "float32")
+    assert np.isnan(decoded).any(1).tolist() == [False, True, False] and not np.isinf(decoded).any()
+    if isinstance(reduction, TopK):
+        assert reduction.tally(stored, 16, "float32").rows == 2
