@@ -23,7 +23,8 @@ from dmi_connector.captures.capture import open_capture
 from dmi_connector.layout import TOKEN_ARRAYS, ArraySpec, PayloadLayout
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.schema import hooks_attribute
-from dmi_connector.store.read.index import find_captures, read_index
+from dmi_connector.store.read.index import find_captures
+from dmi_connector.store.read.index_lines import read_index
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.client import StoreClient
