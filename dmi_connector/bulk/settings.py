@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -44,6 +45,7 @@ FREE_FLAGS = frozenset(
         "max-num-seqs",
         "max-num-batched-tokens",
         "tensor-parallel-size",
+        "pipeline-parallel-size",
         "distributed-executor-backend",
         "enable-prefix-caching",
         "no-enable-prefix-caching",
@@ -62,6 +64,7 @@ FREE_FLAGS = frozenset(
         "swap-space",
         "cpu-offload-gb",
         "tp",
+        "pp",
         "cc",
         "O",
     )
@@ -125,16 +128,18 @@ def joined(flags: Sequence[str]) -> list[str]:
     return found
 
 
-def tensor_parallel(flags: Sequence[str]) -> int:
-    """The tensor-parallel size that these flags give; 1 if they give none. Raises ValueError."""
-    found = 1
+def engine_gpus(flags: Sequence[str]) -> int:
+    """Number of GPUs of an engine with these flags: tensor-parallel ranks times pipeline stages. Raises ValueError."""
+    sizes = {"tensor-parallel-size": 1, "pipeline-parallel-size": 1}
     for flag in joined(flags):
-        if _flag_name(flag) in ("tensor-parallel-size", "tp"):
+        name = _flag_name(flag)
+        name = {"tp": "tensor-parallel-size", "pp": "pipeline-parallel-size"}.get(name, name)
+        if name in sizes:
             value = flag.partition("=")[2]
             if not value.isdigit() or not int(value):
-                raise ValueError(f"--tensor-parallel-size {value!r} is not valid; give a whole number from 1 on")
-            found = int(value)
-    return found
+                raise ValueError(f"--{name} {value!r} is not valid; give a whole number from 1 on")
+            sizes[name] = int(value)
+    return math.prod(sizes.values())
 
 
 def _flag_name(flag: str) -> str:
