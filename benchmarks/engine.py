@@ -22,7 +22,6 @@ import numpy as np
 
 from benchmarks.common import random_tokens, store_problems
 from benchmarks.setups import CASES, PROFILED, Case, Setup
-from benchmarks.without import IN_ENGINE
 from benchmarks.worker import (
     worker_pending,
     worker_pin,
@@ -140,9 +139,6 @@ class Bench:
         engine_args = {"dtype": args.dtype, "max_model_len": args.max_model_len, "seed": 0, **args.engine_args}
         if gigabytes := args.kv_gigabytes.get(engine, args.kv_gigabytes.get("*")):
             engine_args["kv_cache_memory_bytes"] = int(gigabytes * 1e9)
-        if setup.without:
-            place = "scheduler_cls" if setup.without in IN_ENGINE else "worker_extension_cls"
-            engine_args[place] = f"benchmarks.without.{setup.without}"
         begin = time.perf_counter()
         self.llm = LLM(args.model, load_format="dummy", skip_tokenizer_init=True, **{**engine_args, **extra})
         self.facts: dict[str, Any] = {"start_s": round(time.perf_counter() - begin, 1)}

@@ -18,7 +18,7 @@
 #   sustained   always busy: hidden-states of both owners, a narrow selection (7 minutes)
 #   sustained-full, sustained-int8, sustained-long   always busy: the full surface; int8; prompts of 4,000 tokens, cached
 #               prompts and 256 in flight, also with writers that always compress
-#   sustained-pieces, sustained-without   always busy: vLLM's default graphs; mechanisms switched off
+#   sustained-pieces   always busy: vLLM's default graphs
 # For the next phases the package must be installed: workers find it by its entry point. GPUS: how many there are (2).
 #   sustained-ranks   always busy, tensor parallel on GPUs of 139 GiB (9 minutes)
 #   sustained-32b, sustained-70b   the same with the shapes of a 32B or 70B model (benchmarks.shapes; 5 minutes)
@@ -110,8 +110,9 @@ for phase in "$@"; do
     sustained-int8)
       busy sustained-int8 '{"stock": 5, "int8 null": 42, "int8 lz4": 42}' 'stock,int8 null,int8 lz4' short64 --profile 1 ;;
     sustained-long)
-      busy sustained-long '{"stock": 13, "*": 36}' 'stock,hidden-states zstd,hidden-states zstd without plain' \
-        long16,cached64,short256 --loads-of '{"hidden-states zstd without plain": "long16,cached64"}' --repeat 2 ;;
+      busy sustained-long '{"stock": 13, "*": 36}' 'stock,hidden-states zstd,hidden-states zstd:always' \
+        long16,cached64,short256 --loads-of '{"hidden-states zstd:always": "long16,cached64"}' --repeat 2 \
+        --options-of '{"hidden-states zstd:always": {"always_compress": true}}' ;;
     sustained-ranks)
       whole="{\"tensor_parallel_size\": $ranks, ${whole#\{}" VLLM_ALLREDUCE_USE_SYMM_MEM=0 \
         busy sustained-ranks '{"stock": 4, "full null": 36, "int8 null": 20, "attn null": 4, "*": 9}' \
@@ -158,10 +159,6 @@ for phase in "$@"; do
     sustained-pieces)
       busy sustained-pieces '{"stock pieces": 4, "full null pieces": 66, "*": 9}' \
         'stock pieces,hidden-states zstd pieces,hidden-states zstd draft pieces,full null pieces' short64 ;;
-    sustained-without)
-      busy sustained-without '{"stock": 4, "*": 9}' \
-        'stock,hidden-states zstd,hidden-states zstd without pace,hidden-states zstd without idle,hidden-states zstd without branch' \
-        short64 --repeat 3 ;;
     models)
       python3 -m benchmarks.shapes /tmp/dmi-shapes >/dev/null
       few='{"gpu_memory_utilization": 0.03, "max_num_seqs": 64, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}}'

@@ -38,7 +38,7 @@ from dmi_connector.layout import ArraySpec, PayloadLayout, hook_reductions, row_
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.locks import PartialLock
 from dmi_connector.store.format.paths import no_follow
-from dmi_connector.store.read.index import read_index
+from dmi_connector.store.read.index_lines import read_index
 from dmi_connector.store.write.client import StoreClient
 from dmi_connector.store.write.finish import retention
 from dmi_connector.store.write.finish.commit import append_index, finish_line, now

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.fitted import dims_of
-from benchmarks.without import MECHANISMS
 
 FULL = "vllm-full,-logits"
 HIDDEN = "hidden-states"
@@ -61,7 +60,7 @@ class Setup:
     hooks: selection, "" for an engine without our connector. reduce: pairs of the option. slow: one writer and a host
     buffer of two chunks, so that the sink is far slower than the link. share: minimum share of time that writers work
     while the engine decodes, 0 for the package's own. owner: of the rows, "" for that of the run. profile: whether
-    decode is profiled too, where it is among the cases. without: a mechanism of `benchmarks.without` that is off.
+    decode is profiled too, where it is among the cases.
     """
 
     name: str
@@ -76,7 +75,6 @@ class Setup:
     reduce: tuple[tuple[str, str], ...] = ()
     owner: str = ""
     profile: bool = True
-    without: str = ""
 
     @property
     def stores(self) -> bool:
@@ -158,12 +156,6 @@ def all_setups(curves: list[str], default_codec: str, model: str) -> list[Setup]
             Setup(f"{name} null", name, FULL, sink="null", cases=(*decode, "prefill32"), reduce=rules),
             Setup(f"{name} disk none", name, FULL, codec="none", cases=("decode32", "prefill32"), reduce=rules),
         ]
-    bursts = ("decode1", "decode32", "decode128x48", "prefill8")
-    setups += [
-        Setup(f"full {sink} without {name}", f"full without {name}", FULL, sink=sink, cases=bursts, without=name)
-        for name in MECHANISMS
-        for sink in ("null", "host")
-    ]
     summaries = (("pattern", "attn(8)"),)
     setups.append(Setup("attn null", "attn", "pattern", sink="null", cases=(*decode, "prefill32"), reduce=summaries))
     if "hooks" in curves:

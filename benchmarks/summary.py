@@ -33,8 +33,9 @@ _CHECK = ("same_tokens_as_stock", "greedy_same", "seeded_same", "largest_tie", "
 
 
 def base_of(setup: str) -> str:
-    """The setup of stock that one is compared with."""
-    return next((f"stock {last}" for last in ("pieces", *METHODS) if setup.endswith(f" {last}")), "stock")
+    """The setup of stock that one is compared with. setup: may be `NAME:LABEL`."""
+    name = setup.split(":")[0]
+    return next((f"stock {last}" for last in ("pieces", *METHODS) if name.endswith(f" {last}")), "stock")
 
 
 def summarise(raw: Found) -> Found:

@@ -33,7 +33,6 @@ from benchmarks.engine import Bench
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms
 from benchmarks.report import busy_table
 from benchmarks.setups import FULL, HIDDEN, REDUCE, Setup
-from benchmarks.without import MECHANISMS
 from benchmarks.worker import worker_backlog, worker_graph_mode, worker_profile, worker_python_us, worker_writers_s
 
 MODULE = "benchmarks.sustained"
@@ -98,11 +97,6 @@ def all_setups(model: str) -> list[Sustained]:
         setups.append(Sustained(f"stock {method}", f"stock {method}", drafts=method))
         setups.append(ours(f"hidden-states null {method}", HIDDEN, drafts=method))
         setups.append(ours(f"hidden-states zstd {method}", HIDDEN, "zstd", drafts=method))
-    for name in MECHANISMS:
-        setups.append(ours(f"hidden-states null without {name}", HIDDEN, without=name))
-        setups.append(ours(f"hidden-states zstd without {name}", HIDDEN, "zstd", without=name))
-        setups.append(ours(f"full null without {name}", FULL, without=name))
-        setups.append(ours(f"int8 none without {name}", FULL, "none", reduce=int8, without=name))
     return setups
 
 

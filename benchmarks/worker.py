@@ -132,7 +132,7 @@ def _profiled(worker: Any) -> dict[str, tuple[Any, str]]:
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
     from dmi_connector.engine.scheduler.tracker import Tracker
-    from dmi_connector.engine.transfer import gpu_lane
+    from dmi_connector.engine.transfer import gpu_lane, staging
     from dmi_connector.engine.transfer.exporter import Exporter
     from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 
@@ -146,9 +146,9 @@ def _profiled(worker: Any) -> dict[str, tuple[Any, str]]:
         "ours: before_forward": (Exporter, "before_forward"),
         "ours: after_forward": (Exporter, "after_forward"),
         "ours: of these, gathers": (DeviceLane, "send"),
-        "ours: of a gather, index": (gpu_lane.Index, "on_gpu"),
+        "ours: of a gather, index": (staging.Index, "on_gpu"),
         "ours: of a gather, launch": (gpu_lane, "gather_rows"),
-        "ours: of a gather, room": (gpu_lane.Staging, "reserve"),
+        "ours: of a gather, room": (staging.Staging, "reserve"),
         "ours: build_meta": (Tracker, "step"),
     }
 

@@ -222,7 +222,7 @@ def _pack(fields: Sequence[RowField]) -> tuple[tuple[RowField, ...], int]:
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One array of a store, as one tensor-parallel rank writes it.
+    """One array of a store, as one rank writes it.
 
     A hook array is `[layers, tokens, width]`. With `layers=()` the hook exists once and its layer axis has length 1. A
     per-sample array (`per_sample=True`: logits) is `[samples, width]`. For names in `hooks.HOOKS` the scope given there

@@ -10,9 +10,17 @@ import numpy as np
 import torch
 
 from dmi_connector.layout import ArraySpec
+from dmi_connector.reduce.basis import LayerBasis
 from dmi_connector.reduce.fitted import FittedReduction
 from dmi_connector.store.format.kept_files import BASES, keep_copy
 from tests import storekit as kit
+
+
+def basis_tensors(place: str, basis: LayerBasis) -> dict[str, np.ndarray]:
+    """The tensors of a basis in its file, whose variance is that of the components. place: "HOOK.LAYER"."""
+    tensors = {"mean": basis.mean, "components": basis.components, "std": basis.std}
+    tensors["variance"] = (basis.std**2).sum(keepdims=True)
+    return {f"{place}.{name}": tensor for name, tensor in tensors.items()}
 
 
 def encoded(reduction: FittedReduction, values: np.ndarray, layers: Sequence[int], shards: int = 1) -> np.ndarray:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chosen experts in the stores of a parallel engine, compared with those that vLLM itself returns.
+"""Chosen experts in stores, compared with those that vLLM itself returns.
 
     python -m benchmarks.checks.check_experts --out check.json --engine-args '{"data_parallel_size": 2}'
+    python -m benchmarks.checks.check_experts --out check.json --arch gpt_oss --quantized mxfp4
+    python -m benchmarks.checks.check_experts --out check.json --arch deepseek_v2 --quantized fp8
 
-A small random Qwen3-MoE with `enable_expert_parallel` answers all prompts: stock vLLM, then with capture. Both return
-`routed_experts`. The experts in each store must be those that the engine of that store returned. Tokens are compared
-with stock's too.
+A small random model with experts answers all prompts: stock vLLM, then with capture. Both return `routed_experts`. The
+experts in each store must be those that the engine of that store returned. Tokens are compared with stock's too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,26 @@ MODULE = "benchmarks.checks.check_experts"
 HOOKS = "hidden-states,topk_ids"
 LENGTHS = (5, 16, 31, 64, 127, 128, 129, 200, 300, 400) * 3
 OUTPUT_TOKENS = 48
-MODEL = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"hidden_size": 256, "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4},
+    "gpt_oss": {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256, "num_local_experts": 16},
+    "deepseek_v2": {
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "q_lora_rank": 256,
+        "num_key_value_heads": 4,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 256,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+}
+"""Family -> sizes that kernels of a GPU take."""
+QUANTIZED = {
+    "mxfp4": {"quant_method": "mxfp4"},
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+}
+"""Format -> `quantization_config` of a checkpoint. Its weights are then drawn by vLLM (`load_format` "dummy")."""
 ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 320}
 
 
@@ -38,7 +58,10 @@ async def _replies(args: argparse.Namespace, extra: dict[str, Any]) -> list[Any]
 
     rng = np.random.default_rng(0)
     prompts = [rng.integers(10, 500, length).tolist() for length in LENGTHS]
-    settings = {**ENGINE, "enable_expert_parallel": True, "enable_return_routed_experts": True}
+    settings = {**ENGINE, "enable_return_routed_experts": True}
+    ranks = [args.engine_args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "data")]
+    settings |= {"enable_expert_parallel": True} if max(ranks) > 1 else {}
+    settings |= {"load_format": "dummy"} if args.quantized else {}
     settings |= {**args.engine_args, **extra}
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(args.model, **settings))
 
@@ -95,6 +118,8 @@ def parser() -> argparse.ArgumentParser:
     p = common.engine_parser(MODULE, __doc__, "benchmarks/results/last.json", "/dev/shm/dmi-check-experts")
     p.add_argument("--model", default="/tmp/dmi-check-experts-model", help="where the small model is made")
     p.add_argument("--owners", default="draft,target")
+    p.add_argument("--arch", choices=MODELS, default="qwen3_moe", help="family of the model (default: %(default)s)")
+    p.add_argument("--quantized", choices=QUANTIZED, help="the format of its checkpoint, with weights that vLLM draws")
     return p
 
 
@@ -106,7 +131,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     from dmi_connector.cli.tiny_models import make_model
 
-    make_model("qwen3_moe", args.model, dtype="bfloat16", **MODEL)
+    make_model(args.arch, args.model, dtype="bfloat16", num_hidden_layers=4, **MODELS[args.arch])
+    if args.quantized:
+        path = Path(args.model, "config.json")
+        path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": QUANTIZED[args.quantized]}))
     results: dict[str, Any] = {"header": common.header(MODULE, argv)}
     stock: list[list[int]] = []
     failures = []

@@ -16,7 +16,7 @@ from dmi_connector.store.format.completeness import OWN_ENDS
 from dmi_connector.store.format.locks import claim, lock_alone
 from dmi_connector.store.format.remote_path import Place, place_of
 from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX
-from dmi_connector.store.read.index import read_index, uploaded_stores
+from dmi_connector.store.read.index_lines import read_index, uploaded_stores
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.run_manifest import MANIFESTS, read_manifest
 from dmi_connector.store.read.verify import verify_store

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -27,13 +28,13 @@ from dmi_connector.wording import show
 RUN_NAME = "run.json"
 """File with the name and the settings of a run."""
 LIFE_NAME = ".life.lock"
-"""File on which all processes of the engines hold a shared lock. The lock files of shares and workers have the same
-prefix.
+"""Prefix of the files on which processes of engines hold a shared lock until they exit. Each share has such a file, and
+each worker of a Ray cluster.
 """
 _LOCK_NAME = ".settings.lock"
-"""File on which each run holds a shared lock."""
+"""File on which each process of `dmi run` holds a shared lock."""
 _OTHERS_S, _AGAIN_S = 2.0, (0.02, 0.2)
-"""How long to retry while other starts hold the lock, and the range of the pauses. Seconds."""
+"""How long to retry while other processes hold the lock, and the range of the pauses. Seconds."""
 _FORMAT = 1
 STORE_OPTIONS = ("hooks", "reduce", "codec", "chunk_tokens", "segment_tokens", "check")
 """Server options that affect the contents of stores, besides `probes`."""
@@ -44,6 +45,7 @@ FREE_FLAGS = frozenset(
         "max-num-seqs",
         "max-num-batched-tokens",
         "tensor-parallel-size",
+        "pipeline-parallel-size",
         "distributed-executor-backend",
         "enable-prefix-caching",
         "no-enable-prefix-caching",
@@ -62,6 +64,7 @@ FREE_FLAGS = frozenset(
         "swap-space",
         "cpu-offload-gb",
         "tp",
+        "pp",
         "cc",
         "O",
     )
@@ -125,16 +128,18 @@ def joined(flags: Sequence[str]) -> list[str]:
     return found
 
 
-def tensor_parallel(flags: Sequence[str]) -> int:
-    """Number of GPUs of an engine with these flags. Raises ValueError."""
-    found = 1
+def engine_gpus(flags: Sequence[str]) -> int:
+    """Number of GPUs of an engine with these flags: tensor-parallel ranks times pipeline stages. Raises ValueError."""
+    sizes = {"tensor-parallel-size": 1, "pipeline-parallel-size": 1}
     for flag in joined(flags):
-        if _flag_name(flag) in ("tensor-parallel-size", "tp"):
+        name = _flag_name(flag)
+        name = {"tp": "tensor-parallel-size", "pp": "pipeline-parallel-size"}.get(name, name)
+        if name in sizes:
             value = flag.partition("=")[2]
             if not value.isdigit() or not int(value):
-                raise ValueError(f"--tensor-parallel-size {value!r} is not valid; give a whole number from 1 on")
-            found = int(value)
-    return found
+                raise ValueError(f"--{name} {value!r} is not valid; give a whole number from 1 on")
+            sizes[name] = int(value)
+    return math.prod(sizes.values())
 
 
 def _flag_name(flag: str) -> str:
@@ -150,7 +155,7 @@ def _resolved(capture: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _probes(capture: Mapping[str, Any]) -> dict[str, Any]:
-    """The probes, by digest of their files. {} without probes, as in runs of versions without them."""
+    """The entry `probes`: digests of their files. Without probes there is none, as in runs of older versions."""
     probes = {name: parse_probe(name, text) for name, text in capture.get("probes", {}).items()}
     return {"probes": {name: probe.sha256 or probe.path for name, probe in probes.items()}} if probes else {}
 
@@ -180,7 +185,7 @@ def settle(out: Path, fingerprint: Mapping[str, Any]) -> Iterator[str]:
                 yield str(noted["run"])
                 return
         with lock_alone(lock) as alone:
-            # If another run has written settings meanwhile, compare them first.
+            # If another process has written settings meanwhile, compare them first.
             if alone and _noted(out) == noted:
                 if written or not is_unused(out, str(noted["run"]), LIFE_NAME):
                     raise _refusal(out, noted["settings"], wanted)

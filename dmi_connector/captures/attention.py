@@ -215,7 +215,8 @@ def _softmax(
 ) -> Iterator[tuple[slice, slice, np.ndarray, np.ndarray]]:
     """Yield (queries, keys, shares [queries, keys], sums of shares [queries, 1]) for blocks of queries.
 
-    A weight is a share divided by the sum of the query's shares. Weights on other keys are 0.
+    shares: exp(score - maximum), the weights before normalisation. A weight is a share divided by the sum of the
+    query's shares. Weights on other keys are 0.
     """
     how, dims = _How.of(capture, layer), capture.attrs["dims"]
     heads, kv_heads, size = (int(dims[name]) for name in ("heads", "kv_heads", "head_dim"))

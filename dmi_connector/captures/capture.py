@@ -11,7 +11,7 @@ import numpy as np
 
 from dmi_connector.captures.attention import attention
 from dmi_connector.captures.followed import FollowedCapture, follow_capture
-from dmi_connector.captures.names import hook_and_layer
+from dmi_connector.captures.names import hook_and_layer, names_rows
 from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.captures.reduced import attention_summary, latents, project, restore, tally
 from dmi_connector.captures.routed_experts import routed_experts
@@ -88,13 +88,7 @@ class Capture(StoreReader):
 
     def __contains__(self, name: object) -> bool:
         """Whether `capture[name]` exists."""
-        if not isinstance(name, str):
-            return False
-        try:
-            hook, layer = hook_and_layer(name, self.attrs)
-        except (KeyError, ValueError):  # a TransformerLens name that means another tensor, or a bad layer
-            return False
-        return self._table.holds(hook, layer)
+        return names_rows(name, self._table, self.attrs)
 
     def numpy(self, hook: str, layer: Layers = None, tokens: Tokens = None, convert: bool = True) -> np.ndarray:
         """Like `StoreReader.numpy`. hook: may include the layer, as in "q@3".
@@ -157,9 +151,9 @@ class Capture(StoreReader):
     ) -> np.ndarray:
         """Restore rows [tokens, width] of one layer of a hook that was stored as principal components.
 
-        basis: path of the server's basis file; by default the copy that the server put next to its stores. Raises
-        ValueError for a hook that was stored in another way, and for another basis than the one used. Raises
-        FileNotFoundError if there is no basis.
+        basis: path or URL of the server's basis file; by default the copy in `bases/`, next to the store or to a folder
+        that contains it. Raises ValueError for a hook that was stored in another way, and for another basis than the
+        one used. Raises FileNotFoundError if there is no basis.
         """
         return restore(self, hook, layer, tokens, basis)
 

@@ -11,7 +11,7 @@ from typing import Any, Generic, Self, TypeVar, overload
 
 import numpy as np
 
-from dmi_connector.captures.names import hook_and_layer
+from dmi_connector.captures.names import hook_and_layer, names_rows
 from dmi_connector.captures.own_values import check_keeps
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import TOKEN_ARRAYS
@@ -69,9 +69,9 @@ class FollowedCapture(Generic[Reader]):
         self._watch = Watch(path)
         self.finished: Reader | None = None
         self.attrs: dict[str, Any] = partial.attrs() or self._end().attrs
-        table = HookTable.of(self.attrs)
-        self.hooks: list[str] = table.names
-        self.layers: dict[str, list[int]] = {name: table.layers(name) for name in table.names}
+        self._table = HookTable.of(self.attrs)
+        self.hooks: list[str] = self._table.names
+        self.layers: dict[str, list[int]] = {name: self._table.layers(name) for name in self.hooks}
         self.prompt_len: int = self.attrs["prompt_len"]
 
     @property
@@ -127,7 +127,7 @@ class FollowedCapture(Generic[Reader]):
         if name in TOKEN_ARRAYS:
             return _Named(name)
         hook, layer = hook_and_layer(name, self.attrs)
-        sources = HookTable.of(self.attrs).chosen(hook, layer)
+        sources = self._table.chosen(hook, layer)
         if hook != name.partition("@")[0]:  # a name of TransformerLens means the values before reduction
             for array in {source.array for source in sources}:
                 reduced = StoredReduction.of(self.attrs["hooks"][array], self.path)
@@ -198,8 +198,8 @@ class FollowedCapture(Generic[Reader]):
         self.close()
 
     def __contains__(self, name: object) -> bool:
-        """Whether `hooks` has this name."""
-        return isinstance(name, str) and name in self.hooks
+        """Whether `follow(name)` gives rows of a hook."""
+        return names_rows(name, self._table, self.attrs)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.hooks)

@@ -47,6 +47,14 @@ def hook_and_layer(name: str, attrs: Mapping[str, Any]) -> tuple[str, int | None
         raise ValueError(f"{name!r} names no layer; write a hook as in 'resid_pre@3'") from error
 
 
+def names_rows(name: object, table: HookTable, attrs: Mapping[str, Any]) -> bool:
+    """Whether a name as in `hook_and_layer` names rows of a store. table: its hooks. attrs: its root attribute."""
+    try:
+        return isinstance(name, str) and table.holds(*hook_and_layer(name, attrs))
+    except (KeyError, ValueError):  # a TransformerLens name that means another tensor, or a bad layer
+        return False
+
+
 def holds(name: str, attrs: Mapping[str, Any]) -> bool:
     """Whether a store has the hook and layer of a name as in `hook_and_layer`. attrs: the store's root attribute.
 

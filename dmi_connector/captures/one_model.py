@@ -9,7 +9,7 @@ from dmi_connector.store.format.remote_path import Place
 
 
 def is_named(model: str | None, name: str) -> bool:
-    """Whether a model has a name, in full or as the last part of its path. model: None if the store names no model."""
+    """Whether `name` is the path of a model, or its last part. model: the path; None if the store names no model."""
     return model is not None and name in (model, PurePath(model).name)
 
 

@@ -14,8 +14,8 @@ from dmi_connector.reduce.base import Reduction
 from dmi_connector.reduce.basis import Basis, LayerBasis
 from dmi_connector.reduce.latents import Latents
 from dmi_connector.reduce.tally import Tally
-from dmi_connector.store.format.pca_files import find_basis
 from dmi_connector.store.read.arrays.hook_values import Tokens
+from dmi_connector.store.read.fitted_files import find_fitted
 from dmi_connector.store.read.hook_names import Source
 from dmi_connector.store.read.reader import StoreReader
 
@@ -89,7 +89,7 @@ def _basis(
     layers = capture.attrs["hooks"][source.array]["layers"] or [0]
     fitted = reduction.fitted()
     assert fitted is not None
-    found: LayerBasis = reduction.part(find_basis(fitted.sha256, capture.path, basis), layers[source.index])
+    found: LayerBasis = reduction.part(find_fitted(Basis, fitted.sha256, capture.path, basis), layers[source.index])
     return found
 
 

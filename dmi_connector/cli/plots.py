@@ -23,7 +23,7 @@ Open = Callable[[str], Capture]
 
 
 _CONTEXT = 24
-"""Number of tokens on either side of an activating token. The widest line holds as many."""
+"""Number of tokens shown on either side of an activating token: as many as fit into the widest line."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from dmi_connector.bulk.prompts import Columns
 from dmi_connector.bulk.ray_workers import LOCAL, RayWorkers, connected
 from dmi_connector.bulk.recovery import Recovered, not_uploaded, recover
 from dmi_connector.bulk.run import Outcome, Run
-from dmi_connector.bulk.settings import LIFE_NAME, RunSettings, settle, tensor_parallel
+from dmi_connector.bulk.settings import LIFE_NAME, RunSettings, engine_gpus, settle
 from dmi_connector.bulk.signals import stopped_by_signals
 from dmi_connector.bulk.sources import identity, open_source
 from dmi_connector.cli import units
@@ -93,7 +93,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     )
     cluster.add_argument("--workers", type=_count, metavar="N", help="engines on the cluster (default: 1)")
     cluster.add_argument("--worker-cpus", type=_count, metavar="N", help="that Ray counts for each (default: 1)")
-    cluster.add_argument("--worker-gpus", type=_count, metavar="N", help="of each (default: tensor parallel size)")
+    cluster.add_argument("--worker-gpus", type=_count, metavar="N", help="of each (default: as its flags say)")
     out = parser.add_argument_group("output")
     out.add_argument("--out", type=Path, required=True, metavar="DIR", help="stores, manifest.jsonl, rejects.jsonl")
     out.add_argument("--max-bytes", type=units.nbytes, default=0, metavar="SIZE", help="of the stores in DIR: 500M, 2T")
@@ -232,7 +232,7 @@ def _engines(
         return stack.enter_context(closing(EngineProcesses(options.data_parallel, start, out, life, suffix)))
     workers = options.workers or 1
     address = options.ray or os.environ.get("RAY_ADDRESS") or LOCAL
-    each = options.worker_gpus or tensor_parallel(settings.flags)
+    each = options.worker_gpus or engine_gpus(settings.flags)
     needs, room = stack.enter_context(connected(address, workers, options.worker_cpus or 1, each))
     if room < workers:
         text = f"dmi: the cluster has room for {room} of {workers} workers; the others start when it has more"

@@ -23,7 +23,7 @@ DELTA = {
     "linear_value_head_dim": 40,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
-    "rms_norm_eps": 1e-3,  # queries and keys that are all but orthogonal give values whose norm is all rounding
+    "rms_norm_eps": 1e-3,  # if queries and keys are nearly orthogonal, outputs are rounding errors, not to be scaled up
 }
 """Gated delta nets of a size for which vLLM has no CPU kernel."""
 ON_CPU = {
@@ -70,7 +70,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "ssm_state_size": 24,
         "chunk_size": 64,
-        "time_step_min": 1e-9,  # transformers clamps steps to it, vLLM does not
+        "time_step_min": 1e-9,  # transformers clamps time steps (dt) to it, vLLM does not
     },
     "granitemoehybrid": {
         **_ODD,

@@ -26,8 +26,9 @@ _LOG_EVERY_S = 10
 def add_verify(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dmi verify`."""
     parser.add_argument("paths", metavar="STORE|DIR|URL", nargs="+")
-    parser.add_argument("--verbose", action="store_true", help=f"print each store, also if there are more than {_FEW}")
-    parser.add_argument("--quiet", action="store_true", help="print only problems: no progress, no counts")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--verbose", action="store_true", help=f"print each store, also if there are more than {_FEW}")
+    output.add_argument("--quiet", action="store_true", help="print only problems: no progress, no counts")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that check (default: 1)")
     parser.set_defaults(run=run_verify)
 
@@ -39,10 +40,9 @@ def run_verify(options: argparse.Namespace) -> int:
     stores = [store for place in found for store in ([place] if is_store(place) else stores_of(place))]
     begun = {parent: begun_stores(parent) for parent in {store.absolute().parent for store in stores}}
     damaged, not_finite, incomplete, old = 0, 0, 0, 0
-    every = options.verbose or len(stores) <= _FEW
+    every = options.verbose or (len(stores) <= _FEW and not options.quiet)
     if options.jobs < 1:
         raise ValueError(f"--jobs {options.jobs} is not valid; use 1 or more")
-    every = every and not options.quiet
     show = _Progress(options.quiet)
     work = [(store, _line_of(store, begun)) for store in stores]
     for number, (store, problems) in enumerate(zip(stores, _checked(work, options.jobs), strict=True)):

@@ -53,11 +53,14 @@ class DMIConnector(KVConnectorBase_V1):
             from dmi_connector.engine import sizing
             from dmi_connector.engine.replaced import ask_one_rank
             from dmi_connector.engine.scheduler.tracker import Tracker
+            from dmi_connector.engine.transfer.chunk_layout import sent_bytes
 
             if self.context.ranks > 1:
                 ask_one_rank()
             behind = int(bool(vllm_config.scheduler_config.async_scheduling))
-            self.tracker = Tracker(self.context, slots, sizing.keep_rows(self.context, vllm_config), behind)
+            gpu = vllm_config.device_config.device_type != "cpu"
+            keep_rows = sizing.keep_rows(self.context.options, sent_bytes(self.context), gpu)
+            self.tracker = Tracker(self.context, slots, keep_rows, behind)
             self.tracker.warning = self.context.owner.ignored(vllm_config, self.context)
             if self.tracker.warning:
                 logger.warning("dmi: ignored: %s", self.tracker.warning)

@@ -101,7 +101,6 @@ class CaptureProm(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         families: dict[str, Any] = {}
         self._counters: dict[tuple[int, str], Any] = {}
-        self._gauges: dict[tuple[int, str], Any] = {}
         for key, (name, text) in COUNTERS.items():
             reason = key.split(".")[1:]
             if name not in families:
@@ -116,23 +115,24 @@ class CaptureProm(KVConnectorPromMetrics):
         self._alerts = self._counter_cls(
             name=f"vllm:dmi_{ALERTS}", documentation="Requests with a score above the threshold", **of_probe
         )
-        backlog = self._gauge_cls(
+        self._backlog = self._gauge_cls(
             name=f"vllm:dmi_{BACKLOG}",
             documentation="Bytes of the host buffer that are not written yet",
             multiprocess_mode="mostrecent",
             labelnames=[*labelnames, "rank"],
         )
-        for rank in range(vllm_config.parallel_config.tensor_parallel_size):
-            for engine, values in per_engine_labelvalues.items():
-                self._gauges[engine, f"{BACKLOG}.{rank}"] = backlog.labels(*values, str(rank))
+        parallel = vllm_config.parallel_config
+        for rank in range(parallel.tensor_parallel_size * parallel.pipeline_parallel_size):
+            for values in per_engine_labelvalues.values():
+                self._backlog.labels(*values, str(rank))  # a series at 0 until the rank reports
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record the data of a CaptureStats."""
         for key, value in transfer_stats_data.items():
-            name, _, probe = key.partition(".")
-            labels = (*self.per_engine_labelvalues[engine_idx], probe)
+            name, _, label = key.partition(".")  # the label is a rank, a probe or a reason
+            labels = (*self.per_engine_labelvalues[engine_idx], label)
             if name == BACKLOG:
-                self._gauges[engine_idx, key].set(value)
+                self._backlog.labels(*labels).set(value)
             elif name == ALERTS:
                 self._alerts.labels(*labels).inc(value)
             elif name == SCORE:

@@ -178,7 +178,7 @@ def check_logits(vllm_config: VllmConfig) -> None:
 
 
 def check_attention(arch: Architecture, model: ModelConfig) -> None:
-    """Raises ValueError for attention that the model's row does not describe, and for a dtype that scales hooks."""
+    """Raises ValueError for attention that the `Architecture` does not describe, and for a dtype that scales hooks."""
     if model.use_mla and "latent" not in arch.features:
         raise ValueError(
             f"model: {model.model!r} uses multi-head latent attention, which the row of {arch.name} does not describe; "
@@ -232,7 +232,8 @@ def check_stages(
 def _check_sleep(vllm_config: VllmConfig) -> None:
     """Refuses sleep if rows would be lost.
 
-    An engine in the client's process runs no step before sleep that tells other processes which requests have ended.
+    In the client's process, vLLM runs no step between the last reply and sleep. So workers in other processes would not
+    learn which requests have ended.
     """
     backend = vllm_config.parallel_config.distributed_executor_backend
     here = envs.VLLM_ENABLE_V1_MULTIPROCESSING or backend in ("uni", "external_launcher")

@@ -7,18 +7,13 @@ import glob
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.scheduler.quota import UNLIMITED
 from dmi_connector.option_values import OptionError
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.write.settings import WriteSettings
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 LEAST_SHARE = 0.05
 """Minimum duty cycle of writers on a machine with a GPU while the ring has room (store/write/pace.py)."""
@@ -57,7 +52,7 @@ def gpu_share(token_bytes: Sequence[int], rank: int) -> float:
     Each GPU of the machine has an equal share. The ranks of an engine divide their shares in proportion to the bytes
     that each exports.
 
-    token_bytes: bytes of a row, by rank of the engine.
+    token_bytes: bytes of a row in a payload, by rank of the engine.
     """
     gpus = max(len(glob.glob(_DEVICES)), torch.cuda.device_count(), len(token_bytes))
     return len(token_bytes) / gpus * token_bytes[rank] / max(1, sum(token_bytes))
@@ -68,8 +63,9 @@ def buffer_sizes(
 ) -> BufferSizes:
     """The buffer sizes that options give, or defaults.
 
-    step_bytes: bytes of the logits of a step. share: share of a rank with a GPU, see `gpu_share`. Raises OptionError
-    if a buffer is too small for two full chunks, or the host buffer for these and the logits of two steps.
+    token_bytes: bytes of a row in a payload. step_bytes: bytes of the logits of a step. share: share of a rank with a
+    GPU, see `gpu_share`. Raises OptionError if a buffer is too small for two full chunks, or the host buffer for these
+    and the logits of two steps.
     """
     chunks = 2 * token_bytes * options.chunk_tokens + _SLACK_BYTES
     host_least = chunks + 2 * step_bytes
@@ -91,12 +87,14 @@ def buffer_sizes(
     return BufferSizes(host, host_least, staging)
 
 
-def keep_rows(context: CaptureContext, vllm_config: VllmConfig) -> int:
-    """`Tracker.keep_rows`: the number of rows that fill half of the staging memory."""
-    gpu = vllm_config.device_config.device_type != "cpu"
-    if not gpu or context.options.sink == "null":
+def keep_rows(options: ServerOptions, token_bytes: Sequence[int], gpu: bool) -> int:
+    """`Tracker.keep_rows`: the number of rows that fill half of the staging memory of a rank.
+
+    token_bytes: bytes of a row in a payload, by rank (`chunk_layout.sent_bytes`). Raises OptionError as `buffer_sizes`.
+    """
+    if not gpu or options.sink == "null":
         return UNLIMITED  # rows are gathered at once
-    return buffer_sizes(context.options, context.layout.row_bytes, gpu).staging // context.layout.row_bytes // 2
+    return min(buffer_sizes(options, nbytes, gpu).staging // nbytes // 2 for nbytes in token_bytes)
 
 
 def write_settings(options: ServerOptions, rank: int, gpu: bool) -> WriteSettings:

@@ -296,6 +296,12 @@ def unpack_floats(stored: np.ndarray, start: int, count: int, dtype: str) -> np.
     return unpack(stored, start, count, dtype).astype(np.float32)
 
 
+def times_scale(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Encoded values times their scales, float32. The scale of a row that was not finite is, so it gives NaN."""
+    with np.errstate(invalid="ignore"):  # 0 * inf
+        return np.multiply(values, scales, dtype=np.float32)
+
+
 def pad(nbytes: int) -> int:
     """`nbytes` rounded up to a multiple of 4, where float32 fields begin."""
     return -(-nbytes // 4) * 4

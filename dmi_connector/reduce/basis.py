@@ -47,6 +47,7 @@ class Basis(FittedFile):
     what: ClassVar[str] = "basis"
     command: ClassVar[str] = "dmi fit-pca"
     setting: ClassVar[str] = "pca({})"
+    argument: ClassVar[str] = "basis"
     cached: ClassVar[int] = 0  # bases are large, and reading rows does not need them
 
     @classmethod
@@ -54,7 +55,7 @@ class Basis(FittedFile):
         width, k = int(about["width"]), int(about["k"])
         if width % (group := int(about.get("group") or width)) or k > group:
             raise ValueError(f"{k} components of groups of {group} of {width} values")
-        return {"mean": (width,), "components": (width, k), "std": (width // group * k,)}
+        return {"mean": (width,), "components": (width, k), "std": (width // group * k,), "variance": (1,)}
 
     def of(self, hook: str, layer: int, k: int) -> LayerBasis:
         """The first k components of a hook and layer. Raises ReduceError without them, OSError if the file is gone."""

@@ -43,6 +43,8 @@ class FittedFile:
     """The command that writes such a file."""
     setting: ClassVar[str]
     """The setting that names such a file: "int8(channel={})"."""
+    argument: ClassVar[str] = ""
+    """The argument of a capture's methods that names such a file; "" without one."""
     least: ClassVar[float] = -np.inf
     """Minimum of the values."""
     cached: ClassVar[int] = 64

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import ml_dtypes
 import numpy as np
 
-from dmi_connector.reduce.base import Reduction, as_bytes, over, pad, steps_over, unpack
+from dmi_connector.reduce.base import Reduction, as_bytes, over, pad, steps_over, times_scale, unpack
 
 if TYPE_CHECKING:
     import torch
@@ -50,4 +50,4 @@ class Fp8(Reduction):
         return "fp8", 0
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
-        return _VALUES[stored[..., :width]] * unpack(stored, pad(width), 1, "float32")
+        return times_scale(_VALUES[stored[..., :width]], unpack(stored, pad(width), 1, "float32"))

@@ -21,6 +21,7 @@ from dmi_connector.reduce.base import (
     over,
     pad,
     steps_over,
+    times_scale,
     unpack,
     unpack_floats,
 )
@@ -98,6 +99,6 @@ class Int8(Reduction):
         values = unpack_floats(stored, 0, width, "int8")
         if self.group:
             scales = unpack_floats(stored, at, self._groups(width), "bfloat16")
-            return values * np.repeat(scales, self.group, axis=-1)[..., :width]
-        values = values * unpack(stored, at, 1, "float32")
+            return times_scale(values, np.repeat(scales, self.group, axis=-1)[..., :width])
+        values = times_scale(values, unpack(stored, at, 1, "float32"))
         return values + unpack(stored, at + 4, 1, "float32") if self.affine else values

@@ -30,6 +30,7 @@ from dmi_connector.reduce.base import (
     over,
     pad,
     steps_over,
+    times_scale,
     unpack,
     unpack_floats,
 )
@@ -164,7 +165,7 @@ class TopK(Reduction):
     def _values(self, stored: np.ndarray, at: int, count: int, dtype: str) -> np.ndarray:
         if self.exact:
             return unpack_floats(stored, at, count, dtype)
-        return np.asarray(unpack(stored, at, count, "int8") * unpack(stored, at + pad(count), 1, "float32"))
+        return times_scale(unpack(stored, at, count, "int8"), unpack(stored, at + pad(count), 1, "float32"))
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
         rows = np.zeros((*stored.shape[:-1], width), np.float32)

@@ -79,8 +79,9 @@ def lens_map(
 ) -> Iterator[tuple[str | None, int, Outcomes]]:
     """The predictions of all places for a window, in pieces: (place, first token, outcomes from this token on).
 
-    names: the result of `places`. If `token` is a row of the window, the first piece has its outcomes at all places, in
-    the order of `names`, with None as place. Then each place follows as in `predicted`, in the order of `halving`.
+    names: the result of `places`. token: the row of a token, or None. If this token is in the window and has a
+    prediction, the first piece has its outcomes at all places, in the order of `names`, with None as place. Then each
+    place follows as in `predicted`, in the order of `halving`.
     """
     if token is not None and token in range(max(window.start, 1), window.stop) and present_rows(capture)[token - 1]:
         came = int(capture.token_ids[token]) if known_tokens(capture)[token] else -1
@@ -125,7 +126,10 @@ def alternatives(capture: Capture, end: Unembedding | None, row: int, count: int
 def _outcomes(
     capture: Capture, end: Unembedding | None, place: str, rows: slice, came: np.ndarray
 ) -> Iterator[tuple[np.ndarray, Outcomes]]:
-    """(rows of the store, outcomes of the token after each row), in blocks. came: token ids, int64 [tokens], or -1."""
+    """(rows of the store, outcomes of the token after each row), in blocks.
+
+    came: token ids of all rows of the store, int64; -1 if unknown.
+    """
     if end is not None and not (place == FINAL and "resid_final" not in capture):
         wanted = np.arange(rows.start, rows.stop)
         wanted = wanted[present_rows(capture)[wanted]]
@@ -175,6 +179,7 @@ def attribution_lacks(capture: Capture, model: Path | None) -> str | None:
 def attribution(capture: Capture, end: Unembedding, row: int) -> dict[str, Any]:
     """Direct logit attribution of the token after a row, as JSON: {parts, values, logit, target}.
 
+    parts: labels of the parts. values: their shares, None if not finite. logit: the sum. target: the token's id.
     For the last row the target is the likeliest token. Raises ValueError if the store lacks the token after the row.
     """
     ids = capture.token_ids

@@ -16,6 +16,7 @@ from dmi_connector import Capture, capture_args, open_capture, open_captures
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.analysis.sparse_encoder import SparseEncoder
 from dmi_connector.cli.main import main
+from dmi_connector.reduce.basis import Basis
 from dmi_connector.reduce.channel import ChannelInt8
 from dmi_connector.reduce.channel_projection import ChannelProjection
 from dmi_connector.reduce.codebooks import Codebooks
@@ -28,7 +29,6 @@ from dmi_connector.reduce.projection import RandomProjection, SeededProjection, 
 from dmi_connector.reduce.rounding import Round
 from dmi_connector.reduce.scales import Scales
 from dmi_connector.reduce.topk import TopK
-from dmi_connector.store.format.pca_files import find_basis
 from dmi_connector.store.read.fitted_files import find_fitted
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.read.waiting import wait_for
@@ -197,7 +197,7 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray) -> No
         return
     if isinstance(reduction, Pca):
         for layer, (scores, values) in enumerate(zip(got, exact, strict=True)):
-            part = find_basis(reduction.sha256, capture.path).of(hook, layer, 12)
+            part = find_fitted(Basis, reduction.sha256, capture.path).of(hook, layer, 12)
             if reduction.group:  # the heads of a slice are stored with one scale
                 components, std = part.of_groups
                 cut = (values - part.mean).reshape(len(values), len(std), -1).swapaxes(0, 1)
@@ -368,7 +368,7 @@ def test_principal_components_can_be_restored_to_rows(run: Run, oracle: Callable
     exact = reference(oracle("qwen3"), tuple(tokens))["ln2"][1, : len(tokens) - 1]
     reduction = capture.reduction("ln2")
     assert isinstance(reduction, Pca) and reduction.k == 12
-    part = find_basis(reduction.sha256, capture.path).of("ln2", 1, 12)
+    part = find_fitted(Basis, reduction.sha256, capture.path).of("ln2", 1, 12)
     best = (exact - part.mean) @ part.components @ part.components.T + part.mean
     assert np.abs(capture.restore("ln2", 1) - best).max() < 0.05 * np.abs(best).max()
     direction = best[7]
@@ -382,7 +382,7 @@ def test_principal_components_can_be_restored_to_rows(run: Run, oracle: Callable
     shutil.copytree(capture.path, copy)
     moved = open_capture(copy, timeout=0)
     assert moved.numpy("ln2").shape == (3, len(tokens) - 1, 12), "scores need no basis"
-    with pytest.raises(FileNotFoundError, match=f"give basis=, the file with SHA-256 {reduction.sha256}"):
+    with pytest.raises(FileNotFoundError, match=rf"SHA-256 {reduction.sha256} \(or give it as basis=\)"):
         moved.restore("ln2", 1)
     kept = capture.path.parent / "bases" / f"{reduction.sha256}.safetensors"
     np.testing.assert_array_equal(moved.restore("ln2", 1, basis=kept), capture.restore("ln2", 1))

@@ -70,6 +70,7 @@ def run(
             generate(llm, run, {"again": Ask(prompt(300)), "only": Ask(prompt(40), kv={})})
             asked = ONE_STAGE | {"late": {"hooks": "resid_pre", "layers": LATE}}
             generate(llm, run, {name: Ask(prompt(200), kv={**ALL, "dmi": dmi}) for name, dmi in asked.items()})
+            run.facts["metrics"] = [metric for metric in llm.get_metrics() if metric.name.startswith("vllm:dmi_")]
             live = Live(llm, run, oracle(arch))
             answers = live.begin(many("killed", 8, tokens=370))
             writing = processes("dmi-")  # which processes() does not find once the engine has ended
@@ -82,7 +83,8 @@ def run(
 
 def options(run: Run, owner: str, eager: bool) -> dict[str, Any]:
     """Of an engine with two stages."""
-    stages = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp", "enforce_eager": eager}
+    stages: dict[str, Any] = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    stages |= {"enforce_eager": eager, "disable_log_stats": False}
     if eager:
         stages["worker_cls"] = "tests.engine.stage_cpu.StageWorker"
     args = capture_args(HOOKS_OF_STAGES, run.store_dir, owner, **SMALL)
@@ -107,6 +109,12 @@ def test_each_stage_writes_the_layers_that_it_has(run: Run) -> None:
         parts = {"0", "1"} if HOOKS[name].scope == "layer" else {"0"}
         assert {path[2] for path in files} == parts, f"{name} lies in {files}"
         assert hook.get("part_layers", 0) == (2 if HOOKS[name].scope == "layer" else 0), name
+
+
+def test_metrics_have_a_backlog_of_each_stage(run: Run) -> None:
+    metrics = run.facts["metrics"]
+    assert {metric.labels["rank"] for metric in metrics if metric.name == "vllm:dmi_backlog_bytes"} == {"0", "1"}
+    assert [metric.value > 0 for metric in metrics if metric.name == "vllm:dmi_exported_bytes"] == [True]
 
 
 def test_a_stage_may_have_nothing_to_write_of_a_request(run: Run, oracle: Callable[..., Oracle]) -> None:

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report, summary, sustained, without
+from benchmarks import report, summary, sustained
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms, prompts
 from dmi_connector.request_options import CaptureParams
 
 pytestmark = pytest.mark.soak  # of what measures, not of what users run
 
 ROOT = Path(__file__).parents[2]
-SETUPS = "stock,hidden-states zstd without pace"
+SETUPS = "stock,hidden-states zstd:two"
 
 
 class Engine:
@@ -110,24 +110,6 @@ def test_a_consumer_keeps_each_sixteenth_store(tmp_path: Path) -> None:
     assert [path.name for path in stores.iterdir()] == ["50.zarr.partial"]
 
 
-def test_each_mechanism_that_can_be_switched_off_exists() -> None:
-    """In a process of its own: it stays off."""
-    names = ",".join(without.MECHANISMS)
-    code = (
-        "import benchmarks.without as w\n"
-        "from dmi_connector.engine.taps import install, op\n"
-        "from dmi_connector.engine import replaced, sizing\n"
-        "from dmi_connector.engine.owners import paged\n"
-        "from dmi_connector.engine.scheduler import tracker\n"
-        "def now(): return (op.captured_branch, install.joined_before_attention, sizing.write_settings,"
-        " sizing.LEAST_SHARE, tracker.Tracker._plan, replaced.ask_one_rank, paged.HELD)\n"
-        "before = now()\n"
-        f"for name in '{names}'.split(','): assert isinstance(getattr(w, name), type)\n"
-        "assert all(a is not b for a, b in zip(before, now()))\n"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)
-
-
 def test_a_speed_at_which_files_fall_behind_is_not_called_sustained() -> None:
     run = {"tok_per_s": 100.0, "first_token_ms": {"p50": 2.0}, "between_tokens_ms": {"p99": 3.0}, "keeps_up": True}
     late = {**run, "tok_per_s": 90.0, "keeps_up": False, "sustained_tok_per_s": 45.0, "exported_GB_per_s": 2.0}
@@ -166,6 +148,7 @@ def test_a_run_on_a_cpu_measures_and_verifies(tiny_model: Callable[..., Path], t
     argv = ["--model", str(tiny_model("qwen3")), "--out", str(out), "--store-dir", str(tmp_path / "stores")]
     argv += ["--setups", SETUPS, "--loads", "cached64", "--shrink", "16", "--seconds", "3", "--warm", "1"]
     argv += ["--dtype", "float32", "--engine-args", '{"enforce_eager": true}', "--options", '{"chunk_tokens": 32}']
+    argv += ["--options-of", '{"hidden-states zstd:two": {"writers": 2}}']
     command = [sys.executable, "-m", "benchmarks.sustained", *argv]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500, check=False)
     sys.stderr.write(done.stderr)
@@ -181,4 +164,4 @@ def test_a_run_on_a_cpu_measures_and_verifies(tiny_model: Callable[..., Path], t
     assert found["verified"] is True and found["lost_rows"] == 0
     assert found["stores"] >= found["requests"] > 0 and found["kept"] == found["stores"] // 16
     assert engines[name]["bytes_per_token"] and not os.listdir(tmp_path / "stores")
-    assert "| cached64 | hidden-states zstd without pace |" in done.stdout
+    assert "| cached64 | hidden-states zstd:two |" in done.stdout

@@ -147,11 +147,11 @@ def test_a_store_without_its_scales_says_where_to_put_them(tmp_path: Path, scale
     path.parent.mkdir()
     sha256 = store(path, scales, rows(0), copy=False).sha256
     place = path.parent / BASES / f"{sha256}.safetensors"
-    said = f"the scales of {path} are not beside it; copy the file with SHA-256 {sha256}.* to {place}"
+    said = f"the scales file of {path} is not beside it; copy the file with SHA-256 {sha256}.* to {place}"
     with pytest.raises(FileNotFoundError, match=said):
         open_capture(path, timeout=0).numpy("resid_pre")
     [problem] = verify_store(path)
-    assert problem.where == "resid_pre" and "are not beside it" in problem.what
+    assert problem.where == "resid_pre" and "is not beside it" in problem.what
     place.parent.mkdir()
     shutil.copy(scales, place)
     want = open_capture(path, timeout=0).numpy("resid_pre")
@@ -159,7 +159,7 @@ def test_a_store_without_its_scales_says_where_to_put_them(tmp_path: Path, scale
     shutil.move(place.parent, tmp_path / BASES)  # beside a folder that the store is in
     np.testing.assert_array_equal(open_capture(path, timeout=0).numpy("resid_pre"), want)
     (tmp_path / BASES / place.name).write_bytes(other_file(scales, tmp_path).read_bytes())
-    with pytest.raises(ValueError, match=r"holds other scales: its SHA-256 is .*, .* names"):
+    with pytest.raises(ValueError, match=r"holds another scales file: its SHA-256 is .*, .* names"):
         open_capture(path, timeout=0).numpy("resid_pre")
 
 

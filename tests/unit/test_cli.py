@@ -221,6 +221,7 @@ def test_plots_have_true_norms_and_token_labels(stores: Path, tmp_path: Path) ->
         (["serve", "m", "--config", "nowhere.yaml"], ["config", "nowhere.yaml"]),
         (["serve", "m", "--kv-transfer-config", "{}"], ["kv-transfer-config", "--hooks"]),
         (["nonsense"], ["nonsense", "verify"]),
+        (["verify", "{stores}", "--quiet", "--verbose"], ["--verbose: not allowed with", "--quiet"]),
     ],
 )
 def test_a_mistake_of_the_user_is_answered_in_one_line(

@@ -99,7 +99,7 @@ EXPLAINED = ("self.problem", "self.refused.add", "self.failed", "self._failed")
 
 OURS: dict[str, tuple[str, ...]] = {
     "cli/tiny_models.py": ("ValueError",),
-    "engine/transfer/gpu_lane.py": ("ValueError",),
+    "engine/transfer/staging.py": ("ValueError",),
     "layout.py": ("ValueError",),
     "store/write/coordinator/capture_ends.py": ("ValueError",),
     "store/write/coordinator/captures.py": ("ValueError", "RuntimeError"),

@@ -121,6 +121,17 @@ def test_speculative_decoding_with_slow_cores() -> None:
     assert all(one["verified"] and not one["lost_rows"] for one in (found, once))
 
 
+def test_speculative_decoding_with_fewer_writers() -> None:
+    text = page("PERFORMANCE.md").split("**Speculative decoding with fewer writers**")[1].split("No row was lost")[0]
+    engines = BUSY["h200-drafts-writers"]["engines"]
+    loads = {name: engine["loads"]["short64"] for name, engine in engines.items()}
+    eagle3, ngram = (loads[f"stock {method}"]["tok_per_s"] for method in ("eagle3", "ngram"))
+    same(" ".join(re.findall(r"\d\d,\d{3}", text)), min(eagle3), max(eagle3), min(ngram), max(ngram))
+    names = [f"{ZSTD} eagle3", f"{ZSTD} eagle3:8", f"{ZSTD} eagle3:5", "hidden-states null eagle3", f"{ZSTD} ngram"]
+    same(" ".join(re.findall(r"0\.\d\d", text)), *ratios([loads[name] for name in names]))
+    assert all(loads[name].get("verified", True) and not loads[name].get("lost_rows") for name in names)
+
+
 def test_hybrid_models_in_a_pool() -> None:
     text = page("PERFORMANCE.md").split("**Hybrid models in a pool**")[1].split("\n- ")[0].replace("vLLM 0.33", "")
     engines = [BUSY[f"h200-pool-{name}"]["engines"] for name in ("qwen3.5", "nemotron-h")]
@@ -136,11 +147,12 @@ def test_rows_in_a_pool() -> None:
     text = page("PERFORMANCE.md").split("**Rows in a pool**")[1].split("No row was lost")[0]
     h100, h200 = BUSY["h100-pool"]["engines"], BUSY["h200-pool"]["engines"]
     pool = f"{ZSTD} pool"
-    wide = ratios([h100[pool]["loads"]["short256"]]), ratios([h200[pool]["loads"]["short256"]])
+    again = BUSY["h200-pool-256"]["engines"]
+    wide = [ratios([each[pool]["loads"]["short256"]]) for each in (h100, h200, again)]
     found = [ratios([h100[name]["loads"]["short64"]]) for name in (pool, ZSTD)]
     found += wide
     same(" ".join(re.findall(r"\d\.\d\d", text.replace("vLLM 0.33", ""))), *(x for each in found for x in each))
-    assert not any(each[pool]["loads"]["short256"]["lost_rows"] for each in (h100, h200))
+    assert not any(each[pool]["loads"]["short256"]["lost_rows"] for each in (h100, h200, again))
 
 
 def test_a_pool_whose_requests_are_not_captured() -> None:

@@ -20,6 +20,7 @@ from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.pca import Pca, fit
 from dmi_connector.reduce.projection import DISTRIBUTIONS, RandomProjection, matrix
 from dmi_connector.reduce.topk import MOST, TopK
+from tests.fittedkit import basis_tensors
 
 SPECS = [
     "int8",
@@ -467,9 +468,8 @@ def structured(tokens: int, width: int, seed: int = 0) -> np.ndarray:
 @pytest.fixture
 def basis_file(tmp_path: Path) -> Path:
     part, _ = fit([structured(300, 32)[:100], structured(300, 32)[100:]], 8)
-    names = {"mlp_out.2.mean": part.mean, "mlp_out.2.components": part.components, "mlp_out.2.std": part.std}
     about = {"hooks": {"mlp_out": {"width": 32, "k": 8, "layers": [2]}}}
-    save_file(names, tmp_path / "b (1).safetensors", metadata={METADATA: json.dumps(about)})
+    save_file(basis_tensors("mlp_out.2", part), tmp_path / "b (1).safetensors", metadata={METADATA: json.dumps(about)})
     return tmp_path / "b (1).safetensors"
 
 
@@ -495,10 +495,15 @@ def test_no_basis_is_made_of_values_that_are_not_finite(value: float) -> None:
         fit([x], 8)
 
 
-@pytest.mark.parametrize("tensor", ["mean", "components", "std"])
-def test_a_basis_that_is_not_finite_is_refused(basis_file: Path, tmp_path: Path, tensor: str) -> None:
+@pytest.mark.parametrize("tensor", ["mean", "components", "std", "variance"])
+@pytest.mark.parametrize("damage", ["not finite", "another shape", "missing"])
+def test_a_basis_with_a_damaged_tensor_is_refused(basis_file: Path, tmp_path: Path, tensor: str, damage: str) -> None:
     tensors = load_file(basis_file)
-    tensors[f"mlp_out.2.{tensor}"].flat[2] = np.nan
+    good = tensors.pop(f"mlp_out.2.{tensor}")
+    if damage == "not finite":
+        good.flat[-1] = np.nan
+    if damage != "missing":
+        tensors[f"mlp_out.2.{tensor}"] = good if damage == "not finite" else np.concatenate([good, good])
     about = {"hooks": {"mlp_out": {"width": 32, "k": 8, "layers": [2]}}}
     save_file(tensors, tmp_path / "bad.safetensors", metadata={METADATA: json.dumps(about)})
     with pytest.raises(ReduceError, match=rf"mlp_out\.2\.{tensor} has to be [\d x]* finite float32 numbers; make it"):
@@ -530,7 +535,7 @@ def test_pca_scores_are_those_of_the_basis_and_restore_rows(basis_file: Path, sh
 def heads_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A basis of 3 components for each 8 of 32 values."""
     basis, _ = fit([structured(300, 32)], 3, 8)
-    tensors = {f"z.2.{name}": getattr(basis, name) for name in ("mean", "components", "std")}
+    tensors = basis_tensors("z.2", basis)
     about = {"hooks": {"z": {"width": 32, "k": 3, "group": 8, "layers": [2]}}}
     path = tmp_path_factory.mktemp("heads") / "heads.safetensors"
     save_file(tensors, path, metadata={METADATA: json.dumps(about)})
@@ -607,3 +612,20 @@ def test_bases_that_do_not_fit_are_refused(basis_file: Path, tmp_path: Path) -> 
         parse(f"pca({tmp_path / 'text'})")
     with pytest.raises(ReduceError, match=r"'rank=3' in .* is unknown"):
         parse(f"pca({basis_file}, rank=3)")
+
+
+@pytest.mark.parametrize("spec", ["int8", "int8(affine)", "int8(16)", "fp8", "topk(4)", "topk(4, sample=2)", "rp(4)"])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.filterwarnings("error")
+def test_decoding_a_row_that_is_not_finite_gives_nan_without_a_warning(spec: str, value: float) -> None:
+    reduction = parse(spec)
+    assert reduction is not None
+    reduction = reduction.bind("mlp_post", [0], 16, 1)
+    rows = torch.arange(48.0).reshape(3, 16) - 20
+    rows[1, 3] = value
+    reduction.prepare(16, torch.device("cpu"), 0, 0)
+    stored = reduction.encode(rows).numpy()
+    decoded = reduction.decode(stored, 16, "float32")
+    assert np.isnan(decoded).any(1).tolist() == [False, True, False] and not np.isinf(decoded).any()
+    if isinstance(reduction, TopK):
+        assert reduction.tally(stored, 16, "float32").rows == 2

@@ -272,9 +272,13 @@ def test_every_form_is_described_and_every_kind_has_its_bytes() -> None:
 SPEED = {
     "`fp8`": ("h200-encodings-int8", "fp8 null"),
     "`int8(32)`": ("h200-encodings-int8", "int8(32) null"),
+    "`int8(affine)`": ("h200-encodings-more", "int8(affine) null"),
     "`int8(channel=file)`": ("h200-encodings-int8", "int8(channel) null"),
     "`rp(512)`": ("h200-encodings", "rp(512) null"),
+    "`rp(512,sign)`": ("h200-encodings-rp", "rp(512) sign null"),
+    "`rp(512,channel=file)`": ("h200-encodings-rp", "rp(512) channel null"),
     "`topk(64)`": ("h200-encodings", "topk(64) null"),
+    "`topk(64,exact)`": ("h200-encodings-more", "topk(64) exact null"),
     "`cs(512)`": ("h200-encodings", "cs(512) null"),
     "`pca(file)`, k = 128": ("h200-encodings-fitted", "pca(128) null"),
     "`pq(file)`, 4 bits, sub-vectors of 4": ("h200-encodings-fitted", "pq(4 bits) null"),

@@ -71,8 +71,9 @@ class Coverage:
 
         forward: vLLM's context of the forward.
 
-        Raises RuntimeError, once the first forward was checked, if the forward has another number of tokens. In a
-        forward of replayed pieces only attention runs in Python: no header gives the number, and nothing is compared.
+        Raises RuntimeError, once the first forward was checked, if the header of the same forward had another number of
+        tokens. While piecewise CUDA graphs are replayed, only taps of attention run in Python. Then nothing is
+        compared, because no header is recorded.
         """
         first = start + offsets[0]
         if first in self._begins:

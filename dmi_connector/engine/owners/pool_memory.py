@@ -30,10 +30,10 @@ _PADDING = 512
 class RowPool(StepRows, nn.Module):
     """Rows in pages, registered under `CaptureContext.cache_layer` among vLLM's layers. It is no cache layer of vLLM.
 
-    rows: uint8 [(1 + pages) * page size, row_bytes]. Page 0 is the null page, where torch writes values of tokens
-    without a row. table: int64 [slots of the cache / page size], the page of each page-sized range of vLLM's slots, or
-    -1. It has one entry until vLLM has allocated its cache. slots: int64 [tokens], the slots of the running step. CUDA
-    graphs use its address.
+    rows: uint8 [(1 + pages) * page size, row_bytes]. Page 0 is the null page: Triton skips tokens without a row, torch
+    twins of the kernels write their values there. table: int64 [slots of the cache / page size], the page of each
+    page-sized range of vLLM's slots, or -1. It has one entry until vLLM has allocated its cache. slots: int64 [tokens],
+    the slots of the running step. CUDA graphs use its address.
     """
 
     def __init__(self, context: Context) -> None:

@@ -94,3 +94,9 @@ def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], 
     assert base == payload.header_base
     table.append((0, HEADER_SENT_BYTES, base))
     return ChunkLayout(payload, np.asarray(table, dtype=np.int64))
+
+
+def sent_bytes(context: CaptureContext) -> list[int]:
+    """Bytes of a row of all selected hooks in a payload, by rank."""
+    hooks = context.selection.hooks
+    return [chunk_layout(context, hooks, rank).payload.token_bytes for rank in range(context.ranks)]

@@ -17,7 +17,7 @@ from dmi_connector.engine.kernels.gather import gather_index, gather_rows_torch
 from dmi_connector.engine.messages import Borrow, Close, Open, Report, Rows, StepMetadata
 from dmi_connector.engine.store_attributes import store_attributes
 from dmi_connector.engine.transfer.announcement import announce
-from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
+from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout, sent_bytes
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Parcel, Progress
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 from dmi_connector.engine.transfer.logits import LogitsExport, step_bytes
@@ -69,8 +69,7 @@ class Exporter:
         seqs = vllm_config.scheduler_config.max_num_seqs
         drafts = 0 if context.drafting is None else context.drafting.most
         logits = 0 if full.logits is None else step_bytes(full.logits.token_bytes, seqs, drafts)
-        ranks = [chunk_layout(context, context.selection.hooks, r).payload.token_bytes for r in range(context.ranks)]
-        share = sizing.gpu_share(ranks, rank) if gpu else 1.0
+        share = sizing.gpu_share(sent_bytes(context), rank) if gpu else 1.0
         sizes = sizing.buffer_sizes(options, full.payload.token_bytes, gpu, logits, share)
         self.client: StoreClient | None = None
         writers = 0

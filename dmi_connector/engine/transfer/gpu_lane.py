@@ -34,13 +34,12 @@ from dmi_connector.engine.kernels.gather import gather_index, gather_rows
 from dmi_connector.engine.transfer.chunk_transfer import PAYLOAD_ALIGN, CaptureExport, ChunkTransfer, Parcel
 from dmi_connector.engine.transfer.gpu_copies import SliceCopier
 from dmi_connector.engine.transfer.pinning import SLICE_BYTES, PinnedRing
+from dmi_connector.engine.transfer.staging import Index, Staged, Staging
 from dmi_connector.store.format.completeness import Cause
 from dmi_connector.store.write.ring import Ring
 
 logger = init_logger("vllm.dmi_connector")
 
-_ALIGN = 512
-"""Alignment of staging memory in bytes."""
 _BREATH_S = 0.002
 """Batching delay of the lane's thread, in seconds."""
 _ROUND = 4
@@ -49,8 +48,6 @@ PARCEL_BYTES = 128 << 20
 """Maximum size of a parcel with several chunks. Its ring memory is free once writers have read all of it."""
 _PARCEL_SHARE = 1 / 4
 """Maximum share of the staging memory, and of the ring, that a parcel with several chunks takes."""
-_INDEX_ROWS = 4096
-"""Minimum capacity of an index buffer, in entries."""
 _MEASURED_BYTES = 64 << 20
 """Bytes copied to measure the link's speed at start."""
 _SLICE_BYTES = 8 << 20
@@ -58,80 +55,6 @@ _SLICE_BYTES = 8 << 20
 such copies, 111 us alone, and up to 37 ms behind a copy that is not sliced.
 """
 assert SLICE_BYTES % _SLICE_BYTES == 0, "a copy would reach over two pinned slices"
-
-
-class Staged:
-    """Staging memory in use: bytes [start, end). It is free after the event `copied`; None: the copy is not issued."""
-
-    def __init__(self, start: int, end: int) -> None:
-        self.start, self.end = start, end
-        self.copied: torch.cuda.Event | None = None
-
-
-class Staging:
-    """FIFO allocator over one GPU buffer. Call it with the lane's lock held."""
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.nbytes = nbytes
-        self.used: deque[Staged] = deque()
-        self._head = 0
-
-    def reserve(self, nbytes: int) -> Staged | None:
-        """Take `nbytes` contiguous bytes; None if there is no room yet."""
-        size = -(-nbytes // _ALIGN) * _ALIGN
-        if size > self.nbytes:
-            raise ValueError(f"{nbytes} bytes do not fit the staging buffer of {self.nbytes} bytes")
-        while self.used and self.used[0].copied is not None and self.used[0].copied.query():
-            self.used.popleft()
-        if not self.used:
-            self._head = 0
-        start, tail = self._head, self.used[0].start if self.used else self.nbytes
-        if self.used and start <= tail:  # the used part wraps around the end of the buffer
-            end = tail
-        elif start + size <= self.nbytes:
-            end = self.nbytes
-        else:
-            start, end = 0, tail
-        if start + size > end:
-            return None
-        self._head = start + size
-        staged = Staged(start, start + size)
-        self.used.append(staged)
-        return staged
-
-    def cancel(self, staged: Staged) -> None:
-        """Free the memory that was reserved last."""
-        assert self.used.pop() is staged
-        self._head = staged.start
-
-
-class Index:
-    """Reusable buffers for the index entries of gathers: in pinned memory and on the GPU. Needs the lane's lock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: deque[tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]] = deque()  # reusable after the event
-        self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def on_gpu(self, entries: np.ndarray) -> torch.Tensor:
-        """Copy entries to the GPU on the current stream. The result is valid until the event given to `until`."""
-        count, memory = len(entries), None
-        if self._free and self._free[0][0].query():
-            _, *memory = self._free.popleft()
-        if memory is None or len(memory[0]) < count:
-            with torch.inference_mode(False):  # the lane's thread writes to it outside inference mode
-                host = torch.empty(max(_INDEX_ROWS, count), entries.shape[1], dtype=torch.int64).pin_memory()
-                memory = [host, torch.empty_like(host, device=self._device)]
-        host, there = memory
-        self._taken.append((host, there))
-        host.numpy()[:count] = entries
-        return there[:count].copy_(host[:count], non_blocking=True)
-
-    def until(self, done: torch.cuda.Event) -> None:
-        """Allow reuse of the buffers of all entries copied so far, after the recorded event `done`."""
-        self._free += [(done, *memory) for memory in self._taken]
-        self._taken.clear()
 
 
 @dataclass

@@ -60,6 +60,7 @@ class PinnedRing:
             relax_captures()
             self._pin_until(self._ring.nbytes)
         except RuntimeError as error:
+            self._ring.allow(self._ring.usable, final=True)
             logger.error("%s. The ring stays at its first %d MiB", error, self._ring.usable >> 20)
             return
         if not self._stop.is_set():

@@ -48,7 +48,7 @@ class Cause(enum.Enum):
     WRITE_REFUSED = "other", "{error}"
     SAMPLES_LOST = "other", "{hook}: {lost} of {samples} samples are lost, their position is -1"
     # At the commit.
-    RANKS_LATE = "other", "tensor-parallel ranks {ranks} did not finish in {seconds} s"
+    RANKS_LATE = "other", "ranks {ranks} did not finish in {seconds} s"
     FILES_GONE = "write_error", "{count} files are gone from the partial store, the first: {first}"
     NOT_SALVAGED = "write_error", "what is left of {hooks} cannot be salvaged: {error}"
     NOT_WRITTEN = "write_error", ""  # only lists rows; another loss says why the writer stopped
@@ -75,7 +75,7 @@ class Loss:
     """One reason why a capture is incomplete.
 
     rows: [start, stop) ranges of lost rows; () if none are lost, or if they are unknown. facts: values of the
-    placeholders in the cause's sentence. rank: the tensor-parallel rank that reports the loss.
+    placeholders in the cause's sentence. rank: the rank that reports the loss.
     """
 
     cause: Cause

@@ -28,7 +28,8 @@ from dmi_connector.store.read.files.fetched_files import FetchedFiles
 from dmi_connector.store.read.files.open_files import files_of
 from dmi_connector.store.read.files.remote_index import finished_below, list_prefix
 from dmi_connector.store.read.files.store_files import LocalFiles, StoreFiles
-from dmi_connector.store.read.index import check_not_above, read_index
+from dmi_connector.store.read.index import check_not_above
+from dmi_connector.store.read.index_lines import read_index
 from dmi_connector.store.read.residual_sums import check_identities, equations, for_text, stated
 
 

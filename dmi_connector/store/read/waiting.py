@@ -12,7 +12,7 @@ from dmi_connector.store.format import schema
 from dmi_connector.store.format.locks import is_abandoned
 from dmi_connector.store.format.remote_path import Place, RemotePath
 from dmi_connector.store.read.files.remote_files import check_bucket, look
-from dmi_connector.store.read.index import LineTail, merge_line
+from dmi_connector.store.read.index_lines import LineTail, merge_line
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
 """First and longest pause between checks. Each pause is 1.5 times as long as the previous one."""

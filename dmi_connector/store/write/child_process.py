@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -82,8 +83,12 @@ class Child:
         self._queue.put(None)
 
     def kill(self) -> None:
-        """Kill the process."""
-        self.process.kill()
+        """Kill the process, with `apart` its whole process group. Does nothing if it has ended."""
+        if not self.apart:
+            self.process.kill()
+        else:  # `process` has ended, and `pid` may not be known yet
+            with contextlib.suppress(ProcessLookupError):  # all have ended
+                os.killpg(self.group, signal.SIGKILL)
 
     def join(self, timeout: float) -> bool:
         """Wait for the process to end, and kill it after `timeout` seconds. Returns whether it ended by itself."""
@@ -91,7 +96,7 @@ class Child:
         receiver.join(timeout)
         ended = not receiver.is_alive()
         if not ended:
-            os.kill(self.pid, signal.SIGKILL)
+            self.kill()
         for thread in self._threads:
             thread.join(_THREADS_END_S)
         return ended

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import select
-import signal
 import threading
 import time
 from collections import deque
@@ -220,7 +219,6 @@ class StoreClient:
         ended = self._child.join(timeout)
         if not ended:
             self._note(f"writing did not end within {timeout:g} s of the shutdown: dmi repair takes what is there")
-            _end_group(self._child.group)
         self.ring.close()
         return ended and self._child.status == 0
 
@@ -325,7 +323,7 @@ class StoreClient:
                 os.close(self._life)
                 return
         if not select.select([self._life], [], [], 0)[0]:
-            _end_group(child.group)
+            child.kill()  # its writers
         os.read(self._life, 1)  # returns when no process reads the ring any more
         os.close(self._life)
         with self._lock:
@@ -351,11 +349,3 @@ class StoreClient:
             for capture in lost:  # a closed capture may have a store, then its answer says so
                 number = capture.number if capture in closing else None
                 self._child.post({"type": "lost", "id": number, "reason": reason, **capture.names})
-
-
-def _end_group(pid: int) -> None:
-    """Kill the remaining processes of a coordinator's process group."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # all have ended

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,15 +18,21 @@ ALIGN = 4096
 
 @dataclass(eq=False)
 class Extent:
-    """Contiguous bytes of the ring: `nbytes` bytes from `offset`. They are freed when `refs` reaches 0.
-
-    end: the offset at which the next extent can begin.
-    """
+    """Contiguous bytes of the ring: `nbytes` bytes from `offset`. They are freed when `refs` reaches 0."""
 
     offset: int
     nbytes: int
-    end: int = field(repr=False)
     refs: int = 1
+
+    @property
+    def size(self) -> int:
+        """Bytes that the extent takes, alignment included."""
+        return max(1, -(-self.nbytes // ALIGN)) * ALIGN
+
+    @property
+    def end(self) -> int:
+        """The offset at which the next extent can begin."""
+        return self.offset + self.size
 
 
 class RingBase:
@@ -60,7 +66,7 @@ class RingBase:
 
     @property
     def used(self) -> int:
-        """Bytes in use."""
+        """Bytes from the oldest extent in use to the latest extent, alignment and gaps included."""
         raise NotImplementedError
 
     def view(self, extent: Extent) -> np.ndarray:
@@ -74,7 +80,8 @@ class Ring(RingBase):
     Extents are allocated in order, and may be released in any order. The space of an extent is reused once all earlier
     extents are released too.
 
-    usable: number of bytes from the start that may be allocated (see `allow`); all bytes by default.
+    usable: number of bytes from the start that may be allocated (see `allow`); all bytes by default. most: the number
+    that `usable` may reach.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -84,12 +91,11 @@ class Ring(RingBase):
         fd = os.memfd_create("dmi-ring", os.MFD_CLOEXEC)
         os.ftruncate(fd, nbytes)
         super().__init__(fd, nbytes)
-        self.usable = nbytes
+        self.usable = self.most = nbytes
         self._extents: deque[Extent] = deque()  # extents in use, in the order of allocation
 
     @property
     def used(self) -> int:
-        """Bytes in use, alignment and gaps included."""
         with self._changed:
             if not self._extents:
                 return 0
@@ -97,41 +103,51 @@ class Ring(RingBase):
             return last.end - first.offset if last.offset >= first.offset else self.usable - first.offset + last.end
 
     def close(self) -> None:
-        """Close the ring. The memory is freed with its last view. Nothing can be allocated after this."""
+        """Close the ring. The memory is freed with its last view. Whoever waits for space, or asks later, gets None."""
         with self._changed:
             if self.fd < 0:
                 return
             os.close(self.fd)
             self.fd, self.usable, self.memory = -1, 0, np.empty(0, np.uint8)
+            self._changed.notify_all()
 
-    def allow(self, usable: int) -> None:
-        """Allocate only in the first `usable` bytes. The number can shrink only while no extent is in use."""
+    def allow(self, usable: int, final: bool = False) -> None:
+        """Allocate only in the first `usable` bytes. The number can shrink only while no extent is in use.
+
+        final: whether the number stays so. Otherwise it may grow, and `alloc` waits for that.
+        """
         with self._changed:
             if usable < self.usable and self._extents:
                 raise ValueError(f"the ring is in use: it cannot shrink from {self.usable} to {usable} bytes")
             self.usable = usable
+            if final:
+                self.most = usable
             self._changed.notify_all()
 
     def alloc(self, nbytes: int, timeout: float | None = None) -> Extent | None:
         """Allocate `nbytes` bytes. Waits up to `timeout` seconds for space (None: forever, 0: not at all).
 
-        Returns None if there was no space in time. Raises ValueError for more bytes than the ring has.
+        Returns None if there was no space in time, or if the ring is closed. Raises ValueError for more bytes than the
+        ring can have.
         """
-        size = max(1, -(-nbytes // ALIGN)) * ALIGN
-        if size > self.nbytes:
-            raise ValueError(
-                f"{nbytes} bytes do not fit in ring_bytes {self.nbytes}: use a larger ring, smaller chunks"
-            )
+        extent = Extent(0, nbytes)
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            while (at := self._place(size)) is None:
+            while self.fd >= 0:
+                if extent.size > self.most:
+                    raise ValueError(
+                        f"{nbytes} bytes do not fit in the {self.most} bytes of the ring: use a larger "
+                        "host_buffer_bytes, or smaller chunks"
+                    )
+                if (at := self._place(extent.size)) is not None:
+                    extent.offset = at
+                    self._extents.append(extent)
+                    return extent
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return None
                 self._changed.wait(left)
-            extent = Extent(at, nbytes, at + size)
-            self._extents.append(extent)
-            return extent
+            return None
 
     def _place(self, size: int) -> int | None:
         """Offset of `size` contiguous free bytes, after the last extent or at the start; None if there are none."""

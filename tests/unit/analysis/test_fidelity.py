@@ -23,7 +23,7 @@ from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce.basis import Basis
 from dmi_connector.reduce.pca import fit
 from dmi_connector.store.format.kept_files import BASES, keep_copy
-from dmi_connector.store.format.pca_files import find_basis
+from dmi_connector.store.read.fitted_files import find_fitted
 from tests import storekit as kit
 
 WIDTH, RANK, TOKENS = 96, 5, 150
@@ -327,9 +327,9 @@ def test_fidelity_says_why_nothing_is_measured(
 def test_a_store_can_name_its_basis_only_by_its_sha256(tmp_path: Path, basis: Path, name: str) -> None:
     (tmp_path / "bases").mkdir()
     with pytest.raises(ValueError, match="which is no SHA-256"):
-        find_basis(name, tmp_path / "a.zarr")
-    with pytest.raises(ValueError, match="is another basis"):
-        find_basis("0" * 64, tmp_path / "a.zarr", basis)
+        find_fitted(Basis, name, tmp_path / "a.zarr")
+    with pytest.raises(ValueError, match="holds another basis file"):
+        find_fitted(Basis, "0" * 64, tmp_path / "a.zarr", basis)
 
 
 def test_the_copy_of_a_basis_is_private_and_made_once(tmp_path: Path, basis: Path) -> None:
@@ -337,4 +337,4 @@ def test_the_copy_of_a_basis_is_private_and_made_once(tmp_path: Path, basis: Pat
         keep_copy(str(basis), Basis.load(basis).sha256, BASES, str(tmp_path), "private")
     [copy] = (tmp_path / "bases").iterdir()
     assert copy.stat().st_mode & 0o777 == 0o600 and copy.parent.stat().st_mode & 0o777 == 0o700
-    assert find_basis(Basis.load(basis).sha256, tmp_path / "a.zarr").sha256 == Basis.load(basis).sha256
+    assert find_fitted(Basis, Basis.load(basis).sha256, tmp_path / "a.zarr").sha256 == Basis.load(basis).sha256

@@ -16,7 +16,7 @@ import pytest
 from dmi_connector.bulk.order import Order
 from dmi_connector.bulk.recovery import not_uploaded, recover
 from dmi_connector.layout import ArraySpec
-from dmi_connector.store.read.index import read_index
+from dmi_connector.store.read.index_lines import read_index
 from dmi_connector.store.read.run_manifest import read_manifest
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.finish import commit

@@ -28,7 +28,7 @@ from dmi_connector.bulk.engines import device_shares, visible_devices
 from dmi_connector.bulk.manifest import Manifest, Positions
 from dmi_connector.bulk.progress import Counts, Progress, Speedometer, duration
 from dmi_connector.bulk.prompts import BadRow, Columns, Prompt
-from dmi_connector.bulk.settings import RunSettings, joined, settle, tensor_parallel
+from dmi_connector.bulk.settings import RunSettings, engine_gpus, joined, settle
 from dmi_connector.cli.main import main, make_run_parser, make_serve_parser
 from dmi_connector.cli.run import NOT_OURS, settings_of
 from dmi_connector.option_values import OptionError
@@ -716,13 +716,16 @@ def test_reserved_sampling_fields_are_refused_by_the_settings_alone() -> None:
         (["-tp", "4"], 4),
         (["--tensor_parallel_size=8", "--dtype", "float32"], 8),
         (["-tp=2", "--tensor-parallel-size=1"], 1),
+        (["--pipeline-parallel-size", "2"], 2),
+        (["-pp", "2", "--tensor-parallel-size=4"], 8),
     ],
 )
 def test_an_engine_takes_as_many_gpus_as_its_flags_say(flags: list[str], gpus: int) -> None:
-    assert tensor_parallel(flags) == gpus
+    assert engine_gpus(flags) == gpus
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", ""])
-def test_a_number_of_gpus_that_is_none_is_refused(value: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"--tensor-parallel-size {value!r} is not valid; give a whole")):
-        tensor_parallel([f"--tensor-parallel-size={value}"])
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--pipeline-parallel-size"])
+def test_a_number_of_gpus_that_is_none_is_refused(flag: str, value: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{flag} {value!r} is not valid; give a whole")):
+        engine_gpus([f"{flag}={value}"])

@@ -23,6 +23,7 @@ from dmi_connector.reduce.projection import matrix
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.kept_files import BASES, keep_copy
 from tests import storekit as kit
+from tests.fittedkit import basis_tensors
 
 HEADS, KV, SIZE, TOKENS = 4, 2, 8, 40
 DIMS = {"heads": HEADS, "kv_heads": KV, "head_dim": SIZE}
@@ -189,8 +190,7 @@ def as_components(stores: kit.Store, folder: Path, layers: dict[str, tuple[int, 
     for hook, own in layers.items():
         for layer, rows in zip(own or (0,), of_layers(own or (0,)), strict=True):
             basis, _ = fit([rows], RANK)
-            for name in ("mean", "components", "std"):
-                tensors[f"{hook}.{layer}.{name}"] = getattr(basis, name)
+            tensors |= basis_tensors(f"{hook}.{layer}", basis)
         about[hook] = {"width": WIDTH, "k": RANK, "layers": list(own or (0,))}
     path = folder / "basis.safetensors"
     save_file(tensors, path, metadata={METADATA: json.dumps({"hooks": about})})
@@ -219,7 +219,7 @@ def scores(stores: kit.Store, tmp_path: Path) -> tuple[Capture, np.ndarray, Path
 def test_rows_are_restored_from_principal_components(scores: tuple[Capture, np.ndarray, Path]) -> None:
     """With a basis that is given, or with the copy beside the store."""
     cap, rows, path = scores
-    with pytest.raises(FileNotFoundError, match="give basis="):
+    with pytest.raises(FileNotFoundError, match=r"\(or give it as basis=\)"):
         cap.restore("mlp_out", 4)
     given = cap.restore("mlp_out", 4, basis=path)
     assert given.shape == (200, WIDTH) and np.abs(given - rows[1]).max() < 0.15
@@ -228,6 +228,8 @@ def test_rows_are_restored_from_principal_components(scores: tuple[Capture, np.n
     np.testing.assert_array_equal(cap.restore("mlp_out", -2), given)
     np.testing.assert_array_equal(cap.restore("mlp_out", 4, slice(3, 7)), given[3:7])
     assert np.abs(cap.restore("mlp_out", 1) - rows[0]).max() < 0.15
+    (cap.path.parent / BASES).rename(cap.path.parent.parent / BASES)  # beside a folder that the store is in
+    np.testing.assert_array_equal(cap.restore("mlp_out", 4), given)
     with pytest.raises(ValueError, match="has a basis of its own; name one layer"):
         cap.restore("mlp_out")
 
@@ -269,11 +271,13 @@ def test_directions_are_taken_to_the_space_of_the_scores(scores: tuple[Capture, 
 def test_another_basis_is_refused(scores: tuple[Capture, np.ndarray, Path], tmp_path: Path) -> None:
     cap, rows, _path = scores
     basis, _ = fit([rows[0]], RANK)
-    tensors = {f"mlp_out.4.{name}": getattr(basis, name) for name in ("mean", "components", "std")}
+    tensors = basis_tensors("mlp_out.4", basis)
     about = {"hooks": {"mlp_out": {"width": WIDTH, "k": RANK, "layers": [4]}}}
     save_file(tensors, tmp_path / "other.safetensors", metadata={METADATA: json.dumps(about)})
-    with pytest.raises(ValueError, match="is another basis"):
+    with pytest.raises(ValueError, match="holds another basis file"):
         cap.restore("mlp_out", 4, basis=tmp_path / "other.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"none\.safetensors does not exist; give the file with SHA-256"):
+        cap.restore("mlp_out", 4, basis=tmp_path / "none.safetensors")
 
 
 @pytest.mark.parametrize("shards", [1, 2])

@@ -167,6 +167,41 @@ def test_logits_follow_behind_the_last_that_may_come_again(store: kit.Store, tmp
     cap.close()
 
 
+NAMES = {
+    "resid_pre": True,
+    "resid_pre@2": True,
+    "resid_post@1": True,
+    "resid_pre@0": False,
+    "resid_pre@x": False,
+    "v": False,
+    "blocks.2.hook_resid_pre": True,
+    "blocks.0.hook_resid_pre": False,
+    "blocks.0.attn.hook_q": False,
+    "blocks.0.hook_nothing": False,
+}
+"""Names, and whether a store of q in layers 0, 2 and of resid_pre in 1, 2 has rows under them."""
+
+
+def test_a_name_is_in_a_followed_capture_if_its_rows_can_be_followed(store: kit.Store, tmp_path: Path) -> None:
+    record = store.open(tmp_path / "a.zarr", Q, RESID)
+    values = {spec.name: kit.random_bits(spec, 100) for spec in (Q, RESID)}
+    with open_capture(tmp_path / "a.zarr", kit.PATIENCE, follow=True) as cap:
+        for ended in (False, True):
+            assert {name: name in cap for name in NAMES} == NAMES and 3 not in cap
+            for name, held in NAMES.items():
+                if held:
+                    cap.follow(name)
+                else:
+                    with pytest.raises((KeyError, ValueError)):
+                        cap.follow(name)
+            if not ended:
+                rows = cap.follow("resid_pre@2")
+                store.put(record, values, 0, 100)
+                store.close(record, 100)
+                assert len(list(rows)) == 1
+        assert cap.finished is not None and {name: name in cap.finished for name in NAMES} == NAMES
+
+
 def test_what_never_ends_well_is_an_error(store: kit.Store, tmp_path: Path) -> None:
     path = tmp_path / "a.zarr"
     record = store.open(path, Q)

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("vllm")
 from dmi_connector.engine.transfer import gpu_lane
-from dmi_connector.engine.transfer.gpu_lane import Index
+from dmi_connector.engine.transfer.staging import Index, Staged, Staging
 from tests import storekit as kit
 from tests.lanekit import BEHIND, CHUNK, Engine, Event, Lane, lost, simulate
 
@@ -150,7 +150,7 @@ def test_chunks_of_many_steps_are_gathered_without_a_rest(make: Callable[[int, i
     rests: list[str] = []
     sleep = time.sleep
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lane.lane.staging, "reserve", lambda nbytes: gpu_lane.Staged(0, nbytes))
+        patch.setattr(lane.lane.staging, "reserve", lambda nbytes: Staged(0, nbytes))
         sleep(0.1)  # the rest it is in
         patch.setattr(gpu_lane.time, "sleep", lambda s: (rests.append(threading.current_thread().name), sleep(s))[1])
         Event.link.set()
@@ -357,7 +357,7 @@ class Done:
 
 def test_staging_memory_is_given_out_in_a_ring_of_whole_units() -> None:
     """Units of 512 bytes. What is in use is never given out, and an empty buffer begins anew at its start."""
-    staging = gpu_lane.Staging(4 * 512, torch.device("cpu"))
+    staging = Staging(4 * 512, torch.device("cpu"))
     a, b, c = (staging.reserve(n) for n in (1, 512, 513))
     assert a and b and c and [(s.start, s.end) for s in (a, b, c)] == [(0, 512), (512, 1024), (1024, 2048)]
     assert staging.reserve(1) is None, "full"

@@ -228,7 +228,8 @@ def test_the_last_line_of_the_log_gives_the_totals(
     assert "rank 0 since the start: captures_started=1, captures_complete=1, exported_bytes=" in engine_log[-1]
 
 
-def test_vllm_shows_our_counts_on_its_endpoint_and_in_its_log() -> None:
+@pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_vllm_shows_our_counts_on_its_endpoint_and_in_its_log(parallel: str) -> None:
     """The first step has counts of two ranks and of the scheduler, the second those of one rank."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
@@ -237,7 +238,8 @@ def test_vllm_shows_our_counts_on_its_endpoint_and_in_its_log() -> None:
     transfer = KVTransferConfig(
         kv_connector=CONNECTOR, kv_connector_module_path=CONNECTOR_MODULE, kv_role="kv_producer"
     )
-    config: Any = SimpleNamespace(kv_transfer_config=transfer, parallel_config=SimpleNamespace(tensor_parallel_size=2))
+    sizes = SimpleNamespace(**{"tensor_parallel_size": 1, "pipeline_parallel_size": 1, parallel: 2})
+    config: Any = SimpleNamespace(kv_transfer_config=transfer, parallel_config=sizes)
     ranks = CaptureStats({"started": 2, "bytes_raw": 100, "backlog_bytes.0": 7})
     first = ranks.aggregate(CaptureStats({"bytes_raw": 50, "backlog_bytes.1": 9})).aggregate(
         CaptureStats({"refused": 1, "cancelled": 168, "probe_score.risk": [0.25], "probe_alerts.risk": 0})
@@ -246,15 +248,16 @@ def test_vllm_shows_our_counts_on_its_endpoint_and_in_its_log() -> None:
     second = CaptureStats({"complete": 1, "incomplete.dropped": 1, "backlog_bytes.1": 3, "blocked_seconds": 0.25})
     prom, log, lines = KVConnectorProm(config, ["engine"], {0: ["0"]}), KVConnectorLogging(transfer), []
     try:
+
+        def value(name: str, **labels: str) -> float | None:
+            return REGISTRY.get_sample_value(f"vllm:dmi_{name}", {"engine": "0", **labels})
+
+        assert value("backlog_bytes", rank="0") == value("backlog_bytes", rank="1") == 0
         for step in (first, second):
             log.observe(step.to_dict())
             prom.observe(step.to_dict())
         log.log(lambda text, *args: lines.append(text % args))
         log.log(lambda text, *args: lines.append(text % args))
-
-        def value(name: str, **labels: str) -> float | None:
-            return REGISTRY.get_sample_value(f"vllm:dmi_{name}", {"engine": "0", **labels})
-
         assert value("captures_started_total") == 2 and value("captures_complete_total") == 1
         assert value("captures_refused_total") == 1 and value("captures_cancelled_total") == 168
         assert value("raw_bytes_total") == 150

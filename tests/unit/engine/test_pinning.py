@@ -107,6 +107,8 @@ def test_memory_that_cannot_be_pinned_later_leaves_a_smaller_ring(
     cuda.go.set()
     memory._thread.join(kit.PATIENCE)
     assert ring.usable == SLICE
+    with pytest.raises(ValueError, match=f"do not fit in the {SLICE} bytes of the ring"):
+        ring.alloc(SLICE + 1)  # which would wait for ever
     assert [line.partition(" bytes could")[2] for line in lines] == [
         " not be pinned (2); give a smaller size or raise the limit. The ring stays at its first 0 MiB"
     ]

@@ -33,7 +33,8 @@ from dmi_connector.store.format import completeness
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.locks import PartialLock, share
 from dmi_connector.store.format.paths import make_directory
-from dmi_connector.store.read.index import find_captures, read_index
+from dmi_connector.store.read.index import find_captures
+from dmi_connector.store.read.index_lines import read_index
 from dmi_connector.store.write.client import StoreClient
 from dmi_connector.store.write.finish.commit import append_index
 from dmi_connector.store.write.finish.retention import (

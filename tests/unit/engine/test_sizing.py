@@ -4,12 +4,18 @@
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dmi_connector.engine import sizing
+from dmi_connector.engine.scheduler.quota import UNLIMITED
+from dmi_connector.engine.transfer.chunk_layout import sent_bytes
+from dmi_connector.option_values import OptionError
 from dmi_connector.settings import ServerOptions
+from tests.exporterkit import SMALL, make_exporter
 
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -64,3 +70,25 @@ def test_options_go_before_defaults(machine: object) -> None:
     machine(8, 128)  # type: ignore[operator]
     options = ServerOptions(store_dir="captures", host_buffer_bytes=1 << 30)
     assert sizing.buffer_sizes(options, 1000, True, share=1 / 8).host == 1 << 30
+
+
+@pytest.mark.parametrize("option", ["host_buffer_bytes", "staging_bytes"])
+def test_the_scheduler_takes_the_least_sizes_that_the_worker_names(tmp_path: Path, option: str) -> None:
+    """Both compute with the bytes that are sent, which are fewer than those of a row in the cache."""
+    exporter = make_exporter(tmp_path, 8, SMALL, hooks="q,resid_pre")
+    exporter.shutdown()
+    options, token_bytes = exporter.context.options, sent_bytes(exporter.context)
+    with pytest.raises(OptionError, match=rf"{option}: 1 holds less than .*; give at least \d+") as refused:
+        sizing.buffer_sizes(replace(options, **{option: 1}), token_bytes[0], True)
+    least = int(re.findall(r"at least (\d+)", str(refused.value))[0])
+    rows = sizing.keep_rows(replace(options, **{option: least}), token_bytes, True)
+    assert rows == (least if option == "staging_bytes" else sizing.GPU_STAGING_BYTES) // token_bytes[0] // 2
+    with pytest.raises(OptionError, match=f"give at least {least}"):
+        sizing.keep_rows(replace(options, **{option: least - 1}), token_bytes, True)
+
+
+def test_the_rank_with_the_longest_rows_fills_its_staging_memory_first() -> None:
+    options = ServerOptions(store_dir="captures", staging_bytes=1 << 24)
+    assert sizing.keep_rows(options, [100, 4000, 8], True) == (1 << 24) // 4000 // 2
+    assert sizing.keep_rows(options, [100], False) == UNLIMITED
+    assert sizing.keep_rows(replace(options, sink="null"), [100], True) == UNLIMITED

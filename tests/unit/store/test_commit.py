@@ -14,7 +14,8 @@ import pytest
 from dmi_connector.captures.capture import open_capture
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss, losses_to_json
-from dmi_connector.store.read.index import find_captures, read_index
+from dmi_connector.store.read.index import find_captures
+from dmi_connector.store.read.index_lines import read_index
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.finish.commit import Commit, append_index, rank_file
 from dmi_connector.store.write.finish.repair import repair

@@ -25,8 +25,9 @@ from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.format import completeness, schema
 from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.format.completeness import Cause, Loss
-from dmi_connector.store.read import index
-from dmi_connector.store.read.index import find_captures, read_index
+from dmi_connector.store.read import index_lines
+from dmi_connector.store.read.index import find_captures
+from dmi_connector.store.read.index_lines import read_index
 from dmi_connector.store.read.reader import CaptureIncomplete
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.read.waiting import CaptureFailed
@@ -712,7 +713,7 @@ def test_a_long_index_is_read_once_while_a_store_is_awaited(tmp_path: Path, monk
         parsed.append(raw)
         return loads(raw)
 
-    monkeypatch.setattr(index.json, "loads", counted)
+    monkeypatch.setattr(index_lines.json, "loads", counted)
     with pytest.raises(TimeoutError):
         open_capture(tmp_path / "a.zarr", timeout=0.3)
     assert len(parsed) == 1

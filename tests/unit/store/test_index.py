@@ -14,7 +14,7 @@ from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.paths import store_name
 from dmi_connector.store.format.schema import INDEX_NAME
-from dmi_connector.store.read import index
+from dmi_connector.store.read import index, index_lines
 from dmi_connector.store.read.index import IndexTail, find_captures
 from dmi_connector.store.write.finish.commit import append_index
 from tests import storekit as kit
@@ -134,7 +134,7 @@ def test_finding_a_key_parses_only_lines_of_its_stores(tmp_path: Path, monkeypat
     append_index(tmp_path, {"event": "finish", "store": names["k8"], "state": "complete", "bytes": 5})
     parsed: list[bytes] = []
     loads = json.loads
-    monkeypatch.setattr(index.json, "loads", lambda raw: (parsed.append(raw), loads(raw))[1])
+    monkeypatch.setattr(index_lines.json, "loads", lambda raw: (parsed.append(raw), loads(raw))[1])
     assert find_captures(tmp_path, key="k7") == []
     [eight] = find_captures(tmp_path, key="k8")
     [same] = find_captures(tmp_path, request_id="cmpl-8")

@@ -6,12 +6,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmi_connector.store.write.ring import ALIGN, Extent, Ring
+from tests.storekit import PATIENCE
 
 PAGES = 16
 
@@ -88,7 +90,43 @@ def test_a_held_extent_is_freed_by_its_last_release_and_misuse_is_refused(shared
         shared.release(extent)
     with pytest.raises(ValueError, match="released already"):
         shared.add_users(extent)
-    with pytest.raises(ValueError, match="ring_bytes"):
+    with pytest.raises(ValueError, match="do not fit in the 65536 bytes of the ring"):
         shared.alloc(shared.nbytes + 1)
     with pytest.raises(ValueError, match="too small"):
         Ring(100)
+
+
+def _waits_for(ring: Ring, nbytes: int) -> Future[Extent | None]:
+    """What an `alloc` without a timeout gives, in another thread."""
+    found: Future[Extent | None] = Future()
+
+    def wait() -> None:
+        try:
+            found.set_result(ring.alloc(nbytes))
+        except ValueError as error:
+            found.set_exception(error)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return found
+
+
+def test_a_closed_ring_gives_nothing_out_to_those_who_wait_and_later() -> None:
+    ring = Ring(PAGES * ALIGN)
+    first, rest = ring.alloc(ALIGN), ring.alloc((PAGES - 1) * ALIGN)
+    assert first is not None and rest is not None
+    waiting = _waits_for(ring, ALIGN * 2)
+    ring.close()
+    assert waiting.result(PATIENCE) is None
+    ring.release(first)
+    assert _waits_for(ring, 1).result(PATIENCE) is None, "also where the space of an extent is free"
+
+
+def test_more_bytes_than_a_smaller_ring_will_ever_have_are_refused() -> None:
+    ring = Ring(PAGES * ALIGN)
+    ring.allow(ALIGN)
+    waiting = _waits_for(ring, 2 * ALIGN)
+    ring.allow(ALIGN, final=True)
+    with pytest.raises(ValueError, match=f"{2 * ALIGN} bytes do not fit in the {ALIGN} bytes of the ring"):
+        waiting.result(PATIENCE)
+    assert ring.alloc(ALIGN) is not None
+    ring.close()

@@ -26,6 +26,7 @@ from dmi_connector.captures.captures import open_captures
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.option_values import OptionError
+from dmi_connector.reduce.basis import Basis
 from dmi_connector.reduce.channel import ChannelInt8
 from dmi_connector.reduce.scales import METADATA, Scales
 from dmi_connector.settings import ServerOptions
@@ -36,6 +37,7 @@ from dmi_connector.store.format.locks import is_to_be_uploaded
 from dmi_connector.store.format.object_store import RemoteDenied
 from dmi_connector.store.format.remote_path import RemotePath, place_of
 from dmi_connector.store.read.files.remote_index import read_indexes
+from dmi_connector.store.read.fitted_files import find_fitted
 from dmi_connector.store.read.index import CaptureInfo, find_captures
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.child_process import Child
@@ -44,7 +46,7 @@ from dmi_connector.store.write.coordinator.directories import check_directories
 from dmi_connector.store.write.finish import upload
 from dmi_connector.store.write.finish.commit import append_index
 from dmi_connector.store.write.finish.repair import finish_uploads, repair
-from dmi_connector.store.write.finish.upload import UploadResult, expected_etag, part_bytes, upload_store
+from dmi_connector.store.write.finish.upload import UploadResult, expected_etag, part_bytes, upload_file, upload_store
 from dmi_connector.store.write.finish.uploads import Uploads
 from dmi_connector.store.write.settings import UploadSettings, WriteSettings
 from tests import bulkkit, s3kit
@@ -156,7 +158,7 @@ def test_scales_that_rows_are_decoded_with_go_too(s3: s3kit.Proxy, prefix: str, 
     store.parent.mkdir()
     owner.write(store, [ArraySpec("q", "uint8", (0,), 8, reduce=settings)], 20)
     assert owner.shutdown(kit.PATIENCE)
-    with pytest.raises(FileNotFoundError, match=r"the scales of .* are not beside it"):
+    with pytest.raises(FileNotFoundError, match=r"the scales file of .* is not beside it"):
         upload_store(store, to, 0)
     keep_copy(str(tmp_path / "scales"), settings["sha256"], BASES, str(store.parent), "private")
     for _ in range(2):  # the second time they are there
@@ -170,6 +172,26 @@ def test_scales_that_rows_are_decoded_with_go_too(s3: s3kit.Proxy, prefix: str, 
         obstore.delete(object_store.bucket_store(beside), beside.key)
     with open_capture(str(moved), 0) as remote, pytest.raises(FileNotFoundError, match=f"to {beside}"):
         remote.numpy("q")
+
+
+def test_a_basis_in_the_bucket_is_found_and_may_come_later(s3: s3kit.Proxy, prefix: str, tmp_path: Path) -> None:
+    """It is no file that rows are decoded with, so an upload leaves it out."""
+    tensors = {"q.0.mean": (8,), "q.0.components": (8, 2), "q.0.std": (2,), "q.0.variance": (1,)}
+    about = json.dumps({"hooks": {"q": {"width": 8, "k": 2, "layers": [0]}}})
+    ones = {name: np.ones(shape, "f4") for name, shape in tensors.items()}
+    save_file(ones, tmp_path / "basis", metadata={Basis.metadata: about})
+    sha256 = Basis.load(tmp_path / "basis").sha256
+    store = RemotePath(s3kit.BUCKET, f"{prefix}/deep/a.zarr")
+    beside = RemotePath(s3kit.BUCKET, f"{prefix}/{BASES}/{sha256}.safetensors")
+    with pytest.raises(
+        FileNotFoundError, match=rf"\(or give it as basis=\), .* to {store.parent / BASES / sha256}.safetensors"
+    ):
+        find_fitted(Basis, sha256, store)
+    upload_file(tmp_path / "basis", beside)
+    assert find_fitted(Basis, sha256, store).sha256 == sha256
+    assert find_fitted(Basis, sha256, store, str(beside)).path == str(beside)
+    with pytest.raises(FileNotFoundError, match=f"none does not exist; give the file with SHA-256 {sha256}"):
+        find_fitted(Basis, sha256, store, f"s3://{s3kit.BUCKET}/{prefix}/none")
 
 
 def test_the_root_document_is_sent_last(s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path) -> None:

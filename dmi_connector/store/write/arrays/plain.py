@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 _REMEMBERED_BYTES = 1 << 28
-"""The weight of a measurement halves after every so many bytes."""
+"""Number of bytes after which the weight of a measurement halves."""
 _LEAST_BYTES = 4 << 20
 """Bytes that must be compressed before the first decision, because the first small arrays take longer."""
 _PROBE = 32
-"""One chunk out of so many is always compressed, to keep the measurement of compression up to date."""
+"""One chunk in this number is always compressed, to keep the measurement of compression up to date."""
 
 
 @dataclass

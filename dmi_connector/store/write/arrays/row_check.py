@@ -29,7 +29,8 @@ class RowCheck:
     def positions(self, headers: np.ndarray, first: int, count: int) -> np.ndarray:
         """Check the positions in the headers of rows [first, first + count).
 
-        headers: uint8, begins with these headers. Returns the token ids in the headers, int32 [count].
+        headers: uint8 [>= count * HEADER_SENT_BYTES]; bytes after these headers are ignored. Returns the token ids in
+        the headers, int32 [count].
         """
         pairs = headers[: HEADER_SENT_BYTES * count].view("<i4").reshape(count, 2)
         ids = pairs[:, 0].copy()

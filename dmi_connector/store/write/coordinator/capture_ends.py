@@ -111,7 +111,7 @@ class CaptureEnds:
         for assignment in mine:
             self._pool.leave(assignment)
         if mine:
-            # If another rank writes the metadata, rows that this rank lacks would read as zeros.
+            # On rank 0, the commit rebuilds arrays whose metadata this rank writes. Lost rows of others read as zeros.
             lost = record.rank or any(array.rank for array in arrays)
             record.losses.append(replace(loss, rows=(_ALL_ROWS,) if lost else ()))
             self._advance(record)
@@ -143,7 +143,7 @@ class CaptureEnds:
         process.post({**message, "type": "commit", "again": record.recommitted})
 
     def _forget_unfinished(self, record: CaptureRecord) -> None:
-        """Drop the finished files of arrays of which a writer died: the commit rebuilds these arrays from journals."""
+        """Drop files of arrays that a dead writer left unfinished: the commit rebuilds these arrays from journals."""
         if record.rank:
             return  # rank 0 writes the metadata, and gets the losses of this rank
         record.files = {path: f for path, f in record.files.items() if path.split("/")[0] not in record.unfinished}

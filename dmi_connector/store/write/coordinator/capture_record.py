@@ -123,3 +123,12 @@ class CaptureRecord:
         line: Message = {"event": event, "store": os.path.basename(self.final), "state": state}
         line |= {"key": self.key, "request_id": self.request_id, "created": self.created}
         return {"type": "line", "directory": os.path.dirname(self.final), "line": line}
+
+    def start_line(self, upload: Mapping[str, Any]) -> Message:
+        """As `index_line`, for the line `start`. upload: `WriteSettings.upload`."""
+        message = self.index_line("start", "started")
+        if upload:
+            url = f"{upload['url'].rstrip('/')}/{message['line']['store']}"
+            message["line"] |= {"upload": "pending", "url": url, "remove_local": upload["remove_local"]}
+            message["line"] |= {"only_complete": True} if upload["only_complete"] else {}
+        return message

@@ -106,8 +106,8 @@ class Captures:
         """Begin a capture.
 
         final: path of the store, NAME.zarr. attrs: facts for the root attribute (docs/FORMAT.md, section 5);
-        `prompt_len` is required on rank 0, `start` defaults to 0. rank, ranks: tensor-parallel rank and size.
-        most_rows: maximum number of rows, None if unknown. borrow: see `check_borrow`. Raises ValueError.
+        `prompt_len` is required on rank 0, `start` defaults to 0. rank, ranks: rank and number of ranks. most_rows:
+        maximum number of rows, None if unknown. borrow: see `check_borrow`. Raises ValueError.
         """
         final = os.path.abspath(final)
         if not final.endswith(".zarr"):
@@ -147,7 +147,7 @@ class Captures:
             for assignment in assignments:
                 self._post_open(record, assignment)
             if rank == 0:
-                self._post_start(record)
+                assignments[0].process.post(record.start_line(self.settings.upload))
             if borrow is not None:
                 self._borrowing.begin(record, self._records.values(), borrow)
                 self._came(record, int(borrow["rows"]) * payload.token_bytes)
@@ -389,15 +389,6 @@ class Captures:
 
     def _set_pace(self) -> None:
         self.pool.set_pace(None if self._stopping or not self._open else self._to_come + self._largest)
-
-    def _post_start(self, record: CaptureRecord) -> None:
-        """Have a writer append the capture's `start` line to the index."""
-        message = record.index_line("start", "started")
-        if self.settings.upload:
-            url = f"{self.settings.upload['url'].rstrip('/')}/{message['line']['store']}"
-            message["line"] |= {"upload": "pending", "url": url, "remove_local": self.settings.upload["remove_local"]}
-            message["line"] |= {"only_complete": True} if self.settings.upload["only_complete"] else {}
-        record.assignments[0].process.post(message)
 
     def _note(self, text: str) -> None:
         self._errors.append(text)

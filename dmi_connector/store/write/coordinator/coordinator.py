@@ -104,26 +104,29 @@ class RemoteRing(RingBase):
     def __init__(self, fd: int, nbytes: int, outbox: Outbox) -> None:
         super().__init__(fd, nbytes)
         self._outbox = outbox
-        self._out: dict[Extent, int] = {}  # in the order of arrival
-        self._taken = 0  # bytes of all extents so far
+        self._out: dict[Extent, tuple[int, int]] = {}  # in the order of arrival: (number, value of `_taken` before it)
+        self._taken = 0  # bytes of all extents and gaps so far
+        self._end = 0  # where the latest extent ends
 
     @property
     def used(self) -> int:
-        """Bytes from the oldest extent in use to the latest one, because the engine reclaims space in order."""
         with self._changed:
-            oldest = next(iter(self._out), None)
-            return 0 if oldest is None else self._taken - oldest.end + oldest.nbytes
+            oldest = next(iter(self._out.values()), None)
+            return 0 if oldest is None else self._taken - oldest[1]
 
     def take(self, number: int, offset: int, nbytes: int) -> Extent:
         """Add the engine's extent `number`, with one user."""
+        extent = Extent(offset, nbytes)
         with self._changed:
-            self._taken += nbytes
-            extent = Extent(offset, nbytes, self._taken)
-            self._out[extent] = number
+            if offset < self._end:  # it did not fit in the gap at the end of the ring, whose end may not be usable yet
+                self._taken += min(self.nbytes - self._end, extent.size)
+            self._out[extent] = number, self._taken
+            self._taken += extent.size
+            self._end = extent.end
         return extent
 
     def _free(self, extent: Extent) -> None:
-        self._outbox.put(self._out.pop(extent))
+        self._outbox.put(self._out.pop(extent)[0])
 
 
 class Coordinator:

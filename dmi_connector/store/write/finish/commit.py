@@ -197,7 +197,7 @@ def give_up(message: Message, reason: str) -> None:
 
 @dataclass
 class Commit:
-    """A pending commit. With tensor parallelism it waits for the other ranks.
+    """A pending commit. With several ranks it waits for the other ones.
 
     message: the commit message (capture_ends.py). deadline: time at which it stops waiting (time.monotonic()). losses:
     all known losses. written: the root attributes, if a process wrote the root document and died before it renamed the

@@ -8,7 +8,7 @@ import stat
 import time
 
 from dmi_connector.store.format.schema import INDEX_NAME
-from dmi_connector.store.read.index import LineTail
+from dmi_connector.store.read.index_lines import LineTail
 
 
 class EndedCaptures:

@@ -32,7 +32,7 @@ PART_BYTES, _MOST_PARTS = 8 << 20, 9000
 """Part size and maximum number of parts of a multipart upload. S3 allows 10,000 parts."""
 _FILES_AT_ONCE, _PARTS_AT_ONCE = 8, 2
 """Concurrent uploads: files of a store, and parts of a file. Each of these parts is in memory."""
-PROBE = "dmi-run.jsonl"
+_WRITE_TEST = "dmi-run.jsonl"
 """Name of an empty object in the folder of indexes. A run writes it to check that it may write."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
 _BLOCK_BYTES = 1 << 20
@@ -144,7 +144,7 @@ def check_upload(url: str) -> None:
     try:
         with requests_for(to) as obstore:
             next(iter(obstore.list(bucket_store(to), f"{to.key}/" if to.key else None)), None)
-            obstore.put(bucket_store(to), (to / INDEX_FOLDER / PROBE).key, b"")
+            obstore.put(bucket_store(to), (to / INDEX_FOLDER / _WRITE_TEST).key, b"")
     except OSError as error:
         raise OptionError(f"--upload {url} takes no stores: {error}; mend that, or give another URL") from error
 
