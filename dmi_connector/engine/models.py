@@ -206,6 +206,13 @@ def _tapped_class(name: str) -> type:
         def new(cls: type, *, vllm_config: Any, prefix: str = "") -> Any:
             if _building or _is_draft(vllm_config) or not is_active(vllm_config):
                 return _imported(uncaptured)(vllm_config=vllm_config, prefix=prefix)
+            logger.warning(
+                "dmi_connector: capture runs %s as vLLM's %s, not as its %s, whose fused kernels taps cannot read. "
+                "So its speed and last bits are not those of the engine without capture. It was not tested on a GPU",
+                name,
+                place,
+                uncaptured,
+            )
             return base.__new__(cls)
 
         attributes["__new__"] = new

@@ -46,7 +46,9 @@ def test_a_draft_of_an_engine_that_captures_is_that_of_vllm(name: str, monkeypat
     assert type(models.__getattr__(name)(vllm_config=config(draft=True))) is Fused
 
 
-def test_with_capture_it_is_the_class_of_the_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_capture_it_is_the_class_of_the_row(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(models, "is_active", lambda _config: True)
     tapped = []
     monkeypatch.setattr(models.Tapped, "_init_tapped", lambda self, *given: tapped.append((self, *given)))
@@ -56,3 +58,5 @@ def test_with_capture_it_is_the_class_of_the_row(name: str, monkeypatch: pytest.
     module, _, class_name = ARCHITECTURES[name].base.partition(":")
     assert isinstance(model, getattr(importlib.import_module(module), class_name))
     assert not isinstance(model, Fused)
+    (warning,) = [r.getMessage() for r in caplog.records if r.name == models.logger.name]
+    assert warning.startswith(f"dmi_connector: capture runs {name} as vLLM's {ARCHITECTURES[name].base}, not as")
