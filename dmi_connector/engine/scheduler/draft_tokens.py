@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
-from vllm.v1.request import RequestStatus
 
 from dmi_connector.engine.messages import Accepted, Close, StepMetadata
 from dmi_connector.engine.scheduler.tracked_request import Tracked
@@ -50,8 +49,7 @@ class DraftTokens:
             if logits and one.has_logits and one.turn_ended:
                 metadata.accepted += self._accepted(one, one.request.num_computed_tokens)
             # The tokens of two steps arrive together if both were in flight and have ended, as in a pause.
-            mixed = self._two_ended(one) and request_id not in again and one.request.status == RequestStatus.RUNNING
-            rows += one.note_tokens(mixed)
+            rows += one.note_tokens(self._two_ended(one))
             if logits and one.has_logits:
                 metadata.accepted += self._accepted(one, one.request.num_tokens - 1)
             now = request_id in scheduled

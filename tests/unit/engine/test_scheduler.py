@@ -356,9 +356,13 @@ def test_a_draft_of_two_steps_whose_results_came_at_once_is_unknown(make: Make) 
     assert "draft_index" in fault, "rows and logits are right"
 
 
+@pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_draft_is_numbered_wrong_where_two_steps_end_at_once(make: Make, seed: int) -> None:
-    """As in a pause, at the start and at the end of requests too. Then the number is unknown."""
+def test_no_draft_is_numbered_wrong_where_two_steps_end_at_once(make: Make, seed: int, reset: bool) -> None:
+    """As in a pause, at the start and at the end of requests too. Then the number is unknown.
+
+    reset: whether the pause ends with a reset of the cache and of running requests, as after new weights.
+    """
     engine = make(seed=seed, drafts=3)
     for _ in range(80):
         if engine.random.random() < 0.2:
@@ -366,6 +370,8 @@ def test_no_draft_is_numbered_wrong_where_two_steps_end_at_once(make: Make, seed
         engine.step()
         if engine.random.random() < 0.2:
             engine.settle()
+            if reset:
+                assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.drain()
     found: Counter[bool] = Counter()
     for name, stored in engine.stored.items():
