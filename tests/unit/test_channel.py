@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from dmi_connector import TokenDataset, open_capture, open_captures
 from dmi_connector.analysis.fidelity import fidelity, markdown
+from dmi_connector.analysis.fit_scales import fit_scales
 from dmi_connector.analysis.importance import importance
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
@@ -279,3 +280,11 @@ def test_fits_that_cannot_be_made_are_refused(
     error = capsys.readouterr().err
     assert re.search(message, error), error
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("margin", [1.0, 1.25, 3.0])
+def test_a_margin_widens_every_scale(margin: float, full: list[Path], tmp_path: Path) -> None:
+    fit_scales(full, ["resid_final"], tmp_path / "s.safetensors", margin=margin)
+    (found,) = load_file(tmp_path / "s.safetensors").values()
+    largest = np.maximum(*(np.abs(rows(seed)[0]).max(0) for seed in range(2))).astype("f8")
+    np.testing.assert_allclose(found, largest * margin / STEPS, rtol=1e-6)

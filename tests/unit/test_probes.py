@@ -67,6 +67,8 @@ GOOD: dict[str, Any] = {"hook": "resid_pre", "layers": [1], "outputs": ["a", "b"
         ({"kind": "forest"}, tensors(8, 2), "kind 'forest' is unknown; choose one of linear, mlp"),
         ({"norm": "batch"}, tensors(8, 2), "norm 'batch' is unknown"),
         ({"outputs": []}, tensors(8, 2), r"outputs \[\] is not valid; give different names"),
+        ({"outputs": ["a", ""]}, tensors(8, 2), r"outputs \['a', ''\] is not valid; give different names"),
+        ({"outputs": ["a", 5]}, tensors(8, 2), r"outputs \['a', 5\] is not valid; give different names"),
         ({"outputs": ["a", "a"]}, tensors(8, 2), r"outputs \['a', 'a'\] is not valid"),
         ({"layers": [2, 1]}, tensors(8, 2), r"layers \[2, 1\] is not valid; give layer numbers, ascending"),
         ({"threshold": 3}, tensors(8, 2), "its dmi_probe .* is not valid"),
@@ -439,3 +441,15 @@ def test_indexes_that_float32_does_not_hold_are_refused() -> None:
     check("top(mlp_post)", 1, 1 << 23, 2)
     with pytest.raises(ReduceError, match="is of rows of 16777218 values; 16777216 is the most"):
         check("top(mlp_post)", 1, (1 << 23) + 1, 2)
+
+
+def test_the_head_for_the_kernel_has_the_weights_and_biases_of_its_layer(files: dict[str, Path]) -> None:
+    probe = Probe.load(str(files["many"]))
+    for layer in (0, 1, 3):
+        probe.prepare(WIDTH, CPU, layer, 0)
+    rows = torch.randn(4, WIDTH)
+    for layer in (0, 1, 3):
+        head = probe.head(layer, CPU)
+        assert head.output == "none" and head.bias is not None
+        found = rows @ head.weight.T + head.bias
+        torch.testing.assert_close(found, probe.encode(rows, layer), atol=1e-5, rtol=1e-5)

@@ -12,6 +12,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from dmi_connector.reduce import KINDS, ReduceError, from_settings, parse
+from dmi_connector.reduce.attn import AttentionSummary
 from dmi_connector.reduce.base import Reduction
 from dmi_connector.reduce.basis import METADATA, Basis
 from dmi_connector.reduce.countsketch import CountSketch, table
@@ -629,3 +630,34 @@ def test_decoding_a_row_that_is_not_finite_gives_nan_without_a_warning(spec: str
     assert np.isnan(decoded).any(1).tolist() == [False, True, False] and not np.isinf(decoded).any()
     if isinstance(reduction, TopK):
         assert reduction.tally(stored, 16, "float32").rows == 2
+
+
+def test_settings_of_attention_summaries_name_halves_only_where_they_are_kept() -> None:
+    """Stores of earlier versions have no "half"."""
+    assert AttentionSummary(5).settings() == {"kind": "attn", "m": 5}
+    assert AttentionSummary(5, half=True).settings() == {"kind": "attn", "m": 5, "half": True}
+    for half in (False, True):
+        assert from_settings(AttentionSummary(5, half=half).settings()) == AttentionSummary(5, half=half)
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "kernel"),
+    [
+        (4, "bfloat16", ("round", 3)),
+        (7, "bfloat16", ("copy", 0)),
+        (4, "float16", ("round", 6)),
+        (23, "float16", ("copy", 0)),
+    ],
+)
+def test_rounding_drops_bits_only_of_dtypes_that_have_more(bits: int, dtype: str, kernel: tuple[str, int]) -> None:
+    reduction = parse(f"round({bits})")
+    assert reduction is not None and reduction.fused(dtype) == kernel
+
+
+def test_only_reductions_without_a_kernel_need_room_for_copies() -> None:
+    class Plain(Int8):
+        def fused(self, dtype: str) -> None:  # type: ignore[override]
+            return None
+
+    assert Reduction.scratch(Plain(), 10, "bfloat16") == 160
+    assert Int8().fused("bfloat16") is not None and Reduction.scratch(Int8(), 10, "bfloat16") == 0

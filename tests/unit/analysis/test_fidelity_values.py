@@ -20,6 +20,7 @@ from dmi_connector.analysis.fidelity import Fidelity, _is_measured, _measure, _u
 from dmi_connector.analysis.fit_probe import FittedProbe, _lines, _tested, read_labels
 from dmi_connector.reduce import parse
 from dmi_connector.reduce.fitted import FittedReduction
+from dmi_connector.reduce.measures import ReducedRows, probes
 from dmi_connector.reduce.sparse_encoder import SparseEncoder
 
 EYE = np.eye(2, dtype="f4")
@@ -394,3 +395,12 @@ def test_only_what_can_be_measured_is() -> None:
     assert Downstream(rows, None, None).measures(decoded, restored) == {}
     concepts = Concepts(np.arange(2), np.arange(1, 3), np.array([[True], [False], [True]]))
     assert Downstream(rows, concepts, None).measures(rows, None) == {"concepts": pytest.approx(1)}
+
+
+def test_probes_that_tell_nothing_apart_have_no_correlation() -> None:
+    """All rows are of one token; with two tokens, an exact reduction has the correlation 1."""
+    rows = np.random.default_rng(0).standard_normal((6, 4)).astype("f4")
+    one = ReducedRows(rows, rows, rows, np.zeros(6, "i4"), 0, "float32")
+    assert math.isnan(probes(one, lambda probe: probe))
+    two = ReducedRows(rows, rows, rows, np.array([0, 0, 0, 1, 1, 1], "i4"), 0, "float32")
+    assert probes(two, lambda probe: probe) == pytest.approx(1)

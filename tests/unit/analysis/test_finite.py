@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import tarfile
@@ -430,3 +431,15 @@ def test_batches_of_a_view_count_them(stores: Path) -> None:
     with pytest.warns(RuntimeWarning):
         whole = list(open_captures(stores / "nan").rows("resid_pre").batches(50, finite="skip"))
     assert sum(part.shape[1] for part in whole) == 3 * LENGTH - 39 and all(part.shape[0] == 3 for part in whole)
+
+
+@pytest.mark.parametrize(("policy", "says"), [("skip", 1), ("keep", 1), ("fail", 0)])
+def test_a_policy_that_raises_does_not_warn_too(policy: str, says: int) -> None:
+    check = FiniteCheck(policy)
+    with contextlib.suppress(NotFinite):
+        check.see(Path("/a.zarr"), [3, 5])
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        check.warn()
+        check.warn_all()
+    assert len(found) == says and all("row 3 holds" in str(one.message) for one in found)

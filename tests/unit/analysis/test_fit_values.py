@@ -322,3 +322,13 @@ def test_the_difference_of_two_means_scores_rows_between_them() -> None:
     assert apart.separation == pytest.approx(1 / np.sqrt((0.5 + 0.125) / 3))
     few = directions.MeanDifference(np.ones(2), np.zeros(2), (np.array([1.0]), np.array([0.0])))
     assert np.isnan(few.separation)
+
+
+def test_the_error_of_k_means_is_added_in_float64() -> None:
+    x = torch.from_numpy(RNG.standard_normal((2, 5000, 3)).astype("f4"))
+    centroids, error = _k_means(x, x[:, :4])
+    own = torch.stack(
+        [(c[None] - part[:, None]).square().sum(2).argmin(1) for c, part in zip(centroids, x, strict=True)]
+    )
+    squares = (x - centroids.gather(1, own[..., None].expand_as(x))).square()
+    assert error == pytest.approx(float(squares.double().sum()), rel=1e-12)

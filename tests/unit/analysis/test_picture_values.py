@@ -223,3 +223,31 @@ def test_layer_ids_are_read_in_as_many_threads_as_the_stores_allow(
     held["a"], held["b"] = [5], [6]
     with pytest.raises(ValueError, match=r"b has \[6\], not \[5\]; name fewer stores$"):
         residual_stream.ids_of_all(captures, ids_of, None)
+
+
+def test_small_maps_have_short_names_and_a_line_before_what_was_generated(
+    figures: list[Figure], tmp_path: Path
+) -> None:
+    """Four panels have room for 125 letters each. The line is left out where no token of the panel was generated."""
+    names = ["a", "b" * 125, "c" * 126, "d"]
+    prompts = [2, 9, 10, 5]  # of positions 5 to 9
+    captures: Any = [
+        SimpleNamespace(
+            positions=np.arange(5, 10),
+            prompt_len=prompt,
+            complete=True,
+            missing=[],
+            attrs={"key": name, "start": 5, "missing": []},
+            path=Path(name),
+            token_ids=np.arange(5),
+        )
+        for name, prompt in zip(names, prompts, strict=True)
+    ]
+    for capture in captures:
+        capture.attrs["num_tokens"] = 5
+    maps = [(np.arange(15, dtype="f4").reshape(3, 5), [""] * 5)] * 4
+    plot._draw_small_maps(captures, maps, tmp_path / "x.png", "norms", "norm", "layer")
+    panels = figures[0].axes[:4]
+    assert [panel.get_title("left") for panel in panels] == ["a", "b" * 125, "c" * 124 + "…", "d"]
+    lines = [[float(line.get_xdata()[0]) for line in panel.lines] for panel in panels]  # type: ignore[index]
+    assert lines == [[], [8.5], [], []]

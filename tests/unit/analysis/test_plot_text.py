@@ -342,3 +342,10 @@ def test_rows_without_a_token_are_named_as_they_were_asked_for(rows: slice, aske
         plot_text._window(capture, rows)
     assert plot_text._window(capture, slice(None)) == slice(0, 7)
     assert plot_text._window(capture, slice(-2, None)) == slice(5, 7)
+
+
+def test_the_first_statistic_is_drawn_where_none_is_named(store: Path, tmp_path: Path, drawn: Drawn) -> None:
+    with open_capture(store, 0, allow_incomplete=True) as capture:
+        plot_text.draw_text(capture, tmp_path / "x.svg", "resid_final", rows=slice(10, 16))
+        wanted = of_layer(capture, "resid_final", None, statistics(capture, "resid_final")[0], 0, slice(10, 16))
+    np.testing.assert_array_equal(drawn.colours.get_array(), wanted)

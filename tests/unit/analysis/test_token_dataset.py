@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ torch = pytest.importorskip("torch")
 from dmi_connector import TokenDataset, open_captures  # noqa: E402
 from dmi_connector.analysis.export.packed import PackedRows  # noqa: E402
 from dmi_connector.analysis.training.token_batches import TokenBatches  # noqa: E402
-from dmi_connector.analysis.training.worker_loops import Batch  # noqa: E402
+from dmi_connector.analysis.training.worker_loops import Batch, Position, WorkerLoops  # noqa: E402
 from dmi_connector.captures.captures import Captures  # noqa: E402
 from dmi_connector.layout import ArraySpec  # noqa: E402
 from dmi_connector.reduce import parse  # noqa: E402
@@ -508,3 +509,15 @@ def test_rows_that_fill_no_batch_are_not_read(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(TokenBatches, "_read", noted)
     assert [len(batch) for batch in data] == [10] and read == [0]
+
+
+def test_each_loop_of_workers_begins_where_the_one_before_it_ended() -> None:
+    """The workers of one loop have one base seed; their ids are in their own seeds."""
+    loops, first = WorkerLoops(), Position(2, 5, 9)
+
+    def start(base: int, worker: int) -> Position:
+        info = SimpleNamespace(seed=base + worker, id=worker)
+        return loops.start(info, first, lambda at: Position(at.epoch + 1, 0, at.end))
+
+    assert [start(1000, 0), start(7000, 0), start(50, 1)] == [first, Position(3, 0, 9), Position(4, 0, 9)]
+    assert start(50, 1) == Position(5, 0, 9), "persistent workers keep their seed"

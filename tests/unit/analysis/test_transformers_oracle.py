@@ -386,3 +386,30 @@ def test_images_go_into_the_model_in_its_dtype_with_the_places_of_their_tokens()
     assert found["pixel_values"].dtype == torch.bfloat16 and found["image_grid_thw"] is grid
     assert found["mm_token_type_ids"].tolist() == [[0, 1, 1, 0]] and found["mm_token_type_ids"].dtype == torch.int32
     assert Oracle._with_images(oracle, ids, {"pixel_values": pixels}).keys() == {"pixel_values"}
+
+
+def test_layers_that_are_stored_are_compared_with_those_of_the_same_numbers() -> None:
+    """A hook without layers is compared whole, also in a model of one layer; one of some layers alone as it is."""
+    values = np.arange(24, dtype="f4").reshape(4, 3, 2)
+    expected = {"q": values, "resid_final": values[:1], "few": values[:2]}
+    oracle: Any = SimpleNamespace(run=lambda ids, images: expected, without=())
+
+    def differences(num_layers: int, **hooks: tuple[list[int], np.ndarray]) -> dict[str, float]:
+        capture: Any = SimpleNamespace(
+            path="a.zarr",
+            attrs={
+                "hooks": {name: {"layers": layers} for name, (layers, _) in hooks.items()},
+                "num_layers": num_layers,
+                "start": 0,
+            },
+            reason=None,
+            token_ids=np.arange(3),
+            runs=lambda most: [slice(0, 3)],
+            reduction=lambda hook: None,
+            numpy=lambda hook: hooks[hook][1],
+        )
+        return compare(capture, oracle)
+
+    assert differences(4, q=([1, 3], values[[1, 3]] + 2)) == {"q": 2.0}
+    assert differences(1, resid_final=([], values[0] + 1)) == {"resid_final": 1.0}
+    assert differences(4, few=([2, 3], values[:2])) == {"few": 0.0}

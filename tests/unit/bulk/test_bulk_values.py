@@ -375,3 +375,9 @@ def test_positions_are_a_set_of_numbers() -> None:
         found.discard(gone)
     assert list(found) == [0, 7, 31, 1000] and len(found) == 4
     assert [n in found for n in (0, 1, 8, 31, 1000, 1001, 10**6)] == [True, False, False, True, True, False, False]
+
+
+def test_positions_one_after_another_are_all_kept() -> None:
+    found = Positions()
+    assert all(found.add(position) for position in range(300))
+    assert not any(found.add(position) for position in range(300)) and len(found) == 300 and 300 not in found

@@ -729,3 +729,8 @@ def test_an_engine_takes_as_many_gpus_as_its_flags_say(flags: list[str], gpus: i
 def test_a_number_of_gpus_that_is_none_is_refused(flag: str, value: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{flag} {value!r} is not valid; give a whole")):
         engine_gpus([f"{flag}={value}"])
+
+
+def test_a_manifest_is_no_program(tmp_path: Path) -> None:
+    Manifest(tmp_path / "m").close()
+    assert (tmp_path / "m").stat().st_mode & 0o111 == 0

@@ -361,3 +361,11 @@ def test_an_empty_file_of_lines_is_passed_at_once(tmp_path: Path) -> None:
     with open(tmp_path / "a.jsonl", "rb") as file:
         lines = sources.Lines(file)
         assert list(lines) == [] and lines.fraction() == 1.0 and lines.count() is None
+
+
+def test_a_file_that_is_no_arrow_stream_says_what_arrow_says(tmp_path: Path) -> None:
+    as_dataset(tmp_path / "d", 3)
+    (tmp_path / "d" / "data-00000-of-00002.arrow").write_bytes(b"something else")
+    with pytest.raises(ValueError, match="is no Arrow stream: ") as caught:
+        open_source(tmp_path / "d", Columns())
+    assert " ".join(str(caught.value.__cause__).split()) in str(caught.value) and str(caught.value.__cause__)

@@ -330,3 +330,69 @@ def test_runs_hold_all_rows_that_are_not_missing(
     stores.write(tmp_path / "a.zarr", specs(), TOKENS, losses=losses)
     cap = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
     assert [(s.start, s.stop) for s in cap.runs(16)] == slices
+
+
+class _Facts(dict[str, Any]):
+    """Stands for a store: the names of its hooks, and its attributes."""
+
+    def __init__(self, names: list[str], **attrs: Any) -> None:
+        super().__init__(dict.fromkeys(names))
+        self.attrs = attrs
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(3, None), (1, None), (None, 4), (5, 4), (130, None)])
+def test_weights_of_layers_with_a_window_are_on_its_keys_alone(window: int | None, chunk: int | None) -> None:
+    rng, tokens = np.random.default_rng(5), 140  # more queries than are computed at a time
+    q, k = (rng.standard_normal((tokens, SIZE)).astype("f4") for _ in "qk")
+    facts = {"windows": [window], "chunks": [chunk]}
+    capture: Any = _Facts([], attention=facts, dims={"heads": 1, "kv_heads": 1, "head_dim": SIZE})
+    wanted = np.zeros((tokens, tokens))
+    for query in range(tokens):
+        first = max(query - window + 1 if window else 0, query // chunk * chunk if chunk else 0, 0)
+        scores = k[first : query + 1].astype("f8") @ q[query].astype("f8") / SIZE**0.5
+        shares = np.exp(scores - scores.max())
+        wanted[query, first : query + 1] = shares / shares.sum()
+    found = attention_module.weights_of_head(capture, 0, 0, q, k)
+    assert np.array_equal(found == 0, wanted == 0)
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("names", "attrs", "seen"),
+    [
+        (["q", "k"], {}, ("q", "k")),
+        (["q", "k", "k_rot"], {}, ("q_rot", "k_rot")),
+        (["q", "k", "q_rot"], {}, ("q_rot", "k_rot")),
+        (["k"], {}, ("q_rot", "k_rot")),
+        (["q", "k", "k_rot"], {"rotary": False}, ("q", "k")),
+        (["q", "k"], {"rotary": True}, ("q_rot", "k_rot")),
+    ],
+)
+def test_the_inputs_of_attention_in_stores_that_do_not_name_them(
+    names: list[str], attrs: dict[str, Any], seen: tuple[str, str]
+) -> None:
+    capture: Any = _Facts(names, **attrs)
+    assert attention_module.seen_by_attention(capture) == seen
+
+
+def test_a_direction_behind_a_layer_takes_the_form_of_the_array_it_lies_in(stores: kit.Store, tmp_path: Path) -> None:
+    """resid_post of the last layer is resid_final, which alone is stored as a projection."""
+    import torch
+
+    reduction: Any = parse("rp(4)")
+    rows = np.random.default_rng(2).normal(size=(3, TOKENS, 16)).astype(np.float32)
+    stored = reduction.encode(torch.from_numpy(rows[2])).numpy()[None]
+    settings = {**reduction.settings(), "dtype": "float32", "width": 16}
+    specs = [
+        ArraySpec("resid_pre", "float32", (0, 1), 16),
+        ArraySpec("resid_final", str(stored.dtype), (), stored.shape[-1], reduce=settings),
+    ]
+    values = {"resid_pre": kit.bits(rows[:2]), "resid_final": stored}
+    stores.write(tmp_path / "a.zarr", specs, TOKENS, values=values, attrs={"num_layers": 2})
+    with open_capture(tmp_path / "a.zarr", timeout=0) as cap:
+        direction = np.arange(16, dtype=np.float32)
+        found = cap.project("resid_post", direction, 1)
+        np.testing.assert_array_equal(found, cap.project("resid_final", direction))
+        assert found.shape == (4,)
+        with pytest.raises(ValueError, match="'resid_post' was not stored as a projection"):
+            cap.project("resid_post", direction, 0)

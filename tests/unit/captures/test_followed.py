@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -235,3 +236,49 @@ def test_a_damaged_chunk_is_an_error_that_names_the_file(store: kit.Store, tmp_p
     with pytest.raises(ValueError, match="q/c/0/0/0: the chunk does not match its crc32c"):
         next(cap.follow("q@0"))
     store.abort(record)
+
+
+@pytest.mark.parametrize(("reduction", "kept"), [("int8", True), ("rp(4)", False)])
+def test_a_foreign_name_means_values_that_a_projection_does_not_keep(
+    store: kit.Store, tmp_path: Path, reduction: str, kept: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    made = parse(reduction)
+    assert made is not None
+    stored = made.encode(torch.ones(20, 32)).numpy()[None]
+    settings = {**made.settings(), "dtype": "float32", "width": 32}
+    spec = ArraySpec("resid_pre", str(stored.dtype), (2,), stored.shape[-1], reduce=settings)
+    record = store.open(tmp_path / "a.zarr", spec)
+    with open_capture(tmp_path / "a.zarr", kit.PATIENCE, follow=True) as cap:
+        name = "blocks.2.hook_resid_pre"
+        if kept:
+            cap.follow(name)
+        else:
+            with pytest.raises(ValueError, match="stored as rp, from which this cannot be computed"):
+                cap.follow(name)
+        assert cap.follow("resid_pre@2")
+        store.abort(record)
+
+
+def test_a_capture_that_has_ended_is_not_waited_for(store: kit.Store, tmp_path: Path) -> None:
+    values = {"q": kit.random_bits(Q, 20)}
+    record = store.open(tmp_path / "a.zarr", Q)
+    with open_capture(tmp_path / "a.zarr", kit.PATIENCE, follow=True) as cap:
+        store.put(record, values, 0, 20)
+        store.close(record, 20)
+        open_capture(tmp_path / "a.zarr", kit.PATIENCE).close()  # now it has ended
+        rows = [part for _, part in cap.follow("q", pause=never)]
+        assert np.array_equal(np.concatenate(rows, 1), values["q"].view("f4"))
+
+
+def test_the_attributes_are_those_of_the_first_rank(tmp_path: Path) -> None:
+    def journal(rank: int) -> SimpleNamespace:
+        about = {"rank": rank, "ranks": 2, "attrs": {"of": rank}, "arrays": []}
+        return SimpleNamespace(content=SimpleNamespace(about=about, arrays=[]))
+
+    partial = PartialStore(tmp_path / "a.zarr")
+    partial._tails = {"1": journal(1)}  # type: ignore[dict-item]
+    assert partial.attrs() is None
+    partial._tails["0"] = journal(0)  # type: ignore[assignment]
+    found = partial.attrs()
+    assert found is not None and (found["of"], found["tp"], found["hooks"]) == (0, 2, {})

@@ -14,6 +14,7 @@ from dmi_connector import Capture, TokenDataset, open_captures
 from dmi_connector.analysis.logprobs import top_logprobs
 from dmi_connector.analysis.training.normalization import Normalization
 from dmi_connector.captures.captures import Captures
+from dmi_connector.captures.row_choice import Runs
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.read.files.store_files import LocalFiles
@@ -306,3 +307,14 @@ def test_the_likeliest_tokens_of_many_stores(captures: Captures) -> None:
         top_logprobs(captures.rows("logits"), 321)
     with pytest.raises(ValueError, match="'z' does not hold logits"):
         top_logprobs(captures.rows("z", 1))
+
+
+def test_consecutive_rows_of_a_run_are_read_as_a_slice() -> None:
+    """Three runs of two stores: rows 5 to 7 and 20 to 23 of the first, row 0 of the second."""
+    runs = Runs(np.array([0, 0, 1]), np.array([5, 20, 0]), np.array([0, 3, 7, 8]))
+    wanted = [(0, 5), (0, 6), (0, 7), (0, 20), (0, 21), (0, 22), (0, 23), (1, 0)]
+    assert [*zip(*(part.tolist() for part in runs.origins(np.arange(8))), strict=True)] == wanted
+    for begin, count, first in ((0, 3, 5), (1, 2, 6), (3, 4, 20), (3, 1, 20), (6, 1, 23), (7, 1, 0)):
+        assert runs.span(begin, count) == slice(first, first + count)
+    across = runs.span(2, 3)
+    assert isinstance(across, np.ndarray) and across.tolist() == [7, 20, 21]

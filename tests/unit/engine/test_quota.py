@@ -660,3 +660,27 @@ def test_engines_that_start_together_can_make_the_same_directory(tmp_path: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
         make_directory(str(tmp_path / "file"), "group")
+
+
+@pytest.mark.parametrize(("took", "waits"), [(0.0, 5.0), (0.5, 5.0), (2.0, 20.0)])
+def test_a_keeper_takes_at_most_a_tenth_of_a_core(
+    took: float, waits: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Enough(Exception):
+        pass
+
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            raise Enough
+
+    clock = iter([0.0, took] * 3)
+    fake = SimpleNamespace(monotonic=lambda: next(clock), sleep=sleep)
+    monkeypatch.setattr("dmi_connector.store.write.finish.retention.time", fake)
+    keeper = Keeper(str(tmp_path), measure=True)
+    monkeypatch.setattr(keeper, "round", lambda: None)
+    with pytest.raises(Enough):
+        keeper._run()
+    assert slept == [waits] * 3

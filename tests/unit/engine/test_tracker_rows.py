@@ -455,3 +455,12 @@ def test_tokens_behind_the_prompt_name_the_option_that_they_need(tmp_path: Path,
     _, response = generate(tracker, request, generated)
     assert response is not None and response["dmi_reason"].startswith(f"dmi.tokens: [10, 15] {says}")
     assert ("set include_output_tokens" in response["dmi_reason"]) == (generated == 20)
+
+
+def test_the_owner_of_the_slots_is_told_which_stores_are_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker, told = make_tracker(tmp_path, "resid_pre"), list[Any]()
+    monkeypatch.setattr(tracker.slots, "stored", lambda path, whole: told.append((path, whole)), raising=True)
+    tracker.on_report(Report(0, stored={"a.zarr": True, "b.zarr": False}))
+    assert told == [("a.zarr", True), ("b.zarr", False)]

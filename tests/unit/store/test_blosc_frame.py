@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numcodecs import blosc
 
 from dmi_connector.codecs import CODECS
-from dmi_connector.codecs.blosc_frame import recurs
+from dmi_connector.codecs.blosc_frame import LEAST_PLANE, recurs, zstd_frame
 
 HEADER_BYTES = 16
 
@@ -79,3 +79,9 @@ def test_a_frame_of_bfloat16_is_shorter_than_bloscs_own() -> None:
     own = blosc.compress(bits, b"zstd", 1, blosc.SHUFFLE, bits.nbytes)
     assert bits.nbytes / len(CODECS["zstd"].encode(bits)) > 1.48 > bits.nbytes / len(own)
     assert len(CODECS["zstd"].encode(np.zeros_like(bits))) < 200
+
+
+@pytest.mark.parametrize(("count", "own"), [(LEAST_PLANE - 1, False), (LEAST_PLANE, True), (LEAST_PLANE + 1, True)])
+def test_chunks_of_a_plane_or_more_have_our_frames(count: int, own: bool) -> None:
+    chunk = np.arange(count, dtype="u2") * 7
+    assert (CODECS["zstd"].encode(chunk) == zstd_frame(chunk)) == own

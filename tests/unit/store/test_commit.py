@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,3 +132,22 @@ def test_a_killed_commit_of_two_ranks_is_repaired(commit: Message, tmp_path: Pat
         outcomes += [outcome.state for outcome in repair(to)]
         check(to / "a.zarr", outcomes[-1] == "published")
     assert {*outcomes} == ({"salvaged"} if torn else {"salvaged", "published"})
+
+
+@pytest.mark.parametrize("attrs", [{}, {"hooks": {}}])
+def test_a_store_without_hooks_has_none_that_cannot_be_opened(attrs: dict[str, Any]) -> None:
+    commit, files = object.__new__(Commit), {"token_ids/zarr.json": [3, 5]}
+    commit.losses = []
+    commit._drop_unreadable(attrs, files)  # type: ignore[arg-type]
+    assert (attrs, commit.losses, files) == ({"hooks": {}}, [], {"token_ids/zarr.json": [3, 5]})
+
+
+def test_a_hook_without_metadata_is_left_out_with_its_files() -> None:
+    commit = object.__new__(Commit)
+    commit.losses = []
+    hooks = {"q": {"array": "q"}, "k": {"array": "k2"}, "v": {"array": "v"}}
+    files: Any = {"q/zarr.json": [1, 2], "q/c/0": [1, 2], "k2/c/0": [1, 2], "v/zarr.json": [1, 2]}
+    attrs: dict[str, Any] = {"hooks": hooks}
+    commit._drop_unreadable(attrs, files)
+    assert attrs == {"hooks": {"q": hooks["q"], "v": hooks["v"]}} and "k2/c/0" not in files and len(files) == 3
+    assert commit.losses == [Loss.of(Cause.HOOKS_WITHOUT_DATA, hooks="k")]

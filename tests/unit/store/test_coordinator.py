@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -28,7 +29,8 @@ from dmi_connector.store.read.index_lines import read_index
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.client import StoreClient
-from dmi_connector.store.write.coordinator.coordinator import Outbox, RemoteRing
+from dmi_connector.store.write.coordinator import coordinator as coordinator_module
+from dmi_connector.store.write.coordinator.coordinator import Coordinator, Outbox, RemoteRing, State
 from dmi_connector.store.write.finish.commit import Commit
 from dmi_connector.store.write.finish.repair import repair
 from dmi_connector.store.write.messages import Decoder, pack_array
@@ -457,3 +459,29 @@ def test_the_shutdown_ends_in_time_when_writers_hang(tmp_path: Path) -> None:
     salvaged = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
     np.testing.assert_array_equal(kit.bits(salvaged.numpy("q")), VALUES[:, :128])
     assert not salvaged.complete
+
+
+ENDS = [("stop", True), ("length", True), ("repetition", True), ("abort", False), (None, False)]
+
+
+@pytest.mark.parametrize("complete", [True, False])
+@pytest.mark.parametrize(("finish_reason", "own"), ENDS)
+def test_a_store_is_whole_for_the_uploads_if_it_is_complete_and_its_request_ended(
+    finish_reason: str | None, own: bool, complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both in the life of a coordinator, and after an earlier one died."""
+    added: list[Any] = []
+    coordinator = object.__new__(Coordinator)
+    coordinator.uploads = SimpleNamespace(add=lambda *given: added.append(given))  # type: ignore[assignment]
+    coordinator.outbox = SimpleNamespace(put=lambda message: None)  # type: ignore[assignment]
+    attrs = {"finish_reason": finish_reason, "complete": complete, "reason": None}
+    state = State.COMPLETE if complete else State.INCOMPLETE
+    facts = {"final": "a.zarr", "rank": 0, "ranks": 2, "state": state, "end": SimpleNamespace(attrs=attrs)}
+    record: Any = SimpleNamespace(**facts, client_number=1, reason=None, label=None, bytes_raw=9, bytes_stored=5)
+    coordinator._on_done(record)
+    monkeypatch.setattr(coordinator_module, "finished_attrs", lambda *_: attrs)
+    monkeypatch.setattr(coordinator_module, "raw_bytes", lambda *_: 9)
+    monkeypatch.setattr(coordinator_module, "listed_bytes", lambda *_: 10)
+    monkeypatch.setattr(coordinator_module, "append_finish", lambda *_: None)
+    coordinator._lost(1, "a.zarr", "r", None, 0, "died")
+    assert added == [("a.zarr", 10, own and complete)] * 2

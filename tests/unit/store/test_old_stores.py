@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -61,3 +62,17 @@ def test_an_old_store_reads_as_it_was_written(version: str, name: str, unpacked:
             values = capture.numpy(hook)
             assert list(values.shape) == shape, hook
             assert hashlib.sha256(values.tobytes()).hexdigest() == digest, hook
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_changed_byte_of_an_old_store_is_a_problem_of_its_file(version: str, unpacked: Path, tmp_path: Path) -> None:
+    wanted = json.loads((DATA / f"stores-{version}.json").read_text())
+    name = next(name for name, about in wanted.items() if about["store"].endswith(".zarr"))
+    store = tmp_path / wanted[name]["store"]
+    shutil.copytree(unpacked / version / name / wanted[name]["store"], store)
+    file = store / "token_ids/c/0"
+    raw = bytearray(file.read_bytes())
+    raw[0] ^= 1
+    file.write_bytes(raw)
+    found = [(problem.where, problem.what) for problem in verify_store(store)]
+    assert ("token_ids/c/0", "the file does not match its checksum") in found

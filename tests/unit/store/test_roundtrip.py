@@ -459,3 +459,13 @@ def test_arrays_are_given_to_the_least_loaded_writers() -> None:
     assert assign(arrays, loads, spread=True) == {0: [0], 1: [1, 2, 3]} and loads == [400, 360]
     assert assign(arrays, loads, spread=False) == {1: [0, 1, 2, 3]} and loads == [400, 1120]
     assert assign([], loads, spread=True) == {0: []}
+
+
+def test_bfloat16_is_made_of_its_own_dtype_alone() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    from dmi_connector.store.format.zarr_bfloat16 import BFloat16, DataTypeValidationError
+
+    assert BFloat16.from_native_dtype(np.dtype(ml_dtypes.bfloat16)) == BFloat16()
+    for other in ("float16", "uint16", "float32"):
+        with pytest.raises(DataTypeValidationError, match=f"Invalid data type: {other}. Expected bfloat16"):
+            BFloat16.from_native_dtype(np.dtype(other))

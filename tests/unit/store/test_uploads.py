@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dmi_connector.store.format.object_store import _words
+from dmi_connector.store.write.finish import upload as upload_module
 from dmi_connector.store.write.finish import uploads as uploads_module
 from dmi_connector.store.write.finish.uploads import Uploads
 from dmi_connector.store.write.settings import UploadSettings
@@ -148,3 +152,55 @@ def test_a_shutdown_says_how_many_stores_are_left_and_waits_for_none_afterwards(
     uploads.wait_for_room(lambda: pytest.fail("waited for room while it ends"))
     uploads._on_death(uploads._child, "signal 15")  # type: ignore[arg-type]
     assert len(told.notes) == bool(left), "the end of a process that was told to end is no fault"
+
+
+@pytest.mark.parametrize("remove", [False, True])
+def test_the_uploader_is_given_the_settings(remove: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+
+    class Noting(Dying):
+        def __init__(self, name: str, *rest: object) -> None:
+            super().__init__(name)
+            given.append(rest[1])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(uploads_module, "Child", Noting)
+    settings = UploadSettings("s3://bucket/x", retry_seconds=77, remove_local=remove)
+    Uploads(settings, "private", print, print).add("s/0.zarr", 1)
+    options = ["--url", "s3://bucket/x", "--retry-seconds", "77", "--file-mode", "private"]
+    assert given == [options + ["--remove-local"] * remove]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("the server said 503 Service Unavailable: <Code>SlowDown</Code>", "status 503, SlowDown"),
+        ("403 Forbidden", "status 403"),
+        ("a body with <Code>NoSuchBucket</Code>", "NoSuchBucket"),
+        ("error: Connection refused, retry_timeout: 3", "connection refused"),
+        ("retry_timeout: 3", "OSError"),
+        ("an operation timed out", "timed out"),
+    ],
+)
+def test_an_error_of_the_object_store_is_told_in_a_few_words(error: str, words: str) -> None:
+    assert _words(OSError(error)) == words
+
+
+@pytest.mark.parametrize(("remove", "removed", "kept"), [(False, True, True), (True, True, False), (True, False, True)])
+def test_a_local_copy_is_kept_unless_it_was_to_go_and_went(
+    remove: bool, removed: bool, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[dict[str, Any]] = []
+
+    def remove_store(_store: Path, line: dict[str, Any]) -> bool:
+        lines.append(line)
+        return removed
+
+    monkeypatch.setattr(upload_module, "upload_store", lambda *_: {"complete": True})
+    monkeypatch.setattr(upload_module, "finish_line", lambda name, _attrs: {"store": name, "event": "finish"})
+    monkeypatch.setattr(upload_module, "append_index", lambda *_: None)
+    monkeypatch.setattr(upload_module, "remove_store", remove_store)
+    to: Any = "s3://bucket/x/a.zarr"
+    end = {"store": "a.zarr", "event": "finish"}
+    found = upload_module.finish_upload(tmp_path / "a.zarr", to, 1.0, remove)
+    assert found == upload_module.UploadResult(tmp_path / "a.zarr", to, None, kept, end)
+    assert lines == [{**end, "event": "upload", "local": False}] * remove
