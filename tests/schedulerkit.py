@@ -24,6 +24,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
@@ -375,6 +376,19 @@ class Engine:
             self.step()
             if not self.scheduler.running:
                 time.sleep(0.001)  # for the lane's thread
+
+    def pause(self) -> None:
+        """A pause that keeps the requests. It ends when nothing is left to do but their steps."""
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        self.drain()
+
+    def sleep(self) -> None:
+        """What vLLM does between the pause of an engine and its next step."""
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        self.exporter.rows.zero_()
+        if self.exporter.lane is not None:
+            self.exporter.lane.staging.buffer.zero_()
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _execute(self, output: Any) -> ModelRunnerOutput:
         """What worker and runner do in a step."""

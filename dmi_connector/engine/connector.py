@@ -138,8 +138,9 @@ class DMIConnector(KVConnectorBase_V1):
         """
         worker = self._worker_here()
         if self.context.may_sleep and worker is not None:
+            opens, self.tracker.pending_opens = self.tracker.pending_opens, []
             closes, self.tracker.pending_closes = self.tracker.pending_closes, []
-            worker.before_sleep(closes)
+            worker.before_sleep(closes, opens)
         return None
 
     @classmethod

@@ -475,6 +475,19 @@ NAMES: dict[str, dict[str, Name]] = {
             "vllm.envs:environment_variables.VLLM_ENABLE_V1_MULTIPROCESSING",
             "says whether the engine runs in the client's process: then no step runs between the last reply and sleep",
         ),
+        "allocator": Name(
+            "vllm.device_allocator:get_mem_allocator_instance",
+            "gives the allocator of the caches",
+        ),
+        "memory_of_caches": Name(
+            "vllm.device_allocator:MemAllocator.use_memory_pool",
+            "rows of a pool, and a buffer of reductions, get the tag of the caches, so sleep frees their memory",
+        ),
+        "several_pools": Name(
+            "vllm.device_allocator:DEFERRABLE_TAGS",
+            "says that the allocator may have several memory pools of one tag",
+            "this memory stays on the GPU in sleep",
+        ),
     },
     "bulk capture": {
         "request": Name(

@@ -249,16 +249,6 @@ def check_reductions(vllm_config: VllmConfig, reductions: Reductions) -> None:
     """Raises ValueError for configurations in which rows could not be reduced."""
     for reduction in reductions.values():
         reduction.check_context(vllm_config.model_config.max_model_len)
-    if vllm_config.model_config.enable_sleep_mode:
-        raise ValueError(
-            "enable_sleep_mode: True lets sleep() free GPU memory in which reductions keep their matrices and indices; "
-            "remove --enable-sleep-mode, or the options reduce and probes"
-        )
-    if may_sleep(vllm_config.model_config):
-        raise ValueError(
-            "enable_cumem_allocator: True lets sleep() free GPU memory in which reductions keep their matrices and "
-            "indices; remove --enable-cumem-allocator, or the options reduce and probes"
-        )
 
 
 def check_precision() -> None:

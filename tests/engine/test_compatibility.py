@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -18,6 +18,10 @@ from dmi_connector.cli.tiny_models import make_model
 from tests import runner
 from tests.engine.check import check_header, check_store, hooks_of, reference, same
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, finish, generate, prompt, step, submit
+from tests.probekit import check_inline, save_encoder, save_probe
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 HOOKS = hooks_of("qwen3")
 NO_DRAFT = ["target", pytest.param("pool", marks=pytest.mark.soak)]
@@ -122,42 +126,110 @@ def test_weights_that_are_loaded_while_serving_give_their_own_values(
     assert np.abs(first[:40] - second[:40]).max() > 0.1
 
 
-@pytest.mark.skipif(not runner.GPU, reason="vLLM's sleep mode needs a GPU")
+NEEDS_GPU = pytest.mark.skipif(not runner.GPU, reason="vLLM's sleep mode needs a GPU")
+SLEEPERS = ("target", "pool")
+REDUCE = {"resid_pre": "rp(16,seed=3)", "resid_mid": "int8", "mlp_post": "topk(8)", "k": "cs(6,exact,seed=5)"}
+"""With matrices, orders and signs on the GPU, and with a buffer of values that are reduced at the end of a step."""
+POOL_BYTES = 4 << 30
+
+
+def asleep(llm: LLM, level: int, mode: str = "abort", by_tags: bool = False) -> None:
+    """Sleep and wake up, with the same weights. by_tags: the caches come back after the weights are there."""
+    llm.sleep(level, mode=mode)
+    llm.wake_up(["weights"] if by_tags else None)
+    if level == 2:
+        llm.collective_rpc("reload_weights")
+    if by_tags:
+        llm.wake_up(["kv_cache"])
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("owner", SLEEPERS)
 @pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("by_tags", [False, True])
 def test_rows_before_and_after_sleep_are_true(
-    tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path, level: int
+    tiny_model: Callable[..., Path],
+    oracle: Callable[..., Oracle],
+    tmp_path: Path,
+    owner: str,
+    level: int,
+    by_tags: bool,
 ) -> None:
     """What ended before sleep is exported before the engine gives up its memory."""
     run, twin = Run(tmp_path), oracle("qwen3")
-    args: dict[str, Any] = capture_args(ALL_HOOKS, tmp_path, "target", **SMALL)
+    args: dict[str, Any] = capture_args(ALL_HOOKS, tmp_path, owner, **SMALL)
     asks = {f"{length}": Ask(prompt(length)) for length in (40, 130, 200)}
     with engine(tiny_model("qwen3"), in_process=False, enforce_eager=True, enable_sleep_mode=True, **args) as llm:
         generate(llm, run, {f"before-{name}": ask for name, ask in asks.items()})
-        llm.sleep(level)
-        llm.wake_up()
-        if level == 2:
-            llm.collective_rpc("reload_weights")
-        generate(llm, run, {f"after-{name}": ask for name, ask in asks.items()})
+        for number in range(2):
+            asleep(llm, level, by_tags=by_tags)
+            generate(llm, run, {f"after{number}-{name}": ask for name, ask in asks.items()})
     for name in run.replies:
         check_store(run.store(name), twin, run.tokens(name), int(name.partition("-")[2]), HOOKS)
 
 
-@pytest.mark.skipif(not runner.GPU, reason="vLLM's sleep mode needs a GPU")
+@NEEDS_GPU
+@pytest.mark.parametrize("owner", SLEEPERS)
+@pytest.mark.parametrize("level", [1, 2])
 def test_a_request_that_sleep_keeps_has_all_its_rows(
-    tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path
+    tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path, owner: str, level: int
 ) -> None:
-    """Its cache is gone, so vLLM computes its tokens again."""
+    """Its cache is gone, so vLLM computes its tokens again. Level 2: with the same weights."""
     run = Run(tmp_path)
-    args: dict[str, Any] = capture_args(ALL_HOOKS, tmp_path, "target", **SMALL)
+    args: dict[str, Any] = capture_args(ALL_HOOKS, tmp_path, owner, **SMALL)
     with engine(tiny_model("qwen3"), in_process=False, enforce_eager=True, enable_sleep_mode=True, **args) as llm:
         submit(llm, {"kept": Ask(prompt(130), sampling={"max_tokens": 250})})
         for _ in range(5):
             step(llm, run)
         assert llm.llm_engine.has_unfinished_requests(), "it ended before sleep"
-        llm.sleep(1, mode="keep")
-        llm.wake_up()
+        asleep(llm, level, mode="keep", by_tags=level == 2)  # else it would go on before the weights are there
         finish((llm, run))
     check_store(run.store("kept"), oracle("qwen3"), run.tokens("kept"), 130, HOOKS)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("owner", SLEEPERS)
+@pytest.mark.parametrize("level", [1, 2])
+def test_reduced_rows_and_scores_are_the_same_after_sleep(
+    tiny_model: Callable[..., Path], tmp_path: Path, owner: str, level: int
+) -> None:
+    """The first step has more tokens than one whose reductions wait for its end, and others have fewer."""
+    probe = save_probe(tmp_path / "risk.safetensors", "mlp_out", (1,), 64, 3)
+    one = save_probe(tmp_path / "one.safetensors", "attn_out", (2,), 64, 1)
+    encoder = save_encoder(tmp_path / "sae", 64, 300)
+    probes = {"risk": str(probe), "one": str(one), "norm": "norm(resid_pre)", "top": "top(mlp_post)"}
+    probes["sae"] = f"{encoder}, hook=resid_post, layer=1, k=5"
+    hooks = "resid_pre,resid_mid,mlp_post,k,probe.*"
+    run = Run(tmp_path / "captures")
+    args: dict[str, Any] = capture_args(hooks, run.store_dir, owner, reduce=REDUCE, probes=probes, **SMALL)
+    asked = {"dmi": {"probes": {"risk": {"inline": ["max", "mean"]}}, "keep_if": "max(one) > -1e9"}}
+    asks = {f"{length}": Ask(prompt(length), {"include_output_tokens": True, **asked}) for length in (40, 130, 200)}
+    args |= {"enable_sleep_mode": True, "max_num_batched_tokens": 512}
+    with engine(tiny_model("qwen3"), in_process=False, enforce_eager=True, **args) as llm:
+        generate(llm, run, {f"before-{name}": ask for name, ask in asks.items()})
+        asleep(llm, level)
+        generate(llm, run, {f"after-{name}": ask for name, ask in asks.items()})
+    for length in asks:
+        before, after = (open_capture(run.store(f"{when}-{length}"), timeout=300) for when in ("before", "after"))
+        assert before.complete and after.complete and before.token_ids.tolist() == after.token_ids.tolist()
+        check_inline(after, "risk", run.replies[f"after-{length}"].kv_transfer_params["dmi_probe"]["risk"])
+        for hook in before.hooks:
+            was, found = before.numpy(hook), after.numpy(hook)
+            assert np.abs(was).max() > 0
+            assert np.linalg.norm(found - was) <= 0.01 * np.linalg.norm(was), f"{hook} of {length}"
+
+
+@NEEDS_GPU
+def test_sleep_frees_the_rows_of_a_pool(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    args: dict[str, Any] = capture_args(ALL_HOOKS, tmp_path, "pool", pool_bytes=POOL_BYTES, **SMALL)
+    with engine(tiny_model("qwen3"), in_process=False, enforce_eager=True, enable_sleep_mode=True, **args) as llm:
+        awake, _ = torch.cuda.mem_get_info()
+        llm.sleep(1)
+        there, _ = torch.cuda.mem_get_info()
+        llm.wake_up()
+        again, _ = torch.cuda.mem_get_info()
+    assert there - awake > POOL_BYTES + 1_000_000_000, "the rows, and the caches of 1.5 GB"
+    assert abs(again - awake) < POOL_BYTES // 2
 
 
 def test_redundant_experts_are_captured_by_the_models_numbers(

@@ -522,14 +522,31 @@ def test_draft_tokens_under_the_v2_runner_are_refused(
         capture_context(config)
 
 
-@pytest.mark.parametrize("owner", [owner for owner in OWNERS if owner != "pool"])
-def test_sleep_mode_is_refused_with_reductions(model: Path, tmp_path: Path, owner: str) -> None:
-    configs = [vllm_config(model, tmp_path, extra, owner=owner) for extra in ({"reduce": {"*": "int8"}}, {})]
-    for config in configs:  # as an argument it needs a GPU
-        config.model_config.enable_sleep_mode = True
-    with pytest.raises(ValueError, match=r"enable_sleep_mode: True .*--enable-sleep-mode, or the options reduce and"):
-        capture_context(configs[0])
-    assert capture_context(configs[1]).owner.name == owner and capture_context(configs[1]).may_sleep
+@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize("option", ["enable_sleep_mode", "enable_cumem_allocator"])
+@pytest.mark.parametrize("extra", [{"reduce": {"*": "int8"}}, {}])
+def test_an_engine_that_may_sleep_starts_with_each_owner(
+    model: Path, tmp_path: Path, owner: str, option: str, extra: dict[str, Any]
+) -> None:
+    """vLLM sleeps with its allocator alone, too."""
+    configs = [vllm_config(model, tmp_path, extra, owner=owner) for _ in range(2)]
+    setattr(configs[0].model_config, option, True)  # as an argument it needs a GPU
+    assert [capture_context(config).may_sleep for config in configs] == [True, False]
+    assert capture_context(configs[0]).owner.name == owner
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_sleep_needs_the_allocator_of_vllm(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    from vllm import device_allocator
+
+    monkeypatch.delattr(device_allocator, "get_mem_allocator_instance")
+    assert not capture_context(vllm_config(model, tmp_path, owner=owner)).may_sleep
+    config = vllm_config(model, tmp_path, owner=owner)
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(ValueError, match=r"vllm: vllm\.device_allocator:get_mem_allocator_instance is missing in ver"):
+        capture_context(config)
 
 
 def test_probes_of_another_model_are_refused(model: Path, tmp_path: Path) -> None:
@@ -558,16 +575,6 @@ def test_products_of_probes_in_fewer_bits_are_refused(
     with pytest.raises(ValueError, match=r"^VLLM_FLOAT32_MATMUL_PRECISION: 'high' .*set it to 'highest', or leave the"):
         capture_context(config)
     assert capture_context(vllm_config(model, tmp_path, {"hooks": "resid_pre"}))
-
-
-def test_the_allocator_of_sleep_mode_is_refused_with_reductions(model: Path, tmp_path: Path) -> None:
-    """vLLM sleeps with it too, without sleep mode."""
-    configs = [vllm_config(model, tmp_path, extra) for extra in ({"reduce": {"*": "int8"}}, {}, {})]
-    for config in configs[:2]:
-        config.model_config.enable_cumem_allocator = True
-    with pytest.raises(ValueError, match=r"enable_cumem_allocator: True .*remove --enable-cumem-allocator, or the opt"):
-        capture_context(configs[0])
-    assert [capture_context(config).may_sleep for config in configs[1:]] == [True, False]
 
 
 @pytest.mark.parametrize("backend", ["uni", "external_launcher", "mp"])

@@ -62,12 +62,7 @@ class Pool(Owner):
         return ["pool", *hybrid, *(["speculative decoding"] if vllm_config.speculative_config is not None else [])]
 
     def check(self, vllm_config: VllmConfig) -> None:
-        model, speculative = vllm_config.model_config, vllm_config.speculative_config
-        if model.enable_sleep_mode or model.enable_cumem_allocator:
-            raise ValueError(
-                "enable_sleep_mode: sleep (here or with enable_cumem_allocator) frees the memory of the pool, which "
-                "owner='pool' does not support; remove it, or use owner='target'"
-            )
+        speculative = vllm_config.speculative_config
         if speculative is not None and speculative.method == EXTRACT_HIDDEN_STATES:
             raise ValueError(
                 f"speculative_config: only owner='draft' needs method {EXTRACT_HIDDEN_STATES!r}; leave "

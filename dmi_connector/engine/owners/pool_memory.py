@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig, get_current_vllm_config
 
+from dmi_connector.engine.gpu_memory import freed_in_sleep, kept_in_sleep
 from dmi_connector.engine.kernels.lookup import Lookup
 from dmi_connector.engine.owners.pool_limits import PAGE, StepLimits, page_size
 from dmi_connector.engine.owners.pool_size import pool_rows
@@ -34,6 +35,8 @@ class RowPool(StepRows, nn.Module):
     twins of the kernels write their values there. table: int64 [slots of the cache / page size], the page of each
     page-sized range of vLLM's slots, or -1. It has one entry until vLLM has allocated its cache. slots: int64 [tokens],
     the slots of the running step. CUDA graphs use its address.
+
+    Sleep frees the rows, which are exported before or computed again. It frees neither `table` nor `slots`.
     """
 
     def __init__(self, context: Context) -> None:
@@ -42,16 +45,26 @@ class RowPool(StepRows, nn.Module):
         self.begin_steps(vllm_config)
         limits = StepLimits.of(vllm_config)
         count = pool_rows(context.options, context.layout.row_bytes, limits, vllm_config)
+        self._may_sleep = context.may_sleep
+        device = torch.empty(0).device  # vLLM's default device, on which it builds the model
+        shape = PAGE + count, context.layout.row_bytes
+        rows = lambda: torch.empty(shape, dtype=torch.uint8, device=device)  # noqa: E731
         with torch.inference_mode(False):
-            self._memory = torch.empty(PAGE + count, context.layout.row_bytes, dtype=torch.uint8)
-            self.table = torch.full((1,), -1, dtype=torch.int64)
-            self.slots = torch.full((limits.stock + _PADDING,), -1, dtype=torch.int64)
+            self._memory = freed_in_sleep(rows, device, self._may_sleep)
+            self.table = self._unknown(1, device)
+            self.slots = self._unknown(limits.stock + _PADDING, device)
         self._lookup = Lookup(PAGE)
         self._layer = ""
         layers = vllm_config.compilation_config.static_forward_context
         if context.cache_layer in layers:
             raise ValueError(f"Duplicate layer name: {context.cache_layer}")
         layers[context.cache_layer] = self
+
+    def _unknown(self, count: int, device: torch.device) -> torch.Tensor:
+        """int64 [count]: -1. Its content stays over sleep."""
+        return kept_in_sleep(
+            lambda: torch.full((count,), -1, dtype=torch.int64, device=device), device, self._may_sleep
+        )
 
     @property
     def rows(self) -> torch.Tensor:
@@ -66,7 +79,7 @@ class RowPool(StepRows, nn.Module):
         size = page_size(block_size)
         self._layer, self._lookup = layer, Lookup(size)
         with torch.inference_mode(False):
-            self.table = torch.full((blocks * block_size // size,), -1, dtype=torch.int64, device=self._memory.device)
+            self.table = self._unknown(blocks * block_size // size, self._memory.device)
             self.places(self.slots[:1])  # compile now, because a graph capture cannot
         watch_steps(layer, self, vllm_config)
 

@@ -295,11 +295,14 @@ class PoolSlots(RowSlots):
         return self.limits.pages_of_step(tokens, self.size)
 
     def preempted(self, tracked: Captured, computed: int, metadata: StepMetadata) -> int:
-        """Keep its rows: those of the incomplete chunk at the end stay in their pages."""
+        """Keep its rows: those of the incomplete chunk at the end stay in their pages.
+
+        In an engine that may sleep, these are computed again, because sleep frees the memory of the pool.
+        """
         request = tracked.request
         rows = self._rows[request.request_id]
         computed = min(max(computed, rows.seen), request.num_tokens - self._behind, tracked.limit)
-        rows.captured = max(rows.captured, rows.exported, computed)
+        rows.captured = max(rows.captured, rows.exported, 0 if self._context.may_sleep else computed)
         rows.seen = rows.ahead = 0
         for index, entry in enumerate(rows.entries):
             if entry >= 0:

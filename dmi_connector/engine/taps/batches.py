@@ -13,6 +13,7 @@ from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank
 
 from dmi_connector.engine.context import CaptureContext
+from dmi_connector.engine.gpu_memory import kept_in_sleep
 from dmi_connector.engine.kernels.row_writer import MAX_VALUES
 from dmi_connector.engine.taps import op  # noqa: F401 (importing it registers the ops)
 from dmi_connector.engine.taps.compilation import Compilation
@@ -111,7 +112,7 @@ class ModelTaps:
         model.register_buffer("dmi_token", torch.zeros(1, dtype=torch.int32), persistent=False)
         self.token = model.get_buffer("dmi_token")
         self.context, self.compilation = context, compilation
-        self.deferred = DeferredReductions(context.layout.fields, self.token.device)
+        self.deferred = DeferredReductions(context.layout.fields, self.token.device, context.may_sleep)
         self.ends = bool(self.deferred.tokens or context.layout.scored)
         self.resting = self._may_rest = context.drafting is not None and context.drafting.shares_modules
         self._model = model
@@ -171,12 +172,16 @@ class ModelTaps:
     def _batch(self, name: str, fields: Sequence[RowField], start: int, lasting: bool = False) -> TapBatch:
         tp = self.context.tp
         rank = get_tensor_model_parallel_rank() if tp > 1 else 0
-        reductions = {}
-        for f in fields:
-            if f.reduction is not None:
-                shard = shard_of(self.context.dims.hooks[f.hook], self.context.dims, tp, rank).shard
-                f.reduction.prepare(f.width, self.token.device, f.layer, shard)
-                reductions[f.offset] = f.reduction
+        device, reductions = self.token.device, {f.offset: f.reduction for f in fields if f.reduction is not None}
+
+        def prepare() -> None:
+            for f in fields:
+                if f.reduction is not None:
+                    shard = shard_of(self.context.dims.hooks[f.hook], self.context.dims, tp, rank).shard
+                    f.reduction.prepare(f.width, device, f.layer, shard)
+
+        if reductions:
+            kept_in_sleep(prepare, device, self.context.may_sleep)
         buffer = f"dmi_place_{name}"
         self._model.register_buffer(buffer, torch.zeros(1, dtype=torch.int32), persistent=False)
         layer = fields[0].layer if fields else 0

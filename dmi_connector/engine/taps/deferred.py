@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from dmi_connector.dtypes import ITEMSIZE
+from dmi_connector.engine.gpu_memory import freed_in_sleep, kept_in_sleep
 from dmi_connector.engine.kernels.reduce import reduce_layers, zero_offset
 from dmi_connector.layout import ROW_ALIGN, ROW_BYTES_ALIGN, RowField
 from dmi_connector.reduce import Reduction
@@ -47,10 +49,10 @@ class DeferredReductions:
     """The buffer of one model, and the reductions of its content.
 
     tokens: maximum number of tokens of a step that uses the buffer; 0 if no hook is reduced at the end. buffer: uint8
-    [tokens, bytes], allocated before vLLM measures the memory that is left for the cache.
+    [tokens, bytes], allocated before vLLM measures the memory that is left for the cache. Sleep frees it.
     """
 
-    def __init__(self, fields: Sequence[RowField], device: torch.device) -> None:
+    def __init__(self, fields: Sequence[RowField], device: torch.device, may_sleep: bool = False) -> None:
         self._places: dict[int, int] = {}  # byte offset in a row of the cache -> in a row of the buffer
         self._hooks: list[_Hook] = []
         end = 0
@@ -61,7 +63,7 @@ class DeferredReductions:
             step = first.width * ITEMSIZE[first.dtype]
             self._places |= {f.offset: start + i * step for i, f in enumerate(of_hook)}
             assert all(f.offset % ROW_ALIGN == 0 for f in of_hook), of_hook  # as `reduce_layers` needs
-            offsets = torch.tensor([f.offset for f in of_hook], dtype=torch.int64, device=device)
+            offsets = kept_in_sleep(partial(_offsets, of_hook, device), device, may_sleep)
             layers = tuple(f.layer for f in of_hook)
             assert first.reduction is not None
             self._hooks.append(_Hook(first.reduction, layers, getattr(torch, first.dtype), first.width, start, offsets))
@@ -70,8 +72,10 @@ class DeferredReductions:
         scratch = max((f.reduction.scratch(f.width, f.dtype) for f in mine if f.reduction is not None), default=0)
         fit = min(MOST_BYTES // row_bytes, SCRATCH // max(scratch, 1)) if row_bytes else 0
         self.tokens = min(MOST_TOKENS, fit)
-        self.buffer = torch.empty(self.tokens, row_bytes, dtype=torch.uint8, device=device)
-        zero_offset(device)  # allocated before a CUDA graph is captured
+        shape = self.tokens, row_bytes
+        buffer = lambda: torch.empty(shape, dtype=torch.uint8, device=device)  # noqa: E731
+        self.buffer = freed_in_sleep(buffer, device, may_sleep) if self.tokens else buffer()
+        kept_in_sleep(lambda: zero_offset(device), device, may_sleep)  # allocated before a CUDA graph is captured
 
     def takes(self, tokens: int) -> bool:
         """Whether a step of `tokens` tokens defers its reductions."""
@@ -94,3 +98,8 @@ class DeferredReductions:
             for start in range(0, count, at_once):
                 part = slice(start, start + at_once)
                 reduce_layers(rows, slots, values[:, part], hook.offsets[part], hook.reduction, hook.layers[part])
+
+
+def _offsets(fields: Sequence[RowField], device: torch.device) -> torch.Tensor:
+    """int64 [fields]: their byte offsets in a row of the cache."""
+    return torch.tensor([f.offset for f in fields], dtype=torch.int64, device=device)

@@ -174,8 +174,10 @@ class Exporter:
                 self._add(capture, close.rows)
                 self.ending.append((capture, close))
 
-    def before_sleep(self, closes: Sequence[Close]) -> None:
-        """End captures, and copy all rows off the GPU, before vLLM frees its cache and other memory."""
+    def before_sleep(self, closes: Sequence[Close], opens: Sequence[Open] = ()) -> None:
+        """Begin and end captures, and copy all rows off the GPU, before vLLM frees its cache and other memory."""
+        for message in opens:
+            self._open(message)
         self.logits.begin(StepMetadata(closes=list(closes)))
         for close in closes:
             capture = self.captures.pop(close.capture)

@@ -50,9 +50,30 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def pool(config: Any) -> RowPool:
+def placed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.Tensor]]:
+    """The memory that is allocated: "kept" in sleep or "freed"."""
+    found: list[tuple[str, torch.Tensor]] = []
+
+    def place(kind: str) -> Any:
+        allocate = getattr(pool_memory, f"{kind}_in_sleep")
+
+        def placing(call: Any, device: torch.device, may_sleep: bool) -> torch.Tensor:
+            found.append((kind if may_sleep else "", made := allocate(call, device, may_sleep)))
+            return made
+
+        return placing
+
+    for kind in ("kept", "freed"):
+        monkeypatch.setattr(pool_memory, f"{kind}_in_sleep", place(kind))
+    return found
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest, config: Any, placed: list[tuple[str, torch.Tensor]]) -> RowPool:
+    """A pool. Its parameter says whether the engine may sleep."""
     options = ServerOptions.parse({"store_dir": "/x", "owner": "pool", "chunk_tokens": 8})
-    context: Any = SimpleNamespace(options=options, layout=SimpleNamespace(row_bytes=32), cache_layer="dmi_rows.1")
+    layout, sleeps = SimpleNamespace(row_bytes=32), getattr(request, "param", False)
+    context: Any = SimpleNamespace(options=options, layout=layout, cache_layer="dmi_rows.1", may_sleep=sleeps)
     return RowPool(context)
 
 
@@ -77,6 +98,19 @@ def test_tokens_have_rows_where_the_table_has_pages(pool: RowPool, config: Any) 
     rows, slots = pool.rows_and_slots(forward(33, 80), True) or pytest.fail("there are rows")
     assert slots.tolist() == [-1, 16] and slots.data_ptr() == address, "graphs hold the address"
     assert pool.rows_and_slots(forward(1, layer="another"), True) is None
+
+
+@pytest.mark.parametrize("pool", [False, True], indirect=True)
+def test_sleep_frees_the_rows_and_keeps_what_graphs_look_up(
+    pool: RowPool, config: Any, placed: list[tuple[str, torch.Tensor]]
+) -> None:
+    before = pool.table
+    pool.follow(LAYER, 32, 10, config)
+    kinds = ["freed", "kept", "kept", "kept"] if pool._may_sleep else [""] * 4
+    assert [kind for kind, _ in placed] == kinds
+    for (_, made), tensor in zip(placed, (pool.rows, before, pool.slots, pool.table), strict=True):
+        assert made is tensor and not made.is_inference()
+    assert (pool.table == -1).all() and len(pool.table) == 20
 
 
 def test_blocks_smaller_than_a_page_have_smaller_pages(pool: RowPool, config: Any) -> None:

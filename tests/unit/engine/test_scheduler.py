@@ -33,8 +33,11 @@ def make(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.Mo
     return lambda **more: Engine(tiny_model("qwen3"), tmp_path, monkeypatch, **more)
 
 
-def live(engine: Engine, steps: int) -> None:
-    """Arrivals, prefix hits, aborts, preemptions in a small cache, resets of the prefix cache; then all end."""
+def live(engine: Engine, steps: int, ends: bool = True) -> None:
+    """Arrivals, prefix hits, aborts, preemptions in a small cache, resets of the prefix cache.
+
+    ends: whether all requests end then.
+    """
     random = engine.random
     for _ in range(steps):
         if random.random() < 0.35 and len(engine.requests) - len(engine.replies) < 12:
@@ -47,7 +50,8 @@ def live(engine: Engine, steps: int) -> None:
         if random.random() < 0.03:
             engine.scheduler.reset_prefix_cache(reset_running_requests=random.random() < 0.5)
         engine.step()
-    engine.drain()
+    if ends:
+        engine.drain()
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -205,41 +209,54 @@ def test_a_reset_of_the_prefix_cache_frees_the_blocks_that_are_kept(make: Make, 
     assert engine.faults() == [] and len(engine.stored) == 6
 
 
-def sleep(engine: Engine) -> None:
-    """What vLLM does between the pause of an engine and its next step."""
-    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    engine.exporter.rows.zero_()
-    if engine.exporter.lane is not None:
-        engine.exporter.lane.staging.buffer.zero_()
-    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
-
-
 @pytest.mark.parametrize("steps", [6, 9, 17, 20, 25, 30])
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_no_row_waits_in_an_engine_that_may_sleep(make: Make, steps: int, on_gpu: bool) -> None:
-    """A pause that keeps the requests, then sleep: the cache is gone before another step comes.
+@pytest.mark.parametrize("pages", [0, 60])
+def test_no_row_waits_in_an_engine_that_may_sleep(make: Make, steps: int, on_gpu: bool, pages: int) -> None:
+    """A pause that keeps the requests, then sleep: the rows on the GPU are gone before another step comes.
 
     In steps 9, 17 and 25 the last token that is known after them completes a chunk.
     """
-    engine = make(on_gpu=on_gpu, sleeps=True, tokens=lambda: 9)
+    engine = make(on_gpu=on_gpu, sleeps=True, tokens=lambda: 9, pages=pages)
     for _ in range(2):
         engine.add(PROMPT, 50)
     for _ in range(steps):
         engine.step()
-    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    engine.drain()
-    sleep(engine)
+    engine.pause()
+    engine.sleep()
     engine.drain()
     assert engine.faults() == [] and len(engine.stored) == 2
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_every_row_is_true_in_random_lives_with_sleep(make: Make, seed: int) -> None:
+    """Pauses that keep the requests, each with sleep after it. Every third engine has no pool."""
+    pages = (0, 12, 60)[seed % 3]
+    engine = make(
+        sleeps=True,
+        seed=seed,
+        pages=pages,
+        blocks=(24, 120)[seed % 2],
+        borrows=bool(pages) and seed % 4 < 2,
+        ahead=seed % 5 != 0,
+        on_gpu=seed % 4 != 0,
+    )
+    for _ in range(12):
+        live(engine, steps=10, ends=False)
+        engine.pause()
+        engine.sleep()
+    engine.drain()
+    assert engine.faults() == [] and engine.stored
+
+
 @pytest.mark.parametrize("requests", [1, 6])
+@pytest.mark.parametrize("pages", [0, 200])
 @pytest.mark.parametrize(("here", "late"), [(False, False), (True, False), (False, True)])
 def test_sleep_waits_for_rows_behind_a_link_that_stands_still(
-    make: Make, monkeypatch: pytest.MonkeyPatch, here: bool, late: bool, requests: int
+    make: Make, monkeypatch: pytest.MonkeyPatch, here: bool, late: bool, pages: int, requests: int
 ) -> None:
     """The rows of one request fit staging memory; those of six do not. here: the worker is in this process."""
-    engine = make(on_gpu=True, sleeps=True, tokens=lambda: 9, late=late)
+    engine = make(on_gpu=True, sleeps=True, tokens=lambda: 9, late=late, pages=pages)
     if here:
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", engine.worker)
     Event.link.clear()
@@ -251,21 +268,22 @@ def test_sleep_waits_for_rows_behind_a_link_that_stands_still(
     for _ in range(20):
         engine.step()
     assert engine.exporter.lane is not None and bool(engine.exporter.lane.waiting) == (requests == 6)
-    assert engine.busy is not here
+    assert engine.busy is (bool(pages) or not here)
     Timer(0.1, Event.link.set).start()
     engine.drain()
-    sleep(engine)
+    engine.sleep()
     engine.drain()
     assert engine.faults() == [] and len(engine.stored) == requests
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("pages", [0, 60])
 def test_the_ends_of_requests_come_before_an_engine_of_the_clients_process_sleeps(
-    make: Make, monkeypatch: pytest.MonkeyPatch, ahead: bool, on_gpu: bool
+    make: Make, monkeypatch: pytest.MonkeyPatch, ahead: bool, on_gpu: bool, pages: int
 ) -> None:
     """It takes no step between the last reply and sleep."""
-    engine = make(ahead=ahead, on_gpu=on_gpu, sleeps=True, tokens=lambda: 9)
+    engine = make(ahead=ahead, on_gpu=on_gpu, sleeps=True, tokens=lambda: 9, pages=pages)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", engine.worker)
     for number in range(3):
         engine.add(PROMPT, 6 + 4 * number)
@@ -274,7 +292,7 @@ def test_the_ends_of_requests_come_before_an_engine_of_the_clients_process_sleep
         engine.step()
     engine.abort(running)
     assert engine.tracker.pending_closes
-    sleep(engine)
+    engine.sleep()
     engine.add(PROMPT, 3)
     engine.drain()
     assert engine.faults() == [] and len(engine.stored) == 5

@@ -14,6 +14,8 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.distributed.kv_transfer import kv_transfer_state
+
 from dmi_connector.engine.owners.paged import PagedSlots
 from dmi_connector.engine.scheduler.tracker import Tracker
 from dmi_connector.engine.transfer.exporter import Exporter
@@ -70,18 +72,24 @@ KINDS: list[dict[str, Any]] = [
     {"blocks": 24, "pages": 12},
     {"blocks": 40, "pages": 20, "ahead": False, "borrows": True},
     {"blocks": 24, "pages": 30, "drafts": 3},
+    {"blocks": 24, "sleeps": True},
+    {"blocks": 24, "pages": 12, "sleeps": True},
+    {"blocks": 40, "pages": 30, "sleeps": True, "ahead": False, "on_gpu": True},
 ]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: ",".join(map(str, kind.items())))
 @pytest.mark.parametrize("seed", range(2))
 def test_responses_have_the_scores_of_all_rows_in_random_lives(make: Make, kind: dict[str, Any], seed: int) -> None:
-    """Arrivals, prefix hits, preemptions, rejected drafts, aborts, resets of the cache while requests run."""
+    """Arrivals, prefix hits, preemptions, rejected drafts, aborts, resets of the cache while requests run, sleep."""
     engine, short = make(seed=seed, **kind), list[str]()
     said, random = responses(engine, short), engine.random
     for _ in range(100):
         if random.random() < 0.1 * seed and "logits" not in kind.get("hooks", ""):
             engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        if "sleeps" in kind and random.random() < 0.1:
+            engine.pause()
+            engine.sleep()
         if random.random() < 0.35 and len(engine.requests) - len(said) < 12:
             first, start = random.choice([3, 4, 5]), random.choice([0, 0, 5, 20, 300])
             prompt = [first + n % 20 for n in range(random.randrange(1, 120))]
@@ -289,6 +297,25 @@ def test_a_request_that_is_not_kept_says_so_and_is_counted(make: Make) -> None:
     }
     assert taken["not_kept"] == 1 and engine.tracker.handed == 0
     assert not engine.stored and engine.faults() == []
+
+
+@pytest.mark.parametrize("pages", [0, 30])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_request_that_is_kept_ends_before_an_engine_of_the_clients_process_sleeps(
+    make: Make, monkeypatch: pytest.MonkeyPatch, pages: int, on_gpu: bool
+) -> None:
+    """The workers hear of it only then."""
+    engine = make(sleeps=True, pages=pages, on_gpu=on_gpu, hooks="q", tokens=lambda: 9)
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", engine.worker)
+    engine.add([7] * 20, 5, {"keep_if": "max(risk) > 1"})
+    while not engine.replies:
+        engine.step()
+    assert engine.tracker.pending_opens and not engine.stored
+    engine.sleep()
+    assert list(engine.stored) == ["r0"] and not engine.tracker.pending_opens
+    engine.add([7] * 20, 5)
+    engine.drain()
+    assert engine.faults() == [] and len(engine.stored) == 2
 
 
 def test_a_request_whose_score_is_not_a_number_is_kept(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("vllm")
 from dmi_connector.engine.model.architectures import TRANSFORMERS, Architecture
+from dmi_connector.engine.model.coverage import Coverage
+from dmi_connector.engine.taps import batches
 from dmi_connector.engine.taps.batches import ModelTaps, batches_of_layers
 from dmi_connector.engine.taps.compilation import Compilation
 from dmi_connector.layout import RowField
@@ -128,9 +130,36 @@ def test_ops_write_beside_the_model_unless_norms_work_in_place(in_place: bool) -
 def taps_in(model: torch.nn.Module, base: str) -> ModelTaps:
     """Taps of a model that vLLM's class `base` serves, with nothing selected."""
     context: Any = SimpleNamespace(
-        layout=SimpleNamespace(fields=[], scored=[]), arch=Architecture("Some", base), drafting=None
+        layout=SimpleNamespace(fields=[], scored=[]), arch=Architecture("Some", base), drafting=None, may_sleep=False
     )
     return ModelTaps(model, context, Compilation(False, False))
+
+
+@pytest.mark.parametrize("may_sleep", [False, True])
+def test_tensors_of_reductions_stay_when_an_engine_sleeps(monkeypatch: pytest.MonkeyPatch, may_sleep: bool) -> None:
+    """Each layer's are prepared in one call, and nothing else is allocated there."""
+    prepared, kept = [], []
+    reduction = parse("int8")
+    monkeypatch.setattr(type(reduction), "prepare", lambda _, *what: prepared.append(what))
+    monkeypatch.setattr(batches, "shard_of", lambda *_: SimpleNamespace(shard=2))
+    monkeypatch.setattr(batches, "kept_in_sleep", lambda call, *how: kept.append((call(), len(prepared), *how)))
+    fields = [replace(f, reduction=reduction) for f in kit.fields(3, width=4, hooks=("ln1", "q"))]
+    fields += kit.fields(4, width=4)
+    context: Any = SimpleNamespace(
+        layout=SimpleNamespace(fields=fields, scored=[]),
+        dims=SimpleNamespace(hooks=dict.fromkeys(("ln1", "q", "resid_pre"))),
+        coverage=Coverage(),
+        drafting=None,
+        tp=1,
+        may_sleep=may_sleep,
+    )
+    taps = ModelTaps(torch.nn.Module(), context, Compilation(False, False))
+    device = torch.device("cpu")
+    taps.batch([4])
+    assert prepared == kept == []
+    place = taps.batch([3]).place
+    assert prepared == [(4, device, 3, 2)] * 2 and list(place.reductions.values()) == [reduction] * 2
+    assert kept == [(None, 2, device, may_sleep)]
 
 
 def test_a_module_that_is_not_there_is_named() -> None:

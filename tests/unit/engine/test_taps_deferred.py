@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
+from dmi_connector.engine.kernels.reduce import zero_offset
 from dmi_connector.engine.kernels.row_writer import RowWriter
 from dmi_connector.engine.taps import deferred
 from dmi_connector.engine.taps.deferred import DeferredReductions
@@ -61,6 +65,29 @@ def test_large_steps_and_other_reductions_are_not_deferred(monkeypatch: pytest.M
     row_bytes = 128  # 2 * 10 * 4 + 3 * 6 * 2, filled up to a multiple of 64
     monkeypatch.setattr(deferred, "MOST_BYTES", 9 * row_bytes + 1)
     assert DeferredReductions(FIELDS, CPU).tokens == 9
+
+
+@pytest.mark.parametrize("may_sleep", [False, True])
+def test_sleep_frees_the_buffer_alone(monkeypatch: pytest.MonkeyPatch, may_sleep: bool) -> None:
+    kept: list[torch.Tensor] = []
+    freed: list[torch.Tensor] = []
+
+    def place(tensors: list[torch.Tensor]) -> Any:
+        def allocate(call: Callable[[], torch.Tensor], device: torch.device, sleeps: bool) -> torch.Tensor:
+            assert (device, sleeps) == (CPU, may_sleep)
+            tensors.append(call())
+            return tensors[-1]
+
+        return allocate
+
+    monkeypatch.setattr(deferred, "kept_in_sleep", place(kept))
+    monkeypatch.setattr(deferred, "freed_in_sleep", place(freed))
+    buffered = DeferredReductions(FIELDS, CPU, may_sleep)
+    assert len(freed) == 1 and freed[0] is buffered.buffer
+    assert [tensor.tolist() for tensor in kept] == [[64, 192], [160, 256, 320], [0]]
+    assert kept[-1] is zero_offset(CPU)
+    DeferredReductions([], CPU, may_sleep)
+    assert len(freed) == 1, "there is no buffer"
 
 
 def test_projections_of_many_layers_are_split(monkeypatch: pytest.MonkeyPatch) -> None:

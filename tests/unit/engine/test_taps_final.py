@@ -60,6 +60,7 @@ def test_dynamo_sees_a_sum_of_the_last_terms_and_calls_no_update() -> None:
     blocks = {"ln1": "input_layernorm", "o_proj": "attn", "mlp": "mlp"}
     context: Any = SimpleNamespace(
         drafting=None,
+        may_sleep=False,
         last_stage=True,
         arch=Architecture("Some", f"{TRANSFORMERS}:Some", plain_norms=True, parallel=True, **blocks),
         dims=SimpleNamespace(layers=2),

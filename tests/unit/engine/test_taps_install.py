@@ -79,6 +79,7 @@ def tap(block: torch.nn.Module, batch: TapBatch, fields: list[RowField], **modul
     every = {"ln1", "qkv", "attn", "o_proj", "ln2", "mlp", "down_proj"}
     context: Any = SimpleNamespace(
         drafting=None,
+        may_sleep=False,
         arch=Architecture("Block", "", **{**dict.fromkeys(every, ""), **modules}),
         dims=SimpleNamespace(moe_layers=(), qk_rope_head_dim=0),
         block_scale=1.0,
