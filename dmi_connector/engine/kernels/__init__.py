@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU kernels: each file holds a kernel, its launcher and its torch twin."""
+"""Triton kernels for rows. Each kernel has a launcher, and a torch twin that gives the same result."""
