@@ -123,7 +123,7 @@ class Branches(Layer):
         (NormedStream, "does not return the sum of its input and two outputs, but of 1 values"),
         (ThreeBlocks, "does not return the sum of its input and two outputs, but of 4 values"),
         (Twice, "calls mlp more than once"),
-        (OneOfAnother, "adds no output of attention alone beside one without attention"),
+        (OneOfAnother, "does not add one output that depends on attention and one that does not"),
         (Branches, r"cannot be traced \(TraceError\)"),
     ],
 )
