@@ -4,12 +4,12 @@
 Activations rarely repeat. Only the bytes with their exponents compress, because some exponents are more frequent than
 others. At every level of zstd, Blosc spends most of its time on the search for matches. With a minimal search (matches
 of 7 bytes or more, a table of 64 entries), zstd spends most of its time on entropy coding. The compression ratio even
-rises: for normally distributed bfloat16 numbers from 1.43 to 1.50. If rows repeat, such as embeddings of a token, zstd
-searches as at level 1.
+rises: for normally distributed bfloat16 numbers from 1.43 to 1.50. If rows repeat, such as embeddings of the same
+token, zstd searches as at level 1.
 
-A frame has a header of 16 bytes, the offset of its only block (4 bytes), and the block. The block holds one plane per
-byte of an element, the least significant first. A plane has the bytes of this significance from all elements. Each
-plane is stored as its length and a zstd frame, or its length and its bytes if zstd does not make it smaller.
+A frame has a header of 16 bytes, the offset of its only block (4 bytes), and the block. The block holds one plane for
+each byte of an element, the least significant first: plane i has byte i of all elements. A plane is stored as its
+length (4 bytes) and a zstd frame, or as its length and its bytes if zstd does not make it smaller.
 
 A plain frame is a header and the uncompressed elements. Writers that are behind write plain frames
 (store/write/arrays/plain.py).
@@ -106,7 +106,7 @@ def frame_lengths(frame: np.ndarray) -> tuple[int, int]:
 
 
 def plain_header(itemsize: int, nbytes: int) -> bytes:
-    """The header of a plain frame with `nbytes` bytes of elements. Blosc decodes it whatever compressor Zarr names."""
+    """The header of a plain frame with `nbytes` bytes of elements. It fits every compressor in the Zarr metadata."""
     return _HEADER.pack(_VERSION, _ZSTD_VERSION, _ZSTD | _PLAIN, itemsize, nbytes, nbytes, _HEADER.size + nbytes)
 
 

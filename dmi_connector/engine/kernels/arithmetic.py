@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arithmetic of the kernels that reduce values. Results are bitwise equal to those of the torch encoders in `reduce/`.
 
-Only rows with NaN or an infinity may have other bytes. These decode to the same values.
+Rows with NaN or an infinity may be encoded to other bytes, which decode to the same values.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -29,7 +29,7 @@ INFINITE, NAN = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)
 infinity.
 """
 _LEAST = tl.constexpr(LEAST_SPAN)
-"""Rows and groups with a smaller span are encoded as zeros, so that no quotient overflows."""
+"""Rows and groups with a smaller span (max|x|, or max - min) become zeros, so that no quotient overflows."""
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def size_of(value):
 
 @triton.jit
 def float_of(size):
-    """The float32 with these bits (`size_of`). Infinity becomes NaN, which as a scale makes every decoded value NaN."""
+    """The float32 of bits from `size_of`. Infinity becomes NaN, which as a scale makes every decoded value NaN."""
     return tl.where(size < INFINITE, size, NAN).to(tl.float32, bitcast=True)
 
 

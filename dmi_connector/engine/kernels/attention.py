@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 _ROWS, _KEYS = 16, 64
-"""Minimum of queries x heads per program, for heads that share a kv head, and number of keys per iteration."""
+"""A program has at least _ROWS pairs of a query and a head, with one kv head, and reads _KEYS keys per iteration."""
 _MASKED = tl.constexpr(-1e30)
 """Score of a masked key. Minus infinity would give NaN if all keys of an iteration are masked."""
 _QUERIES = 256
@@ -134,11 +134,11 @@ def summary_kernel(
     """Grid (tiles of queries, kv heads). The first tile of request r is starts[r] // TILE + r, so that no two requests
     share a tile.
 
-    Each of the largest scores is kept in an int64: the bits of the score in the upper half, and a number that falls
-    with the position in the lower half. So no two int64 are equal, and of equal scores the lower position wins.
+    Each of the largest scores is kept in an int64, with the bits of the score in the upper half, and LAST - position in
+    the lower half. So no two int64 are equal, and of equal scores the one with the lower position is larger.
     """
     LEAST: tl.constexpr = -(2**63)
-    LAST: tl.constexpr = 0x7FFFFFFF  # the lower half is LAST - position
+    LAST: tl.constexpr = 0x7FFFFFFF  # the largest int32
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     low, high = 0, requests - 1

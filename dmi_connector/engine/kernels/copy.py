@@ -15,7 +15,7 @@ import triton.language as tl
 from dmi_connector.engine.kernels.launch import DECODE_TOKENS, Launch
 
 _SHAPES = {True: (1, 4096), False: (2, 2048)}
-"""{whether it is a decode step: (tokens, elements of each) that a program of 4 warps copies}, measured on an H200."""
+"""{whether it is a decode step: (tokens, elements per token) of a program with 4 warps}, measured on an H200."""
 
 
 class CopyRows:
@@ -51,7 +51,7 @@ class CopyRows:
         launch((tiles * blocks, 1, 1), [typed, slots], [typed.stride(0)], values, strides, [tokens])
 
     def _launch(self, device: torch.device, decode: bool) -> tuple[Launch, int]:
-        """(the launch, programs for one tile of tokens)."""
+        """(the launch, number of programs for one tile of tokens)."""
         if (device, decode) not in self._launches:
             tile, block = _SHAPES[decode]
             firsts = (0, *itertools.accumulate(-(-width // block) for width in self._widths))
@@ -79,8 +79,8 @@ def _copy(
     columns = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = columns < width
     # Decode steps (TOKENS == 1) load values before the slots are known, because only tl.store needs the slots. Larger
-    # steps wait for the slots, and do not load the values of tokens without a row. `.cs` evicts the stored lines from
-    # the cache first: most rows are not read again soon.
+    # steps wait for the slots, and do not load the values of tokens without a row. `.cs` marks the stored cache lines
+    # for early eviction, because most rows are not read again soon.
     if TOKENS == 1:
         loaded = inside & real
     else:

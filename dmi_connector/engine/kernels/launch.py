@@ -21,8 +21,8 @@ class Launch:
     """One kernel, whose last arguments are fixed. Each argument has the same dtype and device in every launch.
 
     At every launch Triton inspects each argument to find the compiled kernel. In steps without a CUDA graph, such as
-    those with prompts, the GPU waits for this. Here the key of a compiled kernel is the alignment of the pointers and a
-    few integers.
+    those with prompts, the GPU waits for this inspection. A `Launch` finds the compiled kernel by the alignment of the
+    pointers and a few integers only.
 
     The kernel takes, in this order: `tensors`, the tuple `values`, `free`, `integers`, the tuple `strides`, `fixed`. If
     `values` is empty, the kernel takes neither tuple. fixed: arguments that are the same in every launch. options:

@@ -29,7 +29,9 @@ _AS_THEY_ARE = ("copy", "round", "deferred")
 _SEARCHES = ("topk", "exact")
 """Modes that search a row for its largest values."""
 _FEW_TOKENS, _THREAD_VALUES = 16, {True: 64, False: 128}
-"""{whether the step has at most _FEW_TOKENS tokens: maximum number of elements per thread of a search} (H200)."""
+"""{whether a step has at most _FEW_TOKENS tokens: maximum number of elements per thread of a search}, measured on an
+H200.
+"""
 
 
 class Target(NamedTuple):
@@ -159,13 +161,13 @@ def reduce_layers_triton(
 
 
 def _layers_shape(mode: str, width: int, tokens: int) -> tuple[int, int]:
-    """(elements that a program reduces at a time, its warps)."""
+    """(elements that a program of this launch reduces at a time, its warps)."""
     tile, warps = _SHAPES[tokens <= DECODE_TOKENS]
     return tile, _search_warps(width, tokens) if mode in _SEARCHES else warps
 
 
 def _search_warps(width: int, tokens: int) -> int:
-    """Warps of a search: a power of two from 4 to 32. A thread has at most _THREAD_VALUES elements, or 32 warps run."""
+    """Warps of a search, 4 to 32. A thread has at most _THREAD_VALUES elements, unless 32 warps are too few."""
     values = _THREAD_VALUES[tokens <= _FEW_TOKENS]
     return min(32, max(4, 1 << (-(-width // (32 * values)) - 1).bit_length()))
 

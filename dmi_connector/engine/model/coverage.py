@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coverage: checks that the first forward of a model writes every selected hook.
 
-A feature of vLLM may replace a tapped module, and a fused kernel may skip it. The tap then never runs, and its part of
-a row would keep the previous contents of the memory. So in the first forward each selected hook of each layer must be
-written once, with one row per token. vLLM runs this forward before it serves requests, to measure memory.
+A feature of vLLM may replace a tapped module, and a fused kernel may skip it. The tap then never runs, and the bytes of
+its hook in a row would keep the previous contents of the memory. So in the first forward each selected hook of each
+layer must be written once, with one row per token. vLLM runs this forward before it serves requests, to measure memory.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Coverage:
     def check(self, tokens: int | None = None) -> None:
         """Check the first forward. Further calls do nothing. tokens: its number of tokens; None: as its header says.
 
-        Raises ValueError if a field was not written exactly once, with `tokens` tokens. The message names the hooks,
+        Raises ValueError if a field was not written exactly once, for `tokens` tokens. The message names the hooks,
         their modules and the fix.
         """
         if self.checked:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the `Architecture` of a model. If the table of architectures has no row for it, one is derived from its layers.
+"""Finds the row of a model in the table of architectures, or derives a row from the structure of its layers.
 
-Only models that vLLM serves through its Transformers backend can be derived. This backend builds a model of
+Rows are derived for text models that vLLM serves through its Transformers backend. This backend builds a model of
 transformers, and replaces some modules by vLLM's layers. The forward of a decoder layer is the code of transformers.
 
 So a layer without weights is traced with torch.fx; each module that it calls is one node of the graph. The layer must
@@ -70,16 +70,15 @@ def row_of(model: ModelConfig) -> Architecture:
             return ARCHITECTURES[name]
         if model._get_transformers_backend_cls() not in TRANSFORMERS_CLASSES:
             raise ValueError(
-                f"model: architecture {name!r} has no row of hooks, and a row is made from the structure of text "
-                "models alone; use another model, or add a row (docs/HOOKS.md)"
+                f"model: architecture {name!r} has no row of hooks, and a row can be derived for text models only; "
+                "use another model, or add a row (docs/HOOKS.md)"
             )
         return generic(name, model.hf_text_config, model.trust_remote_code)
     if model.architecture in ARCHITECTURES:
         return ARCHITECTURES[model.architecture]
     raise ValueError(
         f"model: architecture {model.architecture!r} has no row of hooks; set model_impl='transformers' and "
-        "owner='target', with which a row can be made from the structure of most text models, or add a row "
-        "(docs/HOOKS.md)"
+        "owner='target', with which a row is derived for most text models, or add a row (docs/HOOKS.md)"
     )
 
 
@@ -99,7 +98,7 @@ def generic(name: str, config: Any, trust_remote_code: bool = False) -> Generic:
         blocks, why = _blocks(model.get_submodule(layers), attention)
     except _NotFound as error:
         raise ValueError(
-            f"model: architecture {name!r} has no row of hooks, and none could be made from its structure: {error}; "
+            f"model: architecture {name!r} has no row of hooks, and none could be derived from its structure: {error}; "
             "use another model, or add a row (docs/HOOKS.md)"
         ) from error
     hooks = [hook for hook in ("attn_out", "resid_mid", "mlp_out") if blocks and (hook != "resid_mid" or blocks.middle)]
@@ -127,7 +126,7 @@ def generic(name: str, config: Any, trust_remote_code: bool = False) -> Generic:
 
 
 class _NotFound(Exception):
-    """The structure of a model does not allow to derive hooks. The message says why."""
+    """Hooks cannot be derived from the structure of a model. The message says why."""
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def _sampling(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[...
 
 
 def _maker(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., Any]:
-    """A function (key of the store, other capture options of the request) -> SamplingParams."""
+    """Returns a function (key of the store, other capture options of the request) -> SamplingParams."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 

@@ -25,7 +25,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def end_forks_with_this() -> None:
-    """Have every process that this process forks call `end_with_parent`, and every process that a fork forks.
+    """Have every process that this process forks, directly or indirectly, call `end_with_parent`.
 
     Processes that vLLM spawns need no such call: they load vLLM's plugins, and our plugin calls `end_with_parent`.
     Forked processes do not load plugins again.

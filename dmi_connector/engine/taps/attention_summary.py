@@ -23,11 +23,11 @@ from dmi_connector.layout import RowField
 from dmi_connector.reduce.attn import AttentionSummary
 
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
-"""Attention backends whose paged keys can be read: [blocks, kv heads, block, head_dim ...], keys before values."""
+"""Attention backends whose KV cache can be read: [blocks, kv heads, block, 2 * head_dim], keys before values."""
 
 
 def check(attn: nn.Module, layer: int) -> None:
-    """Raise ValueError if the backend cannot be read, or if the summary of this kind of attention would be wrong."""
+    """Raise ValueError if the backend's KV cache cannot be read, or if a summary of this attention would be wrong."""
     impl: Any = attn.impl
     backend = attn.attn_backend.get_name()  # type: ignore[operator, union-attr]
     if backend not in BACKENDS:

@@ -102,11 +102,12 @@ def _calls_before(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 class ModelTaps:
-    """State that the taps of one model share: the token buffer, the deferred reductions, the compilation.
+    """State that the taps of one model share.
 
-    ends: whether `dmi::tap_end` has work, which is deferred reductions or scores. resting: whether forward hooks do
-    nothing. A draft model may share modules with the target, such as the embedding. Forward hooks then rest outside the
-    target's own forward (`models.Tapped.dmi_forward`), so the draft's forward writes no rows.
+    token: the tensor that all ops take (op.py). ends: whether `dmi::tap_end` has work: deferred reductions, or scores
+    to copy. resting: whether forward hooks do nothing. A draft model may share modules with the target, such as the
+    embedding. Forward hooks then rest outside the target's own forward (`models.Tapped.dmi_forward`), so the draft's
+    forward writes no rows.
     """
 
     def __init__(self, model: nn.Module, context: CaptureContext, compilation: Compilation) -> None:

@@ -36,8 +36,8 @@ def compilation_of(vllm_config: VllmConfig) -> Compilation:
     """How vLLM compiles the models of a configuration.
 
     With piecewise compilation, the residual stream is the output of one graph and the input of the next, so it is in
-    memory. It does not last if vLLM fuses an add-and-norm with the all-reduce before it, or with the quantisation after
-    it: the fused op overwrites the stream.
+    memory. `stream_lasts` is nevertheless False if vLLM fuses an add-and-norm with the all-reduce before it, or with
+    the quantisation after it, because the fused op overwrites the stream.
     """
     if contract.untested():
         return Compilation(True, False, False, copies=True)

@@ -46,19 +46,19 @@ def install_final(taps: ModelTaps) -> None:
     path = arch.final_norm or arch.path(context.dims.layers - 1, "layer")
     if arch.final_norm:
         taps.hook(path, at_final_norm)
-    elif final:  # `end_forward` ends the taps of a step in models whose positions are written after the forward
+    elif final:  # `end_forward` ends the taps of a step if `Architecture.positions` is FORWARD
         taps.hook(path, after_last_layer)
     for row_field in (*final, *normed):
         context.coverage.expect(row_field, path)
 
 
 def _last_terms(taps: ModelTaps) -> list[torch.Tensor]:
-    """A list to which hooks add the terms of the last layer's sum, in order, while Dynamo traces the model.
+    """A list to which hooks add the terms whose sum is the last layer's output, while Dynamo traces the model.
 
     It stays empty for models that vLLM's Transformers backend does not serve, and in eager mode.
 
     If a tap reads the sum, Inductor may write the sum to memory. The final norm would then read values that are rounded
-    to the model's dtype. So the tap adds up copies of the terms.
+    to the model's dtype. So the tap adds copies of the terms itself.
 
     The result is a list, not a dict: Dynamo replays changes of a dict with a call of `update`. vLLM takes any call of
     that name for the update of a buffer, and refuses the compiled code.

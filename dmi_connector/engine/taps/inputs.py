@@ -47,7 +47,7 @@ def install_inputs(taps: ModelTaps) -> None:
         header.write()
 
     if context.first_stage:
-        taps.hook(arch.embed, at_embed)  # it writes nothing outside a forward
+        taps.hook(arch.embed, at_embed)  # the tap writes nothing outside a forward
     ids, positions = arch.embed, arch.positions or f"{arch.layers}.0"
     if arch.language or not context.first_stage:
         ids = positions = "the forward of the model"

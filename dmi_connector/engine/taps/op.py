@@ -32,7 +32,7 @@ logger = logging.getLogger("vllm.dmi_connector")
 
 _LIB = torch.library.Library("dmi", "FRAGMENT")
 _TAGS = (torch.Tag.flexible_layout,)
-"""Tags of the ops. Without this tag Inductor copies each value whose strides differ from those in the trace."""
+"""Tags of the ops. Without `flexible_layout` Inductor copies values whose strides differ from those in the trace."""
 _LIB.define(
     "tap(Tensor[] values, Tensor(a!) token, Tensor place, int[] offsets, bool beside, str cache_layer) -> ()",
     tags=_TAGS,
@@ -45,8 +45,8 @@ _LIB.define("tap_join(Tensor(a!) token) -> ()", tags=_TAGS)
 _LIB.define("tap_end(Tensor like, Tensor(a!) token, Tensor place, str cache_layer) -> ()", tags=_TAGS)
 
 _REDUCE_TOKENS, _LEAST_TOKENS = 1024, 64
-"""Maximum and minimum number of tokens that a CPU reduces at a time. It reduces fewer than the maximum if an encoder
-would allocate more than SCRATCH bytes for them.
+"""Maximum and minimum number of tokens that encoders reduce at a time on a CPU. They reduce fewer than the maximum if
+one of them would allocate more than SCRATCH bytes.
 """
 
 
@@ -225,7 +225,7 @@ def _tap_join(token: torch.Tensor) -> None:
 
 
 def _tap_end(like: torch.Tensor, token: torch.Tensor, place: torch.Tensor, cache_layer: str) -> None:
-    """Reduce deferred values and copy scores, after the last tap of a step. like: [tokens, ...], for its length."""
+    """Reduce deferred values and copy scores, after the last tap of a step. like: a tensor [tokens, ...]."""
     if found := rows_and_slots(cache_layer):
         forward, tokens = forward_context.get_forward_context(), like.shape[0]
         if branch := captured_branch(like.device):

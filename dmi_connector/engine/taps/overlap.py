@@ -24,8 +24,8 @@ from vllm.config import CUDAGraphMode
 class _Pending(NamedTuple):
     """A write on the branch that may still run.
 
-    forward: vLLM's context of the forward that launched it. written: recorded after the write. values: the tensors that
-    it reads.
+    forward: vLLM's context of the forward that launched the write. written: an event that is recorded after the write.
+    values: the tensors that the write reads.
     """
 
     forward: weakref.ref[object]

@@ -3,14 +3,14 @@
 
 After a stage of a layer, the model may overwrite the values of the stage. In eager mode one op writes the values at the
 end of each stage, or later if `Waits` allows it. Under torch.compile one op writes the whole layer at the layer's end,
-and narrow layers share an op (batches.py). `Keep` says which values need a copy until then.
+and narrow layers share an op (batches.py). `Keep` says which values a compiled model must copy until then.
 
     stage           hooks                               written before
     ATTENTION_IN    resid_pre, ln1, q, k, v, mix_proj   rotary, which may rotate q and k in place, or a mixer's core
     ATTENTION_OUT   v as attention gets it, kv_c, k_pe, q_rot, k_rot, indexer_topk, z, mix_core, mix_z, attn_proj,
                     attn_out
                                                         the add-and-norm, which may overwrite attn_out
-    MLP_IN          resid_mid, ln2                      the end of the MLP; with experts, the experts
+    MLP_IN          resid_mid, ln2                      the end of the MLP; with experts, their kernels
     MLP_OUT         mlp_pre, mlp_pre_linear, mlp_post, mlp_proj, mlp_out
                                                         the next add-and-norm, which may overwrite them
 """
@@ -87,7 +87,7 @@ class Keep(enum.Enum):
     STREAM = enum.auto()  # the value itself if `Compilation.stream_lasts`, else a copy
     PRODUCT = enum.auto()  # the value itself if a matrix product writes it and nothing overwrites it, else a copy
     FIRST = enum.auto()  # for the MLP's first projections: the value itself if a product writes it, else a copy
-    OUTPUT = enum.auto()  # a copy if experts write it, whose kernels may reuse it, or if the MLP ends with a bias
+    OUTPUT = enum.auto()  # a copy if the MLP ends with a bias, or has experts, whose kernels may reuse the memory
 
 
 class LayerFacts(NamedTuple):
@@ -159,7 +159,7 @@ def _heads(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tenso
 
 
 def _chosen(_layer: LayerFacts, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    """The choices of this step's tokens, in the buffer to which all indexers write."""
+    """The positions chosen for this step's tokens. All indexers write to one buffer, which may have more rows."""
     return output[: args[0].shape[0]]
 
 

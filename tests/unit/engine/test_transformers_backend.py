@@ -171,5 +171,5 @@ def test_a_row_without_blocks_says_why_and_has_the_residual_stream() -> None:
 def test_other_models_get_no_row(model_type: str, why: str) -> None:
     falcon = {"mamba_d_ssm": 96, "mamba_n_heads": 3, "mamba_d_head": 32}
     config = small(model_type, num_hidden_layers=4, **(falcon if model_type == "falcon_h1" else {}))
-    with pytest.raises(ValueError, match=f"none could be made from its structure: .*{why}"):
+    with pytest.raises(ValueError, match=f"none could be derived from its structure: .*{why}"):
         generic("Some", config)

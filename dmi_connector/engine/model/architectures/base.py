@@ -34,7 +34,7 @@ class Architecture:
 
     The model:
         name: the architecture in `config.json`. base: ``module:Class`` of vLLM's model.
-        uncaptured: ``module:Class`` that vLLM runs without capture, if it is not `base`: its fused kernels hide values.
+        uncaptured: ``module:Class`` that vLLM runs without capture, if its fused kernels hide values; "": `base`.
         language: path of the language model in a model with other parts, such as a vision tower. Token ids and
             embeddings then both enter the forward, and embeddings are computed before it.
         positions: the module that gets the position ids. "": the layers. FORWARD: layers may not get them, so they are
@@ -131,7 +131,7 @@ class Architecture:
     lacks: tuple[str, ...] = ()
 
     def fit(self, config: Any) -> Architecture:
-        """This row with the fields of one model. Override it if fields depend on the config.
+        """This row, adapted to one model. Override it if fields depend on the config.
 
         config: Hugging Face text config. Raises ValueError with the reason if the model cannot be captured.
         """
@@ -143,7 +143,7 @@ class Architecture:
         return row
 
     def of_layer(self, index: int, dims: ModelDims) -> Architecture:
-        """This row with the fields of layer `index`. Override it if layers differ. dims: the sizes of the model."""
+        """This row, adapted to layer `index`. Override it if layers differ. dims: the sizes of the model."""
         return self
 
     @property

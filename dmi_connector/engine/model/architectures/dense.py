@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of text models without experts that have a class in vLLM."""
+"""Rows of dense text models (without experts) for which vLLM has a class."""
 
 from __future__ import annotations
 

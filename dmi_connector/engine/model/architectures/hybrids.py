@@ -28,7 +28,7 @@ class Hybrid(Architecture):
 
 
 class NemotronH(Hybrid):
-    """Each layer has one block: a mixer (Mamba 2), attention, an MLP or experts. So there is no `resid_mid`."""
+    """Nemotron-H. A layer has one block, a mixer (Mamba 2), attention, an MLP or experts, and so no `resid_mid`."""
 
     @property
     def features(self) -> frozenset[str]:

@@ -11,7 +11,7 @@ from dmi_connector.hooks import ModelDims
 
 
 class Latent(Architecture):
-    """Multi-head latent attention (MLA): keys and values of all heads come from one latent and one rotary key."""
+    """A row of a model with MLA, in which one latent and one rotary key give the keys and values of all heads."""
 
     def fit(self, config: Any) -> Architecture:
         if not getattr(config, "kv_lora_rank", None) or not getattr(config, "qk_rope_head_dim", None):
