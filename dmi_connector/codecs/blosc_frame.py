@@ -27,7 +27,9 @@ _VERSION, _ZSTD_VERSION = 2, 1
 _SHUFFLED, _PLAIN, _ZSTD = 0x1, 0x2, 4 << 5
 """Flags in the header: bytes are shuffled into planes; elements are uncompressed; the compressor is zstd."""
 _HEADER = struct.Struct("<4B3I")
-"""Versions of format and compressor, flags, bytes per element; bytes of all elements, of one block, of the frame."""
+"""Four bytes: versions of format and compressor, flags, bytes per element. Then three uint32: bytes of all elements, of
+one block, of the frame.
+"""
 _BEGIN = struct.Struct("<i")
 """Offset of the block in the frame, bytes. A plain frame has no such field."""
 _LENGTH = struct.Struct("<i")

@@ -71,7 +71,10 @@ def linear_rows_kernel(
     rows, slots, x, weight, bias, place, row_words, stride,
     width: tl.constexpr, OUTPUTS: tl.constexpr, OUTPUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, tiles of TILE outputs). Values and weights are loaded without waiting for the slot."""
+    """Grid (tokens, tiles of TILE outputs). Values and weights are loaded without waiting for the slot.
+
+    place: offset of the outputs in a row, in 4-byte words. row_words: words per row. stride: row stride of x.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     outputs = tl.program_id(1) * TILE + tl.arange(0, TILE)
