@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs of inner chunks. CODECS is the one table: settings, writers, readers and checks look codecs up here.
+"""Codecs compress the inner chunks of shards. Settings, writers, readers and checks find a codec in CODECS.
 
-To add a codec, write a subclass of `Codec` in a module of this package, and name an instance in CODECS.
+To add a codec, write a subclass of `Codec` in a module of this package, and add an instance to CODECS.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ CODECS: dict[str, Codec] = {
         Blosc("zstd", "blosc", gb_per_s=0.4, plain_gb_per_s=1.4, shuffle="shuffle", own_frames=True),
     )
 }
-"""The codecs by name. Those of one `zarr_name` decode each other's chunks. Speeds: docs/PERFORMANCE.md."""
+"""name -> codec. Codecs with the same `zarr_name` decode each other's chunks. Speeds: see docs/PERFORMANCE.md."""
 
 
 def zarr_names() -> list[str]:
-    """The Zarr v3 codecs that the metadata of a store may name for compression, each once."""
+    """The Zarr v3 codecs for compression that the metadata of a store may name, without duplicates."""
     return list(dict.fromkeys(name for codec in CODECS.values() for name in codec.zarr_names))
 
 
 def decoder_of(names: list[str]) -> Codec | None:
     """The codec that decodes inner chunks with these Zarr v3 codecs, such as ["bytes", "blosc", "crc32c"].
 
-    None for a list that this format does not have.
+    None if no store of this format has these codecs.
     """
     return next((codec for codec in CODECS.values() if names == ["bytes", *codec.zarr_names, "crc32c"]), None)

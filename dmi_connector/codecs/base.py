@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a codec: how one inner chunk of a shard is compressed."""
+"""Defines the interface of a codec, which compresses the inner chunks of shards."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy as np
 class Codec(ABC):
     """The codec between Zarr's `bytes` and `crc32c` for an inner chunk (docs/FORMAT.md, section 3).
 
-    name: the value of the option `codec` and of the store's attribute. zarr_name: the Zarr v3 codec; None if the bytes
-    of a chunk are stored as they are. gb_per_s: raw GB/s of one writer process on bfloat16 activations, for the
-    throughput estimate in the log. plain_gb_per_s: the same for chunks that a writer stores uncompressed because it is
-    behind; None if the codec cannot mark a chunk as uncompressed: its chunks are then compressed even when the writer
-    is behind.
+    name: the value of the option `codec`, and of the store's attribute. zarr_name: the Zarr v3 codec; None if chunks
+    are stored uncompressed. gb_per_s: GB/s of uncompressed data that one writer process encodes and writes, measured
+    on bfloat16 activations. The log uses it for an estimate of the throughput. plain_gb_per_s: the same for chunks that
+    a writer stores uncompressed because it is behind. None means that the codec cannot store single chunks
+    uncompressed, so a writer that is behind compresses them too.
 
-    The settings import codecs, so encoding and decoding import their libraries when they are called.
+    Settings import this package, so methods import compression libraries when they are called.
     """
 
     name: str
@@ -30,46 +30,47 @@ class Codec(ABC):
 
     @property
     def compresses(self) -> bool:
-        """False if the bytes of a chunk are stored as they are."""
+        """Whether chunks are compressed."""
         return self.zarr_name is not None
 
     @property
     def zarr_names(self) -> list[str]:
-        """[zarr_name], [] without a Zarr codec."""
+        """[zarr_name]; [] without a Zarr codec."""
         return [] if self.zarr_name is None else [self.zarr_name]
 
     @property
     def has_plain(self) -> bool:
-        """Whether a chunk may be stored uncompressed, as `plain_head` and its bytes."""
+        """Whether a single chunk may be stored uncompressed: as `plain_head`, then its bytes."""
         return self.plain_gb_per_s is not None
 
     def metadata(self, itemsize: int, chunk_bytes: int) -> list[dict[str, Any]]:
-        """Zarr v3 metadata: [{"name": ..., "configuration": {...}}], [] without a Zarr codec.
+        """The codec in Zarr v3 metadata: [{"name": ..., "configuration": {...}}]; [] without a Zarr codec.
 
-        itemsize: bytes of an element. chunk_bytes: bytes of a decoded chunk.
+        itemsize: bytes per element. chunk_bytes: bytes of a decoded chunk.
         """
         return [{"name": name, "configuration": self.configuration(itemsize, chunk_bytes)} for name in self.zarr_names]
 
     @abstractmethod
     def configuration(self, itemsize: int, chunk_bytes: int) -> dict[str, Any]:
-        """The configuration in the Zarr v3 metadata."""
+        """The value of "configuration" in the Zarr v3 metadata. Arguments are those of `metadata`."""
 
     @abstractmethod
     def encode(self, chunk: np.ndarray) -> bytes | np.ndarray:
-        """Compress a chunk: a C-contiguous array [rows, columns] of unsigned integers with the dtype's item size."""
+        """Compress a chunk. chunk: C-contiguous [rows, columns], unsigned integers of the dtype's item size."""
 
     @abstractmethod
     def decode(self, body: np.ndarray, out: np.ndarray) -> None:
-        """Fill `out` with the bytes of a chunk.
+        """Decode a chunk to `out`.
 
-        body: what `encode` returned, or `plain_head` and the bytes of the chunk, uint8. out: uint8 [bytes of the
-        chunk]. Both are contiguous. Raises ValueError if `body` does not decode to exactly len(out) bytes. Even a
-        damaged or forged `body` must not write past the end of `out`, or use more memory than `out`.
+        body: uint8 [stored bytes], a result of `encode`, or `plain_head` followed by the bytes of the chunk. out: uint8
+        [bytes of the chunk]. Both are contiguous. Raises ValueError if `body` does not decode to exactly len(out)
+        bytes. `body` may be damaged or forged. Even then an implementation must not write past the end of `out`, or
+        allocate more than len(out) bytes.
         """
 
     def plain_head(self, itemsize: int, nbytes: int) -> bytes:
-        """The header before the `nbytes` bytes of an uncompressed chunk. Called only if `has_plain`."""
+        """The bytes that precede an uncompressed chunk of `nbytes` bytes. Called only if `has_plain`."""
         raise NotImplementedError(f"codec {self.name!r} has no uncompressed chunks")
 
     def set_up_writer(self) -> None:  # noqa: B027, most codecs need nothing
-        """Called once in each writer process before it encodes. A writer has one thread."""
+        """Prepare a writer process, which has one thread. Called once, before it encodes."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codecs "lz4" and "zstd": chunks are Blosc frames."""
+"""The codecs "lz4" and "zstd". Their chunks are Blosc frames."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LEVEL = 1
 
 @dataclass(frozen=True)
 class Blosc(Codec):
-    """Blosc at level 1, with the compressor `name` and one block per chunk: smaller blocks compress less.
+    """Blosc at level 1, with the compressor `name` and one block per chunk. Smaller blocks compress less.
 
-    shuffle: how Blosc splits elements of several bytes. bfloat16 compresses best with "shuffle" (bytes) for zstd, and
-    with "bitshuffle" for lz4. own_frames: encode with blosc_frame.py instead of Blosc.
+    shuffle: Blosc's filter for elements of several bytes. With zstd, bfloat16 compresses best with "shuffle"; with lz4,
+    with "bitshuffle". own_frames: whether blosc_frame.py encodes chunks instead of Blosc.
     """
 
     shuffle: str
@@ -49,7 +49,7 @@ class Blosc(Codec):
     def decode(self, body: np.ndarray, out: np.ndarray) -> None:
         from numcodecs import blosc
 
-        # Blosc trusts the header: with a forged header it would write past the end of `out`.
+        # Blosc trusts the header of a frame. With a forged header it would write past the end of `out`.
         for found, wanted in zip(frame_lengths(body), (len(out), len(body)), strict=True):
             if found != wanted:
                 raise ValueError(f"it has {found} bytes, not {wanted}")

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes Blosc frames of zstd, twice as fast as Blosc does. Any reader of Blosc decodes them.
+"""Writes Blosc frames with zstd, twice as fast as Blosc does. Every Blosc decoder reads these frames.
 
-Activations rarely repeat. Only the bytes of their exponents compress, because some values are more frequent. At each
-level of zstd, Blosc spends most of the time searching for matches. With a minimal search (matches of 7 bytes or more, a
-table of 64 entries), zstd runs little more than its entropy coder. The ratio even rises: for normally distributed
-bfloat16 numbers from 1.43 to 1.50. If rows repeat, such as embeddings of a token, zstd searches as at level 1.
+Activations rarely repeat. Only the bytes with their exponents compress, because some exponents are more frequent than
+others. At every level of zstd, Blosc spends most of its time on the search for matches. With a minimal search (matches
+of 7 bytes or more, a table of 64 entries), zstd spends most of its time on entropy coding. The compression ratio even
+rises: for normally distributed bfloat16 numbers from 1.43 to 1.50. If rows repeat, such as embeddings of the same
+token, zstd searches as at level 1.
 
-A frame has a header of 16 bytes, the offset of its only block, and the block. For each byte of an element the block
-holds a plane: the bytes of that significance of all elements. A plane is stored as its length and a zstd frame, or
-uncompressed if zstd does not make it smaller.
+A frame has a header of 16 bytes, the offset of its only block (4 bytes), and the block. The block holds one plane for
+each byte of an element, the least significant first: plane i has byte i of all elements. A plane is stored as its
+length (4 bytes) and a zstd frame, or as its length and its bytes if zstd does not make it smaller.
 
-A plain frame is a header and the uncompressed elements. Writers that are behind make plain frames (plain.py).
+A plain frame is a header and the uncompressed elements. Writers that are behind write plain frames
+(store/write/arrays/plain.py).
 """
 
 from __future__ import annotations
@@ -21,25 +23,30 @@ import struct
 import numpy as np
 
 _VERSION, _ZSTD_VERSION = 2, 1
-"""Versions of the frame format and of the compressor."""
+"""Versions of Blosc's frame format and of its zstd format, as in the header."""
 _SHUFFLED, _PLAIN, _ZSTD = 0x1, 0x2, 4 << 5
-"""Flags of the header: shuffled bytes, uncompressed elements, the compressor."""
+"""Flags in the header: bytes are shuffled into planes; elements are uncompressed; the compressor is zstd."""
 _HEADER = struct.Struct("<4B3I")
-"""Versions of format and compressor, flags, bytes per element; bytes of all elements, of the block, of the frame."""
+"""Four bytes: versions of format and compressor, flags, bytes per element. Then three uint32: bytes of all elements, of
+one block, of the frame.
+"""
 _BEGIN = struct.Struct("<i")
-"""Offset of the block in the frame. A plain frame has none."""
+"""Offset of the block in the frame, bytes. A plain frame has no such field."""
 _LENGTH = struct.Struct("<i")
-"""Length of a stored plane in bytes, before the plane."""
+"""Length of a stored plane in bytes. It precedes the plane."""
 LEAST_PLANE = 128
-"""Bytes of the smallest plane. Blosc's readers expect smaller blocks not to be split into planes."""
+"""Minimum number of bytes of a plane. Blosc decoders expect that smaller blocks are not split into planes."""
 _SPLIT_ELEMENTS = 1 << 16
-"""Elements split at a time, so that they stay in a core's own cache."""
+"""Number of elements that are split into planes at a time, so that they stay in the cache of a core."""
 _RECURRING = 1 / 16
-"""zstd searches for matches if a larger share of a chunk's rows repeat."""
+"""zstd searches for matches as at level 1 if more than this fraction of a chunk's rows repeat."""
 
 
 def recurs(rows: np.ndarray) -> bool:
-    """Whether many rows of a chunk begin with the same 8 bytes as another row. Rows of zeros do not count."""
+    """Whether many rows of a chunk begin with the same 8 bytes as another row. Rows that begin with zeros do not count.
+
+    rows: C-contiguous [rows, ...]. The result is True if a row has fewer than 8 bytes.
+    """
     if rows.ndim < 2 or rows[0].nbytes < 8:
         return True
     heads = np.ascontiguousarray(rows.view("u1").reshape(len(rows), -1)[:, :8]).view("<u8")[:, 0].tolist()
@@ -48,10 +55,10 @@ def recurs(rows: np.ndarray) -> bool:
 
 
 class _Planes:
-    """Compresses the planes of chunks. It reuses its buffer: a new buffer for each chunk would cost page faults."""
+    """Compresses the planes of chunks. All chunks share a buffer: a new buffer per chunk would cause page faults."""
 
     def __init__(self) -> None:
-        import zstandard  # not needed to read a store
+        import zstandard  # here, because readers of stores do not need it
 
         self._memory = np.empty(0, "u1")
         params = zstandard.ZstdCompressionParameters(
@@ -71,6 +78,7 @@ class _Planes:
         return found
 
     def _split(self, elements: np.ndarray) -> np.ndarray:
+        """The planes of `elements`, uint8 [bytes per element, elements], the least significant first."""
         size = elements.itemsize
         if size == 1:
             return elements.view("u1").reshape(1, -1)
@@ -81,18 +89,18 @@ class _Planes:
         for begin in range(0, elements.size, _SPLIT_ELEMENTS):
             some = elements[begin : begin + _SPLIT_ELEMENTS]
             end = begin + some.size
-            planes[0, begin:end] = some  # the cast keeps the lowest byte
+            planes[0, begin:end] = some  # the cast keeps the least significant byte
             for byte in range(1, size):
                 planes[byte, begin:end] = np.right_shift(some, 8 * byte, out=shifted[: some.size])
         return planes
 
 
 _planes = functools.lru_cache(maxsize=1)(_Planes)
-"""One per process: a writer has one thread."""
+"""The `_Planes` of this process. A writer has one thread, so the buffer needs no lock."""
 
 
 def frame_lengths(frame: np.ndarray) -> tuple[int, int]:
-    """(bytes of the elements, bytes of the frame) from a frame's header; (0, 0) without a header. frame: uint8."""
+    """(bytes of the elements, bytes of the frame), from the header of a frame; (0, 0) without one. frame: uint8 [n]."""
     if len(frame) < _HEADER.size:
         return 0, 0
     nbytes, _, length = frame[4 : _HEADER.size].view("<u4").tolist()
@@ -100,14 +108,14 @@ def frame_lengths(frame: np.ndarray) -> tuple[int, int]:
 
 
 def plain_header(itemsize: int, nbytes: int) -> bytes:
-    """The header of a plain frame of `nbytes` bytes. Blosc decodes it with any compressor in the metadata."""
+    """The header of a plain frame with `nbytes` bytes of elements. It fits every compressor in the Zarr metadata."""
     return _HEADER.pack(_VERSION, _ZSTD_VERSION, _ZSTD | _PLAIN, itemsize, nbytes, nbytes, _HEADER.size + nbytes)
 
 
 def zstd_frame(chunk: np.ndarray) -> bytes:
-    """A frame of a C-contiguous array of unsigned integers [rows, columns] of LEAST_PLANE elements or more.
+    """Encode a chunk as a frame. If compression gains nothing, the frame is plain.
 
-    Elements of several bytes are shuffled. If compression gains nothing, the frame is plain.
+    chunk: C-contiguous [rows, columns], unsigned integers, LEAST_PLANE elements or more.
     """
     size, nbytes = chunk.itemsize, chunk.nbytes
     planes = _planes().compressed(chunk)

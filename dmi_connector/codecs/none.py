@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codec "none": chunks are stored as they are."""
+"""The codec "none", which stores chunks uncompressed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dmi_connector.codecs.base import Codec
 
 @dataclass(frozen=True)
 class Uncompressed(Codec):
-    """Stores the bytes of a chunk. It has no Zarr codec."""
+    """Stores the bytes of a chunk. Zarr metadata name no codec for it."""
 
     def configuration(self, itemsize: int, chunk_bytes: int) -> dict[str, Any]:
         return {}

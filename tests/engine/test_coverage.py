@@ -56,7 +56,7 @@ def test_a_module_whose_hook_does_not_fire_is_named(
 ) -> None:
     deaf(monkeypatch, "self_attn.o_proj")
     reason = refused(tiny_model("qwen3"), tmp_path, "hidden-states,z,q", owner, enforce_eager=eager)
-    assert "hooks: z of layer 0, 1, 2 would hold nothing in a forward of" in reason
+    assert "hooks: z of layer 0, 1, 2 was not written in a forward of" in reason
     assert "tapped at model.layers.0.self_attn.o_proj" in reason
     assert ("hooks: q" in reason) != eager, "compiled, the values of a layer wait for one op, which is missing"
 
@@ -74,7 +74,7 @@ def test_a_cached_graph_without_taps_is_refused(
         patch.setattr(Coverage, "check", lambda self, tokens=None: None)
         with engine(model, **args):
             pass
-    assert "hooks: mlp_out of layer 0 would hold nothing" in refused(
+    assert "hooks: mlp_out of layer 0 was not written" in refused(
         model, tmp_path / "captures", "resid_pre,mlp_out", enforce_eager=False
     )
 
@@ -92,7 +92,7 @@ def test_experts_that_route_inside_themselves_are_refused_by_name(
     monkeypatch.setattr(install, "install_routing", unused)
     reason = refused(tiny_model("qwen3_moe"), tmp_path, enforce_eager=True)
     for hook in ("topk_ids", "topk_weights"):
-        assert f"hooks: {hook} of layer 0, 1, 2 would hold nothing" in reason
+        assert f"hooks: {hook} of layer 0, 1, 2 was not written" in reason
     assert "router.select_experts" in reason and "router_logits" not in reason
 
 
@@ -114,7 +114,7 @@ def test_attention_that_is_not_summarised_is_refused(
         enforce_eager=True,
         options={"reduce": {"pattern": "attn(4)"}},
     )
-    assert "hooks: pattern of layer 0, 1, 2 would hold nothing" in reason and "self_attn.attn" in reason
+    assert "hooks: pattern of layer 0, 1, 2 was not written" in reason and "self_attn.attn" in reason
 
 
 def test_a_value_that_no_tap_writes_later_is_found_by_the_check(

@@ -142,7 +142,7 @@ def test_a_hybrid_model_whose_blocks_are_scaled_is_refused(tmp_path: Path) -> No
 def test_a_hybrid_model_with_layers_of_several_sizes_is_refused(tmp_path: Path) -> None:
     _, name, fields = _NEMOTRON
     config = SimpleNamespace(**fields, intermediate_size=[96, 128], hybrid_override_pattern="M-*-")
-    with pytest.raises(ValueError, match=rf"model: {name} with layers of different sizes .*whose layers are alike"):
+    with pytest.raises(ValueError, match=rf"model: {name} with layers of different sizes .*have equal sizes"):
         ARCHITECTURES[name].fit(config)
     config.intermediate_size = [96, 96]
     assert ARCHITECTURES[name].fit(config).only == ()

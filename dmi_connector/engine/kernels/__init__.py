@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU kernels: each file holds a kernel, its launcher and its torch twin."""
+"""Triton kernels that write, reduce and gather rows. Each has a launcher, and a torch twin with the same result."""

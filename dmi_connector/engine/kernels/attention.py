@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention summaries: what each head attended to most, and the entropy of its weights (`reduce.attn`)."""
+"""Computes attention summaries: the largest weights of each head, and the entropy of all weights (`reduce.attn`)."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 
 _ROWS, _KEYS = 16, 64
-"""Minimum number of rows (queries x heads that share keys) per program, and number of keys per iteration."""
+"""A program has at least _ROWS pairs of a query and a head, with one kv head, and reads _KEYS keys per iteration."""
 _MASKED = tl.constexpr(-1e30)
-"""Score of a masked key. Minus infinity would give NaN where a whole tile is masked."""
+"""Score of a masked key. Minus infinity would give NaN if all keys of an iteration are masked."""
 _QUERIES = 256
-"""Queries that the torch twin computes at a time. Scores take heads x this x context x 4 bytes."""
+"""Queries that the torch twin computes at a time. Their scores take heads x _QUERIES x context x 4 bytes."""
 
 
 def summarise(
@@ -33,15 +33,16 @@ def summarise(
     scale: float,
     half: bool = False,
 ) -> None:
-    """Launch the kernel, which writes the summary of each query at byte `offset` (a multiple of 4) of its row.
+    """Write the summary of query t to byte `offset` (a multiple of 4) of row `slots[t]`; a negative slot is skipped.
 
     query: [tokens, heads, head_dim], last dimension contiguous. keys: [blocks, kv heads, block, head_dim], last
-    dimension contiguous, of the queries' dtype. block_table, query_start_loc, seq_lens: int32, as in vLLM's attention
-    metadata. slots: int64; negative ones are padding. rows: uint8 [slots, row bytes], contiguous. scale: the factor of
-    the scores. half: positions and weights take 16 bits each (`AttentionSummary.half`).
+    dimension contiguous, of the queries' dtype. block_table: int32 [requests, blocks]. query_start_loc: int32
+    [requests + 1]. seq_lens: int32 [requests]. These three are as in vLLM's attention metadata. slots: int64. rows:
+    uint8 [slots, row bytes], contiguous. m: number of weights to keep per head. scale: factor of the scores. half:
+    whether positions and weights take 16 bits each (`AttentionSummary.half`).
 
-    Each query is multiplied with all keys up to its own: heads x head_dim x context multiply-adds, in addition to
-    attention itself.
+    The kernel multiplies each query with all keys up to its own position. Per token this takes heads x head_dim x
+    context multiply-adds, in addition to those of attention.
     """
     assert query.stride(2) == keys.stride(3) == 1 and rows.is_contiguous() and offset % 4 == 0
     assert query.dtype == keys.dtype and rows.dtype == torch.uint8 and slots.dtype == torch.int64
@@ -72,11 +73,11 @@ def summaries_torch(
     scale: float,
     half: bool = False,
 ) -> torch.Tensor:
-    """The torch twin of the kernel. Returns the summaries, int32 [tokens, heads * (2 m + 1)], or with `half`
-    [tokens, heads * (m + 1)] (see reduce/attn.py).
+    """The torch twin of the kernel. Returns the summaries, int32 [tokens, heads * (2 m + 1)], or with `half` int32
+    [tokens, heads * (m + 1)]. reduce/attn.py describes them.
 
-    keys_of: takes block numbers, and returns keys [blocks, kv heads, block, head_dim]. The other arguments are those of
-    `summarise`.
+    keys_of: a function from block numbers, int [n], to the keys of these blocks, [n, kv heads, block, head_dim]. The
+    other arguments are those of `summarise`.
     """
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     heads, size = query.shape[1:]
@@ -100,11 +101,14 @@ def summaries_torch(
 
 
 def _words(scores: torch.Tensor, position: torch.Tensor, m: int, half: bool) -> torch.Tensor:
-    """Masked scores [tokens, heads, keys] -> int32 [tokens, heads, 2 m + 1], or m + 1 with `half`."""
+    """Masked scores [tokens, heads, keys] -> summaries, int32 [tokens, heads, 2 m + 1], or m + 1 words with `half`.
+
+    position: int [tokens], the position of each query.
+    """
     log_weights = scores.log_softmax(-1)
     weights = log_weights.exp()
     entropy = -(weights * log_weights.nan_to_num(neginf=0)).sum(-1)
-    # A stable sort orders equal scores by position. topk does not guarantee that.
+    # A stable sort orders equal scores by position. torch.topk does not guarantee this order.
     order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :m]
     kept = weights.gather(-1, order)
     order = order.masked_fill(order > position[:, None, None], -1)
@@ -112,7 +116,7 @@ def _words(scores: torch.Tensor, position: torch.Tensor, m: int, half: bool) -> 
     order = torch.nn.functional.pad(order, (0, lacking), value=-1)
     kept = torch.nn.functional.pad(kept, (0, lacking)).masked_fill(order < 0, 0)
     if half:
-        # The lower 16 bits of a position, because int16 has no numbers above 32,767.
+        # The lower 16 bits of each position. A conversion to int16 could not hold positions above 32,767.
         places = order.int().view(torch.int16)[..., ::2]
         parts = [places, kept.half().view(torch.int16), entropy[..., None].view(torch.int16)]
         return torch.cat(parts, -1).contiguous().view(torch.int32)
@@ -127,14 +131,14 @@ def summary_kernel(
     SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, EXACT: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of queries, kv heads). The tiles of request r begin at starts[r] // TILE + r, so no two requests
-    share one.
+    """Grid (tiles of queries, kv heads). The first tile of request r is starts[r] // TILE + r, so that no two requests
+    share a tile.
 
-    Each of the largest scores is kept as one int64, with the bits of the score in the upper half and the position in
-    the lower half. So no two are equal, and the lower position wins a tie.
+    Each of the largest scores is kept in an int64, with the bits of the score in the upper half, and LAST - position in
+    the lower half. So no two int64 are equal, and of equal scores the one with the lower position is larger.
     """
     LEAST: tl.constexpr = -(2**63)
-    LAST: tl.constexpr = 0x7FFFFFFF  # minus the position, so that a lower position gives a larger number
+    LAST: tl.constexpr = 0x7FFFFFFF  # the largest int32
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     low, high = 0, requests - 1
@@ -207,7 +211,7 @@ def summary_kernel(
             tl.store(out + 2 * M + 1, (entropy >> 16).to(tl.int16), mask=keep)
         else:
             tl.store(out + 2 * M, entropy, mask=keep)
-        # TOP is a power of two, so the smallest TOP - M of the kept scores are not written.
+        # TOP is M rounded up to a power of two. The smallest TOP - M of the kept scores are not written.
         for i in tl.static_range(M):
             best = tl.max(top, 1)
             top = tl.where(top == best[:, None], LEAST, top)

@@ -15,7 +15,7 @@ import triton.language as tl
 from dmi_connector.engine.kernels.launch import DECODE_TOKENS, Launch
 
 _SHAPES = {True: (1, 4096), False: (2, 2048)}
-"""{whether it is a decode step: (tokens, elements) per program of 4 warps}, measured on an H200."""
+"""{whether it is a decode step: (tokens, elements per token) of a program with 4 warps}, measured on an H200."""
 
 
 class CopyRows:
@@ -51,7 +51,7 @@ class CopyRows:
         launch((tiles * blocks, 1, 1), [typed, slots], [typed.stride(0)], values, strides, [tokens])
 
     def _launch(self, device: torch.device, decode: bool) -> tuple[Launch, int]:
-        """(the launch, programs for one tile of tokens)."""
+        """(the launch, number of programs for one tile of tokens)."""
         if (device, decode) not in self._launches:
             tile, block = _SHAPES[decode]
             firsts = (0, *itertools.accumulate(-(-width // block) for width in self._widths))
@@ -63,7 +63,7 @@ class CopyRows:
 def copy_rows_torch(
     rows: torch.Tensor, slots: torch.Tensor, values: Sequence[torch.Tensor], offsets: Sequence[int]
 ) -> None:
-    """The twin of `CopyRows` in plain torch. slots: [tokens]; padding goes to row 0, the null block nobody reads."""
+    """The torch twin of `CopyRows`. slots: int64 [tokens]; padding is written to row 0, which is never read."""
     size = values[0].element_size()
     typed = rows.view(values[0].dtype)
     index = slots.clamp_min(0)
@@ -78,8 +78,9 @@ def _copy(
 ):  # fmt: skip
     columns = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = columns < width
-    # In decode steps the load of values does not wait for the slots, which only the store needs. In larger steps it
-    # waits, so that tokens without a row are not read. `.cs`: most rows are not read again soon.
+    # Decode steps (TOKENS == 1) load values before the slots are known, because only tl.store needs the slots. Larger
+    # steps wait for the slots, and do not load the values of tokens without a row. `.cs` marks the stored cache lines
+    # for early eviction, because most rows are not read again soon.
     if TOKENS == 1:
         loaded = inside & real
     else:
@@ -95,8 +96,8 @@ def copy_rows_kernel(
 ):  # fmt: skip
     """Grid (token tiles x blocks of all values). A program copies TOKENS x BLOCK elements of one value.
 
-    Units are elements. FIRSTS: index of the first block of each value, then the number of blocks. Blocks of one row
-    are adjacent, as their memory is.
+    Strides and offsets are in elements. FIRSTS: index of the first block of each value, then the number of blocks.
+    Adjacent programs copy adjacent blocks of the same rows.
     """
     BLOCKS: tl.constexpr = FIRSTS[len(WIDTHS)]
     token = (tl.program_id(0) // BLOCKS).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]

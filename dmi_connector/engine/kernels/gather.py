@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers rows into payloads, in the layout of the store."""
+"""Gathers rows into payloads, which have the layout of a store's chunks."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -13,15 +13,18 @@ import triton
 import triton.language as tl
 
 _BLOCK = 1024
-"""Units of 4 bytes that a program copies at a time."""
+"""Number of 4-byte units that a program copies at a time."""
 _TOKENS = 8
-"""Rows that a program copies."""
+"""Number of rows that a program copies."""
 _ALIGN = 16
-"""Payloads begin at multiples of this many bytes."""
+"""Each payload begins at a multiple of this many bytes."""
 
 
 def gather_index(payloads: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
-    """The index entries (see `gather_rows`) of payloads, int64 [n, 4]. payloads: (first byte, int64 slots) of each."""
+    """The `index` of `gather_rows` for these payloads, int64 [rows, 4].
+
+    payloads: (byte offset of the payload, a multiple of 16; int64 slots of its rows) for each.
+    """
     index = np.empty((sum(len(slots) for _, slots in payloads), 4), np.int64)
     at = 0
     for start, slots in payloads:
@@ -36,15 +39,15 @@ def gather_index(payloads: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
 def gather_rows(rows: torch.Tensor, index: torch.Tensor, table: torch.Tensor, payload: torch.Tensor) -> None:
     """Gather rows into payloads. A payload has one block [rows of the payload, bytes] per field of the table.
 
-    rows: uint8 [slots, row bytes], contiguous. index: int64 [n, 4]: slot, byte offset of the row's payload (a multiple
-    of 16), rows of that payload, index of the row in it. table: int64 [fields, 3] of multiples of 4, see `ChunkLayout`.
-    payload: uint8. All on one device.
+    rows: uint8 [slots, row bytes], contiguous. index: int64 [n, 4], for each row: its slot, byte offset of its payload
+    (a multiple of 16), number of rows of this payload, index of the row in the payload. table: `ChunkLayout.table`,
+    int64 [fields, 3], multiples of 4. payload: uint8 [bytes], the memory of all payloads. All are on one device.
     """
     (gather_rows_triton if rows.is_cuda else gather_rows_torch)(rows, index, table, payload)
 
 
 def gather_rows_torch(rows: torch.Tensor, index: torch.Tensor, table: torch.Tensor, payload: torch.Tensor) -> None:
-    """The torch twin of the kernel."""
+    """The torch twin of `gather_rows_triton`."""
     for start in index[:, 1].unique().tolist():
         mine = index[index[:, 1] == start]
         count = int(mine[0, 2])
@@ -59,7 +62,7 @@ def gather_rows_triton(rows: torch.Tensor, index: torch.Tensor, table: torch.Ten
     """Launch the kernel."""
     assert rows.dtype == payload.dtype == torch.uint8 and rows.is_contiguous() and payload.is_contiguous()
     assert index.dtype == table.dtype == torch.int64 and index.is_contiguous() and table.is_contiguous()
-    unit = torch.int32  # the width of every field is a multiple of 4 bytes; rows of int32 vectorise to 16 bytes
+    unit = torch.int32  # each field has a multiple of 4 bytes, and Triton vectorises copies of int32 to 16 bytes
     grid = (table.shape[0], -(-index.shape[0] // _TOKENS))
     gather_rows_kernel[grid](
         rows.view(unit), index, table, payload.view(unit), index.shape[0], rows.shape[1] // 4,
@@ -69,7 +72,7 @@ def gather_rows_triton(rows: torch.Tensor, index: torch.Tensor, table: torch.Ten
 
 @triton.jit(do_not_specialize=["count"])
 def gather_rows_kernel(rows, index, table, payload, count, row_units, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (fields, row tiles): one program copies one field of TOKENS rows. Units are 4 bytes."""
+    """Grid (fields, rows / TOKENS): one program copies one field of TOKENS rows, in units of 4 bytes."""
     line = table + tl.program_id(0) * 3
     source = tl.load(line) // 4
     units = tl.load(line + 1) // 4

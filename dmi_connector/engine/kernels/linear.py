@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes a linear head of values, and writes its outputs into rows. `Probe.before` is its torch twin."""
+"""Applies a linear head, such as a probe, to values, and writes its outputs to rows. Torch twin: `Probe.before`."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -19,23 +19,23 @@ OUTPUTS_OF = {"none": 0, "sigmoid": 1, "softmax": 2}
 _SIGMOID = tl.constexpr(OUTPUTS_OF["sigmoid"])
 _SOFTMAX = tl.constexpr(OUTPUTS_OF["softmax"])
 _TOGETHER = 4
-"""Outputs per program. A decode step has few rows, so several programs share a row, and each reads a part of the
+"""Outputs per program. A decode step has few tokens, so several programs share a token, and each reads a part of the
 weights. Softmax needs all outputs in one program.
 """
 _WEIGHTS, _LEAST, _WARPS = 4096, 256, 8
 """Weights that a program reads at a time, minimum number of columns at a time, and warps per program. A thread then
-reads 16 weights in loads of 16 bytes.
+reads 16 weights at a time, in four loads of 16 bytes.
 """
 
 _UNROLLED = tl.constexpr(4)
-"""Maximum number of blocks of columns for which the loop is unrolled."""
+"""Maximum number of column blocks for which the kernel's loop is unrolled."""
 
 
 def linear_rows(rows: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, head: LinearHead, offset: int) -> None:
-    """Write the outputs of a head for row t of `values` to byte `offset` of row `slots[t]`; a negative slot is skipped.
+    """Apply a head to `values[t]`, and write its outputs, float32, to row `slots[t]`; a negative slot is skipped.
 
-    rows: uint8 [slots, row bytes], contiguous; both the row's bytes and `offset` are multiples of 4. slots: int64
-    [>= tokens]. values: [tokens, width] of a float dtype, last dimension contiguous. Sums are in float32.
+    rows: uint8 [slots, row bytes], contiguous. offset: byte offset in a row. Row bytes and `offset` are multiples of 4.
+    slots: int64 [>= tokens]. values: [tokens, width] of a float dtype, last dimension contiguous. Sums are in float32.
     """
     assert rows.dtype == torch.uint8 and rows.is_contiguous() and slots.dtype == torch.int64
     assert values.stride(1) == 1 and head.weight.is_contiguous() and offset % 4 == 0
@@ -49,7 +49,7 @@ def linear_rows(rows: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, h
 
 @functools.cache
 def _launch(width: int, outputs: int, output: str, dtype: torch.dtype, device: torch.device) -> tuple[Launch, int]:
-    """(the launch, programs for one row). dtype: of the values. A `Launch` compiles for one dtype and device."""
+    """(the cached launch, programs per token). dtype: of the values. A `Launch` compiles for one dtype and device."""
     tile = triton.next_power_of_2(outputs if output == "softmax" else min(outputs, _TOGETHER))
     block = min(triton.next_power_of_2(width), max(_LEAST, _WEIGHTS // tile))
     fixed = [width, outputs, OUTPUTS_OF[output], tile, block]
@@ -58,7 +58,7 @@ def _launch(width: int, outputs: int, output: str, dtype: torch.dtype, device: t
 
 @triton.jit
 def _products(x, weight, outputs, start, width: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Weights times values, float32 [outputs, BLOCK], of the columns from `start` on. x: a row. weight: the matrix."""
+    """Weights times values for BLOCK columns from `start` on: float32 [outputs, BLOCK]. x: values of a token."""
     columns = start + tl.arange(0, BLOCK)
     inside = columns < width
     value = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
@@ -71,12 +71,15 @@ def linear_rows_kernel(
     rows, slots, x, weight, bias, place, row_words, stride,
     width: tl.constexpr, OUTPUTS: tl.constexpr, OUTPUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, tiles of TILE outputs). The loads of values and weights do not wait for the slot."""
+    """Grid (tokens, tiles of TILE outputs). Values and weights are loaded without waiting for the slot.
+
+    place: offset of the outputs in a row, in 4-byte words. row_words: words per row. stride: row stride of x.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     outputs = tl.program_id(1) * TILE + tl.arange(0, TILE)
     sums = tl.zeros([TILE, BLOCK], tl.float32)
-    if width <= _UNROLLED * BLOCK:  # all loads are issued together; more would not fit in registers
+    if width <= _UNROLLED * BLOCK:  # unrolled: all loads are issued together. More would not fit in registers
         for start in tl.static_range(0, width, BLOCK):
             sums += _products(x + token * stride, weight, outputs, start, width, OUTPUTS, BLOCK)
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps the slots of a step in vLLM's cache to slots in a pool of pages."""
+"""Maps the slots that vLLM assigned to the tokens of a step to slots in a pool."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -16,9 +16,9 @@ _BLOCK = 256
 
 
 class Lookup:
-    """Looks up the slots of the tokens of a step, in one launch.
+    """Looks up the pool slots of the tokens of a step, in one launch.
 
-    size: slots of a page.
+    size: number of slots per page.
     """
 
     def __init__(self, size: int) -> None:
@@ -28,13 +28,13 @@ class Lookup:
     def __call__(self, slots: torch.Tensor, table: torch.Tensor, found: torch.Tensor) -> None:
         """Write `table[slot // size] * size + slot % size` of each token to `found`; -1 where there is no page.
 
-        slots: int64 [tokens], negative for padding. table: int64 [entries], a page, or -1 for none. found: int64
-        [>= tokens]. All contiguous and on one device. A slot beyond the table has no page.
+        slots: int64 [tokens], vLLM's slots; padding is negative. table: int64 [entries], the index of a page, or -1 for
+        none. found: int64 [>= tokens]. All are contiguous and on one device. A slot beyond the table has no page.
         """
         (self.in_triton if table.is_cuda else self.in_torch)(slots, table, found)
 
     def in_torch(self, slots: torch.Tensor, table: torch.Tensor, found: torch.Tensor) -> None:
-        """The twin of `in_triton` in plain torch."""
+        """The torch twin of `in_triton`."""
         entries = slots // self.size
         known = (slots >= 0) & (entries < len(table))
         pages = table[torch.where(known, entries, 0)]
@@ -51,7 +51,7 @@ class Lookup:
 
 @triton.jit(do_not_specialize=["count", "entries"])
 def lookup_kernel(slots, table, found, count, entries, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (token blocks): one program looks up BLOCK tokens."""
+    """Grid (tokens / BLOCK): one program looks up BLOCK tokens."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < count
     slot = tl.load(slots + token, mask=inside, other=-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduces values while writing them to rows: several values of one layer, or one hook of many layers."""
+"""Reduces values and writes them to rows: several values of one layer, or one hook of several layers."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -21,19 +21,25 @@ from dmi_connector.reduce import Reduction
 from dmi_connector.reduce.topk import MOST
 
 _SHAPES = {True: (4096, 8), False: (2048, 4)}
-"""(values that a program reduces at a time, its warps), for decode steps and for larger steps. Decode steps are bound
-by memory latency, larger steps by occupancy (measured on an H200).
+"""{whether it is a decode step: (elements that a program reduces at a time, its warps)}, measured on an H200. Decode
+steps are bound by memory latency, larger steps by occupancy.
 """
 _AS_THEY_ARE = ("copy", "round", "deferred")
-"""Modes that store values in their own dtype. The others also store words of 4 bytes."""
+"""Modes that store values in their own dtype. Other modes also store 4-byte words, which must be aligned."""
 _SEARCHES = ("topk", "exact")
 """Modes that search a row for its largest values."""
 _FEW_TOKENS, _THREAD_VALUES = 16, {True: 64, False: 128}
-"""Maximum number of values per thread of a search, in steps of up to _FEW_TOKENS and in larger steps (H200)."""
+"""{whether a step has at most _FEW_TOKENS tokens: maximum number of elements per thread of a search}, measured on an
+H200.
+"""
 
 
 class Target(NamedTuple):
-    """How one value of a launch is stored: its width, byte offset, mode (see `encode.MODES`) and the mode's number."""
+    """How one value of a launch is stored.
+
+    width: elements per token. offset: byte offset in a row; in a row of the buffer for mode "deferred". mode, number:
+    the result of `Reduction.fused`, or a mode without a reduction (`encode.MODES`) and 0.
+    """
 
     width: int
     offset: int
@@ -42,7 +48,7 @@ class Target(NamedTuple):
 
 
 class ReduceRows:
-    """Reduces up to MAX_VALUES values of `dtype` in one launch. Mode "deferred" copies them to a buffer."""
+    """Reduces up to MAX_VALUES values of `dtype` in one launch. Values with mode "deferred" are copied to a buffer."""
 
     def __init__(self, targets: Sequence[Target], dtype: torch.dtype) -> None:
         units = [dtype.itemsize if target.mode in _AS_THEY_ARE else 4 for target in targets]
@@ -59,7 +65,7 @@ class ReduceRows:
         tokens: int,
         buffer: torch.Tensor,
     ) -> None:
-        """Reduce `values[i][t]` into row `slots[t]`; a negative slot is skipped.
+        """Reduce `values[i][t]` and write the result to row `slots[t]`; a negative slot is skipped.
 
         rows: uint8 [slots, row bytes]. buffer: uint8 [>= tokens, bytes]. Both are contiguous. slots: int64. values: [>=
         tokens, width] each. strides: row strides of the values, whose last dimension is contiguous.
@@ -90,10 +96,11 @@ def reduce_layers(
     layers: Sequence[int],
     base: int = 0,
 ) -> None:
-    """Reduce one hook of many layers into rows `slots`.
+    """Reduce one hook of several layers, and write the results for token t to row `slots[t]`.
 
-    rows: uint8 [slots, row bytes], contiguous. values: [tokens, layers, width], last dimension contiguous. offsets:
-    int64 [layers] on the same device, multiples of 16; layer i goes to byte base + offsets[i] of a row.
+    rows: uint8 [slots, row bytes], contiguous. slots: int64 [>= tokens]. values: [tokens, layers, width]; their last
+    dimension is contiguous. offsets: int64 [layers] on the same device, multiples of 16. layers: layer numbers. The
+    result for `values[t, i]` goes to byte base + offsets[i] of a row.
     """
     (reduce_layers_triton if rows.is_cuda else reduce_layers_torch)(
         rows, slots, values, offsets, reduction, layers, base
@@ -109,7 +116,7 @@ def reduce_layers_torch(
     layers: Sequence[int],
     base: int = 0,
 ) -> None:
-    """The kernel's twin in plain torch."""
+    """The torch twin of `reduce_layers_triton`."""
     numbers = slots[: values.shape[0]]
     for index, (layer, offset) in enumerate(zip(layers, offsets.tolist(), strict=True)):
         assert offset % 16 == 0, offset  # as the kernel assumes
@@ -118,7 +125,7 @@ def reduce_layers_torch(
 
 
 def as_words(encoded: torch.Tensor) -> torch.Tensor:
-    """Encoded rows for `copy_rows_torch`: bytes as int32, since reductions store multiples of 4 bytes."""
+    """Encoded rows for `copy_rows_torch`: bytes are viewed as int32. Reductions store a multiple of 4 bytes."""
     return encoded.view(torch.int32) if encoded.dtype == torch.uint8 else encoded
 
 
@@ -131,7 +138,7 @@ def reduce_layers_triton(
     layers: Sequence[int],
     base: int = 0,
 ) -> None:
-    """Launch the kernel, after the library operations of `Reduction.before_layers`.
+    """Run the part of the reduction that torch computes (`Reduction.before_layers`), then launch the kernel.
 
     If a reduction has no kernel (`Reduction.fused`), its torch encoder encodes the rows, and the kernel copies them.
     """
@@ -154,20 +161,20 @@ def reduce_layers_triton(
 
 
 def _layers_shape(mode: str, width: int, tokens: int) -> tuple[int, int]:
-    """(values that a program reduces at a time, its warps)."""
+    """(elements that a program of this launch reduces at a time, its warps)."""
     tile, warps = _SHAPES[tokens <= DECODE_TOKENS]
     return tile, _search_warps(width, tokens) if mode in _SEARCHES else warps
 
 
 def _search_warps(width: int, tokens: int) -> int:
-    """Warps of a search: a power of two from 4 to 32, chosen by the maximum number of values of a thread."""
+    """Warps of a search, 4 to 32. A thread has at most _THREAD_VALUES elements, unless 32 warps are too few."""
     values = _THREAD_VALUES[tokens <= _FEW_TOKENS]
     return min(32, max(4, 1 << (-(-width // (32 * values)) - 1).bit_length()))
 
 
 @functools.cache
 def _layers_launch(mode: str, number: int, width: int, shape: tuple[int, int], dtype: torch.dtype) -> Launch:
-    """The cached launch for these arguments. dtype: dtype of the values. A `Launch` compiles for one dtype."""
+    """The cached launch for these arguments. dtype: of the values; a `Launch` compiles for one dtype."""
     tile, warps = shape
     sample, number = divmod(number, MOST + 1) if mode in _SEARCHES else (0, number)
     places = 1 << (number - 1).bit_length() if mode in _SEARCHES else 0
@@ -177,8 +184,8 @@ def _layers_launch(mode: str, number: int, width: int, shape: tuple[int, int], d
 
 @functools.cache
 def zero_offset(device: torch.device) -> torch.Tensor:
-    """int64 [1]: zero. Cached per device. Call it before a CUDA graph is captured, because the graph would not fill the
-    tensor.
+    """int64 [1]: zero, cached per device. The first call must precede CUDA graph capture: during capture nothing would
+    fill the tensor.
     """
     return torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -188,7 +195,7 @@ def reduce_rows_kernel(
     rows, slots, buffer, values, row_bytes, buffer_bytes, strides, offsets,
     WIDTHS: tl.constexpr, MODES_OF: tl.constexpr, NUMBERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, values): a program reduces one row of one value. NUMBERS: see `encode`."""
+    """Grid (tokens, values). A program reduces one value of one token. MODES_OF, NUMBERS: see `encode`."""
     token = tl.program_id(0).to(tl.int64)
     value = tl.program_id(1)
     slot = tl.load(slots + token)
@@ -208,8 +215,8 @@ def reduce_layers_kernel(
     width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, SAMPLE: tl.constexpr, WIDE: tl.constexpr,
     PLACES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, layers): a program reduces one row of one layer. NUMBER: see `encode`; K for a search. SAMPLE: S
-    for a search.
+    """Grid (tokens, layers). A program reduces the values of one token and layer. MODE, NUMBER: see `encode`. In a
+    search, NUMBER is K of `encode_top` and SAMPLE is S.
     """
     token = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
@@ -217,7 +224,7 @@ def reduce_layers_kernel(
     row = rows + slot * row_bytes + base + tl.multiple_of(tl.load(offsets + layer), 16)
     if slot >= 0:
         source = x + token * token_stride + layer * layer_stride
-        if MODE == TOPK or MODE == EXACT:  # noqa: SIM109 (kernels know no tuples here)
+        if MODE == TOPK or MODE == EXACT:  # noqa: SIM109 (Triton has no `in` for tuples)
             encode_top(row, source, slot, width, MODE, NUMBER, SAMPLE, WIDE, PLACES)
         else:
             encode(row, source, width, MODE, NUMBER, TILE)

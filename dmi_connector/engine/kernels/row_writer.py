@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RowWriter` writes the values of one tap into the rows of their tokens, and reduces them if a reduction is set."""
+"""`RowWriter` writes the values of one tap to the rows of their tokens, and reduces values that have a reduction."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dmi_connector.engine.kernels.reduce import ReduceRows, Target, as_words, re
 from dmi_connector.reduce import Reduction
 
 MAX_VALUES = 13
-"""Maximum number of values per launch. A layer of the full selection has this many."""
+"""Maximum number of values per launch. A layer has this many if all its hooks are selected."""
 
 
 class RowWriter:
-    """Writes the values of one tap. The arguments of the launches are computed once.
+    """Writes the values of one tap. The constructor computes the arguments of all launches.
 
     widths, dtype: widths and dtype of the values. offsets: byte offset of each value in a row, a multiple of the
-    element size. reductions: the reduction of each value, None without one. layer: the layer of the values, which
-    reductions need. deferred: byte offset in a row of the buffer, to which a deferred value is copied unreduced; None
-    if the value is not deferred.
+    element size. reductions: the reduction of each value, None without one. layer: the layer of the values, for the
+    reductions. deferred: for each value, the byte offset in a row of the buffer to which it is copied unreduced
+    (`DeferredReductions`); None if it is not deferred.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RowWriter:
         count = len(widths)
         self._offsets, self._layer = list(offsets), layer
         self._reductions, self._deferred = list(reductions) or [None] * count, list(deferred) or [None] * count
-        self._alone: list[int] = []  # values that take a launch of their own
+        self._alone: list[int] = []  # values that need a launch of their own
         name, joint = str(dtype).removeprefix("torch."), []
         for i, (offset, reduction, place) in enumerate(zip(offsets, self._reductions, self._deferred, strict=True)):
             if place is not None:
@@ -65,7 +65,7 @@ class RowWriter:
         """Write `values[i][t]` to row `slots[t]`.
 
         rows: uint8 [slots, row bytes], contiguous. slots: int64 [>= tokens]. A negative slot marks padding: Triton
-        skips it, torch writes it to row 0, the null block nobody reads. values: [tokens, width] each. buffer: uint8
+        skips it, and torch writes it to row 0, which is never read. values: [tokens, width] each. buffer: uint8
         [>= tokens, bytes], required for deferred values.
         """
         (self.in_triton if rows.is_cuda else self.in_torch)(rows, slots, values, buffer)
@@ -77,7 +77,7 @@ class RowWriter:
         values: Sequence[torch.Tensor],
         buffer: torch.Tensor | None = None,
     ) -> None:
-        """The twin of `in_triton` in plain torch."""
+        """The torch twin of `in_triton`."""
         numbers = slots[: values[0].shape[0]]
         everything = zip(values, self._offsets, self._reductions, self._deferred, strict=True)
         for value, offset, reduction, place in everything:
@@ -96,12 +96,12 @@ class RowWriter:
         values: Sequence[torch.Tensor],
         buffer: torch.Tensor | None = None,
     ) -> None:
-        """One launch for up to MAX_VALUES values, and one launch for each value that cannot share it."""
+        """Launch the kernels: one launch per MAX_VALUES values, and one for each value that cannot share a launch."""
         tokens = min(values[0].shape[0], slots.shape[0])
         if tokens == 0:
             return
         strides = [value.stride() for value in values]
-        if any(columns != 1 for _, columns in strides):  # Inductor may choose such a layout (taps/op.py)
+        if any(columns != 1 for _, columns in strides):  # Inductor may choose such strides (`_TAGS` in taps/op.py)
             values = [value if value.stride(1) == 1 else value.contiguous() for value in values]
             strides = [value.stride() for value in values]
         for i in self._alone:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies the scores of a step from its rows to host memory."""
+"""Copies the probe scores of a step from its rows to host memory (engine/host_scores.py)."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -12,13 +12,13 @@ import triton.language as tl
 from dmi_connector.engine.kernels.launch import Launch
 
 _TOKENS, _BLOCK = 16, 64
-"""Tokens per program, and maximum number of scores per token. Adjacent words are coalesced on the bus."""
+"""Maximum number of tokens and of scores per token that a program copies. Writes of adjacent words are coalesced."""
 
 
 class CopyScores:
-    """Copies some words of each row of a step, in one launch.
+    """Copies the scores in the rows of a step, in one launch.
 
-    places: int64 [values], on the device of the rows: words of 4 bytes from the start of a row.
+    places: int64 [values], on the device of the rows: the offset of each score in a row, in words of 4 bytes.
     """
 
     def __init__(self, places: torch.Tensor) -> None:
@@ -28,16 +28,16 @@ class CopyScores:
         self._launch = Launch(copy_scores_kernel, [values, _TOKENS, block], num_warps=1 if block <= 16 else 4)
 
     def __call__(self, rows: torch.Tensor, row_slots: torch.Tensor, slots: torch.Tensor, scores: torch.Tensor) -> None:
-        """Copy the words `places` of row `row_slots[t]` to line `slots[t]` of `scores`, for each token t.
+        """Copy the scores of token t from row `row_slots[t]` to line `slots[t]` of `scores`.
 
-        rows: uint8 [rows, row bytes]. row_slots: int64 [>= tokens]. slots: int64 [tokens]. scores: int32 [lines,
-        values]; if the rows are on a GPU, this is registered host memory, to which the kernel writes directly. All
-        tensors are contiguous. A token with a negative slot of either kind is skipped.
+        rows: uint8 [slots, row bytes]. row_slots: int64 [>= tokens]. slots: int64 [tokens], vLLM's slots. scores: int32
+        [lines, values], the bits of float32 scores. If the rows are on a GPU, `scores` is registered host memory, to
+        which the kernel writes directly. All tensors are contiguous. A token is skipped if either slot is negative.
         """
         (self.in_triton if rows.is_cuda else self.in_torch)(rows, row_slots, slots, scores)
 
     def in_torch(self, rows: torch.Tensor, row_slots: torch.Tensor, slots: torch.Tensor, scores: torch.Tensor) -> None:
-        """The twin of `in_triton` in plain torch."""
+        """The torch twin of `in_triton`."""
         row_slots = row_slots[: len(slots)]
         known = (row_slots >= 0) & (slots >= 0)
         scores[slots[known]] = rows.view(torch.int32)[row_slots[known]][:, self._places]
@@ -67,7 +67,7 @@ def copy_scores_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (blocks of tokens, blocks of scores)."""
+    """Grid (tokens / TOKENS, scores / BLOCK)."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     row = tl.load(row_slots + token, mask=token < count, other=-1)
     slot = tl.load(slots + token, mask=token < count, other=-1)

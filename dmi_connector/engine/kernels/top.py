@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The encoder of topk: the largest magnitudes of a row, and a sample of the others. `reduce.topk` is its torch twin."""
+"""The Triton encoder of topk: keeps the values with the largest magnitudes, and a sample. Torch twin: `reduce.topk`."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -22,16 +22,16 @@ from dmi_connector.reduce.topk import HASH_ROW, HASH_STEP
 
 _HASH_ROW = tl.constexpr(HASH_ROW)
 _HASH_STEP = tl.constexpr(HASH_STEP)
-"""Constants of the hash that chooses the start of a sample (`reduce.topk`)."""
+"""Constants of the hash that chooses where a sample starts (`reduce.topk`)."""
 _LEAST_GROUPED = tl.constexpr(1024)
-"""Narrower rows are searched without groups, because groups would save nothing."""
+"""Narrower rows are searched without groups (see `_candidates`), because groups would save nothing."""
 _MOST_GROUPED = tl.constexpr(8 * 65535)
 """Wider rows are searched without groups, because the indexes of their groups of 8 do not fit uint16."""
 
 
 @triton.jit
 def _reached(sizes, K: tl.constexpr, LOWEST: tl.constexpr):
-    """The K-th largest magnitude, found bit by bit. Bits below LOWEST are zero."""
+    """The K-th largest of `sizes`, found bit by bit. sizes: results of `magnitude`; bits below LOWEST are zero."""
     least = 0
     for step in range(0, 31 - LOWEST):
         higher = least | (1 << (30 - step))
@@ -42,13 +42,13 @@ def _reached(sizes, K: tl.constexpr, LOWEST: tl.constexpr):
 
 @triton.jit
 def _pick(sizes, least, K: tl.constexpr):
-    """(mask of the K largest magnitudes, index of each in column order). least: result of `_reached`. Among magnitudes
-    equal to it, the first are chosen.
+    """(mask of the K largest of `sizes`; for each of these, its index among them in column order). least: the result of
+    `_reached`. Of the sizes equal to `least`, the first are chosen.
     """
     above = sizes > least
     tied = sizes == least
     room = K - tl.sum(above.to(tl.int32), 0)
-    # One scan counts both, in the two halves of an integer.
+    # One scan counts both masks, in the two halves of an integer.
     few: tl.constexpr = sizes.shape[0] < 1 << 15
     counter: tl.constexpr = tl.int32 if few else tl.int64
     half: tl.constexpr = 16 if few else 32
@@ -62,11 +62,11 @@ def _pick(sizes, least, K: tl.constexpr):
 def _candidates(
     row, x, K: tl.constexpr, width: tl.constexpr, WIDE: tl.constexpr, PLACES: tl.constexpr, LOWEST: tl.constexpr
 ):  # fmt: skip
-    """(ascending columns that contain the K largest values of a row; mask of the columns inside the row).
+    """(ascending columns that contain the K largest magnitudes of a row; mask of the columns inside the row).
 
-    Wide rows are cut into groups of 8. The K groups with the largest maxima contain the K largest values: fewer than K
-    groups have a larger maximum than the group of such a value. The indexes of these groups are stored in `row`
-    temporarily, so only few values are rearranged instead of the whole row.
+    Wide rows are cut into groups of 8 values. The K groups with the largest maxima contain the K largest magnitudes.
+    The indexes of these groups are passed between threads through the memory of `row`, which is overwritten later. So
+    only a few values move between threads, instead of the whole row.
     """
     if width < 16 * PLACES or width < _LEAST_GROUPED or width > _MOST_GROUPED:
         columns = tl.arange(0, WIDE)
@@ -92,8 +92,8 @@ def encode_top(
     row, x, slot, width: tl.constexpr, MODE: tl.constexpr, K: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr,
     PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Write the K largest magnitudes and a sample of S. WIDE: a power of two, at least `width`. PLACES: a power of two,
-    at least K. slot: the slot of the row, on which the start of the sample depends.
+    """Write the K values with the largest magnitudes, and a sample of S values. MODE: TOPK or EXACT. WIDE: a power of
+    two, at least `width`. PLACES: a power of two, at least K. slot: the slot of the row, for the hash of the sample.
     """
     # The low 16 bits of a bfloat16 are zero.
     lowest: tl.constexpr = 16 if x.dtype.element_ty == tl.bfloat16 else 0
@@ -135,8 +135,8 @@ def encode_top(
 
 @triton.jit
 def _sample(out, x, start, least, width: tl.constexpr, MODE: tl.constexpr, S: tl.constexpr):
-    """Write S values from `start` on, width // S apart, wrapping at the end of the row. Their scale ignores values
-    above `least`.
+    """Write S values: from column `start` on, at intervals of width // S, wrapping around at the end of the row. Values
+    whose `size_of` is larger than `least` do not affect the scale.
     """
     BLOCK: tl.constexpr = 64
     stride: tl.constexpr = width // S

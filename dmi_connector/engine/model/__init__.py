@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of vLLM's model classes."""
+"""Describes vLLM's model classes, and checks that their taps write every selected hook."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coverage: the first forward of a model must write every selected hook.
+"""Coverage: checks that the first forward of a model writes every selected hook.
 
-A feature of vLLM may replace a tapped module, and a kernel may skip it. Its hook then never fires, and its part of a
-row would have the previous contents of the memory. So each selected hook of each layer must be written once in the
-first forward, with one value per token. vLLM runs that forward before it serves, to measure memory.
+A feature of vLLM may replace a tapped module, and a fused kernel may skip it. The tap then never runs, and the bytes of
+its hook in a row would keep the previous contents of the memory. So in the first forward each selected hook of each
+layer must be written once, with one row per token. vLLM runs this forward before it serves requests, to measure memory.
 """
 
 from __future__ import annotations
@@ -18,29 +18,32 @@ from dmi_connector.layout import RowField
 
 TOKEN_IDS = RowField("token_ids", 0, "int32", 1, 0)
 POSITIONS = RowField("positions", 0, "int32", 1, 4)
-"""The row header: token id and position, as the model saw them."""
+"""The fields of the row header: token id and position, as the model got them."""
 
 UNWRITTEN = 0x7FC1
-"""The 16-bit word with which `check="poison"` fills rows. It is NaN in bfloat16, float16 and float32, and as an integer
-no hook stores it.
+"""The 16-bit word with which `check="poison"` fills rows. In bfloat16, float16 and float32, repeated words are NaN. As
+int32 they are a number that no hook has.
 """
 
 
 def poison(rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Fill rows with UNWRITTEN before a forward writes them, so that values that no tap writes are found.
+    """Fill rows with UNWRITTEN before a forward writes them, so that values that no tap writes can be detected.
 
-    rows: uint8 [slots, row_bytes]. slots: int [tokens]. Padding is negative and is written to row 0, which is not used.
+    rows: uint8 [slots, row_bytes]. slots: int64 [tokens]. For padding, which is negative, row 0 is filled. No token has
+    this row.
     """
     rows.view(torch.int16).index_fill_(0, slots.clamp(min=0), UNWRITTEN)
 
 
 class Coverage:
-    """Which fields the taps of one model have written in its first forward.
+    """Records which fields the taps of one model write in its first forward.
 
-    fields: the fields of a row. poison: whether rows are filled with UNWRITTEN before each forward writes them.
-    first_at: byte offset in a row that the first tap of a forward writes. tokens: the number of tokens of the running
-    forward; None before the first. logits: whether compute_logits has run. header_first: whether the header is written
-    before the embedding (if that is selected) or after it.
+    fields: the fields of a row. poison: whether rows are filled with UNWRITTEN before each forward. header_first:
+    whether the row header is written before `embed`.
+
+    first_at: byte offset in a row that the first tap of a forward writes. tokens: number of tokens of the running
+    forward, as the header says; None before the first forward. checked: whether `check` was called. logits: whether
+    `compute_logits` has run. model: the tapped model, a weak reference.
     """
 
     def __init__(self, fields: Iterable[RowField] = (), poison: bool = False, header_first: bool = False) -> None:
@@ -59,26 +62,26 @@ class Coverage:
 
     @property
     def begun(self) -> bool:
-        """Whether a forward has run."""
+        """Whether a forward has begun."""
         return self.checked or bool(self._written)
 
     def expect(self, field: RowField, module: str) -> None:
-        """Register that the hook of a field fires in `module`, a path in the model."""
+        """Record where a field is tapped, for messages. module: path of the module in the model."""
         self._modules[field.offset] = module
 
     def wrote(self, start: int, offsets: Sequence[int], tokens: int, forward: object) -> None:
-        """Record that values of `tokens` tokens are written to bytes `start + offsets` of their rows.
+        """Record that values of `tokens` tokens are written at bytes `start + offsets[i]` of their rows.
 
         forward: vLLM's context of the forward.
 
-        Raises RuntimeError, once the first forward was checked, if the header of the same forward had another number of
-        tokens. While piecewise CUDA graphs are replayed, only taps of attention run in Python. Then nothing is
-        compared, because no header is recorded.
+        After the first forward was checked, raises RuntimeError if the header of the same forward has another number of
+        tokens. When a piecewise CUDA graph is replayed, only the taps inside attention run in Python. Nothing is
+        compared then, because no header is recorded.
         """
         first = start + offsets[0]
         if first in self._begins:
             self.tokens, self._forward = tokens, weakref.ref(forward)
-            if not self.checked and first in self._written:  # another forward
+            if not self.checked and first in self._written:  # the header again: another forward has begun
                 self._written.clear()
         if not self.checked:
             for offset in offsets:
@@ -91,9 +94,10 @@ class Coverage:
             )
 
     def check(self, tokens: int | None = None) -> None:
-        """Check the first forward, once. tokens: its number of tokens; None: the number of token ids that were written.
+        """Check the first forward. Further calls do nothing. tokens: its number of tokens; None: as its header says.
 
-        Raises ValueError that names each hook that was not written correctly, its module and the fix.
+        Raises ValueError if a field was not written exactly once, for `tokens` tokens. The message names the hooks,
+        their modules and the fix.
         """
         if self.checked:
             return
@@ -113,7 +117,7 @@ class Coverage:
             )
 
     def check_logits(self) -> None:
-        """Raise ValueError if the engine's first forward computed logits without `compute_logits`."""
+        """Raise ValueError if `compute_logits` has not run. Call it after the first forward."""
         if not self.logits:
             raise ValueError(
                 "hooks: logits are not captured: compute_logits did not run in the model's first forward; leave "
@@ -123,7 +127,7 @@ class Coverage:
     def _words(self, fields: Sequence[RowField], seen: tuple[int, ...], tokens: int | None) -> str:
         module = self._modules.get(fields[0].offset, "no module of this model")
         if not seen:
-            what = "would hold nothing"
+            what = "was not written"
         elif len(seen) > 1:
             what = f"was written {len(seen)} times"
         else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A first forward, in which coverage.py sees all hooks, where vLLM runs none before it serves."""
+"""Runs the first forward for coverage.py, in engines in which vLLM runs no forward before it serves requests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from vllm.forward_context import set_forward_context
 
 _FEW_TOKENS = 2
 _SAMPLED = 1
-"""Rows of logits, one for each prompt of a batch."""
+"""Number of rows of logits: one for each prompt of the batch."""
 
 
 def first_forward(model: Any, vllm_config: VllmConfig) -> None:
-    """Run the first forward, where vLLM runs none before it serves: on a CPU, without compilation.
+    """Run a forward of _FEW_TOKENS tokens, and compute logits. model: the tapped model.
 
-    As in vLLM's own there is no cache, and attention computes nothing.
+    The connector calls it if no forward has run: on a CPU without compilation. As in vLLM's profiling run, there is no
+    KV cache, and attention computes nothing.
     """
     device = next(model.parameters()).device
     ids = torch.zeros(_FEW_TOKENS, dtype=torch.int32, device=device)
@@ -42,9 +43,10 @@ def first_forward(model: Any, vllm_config: VllmConfig) -> None:
 
 
 def _use_no_adapter(model: Any, vllm_config: VllmConfig) -> None:
-    """Let LoRA's layers use no adapter in the first forward. They share one mapping.
+    """Let LoRA layers use no adapter in the first forward. All of them share one mapping.
 
-    It maps each token to an adapter, and each row of logits: vLLM wraps the unembedding of most models too.
+    The mapping assigns an adapter to each token, and to each row of logits: vLLM wraps the unembedding of most models
+    in a LoRA layer too.
     """
     from vllm.lora.layers import LoRAMapping
 

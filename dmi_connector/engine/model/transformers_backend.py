@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that vLLM serves through its Transformers backend, and the hooks of models without a row.
+"""Finds the row of a model in the table of architectures, or derives a row from the structure of its layers.
 
-The backend builds a model of transformers, and replaces some modules by vLLM's layers. The code of a decoder layer
-itself is that of transformers. So a layer without weights is traced, in which each called module is one step. It must
-return the sum of three terms: its input, an output that comes from attention (`attn_out`), and an output that does not
+Rows are derived for text models that vLLM serves through its Transformers backend. This backend builds a model of
+transformers, and replaces some modules by vLLM's layers. The forward of a decoder layer is the code of transformers.
+
+So a layer without weights is traced with torch.fx; each module that it calls is one node of the graph. The layer must
+return the sum of three terms: its input, an output that depends on attention (`attn_out`), and an output that does not
 (`mlp_out`). No hook is guessed from the name of a module.
 """
 
@@ -35,16 +37,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Generic(Architecture):
-    """The derived row of a model that has no row in the table.
+    """A derived `Architecture`, for a model without a row in the table.
 
-    attn_norm, mlp_norm: the modules whose outputs a layer adds. mlp: the module whose input is the stream between them.
-    why: the reason why `attn_out` and `mlp_out` are missing; "" if they are not.
+    attn_norm, mlp_norm: the modules whose outputs a layer adds to the residual stream. mlp: the module whose input is
+    the stream between these two. why: the reason why `attn_out` and `mlp_out` are missing; "" if they are not.
     """
 
     why: str = ""
 
     def dims(self, config: Any) -> ModelDims:
-        """The sizes of the hooks in `only`, and of heads if the config has them. Experts are not detected."""
+        """The sizes in a Hugging Face text config that the hooks of `only` need. Experts are not detected."""
         heads = getattr(config, "num_attention_heads", None) or 1
         return ModelDims(
             architecture=self.name,
@@ -61,30 +63,30 @@ class Generic(Architecture):
 
 
 def row_of(model: ModelConfig) -> Architecture:
-    """The row of a model. Raises ValueError for a model without a row, for which none can be derived."""
+    """The `Architecture` of a model. Raises ValueError if the table has no row for it and none can be derived."""
     if model.using_transformers_backend():
         name = model.architectures[0]
         if name in ARCHITECTURES and ARCHITECTURES[name].in_transformers:
             return ARCHITECTURES[name]
         if model._get_transformers_backend_cls() not in TRANSFORMERS_CLASSES:
             raise ValueError(
-                f"model: architecture {name!r} has no row of hooks, and a row is made from the structure of text "
-                "models alone; use another model, or add a row (docs/HOOKS.md)"
+                f"model: architecture {name!r} has no row of hooks, and a row can be derived for text models only; "
+                "use another model, or add a row (docs/HOOKS.md)"
             )
         return generic(name, model.hf_text_config, model.trust_remote_code)
     if model.architecture in ARCHITECTURES:
         return ARCHITECTURES[model.architecture]
     raise ValueError(
         f"model: architecture {model.architecture!r} has no row of hooks; set model_impl='transformers' and "
-        "owner='target', with which a row can be made from the structure of most text models, or add a row "
-        "(docs/HOOKS.md)"
+        "owner='target', with which a row is derived for most text models, or add a row (docs/HOOKS.md)"
     )
 
 
 def generic(name: str, config: Any, trust_remote_code: bool = False) -> Generic:
-    """The row of a text model of transformers with this config, by its structure.
+    """Derive the `Architecture` of a text model of transformers from the structure of its layers.
 
-    Raises ValueError where its decoder layers are not found.
+    name: architecture in the config. config: Hugging Face text config. trust_remote_code: whether code of the model
+    repository may run. Raises ValueError if the decoder layers or their attention are not found.
     """
     from transformers import AutoModel
 
@@ -96,7 +98,7 @@ def generic(name: str, config: Any, trust_remote_code: bool = False) -> Generic:
         blocks, why = _blocks(model.get_submodule(layers), attention)
     except _NotFound as error:
         raise ValueError(
-            f"model: architecture {name!r} has no row of hooks, and none could be made from its structure: {error}; "
+            f"model: architecture {name!r} has no row of hooks, and none could be derived from its structure: {error}; "
             "use another model, or add a row (docs/HOOKS.md)"
         ) from error
     hooks = [hook for hook in ("attn_out", "resid_mid", "mlp_out") if blocks and (hook != "resid_mid" or blocks.middle)]
@@ -124,14 +126,17 @@ def generic(name: str, config: Any, trust_remote_code: bool = False) -> Generic:
 
 
 class _NotFound(Exception):
-    """What of a model's structure is not as it is looked for."""
+    """Hooks cannot be derived from the structure of a model. The message says why."""
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
 
 
 def _layers(model: nn.Module, count: int) -> tuple[str, str]:
-    """(path of the list of decoder layers, path of the attention in a layer), as vLLM finds attention."""
+    """(path of the list of `count` decoder layers, path of attention in a layer). Raises _NotFound.
+
+    Attention is the module that calls the attention interface of transformers, as for vLLM's Transformers backend.
+    """
     from vllm.model_executor.models.transformers.fusers.attention import interface_call
 
     found: dict[tuple[str, str], set[int]] = {}
@@ -153,9 +158,9 @@ def _layers(model: nn.Module, count: int) -> tuple[str, str]:
 
 
 def _check_state(layer: nn.Module, attention: str) -> None:
-    """Raises _NotFound for a layer in which more than attention keeps something from token to token, as Mamba does.
+    """Raise _NotFound if a module other than attention keeps a state from token to token, as Mamba does.
 
-    vLLM's Transformers backend gives only attention a cache.
+    vLLM's Transformers backend has a cache for attention only.
     """
     for path, module in layer.named_modules():
         caches = [name for name in inspect.signature(module.forward).parameters if name.startswith(("cache_", "past_"))]
@@ -171,8 +176,10 @@ def _path(model: nn.Module, module: nn.Module) -> str:
 
 
 class Blocks(NamedTuple):
-    """Modules of a layer. attention, mlp: those whose outputs it adds to its input. middle: the one that gets the
-    stream between these two; "" if there is none. parallel: whether both blocks read the same stream.
+    """Paths of modules in a layer.
+
+    attention, mlp: the modules whose outputs the layer adds to its input. middle: the module whose input is the stream
+    between these two additions; "" if there is none. parallel: whether both blocks read the same stream.
     """
 
     attention: str
@@ -182,7 +189,7 @@ class Blocks(NamedTuple):
 
 
 def _blocks(layers: Any, attention: str) -> tuple[Blocks | None, str]:
-    """(the modules whose outputs all layers add, why there are none)."""
+    """(the modules whose outputs every layer adds to its input, ""), or (None, the reason why they are not found)."""
     found = set()
     for number, layer in enumerate(layers):
         try:
@@ -193,7 +200,7 @@ def _blocks(layers: Any, attention: str) -> tuple[Blocks | None, str]:
 
 
 def blocks_of(layer: nn.Module, attention: str) -> Blocks:
-    """What a layer adds to its input. attention: the path of its attention. Raises _NotFound."""
+    """The modules whose outputs a layer adds to its input. attention: path of its attention. Raises _NotFound."""
     graph = _trace(layer)
     (returned,) = (node.args[0] for node in graph.nodes if node.op == "output")
     first = returned[0] if isinstance(returned, tuple | list) and returned else returned
@@ -211,7 +218,7 @@ def blocks_of(layer: nn.Module, attention: str) -> Blocks:
         names.append(str(term.target))
     attends = [any(_overlap(name, attention) for name in _sources(term, streams)) for term in added]
     if sorted(attends) != [False, True]:
-        raise _NotFound("adds no output of attention alone beside one without attention")
+        raise _NotFound("does not add one output that depends on attention and one that does not")
     without = added[attends.index(False)]
     blocks = Blocks(names[attends.index(True)], names[attends.index(False)])
     middle = [node for node in streams if node.op != "placeholder" and node is not _whole(layer, first)]
@@ -228,7 +235,7 @@ def _gets(layer: nn.Module, call: fx.Node, values: Sequence[fx.Node]) -> bool:
 
 
 class _Layer(nn.Module):
-    """A layer as the root of a trace. Its other arguments are None."""
+    """The root of a trace. It calls a layer with hidden states, and with None for other required arguments."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -242,6 +249,8 @@ class _Layer(nn.Module):
 
 
 class _Tracer(fx.Tracer):
+    """Traces each called module as one node. Paths of modules are relative to the layer."""
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
@@ -250,7 +259,7 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(layer: nn.Module) -> fx.Graph:
-    """The forward of a layer, with paths of modules relative to it."""
+    """Trace the forward of a layer. Raises _NotFound."""
     try:
         return _Tracer().trace(_Layer(layer))
     except Exception as error:  # the layer's code may fail in any way on a traced value
@@ -262,7 +271,7 @@ _DROPS = (nn.functional.dropout, torch.dropout)
 
 
 def _terms(layer: nn.Module, node: fx.Node, streams: set[fx.Node]) -> Iterator[fx.Node]:
-    """Yield the terms of the sum `node`. streams: the input and the sums that contain it are added to this set."""
+    """Yield the terms of the sum `node`. The layer's input, and sums that contain it, are added to `streams`."""
     node = _whole(layer, node)
     adds = node.op in ("call_function", "call_method") and node.target in _ADDS and not node.kwargs
     terms = [node]
@@ -274,7 +283,7 @@ def _terms(layer: nn.Module, node: fx.Node, streams: set[fx.Node]) -> Iterator[f
 
 
 def _whole(layer: nn.Module, node: fx.Node) -> fx.Node:
-    """The node that produces the value of `node`: skips dropout, and selection of a module's first output."""
+    """The node that computes the value of `node`: skips dropout, and the selection of a module's first output."""
     while True:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
@@ -287,7 +296,7 @@ def _whole(layer: nn.Module, node: fx.Node) -> fx.Node:
 
 
 def _sources(node: fx.Node, streams: set[fx.Node]) -> set[str]:
-    """The modules from which a value comes, other than through the residual stream."""
+    """The modules on which a value depends, except those on which it depends through `streams` only."""
     found, waiting = set(), [node]
     seen = set(streams)
     while waiting:
@@ -302,5 +311,5 @@ def _sources(node: fx.Node, streams: set[fx.Node]) -> set[str]:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Whether one module contains the other, or both are the same."""
+    """Whether one of two module paths contains the other, or both are equal."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")

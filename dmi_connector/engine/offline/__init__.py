@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offline engines with capture, which run in the caller's process: for `dmi demo` and `dmi run`."""
+"""Offline engines that capture, which are vLLM engines without a server. `dmi demo` and `dmi run` use them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs an offline engine with capture, which takes prompts one at a time and returns each request when it has ended."""
+"""Runs an offline engine that captures, for `dmi run`. It takes one prompt at a time, and returns ended requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dmi_connector.option_values import OptionError
 from dmi_connector.wording import show
 
 _LONG_PROMPT = 4096
-"""Maximum length of the prompt with which sampling fields are checked. Some fields refer to positions in the prompt."""
+"""Maximum number of tokens of the prompt with which sampling fields are checked. Some fields name prompt positions."""
 
 
 class PromptRefused(ValueError):
@@ -26,8 +26,8 @@ class PromptRefused(ValueError):
 class Ended:
     """A request that has ended.
 
-    prompt, generated: numbers of tokens. finish: vLLM's finish reason. store: path of its store, None if the response
-    has none. error: why nothing is captured.
+    name: as given to `EngineFeed.add`. prompt, generated: numbers of tokens. finish: vLLM's finish reason. store: path
+    of its store (`dmi_store`), or None. error: why it was not captured (`dmi_error`), or None.
     """
 
     name: str
@@ -39,13 +39,14 @@ class Ended:
 
 
 class EngineFeed:
-    """vLLM's engine with capture. Alternate calls of `add` and `step` keep its queue full.
+    """vLLM's engine with capture. The caller calls `add` until enough requests run, then `step`, and repeats both.
 
     model: model name or directory, as for vLLM. capture: arguments of `capture_args`. flags: more flags of vLLM's
-    engine, as on a command line. sampling: fields of SamplingParams; greedy if they name no temperature. max_tokens:
-    maximum number of tokens to generate; None captures only rows of prompts, for which vLLM samples one token.
+    engine, as on a command line. sampling: fields of SamplingParams. Sampling is greedy if they have no temperature.
+    max_tokens: maximum number of tokens to generate. With None, only rows of prompts are captured, and vLLM samples one
+    token per prompt.
 
-    Raises OptionError for bad options, and the errors of vLLM if it cannot start.
+    Raises OptionError for bad options, and the errors of vLLM if the engine cannot start.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class EngineFeed:
             raise
 
     def _check_sampling(self, fields: Mapping[str, Any]) -> None:
-        """Raise OptionError for fields that the model, or the engine's process, would refuse with any prompt."""
+        """Raise OptionError for sampling fields that vLLM would refuse with any prompt."""
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -90,19 +91,19 @@ class EngineFeed:
 
     @property
     def max_num_seqs(self) -> int:
-        """Maximum number of requests that run at a time."""
+        """Maximum number of requests that vLLM runs at a time."""
         return int(self._engine.vllm_config.scheduler_config.max_num_seqs)
 
     @property
     def busy(self) -> bool:
-        """Whether requests are running."""
+        """Whether some request has not ended."""
         return bool(self._engine.has_unfinished_requests())
 
     def add(self, name: str, key: str, prompt: Mapping[str, Any]) -> None:
-        """Begin a request.
+        """Add a request to vLLM's queue.
 
-        name: its name in the results of `step`. key: key of its store. prompt: `Prompt.to_json()`. Raises PromptRefused
-        if the engine cannot take the prompt.
+        name: its name in the results of `step`. key: key of its store. prompt: a result of `Prompt.to_json`. Raises
+        PromptRefused if the engine cannot take the prompt, and EngineDeadError if the engine has died.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -121,13 +122,13 @@ class EngineFeed:
             return {"prompt": prompt["text"]}
         messages = prompt["messages"]
         tokenizer: Any = self._engine.get_tokenizer()
-        # A conversation that ends with an assistant's message gets no generation prompt.
+        # If the last message is the assistant's, no generation prompt is added.
         asks = messages[-1]["role"] != "assistant"
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
         return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def step(self) -> list[Ended]:
-        """Wait for the engine's next outputs. Returns the requests that these outputs end."""
+        """Wait for the engine's next outputs. Returns the requests that end with these outputs."""
         ended = []
         for output in self._engine.step():
             if output.finished:
@@ -146,12 +147,12 @@ class EngineFeed:
         return ended
 
     def shutdown(self) -> None:
-        """Stop the engine. It finishes its stores first."""
+        """Stop the engine, after its stores are finished."""
         self._engine.engine_core.shutdown()
 
 
 def _parser() -> Any:
-    """vLLM's parser of engine arguments, whose errors are OptionErrors."""
+    """vLLM's parser of engine arguments. It raises OptionError where vLLM's would exit."""
     from vllm import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -163,7 +164,7 @@ def _parser() -> Any:
 
 
 def _sampling(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., Any]:
-    """A function (key, other options under `dmi`) -> SamplingParams. Raises OptionError if vLLM refuses a field."""
+    """The result of `_maker`. Raises OptionError if SamplingParams refuses a field."""
 
     def check(some: Mapping[str, Any]) -> None:
         _maker(some, max_tokens)("a")
@@ -173,6 +174,7 @@ def _sampling(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[...
 
 
 def _maker(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., Any]:
+    """Returns a function (key of the store, other capture options of the request) -> SamplingParams."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -181,7 +183,7 @@ def _maker(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., A
     if isinstance(wanted := fields.get("structured_outputs"), dict):
         given["structured_outputs"] = StructuredOutputsParams(**wanted)
     if isinstance(bias := fields.get("logit_bias"), dict):
-        given["logit_bias"] = {int(token): value for token, value in bias.items()}  # JSON keys are strings
+        given["logit_bias"] = {int(token): value for token, value in bias.items()}  # keys of JSON objects are strings
 
     def make(key: str, options: Mapping[str, Any] | None = None) -> Any:
         wanted = {"include_output_tokens": max_tokens is not None, "dmi": {"key": key, **(options or {})}}
@@ -191,9 +193,10 @@ def _maker(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., A
 
 
 def _refuse(fields: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]) -> None:
-    """Raise OptionError if `check` refuses fields of SamplingParams. The message names the field that causes the error.
+    """Raise OptionError if `check` refuses fields of SamplingParams. The message names the field that is the cause.
 
-    That is a field without which the other fields pass, or a field that is also refused alone.
+    A field is the cause if the other fields pass without it, or else if it is refused alone. If no field is the cause,
+    the message names all fields.
     """
     try:
         check(fields)
@@ -212,6 +215,7 @@ def _refuse(fields: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None
 
 
 def _refusal(check: Callable[[Mapping[str, Any]], None], fields: Mapping[str, Any]) -> Exception | None:
+    """The error with which `check` refuses these fields, or None."""
     try:
         check(fields)
     except Exception as error:
@@ -220,6 +224,6 @@ def _refusal(check: Callable[[Mapping[str, Any]], None], fields: Mapping[str, An
 
 
 def _why(error: Exception) -> tuple[str, str]:
-    """(vLLM's message, the fix)."""
+    """(vLLM's message in one line, the fix)."""
     why = " ".join(str(error).split()).rstrip(".")
-    return why, next((fix for owner in OWNERS.values() if (fix := owner.remedy(why))), "mend it or leave it out")
+    return why, next((fix for owner in OWNERS.values() if (fix := owner.remedy(why))), "correct it or leave it out")

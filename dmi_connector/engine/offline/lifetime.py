@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills a process when its parent exits, so that vLLM's engine process does not outlive a killed client."""
+"""Kills a process when its parent exits, so that no process of vLLM's engine outlives a killed `dmi run`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends (Linux, prctl(2)).
+    """Have the kernel kill this process (SIGKILL) when the thread that started it ends. Linux only, see prctl(2).
 
-    parent: pid of the process that started this one. If it has exited already, this process exits now. Raises
-    OSError if prctl fails.
+    parent: pid of the process that started this one. If the parent has already exited, this process exits at once.
+    Raises OSError if prctl fails.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
@@ -25,10 +25,10 @@ def end_with_parent(parent: int) -> None:
 
 
 def end_forks_with_this() -> None:
-    """Kill every process that this one forks when this one exits. The same holds for processes that they fork.
+    """Have every process that this process forks, directly or indirectly, call `end_with_parent`.
 
-    Spawned processes of vLLM load its plugins, and our plugin calls `end_with_parent`. Forked ones do not load plugins
-    again.
+    Processes that vLLM spawns need no such call: they load vLLM's plugins, and our plugin calls `end_with_parent`.
+    Forked processes do not load plugins again.
     """
     forks = 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs an offline engine that captures prompts. `dmi demo` uses it."""
+"""Runs an offline engine that captures prompts, for `dmi demo`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class EngineFailed(RuntimeError):
-    """The engine did not start, or did not capture."""
+    """The engine did not start, or did not capture a prompt."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,11 @@ class Answer:
 class OfflineEngine:
     """vLLM's offline engine with capture.
 
-    It runs in float32, so captures agree with transformers except for rounding. It runs in eager mode, because
-    compiling a tiny model takes longer than running it.
+    It computes in float32, so captures agree with transformers except for rounding. It runs in eager mode, because
+    compilation of a tiny model takes longer than its forwards.
 
-    model: a model directory. engine: the result of `capture_args`. max_model_len: tokens. Raises EngineFailed.
+    model: a model directory. engine: the result of `capture_args`. max_model_len: tokens. Raises EngineFailed if the
+    engine does not start.
     """
 
     def __init__(self, model: Path, engine: Mapping[str, Any], max_model_len: int = 512) -> None:
@@ -40,7 +41,10 @@ class OfflineEngine:
             raise EngineFailed(f"the engine did not start: {error}") from error
 
     def answer(self, prompts: Mapping[str, str], new_tokens: int) -> list[Answer]:
-        """Generate `new_tokens` tokens for each prompt, greedily. prompts: {key: text}. Raises EngineFailed."""
+        """Generate `new_tokens` tokens for each prompt, greedily. prompts: {key of the store: text}.
+
+        Raises EngineFailed if a prompt was not captured.
+        """
         from vllm import SamplingParams
 
         sampling = [
@@ -62,5 +66,5 @@ class OfflineEngine:
         return answers
 
     def shutdown(self) -> None:
-        """Stop the engine. It finishes its stores first."""
+        """Stop the engine, after its stores are finished."""
         self._llm.llm_engine.engine_core.shutdown()

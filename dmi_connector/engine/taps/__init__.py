@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taps: from a module's forward hook to the custom op that writes rows."""
+"""Taps pass tensors from forward hooks on the model's modules to the custom op that writes rows."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Taps of attention summaries (`pattern`, reduced by attn(m)). They read queries and paged keys after attention.
 
-The forward of an attention layer's implementation is wrapped. It runs inside vLLM's opaque attention op, in every kind
-of graph, with the metadata of the step. When it returns, the keys of the step are in the cache.
+`install` wraps the forward of an attention layer's `impl`. vLLM's opaque attention op calls this forward with the
+metadata of the step, with and without CUDA graphs. When it returns, the keys of the step are in the KV cache.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dmi_connector.layout import RowField
 from dmi_connector.reduce.attn import AttentionSummary
 
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
-"""Backends whose paged keys can be read: [blocks, kv heads, block, head_dim ...], keys before values."""
+"""Attention backends whose KV cache can be read: [blocks, kv heads, block, 2 * head_dim], keys before values."""
 
 
 def check(attn: nn.Module, layer: int) -> None:
-    """Raise ValueError for kinds of attention for which the summary would be wrong."""
+    """Raise ValueError if the backend's KV cache cannot be read, or if a summary of this attention would be wrong."""
     impl: Any = attn.impl
     backend = attn.attn_backend.get_name()  # type: ignore[operator, union-attr]
     if backend not in BACKENDS:
@@ -41,18 +41,21 @@ def check(attn: nn.Module, layer: int) -> None:
         "a logits soft cap": bool(impl.logits_soft_cap),
         "attention sinks": impl.sinks is not None,
         "a quantized KV cache": impl.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
-        "values of another width than its keys": attn.head_size_v != attn.head_size,
-        "image tokens that see later ones": getattr(attn, "use_mm_prefix", False)
+        "keys and values of different widths": attn.head_size_v != attn.head_size,
+        "image tokens that attend to later tokens": getattr(attn, "use_mm_prefix", False)
         and attn.attn_backend.supports_mm_prefix(),  # type: ignore[operator, union-attr]
-        "shared keys": impl.kv_sharing_target_layer_name is not None,
+        "keys of another layer": impl.kv_sharing_target_layer_name is not None,
     }
     for what, there in special.items():
         if there:
-            raise ValueError(f"hooks: pattern of layer {layer} cannot be summarised: it has {what}; leave it out")
+            raise ValueError(
+                f"hooks: pattern of layer {layer} cannot be summarised: its attention has {what}; leave pattern out, "
+                "or name only other layers, as in pattern@0-3"
+            )
 
 
 def install(attn: nn.Module, field: RowField, cache_layer: str, coverage: Coverage) -> None:
-    """Let an attention layer write its summary into this step's rows. Raises ValueError, see `check`."""
+    """Make an attention layer write its summary to this step's rows. Raises ValueError, see `check`."""
     check(attn, field.layer)
     impl: Any = attn.impl
     reduction = field.reduction
@@ -84,7 +87,7 @@ def _write(
     offset: int,
     reduction: AttentionSummary,
 ) -> None:
-    """Write the summary of this step at byte `offset` of its rows."""
+    """Write the summary of each token of this step to byte `offset` of its row."""
     scale, where = float(attn.impl.scale), (metadata.query_start_loc, metadata.seq_lens)
     if rows.is_cuda:
         keys = kv_cache[..., : query.shape[-1]]
@@ -96,7 +99,10 @@ def _write(
 
 
 def _cpu_keys(attn: Any, kv_cache: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The paged keys of vLLM's CPU backend, which reorders each block of keys for its instruction set."""
+    """A function from block numbers, int [n], to the keys of these blocks, [n, kv heads, block, head_dim].
+
+    vLLM's CPU backend reorders the keys of each block for the instruction set of the processor.
+    """
     blocks, kv_heads, block, content = kv_cache.shape
     keys = kv_cache.view(blocks, kv_heads, block * 2, content // 2).chunk(2, dim=2)[0]
     order = _packing(attn.isa, kv_cache.dtype, block, content // 2)
@@ -110,10 +116,11 @@ def _cpu_keys(attn: Any, kv_cache: torch.Tensor) -> Callable[[torch.Tensor], tor
 
 @functools.cache
 def _packing(isa: str, dtype: torch.dtype, block: int, size: int) -> torch.Tensor:
-    """The index in the packed block of each value of a block of keys [block, size]: int64 [block * size].
+    """The index in a packed block of each element of a block of keys [block, size]: int64 [block * size].
 
-    It is found with vLLM's own op, which packs a block of token indexes and a block of column indexes. Each index is
-    packed as two digits in base 128, which are exact in any dtype.
+    To find the indexes, vLLM's own op packs blocks that hold the token index and the column index of each element.
+    Each index is packed as two digits in base 128, which are exact in any dtype. Raises RuntimeError if the op packs
+    keys with loss.
     """
     from vllm import _custom_ops as ops
 
@@ -131,5 +138,7 @@ def _packing(isa: str, dtype: torch.dtype, block: int, size: int) -> torch.Tenso
     order = torch.empty_like(place)
     order[place] = torch.arange(len(place))
     if not torch.equal(place[order], torch.arange(len(place))):
-        raise RuntimeError(f"vLLM's CPU attention ({isa}) does not keep keys as they are: pattern cannot be summarised")
+        raise RuntimeError(
+            f"vLLM's CPU attention ({isa}) packs keys with loss: pattern cannot be summarised; leave pattern out"
+        )
     return order

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of tapped values. One op writes the values of a batch."""
+"""Batches of tapped values. One call of `dmi::tap` writes the values of a batch that have the same dtype."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from dmi_connector.layout import RowField
 from dmi_connector.ranks import shard_of
 
 _LASTING = frozenset(("resid_pre", "resid_mid", "q", "k"))
-"""Hooks whose tapped tensors keep their values until a compiled forward ends (see `Keep`)."""
+"""Hooks whose tapped tensors are not overwritten before a compiled forward ends (see `Keep` in points.py)."""
 _BATCH_BYTES = 64 << 10
-"""Maximum bytes per token of a batch of several layers. The batch keeps these tensors alive until it is written."""
+"""Maximum bytes per token of a batch of several layers. The batch keeps its tensors alive until they are written."""
 
 
 def in_layer(field: RowField) -> bool:
-    """Whether the hook of a field is tapped in each layer, and not once in the model."""
+    """Whether the hook of a field is tapped in each layer, instead of once in the model."""
     return HOOKS[field.tapped].scope != "once"
 
 
 def batches_of_layers(fields: Sequence[RowField]) -> list[list[int]]:
-    """Layers that one op can write together in a compiled model, in ascending order.
+    """Groups of layers whose values one op can write together in a compiled model, each in ascending order.
 
-    A layer qualifies if all its selected hooks are in _LASTING and none is reduced. A batch has at most MAX_VALUES
-    values and, if it has several layers, _BATCH_BYTES bytes per token.
+    A layer is in a group if all its selected hooks are in _LASTING and none is reduced. A group has at most MAX_VALUES
+    values and, if it has several layers, at most _BATCH_BYTES bytes per token.
     """
     batches: list[list[int]] = []
     values = nbytes = 0
@@ -59,8 +59,9 @@ def batches_of_layers(fields: Sequence[RowField]) -> list[list[int]]:
 class _Hook:
     """A forward hook on the module at `path`.
 
-    before: whether it is a pre-hook. options: keyword arguments of its registration. direct: whether the model calls
-    the module's `forward` directly, which skips forward hooks. `forward` is then wrapped.
+    before: whether it is a pre-hook. options: keyword arguments of its registration in torch. direct: whether the model
+    calls the module's `forward` directly, which skips forward hooks. `forward` is then wrapped instead. module, handle:
+    the module on which the hook is registered, and the handle that removes it.
     """
 
     path: str
@@ -72,7 +73,7 @@ class _Hook:
     handle: torch.utils.hooks.RemovableHandle | None = None
 
     def register(self, module: nn.Module) -> None:
-        """Register the hook on `module`, and remove a forward hook from its previous module."""
+        """Register the hook on `module`, after removing a forward hook from its previous module."""
         if self.handle is not None:
             self.handle.remove()
         self.module = module
@@ -84,7 +85,7 @@ class _Hook:
 
 
 def _calls_before(module: nn.Module) -> list[Callable[..., Any]]:
-    """The list of functions that run before each `forward` of a module. The first call wraps `forward`."""
+    """The list of functions that run before each `forward` of a module. Wraps `forward` at the first call."""
     calls: list[Callable[..., Any]]
     if "dmi_calls" not in vars(module):
         calls, inner = [], module.forward
@@ -101,11 +102,12 @@ def _calls_before(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 class ModelTaps:
-    """State that the taps of one model share: the token buffer, the deferred reductions, the compilation.
+    """State that the taps of one model share.
 
-    ends: whether there is something to do when the taps of a forward end. resting: whether hooks do nothing. A draft
-    model may share modules with the target, such as the embedding. Hooks then rest outside the target's own forward
-    (`models.Tapped.dmi_forward`), so the draft's forward writes no rows.
+    token: the tensor that all ops take (op.py). ends: whether `dmi::tap_end` has work: deferred reductions, or scores
+    to copy. resting: whether forward hooks do nothing. A draft model may share modules with the target, such as the
+    embedding. Forward hooks then rest outside the target's own forward (`models.Tapped.dmi_forward`), so the draft's
+    forward writes no rows.
     """
 
     def __init__(self, model: nn.Module, context: CaptureContext, compilation: Compilation) -> None:
@@ -119,18 +121,21 @@ class ModelTaps:
         self._hooks: list[_Hook] = []
 
     def hook(self, path: str, call: Callable[..., Any], before: bool = False, **options: bool) -> None:
-        """Register a forward hook (a pre-hook if `before`) on the module at `path`."""
+        """Register a forward hook (a pre-hook if `before`) on the module at `path`.
+
+        options: keyword arguments of its registration in torch. Raises ValueError if the model has no such module.
+        """
         self._add(_Hook(path, call, before, options))
 
     def before_attention(self, path: str, call: Callable[..., Any]) -> None:
-        """Call `call(module, args)` before the attention at `path`.
+        """Call `call(module, args)` before the attention at `path`. Raises ValueError if the model has no such module.
 
-        vLLM's Transformers backend calls the attention's `forward` directly, so forward hooks do not run there.
+        vLLM's Transformers backend calls the `forward` of attention directly, so torch runs no forward hook there.
         """
         self._add(_Hook(path, call, True, {}, direct=self.context.arch.in_transformers))
 
     def _add(self, hook: _Hook) -> None:
-        """Register a hook. Raises ValueError if there is no such module."""
+        """Register a hook. Raises ValueError if the model has no module at its path."""
         try:
             module = self._model.get_submodule(hook.path)
         except AttributeError as error:
@@ -145,13 +150,13 @@ class ModelTaps:
 
     def _unless_resting(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
-        def hook(*args: Any, **kwargs: Any) -> Any:  # in a compiled model `resting` is a constant
+        def hook(*args: Any, **kwargs: Any) -> Any:  # Dynamo makes `resting` a constant of the graph
             return None if self.resting else call(*args, **kwargs)
 
         return hook
 
     def follow(self) -> None:
-        """Move hooks from replaced modules to their replacements, such as the layers of LoRA."""
+        """Move hooks from replaced modules to the modules that replace them, such as LoRA layers."""
         for hook in self._hooks:
             module = self._model.get_submodule(hook.path)
             if module is not hook.module:
@@ -159,14 +164,14 @@ class ModelTaps:
 
     @cached_property
     def once(self) -> TapBatch:
-        """The batch of hooks that exist once in the model. `TapBatch.again` makes further batches."""
+        """The batch of hooks that exist once in the model. `TapBatch.again` makes further batches for these hooks."""
         fields = [f for f in self.context.layout.fields if not in_layer(f)]
         return self._batch("once", fields, 0)
 
     def batch(self, layers: Sequence[int], lasting: bool = False) -> TapBatch:
-        """The batch of one layer, or of several layers. lasting: see `TapBatch`."""
+        """Make the batch of one layer, or of several layers. lasting: see `TapBatch`."""
         fields = [f for f in self.context.layout.fields if f.layer in layers and in_layer(f)]
-        # Offsets are relative to the batch's first. Equal layers then have equal graphs, which vLLM compiles once.
+        # Offsets are relative to the batch's first offset, so equal layers have equal graphs, which vLLM compiles once.
         return self._batch(str(layers[0]), fields, min(f.offset for f in fields), lasting)
 
     def _batch(self, name: str, fields: Sequence[RowField], start: int, lasting: bool = False) -> TapBatch:
@@ -189,16 +194,16 @@ class ModelTaps:
         return TapBatch(self, self._model.get_buffer(buffer), place, lasting)
 
     def join(self) -> None:
-        """Make the model wait until the previous tap has finished. Only compiled models run in parallel with taps."""
+        """Make the model's stream wait for the previous tap. Does nothing in eager mode."""
         if torch.compiler.is_compiling():
             torch.ops.dmi.tap_join(self.token)
 
 
 class TapBatch:
-    """Values that one op writes together.
+    """Values that are written together.
 
     tensor: the graph input that identifies `place` (see `stand_for`). lasting: whether the values are not overwritten
-    until the forward ends.
+    before the forward ends. fields, values: the fields added so far, and a tensor [..., width] for each.
     """
 
     def __init__(self, taps: ModelTaps, tensor: torch.Tensor, place: Place, lasting: bool = False) -> None:
@@ -208,36 +213,36 @@ class TapBatch:
         self.values: list[torch.Tensor] = []
 
     def again(self) -> TapBatch:
-        """Another batch at the same place."""
+        """Another batch with the same `place`."""
         return TapBatch(self.taps, self.tensor, self.place, self.lasting)
 
     def add(self, row_field: RowField | None, value: torch.Tensor) -> None:
-        """Add the value of a field. row_field: None if the hook is not selected; the value is then ignored."""
+        """Add the value of a field, [..., width]. If row_field is None (a hook that is not selected), add nothing."""
         if row_field is not None:
             self.fields.append(row_field)
             self.values.append(value)
 
     def add_all(self, fields: Sequence[RowField], value: torch.Tensor) -> None:
-        """Add one value for several fields: a hook and the probes that are computed from it."""
+        """Add one value, [..., width], for several fields: a hook, and the probes that are computed from it."""
         for row_field in fields:
             self.add(row_field, value)
 
     def pause(self, more_compiled: bool, more_eager: bool = False, beside: bool = True) -> None:
-        """Write the batch, unless more values follow. beside: see `write`.
+        """Write the batch, unless it waits for more values. beside: see `write`.
 
-        more_compiled, more_eager: whether to wait for more values in a compiled and in an eager model.
+        more_compiled: whether it waits in a compiled model. more_eager: whether it waits in eager mode.
         """
         if not (more_compiled if torch.compiler.is_compiling() else more_eager):
             self.write(beside)
 
     def write(self, beside: bool = True) -> None:
-        """Write the values of the batch, with one op per dtype, and empty it.
+        """Write the values of the batch, with one op per dtype, and empty the batch.
 
-        beside: whether the values are not overwritten until the next tap.
+        beside: whether the values are not overwritten before the next tap.
         """
         fields, values = list(self.fields), list(self.values)
-        # The lists are cleared, not replaced. Dynamo replays changes of the lists, and a tensor left in one would be an
-        # output of the compiled graph, alive until the forward ends.
+        # The lists are cleared, not replaced. Dynamo replays changes of lists after the graph. A tensor left in a list
+        # would be an output of the compiled graph, and stay alive until the forward ends.
         self.fields.clear()
         self.values.clear()
         for dtype in dict.fromkeys(f.dtype for f in fields):
@@ -249,10 +254,10 @@ class TapBatch:
             torch.ops.dmi.tap(rows, taps.token, self.tensor, offsets, overlap, taps.context.cache_layer)
 
     def end(self, like: torch.Tensor, always: bool = False) -> None:
-        """End the taps of this forward. like: a tensor with one entry per token.
+        """End the taps of this forward with `dmi::tap_end`. like: a tensor whose first dimension is tokens.
 
-        always: also run the op in eager mode without deferred reductions and scores. It is needed if this code is eager
-        but the previous taps may be compiled.
+        In eager mode the op is called only if it has work (`ModelTaps.ends`). always: call it in any case, for callers
+        in eager code whose previous taps may be compiled: those may be pending on a branch of a CUDA graph.
         """
         taps = self.taps
         if always or taps.ends or torch.compiler.is_compiling():

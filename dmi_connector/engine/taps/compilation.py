@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _BACKENDS = ("", "inductor", "eager")
-"""Compilers that overwrite no input of a tap. "": vLLM's choice for the platform."""
+"""Values of vLLM's option `backend` whose compilers overwrite no input of a tap. "" is the platform's default."""
 
 
 class Compilation(NamedTuple):
     """How a model is compiled.
 
-    in_place: the model may overwrite a tap's input before the next tap, even if it is still referenced. vLLM's own
-    add-and-norm kernel does so (`UnsafeCloneEliminationPass`), and compilers other than Inductor may do so.
-    stream_lasts: the residual stream before a layer is written to memory in the model's dtype, and not overwritten in
-    this forward. products_last: whether the matrix product is the last operation of a linear layer; with LoRA it is
-    not. copies: the vLLM version is untested, so each tap reads a copy.
+    in_place: whether the model may overwrite a tap's input before the next tap, even if the tap references it. vLLM's
+    own add-and-norm kernel does so (`UnsafeCloneEliminationPass`), and compilers other than Inductor may do so.
+    stream_lasts: whether the residual stream before a layer is written to memory in the model's dtype, and not
+    overwritten in this forward. products_last: whether the matrix product is the last operation of a linear layer; with
+    LoRA it is not. copies: whether each tap reads a copy, as in an untested version of vLLM.
     """
 
     in_place: bool
@@ -35,9 +35,9 @@ class Compilation(NamedTuple):
 def compilation_of(vllm_config: VllmConfig) -> Compilation:
     """How vLLM compiles the models of a configuration.
 
-    Piecewise compilation hands the residual stream from one graph to the next, so it is in memory. But two passes fuse
-    an add-and-norm with the all-reduce before it, or with the quantisation after it, into an op that overwrites the
-    stream.
+    With piecewise compilation, the residual stream is the output of one graph and the input of the next, so it is in
+    memory. `stream_lasts` is nevertheless False if vLLM fuses an add-and-norm with the all-reduce before it, or with
+    the quantisation after it, because the fused op overwrites the stream.
     """
     if contract.untested():
         return Compilation(True, False, False, copies=True)
@@ -56,7 +56,7 @@ def compilation_of(vllm_config: VllmConfig) -> Compilation:
 
 
 def _norms_compiled(vllm_config: VllmConfig) -> bool:
-    """Whether Inductor compiles an add-and-norm. False if vLLM does not say, as from 0.34 on."""
+    """Whether Inductor compiles an add-and-norm. False if vLLM's config lacks this setting, as from 0.34 on."""
     priority = getattr(vllm_config.kernel_config, "ir_op_priority", None)
     return getattr(priority, "fused_add_rms_norm", ["unknown"])[:1] == ["native"]
 
@@ -64,8 +64,8 @@ def _norms_compiled(vllm_config: VllmConfig) -> bool:
 def disable_buffer_reuse(vllm_config: VllmConfig) -> None:
     """Disable Inductor's buffer reuse. Call it before vLLM compiles the model.
 
-    The memory that a tap reads then stays unchanged while anything references it. Freed memory still goes back to
-    torch's allocator.
+    Memory that a tap reads then stays unchanged while a tensor references it. Freed memory still goes back to torch's
+    allocator.
     """
     if not vllm_config.model_config.enforce_eager:
         vllm_config.compilation_config.inductor_compile_config |= dict.fromkeys(contract.REUSE, False)

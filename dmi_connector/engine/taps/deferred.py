@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions that small steps run at their end, for all layers together (`Reduction.at_end`).
+"""Deferred reductions: a small step reduces the values of all layers together, after the last layer.
 
-In a decode step, the launch latency of a projection or a top-k is far longer than its computation. If they ran layer by
-layer, they would take longer than the model's own kernels. So taps copy the values to a buffer, and one operation per
-hook reduces them after the last layer. In larger steps one layer fills the GPU, so each layer is reduced by itself.
+In a decode step, the launch latency of a projection or a top-k is far longer than its computation. Launches in each
+layer would take longer than the model's own kernels. So taps copy the values to a buffer, and one operation per hook
+reduces them after the last layer. In a larger step one layer fills the GPU, so each layer is reduced by itself.
+
+Reductions with `Reduction.at_end` are deferred, except those with `one_kernel`.
 """
 
 from __future__ import annotations
@@ -21,20 +23,20 @@ from dmi_connector.layout import ROW_ALIGN, ROW_BYTES_ALIGN, RowField
 from dmi_connector.reduce import Reduction
 
 MOST_TOKENS = 256
-"""Steps of more tokens reduce in each layer."""
+"""Maximum number of tokens of a step that defers reductions."""
 MOST_BYTES = 512 << 20
-"""Maximum bytes of the buffer. With wide rows it holds fewer than MOST_TOKENS tokens."""
+"""Maximum bytes of the buffer. If a token needs many bytes, the buffer holds fewer than MOST_TOKENS tokens."""
 SCRATCH = 64 << 20
-"""Maximum bytes that projections allocate at a time. vLLM's memory profile does not include them. If one layer of an
-autoencoder needs more for MOST_TOKENS tokens, the buffer holds fewer tokens.
+"""Maximum bytes that reductions allocate at a time (`Reduction.scratch`). vLLM's memory profile does not include these
+bytes. If one layer of an autoencoder needs more for MOST_TOKENS tokens, the buffer holds fewer tokens.
 """
 
 
 @dataclass(frozen=True)
 class _Hook:
-    """One hook in the buffer. From byte `start` of a token's row on, it has `width` values of each layer, concatenated.
+    """One hook in the buffer. A row of the buffer holds `width` values of each layer, from byte `start` on.
 
-    offsets: int64 [layers], byte offsets of the reduced values in a row of the cache.
+    dtype, width: of the values before reduction. offsets: int64 [layers], byte offsets in a row for the reduced values.
     """
 
     reduction: Reduction
@@ -46,7 +48,7 @@ class _Hook:
 
 
 class DeferredReductions:
-    """The buffer of one model, and the reductions of its content.
+    """The buffer for the deferred values of one model, and their reductions.
 
     tokens: maximum number of tokens of a step that uses the buffer; 0 if no hook is reduced at the end. buffer: uint8
     [tokens, bytes], allocated before vLLM measures the memory that is left for the cache. Sleep frees it.
@@ -82,11 +84,14 @@ class DeferredReductions:
         return 0 < tokens <= self.tokens
 
     def places(self, offsets: Sequence[int]) -> list[int | None]:
-        """Byte offsets in a row of `buffer`, for byte `offsets` in a row of the cache. None: not deferred."""
+        """Byte offset of each value in a row of `buffer`, or None if not deferred. offsets: byte offsets in a row."""
         return [self._places.get(offset) for offset in offsets]
 
     def reduce(self, rows: torch.Tensor, slots: torch.Tensor, tokens: int) -> None:
-        """Reduce the values that this step deferred, and write the results to the rows `slots`."""
+        """Reduce the values that this step deferred, and write the results to rows `slots`.
+
+        rows: uint8 [slots, row bytes]. slots: int64 [>= tokens]. tokens: number of tokens of the step.
+        """
         if not self.takes(tokens):
             return
         for hook in self._hooks:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taps after the last layer: the residual stream and the final norm. They are the last taps of a step.
+"""Taps after the last layer: `resid_final` and `final_ln`. They are the last taps of a step.
 
-In a pipeline stage before the last, the taps of a step end with the stage's last layer.
+In a pipeline stage before the last stage, the taps of a step end after the last layer of that stage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from dmi_connector.engine.taps.values import copied, first, norm_outputs
 
 
 def install_final(taps: ModelTaps) -> None:
-    """Register the taps at the final norm, or at the last layer if the architecture names no final norm."""
+    """Register the taps at the final norm, or at the last layer if the architecture names no final norm.
+
+    In an earlier pipeline stage, register only the end of a step's taps (`TapBatch.end`).
+    """
     context, arch, batch = taps.context, taps.context.arch, taps.once.again()
     final, normed = context.layout.taking("resid_final", 0), context.layout.taking("final_ln", 0)
     terms = _last_terms(taps) if final else []
@@ -43,20 +46,22 @@ def install_final(taps: ModelTaps) -> None:
     path = arch.final_norm or arch.path(context.dims.layers - 1, "layer")
     if arch.final_norm:
         taps.hook(path, at_final_norm)
-    elif final:  # a step's taps then end with the forward: see `end_forward`
+    elif final:  # `end_forward` ends the taps of a step if `Architecture.positions` is FORWARD
         taps.hook(path, after_last_layer)
     for row_field in (*final, *normed):
         context.coverage.expect(row_field, path)
 
 
 def _last_terms(taps: ModelTaps) -> list[torch.Tensor]:
-    """The terms that the last layer adds, in order, while a model of the Transformers backend is compiled.
+    """A list to which hooks add the terms whose sum is the last layer's output, while Dynamo traces the model.
 
-    If a tap reads the sum too, Inductor may write it to memory, and the final norm would read values that are rounded
-    to the model's dtype. So the tap computes a sum of its own.
+    It stays empty for models that vLLM's Transformers backend does not serve, and in eager mode.
 
-    The result is a list, not a dict: for a changed dict, Dynamo ends the graph with a call of `update`. vLLM takes a
-    call of that name for a change of a buffer, and refuses the graph.
+    If a tap reads the sum, Inductor may write the sum to memory. The final norm would then read values that are rounded
+    to the model's dtype. So the tap adds copies of the terms itself.
+
+    The result is a list, not a dict: Dynamo replays changes of a dict with a call of `update`. vLLM takes any call of
+    that name for the update of a buffer, and refuses the compiled code.
     """
     context, arch = taps.context, taps.context.arch
     terms: list[torch.Tensor] = []
@@ -68,7 +73,7 @@ def _last_terms(taps: ModelTaps) -> list[torch.Tensor]:
     def note(begins: bool, value: torch.Tensor) -> None:
         if torch.compiler.is_compiling():
             if begins:
-                terms.clear()  # of a trace that failed
+                terms.clear()  # may have terms of a trace that failed
             terms.append(value)
 
     last = context.dims.layers - 1
@@ -80,9 +85,9 @@ def _last_terms(taps: ModelTaps) -> list[torch.Tensor]:
 
 
 def _sum(terms: list[torch.Tensor], stream: torch.Tensor) -> torch.Tensor:
-    """A copy of the stream: the sum of copies of `terms`, if there are any."""
+    """A copy of the residual stream; the sum of copies of `terms`, if there are any. Clears `terms`."""
     if not terms:
         return copied(stream)
     values = [copied(value) for value in reversed(terms)]
-    terms.clear()  # remaining tensors would be outputs of the compiled graph
+    terms.clear()  # tensors left in it would be outputs of the compiled graph
     return functools.reduce(torch.add, values)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Taps of the model's inputs: the row header (token id and position, as the model saw them) and the embedding.
 
-Token ids are read from the arguments of the embedding, and positions from the arguments of a module that takes
-positions. In models whose layers may not take positions (FORWARD), positions are read from the arguments of the model's
-own forward, and written when it has ended.
+Token ids are read from the arguments of the embedding module, and positions from the arguments of a module that takes
+positions. If `Architecture.positions` is FORWARD, layers may not take positions. Positions are then read from the
+arguments of the model's forward, and written after the forward.
 
-The forward of a model with a vision tower gets embeddings, in which those of images are merged. Its header is read from
-the arguments of the forward (`write_inputs`). vLLM passes token ids in addition to embeddings if the model sets
-`requires_raw_input_tokens`. Pipeline stages after the first have no embedding, so their header is read from the
-arguments of the forward too.
+The forward of a model with a vision tower gets the embeddings of text and images. `write_inputs` takes the header from
+the arguments of this forward. vLLM passes token ids in addition to embeddings if the model sets
+`requires_raw_input_tokens`. Pipeline stages after the first have no embedding module. There `write_inputs` takes the
+header from the arguments of the forward too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dmi_connector.layout import AXES
 
 
 def install_inputs(taps: ModelTaps) -> None:
-    """Register the taps of the row header and the embedding."""
+    """Register the taps of the row header and of `embed`."""
     context, header, embedding = taps.context, taps.once, taps.once.again()
     embed, arch, coverage = context.layout.taking("embed", 0), context.arch, context.coverage
 
@@ -36,7 +36,7 @@ def install_inputs(taps: ModelTaps) -> None:
         if embed:
             as_is = (
                 context.embed_scale == 1.0 and not arch.in_transformers
-            )  # modules of transformers may multiply themselves
+            )  # an embedding module of transformers may apply the factor itself
             embedding.add_all(embed, copied(output if as_is else output * context.embed_scale))
             embedding.write()
         if arch.positions == FORWARD:
@@ -47,7 +47,7 @@ def install_inputs(taps: ModelTaps) -> None:
         header.write()
 
     if context.first_stage:
-        taps.hook(arch.embed, at_embed)  # outside a forward the hook writes nothing
+        taps.hook(arch.embed, at_embed)  # the tap writes nothing outside a forward
     ids, positions = arch.embed, arch.positions or f"{arch.layers}.0"
     if arch.language or not context.first_stage:
         ids = positions = "the forward of the model"
@@ -63,10 +63,10 @@ def write_inputs(
 ) -> None:
     """Write the header, and the embeddings that enter the first layer, before the forward.
 
-    It is called for models whose language model is a part (`Architecture.language`), and for later pipeline stages.
+    `Tapped.dmi_inputs` calls it for models with `Architecture.language`, and for pipeline stages after the first.
 
     ids: int [tokens]. positions: int [tokens], or [axes, tokens] with M-RoPE. embeddings: [tokens, hidden]; None if the
-    language model embeds token ids itself. Raises RuntimeError without token ids.
+    language model embeds token ids itself. Raises RuntimeError if `ids` is None.
     """
     if ids is None:
         raise RuntimeError(
@@ -90,9 +90,9 @@ def write_inputs(
 
 
 def end_forward(taps: ModelTaps, positions: torch.Tensor) -> None:
-    """Write the positions in models in which no tapped module takes them, and end the taps of the forward.
+    """Write the positions and end the taps of the forward, in models whose `Architecture.positions` is FORWARD.
 
-    positions: int [tokens].
+    `Tapped.dmi_positions` calls it after the forward. positions: int [tokens].
     """
     taps.once.add(POSITIONS, positions)
     taps.once.write(beside=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installs taps: forward hooks that pass tensors of a model's modules to the tap op. points.py lists the tap points."""
+"""Installs taps: forward hooks that pass tensors of modules to `dmi::tap`. points.py lists where a layer is tapped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ from dmi_connector.layout import RowField, RowLayout
 
 
 def install(model: nn.Module, context: CaptureContext, compilation: Compilation) -> ModelTaps:
-    """Register the taps of the selected hooks on a model. Call it before the model's first forward."""
+    """Register the taps of the selected hooks on a model. Call it before the model's first forward.
+
+    Raises ValueError if vLLM built the model without a tapped module, or if `pattern` cannot be summarised.
+    """
     taps = ModelTaps(model, context, compilation)
     fields, arch = context.layout.fields, context.arch
     install_inputs(taps)
@@ -61,9 +64,10 @@ def install(model: nn.Module, context: CaptureContext, compilation: Compilation)
 
 
 def joined_before_attention(fields: Sequence[RowField]) -> set[int]:
-    """Layers whose attention waits for the previous tap: each layer that follows one with a reduced hook.
+    """Layers whose attention waits for the previous tap: each layer after a layer with a reduced hook.
 
-    Decode is slower if a reduction's kernel runs beside attention. `pattern` does not count: no layer tap writes it.
+    Decode is slower if the kernel of a reduction runs in parallel with attention. `pattern` is no reason to wait,
+    because it is written inside the attention op.
     """
     reduced = (f for f in fields if f.reduction is not None and f.hook != "pattern")
     return {f.layer + 1 for f in reduced if in_layer(f)}
@@ -73,7 +77,7 @@ def joined_before_attention(fields: Sequence[RowField]) -> set[int]:
 
 
 def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatch, more: bool = False) -> None:
-    """Register the taps of one layer. more: whether further layers of the batch follow."""
+    """Register the taps of layer `index`. module: the layer. more: whether later layers share the batch."""
     context, compilation = taps.context, taps.compilation
     arch, path = context.arch.of_layer(index, context.dims), f"{context.arch.layers}.{index}"
     experts = index in context.dims.moe_layers
@@ -104,23 +108,24 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
 
 
 def _sizes(attn: Any, rotary: int) -> tuple[int, int, int, int]:
-    """(head_size, q_size, kv_size, shared) of `LayerFacts`. rotary: rotary dimensions of a head in latent attention."""
-    absorbed = hasattr(attn, "qk_head_dim")  # in absorbed latent attention, head_size is the size of a cache entry
+    """(head_size, q_size, kv_size, shared) of `LayerFacts`. rotary: `ModelDims.qk_rope_head_dim`."""
+    absorbed = hasattr(attn, "qk_head_dim")  # vLLM's MLA: its `head_size` is the size of a cache entry
     head_size = attn.qk_head_dim if absorbed else attn.head_size
     return head_size, attn.num_heads * head_size, attn.num_kv_heads * head_size, 0 if absorbed else rotary
 
 
 def _unfuse_norms(attention: Any) -> None:
-    """Disable vLLM's fused kernel of gated attention, so that the norms of q and k run as modules, which taps need."""
+    """Disable vLLM's fused kernel of gated attention. Taps need the norms of q and k to run as modules."""
     if hasattr(attention, "use_fused_qk_norm_rope_gate"):
         attention.use_fused_qk_norm_rope_gate = False
 
 
 Points = Sequence[tuple[TapPoint, Sequence[RowField]]]
+"""Tap points, each with the fields to which its value is written."""
 
 
 def _points(arch: Architecture, layout: RowLayout, index: int, experts: bool) -> Points:
-    """The tap points of a layer that are selected or probed, each with the fields to which its value is written."""
+    """The tap points of layer `index` whose hook is selected or probed. experts: whether the layer has experts."""
     found = []
     for point in TAP_POINTS:
         fields = layout.taking(point.hook, index)
@@ -133,13 +138,13 @@ def _points(arch: Architecture, layout: RowLayout, index: int, experts: bool) ->
 
 
 def _end_of(arch: Architecture, stage: Stage, points: Points) -> str:
-    """The module at which a stage ends: that of its last point, or `ends_at` if the layer has it and it runs later."""
+    """The module at which a stage ends: the module of its last point, or `Stage.ends_at` if that module runs later."""
     mine = [point.module for point, _ in points if point.stage is stage]
     return max([*mine, *([stage.ends_at] if getattr(arch, stage.ends_at) else [])], key=MODULES.index)
 
 
 class _Pause(NamedTuple):
-    """Arguments of `TapBatch.pause` at the end of a stage."""
+    """Arguments of `TapBatch.pause`."""
 
     more_compiled: bool
     more_eager: bool
@@ -147,7 +152,7 @@ class _Pause(NamedTuple):
 
 
 def _pause(stage: Stage, points: Points, more: bool) -> _Pause:
-    """The arguments of `TapBatch.pause` at the end of a stage. more: whether further layers of the batch follow."""
+    """The arguments of `TapBatch.pause` at the end of a stage. more: whether later layers share the batch."""
     later = any(STAGES.index(point.stage) > STAGES.index(stage) for point, _ in points)
     return _Pause(
         more or (later and stage.waits is not Waits.NEVER), later and stage.waits is Waits.ALWAYS, stage.beside
@@ -163,7 +168,10 @@ def _register(
     pause: _Pause | None,
     batch: TapBatch,
 ) -> None:
-    """Register one forward hook at `path` that reads the values of `here`. pause: None if no stage ends there."""
+    """Register a forward hook on the module at `path`, which reads the values of `here` and adds them to the batch.
+
+    name: the field of `Architecture` with this path. pause: None if no stage ends at this module.
+    """
 
     def tap(args: tuple[Any, ...], output: Any) -> None:
         for fields, read in here:
@@ -173,7 +181,7 @@ def _register(
 
     if name == "attn":
         taps.before_attention(path, lambda _module, args: tap(args, None))
-    elif name in INPUTS:  # the model may pass these inputs as keyword arguments
+    elif name in INPUTS:  # the model may pass its input as a keyword argument
         taps.hook(
             path, lambda _module, args, kwargs: tap(args or tuple(kwargs.values()), None), before=True, with_kwargs=True
         )
@@ -182,10 +190,10 @@ def _register(
 
 
 def _joined(taps: ModelTaps, point: TapPoint, index: int, layer: LayerFacts) -> Read:
-    """The function that reads a point's value. If the point has a `first` module, it joins the outputs of both."""
+    """The function that reads the value of a point. It joins the outputs of both modules if `TapPoint.first` is set."""
     if not point.first or not getattr(layer.arch, point.first):
         return _reader(point, layer)
-    noted: list[torch.Tensor] = []  # cleared, not replaced: see `TapBatch.write`
+    noted: list[torch.Tensor] = []  # cleared, not replaced, as in `TapBatch.write`
 
     def note(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         noted.clear()
@@ -201,7 +209,7 @@ def _joined(taps: ModelTaps, point: TapPoint, index: int, layer: LayerFacts) -> 
 
 
 def _reader(point: TapPoint, layer: LayerFacts) -> Read:
-    """The function that reads a point's value. It copies a value that may be overwritten before the write (`Keep`)."""
+    """The function that reads the value of a point, and copies the value if `TapPoint.keep` requires a copy here."""
     read, keep, compilation = point.read, point.keep, layer.compilation
     if compilation.copies and keep is not Keep.HALVES:
         keep = Keep.COPY
@@ -224,7 +232,7 @@ def _reader(point: TapPoint, layer: LayerFacts) -> Read:
 def _module(layer: LayerFacts, name: str) -> nn.Module | None:
     """The module of a layer whose path is the field `name` of `Architecture`.
 
-    None if vLLM built the layer without it: `ModelTaps.hook` then refuses the hook.
+    None if vLLM built the layer without this module. `ModelTaps.hook` then raises an error.
     """
     try:
         return layer.module.get_submodule(getattr(layer.arch, name))
@@ -233,29 +241,29 @@ def _module(layer: LayerFacts, name: str) -> nn.Module | None:
 
 
 def _has_bias(layer: LayerFacts) -> bool:
-    """Whether the MLP's last linear layer has a bias. Inductor may fuse the addition with the operation after it."""
+    """Whether the last linear layer of the MLP has a bias. Inductor may fuse its addition with the next operation."""
     return bool(layer.arch.down_proj) and getattr(_module(layer, "down_proj"), "bias", None) is not None
 
 
 def _written_by_product(linear: nn.Module | None) -> bool:
-    """Whether a matrix product writes a linear layer's output, in the model's dtype.
+    """Whether a matrix product writes the output of a linear layer, in the model's dtype.
 
-    A bias, or the scales of quantised weights, follow the product. Inductor may fuse them with the next operation.
+    False with a bias or quantised weights: Inductor may fuse the addition or the scaling with the next operation.
     """
     plain = isinstance(getattr(linear, "quant_method", None), UnquantizedLinearMethod)
     return plain and getattr(linear, "bias", None) is None
 
 
 def _rename(value: torch.Tensor) -> torch.Tensor:
-    """A view of `value`. vLLM refuses graphs in which a tap reads the same tensor as an add-and-norm."""
+    """A view of `value`, because vLLM refuses graphs in which a tap reads the same tensor as an add-and-norm."""
     return value.view(value.shape)
 
 
 def _copy_halves(value: torch.Tensor, head_size: int) -> torch.Tensor:
-    """A copy of heads, made of the two halves of each head.
+    """A copy of heads [..., heads * head_size] or [..., head_size], concatenated from two halves per head.
 
-    Rotary embedding reads halves, so Inductor writes this copy in its kernel. A copy of whole heads would be written by
-    the norm's kernel, which otherwise only sums squares.
+    Rotary embedding reads halves of heads, so Inductor writes this copy in the kernel of rotary embedding. It would
+    write a copy of whole heads in the kernel of the norm, which otherwise only sums squares.
     """
     if not torch.compiler.is_compiling():
         return value

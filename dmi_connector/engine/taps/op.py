@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The custom ops of taps.
 
-    dmi::tap        writes values into this step's paged rows, reduced if selected
-    dmi::tap_header writes row headers where positions have several axes (inputs.py)
-    dmi::tap_join   makes the model wait for the previous tap (overlap.py)
-    dmi::tap_end    ends a step's taps: reduces what they deferred (deferred.py), copies scores (host_scores.py)
+    dmi::tap        writes values to the rows of this step's tokens; reduces hooks that have a reduction
+    dmi::tap_header writes row headers in models whose positions have several axes (inputs.py)
+    dmi::tap_join   makes the model's stream wait for the previous tap (overlap.py)
+    dmi::tap_end    runs after a step's last tap: reduces deferred values (deferred.py), copies scores (host_scores.py)
 
-Each op mutates a one-element token buffer. The mutation keeps torch.compile from removing or reordering the op, at no
-cost.
+Each op declares that it mutates the one-element tensor `token`, although it does not write to this tensor. The
+declaration keeps torch.compile from removing or reordering the ops.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger("vllm.dmi_connector")
 
 _LIB = torch.library.Library("dmi", "FRAGMENT")
 _TAGS = (torch.Tag.flexible_layout,)
-"""Tags of the ops. Without them Inductor copies values whose layout differs from the traced one."""
+"""Tags of the ops. Without `flexible_layout` Inductor copies values whose strides differ from those in the trace."""
 _LIB.define(
     "tap(Tensor[] values, Tensor(a!) token, Tensor place, int[] offsets, bool beside, str cache_layer) -> ()",
     tags=_TAGS,
@@ -45,16 +45,17 @@ _LIB.define("tap_join(Tensor(a!) token) -> ()", tags=_TAGS)
 _LIB.define("tap_end(Tensor like, Tensor(a!) token, Tensor place, str cache_layer) -> ()", tags=_TAGS)
 
 _REDUCE_TOKENS, _LEAST_TOKENS = 1024, 64
-"""Default and minimum number of tokens that torch reduces at a time. It reduces fewer than the default if one value
-would need more than SCRATCH, because vLLM's memory profile does not include the memory of encoders.
+"""Maximum and minimum number of tokens that encoders reduce at a time on a CPU. They reduce fewer than the maximum if
+one of them would allocate more than SCRATCH bytes.
 """
 
 
 @dataclass(frozen=True)
 class Tap:
-    """Writes one set of values.
+    """Writes the values of one call of `dmi::tap`.
 
-    at_once: maximum number of tokens per write. deferred: the buffer of values that are reduced at the end of the step.
+    writer: writes the values of up to `at_once` tokens. deferred: the buffer for values that are reduced at the end of
+    the step; None if no value is deferred.
     """
 
     writer: RowWriter
@@ -62,9 +63,12 @@ class Tap:
     deferred: DeferredReductions | None
 
     def write(self, rows: torch.Tensor, slots: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
-        """Write `values[i][t]` to row `slots[t]`."""
+        """Write `values[i][t]` to row `slots[t]`.
+
+        rows: uint8 [slots, row bytes]. slots: int64 [>= tokens]. values: [tokens, width] each.
+        """
         tokens = values[0].shape[0]
-        if self.deferred is not None:  # all at once: a row of the buffer belongs to a token of the step
+        if self.deferred is not None:  # in one write: row t of the buffer belongs to token t of the step
             self.writer(rows, slots, values, self.deferred.buffer)
         elif tokens <= self.at_once:
             self.writer(rows, slots, values)
@@ -75,10 +79,11 @@ class Tap:
 
 @dataclass(eq=False)
 class Place:
-    """The arguments of a batch's taps that cannot be passed to the op through the graph.
+    """The arguments of `dmi::tap` that a compiled graph cannot pass. The taps of one `TapBatch` share them.
 
-    start: byte offset in a row to which offsets are relative. layer: layer number, for reductions. reductions: by byte
-    offset in a row. deferred, coverage: of the model. taps: the taps that have run.
+    start: byte offset in a row; the offsets in calls of `dmi::tap` are relative to it. layer: the layer whose values
+    are reduced. reductions: byte offset in a row -> reduction of the value there. deferred, coverage: those of the
+    model. taps: (whether it defers, *offsets) -> the tap that was made at the first call.
     """
 
     start: int
@@ -89,7 +94,7 @@ class Place:
     taps: dict[tuple[object, ...], Tap] = field(default_factory=dict)
 
     def tap(self, values: Sequence[torch.Tensor], offsets: Sequence[int]) -> Tap:
-        """The tap that writes these values at `offsets` of its rows."""
+        """The tap that writes these values. offsets: byte offset of each value in a row, relative to `start`."""
         starts = [self.start + offset for offset in offsets]
         reductions = [self.reductions.get(start) for start in starts]
         defers = any(reductions) and self.deferred.takes(values[0].shape[0])
@@ -104,27 +109,29 @@ class Place:
 
 
 _PLACES: weakref.WeakValueDictionary[int, Place] = weakref.WeakValueDictionary()
-"""Address of the tensor that stands for a place -> the place. The model's taps own the places.
+"""Address of a tensor -> the `Place` that the tensor identifies. The model's taps own the places.
 
-Graphs of equal layers must be equal, so that vLLM compiles one for all of them. A number or a layer's name would be a
-constant of its graph, but a tensor is an input. Its value cannot identify the place: reading it from a GPU
-synchronises, which is an error while a CUDA graph is captured. A CPU tensor could be read. But it would be an input on
-another device than the values, which was not tested on a GPU with Inductor and CUDA graphs.
+Equal layers must have equal graphs, so that vLLM compiles one graph for all of them. A number or a layer's name would
+be a constant of the graph, and differ between layers. A tensor is an input of the graph. Its address identifies the
+place, because its value cannot: reading a value from a GPU synchronises, which is an error during CUDA graph capture.
+A CPU tensor could be read, but it would be on another device than the values. Such inputs were not tested with Inductor
+and CUDA graphs.
 
-Tensors of live models have different addresses, and the places of a freed model go with it. A tensor that was copied or
-moved, as by `model.to()`, has no place: the op ends with a KeyError and writes no row.
+Tensors of live models have different addresses. The places of a model are freed with the model. A tensor that was
+copied or moved, as by `model.to()`, has no place: the op raises KeyError and writes no row.
 """
 
 
 def stand_for(tensor: torch.Tensor, place: Place) -> None:
-    """Let a tensor stand for a place. Graphs take it as an input: see `_PLACES`."""
+    """Register the tensor that identifies `place` in compiled graphs, see `_PLACES`."""
     _PLACES[tensor.data_ptr()] = place
 
 
 def rows_and_slots(cache_layer: str, first: bool = False) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(rows, slots of this step's tokens). None in a profiling run, when there is no cache yet, and outside a forward.
+    """(rows, uint8 [slots, row bytes]; slots of this forward's tokens, int64 [>= tokens]).
 
-    first: this is the first tap of a forward.
+    None outside a forward, and in vLLM's profiling run, because rows have no memory yet. cache_layer: the name of the
+    layer that has the rows (`CaptureContext.cache_layer`). first: whether this is the first tap of a forward.
     """
     if not forward_context.is_forward_context_available():
         return None
@@ -141,14 +148,15 @@ def _tap(
     beside: bool,
     cache_layer: str,
 ) -> None:
-    """Write `values` into this step's rows.
+    """Write `values` to the rows of this step's tokens.
 
-    values: [tokens, width] each. offsets: bytes from the start of the place. beside: the values are not overwritten
-    until the next tap, so this tap may run on a branch.
+    values: [tokens, width] each, of one dtype. place: the tensor that identifies the `Place`. offsets: byte offset of
+    each value, relative to `Place.start`. beside: whether the values are not overwritten before the next tap. This tap
+    may then run on a branch of the CUDA graph (overlap.py).
     """
     where = _PLACES[place.data_ptr()]
     if not forward_context.is_forward_context_available():
-        return  # values outside a forward do not belong to a row
+        return  # outside a forward no token has a row
     where.coverage.wrote(where.start, offsets, values[0].shape[0], forward_context.get_forward_context())
     first = where.start + offsets[0] == where.coverage.first_at
     found = rows_and_slots(cache_layer, first)
@@ -174,26 +182,29 @@ def _tap(
 def _tap_header(
     ids: torch.Tensor, positions: torch.Tensor, token: torch.Tensor, place: torch.Tensor, offsets: list[int], layer: str
 ) -> None:
-    """Write token id, position in the request, and position on each axis.
+    """Write the token id, the position in the request, and the position on each axis of M-RoPE.
 
-    ids: int [tokens]. positions: int [axes, tokens]. After an image they differ from the position in the request, which
-    is read from the batch metadata. vLLM assigns slots by the same positions.
+    ids: int [tokens]. positions: int [axes, tokens], the positions on the axes. After an image these differ from the
+    position in the request. So the position in the request is read from the batch metadata, by which vLLM also assigns
+    slots.
     """
     at = positions[0]
     if forward_context.is_forward_context_available():
         memory = forward_context.get_forward_context().no_compile_layers.get(layer)
         planned = None if memory is None or memory.step is None else memory.step.positions
-        if planned is not None and len(planned) >= len(ids):  # neither is there in a profiling run
+        if planned is not None and len(planned) >= len(ids):  # not in a profiling run, which has no batch metadata
             at = planned[: len(ids)]
     values = [value.to(torch.int32) for value in (ids[:, None], at[:, None], positions.T)]
     _tap(values, token, place, offsets, False, layer)
 
 
 def compile_others(place: Place, rows: torch.Tensor, values: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:
-    """Compile the kernels that smaller and larger steps need, by running them on padding, which they skip.
+    """Compile the kernels for smaller and larger steps, by running them on padding, for which they write nothing.
 
-    Otherwise the first prompt would wait for Triton. A failure is logged, and the first prompt then compiles the
-    kernels.
+    Otherwise the first prompt would wait for Triton. If this fails, a warning is logged, and the first prompt compiles
+    the kernels.
+
+    rows: uint8 [slots, row bytes]. values: [tokens, width] each; their contents are not read. offsets: see `Place.tap`.
     """
     counts = {1, DECODE_TOKENS + 1}
     if any(place.start + offset in place.reductions for offset in offsets):
@@ -208,13 +219,13 @@ def compile_others(place: Place, rows: torch.Tensor, values: Sequence[torch.Tens
 
 
 def _tap_join(token: torch.Tensor) -> None:
-    """Make the model wait for the previous tap, if it runs on a branch."""
+    """Make the model's stream wait for the previous tap, if that tap runs on a branch."""
     if branch := captured_branch(token.device):
         branch.join(forward_context.get_forward_context())
 
 
 def _tap_end(like: torch.Tensor, token: torch.Tensor, place: torch.Tensor, cache_layer: str) -> None:
-    """End the taps of a step. like: a tensor with one entry per token."""
+    """Reduce deferred values and copy scores, after the last tap of a step. like: a tensor [tokens, ...]."""
     if found := rows_and_slots(cache_layer):
         forward, tokens = forward_context.get_forward_context(), like.shape[0]
         if branch := captured_branch(like.device):
@@ -226,12 +237,12 @@ def _tap_end(like: torch.Tensor, token: torch.Tensor, place: torch.Tensor, cache
 
 
 def tokens_at_once(values: Sequence[torch.Tensor], reductions: Sequence[Reduction | None]) -> int:
-    """Maximum number of tokens per write. On a GPU it is unlimited, unless projections would allocate too much."""
+    """Maximum number of tokens per write. A GPU has no limit unless encoders would allocate more than SCRATCH bytes."""
     if not any(reductions):
         return sys.maxsize
     pairs = zip(values, reductions, strict=True)
     scratch = [r.scratch(v.shape[1], str(v.dtype).removeprefix("torch.")) for v, r in pairs if r is not None]
-    # A large autoencoder is limited to fewer tokens.
+    # A large autoencoder allocates much per token, so it gets fewer tokens.
     least = min(_REDUCE_TOKENS, max(_LEAST_TOKENS, SCRATCH // max(1, *scratch)))
     if not values[0].is_cuda:
         return least

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tap points of a layer's hooks (TAP_POINTS): where values are read, and how long they stay valid.
 
-A stage of a layer ends where its values may be overwritten, so they are written before its end. In eager mode one op
-writes each stage. Under torch.compile one op writes the whole layer at its end, and narrow layers share an op
-(batches.py). `Keep` says which values need a copy until then.
+After a stage of a layer, the model may overwrite the values of the stage. In eager mode one op writes the values at the
+end of each stage, or later if `Waits` allows it. Under torch.compile one op writes the whole layer at the layer's end,
+and narrow layers share an op (batches.py). `Keep` says which values a compiled model must copy until then.
 
     stage           hooks                               written before
     ATTENTION_IN    resid_pre, ln1, q, k, v, mix_proj   rotary, which may rotate q and k in place, or a mixer's core
     ATTENTION_OUT   v as attention gets it, kv_c, k_pe, q_rot, k_rot, indexer_topk, z, mix_core, mix_z, attn_proj,
                     attn_out
                                                         the add-and-norm, which may overwrite attn_out
-    MLP_IN          resid_mid, ln2                      the end of the MLP; with experts, the experts
+    MLP_IN          resid_mid, ln2                      the end of the MLP; with experts, their kernels
     MLP_OUT         mlp_pre, mlp_pre_linear, mlp_post, mlp_proj, mlp_out
                                                         the next add-and-norm, which may overwrite them
 """
@@ -29,21 +29,22 @@ from dmi_connector.engine.taps.compilation import Compilation
 from dmi_connector.engine.taps.values import first, norm_outputs
 
 Read = Callable[["LayerFacts", tuple[Any, ...], Any], torch.Tensor]
-"""Takes a value from a module's arguments and output."""
+"""(the layer, arguments of a module, its output; None in a pre-hook) -> the value of a tap point, [..., width]."""
 
 
 class Waits(enum.Enum):
-    """Whether the values of a stage can wait for the layer's later stages."""
+    """Whether the values of a stage are written together with those of later stages of the layer."""
 
     NEVER = "never"
-    COMPILED = "compiled"  # compiled models keep the values; eager kernels overwrite them
+    COMPILED = "compiled"  # compiled models keep the values; in eager mode kernels overwrite them
     ALWAYS = "always"
 
 
 class Stage(NamedTuple):
     """A part of a layer whose values are written together.
 
-    ends_at: the earliest module at which it ends. beside: whether its values are not overwritten until the next tap.
+    ends_at: the module at which it ends, unless a hook of the stage is read at a later module. waits: see `Waits`.
+    beside: whether its values are not overwritten before the next tap.
     """
 
     ends_at: str
@@ -55,7 +56,7 @@ ATTENTION_IN = Stage("qkv", Waits.COMPILED)
 ATTENTION_OUT = Stage("o_proj", Waits.COMPILED)
 MLP_IN = Stage("ln2", Waits.ALWAYS)
 EXPERTS_IN = Stage("ln2", Waits.NEVER, beside=False)
-"""MLP_IN of layers with experts, whose kernels may overwrite their input."""
+"""MLP_IN of a layer with experts. The kernels of experts may overwrite their input."""
 MLP_OUT = Stage("mlp", Waits.NEVER)
 STAGES = (ATTENTION_IN, ATTENTION_OUT, MLP_IN, EXPERTS_IN, MLP_OUT)
 
@@ -72,30 +73,30 @@ MODULES = (
     "mlp",
     "mlp_norm",
 )
-"""Modules of a layer in the order in which they run: attributes of `Architecture`."""
+"""Attributes of `Architecture` that name modules of a layer, in the order in which the modules run."""
 INPUTS = ("layer", "attn", "mix_norm", "before_mlp")
-"""Modules whose inputs are tapped, by a pre-hook."""
+"""Those of MODULES whose inputs are tapped, by a pre-hook."""
 
 
 class Keep(enum.Enum):
-    """Whether a compiled model needs a copy of a value, so that it is unchanged when it is written."""
+    """Whether a compiled model needs a copy of a value, so that the value is unchanged when it is written to rows."""
 
     AS_IS = enum.auto()  # the value itself
-    COPY = enum.auto()  # a copy: it is overwritten later, or never written to memory
+    COPY = enum.auto()  # a copy: the value is overwritten later, or never written to memory
     HALVES = enum.auto()  # a copy of the halves of each head
-    STREAM = enum.auto()  # the value itself where the residual stream lasts, else a copy
-    PRODUCT = enum.auto()  # the value itself where a matrix product writes it and nothing overwrites it, else a copy
-    FIRST = enum.auto()  # for the MLP's first projections: the value itself where a product writes it, else a copy
-    OUTPUT = enum.auto()  # a copy with experts, whose kernels may reuse its memory, and for a product with a bias
+    STREAM = enum.auto()  # the value itself if `Compilation.stream_lasts`, else a copy
+    PRODUCT = enum.auto()  # the value itself if a matrix product writes it and nothing overwrites it, else a copy
+    FIRST = enum.auto()  # for the MLP's first projections: the value itself if a product writes it, else a copy
+    OUTPUT = enum.auto()  # a copy if the MLP ends with a bias, or has experts, whose kernels may reuse the memory
 
 
 class LayerFacts(NamedTuple):
     """One decoder layer.
 
-    head_size: head size of q; 0 without attention. q_size, kv_size: widths of q and k on this rank. shared: number of
-    values at the end of each key that all heads share, in latent attention with keys per head; else 0. experts: whether
-    its MLP is a mixture of experts. mlp_taps: whether hooks of its MLP are selected. scale: the factor of the outputs
-    of its blocks before they are added to the residual stream.
+    module: the layer. head_size: head size of q; 0 without attention. q_size, kv_size: widths of q and k on this rank.
+    shared: in latent attention with keys per head, the number of elements at the end of each key that are equal in all
+    heads; otherwise 0. experts: whether its MLP is a mixture of experts. mlp_taps: whether hooks of its MLP are
+    selected. scale: factor of the output of a block before it is added to the residual stream.
     """
 
     module: nn.Module
@@ -123,6 +124,7 @@ def _output(_layer: LayerFacts, _args: tuple[Any, ...], output: Any) -> torch.Te
 
 
 def added(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    """What a block adds to the residual stream: its output times `LayerFacts.scale`."""
     value = _output(layer, args, output)
     return value if layer.scale == 1.0 else value * layer.scale
 
@@ -137,7 +139,7 @@ def _layer_input(layer: LayerFacts, args: tuple[Any, ...], _output: Any) -> torc
 
 
 def _part(number: int) -> Read:
-    """Reads queries (0), keys (1) or values (2) from the output of a projection that concatenates them."""
+    """A `Read` of queries (0), keys (1) or values (2) from the output of the projection that concatenates them."""
 
     def read(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
         value = _output(layer, args, output)
@@ -157,30 +159,30 @@ def _heads(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tenso
 
 
 def _chosen(_layer: LayerFacts, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    """The rows of this step in the buffer into which all indexers write."""
+    """The positions chosen for this step's tokens. All indexers write to one buffer, which may have more rows."""
     return output[: args[0].shape[0]]
 
 
 def _rotary_key(layer: LayerFacts, args: tuple[Any, ...], _output: Any) -> torch.Tensor:
-    """The key that all heads share. Latent attention gets (q, kv_c, k_pe), or q, k and v of heads."""
+    """The rotary key, which all heads share. Latent attention gets (q, kv_c, k_pe), or (q, k, v) of all heads."""
     key: torch.Tensor = args[1][:, 0, -layer.shared :] if layer.shared else args[2]
     return key
 
 
 def _gate(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    """The input of the MLP's activation. A projection with a gate returns it first."""
+    """The input of the activation of the MLP. A projection that concatenates gate and up returns it first."""
     value = _output(layer, args, output)
     return value.chunk(2, -1)[0] if layer.arch.gated_mlp else value
 
 
 def _linear(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    """The value by which the activated gate is multiplied."""
+    """The factor by which the activated gate is multiplied."""
     value = _output(layer, args, output)
     return value if layer.arch.gate_proj else value.chunk(2, -1)[1]
 
 
 Join = Callable[["LayerFacts", torch.Tensor, torch.Tensor], torch.Tensor]
-"""Takes the outputs of two modules, in the order in which these run."""
+"""(the layer, outputs of two modules in the order in which they run) -> the value of a tap point."""
 
 
 def _side_by_side(_layer: LayerFacts, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -193,11 +195,12 @@ def _sum(layer: LayerFacts, one: torch.Tensor, other: torch.Tensor) -> torch.Ten
 
 
 class TapPoint(NamedTuple):
-    """Where a hook is tapped.
+    """Where a hook is tapped in a layer.
 
-    module: a field of `Architecture`. The point exists only if the field is not "". unless, where: other fields. The
-    point exists only if none of `unless` is set, and `where` is set. first: the field of a module that runs before. If
-    it is set, the hook is the result of `join` on the outputs of both modules.
+    module, first, where, unless name attributes of `Architecture`. The point exists only if the layer has `module`, the
+    attribute `where` is set (if one is named), and no attribute of `unless` is set. read: gets the arguments and the
+    output of `module`. first: a module that runs earlier. If the layer has it, the value is the result of `join` on the
+    outputs of both modules.
     """
 
     hook: str
@@ -245,6 +248,6 @@ TAP_POINTS = (
     TapPoint("mlp_out", "mlp", added, Keep.OUTPUT, MLP_OUT, unless=("mlp_norm",), first="mlp_first"),
     TapPoint("mlp_out", "mlp_norm", added, Keep.COPY, MLP_OUT),
 )
-"""The tap points of a layer. A new hook needs a row here and in `hooks.HOOKS`. Routing and attention summaries run
-inside opaque ops of vLLM, and have their own functions.
+"""The tap points of a layer. A new hook needs an entry here and in `hook_table.HOOKS`. Routing and attention summaries
+are tapped inside opaque ops of vLLM (routing.py, attention_summary.py).
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taps of routing (`router_logits`, `topk_ids`, `topk_weights`), which vLLM's opaque MoE op computes."""
+"""Taps of routing: `router_logits`, `topk_ids`, `topk_weights`. vLLM computes these inside its opaque MoE op."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dmi_connector.engine.taps.batches import ModelTaps, TapBatch
 
 
 def install_routing(taps: ModelTaps, arch: Architecture, module: nn.Module, index: int, batch: TapBatch) -> None:
-    """Register the routing taps of one layer. They run inside an opaque op, so each value is written immediately."""
+    """Register the routing taps of layer `index`. They run in an opaque op, so each writes its value immediately."""
     context, path = taps.context, f"{arch.layers}.{index}"
     scores = context.layout.taking("router_logits", index)
     ids, weights = context.layout.taking("topk_ids", index), context.layout.taking("topk_weights", index)
@@ -32,7 +32,7 @@ def install_routing(taps: ModelTaps, arch: Architecture, module: nn.Module, inde
         select, to_places = router.select_experts, router._apply_eplb_mapping
 
         def apply_eplb_mapping(topk_ids: torch.Tensor) -> torch.Tensor:
-            """Capture the model's expert numbers, before redundant experts map them to places."""
+            """Capture logical expert ids, before vLLM's load balancing (EPLB) maps them to physical experts."""
             chosen.add_all(ids, topk_ids)
             return to_places(topk_ids)
 

@@ -64,15 +64,15 @@ def attention_layer(
     ("layer", "message"),
     [
         ({"backend": "FLASHINFER"}, "attention backend FLASHINFER; choose one of CPU_ATTN, FLASH_ATTN, TRITON_ATTN"),
-        ({"sliding_window": (4095, 0)}, "pattern of layer 3 cannot be summarised: it has a sliding window"),
+        ({"sliding_window": (4095, 0)}, "pattern of layer 3 cannot be summarised: its attention has a sliding window"),
         ({"sliding_window": 4096}, "a sliding window"),
         ({"alibi_slopes": [0.5]}, "ALiBi"),
         ({"logits_soft_cap": 30.0}, "a logits soft cap"),
         ({"sinks": [0.0]}, "attention sinks"),
         ({"kv_cache_dtype": "fp8"}, "a quantized KV cache"),
-        ({"values": 128}, "values of another width than its keys"),
-        ({"images": True}, "image tokens that see later ones"),
-        ({"kv_sharing_target_layer_name": "layers.0"}, "shared keys"),
+        ({"values": 128}, "keys and values of different widths"),
+        ({"images": True}, "image tokens that attend to later tokens"),
+        ({"kv_sharing_target_layer_name": "layers.0"}, "keys of another layer"),
     ],
 )
 def test_attention_whose_summary_would_be_wrong_is_refused(layer: dict[str, object], message: str) -> None:

@@ -59,7 +59,7 @@ def test_poison_is_put_where_the_first_write_of_a_forward_goes(header_first: boo
         for offsets in ([0, 4], [64]) if header_first else ([64], [0, 4]):
             coverage.wrote(0, offsets, TOKENS, coverage)
     assert coverage.tokens == TOKENS
-    with pytest.raises(ValueError, match=r"q of layer 0, 1 would hold nothing"):
+    with pytest.raises(ValueError, match=r"q of layer 0, 1 was not written"):
         coverage.check(TOKENS)
 
 
@@ -76,7 +76,7 @@ def test_a_hook_that_did_not_fire_is_named_with_its_module_and_the_fix() -> None
     with pytest.raises(ValueError) as caught:
         coverage.check(TOKENS)
     assert str(caught.value) == (
-        "hooks: z of layer 1 would hold nothing in a forward of 5 tokens; it is tapped at model.layers.1.z. Leave "
+        "hooks: z of layer 1 was not written in a forward of 5 tokens; it is tapped at model.layers.1.z. Leave "
         "these hooks out (as in hooks='vllm-full,-topk_ids'), or turn off the feature of the engine that replaces or "
         "skips the module. docs/COMPATIBILITY.md lists the features"
     )
@@ -85,7 +85,7 @@ def test_a_hook_that_did_not_fire_is_named_with_its_module_and_the_fix() -> None
 def test_layers_of_one_hook_are_named_together() -> None:
     coverage = covered()
     forward(coverage, z0=0, z1=0, q1=2)
-    with pytest.raises(ValueError, match=r"^hooks: z of layer 0, 1 would .*; hooks: q of layer 1 got values of 2"):
+    with pytest.raises(ValueError, match=r"^hooks: z of layer 0, 1 was .*; hooks: q of layer 1 got values of 2"):
         coverage.check(TOKENS)
 
 
@@ -105,14 +105,14 @@ def test_token_ids_must_be_as_many_as_the_forward_has_tokens() -> None:
 
 
 def test_without_any_write_every_hook_is_named() -> None:
-    with pytest.raises(ValueError, match=r"token_ids would .* positions would .* embed .* q of layer 0, 1 .* z of"):
+    with pytest.raises(ValueError, match=r"token_ids was .* positions was .* embed .* q of layer 0, 1 .* z of"):
         covered().check(TOKENS)
 
 
 def test_a_hook_without_a_tap_says_so() -> None:
     coverage = Coverage([RowField("q", 0, "float32", 8, 64)])
     coverage.wrote(0, [0, 4], TOKENS, coverage)
-    with pytest.raises(ValueError, match=r"q of layer 0 would hold nothing .* tapped at no module of this model"):
+    with pytest.raises(ValueError, match=r"q of layer 0 was not written .* tapped at no module of this model"):
         coverage.check()
 
 

@@ -17,7 +17,7 @@ from dmi_connector.option_values import OptionError
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"top_p": 0.5, "temperature": -1}, r"--sampling temperature: vLLM refuses -1: .*; mend it or leave it out"),
+        ({"top_p": 0.5, "temperature": -1}, r"--sampling temperature: vLLM refuses -1: .*; correct it or leave it out"),
         ({"top_p": "0.9"}, "--sampling top_p: vLLM refuses '0.9'"),
         ({"tempreature": 0.5}, "--sampling tempreature: vLLM refuses 0.5"),
         ({"structured_outputs": {}}, "--sampling structured_outputs: vLLM refuses {}"),

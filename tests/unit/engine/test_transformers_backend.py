@@ -123,7 +123,7 @@ class Branches(Layer):
         (NormedStream, "does not return the sum of its input and two outputs, but of 1 values"),
         (ThreeBlocks, "does not return the sum of its input and two outputs, but of 4 values"),
         (Twice, "calls mlp more than once"),
-        (OneOfAnother, "adds no output of attention alone beside one without attention"),
+        (OneOfAnother, "does not add one output that depends on attention and one that does not"),
         (Branches, r"cannot be traced \(TraceError\)"),
     ],
 )
@@ -171,5 +171,5 @@ def test_a_row_without_blocks_says_why_and_has_the_residual_stream() -> None:
 def test_other_models_get_no_row(model_type: str, why: str) -> None:
     falcon = {"mamba_d_ssm": 96, "mamba_n_heads": 3, "mamba_d_head": 32}
     config = small(model_type, num_hidden_layers=4, **(falcon if model_type == "falcon_h1" else {}))
-    with pytest.raises(ValueError, match=f"none could be made from its structure: .*{why}"):
+    with pytest.raises(ValueError, match=f"none could be derived from its structure: .*{why}"):
         generic("Some", config)

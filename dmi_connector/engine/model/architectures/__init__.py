@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules that are tapped, by model architecture: one row each. docs/HOOKS.md says how to add one."""
+"""The table of architectures. A row says which modules of a model are tapped. docs/HOOKS.md says how to add a row."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ __all__ = [
 _TEXT = (*DENSE, *EXPERTS, *LATENT, *MIXED, *HYBRIDS, *BACKEND)
 ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in _TEXT}
 ARCHITECTURES |= {row.name: row for row in wrappers(ARCHITECTURES)}
+"""The table: name of an architecture, as in a model's `config.json` -> its row."""
 
 OWN_CLASSES: dict[str, Architecture] = {row.name: row for row in OWN}
-"""Rows in the place of those above for classes that vLLM 0.31 has, and 0.32 no more (`engine/plugin.py`)."""
+"""Rows for classes that vLLM 0.31 has and 0.32 does not. With 0.31 they replace rows of ARCHITECTURES (plugin.py)."""
 
 
 def register_architecture(row: Architecture) -> None:
-    """Add or replace an architecture. Call it in a `vllm.general_plugins` entry point of your own."""
+    """Add an architecture to the table, or replace it. Call this from your own `vllm.general_plugins` entry point."""
     from vllm.model_executor.models import ModelRegistry
 
     ARCHITECTURES[row.name] = row

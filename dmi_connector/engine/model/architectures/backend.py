@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that vLLM serves through its Transformers backend, with rows of their own."""
+"""Rows of models that vLLM serves through its Transformers backend."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, TRANS
 
 
 class NeoX(Architecture):
-    """GPT-NeoX, whose attention and MLP run in parallel or in sequence."""
+    """GPT-NeoX. The config says whether attention and MLP run in parallel or in sequence."""
 
     def fit(self, config: Any) -> Architecture:
         return replace(self, parallel=config.use_parallel_residual)
 
 
 class Phi(Architecture):
-    """Phi-1 and 2, which may have a norm of q and k."""
+    """Phi-1 and 2, of which some models have norms of q and k."""
 
     def fit(self, config: Any) -> Architecture:
         if config.qk_layernorm:
@@ -39,7 +39,7 @@ _OLMO: dict[str, Any] = {
 _EXPERTS: dict[str, Any] = {
     **_BACKEND,
     "base": f"{TRANSFORMERS}:TransformersMoEForCausalLM",
-    "lacks": ("router_logits", "topk_ids", "topk_weights"),  # the backend may route inside a block that it replaced
+    "lacks": ("router_logits", "topk_ids", "topk_weights"),  # the backend may replace the modules that route
 }
 _LLAMA = (
     "SmolLM3ForCausalLM",
@@ -47,7 +47,7 @@ _LLAMA = (
     "HunYuanDenseV1ForCausalLM",
     "SeedOssForCausalLM",
 )
-"""Architectures whose layers have the modules of Llama."""
+"""Architectures whose layers have the same module paths as Llama."""
 
 BACKEND: tuple[Architecture, ...] = (
     NeoX(
@@ -76,7 +76,7 @@ BACKEND: tuple[Architecture, ...] = (
     Architecture("Olmo3ForCausalLM", **_OLMO),
     *(Architecture(name, **_BACKEND) for name in _LLAMA),
     Architecture("ArceeForCausalLM", **_BACKEND, **ungated("mlp.up_proj")),
-    # With several ranks, each rank has the complete values inside the MLP.
+    # With tensor parallelism, each rank has the complete values of these hooks, and no slice.
     Architecture("GlmForCausalLM", **_BACKEND, one_rank=("mlp_pre", "mlp_pre_linear", "mlp_post")),
     Architecture("HunYuanMoEV1ForCausalLM", **_EXPERTS),
     Architecture("MellumForCausalLM", **_EXPERTS, **QK_NORM),
@@ -107,4 +107,4 @@ OWN: tuple[Architecture, ...] = (
         parallel=True,
     ),
 )
-"""Rows for classes that vLLM 0.31 has and 0.32 does not."""
+"""Rows for classes of vLLM 0.31. Later versions serve these models through the Transformers backend."""

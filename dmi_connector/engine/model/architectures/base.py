@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row of the table of architectures, which says which modules of a model are tapped."""
+"""`Architecture`, one row of the table of architectures: it says which modules of a model are tapped."""
 
 from __future__ import annotations
 
@@ -10,56 +10,74 @@ from dmi_connector.hooks import HOOKS, USUAL, ModelDims
 
 MODELS = "vllm.model_executor.models"
 TRANSFORMERS = f"{MODELS}.transformers"
-"""The module of vLLM's Transformers backend, which builds models of transformers with vLLM's layers."""
+"""The Python module of vLLM's Transformers backend, which builds models of transformers with vLLM's layers."""
 TRANSFORMERS_CLASSES = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
-"""The classes of text models in this module."""
+"""The classes of text models in TRANSFORMERS."""
 
 FORWARD = "forward"
-"""A path that stands for the model's own forward."""
+"""The value of `positions` for models in which position ids are read from the arguments of the model's forward."""
 QK_NORM: dict[str, Any] = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
-"""Fields of rows: norms of q and k."""
+"""Fields of an `Architecture` that has norms of q and k."""
 
 
 def ungated(up_proj: str) -> dict[str, Any]:
-    """Fields of rows whose MLP has no gate. up_proj: the module whose output enters the activation."""
+    """Fields of an `Architecture` whose MLP has no gate. up_proj: the module whose output enters the activation."""
     return {"up_proj": up_proj, "gated_mlp": False}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Module paths of one vLLM model class. Paths of a layer's modules are relative to the layer; "": there is none.
+    """Module paths of one vLLM model class. The defaults are those of Llama.
 
-    base: ``module:Class`` of vLLM's model. uncaptured: the class that vLLM runs without capture, if it is another one,
-    whose fused kernels hide values of hooks. positions: the module that gets the position ids; "" for the layers,
-    FORWARD if only the model gets them. positions_at: index of that argument. positions_as: its keyword. stream_at:
-    index of the layer's argument that is its input. ln1, ln2, final_norm: a fused add-and-norm returns (normed,
-    residual stream), a plain norm gets the residual stream as input; taps tell them apart by the output. plain_norms:
-    norms return something else after the normed values, and get the stream as input. Without ln1 the stream is the
-    layer's input, without ln2 the MLP's, without final_norm the last layer's output. qkv: the projection that returns
-    q, k and v concatenated. qkv_by_head: q, k and v of a head, or of a group of heads, are adjacent in it. q_norm,
-    k_norm: norms of q and k. heads_first: these norms get [heads, tokens, head_dim]. v_at_attn: v is changed between
-    qkv and attention, which gets it as its third argument. kv_norm: norm of the latent in latent attention. indexer:
-    the module that chooses the tokens at which attention looks. attn_norm, mlp_norm: norms of a block's output, before
-    it is added to the stream. moe_gate, moe_experts: router and experts, in layers that have them. rotary: whether q
-    and k are rotated. parallel: attention and MLP read the same stream, and both are added to it. sums: whether a layer
-    changes the stream only by the outputs of its blocks.
+    `language`, `layers`, `embed`, `final_norm` and `positions` are paths in the model. All other paths are relative to
+    a layer. "" stands for a module that the model does not have.
 
-    Projections of the MLP: up_proj returns gate and up concatenated, only up if gate_proj is set, and the input of the
-    activation if gated_mlp is False. down_proj gets the neurons.
+    The model:
+        name: the architecture in `config.json`. base: ``module:Class`` of vLLM's model.
+        uncaptured: ``module:Class`` that vLLM runs without capture, if its fused kernels hide values; "": `base`.
+        language: path of the language model in a model with other parts, such as a vision tower. Token ids and
+            embeddings then both enter the forward, and embeddings are computed before it.
+        positions: the module that gets the position ids. "": the layers. FORWARD: layers may not get them, so they are
+            read from the arguments of the model's forward.
+        positions_at, positions_as: index and keyword of the position ids among the arguments of `positions`.
 
-    language: path of the language model in a model with other parts, such as a vision tower. Token ids and embeddings
-    then both enter the forward. Embeddings are computed before it.
+    Norms. A fused add-and-norm returns a tuple (normed, residual stream). A plain norm returns only normed values, and
+    its input is the residual stream. Taps distinguish them by the output.
+        ln1, ln2, final_norm: norms before attention, before the MLP and after the last layer. Without them the stream
+            is read at the input of the layer, the input of the MLP and the output of the last layer.
+        stream_at: index of the layer's input among its arguments, for layers without ln1.
+        plain_norms: norms return (normed, something else), and their input is the residual stream.
+        attn_norm, mlp_norm: norms of a block's output, before it is added to the stream.
 
-    For layers of hybrid models with a mixer: mix_first, mix_in: input projections, in the order in which they run.
-    mix_norm: the gated norm that gets the output of the core. mix_out: the output projection. fills: a mixer in one
-    opaque op, which writes its output into its second argument. gated: `qkv` also returns a gate next to the queries of
-    each head. mlp_first: the output of this module is added to that of `mlp`.
+    Attention:
+        qkv: the projection that returns q, k and v concatenated. gated: it also returns a gate next to the queries of
+            each head. qkv_by_head: q, k and v of one head, or of one group of heads, are adjacent in its output.
+        q_norm, k_norm: norms of q and k. heads_first: these norms get [heads, tokens, head_dim].
+        v_at_attn: v is changed between qkv and attention. It is then read as the third argument of attention.
+        attn: vLLM's attention layer. o_proj: the output projection. rotary: whether q and k are rotated.
+        kv_norm: norm of the latent in latent attention. indexer: the module that chooses which tokens are attended to.
 
-    scale: field of the config by which a block's output is multiplied before it is added. embed_scaled: embeddings are
-    multiplied by the root of their width. one_rank: hooks of which a tensor-parallel rank has neither the complete
-    values nor its own slice. float16_divisor: field of the config by which vLLM divides the residual stream in float16.
-    only: the hooks that can be captured; (): all. lacks: hooks that no module of vLLM's class has as its input or
-    output.
+    Mixers, in the layers of hybrid models that have one instead of attention:
+        mix_first, mix_in: input projections, in the order in which they run. mix_norm: the gated norm that gets the
+            output of the core. mix_out: the output projection.
+        fills: a mixer in one opaque op, which writes its output to its second argument.
+
+    MLP:
+        up_proj: returns gate and up concatenated; only up if gate_proj is set; the input of the activation if gated_mlp
+            is False. down_proj: gets the neurons.
+        mlp: returns the output of the block. mlp_first: a module whose output is added to that of `mlp`.
+        moe_gate, moe_experts: router and experts, in layers that have them.
+
+    Residual stream:
+        parallel: whether attention and MLP read the same stream, and both are added to it.
+        sums: whether a layer changes the stream only by the outputs of its blocks.
+        scale: field of the config by which the output of a block is multiplied before it is added.
+        embed_scaled: whether embeddings are multiplied by the square root of their width.
+        float16_divisor: field of the config by which vLLM divides the stream in float16.
+
+    Hooks:
+        only: the hooks that can be captured; (): all. lacks: hooks that are not the input or output of any module.
+        one_rank: hooks of which a tensor-parallel rank has neither the complete values nor its own slice.
     """
 
     name: str
@@ -113,9 +131,9 @@ class Architecture:
     lacks: tuple[str, ...] = ()
 
     def fit(self, config: Any) -> Architecture:
-        """The row for a model with this Hugging Face text config. Override it if fields depend on the config.
+        """This row, adapted to one model. Override it if fields depend on the config.
 
-        Raises ValueError for a model of this architecture that cannot be captured, with the reason.
+        config: Hugging Face text config. Raises ValueError with the reason if the model cannot be captured.
         """
         row = self
         if self.q_norm and not getattr(config, "use_qk_norm", True):
@@ -125,12 +143,12 @@ class Architecture:
         return row
 
     def of_layer(self, index: int, dims: ModelDims) -> Architecture:
-        """The row of one layer. dims: the sizes of the model."""
+        """This row, adapted to layer `index`. Override it if layers differ. dims: the sizes of the model."""
         return self
 
     @property
     def attn_name(self) -> str:
-        """The name of a layer's attention in vLLM's table of cache layers, relative to the layer."""
+        """The name of attention in vLLM's table of cache layers, relative to the layer. The default is its path."""
         return self.attn
 
     @property
@@ -140,21 +158,21 @@ class Architecture:
 
     @property
     def layer(self) -> str:
-        """The path of a layer relative to itself: ""."""
+        """The path of a layer relative to itself. `path` strips the dot."""
         return "."
 
     @property
     def before_mlp(self) -> str:
-        """The module that gets the input of the MLP."""
+        """The module whose input is that of the MLP."""
         return self.mlp
 
     def path(self, index: int, module: str) -> str:
-        """The path in the model of a module of a layer. module: an attribute."""
+        """The path in the model of a module of layer `index`. module: the attribute with its path in the layer."""
         return f"{self.layers}.{index}.{getattr(self, module)}".rstrip(".")
 
     @property
     def features(self) -> frozenset[str]:
-        """The features of `hooks.FEATURES` that models of this row have."""
+        """The features of `hooks.FEATURES` that a model with this row has."""
         lacks = {
             "rotary": not self.rotary,
             "sequential": self.parallel,
@@ -171,7 +189,7 @@ class Architecture:
         }
 
     def dims(self, config: Any) -> ModelDims:
-        """The sizes in a Hugging Face text config."""
+        """The sizes of a model. Override it if the config names them otherwise. config: Hugging Face text config."""
         layers = config.num_hidden_layers
         heads = config.num_attention_heads
         hidden = config.hidden_size
@@ -193,17 +211,17 @@ class Architecture:
         )
 
     def block_scale(self, config: Any) -> float:
-        """The factor of a block's output before it is added to the residual stream."""
+        """Factor of a block's output before it is added to the residual stream. config: Hugging Face text config."""
         return float(getattr(config, self.scale)) if self.scale else 1.0
 
     def visual_layers(self, config: Any) -> int:
-        """The number of first layers after which visual features are added, by the model's config (deepstack)."""
+        """The number of first layers after which visual features are added (deepstack). config: of the whole model."""
         vision = getattr(config, "vision_config", None) if self.language else None
         return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
 class MayNorm(Architecture):
-    """Models that have a norm of queries and keys only if their config says so."""
+    """Architectures whose models have norms of q and k only if their config says so."""
 
     def fit(self, config: Any) -> Architecture:
         normed = getattr(config, "use_qk_norm", False) or getattr(config, "qk_norm", False)
@@ -211,25 +229,25 @@ class MayNorm(Architecture):
 
 
 _INTERMEDIATE = ("prefix_dense_intermediate_size", "intermediate_size_mlp", "intermediate_size", "ffn_dim", "n_inner")
-"""Fields of configs for the width of a dense MLP. Fields before `intermediate_size` have precedence over it."""
+"""Fields of configs for the width of a dense MLP, in order of precedence."""
 
 
 def _first(config: Any, *names: str) -> Any:
-    """The value of the first of these fields that a config sets; None if it sets none."""
+    """The value of the first of these fields that is set (and not 0) in a config; None if none is."""
     return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
 def _moe_layers(config: Any, layers: int) -> tuple[int, ...]:
-    """The layers with experts: all that the config does not declare dense."""
+    """The layers with experts: all layers that the config does not declare dense."""
     if listed := getattr(config, "moe_layers", None):  # Llama 4
         return tuple(listed)
     types = getattr(config, "mlp_layer_types", None)
-    if types and getattr(config, "first_k_dense_replace", None) is None:  # vLLM reads the number if there is one
+    if types and getattr(config, "first_k_dense_replace", None) is None:  # vLLM ignores the types if this field is set
         return tuple(i for i, name in enumerate(types) if name == "sparse")
     dense = set(getattr(config, "mlp_only_layers", None) or ())
     step = _first(config, "decoder_sparse_step", "moe_layer_interval") or 1  # Qwen, ERNIE
     first = _first(config, "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index") or 0
-    last = getattr(config, "moe_layer_end_index", -1)  # ERNIE; -1: the last one
+    last = getattr(config, "moe_layer_end_index", -1)  # ERNIE; -1: the last layer
     every = getattr(config, "moe_layer_freq", 1)
     if isinstance(every, list):  # MiMo V2
         return tuple(i for i, sparse in enumerate(every) if sparse)

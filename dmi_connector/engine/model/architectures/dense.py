@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text models without experts that vLLM has a class for."""
+"""Rows of dense text models (without experts) for which vLLM has a class."""
 
 from __future__ import annotations
 
@@ -10,32 +10,38 @@ from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, Archi
 
 
 class Opt(Architecture):
-    """OPT, except OPT-350m, which applies its norms to the residual stream itself."""
+    """OPT, except OPT-350m, in which the output of a norm becomes the residual stream."""
 
     def fit(self, config: Any) -> Architecture:
         if not config.do_layer_norm_before:
-            raise ValueError("model: OPT with do_layer_norm_before=False norms its residual stream; use another size")
+            raise ValueError(
+                "model: OPT with do_layer_norm_before=False is not supported, because outputs of its norms become the "
+                "residual stream; use another size"
+            )
         return self
 
 
 class Bloom(Architecture):
-    """Bloom, except models whose residual stream is the output of a norm."""
+    """Bloom, except models in which the output of a norm becomes the residual stream."""
 
     def fit(self, config: Any) -> Architecture:
         if config.apply_residual_connection_post_layernorm:
             raise ValueError(
-                "model: Bloom with apply_residual_connection_post_layernorm=True adds to the output of its norms; "
-                "use another model"
+                "model: Bloom with apply_residual_connection_post_layernorm=True is not supported, because outputs of "
+                "its norms become the residual stream; use another model"
             )
         return self
 
 
 class MiniCPM(Architecture):
-    """MiniCPM, except models with experts, whose routing has no module."""
+    """MiniCPM, except models with experts. No module of vLLM's class returns their routing."""
 
     def fit(self, config: Any) -> Architecture:
         if getattr(config, "num_experts", 0):
-            raise ValueError("model: MiniCPM with num_experts has no module of experts to tap; use a model without")
+            raise ValueError(
+                "model: MiniCPM with experts (num_experts) is not supported, because no module returns their routing; "
+                "use a model without experts"
+            )
         return self
 
     def block_scale(self, config: Any) -> float:
@@ -50,7 +56,7 @@ _GEMMA: dict[str, Any] = {
 }
 
 _LLAMA = ("InternLM3ForCausalLM", "LLaMAForCausalLM", "IQuestCoderForCausalLM", "TeleChat3ForCausalLM")
-"""Architectures that vLLM's class of Llama serves."""
+"""Architectures that vLLM serves with its class for Llama."""
 _COHERE: dict[str, Any] = {
     "base": f"{MODELS}.commandr:CohereForCausalLM",
     "plain_norms": True,
@@ -143,7 +149,7 @@ DENSE: tuple[Architecture, ...] = (
         attn_norm="post_mixer_norm",
         ln2="pre_mlp_norm",
         mlp_norm="post_mlp_norm",
-        lacks=("q", "k"),  # the modules of its query and key norms are not called
+        lacks=("q", "k"),  # vLLM computes the norms of q and k without calling their modules
     ),
     Architecture("NemotronForCausalLM", f"{MODELS}.nemotron:NemotronForCausalLM", **ungated("mlp.up_proj")),
     Architecture(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text models with experts, except those with latent attention."""
+"""Rows of text models with experts, except models with latent attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, Archi
 
 
 class Laguna(Architecture):
-    """Laguna. In some models the number of heads differs between layers, but a hook has one width in all layers."""
+    """Laguna. A hook has one width, so models in which the number of heads differs between layers lack some hooks."""
 
     def fit(self, config: Any) -> Architecture:
         heads = {*(getattr(config, "num_attention_heads_per_layer", None) or ())}
@@ -55,7 +55,7 @@ EXPERTS: tuple[Architecture, ...] = (
         "MiniMaxM2ForCausalLM",
         f"{MODELS}.minimax_m2:MiniMaxM2ForCausalLM",
         **_BLOCK,
-        lacks=("q", "k"),  # its norms of queries and keys are not called as modules
+        lacks=("q", "k"),  # vLLM computes the norms of q and k without calling their modules
     ),
     Architecture("Ernie4_5_MoeForCausalLM", f"{MODELS}.ernie45_moe:Ernie4_5_MoeForCausalLM"),
     MayNorm("HYV3ForCausalLM", f"{MODELS}.hy_v3:HYV3ForCausalLM", **QK_NORM),

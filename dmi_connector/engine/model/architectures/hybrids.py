@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrid models: in some layers a mixer replaces attention.
+"""Rows of hybrid models, in which a mixer replaces attention in some layers.
 
-Hooks of such layers are read at the mixer's input projections, at the norm after its core and at its output
-projection (`Architecture.mix_in`, `mix_norm`, `mix_out`).
+Hooks of a mixer are read at its input projections, at the norm after its core, and at its output projection
+(`Architecture.mix_first`, `mix_in`, `mix_norm`, `mix_out`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NO_MIXER: dict[str, Any] = dict.fromkeys(("mix_first", "mix_in", "mix_norm", "m
 
 
 class Hybrid(Architecture):
-    """A row of a hybrid model. Layers with attention have the modules of attention, the others those of the mixer."""
+    """A row of a hybrid model. `of_layer` keeps the modules of attention, or those of the mixer."""
 
     def of_layer(self, index: int, dims: ModelDims) -> Architecture:
         if dims.attn_layers is None or index in dims.attn_layers:
@@ -28,7 +28,7 @@ class Hybrid(Architecture):
 
 
 class NemotronH(Hybrid):
-    """Each layer has one block: a mixer (Mamba 2), attention, an MLP or experts. So it has no `resid_mid`."""
+    """Nemotron-H. A layer has one block, a mixer (Mamba 2), attention, an MLP or experts, and so no `resid_mid`."""
 
     @property
     def features(self) -> frozenset[str]:
@@ -38,10 +38,10 @@ class NemotronH(Hybrid):
         sizes = config.intermediate_size
         if hasattr(config, "get_nemotron_h_config_for_layer") or (isinstance(sizes, list) and len({*sizes}) > 1):
             raise ValueError(
-                f"model: {self.name} with layers of different sizes is not supported, since a hook has one size in all "
-                "layers; use a model whose layers are alike"
+                f"model: {self.name} with layers of different sizes is not supported, because a hook has one width in "
+                "all layers; use a model whose layers have equal sizes"
             )
-        # vLLM has no CPU kernel for experts without a gated MLP, so the routing was never compared.
+        # vLLM has no CPU kernel for experts without a gate, so hooks of routing were not tested. They are left out.
         known = tuple(name for name, hook in HOOKS.items() if hook.only != "moe")
         return replace(self, only=known) if "E" in config.hybrid_override_pattern else self
 
@@ -67,7 +67,7 @@ class NemotronH(Hybrid):
 
 
 class GraniteHybrid(Hybrid):
-    """Granite 4 H: some layers have Mamba 2, the others attention. A shared MLP runs in addition to the experts."""
+    """Granite 4: some layers have Mamba 2, the others attention. A shared MLP may run in addition to the experts."""
 
     def fit(self, config: Any) -> Architecture:
         row = replace(self, rotary=config.position_embedding_type == "rope")
@@ -89,7 +89,7 @@ class GraniteHybrid(Hybrid):
 
 
 class Lfm2(Hybrid):
-    """Some layers have short convolutions, the others attention. A convolution and its projections are one op."""
+    """LFM2: some layers have a short convolution, the others attention. One op computes a whole convolution block."""
 
     def of_layer(self, index: int, dims: ModelDims) -> Architecture:
         if index in (dims.attn_layers or ()):
@@ -98,7 +98,7 @@ class Lfm2(Hybrid):
 
     def dims(self, config: Any) -> ModelDims:
         size = config.intermediate_size
-        if getattr(config, "block_auto_adjust_ff_dim", False):  # not with experts
+        if getattr(config, "block_auto_adjust_ff_dim", False):  # configs of models with experts lack this field
             size = int(2 * size / 3)
             if config.block_ffn_dim_multiplier is not None:
                 size = int(config.block_ffn_dim_multiplier * size)
@@ -107,13 +107,13 @@ class Lfm2(Hybrid):
 
 
 class GatedDelta(Hybrid):
-    """Some layers have gated delta nets, the others gated attention."""
+    """Qwen3-Next and Qwen3.5: some layers have a gated delta net, the others attention, whose heads may have gates."""
 
     def fit(self, config: Any) -> Architecture:
         if getattr(config, "layer_scale", False):
             raise ValueError(
-                f"model: {self.name} with layer_scale=True multiplies the outputs of its blocks by weights before they "
-                "are added, which its row of hooks does not describe; use another model"
+                f"model: {self.name} with layer_scale=True is not supported, because it multiplies the outputs of its "
+                "blocks by weights before they are added; use another model"
             )
         return replace(self, gated=bool(getattr(config, "attn_output_gate", True)))
 
@@ -129,7 +129,7 @@ class GatedDelta(Hybrid):
 
 
 def _layers(kinds: Sequence[str]) -> dict[str, Any]:
-    """`ModelDims.attn_layers` and `mixer_layers`, from `layer_types` of a config."""
+    """`ModelDims.attn_layers` and `mixer_layers` of a model. kinds: `layer_types` of its config."""
     attends = {i for i, kind in enumerate(kinds) if kind in ("full_attention", "attention")}
     return {
         "attn_layers": tuple(sorted(attends)),
@@ -148,7 +148,7 @@ _DELTA: dict[str, Any] = {
 
 
 def _mamba(path: str) -> dict[str, Any]:
-    """Fields of a row whose mixer is vLLM's Mamba 2, at this path in a layer."""
+    """Fields of a row whose mixer is vLLM's Mamba 2. path: of the mixer in a layer."""
     paths = {"mix_in": "in_proj", "mix_norm": "norm", "mix_out": "out_proj"}
     return {**{name: f"{path}.{module}" for name, module in paths.items()}, "one_rank": ("mix_proj",)}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with multi-head latent attention."""
+"""Rows of models with multi-head latent attention (MLA)."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from dmi_connector.hooks import ModelDims
 
 
 class Latent(Architecture):
-    """Multi-head latent attention (MLA): keys and values of all heads come from one latent and one rotary key."""
+    """A row of a model with MLA, in which one latent and one rotary key give the keys and values of all heads."""
 
     def fit(self, config: Any) -> Architecture:
         if not getattr(config, "kv_lora_rank", None) or not getattr(config, "qk_rope_head_dim", None):
             raise ValueError(
-                f"model: {self.name} without kv_lora_rank or qk_rope_head_dim in its config has plain attention, which "
-                "its row of hooks does not describe; use another model"
+                f"model: {self.name} without kv_lora_rank or qk_rope_head_dim in its config has no latent attention, "
+                "which its row of hooks requires; use another model"
             )
         queries = "q_proj" if getattr(config, "q_lora_rank", None) is None else "q_b_proj"
         row = self._in("self_attn.mla_attn", queries, "mla_attn")
         return replace(row, indexer="self_attn.mla_attn.indexer") if hasattr(config, "index_topk") else row
 
     def over_heads(self) -> Latent:
-        """This fitted row for vLLM's multi-head attention instead of MLA, as with VLLM_MLA_DISABLE=1."""
+        """This row, after `fit`, for a model that vLLM runs with multi-head attention (VLLM_MLA_DISABLE=1)."""
         return self._in("self_attn", self.qkv.rpartition(".")[2], "attn")
 
     def _in(self, parent: str, queries: str, attn: str) -> Latent:
-        """The row whose attention modules are in `parent`. queries: the projection that returns q."""
+        """This row with the attention modules in `parent`. queries: the projection in `parent` that returns q."""
         return replace(
             self,
             qkv=f"{parent}.{queries}",
@@ -58,7 +58,7 @@ class Latent(Architecture):
 
 
 def _with_indexer(config: Any) -> tuple[int, ...]:
-    """The layers with an indexer of their own, as vLLM builds them. Other layers look where the layer before does."""
+    """The layers with their own indexer, as vLLM builds them. Other layers use the choice of the layer before."""
     layers, pattern = range(config.num_hidden_layers), getattr(config, "index_topk_pattern", None)
     if pattern is not None:
         return tuple(i for i in layers if i >= len(pattern) or pattern[i] != "S")
@@ -67,8 +67,8 @@ def _with_indexer(config: Any) -> tuple[int, ...]:
 
 
 _INDEXED = "vllm.models.deepseek_v32"
-"""The module of models with an indexer. Its classes for a GPU compute norms and rotary embeddings in fused kernels. On
-other platforms it has the classes of `deepseek_v2`.
+"""vLLM's Python module for models with an indexer. On a GPU its classes compute norms and rotary embeddings in fused
+kernels. On other platforms its classes are those of `deepseek_v2`.
 """
 _DEEPSEEK: dict[str, Any] = {"float16_divisor": "routed_scaling_factor"}
 

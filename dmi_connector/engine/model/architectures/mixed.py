@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose attention sizes differ between layers.
+"""Rows of models in which the sizes of attention differ between layers.
 
-A hook has the same size in all of its layers. So hooks inside attention exist only in layers with the most common
-sizes. Hooks as wide as the residual stream exist in every layer.
+A hook has the same width in all of its layers. So hooks inside attention exist only in the layers with the most common
+sizes. All other hooks exist in every layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NO_ATTENTION: dict[str, Any] = dict.fromkeys(("qkv", "q_norm", "k_norm", "attn"
 
 
 class Sizes(NamedTuple):
-    """The sizes of attention in one layer. v_head_dim: 0 if it equals head_dim."""
+    """The sizes of attention in one layer: numbers of heads, elements per head. v_head_dim: 0 if it equals head_dim."""
 
     heads: int
     kv_heads: int
@@ -30,11 +30,11 @@ class Mixed(Architecture):
     """A row whose attention hooks exist only in some layers."""
 
     def sizes(self, config: Any) -> list[Sizes | None]:
-        """The sizes of each layer; None for layers without their own keys."""
+        """The sizes of each layer; None for a layer that reads the keys of an earlier layer."""
         raise NotImplementedError
 
     def layer_config(self, config: Any) -> Any:
-        """A config that also has the fields of a layer."""
+        """A config that has the fields which `Architecture.dims` reads. Override it if `config` lacks some."""
         return config
 
     def dims(self, config: Any) -> ModelDims:
@@ -51,20 +51,20 @@ class Mixed(Architecture):
 
 
 def _shared(config: Any) -> int:
-    """Number of last layers that read the keys of earlier layers."""
+    """Number of layers, the last ones, that read the keys of earlier layers."""
     return getattr(config, "num_kv_shared_layers", 0) or 0
 
 
 class Gemma4(Mixed):
-    """Gemma 4: layers with full attention have other head sizes, and the last layers may read the keys of earlier
-    layers.
+    """Gemma 4: layers with full attention have other head sizes than layers with sliding windows.
 
-    After both blocks, a layer adds a projection of its per-layer embedding, and multiplies the stream by a scalar.
+    The last layers may read the keys of earlier layers. After both blocks, a layer may add a projection of its
+    embedding of the token, and multiplies the stream by a scalar.
     """
 
     def fit(self, config: Any) -> Architecture:
         wide = getattr(config, "use_double_wide_mlp", False) and _shared(config)
-        # With experts, the input of the norm after the MLP is a sum of both, which no module returns.
+        # With experts, the input of the norm after the MLP is the sum of MLP and experts, which no module returns.
         neurons = dict.fromkeys(("mlp_pre", "mlp_pre_linear", "mlp_post"), wide)
         lacks = {**neurons, "mlp_proj": getattr(config, "num_experts", None)}
         return replace(self, lacks=tuple(name for name, absent in lacks.items() if absent))
@@ -82,7 +82,7 @@ class Gemma4(Mixed):
 
 
 class MiMo(Mixed):
-    """MiMo V2: layers with sliding windows have other key and value heads. Values are scaled before attention."""
+    """MiMo V2: layers with sliding windows have other numbers or sizes of heads. Values are scaled before attention."""
 
     def sizes(self, config: Any) -> list[Sizes | None]:
         names = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
@@ -92,7 +92,7 @@ class MiMo(Mixed):
 
 
 class Step(Mixed):
-    """Step 3.5: layers with sliding windows have more heads. The final norm runs only for sampled tokens."""
+    """Step 3.5: layers with sliding windows have more heads. vLLM computes the final norm for sampled tokens only."""
 
     def sizes(self, config: Any) -> list[Sizes | None]:
         usual = Sizes(config.num_attention_heads, config.num_attention_groups, config.head_dim)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with a vision tower, whose language model has a row."""
+"""Rows of models with a vision tower. They are made from the rows of language models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WRAPPERS = (
     ("MiMoV2OmniForCausalLM", "mimo_v2_omni", "MiMoV2FlashForCausalLM"),
     ("Step3p7ForConditionalGeneration", "step3p7", "Step3p5ForCausalLM"),
 )
-"""(vLLM's class, its module, the row of the language model)."""
+"""(architecture, which is also vLLM's class; Python module of the class; architecture of the language model)."""
 
 
 _ANY_TEXT = (
@@ -40,17 +40,17 @@ _ANY_TEXT = (
     ("NemotronH_Nano_VL_V2", "nano_nemotron_vl", "NemotronH_Nano_VL_V2"),
     ("NemotronH_Nano_Omni_Reasoning_V3", "nano_nemotron_vl", "NemotronH_Nano_VL_V2"),
 )
-"""(name, module, vLLM's class) of models whose config names the language model."""
+"""(architecture, Python module of vLLM's class, vLLM's class) of models whose config names the language model."""
 
 
 @dataclass(frozen=True)
 class AnyText(Architecture):
-    """A model with a vision tower, whose config names the language model. text: rows of language models."""
+    """The row of a model with a vision tower whose config names the language model. text: rows of language models."""
 
     text: tuple[Architecture, ...] = field(default=(), repr=False)
 
     def fit(self, config: Any) -> Architecture:
-        """The row for this text config. Raises ValueError for a language model without a row."""
+        """The row of a model with this text config. Raises ValueError if the language model has no row."""
         names = getattr(config, "architectures", None) or [_class_of(config.model_type)]
         row = next((row for row in self.text if row.name == names[0]), None)
         if row is None:
@@ -62,14 +62,14 @@ class AnyText(Architecture):
 
 
 def _class_of(model_type: str) -> str:
-    """The class of transformers for text models of this type. vLLM uses it if a config names no class."""
+    """The class of transformers for text models of this type. vLLM uses it if a text config has no architecture."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, model_type))
 
 
 def wrappers(text: Mapping[str, Architecture]) -> list[Architecture]:
-    """The rows of models with a vision tower. text: the rows of language models, by name."""
+    """The rows of models with a vision tower. text: architecture -> row, for language models."""
     inside = tuple(row for row in text.values() if not row.in_transformers)
     several = (
         AnyText(name, f"{MODELS}.{module}:{class_name}", language="language_model", text=inside)
@@ -79,7 +79,7 @@ def wrappers(text: Mapping[str, Architecture]) -> list[Architecture]:
 
 
 def _wrapper(name: str, module: str, row: Architecture, class_name: str = "") -> Architecture:
-    """The row of a model whose language model has `row`. class_name: vLLM's class, if it is not `name`."""
+    """The row of a model whose language model has the row `row`. class_name: vLLM's class, if it is not `name`."""
     given = {name: getattr(row, name) for name in ("layers", "embed", "final_norm")}
     paths: dict[str, Any] = {name: f"language_model.{path}" for name, path in given.items() if path}
     base = f"{MODELS}.{module}:{class_name or name}"
