@@ -17,7 +17,7 @@ MAX_BATCH = 65536
 EXTRACT_HIDDEN_STATES = "extract_hidden_states"
 """Method of vLLM's speculative config. With it, rows are in the cache layer of vLLM's draft model."""
 PLACEHOLDER_LAYERS = [1]
-"""Layer ids in the speculative config. vLLM requires at least one. It has no effect: `hooks` selects the layers."""
+"""Layer ids in the speculative config. vLLM requires at least one. The id has no effect."""
 _DRAFT = {
     "method": EXTRACT_HIDDEN_STATES,
     "num_speculative_tokens": 1,
@@ -45,7 +45,7 @@ def capture_args(
     hooks: the selection, as in "hidden-states,mlp_post@10-20,-logits", or a list of its items. store_dir: directory of
     the stores. options: the other fields of `ServerOptions`. owner: where rows are kept until they are copied.
 
-    - "draft": in the cache layer of the draft model of vLLM's extract_hidden_states. Returns `speculative_config` and
+    - "draft": in the cache layer of vLLM's draft model (method extract_hidden_states). Returns `speculative_config` and
       `kv_transfer_config`.
     - "target": in a cache layer of the served model. Returns `kv_transfer_config`.
     - "pool": in memory beside vLLM's cache. Returns `kv_transfer_config`.

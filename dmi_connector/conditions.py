@@ -37,10 +37,10 @@ class Condition:
     text: the condition as the client wrote it.
 
     For `keep_if`, the scores of all rows give one number. what: the function that gives this number, a name in
-    AGGREGATES or "count". "count" counts the rows whose score compares with `row_value` by `row_sign`. sign, value:
-    the operator, ">" or "<", and the right side of the comparison.
+    AGGREGATES or "count". sign, value: the operator, ">" or "<", and the right side of the comparison. "count" is the
+    number of rows with a score `row_sign` `row_value`, such as > 0.5.
 
-    For `stop_if`, the score of each row is compared. what: "". row_sign, row_value: the operator and the right side.
+    For `stop_if`, the score of each row is compared with `row_value`, by the operator `row_sign`. what: "".
     """
 
     text: str
@@ -58,7 +58,7 @@ class Condition:
         return float("nan") if np.isnan(rows).any() else int(self.of_rows(rows).sum())
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Whether each score is beyond `row_value`: bool [rows], False for NaN. rows: scores, float32 [rows]."""
+        """Whether each score is `row_sign` `row_value`: bool [rows], False for NaN. rows: scores, float32 [rows]."""
         return np.asarray(rows > self.row_value if self.row_sign == ">" else rows < self.row_value)
 
     def refutes(self, measure: float) -> bool:

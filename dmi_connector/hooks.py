@@ -148,7 +148,7 @@ class ModelDims:
 
 
 class SelectionError(ValueError):
-    """A hook selection is malformed, empty, or names something that does not exist. The message says how to mend it."""
+    """A hook selection is malformed, empty, or names something that does not exist. The message says how to fix it."""
 
 
 def _at(name: str, layers: Iterable[int]) -> str:
@@ -187,8 +187,8 @@ def _parse_layers(text: str, dims: ModelDims, item: str) -> set[int]:
         match = _RANGE.match(part)
         if match is None:
             raise SelectionError(
-                f"hooks: {item!r} has the layer range {part!r}; write a layer (3), a range (10-20), a stride (0-35:4), "
-                "negative layers from the end (-1), or several joined by + (0+5+10-20)"
+                f"hooks: {item!r} has the layer range {part!r}, which is not valid; write a layer (3), a range "
+                "(10-20), a stride (0-35:4), negative layers from the end (-1), or several joined by + (0+5+10-20)"
             )
         start, stop = int(match[1]), int(match[2] if match[2] is not None else match[1])
         ends = [x + dims.layers if x < 0 else x for x in (start, stop)]

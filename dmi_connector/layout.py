@@ -44,7 +44,7 @@ DRAFT_INDEX = "draft_index"
 """An additional 1-D array in stores of requests with speculative decoding."""
 
 DRAFT_UNKNOWN = 255
-"""Value of draft_index if it is unknown: the results of two steps arrived together, and each could be the token's."""
+"""Value of draft_index if the step that drafted a token is unknown, because two steps returned results at once."""
 
 ALL_TOKEN_ARRAYS = {**TOKEN_ARRAYS, DRAFT_INDEX: "uint8"}
 """Name -> dtype of every 1-D array that a store may have beside its hooks."""
@@ -97,7 +97,7 @@ class RowField:
 class RowLayout:
     """The fields of the rows of one rank.
 
-    fields: the fields that this rank writes, in the order of their offsets. row_bytes: bytes per row, the same on each
+    fields: in the order of their offsets. row_bytes: bytes per row, the same on each
     rank: the length of the longest row. writer: (hook, layer) -> the rank that writes it. It holds only replicated
     hooks, or with pipeline stages all hooks.
     """
@@ -324,9 +324,9 @@ class ArraySpec:
 class PayloadLayout:
     """The payload that one rank sends for a capture, and how it is stored.
 
-    The payload of a chunk of n rows holds the arrays in order, except per-sample arrays. Array j is a C-order
-    `[local layers, n, local width]` block at byte `bases[j] * n`. At byte `header_base * n` follow the headers of the n
-    rows, each HEADER_SENT_BYTES long. Samples of per-sample arrays are sent in separate payloads.
+    The payload of a chunk of n rows holds the arrays in order, except per-sample arrays. Array j is a C-order `[local
+    layers, n, local width]` block at byte `bases[j] * n`. The headers of the n rows, each HEADER_SENT_BYTES long, begin
+    at byte `header_base * n`. Samples of per-sample arrays are sent in separate payloads.
 
     arrays: the arrays that this rank writes. chunk_tokens: rows of a full chunk. segment_tokens: rows of a full shard.
     codec: a name in `codecs.CODECS`. elsewhere: on rank 0, the arrays that only other ranks write; on others ().

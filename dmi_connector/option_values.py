@@ -62,7 +62,7 @@ def hook_items(option: str, value: object) -> tuple[str, ...]:
 
 
 def is_directory_name(value: object) -> bool:
-    """Whether a value is an absolute path without "." and ".." that fits a Linux file system."""
+    """Whether a value is an absolute path without "." and ".." that Linux file systems allow."""
     if not isinstance(value, str) or not value.startswith("/") or len(value) > _LONGEST_PATH or not value.isprintable():
         return False
     parts = value.split("/")

@@ -37,7 +37,7 @@ _INCLUDE = "include_output_tokens"
 _NEAR, _NEAR_LENGTH = 0.85, 3
 """Minimum similarity (0 to 1) of a misspelt name to the option, and maximum difference in length."""
 _DMI_LIKE = re.compile(r"\s*dmi\s*(?:[._-]\s*(.*))?", re.IGNORECASE | re.DOTALL)
-"""Names that begin with `dmi`, as in "DMI" or "dmi.key". The group is the part after the prefix."""
+"""Matches "dmi" in any case, alone or with a suffix as in "dmi.key". The group is the suffix."""
 _ANSWERED = (
     "dmi_store",
     "dmi_request_id",
@@ -92,9 +92,9 @@ class CaptureParams:
     store, if the server allows it. loss_spans: [start, stop) positions of the prompt on which a trainer computes its
     loss. They are stored for `dmi export`.
 
-    probes: {probe: aggregates in INLINE that the response contains}. summary: the response contains norms and largest
-    neurons of rows, if the server's probes compute them. keep_if: the store is kept only if this condition is not false
-    at the end of the request. stop_if: the request ends after the first row for which this condition is true.
+    probes: {probe: aggregates in INLINE that the response contains}. summary: the response contains the norms and the
+    largest neurons of rows that the server's probes compute. keep_if: the store is kept only if this condition is not
+    false at the end of the request. stop_if: the request ends after the first row for which this condition is true.
     """
 
     include_output_tokens: bool = False

@@ -124,8 +124,8 @@ def _alerts(value: object, probes: Sequence[tuple[str, str]]) -> tuple[tuple[str
 class ServerOptions:
     """What one server captures and how it stores it.
 
-    What is captured. hooks: the selection (see `hooks.parse_selection`). reduce: {hook patterns: reduction}, of which
-    the first match of a hook applies; or the name of a mode (docs/REDUCTIONS.md). probes: {name: file}; each probe is
+    What is captured. hooks: the selection (see `hooks.parse_selection`). reduce: {hook patterns: reduction}, in which
+    the first match of a hook applies, or the name of a mode (docs/REDUCTIONS.md). probes: {name: file}; each probe is
     computed in the forward and captured as the hook probe.NAME (docs/PROBES.md). probe_alerts: {name: score}; requests
     with a larger score of the probe are counted.
 
@@ -145,9 +145,9 @@ class ServerOptions:
     writing may continue after the engine ends. check: "poison" fills rows with a pattern before each forward, and
     lists rows that still contain the pattern as missing. It is slow, and meant for tests of new models and features.
 
-    Limits; 0: no limit. max_request_bytes: raw rows of one request. max_total_bytes: all stores. min_free_bytes: space
-    that stays free on the file system. retain_seconds: older stores are removed. retain_bytes: the oldest stores are
-    removed while finished stores take more.
+    Limits; 0: no limit. max_request_bytes: of the raw rows of one request. max_total_bytes: of all stores.
+    min_free_bytes: space that must stay free on the file system. retain_seconds: age at which stores are removed.
+    retain_bytes: the oldest stores are removed while finished stores take more bytes.
 
     Upload. upload: s3://bucket/prefix to which finished stores are uploaded, "" for none. upload_remove_local: remove
     the local copy of an uploaded store. upload_backlog_bytes: maximum bytes of finished stores that wait for their

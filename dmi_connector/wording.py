@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterable
 from typing import TextIO
 
-_repr = reprlib.Repr()  # it stops at these limits, so a huge value costs no time
+_repr = reprlib.Repr()  # it formats a huge value only up to these limits
 _repr.maxlist = _repr.maxtuple = _repr.maxdict = 20
 _repr.maxstring = _repr.maxlong = _repr.maxother = 200
 _LONGEST = 500

@@ -12,8 +12,8 @@ Modules, in the order in which a prompt passes them:
     manifest     writes one line for each prompt whose store is complete
 
 The key of a prompt's store is RUN-POSITION. So the names of the stores and the manifest show what a killed run has
-left to do. A run that is started again first waits until all processes of the killed run have exited. It then treats
-each prompt by its store and its line in the manifest (recovery):
+left to do. A run that is started again first waits until all processes of the killed run have exited. What
+happens to a prompt then depends on its store and its line in the manifest (recovery):
 
     store                                   line      what happens
     complete and undamaged                  yes       done

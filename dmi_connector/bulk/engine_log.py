@@ -23,7 +23,7 @@ _ERROR = re.compile(
 def cause(failure: str, log: Path, since: int) -> str:
     """Why an engine failed.
 
-    failure: the reason that the engine reported. If it only refers to an earlier error, the log is searched. Returned
+    failure: the reason that the engine reported. If it only refers to an earlier error, the log is searched. The result
     is then the last error of this package in the log, else the last error of all, else `failure`. log: path of the
     engine's log. since: size of the log before the engine started, in bytes.
     """

@@ -85,8 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     end_with_parent(args.parent)
     end_forks_with_this()
-    # Ctrl-C signals the whole process group, but prompts in flight are to be finished. The end of the input ends the
-    # process.
+    # Ctrl-C signals the whole process group. This process leaves the group, to finish the prompts in flight.
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.dup(1)

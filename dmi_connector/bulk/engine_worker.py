@@ -21,12 +21,12 @@ ASK_S, SILENCE_S = 5.0, 60.0
 
 
 class EngineWorker:
-    """The class of a Ray actor, which starts an engine process on its node and exchanges messages with this process.
+    """Starts an engine process on its node, and exchanges messages with the process. This is the class of a Ray actor.
 
     The engine runs in a process of its own, so vLLM does not detect Ray. The process ends with the actor.
 
-    If the run does not call `events` for `silence_s` seconds, the connection between run and node is lost, and the
-    engine is killed. The run waits until the engine's processes have ended, and captures their prompts again.
+    If `events` is not called for `silence_s` seconds, the connection to the run counts as lost, and the engine is
+    killed. The run waits until the engine's processes have ended, and captures their prompts again.
 
     log: file for the engine's output. lives: paths of lock files on which all processes of the engine hold shared
     locks. start: the first message to the engine. Ray calls `post` and `events` on separate threads.

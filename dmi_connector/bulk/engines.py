@@ -21,7 +21,7 @@ from dmi_connector.store.write.messages import Message
 PROCESS = "dmi_connector.bulk.engine_process"
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _AHEAD = 2.0
-"""Number of prompts that an engine should have, as a multiple of max_num_seqs. Above 1, its queue is not empty."""
+"""Number of prompts that an engine should have, as a multiple of max_num_seqs: some always wait in its queue."""
 _END_S = 600.0
 """Seconds that an engine has to exit before it is killed."""
 
@@ -30,8 +30,8 @@ _END_S = 600.0
 class Answer:
     """The result of a prompt. position: the position of the prompt in the run.
 
-    engine: name of the engine. prompt_tokens, generated_tokens: numbers of tokens of the request. finish_reason: why
-    the request ended, as in vLLM. store: path of the store, if known. refused: why the engine refused the prompt, None
+    engine: name of the engine. prompt_tokens, generated_tokens: number of tokens in the request. finish_reason: of
+    the request, as in vLLM. store: path of the store, if known. refused: why the engine refused the prompt, None
     if it did not. error: why the request was served without a capture, None if it was captured.
     """
 
@@ -47,7 +47,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Death:
-    """An engine that exited before it was told to, or without finishing its prompts.
+    """An engine that exited before it was told to exit, or before it had finished its prompts.
 
     name: of the engine. how: how it exited, for messages. positions: positions of the prompts that it had not finished.
     life: path of a file on which only processes of this engine hold a shared lock. Once they have exited, other engines
@@ -108,7 +108,7 @@ class EngineChild(Protocol):
         """Kill the process."""
 
     def join(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds until the process exits, then kill it. Returns whether it exited by itself."""
+        """Wait until the process exits, but kill it after `timeout` seconds. Returns whether it exited by itself."""
 
 
 @dataclass(eq=False)

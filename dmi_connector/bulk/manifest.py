@@ -65,7 +65,7 @@ class Positions:
 
 
 def cannot_write(path: Path, error: OSError) -> OSError:
-    """The error for a file in a run's directory that cannot be written. It names the file and the fix."""
+    """The error for a file in a run's directory that cannot be written. Its message names the file and the fix."""
     return OSError(
         f"--out {path.parent}: {path.name} cannot be written ({error.strerror or error}); make room there, or change"
         " its mode, and start the same command again"

@@ -88,7 +88,7 @@ class Rows:
     def total(self) -> int | None:
         """Number of rows of the share: exact if the source knows its length or was read to the end, else an estimate.
 
-        None until _SAMPLE rows were read.
+        None if it is to be estimated from fewer than _SAMPLE rows.
         """
         known = len(self._shuffled) if self._shuffled is not None else self._source.count()
         order = self._order

@@ -159,8 +159,7 @@ class RayWorkers(EnginePool):
     """Distributes prompts over engines of a cluster. A worker is an actor with its engine.
 
     A worker that dies is started again when the cluster has room. Its prompts are repeated once all its processes have
-    exited, and with them the shared locks on a file of the worker. So `out` must be on a file system that all nodes
-    share.
+    exited, which shows in the locks on a file of the worker. So `out` must be on a file system that all nodes share.
 
     count: number of workers. needs: the resources of each worker. start: `RunSettings.engine_message`. out: directory
     of stores and logs. life: path of the file on which all processes of all engines hold shared locks. suffix:

@@ -57,8 +57,8 @@ class Recovered:
 def recover(out: Path, run: str, order: Order, manifest: Path, redo_missing: bool = False) -> Recovered:
     """Remove unusable stores of a share, and find the prompts that are done. No process of the share may still write.
 
-    out: directory of the stores. run: name of the run. order: has the share. manifest: path of the share's manifest.
-    redo_missing: prompts whose stores are gone count as not done. Uploaded stores are not gone.
+    out: directory of the stores. run: name of the run. order: has the share of this process. manifest: path of the
+    share's manifest. redo_missing: prompts whose stores are gone count as not done. Uploaded stores are not gone.
 
     Raises OSError. Raises ValueError for a store that must be removed but that another process uses.
     """

@@ -30,7 +30,7 @@ from dmi_connector.store.write.finish.retention import remove_store
 _TRIES = 2
 """Maximum number of captures of a prompt whose stores are incomplete."""
 _QUIET_S = 5.0
-"""Seconds after which a store without a line in the index is looked up by its path."""
+"""Seconds after an answer at which its store, if the index has no line of it, is looked up by path."""
 _MOST_FAILURES = 100
 """Number of consecutive failed captures that stops the run."""
 _ROWS_PER_TURN = 10_000
@@ -312,7 +312,7 @@ class Run:
         return found and found.with_name(found.name.removesuffix(".partial"))
 
     def _settle(self, flight: Flight) -> None:
-        """If both the answer and the capture of a prompt have ended, record the prompt or try it again."""
+        """If a prompt has its answer and its capture has ended, record the prompt or try it again."""
         info, answer = flight.captured, flight.answer
         if info is None or answer is None:
             return
