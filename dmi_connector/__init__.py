@@ -31,7 +31,7 @@ __all__ = [
     "open_captures",
 ]
 
-# TokenDataset is no part of __all__: it needs torch, and `from dmi_connector import *` does not.
+# TokenDataset needs torch. It is not in __all__, so `from dmi_connector import *` works without torch.
 _HOME = {
     "TokenDataset": "dmi_connector.analysis.training.token_dataset",
     "capture_args": "dmi_connector.args",
@@ -47,7 +47,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load names when first used: importing the package alone costs nothing and needs neither vllm nor torch."""
+    """Import the module of a public name on first use, so that `import dmi_connector` needs neither vllm nor torch."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

@@ -15,9 +15,9 @@ from dmi_connector.settings import POOL, ServerOptions
 MAX_BATCH = 65536
 """A batch size that no vLLM engine exceeds."""
 EXTRACT_HIDDEN_STATES = "extract_hidden_states"
-"""The method of vLLM's speculative config under which the draft owns the rows."""
+"""Method of vLLM's speculative config. With it, rows are in the cache layer of vLLM's draft model."""
 PLACEHOLDER_LAYERS = [1]
-"""Layer ids in that config. vLLM requires at least one id. They have no effect, since `hooks` chooses the layers."""
+"""Layer ids in the speculative config. vLLM requires at least one. The id has no effect."""
 _DRAFT = {
     "method": EXTRACT_HIDDEN_STATES,
     "num_speculative_tokens": 1,
@@ -25,12 +25,12 @@ _DRAFT = {
     "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": PLACEHOLDER_LAYERS}},
 }
 OWNER_ARGS: dict[str, dict[str, Any]] = {"draft": {"speculative_config": _DRAFT}, "target": {}, POOL: {}}
-"""Engine arguments that each owner of the rows needs besides the connector. `engine/owners/` has a class for each."""
+"""Owner of rows -> engine arguments that it needs besides `kv_transfer_config`."""
 OWNERS = tuple(OWNER_ARGS)
 CONNECTOR, CONNECTOR_MODULE = "DMIConnector", "dmi_connector.engine.connector"
-"""The connector's name and module in vLLM's options."""
+"""Class and module of the connector, as vLLM's `kv_transfer_config` names them."""
 POOL_CONNECTOR = "DMIPoolConnector"
-"""The connector of owner "pool", in the same module. With it vLLM keeps its hybrid cache manager on."""
+"""Class of the connector for owner "pool", in the same module. With it, vLLM's hybrid KV cache manager stays on."""
 CONNECTORS = (CONNECTOR, POOL_CONNECTOR)
 
 
@@ -40,15 +40,18 @@ def capture_args(
     owner: str = "draft",
     **options: Any,
 ) -> dict[str, dict[str, Any]]:
-    """Arguments for `vllm.LLM`, which are also the JSON of two flags of `vllm serve`.
+    """Keyword arguments for `vllm.LLM` that switch capture on. `vllm serve` takes each as a flag with a JSON value.
 
-    hooks: the selection, as in "hidden-states,mlp_post@10-20,-logits", or a list. store_dir: where stores are written.
-    owner: "draft" gives `speculative_config` (vLLM's extract_hidden_states path, whose draft model owns the rows) and
-    `kv_transfer_config`; "target" gives only `kv_transfer_config`, and the served model owns the rows. "pool" gives
-    only `kv_transfer_config` too, and rows are in separate memory. options: the other fields of `ServerOptions`.
+    hooks: the selection, as in "hidden-states,mlp_post@10-20,-logits", or a list of its items. store_dir: directory of
+    the stores. options: the other fields of `ServerOptions`. owner: where rows are kept until they are copied.
 
-    Raises OptionError for a bad option, and SelectionError for a hook that no model has. The hooks and
-    layers of the model are checked when the engine starts.
+    - "draft": in the cache layer of vLLM's draft model (method extract_hidden_states). Returns `speculative_config` and
+      `kv_transfer_config`.
+    - "target": in a cache layer of the served model. Returns `kv_transfer_config`.
+    - "pool": in memory beside vLLM's cache. Returns `kv_transfer_config`.
+
+    Raises OptionError for a bad option. Raises SelectionError for an unknown hook, and for a probe that `hooks` does
+    not select. The engine checks at its start whether the model has these hooks and layers.
     """
     if owner not in OWNERS:
         raise OptionError(f"owner: {owner!r} is unknown; choose one of {', '.join(OWNERS)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditions on the scores of a probe in the request options `keep_if` and `stop_if` (docs/PROBES.md)."""
+"""Conditions on a probe's scores: the request options `keep_if` and `stop_if` (docs/PROBES.md)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ AGGREGATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "mean": lambda rows: rows.mean(0, dtype=np.float64),
     "last": lambda rows: rows[-1],
 }
-"""name -> function of scores [rows, ...]."""
+"""Name -> function that reduces scores [rows, ...] over the rows."""
 _LONGEST = 200
+"""Maximum characters of a condition."""
 _NAME = r"(?P<probe>[A-Za-z0-9][A-Za-z0-9_-]*)"
 _SIGN, _NUMBER = r"(?P<{}>[<>])", r"(?P<{}>[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)"
 _OF_ROW = rf"{_NAME}\s*{_SIGN.format('row_sign')}\s*{_NUMBER.format('row_value')}"
@@ -33,8 +34,13 @@ _ROW = re.compile(_OF_ROW)
 class Condition:
     """A comparison of the scores of one probe with a number.
 
-    text: the condition as given. what: one of AGGREGATES, or "count", the number of rows for which `row_sign` and
-    `row_value` hold; "" for a condition on each row. sign, row_sign: "<" or ">".
+    text: the condition as the client wrote it.
+
+    For `keep_if`, the scores of all rows give one number. what: the function that gives this number, a name in
+    AGGREGATES or "count". sign, value: the operator, ">" or "<", and the right side of the comparison. "count" is the
+    number of rows with a score `row_sign` `row_value`, such as > 0.5.
+
+    For `stop_if`, the score of each row is compared with `row_value`, by the operator `row_sign`. what: "".
     """
 
     text: str
@@ -46,27 +52,27 @@ class Condition:
     row_value: float = 0.0
 
     def measure(self, rows: np.ndarray) -> float:
-        """The left side of the comparison. rows: scores, float32 [rows], at least one. NaN if a score is NaN."""
+        """The left side of a `keep_if`; NaN if a score that it depends on is NaN. rows: scores, float32 [rows >= 1]."""
         if self.what != "count":
             return float(AGGREGATES[self.what](rows))
         return float("nan") if np.isnan(rows).any() else int(self.of_rows(rows).sum())
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
-        """The rows for which `row_sign` and `row_value` hold, bool [rows]. False for NaN."""
+        """Whether each score is `row_sign` `row_value`: bool [rows], False for NaN. rows: scores, float32 [rows]."""
         return np.asarray(rows > self.row_value if self.row_sign == ">" else rows < self.row_value)
 
     def refutes(self, measure: float) -> bool:
-        """Whether the condition is false. NaN does not refute it."""
+        """Whether a `keep_if` is false for this result of `measure`. NaN does not refute a condition."""
         return measure <= self.value if self.sign == ">" else measure >= self.value
 
 
 def keep_if(value: object) -> Condition | None:
-    """The condition of `dmi.keep_if`. Raises OptionError."""
+    """Parse the request option `dmi.keep_if`. None if `value` is None. Raises OptionError."""
     return _parse("dmi.keep_if", value, "max(NAME) > 0.8, also with min, mean, last, count(NAME > 0.5), and <")
 
 
 def stop_if(value: object) -> Condition | None:
-    """The condition of `dmi.stop_if`, on each row. Raises OptionError."""
+    """Parse the request option `dmi.stop_if`. None if `value` is None. Raises OptionError."""
     return _parse("dmi.stop_if", value, "NAME > 0.95, or NAME < 0.05")
 
 

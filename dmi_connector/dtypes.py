@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dtypes of captured values, under the names that stores and Zarr use. bfloat16 is the one of ml_dtypes."""
+"""The dtypes of captured values, by their names in stores and Zarr. numpy has no bfloat16: ml_dtypes provides it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "ui
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The numpy dtype that `name` stands for, little-endian as on disk."""
+    """The numpy dtype of a name, little-endian as on disk."""
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name).newbyteorder("<")
 
 
@@ -25,7 +25,7 @@ ITEMSIZE = {name: numpy_dtype(name).itemsize for name in (*FLOATS, *_INTEGERS)}
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A numpy array of the same memory and dtype as a tensor of a CPU."""
+    """A numpy array with the memory and dtype of a CPU tensor."""
     import torch
 
     if tensor.dtype == torch.bfloat16:
@@ -34,10 +34,10 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def as_torch(values: np.ndarray) -> torch.Tensor:
-    """A torch tensor of the same memory and dtype. Raises ImportError without torch."""
+    """A torch tensor with the memory and dtype of a numpy array. Raises ImportError without torch."""
     import torch  # optional, and slow to import
 
     if values.dtype == numpy_dtype("bfloat16"):
-        # torch takes no array of ml_dtypes' bfloat16. The bits are the same.
+        # torch.from_numpy rejects ml_dtypes' bfloat16, so the bits are passed as int16.
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)

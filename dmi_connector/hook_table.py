@@ -8,16 +8,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hook:
-    """One kind of tensor.
+    """A hook: the name and the properties of one tensor of the forward, or of a probe.
 
-    width: symbol of its width, see `ModelDims.width`. scope: "layer" (one per layer), "once" (one per forward) or
-    "sampled" (one row per sampled position). sharded: under tensor parallelism each rank holds a slice of the width.
-    dtype: "model" (the model's own) or a fixed one. only: which layers or models have it: layers that are "dense" or
-    "moe" (mixtures of experts), models with one of FEATURES, models with "mrope" (positions on several axes), or layers
-    with a "mixer" (hybrid models); None: all. unless: a feature; models with it lack the hook. block: one of BLOCKS
-    that a layer must have; "" for any layer. source: for a probe, the hook from which it is computed. A probe has the
-    width, scope, sharding and dtype of its source. "" for a tensor of the model. layers: for a probe, the layers of its
-    source; (0,) if the source exists once.
+    width: symbol of the width, see `ModelDims.width`. scope: "layer" (one tensor per layer), "once" (one per forward)
+    or "sampled" (one row per sampled position). sharded: under tensor parallelism each rank holds a slice of the width.
+    doc: what the tensor is. dtype: "model" (the dtype of the model) or the name of a fixed dtype.
+
+    only: the models or layers that have the hook. "dense": layers with one MLP. "moe": layers with experts. "mixer":
+    layers with a mixer. "mrope": models whose positions have several axes. A name in FEATURES: models with this
+    feature. None: all. unless: a name in FEATURES; models with this feature lack the hook. block: a name in BLOCKS;
+    layers without this block lack the hook. "": no block is required.
+
+    source: for a probe, the hook from which it is computed; "" for a tensor of the model. A probe has the width, scope,
+    sharding and dtype of its source. layers: for a probe, the layers of its source; (0,) if the source exists once.
     """
 
     name: str
@@ -34,37 +37,37 @@ class Hook:
 
     @property
     def layered(self) -> bool:
-        """Whether stores have one entry per layer. A probe of one layer exists once."""
+        """Whether the hook has one entry per layer in a store. False for a probe of a single layer."""
         return self.scope == "layer" and len(self.layers) != 1
 
 
 BLOCKS = {
-    "attention": "which have no attention, or one of other sizes",
+    "attention": "which have no attention, or attention with other numbers or sizes of heads",
     "tokens": "which have neither attention nor a mixer",
     "mlp": "which have no MLP",
 }
-"""Block that some layers of hybrid models lack -> words of the refusal. "tokens" is attention or a mixer, whose output
-for a token depends on earlier tokens.
+"""Block that some layers of hybrid models lack -> clause of the error message. "tokens" is attention or a mixer: the
+blocks whose output for a token depends on earlier tokens.
 """
 FEATURES = {
     "rotary": "which has no rotary embedding",
     "latent": "which has no latent attention",
     "indexer": "which has no indexer",
-    "sequential": "which runs attention and MLP side by side",
+    "sequential": "which runs attention and MLP in parallel",
     "input_norm": "which has no norm before attention",
     "mlp_norm": "which has no norm of its own before the MLP",
-    "post_norms": "which has no norm after a block",
+    "post_norms": "which has no norms after attention and MLP",
     "gated_mixer": "which has no norm after the core of its mixers",
     "ungated_mlp": "whose MLP has a gate",
 }
-"""Feature that some hooks need -> words of the refusal for a model without it."""
+"""Feature that some hooks need -> clause of the error message for a model without the feature."""
 USUAL = frozenset(("rotary", "sequential", "input_norm", "mlp_norm"))
-"""The features of a Llama."""
+"""The features of the Llama architecture."""
 INSTEAD = {
-    "latent": "whose attention has kv_c and k_pe in the place of keys and values of heads",
+    "latent": "whose attention has kv_c and k_pe instead of keys and values per head",
     "ungated_mlp": "whose MLP has no gate",
 }
-"""Feature with which a model lacks a hook -> words of the refusal."""
+"""Feature with which a model lacks some hooks -> clause of the error message."""
 
 
 def _of_attention(
@@ -74,14 +77,14 @@ def _of_attention(
 
 
 PROBE = "probe."
-"""Prefix of the names of probes. Probes are hooks of one engine, and `ModelDims.hooks` has them."""
+"""Prefix of the hook names of probes. Probes belong to one engine: `ModelDims.hooks` has them, HOOKS does not."""
 
 _LINEAR = Hook(
     "mlp_pre_linear",
     "I",
     "layer",
     True,
-    "what the activation of the gate is multiplied by, output of up_proj",
+    "output of up_proj, which is multiplied by the activated gate",
     only="dense",
     unless="ungated_mlp",
 )
@@ -129,11 +132,11 @@ ALWAYS = ("token_ids", "positions", "mrope_positions")
 """Arrays that every capture has; `mrope_positions` only in models with M-RoPE. Selecting them has no effect."""
 
 ALIASES = {"mlp_in": "ln2"}
-"""Alias -> the stored hook. `resid_post` is an alias too: of resid_pre of the next layer, and for the last layer of
-resid_final."""
+"""Alias -> the stored hook. `resid_post` is also an alias, but its hook depends on the layer: resid_pre of the next
+layer, or resid_final for the last layer."""
 
 _NAMED_ALONE = ("q_rot", "k_rot", "pattern", "indexer_topk", "mlp_pre", "mlp_pre_linear")
-"""Hooks that `vllm-full` leaves out: other hooks and the weights give their values, or their rows are large."""
+"""Hooks that `vllm-full` leaves out: they follow from other hooks and the weights, or their rows are large."""
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "hidden-states": ("resid_pre", "resid_final"),

@@ -49,19 +49,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ModelDims:
-    """The sizes of a model that decide hook widths. Sizes are elements of the whole model, before sharding.
+    """The sizes of a model, from which the widths and layers of its hooks follow. Sizes are before sharding.
+
+    hidden: width of the residual stream. intermediate: width of an MLP. vocab: number of logits per token. experts,
+    top_k: experts per layer, and experts chosen per token. moe_layers: layers with experts.
 
     head_dim: head size of queries and keys. v_head_dim: head size of values, 0 if it equals head_dim. kv_lora_rank,
-    qk_rope_head_dim: in latent attention, sizes of the latent and of the rotary part of a head. features: the features
-    of FEATURES that the model has. index_topk, indexer_layers: the number of tokens that an indexer chooses, and the
-    layers with an indexer of their own. rope_axes: axes of the positions of M-RoPE, 0 without M-RoPE. only: the hooks
-    that can be captured; None: all.
+    qk_rope_head_dim: in latent attention, sizes of the latent and of the rotary part of a head. features: names in
+    FEATURES that the model has. index_topk, indexer_layers: number of tokens that an indexer chooses, and the layers
+    with an indexer of their own. rope_axes: number of position axes of M-RoPE, 0 without M-RoPE. only: the hooks that
+    can be captured; None: all.
 
     For hybrid models: attn_layers, mlp_layers: layers with attention, layers with an MLP; None: all. mixer_layers:
     layers with a mixer, such as Mamba or linear attention. mixer_proj: total width of the outputs of a mixer's input
     projections. mixer_inner: width of the output of its core.
 
-    probes: hooks that this engine computes from others.
+    probes: the hooks of the engine's probes.
     """
 
     architecture: str
@@ -96,7 +99,7 @@ class ModelDims:
         return {**HOOKS, **{probe.name: probe for probe in self.probes}}
 
     def width(self, hook: Hook) -> int:
-        """Elements of one row of `hook` for the whole model."""
+        """Elements of one row of `hook`, before sharding."""
         return {
             "H": self.hidden,
             "Q": self.heads * self.head_dim,
@@ -116,7 +119,7 @@ class ModelDims:
         }[hook.width]
 
     def layers_of(self, hook: Hook) -> tuple[int, ...]:
-        """Layers where `hook` exists in this model: (0,) for hooks that exist once, () for absent ones."""
+        """Layers where `hook` exists: (0,) if it exists once or per sample, () if the model lacks it."""
         if hook.source:
             return hook.layers
         if (hook.only == "mrope" and not self.rope_axes) or (self.only is not None and hook.name not in self.only):
@@ -134,7 +137,7 @@ class ModelDims:
         return self.mixer_layers if hook.only in ("mixer", "gated_mixer") else self._with(hook.block)
 
     def _with(self, block: str) -> tuple[int, ...]:
-        """Layers that have one of BLOCKS; "": all."""
+        """Layers that have `block`, a name in BLOCKS. "": all layers."""
         every = tuple(range(self.layers))
         if block == "mlp":
             return every if self.mlp_layers is None else self.mlp_layers
@@ -145,17 +148,21 @@ class ModelDims:
 
 
 class SelectionError(ValueError):
-    """A hook selection names what does not exist. The message names the option, the value and the fix."""
+    """A hook selection is malformed, empty, or names something that does not exist. The message says how to fix it."""
 
 
 def _at(name: str, layers: Iterable[int]) -> str:
-    """A hook and its layers, as a selection writes them."""
+    """A hook and its layers as an item of a selection, such as "q@0+2"."""
     return f"{name}@{'+'.join(map(str, sorted(layers)))}"
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Hook name -> captured layers, in the order of `HOOKS`, then probes; (0,) for what exists once or per sample."""
+    """The hooks and layers to capture.
+
+    hooks: hook name -> layers, in the order of `HOOKS`, then the probes. The layers of a hook that exists once or per
+    sample are (0,).
+    """
 
     hooks: Mapping[str, tuple[int, ...]]
 
@@ -164,7 +171,7 @@ class Selection:
 
     @property
     def row_hooks(self) -> dict[str, tuple[int, ...]]:
-        """The hooks that are stored in rows: all except the hooks of sampled positions."""
+        """The hooks that rows hold: all except those in SAMPLED."""
         return {n: ls for n, ls in self.hooks.items() if n not in SAMPLED}
 
 
@@ -180,8 +187,8 @@ def _parse_layers(text: str, dims: ModelDims, item: str) -> set[int]:
         match = _RANGE.match(part)
         if match is None:
             raise SelectionError(
-                f"hooks: {item!r} has the layer range {part!r}; write a layer (3), a range (10-20), a stride (0-35:4), "
-                "negative layers from the end (-1), or several joined by + (0+5+10-20)"
+                f"hooks: {item!r} has the layer range {part!r}, which is not valid; write a layer (3), a range "
+                "(10-20), a stride (0-35:4), negative layers from the end (-1), or several joined by + (0+5+10-20)"
             )
         start, stop = int(match[1]), int(match[2] if match[2] is not None else match[1])
         ends = [x + dims.layers if x < 0 else x for x in (start, stop)]
@@ -197,9 +204,10 @@ def _parse_layers(text: str, dims: ModelDims, item: str) -> set[int]:
 
 
 def _names(name: str, item: str, hooks: Iterable[str]) -> tuple[tuple[str, ...], bool]:
-    """(hook names of an item, whether hooks that the model lacks are skipped, as for presets and wildcards).
+    """The hooks that a name stands for. Returns (hook names, lenient).
 
-    hooks: the names of all hooks.
+    lenient: True for presets and wildcards, which skip hooks that the model lacks. item: the item with the name, for
+    messages. hooks: the names of all hooks. Raises SelectionError for an unknown name.
     """
     if name in hooks or name in ALWAYS or name == "resid_post":
         return (name,), False
@@ -210,7 +218,7 @@ def _names(name: str, item: str, hooks: Iterable[str]) -> tuple[tuple[str, ...],
     if any(c in name for c in "*?"):
         found = tuple(
             n for n in fnmatch.filter(hooks, name) if n != "pattern"
-        )  # expensive: never selected by a wildcard
+        )  # it is expensive, so only its full name selects it
         if found:
             return found, True
     if name.startswith(PROBE):
@@ -225,9 +233,9 @@ def _names(name: str, item: str, hooks: Iterable[str]) -> tuple[tuple[str, ...],
 def _items(
     spec: str | Iterable[str], hooks: Iterable[str]
 ) -> Iterator[tuple[str, re.Match[str], tuple[str, ...], bool]]:
-    """The items of a selection, each as (text, its parts, hook names, whether hooks that the model lacks are skipped).
+    """Yield the items of a selection as (text, match of _ITEM, hook names, lenient). hooks, lenient: as in `_names`.
 
-    hooks: the names of all hooks. Raises SelectionError.
+    Raises SelectionError.
     """
     for raw in spec.split(",") if isinstance(spec, str) else spec:
         if not isinstance(raw, str):
@@ -240,32 +248,31 @@ def _items(
 
 
 def check_names(spec: str | Iterable[str], probes: Iterable[str] = ()) -> None:
-    """Raise SelectionError for a selection that cannot be parsed, or that names an unknown hook. Layers are not
-    checked.
+    """Raise SelectionError if a selection is malformed, names an unknown hook, or does not select each of `probes`.
 
-    probes: names of probes, without PROBE. Each has to be selected.
+    probes: names without the prefix PROBE. Layers are not checked.
     """
     own = [PROBE + name for name in probes]
     named = {name for _, match, names, _ in _items(spec, (*HOOKS, *own)) if not match["drop"] for name in names}
     if unused := [name for name in own if name not in named]:
         raise SelectionError(
-            f"probes: {unused[0].removeprefix(PROBE)!r} is computed for nobody; add {unused[0]} to hooks, or leave "
-            "the probe out"
+            f"probes: {unused[0].removeprefix(PROBE)!r} is not captured; add {unused[0]} to hooks, or remove the probe"
         )
 
 
 def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection | None = None) -> Selection:
-    """Parse a selection such as ``"hidden-states,mlp_post@10-20,-logits"`` (or a list of such items) for a model.
+    """Parse a selection such as ``"hidden-states,mlp_post@10-20,-logits"``, or a list of such items, for a model.
 
-    Items add hooks from left to right. An item that starts with ``-`` removes hooks, or some of their layers. only: a
-    selection that limits the result. A hook without ``@`` then means its layers in `only`. A hook or an explicit layer
-    that is not in `only` is an error. Presets and wildcards skip such hooks.
+    Items add hooks from left to right. An item that starts with ``-`` removes hooks, or some of their layers.
+
+    only: a selection that limits the result. With `only`, a hook without ``@`` means its layers in `only`. A named hook
+    or layer outside `only` is an error; presets and wildcards skip it.
 
     Raises:
-        SelectionError: an unknown name (with the nearest known one), a hook or layer the model lacks, an empty result.
+        SelectionError: an unknown name, a hook or layer that the model lacks or `only` excludes, or an empty result.
     """
     chosen: dict[str, set[int]] = {}
-    absent: list[tuple[str, str]] = []  # items without effect, each with a name that the model lacks
+    absent: list[tuple[str, str]] = []  # (item, name in ALWAYS that the model lacks)
     for item, match, names, lenient in _items(spec, dims.hooks):
         for name in names:
             if name in ALWAYS:
@@ -299,18 +306,19 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
     if not hooks:
         shown = spec if isinstance(spec, str) else ",".join(spec)
         raise SelectionError(
-            f"hooks: {shown!r} selects nothing; name at least one hook or preset ({', '.join(PRESETS)}), before those "
-            "that are taken away, as in 'vllm-full,-logits'"
+            f"hooks: {shown!r} selects nothing; name at least one hook or preset ({', '.join(PRESETS)}), before items "
+            "that start with -, as in 'vllm-full,-logits'"
         )
     always = {name: (0,) for name in ALWAYS if name in HOOKS and _has(name, dims)}
     return Selection({name: (hooks | always)[name] for name in dims.hooks if name in hooks or name in always})
 
 
 def narrow(served: Selection, hooks: Iterable[str] | None, layers: Sequence[int] | None, dims: ModelDims) -> Selection:
-    """The part of the server's selection that a request captures.
+    """The part of the server's selection `served` that a request captures.
 
-    hooks: items as in `parse_selection`, None for all. layers: layer numbers, negative from the end, None for all;
-    hooks that exist once are kept. Raises SelectionError, also for a layer that none of the chosen hooks has.
+    hooks: items as in `parse_selection`, None for all. layers: layer numbers, negative from the end, None for all.
+    `layers` does not affect hooks that exist once. Raises SelectionError as `parse_selection` does, and for a layer
+    that none of the chosen hooks has.
     """
     chosen = served if hooks is None else parse_selection(hooks, dims, only=served)
     if layers is None:
@@ -332,7 +340,7 @@ def narrow(served: Selection, hooks: Iterable[str] | None, layers: Sequence[int]
 
 
 def _layers_for(name: str, text: str | None, dims: ModelDims, item: str) -> list[tuple[str, set[int]]]:
-    """(stored hook, layers) pairs of a name. `resid_post` is stored as the next layer's resid_pre."""
+    """(stored hook, layers) pairs of a hook name. text: layers as in an item, None for all. Raises SelectionError."""
     layers = set(range(dims.layers)) if text is None else _parse_layers(text, dims, item)
     if name == "resid_post":
         inner = {layer + 1 for layer in layers if layer + 1 < dims.layers}
@@ -346,7 +354,7 @@ def _layers_for(name: str, text: str | None, dims: ModelDims, item: str) -> list
 
 
 def _has(name: str, dims: ModelDims) -> bool:
-    """Whether a model has one of ALWAYS."""
+    """Whether a model has `name`, one of ALWAYS."""
     return name not in HOOKS or bool(dims.layers_of(HOOKS[name]))
 
 
@@ -378,5 +386,5 @@ def _why_absent(hook: Hook, dims: ModelDims) -> str:
 
 
 def hook_dtype(hook: Hook, model_dtype: str) -> str:
-    """The dtype of a hook's values in a model of `model_dtype`."""
+    """The name of the dtype of a hook's values. model_dtype: the dtype of the model."""
     return model_dtype if hook.dtype == "model" else hook.dtype

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layouts of a selection for a model: of a row in the cache, and of a payload on its way to a store.
+"""The memory layouts of rows in GPU memory, and of payloads on their way to a store.
 
-A row holds all selected hooks of one token, one after the other. Taps write rows. A payload holds a chunk of rows,
-array by array, as the store does. Nothing here imports torch or vllm.
+Taps write rows. A row holds all selected hooks of one token, one after the other. A payload holds the values of a
+chunk of rows array by array, as the store does. Nothing here imports torch or vllm.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ HEADER_BYTES = 64
 """Bytes of the header at the start of a row: token id and position (two int32), then padding."""
 
 HEADER_SENT_BYTES = 8
-"""Bytes of the header in a payload. The coordinator checks them, so a row of another token is detected."""
+"""Bytes of a row's header in a payload: token id and position. The coordinator compares them with the request."""
 
 TOKEN_ARRAYS = {"token_ids": "int32", "positions": "int32", "phase": "uint8"}
-"""The 1-D arrays that each store has beside its hooks."""
+"""Name -> dtype of the 1-D arrays that each store has beside its hooks."""
 
 DRAFT_INDEX = "draft_index"
 """An additional 1-D array in stores of requests with speculative decoding."""
 
 DRAFT_UNKNOWN = 255
-"""A value of draft_index: two steps had their results at once, so it is not known which step drafted the token."""
+"""Value of draft_index if the step that drafted a token is unknown, because two steps returned results at once."""
 
 ALL_TOKEN_ARRAYS = {**TOKEN_ARRAYS, DRAFT_INDEX: "uint8"}
-"""Every 1-D array of tokens, with its dtype."""
+"""Name -> dtype of every 1-D array that a store may have beside its hooks."""
 
 AXES = "mrope_positions"
-"""The hook of positions on axes (M-RoPE)."""
+"""The hook with the position of each token on each axis of M-RoPE."""
 
 RESERVED = (*ALL_TOKEN_ARRAYS, "logits_positions")
-"""Names of arrays that every store may have. No hook array may have these names."""
+"""Names of arrays beside the hooks of a store. No hook may have one of these names."""
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-"""Valid names of arrays. Each array is a directory of the store."""
+"""Valid names of arrays. Each array is a directory in the store."""
 
 
 @dataclass(frozen=True)
 class RowField:
     """One hook of one layer in a row, on one rank.
 
-    dtype, width: of the hook's values before reduction. offset: byte offset in the row. source: for a probe, the hook
-    from which it is computed.
+    dtype, width: dtype and number of the hook's values before reduction. offset: byte offset in the row. source: for a
+    probe, the hook from which it is computed.
     """
 
     hook: str
@@ -76,12 +76,12 @@ class RowField:
 
     @property
     def tapped(self) -> str:
-        """The hook of the model whose values are reduced and written here."""
+        """The hook of the model from whose values this field is computed."""
         return self.source or self.hook
 
     @property
     def stored(self) -> tuple[str, int]:
-        """(dtype, width) in the row, after reduction."""
+        """(dtype, number of values) in the row, after reduction."""
         if self.reduction is None:
             return self.dtype, self.width
         return self.reduction.stored_dtype(self.dtype), self.reduction.stored_width(self.width, self.dtype)
@@ -95,11 +95,11 @@ class RowField:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The places of hooks in the rows of one rank.
+    """The fields of the rows of one rank.
 
-    fields: the fields of the selected hooks, without those that another rank writes. row_bytes: bytes per row,
-    which is the length of the longest row of any rank. writer: (hook, layer) -> the rank that writes it, for replicated
-    hooks. Pipeline stages write all hooks that they compute.
+    fields: in the order of their offsets. row_bytes: bytes per row, the same on each
+    rank: the length of the longest row. writer: (hook, layer) -> the rank that writes it. It holds only replicated
+    hooks, or with pipeline stages all hooks.
     """
 
     fields: tuple[RowField, ...]
@@ -111,12 +111,12 @@ class RowLayout:
         return self._by_name.get((hook, layer))
 
     def taking(self, hook: str, layer: int) -> list[RowField]:
-        """The fields that are computed from the values of one hook and layer: its own field, and those of probes."""
+        """The fields computed from the values of one hook and layer: the hook's own field, and fields of probes."""
         return self._by_tap.get((hook, layer), [])
 
     @cached_property
     def scored(self) -> list[RowField]:
-        """The fields that hold scores of probes, float32, in the order of the row, without latents of autoencoders."""
+        """The fields of probes, in the order of the row. Fields of autoencoders are not among them."""
         return [f for f in self.fields if isinstance(f.reduction, Probe)]
 
     @cached_property
@@ -132,10 +132,13 @@ class RowLayout:
 
 
 def hook_reductions(rules: Sequence[tuple[str, str]], selection: Selection, dims: ModelDims, tp: int) -> Reductions:
-    """The reduction of each hook. The first match in `rules`, which are (comma-separated patterns, reduction), applies.
+    """The reduction of each hook that has one.
 
-    Wildcards skip integer hooks, logits and probes. Raises ReduceError for a rule that names one of these, or a hook
-    that is not captured.
+    rules: (comma-separated patterns, reduction) pairs. The first pattern that matches a hook decides. Wildcards skip
+    integer hooks, logits and probes. tp: tensor-parallel size.
+
+    Raises ReduceError for a rule that names an integer hook, logits, a probe, or a hook that is not captured. It is
+    also raised for a captured hook that needs a reduction and has none.
     """
     found: dict[str, Reduction | None] = {}
     known = {n: dims.hooks[n] for n in selection.row_hooks}
@@ -156,7 +159,7 @@ def hook_reductions(rules: Sequence[tuple[str, str]], selection: Selection, dims
                 fix = "leave it out or give it 'none'"
                 if name in summarised:
                     fix = f"give it {summarised[name].forms[0]}, as in {summarised[name].example!r}"
-                raise ReduceError(f"reduce: {pattern} cannot be reduced so ({spec}); {fix}")
+                raise ReduceError(f"reduce: {pattern} cannot have the reduction {spec!r}; {fix}")
             if not names:
                 near = suggest(pattern, selection.hooks)
                 raise ReduceError(f"reduce: {pattern!r} is not captured{near}; captured: {', '.join(selection.hooks)}")
@@ -168,7 +171,7 @@ def hook_reductions(rules: Sequence[tuple[str, str]], selection: Selection, dims
     for hook, kind in summarised.items():
         if hook in selection.hooks and found.get(hook) is None:
             how = {hook: kind.example}
-            raise ReduceError(f"hooks: {hook} is captured in summary only; say how in reduce, as in {how}")
+            raise ReduceError(f"hooks: {hook} can only be captured with a reduction; give one in reduce, as in {how}")
     return {name: reduction for name, reduction in found.items() if reduction is not None}
 
 
@@ -180,10 +183,11 @@ def row_layouts(
     reductions: Reductions | None = None,
     stages: Sequence[range] = (),
 ) -> tuple[RowLayout, ...]:
-    """The rows of `selection` on each rank: one hook after the other, layer by layer, each aligned to ROW_ALIGN.
+    """The row layout of each rank. Fields are ordered by layer, then by hook, and aligned to ROW_ALIGN.
 
-    dtype: dtype of the model ("bfloat16", "float16" or "float32"). stages: the layers of each rank's pipeline stage;
-    without stages there are `tp` ranks. All ranks have the positions on axes, from which the header's are computed.
+    dtype: dtype of the model ("bfloat16", "float16" or "float32"). tp: tensor-parallel size, the number of ranks
+    without pipeline stages. stages: the layers of each rank's pipeline stage, () without stages. The rows of every rank
+    have `mrope_positions`, because the kernel that writes the header writes them too.
     """
     order = sorted(
         (
@@ -212,7 +216,7 @@ def row_layouts(
 
 
 def _pack(fields: Sequence[RowField]) -> tuple[tuple[RowField, ...], int]:
-    """Assign offsets. Returns (the fields with offsets, bytes of the row)."""
+    """Assign byte offsets to fields. Returns (the fields with offsets, bytes per row)."""
     offset, packed = HEADER_BYTES, []
     for row_field in fields:
         packed.append(replace(row_field, offset=offset))
@@ -222,16 +226,16 @@ def _pack(fields: Sequence[RowField]) -> tuple[tuple[RowField, ...], int]:
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One array of a store, as one rank writes it.
+    """One array of a store, and the part of it that one rank writes.
 
-    A hook array is `[layers, tokens, width]`. With `layers=()` the hook exists once and its layer axis has length 1. A
-    per-sample array (`per_sample=True`: logits) is `[samples, width]`. For names in `hooks.HOOKS` the scope given there
-    decides: the layers of a hook that exists once, or per sample, become `()`.
+    A hook array is `[layers, tokens, width]`. With `layers=()` the hook exists once, and the layer axis has length 1. A
+    per-sample array (`per_sample=True`: logits) is `[samples, width]`. For names in `hooks.HOOKS`, `layers` and
+    `per_sample` follow the hook's scope: a hook that exists once or per sample has `layers=()`.
 
-    reduce: settings of the reduction that was applied (docs/FORMAT.md, section 11), None without one. layers, width: of
-    the whole array. shards: files per segment. rank: index of this file. With `part_layers` each file has this many
-    layers, beginning at `rank * part_layers`, and the last file has the remaining ones. Otherwise each file has `width
-    / shards` columns.
+    layers, width: of the whole array. reduce: settings of the reduction (docs/FORMAT.md, section 11), None without one.
+    shards: number of files per segment, into which the array is split. rank: index of this rank's file. part_layers: 0
+    splits the width: each file has `width / shards` columns. Otherwise the layers are split: each file has
+    `part_layers` layers, beginning at index `rank * part_layers`, and the last file has the rest.
 
     Raises ValueError for a name, dtype or split that the format cannot hold.
     """
@@ -264,7 +268,7 @@ class ArraySpec:
         if not 0 <= self.rank < self.shards:
             raise ValueError(
                 f"array {self.name!r}: rank {self.rank} is outside its {self.shards} shards;"
-                " an unsharded array has slice 0 alone"
+                " an unsharded array has only rank 0"
             )
         if self.per_sample and self.layers:
             raise ValueError(f"array {self.name!r}: a per-sample array has no layers, got {self.layers}")
@@ -283,32 +287,32 @@ class ArraySpec:
 
     @property
     def slices(self) -> int:
-        """Slices of the width."""
+        """Number of files over which the width is split."""
         return 1 if self.part_layers else self.shards
 
     @property
     def local_width(self) -> int:
-        """Columns of this file."""
+        """Columns in this rank's file."""
         return self.width // self.slices
 
     @property
     def shard_layers(self) -> int:
-        """Layers of each file except the last."""
+        """Layers in each file except the last."""
         return self.part_layers or self.n_layers
 
     @property
     def first_layer(self) -> int:
-        """Index of this file's first layer."""
+        """Index in `layers` of the first layer in this rank's file."""
         return self.rank * self.part_layers
 
     @property
     def local_layers(self) -> int:
-        """Layers of this file."""
+        """Layers in this rank's file."""
         return min(self.shard_layers, self.n_layers - self.first_layer)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token (or one sample) in this file."""
+        """Uncompressed bytes of one token, or one sample, in this rank's file."""
         return self.local_layers * self.local_width * self.itemsize
 
     def to_json(self) -> dict[str, Any]:
@@ -320,13 +324,14 @@ class ArraySpec:
 class PayloadLayout:
     """The payload that one rank sends for a capture, and how it is stored.
 
-    The payload of a chunk of n rows holds each token array as a C-order `[local layers, n, local width]` block, array j
-    at byte `bases[j] * n`. Then follow n row headers of HEADER_SENT_BYTES at byte `header_base * n`. Rows of per-sample
-    arrays are sent in separate payloads.
+    The payload of a chunk of n rows holds the arrays in order, except per-sample arrays. Array j is a C-order `[local
+    layers, n, local width]` block at byte `bases[j] * n`. The headers of the n rows, each HEADER_SENT_BYTES long, begin
+    at byte `header_base * n`. Samples of per-sample arrays are sent in separate payloads.
 
-    arrays: the arrays that this rank writes, with token arrays in payload order. chunk_tokens: token rows per full
-    chunk. segment_tokens: token rows per shard file. elsewhere: on rank 0, arrays that only other ranks write. Raises
-    ValueError for values that the format cannot hold.
+    arrays: the arrays that this rank writes. chunk_tokens: rows of a full chunk. segment_tokens: rows of a full shard.
+    codec: a name in `codecs.CODECS`. elsewhere: on rank 0, the arrays that only other ranks write; on others ().
+
+    Raises ValueError for values that the format cannot hold.
     """
 
     arrays: tuple[ArraySpec, ...]
@@ -349,7 +354,7 @@ class PayloadLayout:
 
     @cached_property
     def bases(self) -> tuple[int, ...]:
-        """Byte offset of each array in a payload, divided by the rows of the payload; of per-sample arrays 0."""
+        """Byte offset of each array in a payload of one row; 0 for per-sample arrays."""
         found, at = [], 0
         for spec in self.arrays:
             found.append(0 if spec.per_sample else at)
@@ -363,12 +368,12 @@ class PayloadLayout:
 
     @cached_property
     def header_base(self) -> int:
-        """Byte offset of the row headers in a payload, divided by the rows of the payload."""
+        """Byte offset of the row header in a payload of one row."""
         return sum(a.token_bytes for a in self.arrays if not a.per_sample)
 
     @cached_property
     def token_bytes(self) -> int:
-        """Payload bytes of one row, header included."""
+        """Bytes of a payload of one row, header included."""
         return self.header_base + HEADER_SENT_BYTES
 
     @property

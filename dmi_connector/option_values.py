@@ -11,7 +11,7 @@ from dmi_connector.wording import show, suggest
 SUGGEST_FROM = 100
 """Maximum number of characters of a given name that are compared with known names."""
 _LONGEST_PATH, _LONGEST_NAME = 1024, 255
-"""Maximum characters of a path, and maximum bytes of one of its names, as in Linux file systems."""
+"""Maximum characters of a path, and maximum bytes of a path component, as in Linux file systems."""
 
 
 class OptionError(ValueError):
@@ -19,12 +19,12 @@ class OptionError(ValueError):
 
 
 def refuse(option: str, value: object, fix: str) -> OptionError:
-    """The error to raise. fix: says what is wrong with the value, and which value to give."""
+    """The OptionError for a bad value. fix: what is wrong with the value, and which value to give."""
     return OptionError(f"{option}: {show(value)} {fix}")
 
 
 def check_names(where: str, given: Mapping[Any, Any], known: Sequence[str]) -> None:
-    """Raise OptionError for a name that is not known. where: the option that contains the names."""
+    """Raise OptionError if a key of `given` is not in `known`. where: the option that contains the keys."""
     for name in given:
         if name not in known:
             near = suggest(name[:SUGGEST_FROM], known) if isinstance(name, str) else ""
@@ -54,7 +54,7 @@ def one_of(option: str, value: object, choices: tuple[str, ...]) -> str:
 
 
 def hook_items(option: str, value: object) -> tuple[str, ...]:
-    """The items of a selection of hooks, from a list or separated by commas. Raises OptionError."""
+    """The items of a hook selection. value: a comma-separated string, or a list of strings. Raises OptionError."""
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not items or not all(isinstance(i, str) for i in items):
         raise refuse(option, value, "is not valid; give hook names as a comma-separated string or a list of strings")
@@ -62,7 +62,7 @@ def hook_items(option: str, value: object) -> tuple[str, ...]:
 
 
 def is_directory_name(value: object) -> bool:
-    """Whether it is an absolute path without "." and ".." that a file system can hold."""
+    """Whether a value is an absolute path without "." and ".." that Linux file systems allow."""
     if not isinstance(value, str) or not value.startswith("/") or len(value) > _LONGEST_PATH or not value.isprintable():
         return False
     parts = value.split("/")

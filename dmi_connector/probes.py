@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probes of one engine: hooks that taps compute from others. Each is checked against the model.
+"""Adds the probes of an engine to the hooks of its model. A probe is a hook that taps compute from another hook.
 
 Nothing here imports torch or vllm.
 """
@@ -23,10 +23,10 @@ _RESID_POST = "resid_post"
 
 
 def with_probes(dims: ModelDims, probes: Sequence[tuple[str, str]], tp: int) -> tuple[ModelDims, dict[str, AnyProbe]]:
-    """Returns (the sizes of the model with the hooks of `probes`, {hook: the reduction that computes it}).
+    """Add `probes` to the hooks of a model. Returns (`dims` with the hooks of the probes, {hook name: probe}).
 
-    probes: (name, text) of each probe, as in the option. tp: tensor-parallel size. Raises OptionError for a probe that
-    does not fit the model.
+    probes: (name, text) of each probe, as in the server option `probes`. tp: tensor-parallel size. Raises OptionError
+    for a probe that does not fit the model.
     """
     hooks: list[Hook] = []
     computed: dict[str, AnyProbe] = {}
@@ -43,17 +43,17 @@ def with_probes(dims: ModelDims, probes: Sequence[tuple[str, str]], tp: int) -> 
 
 
 def _source(name: str, probe: AnyProbe, dims: ModelDims) -> tuple[Hook, tuple[int, ...]]:
-    """The hook from which a probe is computed, and the layers. Raises ReduceError."""
+    """(the hook from which a probe is computed, its layers). Raises ReduceError if the probe does not fit the model."""
     what = f"probes: {name!r} ({probe.path}) is of {probe.source}"
     source, layers = ALIASES.get(probe.source, probe.source), probe.layers
     if probe.width is None and source == _RESID_POST:
-        fix = f"{probe.form}(resid_pre), and {probe.form}(resid_final) for that of the last"
+        fix = f"{probe.form}(resid_pre), and {probe.form}(resid_final) for the last layer"
         raise ReduceError(f"{what} in all layers; give {fix}")
     if probe.width is None and source in HOOKS:
         layers = dims.layers_of(HOOKS[source]) or (0,)
     if source == _RESID_POST:
         if len(layers) != 1:
-            raise ReduceError(f"{what} in {len(layers)} layers; make it of resid_pre, with each layer one larger")
+            raise ReduceError(f"{what} in {len(layers)} layers; name resid_pre, and make each layer number one larger")
         source, layers = ("resid_final", (0,)) if layers[0] == dims.layers - 1 else ("resid_pre", (layers[0] + 1,))
     hook = HOOKS.get(source)
     if hook is None:

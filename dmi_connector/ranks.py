@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which slice of a hook each tensor-parallel rank has, and which rank writes replicated hooks and hooks of a stage."""
+"""Assigns hooks to ranks: slices under tensor parallelism, replicated hooks, and hooks of pipeline stages."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from dmi_connector.hooks import Hook, ModelDims
 
 Place = tuple[str, int]
-"""A hook and a layer."""
+"""(hook name, layer)."""
 
 _UNEVEN = 1.1
-"""Maximum size of a rank's row, relative to the mean."""
+"""Maximum bytes of a rank's row, as a multiple of the mean over all ranks."""
 
 
 @dataclass(frozen=True)
 class HookShard:
-    """How a hook's width is split over ranks: into `shards` slices of `width` elements. This rank has slice `shard`.
+    """The slice of a hook that one rank has: slice `shard` of `shards`, each of `width` elements.
 
-    owner is False if another rank has the same slice and writes it. For a replicated hook the first rank is the owner
-    here. `writers_of_whole` assigns replicated hooks to ranks.
+    owner: False if another rank has the same slice and writes it. For a replicated hook, `owner` is True only on rank
+    0, and `writers_of_whole` decides which rank writes it.
     """
 
     width: int
@@ -30,7 +30,7 @@ class HookShard:
 
 
 def shard_of(hook: Hook, dims: ModelDims, tp: int, rank: int) -> HookShard:
-    """The split of `hook` over `tp` ranks, the same as vLLM's. With fewer KV heads than ranks, ranks share KV heads."""
+    """The slice of `hook` on `rank`, as in vLLM. With fewer KV heads than ranks, several ranks share a KV head."""
     width = dims.width(hook)
     if not hook.sharded or tp == 1:
         return HookShard(width, 1, 0, rank == 0)
@@ -58,14 +58,14 @@ def writers_of_stages(places: Iterable[Place], dims: ModelDims, stages: Sequence
 def writers_of_whole(nbytes: Mapping[Place, int], logits: int, dims: ModelDims, tp: int) -> dict[Place, int]:
     """Assign each layer of each replicated hook to one rank, so that row sizes are balanced.
 
-    Hooks are assigned from the largest to the smallest, each to the rank with the fewest bytes. While a rank has more
-    than _UNEVEN of the mean, the layers of its largest hook are divided among all ranks, in runs. The result is the
-    assignment whose largest row is smallest.
+    Hooks are assigned from the largest to the smallest, each to the rank with the fewest bytes. While a row is larger
+    than _UNEVEN times the mean, the layers of the largest hook in it are divided among all ranks, in contiguous runs.
+    Of the assignments tried, the one with the smallest maximum row size is returned.
 
-    nbytes: bytes on one rank of each selected hook and layer, in the order of the rows. logits: bytes of a row of
-    logits, which rank 0 writes.
+    nbytes: bytes on one rank of each selected hook and layer, in the order of the rows. logits: bytes per row of
+    logits, which rank 0 writes. tp: tensor-parallel size.
     """
-    whole: dict[str, dict[int, int]] = {}  # bytes of each layer
+    whole: dict[str, dict[int, int]] = {}  # replicated hook -> {layer: bytes}
     rows = [0] * tp
     for (name, layer), size in nbytes.items():
         shards = [shard_of(dims.hooks[name], dims, tp, rank) for rank in range(tp)]
@@ -83,9 +83,8 @@ def writers_of_whole(nbytes: Mapping[Place, int], logits: int, dims: ModelDims, 
             break
         apart |= {max(able, key=lambda name: sum(whole[name].values()))}
         found, held = _give_out(whole, apart, rows, logits)
-        if max(held) < max(
-            best[1]
-        ):  # if several ranks have the longest row, it becomes shorter only after the last of them is changed
+        # If several ranks have the longest row, the maximum falls only after the last of them is changed.
+        if max(held) < max(best[1]):
             best = found, held
     return best[0]
 
@@ -93,9 +92,10 @@ def writers_of_whole(nbytes: Mapping[Place, int], logits: int, dims: ModelDims, 
 def _give_out(
     whole: Mapping[str, Mapping[int, int]], apart: set[str], rows: Sequence[int], logits: int
 ) -> tuple[dict[Place, int], list[int]]:
-    """(the rank of each layer of each whole hook, bytes of a row on each rank).
+    """(rank of each layer of each replicated hook, bytes per row on each rank).
 
-    whole: bytes of each layer. apart: hooks whose layers all ranks share. rows: bytes of other hooks on each rank.
+    whole: replicated hook -> {layer: bytes}. apart: hooks whose layers are divided among the ranks. rows: bytes per row
+    of the other hooks on each rank. logits: as in `writers_of_whole`.
     """
     found: dict[Place, int] = {}
     held = [*rows]

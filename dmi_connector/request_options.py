@@ -27,17 +27,17 @@ from dmi_connector.reduce.probe import NORM, TOP, Probe
 from dmi_connector.wording import suggest
 
 INLINE = tuple(AGGREGATES)
-"""Aggregates of the scores of a request's rows that a response may have."""
+"""Aggregates of a probe's scores that a request may ask for in its response."""
 MOST_SPANS = 4096
 """Maximum number of spans in `dmi.loss_spans`."""
 _MOST_TOKENS = 1 << 40
-"""The largest token position."""
+"""Upper bound of token positions in options."""
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _INCLUDE = "include_output_tokens"
 _NEAR, _NEAR_LENGTH = 0.85, 3
-"""Minimum similarity (0 to 1) of a misspelt name, and maximum difference in length."""
+"""Minimum similarity (0 to 1) of a misspelt name to the option, and maximum difference in length."""
 _DMI_LIKE = re.compile(r"\s*dmi\s*(?:[._-]\s*(.*))?", re.IGNORECASE | re.DOTALL)
-"""Names that are meant for this package. The group is the part after a prefix."""
+"""Matches "dmi" in any case, alone or with a suffix as in "dmi.key". The group is the suffix."""
 _ANSWERED = (
     "dmi_store",
     "dmi_request_id",
@@ -51,14 +51,15 @@ _ANSWERED = (
     "dmi_warning",
     "dmi_error",
 )
-"""Names in responses. Proxies pass them on with a request to the next server."""
+"""Names in responses. They are accepted in requests, because a proxy may pass them on to the next server."""
 _LOOKED_AT = 32
-"""Maximum number of names to compare. Comparing takes the engine's time, and a client may send any number of names."""
+"""Maximum number of names per request that are checked for misspelling. The check takes time of the engine process."""
 
 
 def _meant(name: str, params: Mapping[Any, Any], known: Sequence[str]) -> str:
-    """The correct spelling of a name beside `dmi` that is meant for this package; "" for other names and those of
-    responses.
+    """The correct spelling of a misspelt or misplaced option; "" for a name that is not meant for this package.
+
+    name: a name beside `dmi` in `params`, the request's `kv_transfer_params`. known: the options under `dmi`.
     """
     like = _DMI_LIKE.fullmatch(name[:SUGGEST_FROM])
     answered = name in _ANSWERED and (name != "dmi_key" or "dmi_request_id" in params)
@@ -71,7 +72,7 @@ def _meant(name: str, params: Mapping[Any, Any], known: Sequence[str]) -> str:
 
 
 def _is_slip(name: str, word: str) -> bool:
-    """Whether a name differs from `word` by one missing, wrong or additional letter, or by two swapped letters."""
+    """Whether a name differs from `word` by one letter: missing, wrong, additional, or swapped with its neighbour."""
     name = name[:SUGGEST_FROM].lower()
     if len(name) == len(word):
         wrong = [i for i, (a, b) in enumerate(zip(name, word, strict=True)) if a != b]
@@ -83,15 +84,17 @@ def _is_slip(name: str, word: str) -> bool:
 
 @dataclass(frozen=True)
 class CaptureParams:
-    """The options of one request, under `kv_transfer_params`.
+    """The options of one request, from its `kv_transfer_params`.
 
     include_output_tokens: capture rows of generated tokens too (False: only prompt rows, as in vLLM). key: the client's
-    own name for the store. hooks, layers: narrow the server's selection. tokens: positions [start, stop) to keep, stop
-    None for all. enabled: False skips the capture. save_path: the directory to write to, if the server allows it.
-    loss_spans: [start, stop) positions of the prompt that a trainer learns from; kept for `dmi export`. probes: {probe:
-    aggregates of INLINE that the response has}. summary: the response has norms and largest neurons of rows, from the
-    probes that compute them. keep_if: a condition; nothing is stored unless it holds at the end. stop_if: a condition;
-    the request ends once it holds for a row.
+    name for the store. hooks, layers: narrow the server's selection. start, stop: range of positions to keep, from the
+    option `tokens`; stop None: to the end. enabled: False skips the capture. save_path: absolute directory of the
+    store, if the server allows it. loss_spans: [start, stop) positions of the prompt on which a trainer computes its
+    loss. They are stored for `dmi export`.
+
+    probes: {probe: aggregates in INLINE that the response contains}. summary: the response contains the norms and the
+    largest neurons of rows that the server's probes compute. keep_if: the store is kept only if this condition is not
+    false at the end of the request. stop_if: the request ends after the first row for which this condition is true.
     """
 
     include_output_tokens: bool = False
@@ -110,7 +113,7 @@ class CaptureParams:
 
     @classmethod
     def parse(cls, params: object) -> CaptureParams:
-        """Build from a request's `kv_transfer_params` (None: defaults). Raises OptionError."""
+        """Parse a request's `kv_transfer_params`. None gives the defaults. Raises OptionError."""
         if params is None:
             return cls()
         if not isinstance(params, Mapping):
@@ -132,17 +135,17 @@ class CaptureParams:
 
     @property
     def store_attributes(self) -> dict[str, Any]:
-        """The root attributes of the store that come from these options."""
+        """The attributes that these options add to the root of the store."""
         spans = {} if self.loss_spans is None else {"loss_spans": self.loss_spans}
         return {"include_output_tokens": self.include_output_tokens, **spans}
 
     def check_prompt(self, prompt_len: int) -> None:
-        """Raise OptionError for spans beyond the end of a prompt of this many tokens."""
+        """Raise OptionError for loss spans beyond the end of a prompt of `prompt_len` tokens."""
         if self.loss_spans and self.loss_spans[-1][1] > prompt_len:
             raise refuse(
                 "dmi.loss_spans",
                 list(self.loss_spans[-1]),
-                f"reaches beyond the {prompt_len} tokens of the prompt; give the spans of this prompt's own tokens",
+                f"reaches beyond the {prompt_len} tokens of the prompt; give spans within the prompt",
             )
 
     @property
@@ -152,7 +155,10 @@ class CaptureParams:
         return {*(self.probes or ()), *conditions}
 
     def check_probes(self, known: Mapping[str, Probe], others: Collection[str]) -> None:
-        """Raise OptionError for a probe without scores. known: probes with scores. others: autoencoders."""
+        """Raise OptionError if the server's probes do not give what the options ask for.
+
+        known: name -> probe with scores. others: names of autoencoders, which have no score.
+        """
         conditions = {"dmi.keep_if": self.keep_if, "dmi.stop_if": self.stop_if}
         asked = [("dmi.probes", name) for name in self.probes or ()]
         asked += [(option, condition.probe) for option, condition in conditions.items() if condition is not None]
@@ -173,17 +179,17 @@ class CaptureParams:
                 raise refuse(option, name, "has several scores per row; name a probe of one output in one layer")
 
     def check_waits(self, hooks: Collection[str]) -> None:
-        """Raise OptionError for `keep_if` if rows cannot wait for the request's end. hooks: the hooks to capture."""
+        """Raise OptionError for `keep_if` if values of `hooks`, the captured hooks, are written before the end."""
         if self.keep_if is not None and "logits" in hooks:
             raise refuse(
                 "dmi.keep_if",
                 self.keep_if.text,
-                "cannot hold back logits, which leave with each step; leave logits out of dmi.hooks",
+                "cannot be combined with logits, which are written in each step; leave logits out of dmi.hooks",
             )
 
     @staticmethod
     def _check_places(params: Mapping[Any, Any], known: Sequence[str]) -> None:
-        """Raise OptionError for our options beside `dmi`, and for misspelt ones. Other names are ignored."""
+        """Raise OptionError for an option that is misspelt or not inside `dmi`. Other names are ignored."""
         for name in known:
             if name in params:
                 fix = f'write it in dmi, as in {{"dmi": {{"{name}": ...}}}}'
@@ -279,7 +285,7 @@ def _probes(value: object) -> dict[str, tuple[str, ...]] | None:
 
 
 def _inline(name: str, asked: object) -> tuple[str, ...]:
-    """The aggregates of one probe that the response has. asked: {"inline": one of INLINE, or a list of them}."""
+    """The aggregates of one probe for the response. asked: {"inline": a name in INLINE, or a list of them}."""
     if not isinstance(asked, Mapping):
         raise refuse("dmi.probes", {name: asked}, 'is not valid; give {name: {"inline": "max"}}')
     check_names("dmi.probes", asked, ["inline"])
@@ -305,6 +311,6 @@ _OPTIONS: dict[str, Callable[[object], Any]] = {
     "keep_if": keep_if,
     "stop_if": stop_if,
 }
-"""Option under `dmi` -> the function that parses its value. The result is the field of the same name; for "tokens" it
-is the fields `start` and `stop`.
+"""Option under `dmi` -> the function that parses its value. The result is the field of the same name. "tokens" gives
+the two fields `start` and `stop`.
 """

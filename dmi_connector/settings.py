@@ -35,15 +35,15 @@ CUDA_GRAPHS = ("auto", "vllm")
 FILE_MODES = ("private", "group", "world")
 POOL = "pool"
 OWNERS = ("", POOL)
-"""Owners that the connector's options name. The other owners follow from vLLM's options."""
+"""Values of the option `owner`. With "", vLLM's options decide whether the owner is "draft" or "target"."""
 _OF_VLLM = {
     "shared_storage_path": "did you mean 'store_dir'?",
     "num_writer_threads": "did you mean 'writers'?",
-    "use_synchronization_lock": "leave it out: a store gets its name when it is whole.",
+    "use_synchronization_lock": "leave it out: a store gets its final name only when it is finished.",
 }
-"""Option of vLLM's ExampleHiddenStatesConnector -> its replacement. Both have allow_custom_save_path."""
+"""Option that only vLLM's ExampleHiddenStatesConnector has -> what to do instead."""
 _MOST_BYTES, _MOST_TOTAL = 1 << 44, 1 << 60
-"""Upper bounds of options: bytes of a buffer; bytes and seconds of limits."""
+"""Upper bounds of option values: bytes of a buffer, and bytes or seconds of a limit."""
 
 
 def _path(option: str, value: object) -> str:
@@ -64,7 +64,7 @@ def _roots(value: object) -> tuple[str, ...]:
 
 
 def _upload(value: object) -> str:
-    """The URL without a trailing slash; "" for none."""
+    """The URL without a trailing slash; "" for no upload. Raises OptionError."""
     if value == "":
         return ""
     try:
@@ -102,7 +102,7 @@ def _probes(value: object) -> tuple[tuple[str, str], ...]:
 
 
 def _alerts(value: object, probes: Sequence[tuple[str, str]]) -> tuple[tuple[str, float], ...]:
-    """Parse thresholds of scores. probes: the parsed option `probes`."""
+    """Parse the thresholds of `probe_alerts`. probes: the parsed option `probes`. Raises OptionError."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise refuse("probe_alerts", value, 'is not valid; give {name: score}, as in {"risk": 0.8}')
     files = dict(probes)
@@ -111,7 +111,7 @@ def _alerts(value: object, probes: Sequence[tuple[str, str]]) -> tuple[tuple[str
             known = ", ".join(files) or "none"
             raise refuse("probe_alerts", name, f"is no probe{suggest(name, files) or ';'} probes: {known}")
         if isinstance(least, bool) or not isinstance(least, int | float) or not math.isfinite(least):
-            raise refuse("probe_alerts", {name: least}, "is not valid; give a number, above which a score is counted")
+            raise refuse("probe_alerts", {name: least}, "is not valid; give a number; larger scores are counted")
         probe = parse_probe(name, files[name])
         if not isinstance(probe, Probe) or not probe.one_score:
             raise refuse(
@@ -124,30 +124,36 @@ def _alerts(value: object, probes: Sequence[tuple[str, str]]) -> tuple[tuple[str
 class ServerOptions:
     """What one server captures and how it stores it.
 
-    hooks: the selection (see `hooks.parse_selection`). store_dir: directory of the stores, created when missing. owner:
-    "pool" keeps rows in a pool of their own of pool_bytes (0: by the size of the cache), "" in vLLM's cache. codec:
-    codec of chunks, a name in `codecs.CODECS`. always_compress: writers compress even when they are behind.
-    chunk_tokens: token rows of one compressed chunk. segment_tokens: rows of one shard file, a multiple of
-    chunk_tokens. writers: writer processes, 0 for a choice by the machine's cores. host_buffer_bytes: shared (on a GPU:
-    pinned) memory between the engine and the writers. staging_bytes: GPU memory where chunks are gathered before they
-    are copied out. policy: what happens when writing falls behind, "block" (the engine waits, nothing is lost) or
-    "drop" (the engine never waits, stores record the missing ranges). sink: "disk" writes stores; "host" (copy to host
-    memory, then discard) and "null" (leave rows on the GPU) are for benchmarks. fsync: flush every store to the device
-    before it gets its final name. file_mode: who may read stores, "private" (their owner), "group" or "world".
-    allow_custom_save_path: requests may name a directory beneath save_path_roots. Limits, 0 for none: max_request_bytes
-    of the raw rows of a request, max_total_bytes of all stores, min_free_bytes of the file system. Stores older than
-    retain_seconds are removed, and the oldest ones while finished stores take more than retain_bytes; 0 keeps all.
-    shutdown_seconds: how long writing may continue when the engine ends. reduce: {hook patterns: reduction}, of which
-    the first match of a hook applies; or the name of a mode (docs/REDUCTIONS.md). probes: {name: file}, each computed
-    in the forward and captured as the hook probe.NAME (docs/PROBES.md). probe_alerts: {name: score}, requests with a
-    larger score of that probe are counted. check: "poison" fills rows with a pattern before each forward, and lists
-    rows that still contain it as missing. It is slow, and for tests of new models and engine features. upload:
-    s3://bucket/prefix where finished stores are uploaded to, "" for none. upload_remove_local: remove the local copy of
-    a store that was uploaded. upload_backlog_bytes: maximum bytes of finished stores that wait for their upload. Beyond
-    it `policy` decides: the engine waits, or a store stays local for a repair. upload_retry_seconds: how long transient
-    errors of an upload are retried. upload_only_complete: stores that lack rows, and those of requests that were
-    aborted, are not uploaded. cuda_graphs: "auto" uses vLLM's mode FULL instead of its default where FULL is correct,
-    "vllm" keeps the default.
+    What is captured. hooks: the selection (see `hooks.parse_selection`). reduce: {hook patterns: reduction}, in which
+    the first match of a hook applies, or the name of a mode (docs/REDUCTIONS.md). probes: {name: file}; each probe is
+    computed in the forward and captured as the hook probe.NAME (docs/PROBES.md). probe_alerts: {name: score}; requests
+    with a larger score of the probe are counted.
+
+    Memory. owner: "pool" keeps rows in a pool, "" keeps them in vLLM's cache. pool_bytes: size of the pool; 0: from the
+    size of vLLM's cache. staging_bytes: GPU memory in which chunks are gathered; 0: automatic. host_buffer_bytes: size
+    of the ring between the engine and the writers, pinned on a GPU; 0: automatic. cuda_graphs: "auto" uses vLLM's mode
+    FULL instead of vLLM's default where FULL is correct; "vllm" keeps the default.
+
+    Writing. store_dir: directory of the stores, created if it is missing. codec: codec of chunks, a name in
+    `codecs.CODECS`. always_compress: writers compress chunks even when they are behind. chunk_tokens: rows per chunk.
+    segment_tokens: rows per shard, a multiple of chunk_tokens. writers: number of writer processes; 0: from the number
+    of cores. policy: what happens when writers are behind. With "block" the engine waits, and no rows are lost. With
+    "drop" the engine does not wait, and stores record the missing ranges. sink: "disk" writes stores. "host" (copy to
+    host memory, then discard) and "null" (leave rows on the GPU) are for benchmarks. fsync: flush every store to the
+    disk before it gets its final name. file_mode: who may read stores: "private" (their owner), "group" or "world".
+    allow_custom_save_path: requests may name a directory beneath one of save_path_roots. shutdown_seconds: how long
+    writing may continue after the engine ends. check: "poison" fills rows with a pattern before each forward, and
+    lists rows that still contain the pattern as missing. It is slow, and meant for tests of new models and features.
+
+    Limits; 0: no limit. max_request_bytes: of the raw rows of one request. max_total_bytes: of all stores.
+    min_free_bytes: space that must stay free on the file system. retain_seconds: age at which stores are removed.
+    retain_bytes: the oldest stores are removed while finished stores take more bytes.
+
+    Upload. upload: s3://bucket/prefix to which finished stores are uploaded, "" for none. upload_remove_local: remove
+    the local copy of an uploaded store. upload_backlog_bytes: maximum bytes of finished stores that wait for their
+    upload. Beyond this limit `policy` decides: the engine waits, or a store stays local until `dmi repair` uploads it.
+    upload_retry_seconds: how long transient errors of an upload are retried. upload_only_complete: do not upload stores
+    that lack rows, or whose request was aborted.
     """
 
     store_dir: str
@@ -186,7 +192,7 @@ class ServerOptions:
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> ServerOptions:
-        """Build from `kv_connector_extra_config`. Raises OptionError."""
+        """Parse vLLM's `kv_connector_extra_config`. Raises OptionError."""
         if not isinstance(extra, Mapping):
             raise refuse("kv_connector_extra_config", extra, "is not valid; give a JSON object")
         for name in sorted(_OF_VLLM.keys() & extra.keys()):
@@ -217,7 +223,7 @@ class ServerOptions:
         owner = one_of("owner", extra.get("owner", cls.owner), OWNERS)
         pool_bytes = integer("pool_bytes", extra.get("pool_bytes", 0), 0, _MOST_BYTES)
         if pool_bytes and owner != POOL:
-            raise refuse("pool_bytes", pool_bytes, f"is of a pool, and there is none; give owner {POOL!r}")
+            raise refuse("pool_bytes", pool_bytes, f"is the size of a pool, and there is none; give owner {POOL!r}")
         probes = _probes(extra.get("probes", {}))
         numbers = ("max_request_bytes", "max_total_bytes", "min_free_bytes", "retain_seconds", "retain_bytes")
         return cls(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""URLs of object stores, as options and functions take them. Nothing is asked of a server here."""
+"""Parses URLs of object stores. Nothing here connects to a server."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dmi_connector.wording import show
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _LONGEST_KEY = 1024
-"""Bytes of an object's name in S3."""
+"""Maximum bytes of an object's key in S3."""
 
 
 def is_url(value: object) -> bool:
-    """Whether a text is a URL and no path. One letter is no scheme but a drive of Windows, as in C:/captures."""
+    """Whether a value is a URL and not a path. A single letter before ":/" is a Windows drive, as in C:/captures."""
     return isinstance(value, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", value) is not None
 
 
 def parse_url(option: str, value: object) -> tuple[str, str]:
-    """(bucket, prefix without slashes around it) of s3://BUCKET/PREFIX.
+    """Parse s3://BUCKET/PREFIX as (bucket, prefix). The prefix has no slash at either end.
 
-    Raises ValueError that names the option and the fix, and the value unless it may hold a secret.
+    option: name of the option, for messages. Raises ValueError. Its message leaves out a value that may hold a secret.
     """
     match = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):/+([^/]*)(/.*)?", value) if isinstance(value, str) else None
     fix = "give a URL as in s3://bucket/prefix"

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version of the package, in a module of its own: `dmi_connector/__init__.py` names modules of the upper layers."""
+"""The version of the package. Lower layers import this module, because `dmi_connector/__init__.py` names upper ones."""
 
 __version__ = "0.1.0"

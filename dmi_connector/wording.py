@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How messages show a value that was given, which known name it is nearest to, numbers of bytes, and room for it."""
+"""Parts of messages: shown values, suggestions for misspelt names, shortened lines, sizes, and the terminal's width."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import shutil
 from collections.abc import Iterable
 from typing import TextIO
 
-_repr = reprlib.Repr()  # limits of its own, so that a huge value is not written out first
+_repr = reprlib.Repr()  # it formats a huge value only up to these limits
 _repr.maxlist = _repr.maxtuple = _repr.maxdict = 20
 _repr.maxstring = _repr.maxlong = _repr.maxother = 200
 _LONGEST = 500
-"""Characters of a shown value."""
+"""Maximum characters of a shown value."""
 
 
 def show(value: object) -> str:
-    """`repr(value)`, cut to _LONGEST characters: clients can send values of any size."""
+    """`repr(value)`, cut to _LONGEST characters, because clients can send values of any size."""
     try:
         text = _repr.repr(value)
     except ValueError:  # Python prints no integer of more than 4300 digits
@@ -27,13 +27,13 @@ def show(value: object) -> str:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """`": did you mean 'x'?"` for the nearest of `known`, or an empty string."""
+    """`": did you mean 'x'?"` with the name in `known` that is most like `word`; "" if none is like it."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f": did you mean {near[0]!r}?" if near else ""
 
 
 def cut(text: str, most: int = 40) -> str:
-    """A text in one line of at most `most` characters, for a column of a table."""
+    """A text as one line of at most `most` characters, for a column of a table."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
@@ -51,7 +51,7 @@ def format_bytes(count: int | None) -> str:
 
 
 def terminal_columns(file: TextIO) -> int:
-    """The width of the terminal that a file is. Where it reports none: COLUMNS of the environment, else 80."""
+    """Characters per line of the terminal behind a file. Without a terminal: as `shutil.get_terminal_size`."""
     try:
         columns = os.get_terminal_size(file.fileno()).columns
     except OSError:  # no terminal

@@ -11,18 +11,20 @@ from pathlib import Path
 from dmi_connector.store.write.finish.retention import StoreSizes, measure
 
 _LEAST_S, _SHARE = 1.0, 10.0
-"""The shortest time between two measurements, in seconds, and as a multiple of the time that the last one took."""
+"""Minimum time between two measurements: in seconds, and as a multiple of the duration of the last measurement."""
 _BASE = 4096
-"""Approximate size of a store's root document, which the index does not count. Bytes."""
+"""Approximate bytes of a store's root document, which the index does not count."""
 
 
 class Budget:
-    """Says whether there is room for one more prompt.
+    """Decides whether the disk has room for the store of one more prompt.
 
-    Each prompt in flight counts as the largest store so far. Until the first store is finished, one prompt is allowed
-    at a time. When there is no room, the stores in `out` are measured again: the user may have removed some.
+    Each prompt in flight is counted with the size of the largest store so far. Until the first store is finished, one
+    prompt is allowed at a time. When there is no room, the stores in `out` are measured again, because the user may
+    have removed some.
 
-    max_bytes: limit on the stores in `out`. min_free_bytes: bytes that must stay free on the file system. 0: no limit.
+    max_bytes: maximum bytes of the stores in `out`. min_free_bytes: bytes that must stay free on the file system. 0: no
+    limit. clock: returns seconds.
     """
 
     def __init__(

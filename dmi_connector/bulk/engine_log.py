@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds in the log of an engine why it ended: vLLM's last error often only says that another is above."""
+"""Finds the cause of an engine's failure in its log. The last error of vLLM often only refers to an earlier one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from dmi_connector import __name__ as PACKAGE
 
 _POINTS_ELSEWHERE = "root cause"
-"""Words of vLLM's errors that only point to another one."""
+"""Words in errors of vLLM that only refer to an earlier error."""
 _TAIL = 1 << 20
-"""Bytes of the end of a log that are searched."""
+"""Bytes to search at the end of a log."""
 _LONGEST = 2000
-"""Characters of an error that are shown."""
+"""Maximum characters of a shown error."""
 _ERROR = re.compile(
     r"(?:\([^)]*\) )*(?:[A-Z]+ \d\S* \S+ \[[^\]]*\] )?"  # the process, vLLM's level, time and place in its code
     r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Interrupt)): (.*\S)"
@@ -21,9 +21,11 @@ _ERROR = re.compile(
 
 
 def cause(failure: str, log: Path, since: int) -> str:
-    """What an engine failed with. failure: what it said itself, which may be all that is known.
+    """Why an engine failed.
 
-    log: its log. since: bytes that were in it before the engine. The last error of ours is taken, else the last of all.
+    failure: the reason that the engine reported. If it only refers to an earlier error, the log is searched. The result
+    is then the last error of this package in the log, else the last error of all, else `failure`. log: path of the
+    engine's log. since: size of the log before the engine started, in bytes.
     """
     if _POINTS_ELSEWHERE not in failure:
         return failure
@@ -42,7 +44,7 @@ def cause(failure: str, log: Path, since: int) -> str:
 
 
 def _lines(log: Path, since: int) -> list[str]:
-    """The last lines after byte `since`; [] if there is no log."""
+    """The lines after byte `since`, from the last _TAIL bytes; [] if there is no log."""
     if not log.exists():
         return []
     with open(log, "rb") as file:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process with one engine. `engines.py` starts it, sends it prompts and reads their results.
 
-Input: {"start": ...} first, then {"position", "key", "prompt"}. At the end of the input the process exits.
-Output: {"ready": process id, "max_num_seqs"}, {"refused": position, "why"}, {"ended": position, ...}, {"failed": why},
-{"bye": 0}.
+Standard input: {"start": ...} first, then {"position", "key", "prompt"}. After the last message, the process finishes
+its prompts and exits. Standard output: {"ready": process id, "max_num_seqs"}, {"refused": position, "why"}, {"ended":
+position, ...}, {"failed": why}, {"bye": 0}.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dmi_connector.store.write.finish.upload import check_upload
 from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, write_all
 
 _MOST_PER_STEP = 64
-"""At most this many prompts are added between two steps, so that the engine does not wait for the tokenizer."""
+"""Maximum number of prompts to add between two steps, so that the engine does not wait long for the tokenizer."""
 
 
 class Inbox:
-    """Messages from standard input."""
+    """Messages from the file descriptor `fd`. ended: whether the end of the input was read."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -33,7 +33,7 @@ class Inbox:
         self.ended = False
 
     def take(self, most: int, wait: bool) -> list[Message]:
-        """Up to `most` messages. wait: block until there is one, or the input ends."""
+        """Up to `most` messages. wait: block until there is a message or the input ends."""
         while not self.ended and len(self._messages) < most:
             blocks = wait and not self._messages
             if not select.select([self._fd], [], [], None if blocks else 0)[0]:
@@ -51,8 +51,10 @@ class Inbox:
 
 
 def serve(inbox: Inbox, start: Message) -> Iterator[Message]:
-    """Run an engine until the end of the input, and yield its answers. Raises OptionError before the engine starts if
-    uploads are configured and would fail.
+    """Run an engine until it has finished all prompts of the input, and yield the output messages.
+
+    start: the settings, `RunSettings.engine_message`. Raises OptionError if uploads are configured and a test upload
+    fails.
     """
     if url := start["capture"].get("upload"):
         check_upload(url)
@@ -76,14 +78,14 @@ def serve(inbox: Inbox, start: Message) -> Iterator[Message]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of the process."""
-    parser = argparse.ArgumentParser(prog="dmi-engine", description="Started by dmi run.")
-    parser.add_argument("--parent", type=int, required=True, help="the process that started it")
-    parser.add_argument("--log", required=True, help="file for its output")
+    """Entry point of the process. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="dmi-engine", description="An engine of dmi run, which starts this process.")
+    parser.add_argument("--parent", type=int, required=True, help="process id of dmi run; this process ends with it")
+    parser.add_argument("--log", required=True, help="file to which the output of the engine is appended")
     args = parser.parse_args(argv)
     end_with_parent(args.parent)
     end_forks_with_this()
-    # Ctrl-C reaches the whole process group. The run lets prompts in flight end; the end of input ends the process.
+    # Ctrl-C signals the whole process group. This process leaves the group, to finish the prompts in flight.
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.dup(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray actor that runs an engine process on its node. `ray_workers.py` starts it."""
+"""The Ray actor that runs an engine process on its node. `ray_workers.py` starts the actor."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.messages import Message
 
 ASK_S, SILENCE_S = 5.0, 60.0
-"""Maximum time that a call of `events` waits, and time without a call after which the run counts as unreachable."""
+"""Maximum seconds that a call of `events` waits, and seconds without a call after which the engine is killed."""
 
 
 class EngineWorker:
-    """Starts an engine process on its node and exchanges messages with it. It is the class of a Ray actor.
+    """Starts an engine process on its node, and exchanges messages with the process. This is the class of a Ray actor.
 
-    The engine runs in its own process, as without Ray. vLLM then does not detect Ray, and the engine ends with the
-    actor.
+    The engine runs in a process of its own, so vLLM does not detect Ray. The process ends with the actor.
+
+    If `events` is not called for `silence_s` seconds, the connection to the run counts as lost, and the engine is
+    killed. The run waits until the engine's processes have ended, and captures their prompts again.
 
     log: file for the engine's output. lives: paths of lock files on which all processes of the engine hold shared
-    locks. start: the first message to the engine. silence_s: seconds without a call of `events` after which the engine
-    is killed. The connection between run and node is then lost. The run waits until the engine's processes have ended,
-    and captures their prompts again.
-
-    `post` and `events` run on separate threads.
+    locks. start: the first message to the engine. Ray calls `post` and `events` on separate threads.
     """
 
     def __init__(self, log: str, lives: Sequence[str], start: Message, silence_s: float = SILENCE_S) -> None:
@@ -40,7 +38,7 @@ class EngineWorker:
         if missing := [path for path in lives if not os.path.exists(path)]:
             out = os.path.dirname(missing[0])
             host = socket.gethostname()
-            self._outbox.put({"failed": f"--out {out}: node {host} sees another directory there; take a shared one"})
+            self._outbox.put({"failed": f"--out {out}: node {host} has another directory there; give a shared one"})
             self._outbox.put(("no engine was started", 1))
             return
         env = {**os.environ, LIFE_LOCK: "\n".join(lives)}
@@ -57,7 +55,7 @@ class EngineWorker:
         self._outbox.put((how, child.status))
 
     def post(self, message: Message | None) -> None:
-        """Queue a message for the engine. None: no more messages follow, so the engine ends."""
+        """Queue a message for the engine. None: no more messages follow, and the engine exits after its last prompt."""
         if self._child is not None:
             if message is None:
                 self._child.finish()
@@ -65,7 +63,10 @@ class EngineWorker:
                 self._child.post(message)
 
     def events(self) -> tuple[list[Message], tuple[str, int | None] | None]:
-        """The messages since the last call, and how the process ended, if it has. Waits up to ASK_S for a message."""
+        """(messages since the last call, end). Waits up to ASK_S seconds for a message.
+
+        end: None while the process runs, else (how it ended, its exit status).
+        """
         self._asked = time.monotonic()
         messages: list[Message] = []
         with contextlib.suppress(queue.Empty):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface between a run and its engines, and engines in processes on this machine, each with its own GPUs."""
+"""The interface of the engines of a run, and engines in processes on this machine, each with its own GPUs."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from dmi_connector.store.write.messages import Message
 PROCESS = "dmi_connector.bulk.engine_process"
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _AHEAD = 2.0
-"""Prompts submitted to an engine at a time, as a multiple of max_num_seqs, so that its queue is never empty."""
+"""Number of prompts that an engine should have, as a multiple of max_num_seqs: some always wait in its queue."""
 _END_S = 600.0
-"""Seconds after its last prompt until an engine that has not exited is killed."""
+"""Seconds that an engine has to exit before it is killed."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a prompt.
+    """The result of a prompt. position: the position of the prompt in the run.
 
-    engine: name of the engine. prompt_tokens, generated_tokens, finish_reason: of its request. store: path of its
-    store, if known. refused: why the engine refused the prompt. error: why the request is not captured.
+    engine: name of the engine. prompt_tokens, generated_tokens: number of tokens in the request. finish_reason: of
+    the request, as in vLLM. store: path of the store, if known. refused: why the engine refused the prompt, None
+    if it did not. error: why the request was served without a capture, None if it was captured.
     """
 
     position: int
@@ -46,11 +47,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Death:
-    """An engine that exited too early.
+    """An engine that exited before it was told to exit, or before it had finished its prompts.
 
-    positions: those of the prompts that it had not finished. life: path of the file on which only this engine's
-    processes hold a shared lock. Once they have exited, other engines run its prompts. If life is None, the next start
-    of the run does that. began: whether it was ready for prompts.
+    name: of the engine. how: how it exited, for messages. positions: positions of the prompts that it had not finished.
+    life: path of a file on which only processes of this engine hold a shared lock. Once they have exited, other engines
+    run the prompts. None: the next start of the run captures the prompts. began: whether the engine was ready for
+    prompts.
     """
 
     name: str
@@ -61,25 +63,25 @@ class Death:
 
 
 class Engines(Protocol):
-    """The interface of engines for a run."""
+    """What a run calls to start its engines, submit prompts and get their results."""
 
     def start(self) -> None:
-        """Start the engines, unless they were started."""
+        """Start the engines. A second call does nothing."""
 
     def room(self) -> int:
         """The number of prompts that should be submitted now."""
 
     def submit(self, position: int, key: str, prompt: Mapping[str, Any]) -> None:
-        """Send a prompt to the engine with the most room."""
+        """Send a prompt to the engine with the most room. key: the key of its store. prompt: `Prompt.to_json`."""
 
     def events(self, timeout: float) -> list[Answer | Death]:
-        """The events since the last call. Waits up to `timeout` seconds for an event."""
+        """The results and deaths since the last call. Waits up to `timeout` seconds for one."""
 
     def finish(self) -> None:
-        """Let the engines exit when they have finished their prompts. No more prompts may be submitted."""
+        """Let each engine exit after its last prompt. No prompt may be submitted after this call."""
 
     def starting(self) -> list[Path]:
-        """Logs of the engines that are starting. [] once one engine is ready for prompts."""
+        """Logs of the engines, while none of them is ready for prompts. [] afterwards."""
 
     def alive(self) -> bool:
         """Whether an engine is running, or none was started yet."""
@@ -89,29 +91,34 @@ class Engines(Protocol):
 
 
 class EngineChild(Protocol):
-    """The process of an engine, on this machine (`Child`) or elsewhere. status: its exit status, 0 for success."""
+    """The process of an engine, on this machine (`Child`) or on another node.
+
+    status: the exit status, None while it is unknown.
+    """
 
     status: int | None
 
     def post(self, message: Message) -> None:
-        """Queue a message."""
+        """Queue a message for the process."""
 
     def finish(self) -> None:
-        """Let it exit after the messages that are queued now."""
+        """Let the process exit after it has handled the messages that are queued now."""
 
     def kill(self) -> None:
-        """Kill it."""
+        """Kill the process."""
 
     def join(self, timeout: float) -> bool:
-        """Wait until it exits, and kill it after `timeout` seconds. Returns whether it exited by itself."""
+        """Wait until the process exits, but kill it after `timeout` seconds. Returns whether it exited by itself."""
 
 
 @dataclass(eq=False)
 class Engine:
-    """An engine of a pool.
+    """The state of one engine.
 
-    log: its log. logged: size of the log before the engine started, in bytes. window: the number of prompts that it
-    should have at a time; 0 before it is ready. has: positions of the prompts that it has.
+    log: path of its log. logged: bytes of the log before the engine started. life: see `Death`. window: number of
+    prompts that it should have at a time; 0 until it is ready for prompts. has: positions of its unfinished prompts.
+    answered: number of its finished prompts. finishing: whether it was told to exit. failure: the reason that it
+    reported before it exited.
     """
 
     child: EngineChild
@@ -128,7 +135,7 @@ class Engine:
 
 
 class EnginePool(ABC):
-    """Distributes prompts over engines with the protocol of `engine_process`. Subclasses start the processes."""
+    """Distributes prompts over engine processes by the messages of `engine_process`. Subclasses start the processes."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[EngineChild, Message | str]] = queue.SimpleQueue()
@@ -150,7 +157,7 @@ class EnginePool(ABC):
 
     def room(self) -> int:
         if any(e.alive and not e.window for e in self._engines):
-            return 0  # wait until all are ready, so that a small set of prompts is shared evenly
+            return 0  # wait until all are ready, so that a few prompts are spread evenly
         return max((e.window - len(e.has) for e in self._engines if e.alive), default=0)
 
     def submit(self, position: int, key: str, prompt: Mapping[str, Any]) -> None:
@@ -210,7 +217,7 @@ class EnginePool(ABC):
         return not self._engines or any(engine.alive for engine in self._engines)
 
     def answered(self) -> list[int]:
-        """The number of finished prompts of each engine. [] if none was started."""
+        """The number of finished prompts of each engine. [] before `start`."""
         return [engine.answered for engine in self._engines]
 
     def close(self) -> None:
@@ -224,8 +231,9 @@ class EnginePool(ABC):
 class EngineProcesses(EnginePool):
     """Engines in processes on this machine.
 
-    count: of engines. start: `RunSettings.engine_message`. out: directory of logs. life: path of the file on which all
-    their processes hold a shared lock until they exit. Raises ValueError if there are fewer GPUs than engines.
+    count: number of engines. start: `RunSettings.engine_message`. out: directory for the logs. life: path of the file
+    on which all processes of the engines hold a shared lock until they exit. suffix: `Order.suffix`, for the names of
+    logs. Raises ValueError if there are fewer GPUs than engines.
     """
 
     def __init__(self, count: int, start: Message, out: Path, life: Path, suffix: str = "") -> None:
@@ -249,7 +257,7 @@ class EngineProcesses(EnginePool):
 
 
 def visible_devices() -> list[str]:
-    """The GPUs visible to this process, [] on a machine without GPUs."""
+    """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES. [] without GPUs."""
     named = os.environ.get(_DEVICES)
     if named is not None:
         return [device.strip() for device in named.split(",") if device.strip()]
@@ -260,9 +268,10 @@ def visible_devices() -> list[str]:
 
 
 def device_shares(count: int, devices: Sequence[str]) -> list[list[str]]:
-    """The GPUs of each of `count` engines, the same number for each. [] for one engine or without GPUs.
+    """The GPUs of each of `count` engines, the same number for each.
 
-    Raises ValueError if there are fewer GPUs than engines.
+    A list is empty if there is one engine or no GPU: the environment of the engine is then left as it is. Raises
+    ValueError if there are fewer GPUs than engines.
     """
     if not devices or count == 1:
         return [[] for _ in range(count)]

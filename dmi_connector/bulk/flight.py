@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt between the input and its line in the manifest."""
+"""The state of a prompt from its submission to its line in the manifest."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from dmi_connector.store.read.index import CaptureInfo
 
 @dataclass
 class Flight:
-    """A prompt on its way.
+    """A submitted prompt.
 
-    captured: how its capture ended. answered_at: of time.monotonic(). abandoned: nothing wrote its store when it was
-    last looked for.
+    answer: the result from the engine. answered_at: when it arrived, by time.monotonic(). captured: how the capture of
+    the prompt ended. tries: how often it was submitted for a capture. abandoned: whether the last check found an
+    unfinished store that no process writes.
     """
 
     placed: Placed
@@ -29,10 +30,10 @@ class Flight:
     abandoned: bool = False
 
     def anew(self, tries: int | None = None) -> Flight:
-        """The prompt for another engine. tries: None if the engine was at fault."""
+        """A flight to submit the prompt again. tries: None keeps the number of tries, because the engine died."""
         return Flight(self.placed, self.prompt, tries=tries or self.tries)
 
 
 def failed(store: Path, reason: str) -> CaptureInfo:
-    """A capture that failed without a line in the index."""
+    """The information of a failed capture that has no line in the index."""
     return CaptureInfo(store, None, None, "failed", reason, "", None, None, None)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manifest: one JSON line for each prompt whose store is complete. Lines are only appended.
 
-After a run was killed, the line of a complete store may be missing. recovery.py then finds the store.
+If a run was killed, the line of a complete store may be missing. recovery.py then finds the store.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 _TAIL = 1 << 16
 """Bytes per read in the search for the end of the last whole line."""
 _LINES, _SECONDS = 256, 1.0
-"""A flush is due after this many buffered lines, or this many seconds after the first one."""
+"""A flush is due after this many buffered lines, or this many seconds after the first buffered line."""
 
 
 class Positions:
-    """A set of positions, stored as a bitmap."""
+    """A set of positions, as a bitmap of one bit per position."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
@@ -44,7 +44,7 @@ class Positions:
             self._count -= 1
 
     def below(self, limit: int | None) -> int:
-        """The number of positions below `limit`. None: of all."""
+        """The number of positions below `limit`. None: the number of all positions."""
         if limit is None:
             return self._count
         at, bits = limit >> 3, (1 << (limit & 7)) - 1
@@ -65,7 +65,7 @@ class Positions:
 
 
 def cannot_write(path: Path, error: OSError) -> OSError:
-    """The error for a file in a run's directory that cannot be written. It names the file and the fix."""
+    """The error for a file in a run's directory that cannot be written. Its message names the file and the fix."""
     return OSError(
         f"--out {path.parent}: {path.name} cannot be written ({error.strerror or error}); make room there, or change"
         " its mode, and start the same command again"
@@ -83,7 +83,7 @@ class Manifest:
         self._cut_torn_line()
 
     def _cut_torn_line(self) -> None:
-        """Remove an unfinished last line: the process that wrote it was killed."""
+        """Remove the last line if it has no end: the process that wrote it was killed."""
         end = os.fstat(self._fd).st_size
         while end:
             begin = max(0, end - _TAIL)
@@ -115,5 +115,5 @@ class Manifest:
             raise cannot_write(self.path, error) from error
 
     def close(self) -> None:
-        """Close the file. Buffered lines are lost: call `flush` before."""
+        """Close the file. It does not write buffered lines: call `flush` first."""
         os.close(self._fd)

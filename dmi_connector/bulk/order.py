@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The selection and the order of the rows to capture. The position of a row does not depend on limit and share."""
+"""The order of the input rows, and which of them a process captures. A row's position is its index in this order."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _SAMPLE = 100
 
 
 class Placed(NamedTuple):
-    """A row and its position. position: index in the order of the run. number: index in the input. raw: argument of
-    `Rows.load`.
+    """A row of the input. position: index in the order of the run. number: index in the input. raw: the undecoded row,
+    for `Rows.load`.
     """
 
     position: int
@@ -29,10 +29,10 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """The order of rows, and a share of them.
+    """The order of the rows of a run, and the share of one process (`--shard`).
 
-    shuffle: seed of a permutation of all rows, None for the order of the input. limit: number of positions to capture,
-    None for all. share, shares: the share holds the positions p with p % shares == share.
+    shuffle: seed of a permutation of all rows, None for the order of the input. limit: number of positions to capture
+    in all shares, None for all positions. share, shares: the share has the positions p with p % shares == share.
     """
 
     shuffle: int | None = None
@@ -42,7 +42,7 @@ class Order:
 
     @property
     def suffix(self) -> str:
-        """Suffix of this share's file names, before the extension."""
+        """Suffix of the names of this share's files, before the extension. "" if there is one share."""
         return f"-{self.share}-of-{self.shares}" if self.shares > 1 else ""
 
     def holds(self, position: int) -> bool:
@@ -50,12 +50,12 @@ class Order:
         return position % self.shares == self.share
 
     def rows(self, source: Source, scratch: Path) -> Rows:
-        """The rows of the share in their order. scratch: see `Source.random_access`."""
+        """The rows of the share, by position. scratch: see `Source.random_access`."""
         return Rows(self, source, None if self.shuffle is None else source.random_access(scratch))
 
 
 class Rows:
-    """Iterates over the rows of a share. load: decodes a raw row, see `Source`."""
+    """Iterates over the rows of a share. load: decodes a raw row, see `Source`. limit: see `Order`."""
 
     def __init__(self, order: Order, source: Source, shuffled: RandomAccess | None) -> None:
         self._order, self._source, self._shuffled = order, source, shuffled
@@ -86,8 +86,9 @@ class Rows:
         return self._shuffled is None and self._source.count() is None and not self._ended
 
     def total(self) -> int | None:
-        """Number of rows of the share. It is exact if the source knows its length or was read to the end. Before that
-        it is an estimate, or None for the first rows.
+        """Number of rows of the share: exact if the source knows its length or was read to the end, else an estimate.
+
+        None if it is to be estimated from fewer than _SAMPLE rows.
         """
         known = len(self._shuffled) if self._shuffled is not None else self._source.count()
         order = self._order
@@ -104,7 +105,7 @@ class Rows:
 
 
 def parse_share(text: str) -> tuple[int, int]:
-    """Parse a text such as "3/8" as (share, shares), with share from 0. Raises ValueError."""
+    """Parse the value of --shard, such as "3/8", as (share, shares). Shares count from 0. Raises ValueError."""
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text, re.ASCII)
     if match is None or not int(match[1]) < int(match[2]):
         raise ValueError(f"--shard {text!r} is not valid; write I/N with I from 0 to N - 1, as in 0/8")
@@ -115,7 +116,7 @@ def permuted(position: int, total: int, seed: int) -> int:
     """The element at a position of a pseudo-random permutation of range(total). `seed` selects the permutation.
 
     A Feistel network permutes the numbers below a power of 4. A result of `total` or more is permuted again until it is
-    smaller (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It needs no table.
+    smaller (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). No table is stored.
     """
     half = max(1, ((total - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1

@@ -14,22 +14,22 @@ from typing import Any, TextIO
 from dmi_connector.wording import format_bytes, terminal_columns
 
 _SPAN_S = 30.0
-"""Speeds are means over this time."""
+"""Speeds are means over this time. Without a terminal, a line of text appears this often."""
 _INTERVAL_S = 1.0
 _BAR, _LEAST_BAR = 20, 5
-"""Width of the bar in characters, and the minimum width at which it is shown."""
+"""Maximum and minimum width of the bar in characters. If there is less room, no bar is shown."""
 
 
 @dataclass
 class Counts:
     """The progress of a run.
 
-    total: rows of the run's part of the input, None while it is not known. estimated: total is an estimate, because
-    JSON lines are still being read. done: prompts with a store. before: those of them that had a store when the run
-    started. rejected: rows without a valid prompt. failed: prompts that could not be captured. tokens, bytes: of the
-    stores of this run, including prompts. engine: prompts in the engines. backlog: answered prompts whose stores are
-    not finished. waiting: why no prompts are submitted, "" if they are. starting: logs of the engines until one is
-    ready.
+    total: number of rows of the share, None while it is unknown. estimated: `total` is an estimate, because JSON lines
+    are still being read. done: prompts with a store. before: prompts that had a store when this process started.
+    rejected: rows without a valid prompt. failed: prompts that could not be captured. tokens: prompt and generated
+    tokens of the prompts captured by this process. bytes: size of their stores. engine: unanswered prompts in the
+    engines. backlog: answered prompts whose stores are not finished. waiting: why no prompts are submitted, "" if they
+    are. starting: paths of the logs of the engines until one engine is ready.
     """
 
     total: int | None = None
@@ -48,7 +48,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Speed:
-    """Means over the last seconds. seconds_left: None if it is not known."""
+    """Mean speeds over the last _SPAN_S seconds. seconds_left: estimated time to the end, None if it is unknown."""
 
     tokens_per_s: float
     bytes_per_s: float
@@ -56,14 +56,14 @@ class Speed:
 
 
 class Speedometer:
-    """Measures speeds from counts."""
+    """Measures speeds from counts. clock: returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._samples: deque[tuple[float, int, int, int]] = deque()
 
     def look(self, counts: Counts) -> Speed:
-        """Add the current counts. Returns the speeds."""
+        """Add the current counts, and return the speeds."""
         passed = counts.done - counts.before + counts.rejected + counts.failed
         now = self._clock()
         self._samples.append((now, counts.tokens, counts.bytes, passed))
@@ -79,10 +79,11 @@ class Speedometer:
 
 
 class Progress:
-    """Shows counts once a second.
+    """Shows the counts and the events of a run.
 
-    as_json: print one object per line on standard output. Otherwise print a bar on standard error if it is a terminal,
-    else a line every 30 seconds.
+    as_json: print JSON objects, one per line, on standard output. Counts are printed once a second. Otherwise text is
+    printed on standard error: on a terminal a bar that changes once a second, elsewhere a line every 30 seconds. out:
+    another file to print to.
     """
 
     def __init__(self, as_json: bool, out: TextIO | None = None) -> None:
@@ -92,7 +93,7 @@ class Progress:
         self._bar: Any = None
 
     def show(self, counts: Counts, force: bool = False) -> None:
-        """Show counts if a second has passed. force: in any case."""
+        """Show counts if the interval since the last ones has passed. force: show them in any case."""
         if time.monotonic() < self._due and not force:
             return
         speed = self._meter.look(counts)
@@ -106,7 +107,7 @@ class Progress:
             print(_line(counts, speed), file=self._out, flush=True)
 
     def say(self, event: dict[str, Any], text: str = "") -> None:
-        """Report an event as a JSON object, or as text."""
+        """Print `event` as a JSON object, or else `text`."""
         if self._json:
             print(json.dumps(event), file=self._out, flush=True)
         elif text:
@@ -129,7 +130,7 @@ class Progress:
         self._bar.set_description_str(text)
 
     def close(self) -> None:
-        """End the bar."""
+        """Close the bar."""
         if self._bar is not None:
             self._bar.close()
 
@@ -139,7 +140,11 @@ def _rounded(values: dict[str, float | None]) -> dict[str, float | None]:
 
 
 def _line(counts: Counts, speed: Speed, room: int | None = None) -> str:
-    """Counts in words. room: maximum number of characters. Speeds are left out first, then stored bytes."""
+    """Counts and speeds as text.
+
+    room: number of characters that the text should fit in, None: any. What does not fit is left out, in this order:
+    bytes per second, tokens per second, stored prompts.
+    """
     left = "?" if speed.seconds_left is None else duration(speed.seconds_left)
     total = "?" if counts.total is None else f"about {counts.total}" if counts.estimated else str(counts.total)
     stored = f"{counts.done}/{total} stored"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses the prompt of an input row."""
+"""Turns a row of the input into a prompt, or rejects it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _LARGEST_TOKEN = 2**31 - 1
 
 
 class BadRow(ValueError):
-    """A row without a valid prompt. The message says why."""
+    """A row has no valid prompt. The message says why."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The column of the input for each part of a prompt."""
+    """The names of the input columns that hold the parts of a prompt."""
 
     prompt: str = "prompt"
     messages: str = "messages"
@@ -29,7 +29,7 @@ class Columns:
 
     @classmethod
     def parse(cls, given: Sequence[str]) -> Columns:
-        """Parse texts such as "prompt=text". Raises ValueError."""
+        """Parse values of --column, such as "prompt=text". Raises ValueError."""
         known = [field.name for field in fields(cls)]
         named: dict[str, str] = {}
         for text in given:
@@ -55,10 +55,11 @@ class Columns:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. Exactly one of the first three is given.
+    """One prompt: a text, the messages of a chat, or token ids.
 
-    messages: of a chat, each with `role` and `content`. id: the user's name for the prompt, if any. loss_spans: [start,
-    stop) spans of the token ids that a trainer computes the loss on, if the row has a mask.
+    messages: dicts with a `role` and a text `content`. id: the user's name for the prompt, None without one.
+    loss_spans: [start, stop) spans of `token_ids` on which a trainer computes its loss, from the loss mask of the row.
+    None without a mask.
     """
 
     text: str | None = None
@@ -69,9 +70,9 @@ class Prompt:
 
     @classmethod
     def of(cls, row: object, columns: Columns, chat: bool = False) -> Prompt:
-        """The prompt of a row. chat: turn a text into the user's message of a chat. Raises BadRow.
+        """The prompt of a row. chat: a text becomes the user's message of a chat. Raises BadRow.
 
-        Token ids take precedence over messages, and messages over text. A null column counts as absent.
+        Token ids take precedence over messages, and messages over a text. A null value counts as absent.
         """
         if not isinstance(row, Mapping):
             raise BadRow("the row is not an object with columns")
@@ -80,7 +81,7 @@ class Prompt:
             token_ids = _token_ids(columns.prompt_token_ids, ids)
             return cls(token_ids=token_ids, id=name, loss_spans=_loss_spans(row, columns, len(token_ids)))
         if row.get(columns.loss_mask) is not None:
-            raise BadRow(f"{columns.loss_mask}: a mask is one of token ids; give {columns.prompt_token_ids} too")
+            raise BadRow(f"{columns.loss_mask}: a mask needs token ids; give {columns.prompt_token_ids} too")
         if (messages := row.get(columns.messages)) is not None:
             return cls(messages=_messages(columns.messages, messages), id=name)
         if (text := row.get(columns.prompt)) is None:
@@ -95,7 +96,7 @@ class Prompt:
         return cls(text=text, id=name)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields for an engine. options: the request's options under `dmi`."""
+        """The prompt for an engine process, JSON-serializable. "options": request options under `dmi`."""
         given = {"text": self.text, "messages": self.messages, "token_ids": self.token_ids}
         options = {} if self.loss_spans is None else {"options": {"loss_spans": self.loss_spans}}
         return {**{name: value for name, value in given.items() if value is not None}, **options}
@@ -122,7 +123,7 @@ def _token_ids(column: str, value: object) -> tuple[int, ...]:
 
 
 def _loss_spans(row: Mapping[str, Any], columns: Columns, count: int) -> tuple[tuple[int, int], ...] | None:
-    """The spans in which the mask of a row is 1; None if the row has no mask."""
+    """The [start, stop) spans in which the loss mask of a row is 1; None without a mask. count: number of token ids."""
     mask = row.get(columns.loss_mask)
     if mask is None:
         return None

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on the nodes of a Ray cluster. Ray places them, transfers prompts and answers, and reports their deaths.
+"""Engines on the nodes of a Ray cluster. Ray places the engines, transfers prompts and answers, and reports deaths.
 
-Each engine has a Ray actor. Ray Data does not carry the prompts, for three reasons:
+Each engine has a Ray actor (`engine_worker.py`). The prompts do not go through Ray Data, for three reasons:
 
-- Its vLLM processor keeps texts and token ids of an answer, but drops `kv_transfer_params`, which name the store of the
-  prompt or the reason why there is none.
-- It reads its input in blocks, as fast as its own buffers allow. A run submits one prompt at a time, when an engine has
-  room, the disk budget allows it, and the store of an earlier attempt is gone.
+- Its vLLM processor drops `kv_transfer_params` from answers. They name the store of the prompt, or the reason why there
+  is none.
+- It reads its input in blocks, as fast as its own buffers allow. A run submits a prompt only when an engine has room,
+  the disk budget allows it, and the store of an earlier attempt is gone.
 - It repeats the blocks of a dead worker at once. The writers of that worker may still be finishing their stores, so
-  prompts would get two stores. To rebuild a lost block it also reads its input a second time.
+  prompts would get two stores.
 
-So `run.py` does reading, order, manifest, budget and recovery as for any run, and actors run the engines.
+So `run.py` handles reading, order, manifest, budget and recovery as in a run without Ray.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ from dmi_connector.store.format.locks import lock_alone
 from dmi_connector.store.write.messages import Message
 
 LOCAL = "local"
-"""Address of a cluster that is started on this machine, for one run."""
+"""Value of --ray that starts a cluster on this machine for one run."""
 _OBJECTS_BYTES = 128 << 20
-"""Size of the object store of a LOCAL cluster, which holds only prompts."""
+"""Bytes of the object store of a LOCAL cluster, which holds only prompts and answers."""
 _STARTS = 3
-"""Maximum number of starts of a worker without an answered prompt in between."""
+"""Maximum number of consecutive starts of a worker that answer no prompt."""
 _LONGEST_WORDS = 300
+"""Maximum characters of a Ray error in messages."""
 _LOCKS_S, _LOOK_S = 20.0, 0.1
-"""Maximum time for processes of killed workers to end, and interval of checks. The next start removes remaining locks.
+"""Maximum time for processes of killed workers to exit, and interval of checks, in seconds. The next start of the run
+removes lock files that are left.
 """
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Resources of a worker on its node. gpus: 0 on a cluster without GPUs."""
+    """Numbers of CPUs and GPUs that Ray reserves for a worker. gpus: 0 on a cluster without GPUs."""
 
     cpus: int
     gpus: int
@@ -53,16 +55,16 @@ class Needs:
 
 @contextlib.contextmanager
 def connected(address: str, workers: int, cpus: int, gpus: int) -> Iterator[tuple[Needs, int]]:
-    """Connect to a cluster. LOCAL starts a cluster on this machine, and ends it at the end of the block.
+    """Connect to a Ray cluster for the duration of the block. Yields (resources of a worker, workers that fit).
 
-    cpus, gpus: CPUs and GPUs per worker; gpus only if the cluster has GPUs. Yields the resources of a worker, and the
-    number of workers for which there is room. Raises ValueError if there is no such cluster, or if a local one has too
-    few GPUs.
+    address: the value of --ray. LOCAL starts a cluster on this machine, and stops it at the end of the block. workers:
+    number of workers wanted. cpus, gpus: CPUs and GPUs per worker. `gpus` is ignored if the cluster has none. Raises
+    ValueError if Ray is not installed, if the cluster cannot be joined, or if a local cluster has too few GPUs.
     """
     if address.startswith("ray://"):
         raise ValueError(
-            f"--ray {address}: a run is no Ray client; start it on a node of the cluster, with --ray auto, or by ray"
-            " job submit"
+            f"--ray {address}: a run cannot be a Ray client; start it on a node of the cluster, with --ray auto, or"
+            " with ray job submit"
         )
     try:
         import ray
@@ -77,8 +79,8 @@ def connected(address: str, workers: int, cpus: int, gpus: int) -> Iterator[tupl
     except (ConnectionError, RuntimeError, ValueError) as error:
         text = _one_line(error)
         raise ValueError(
-            f"--ray {address}: the cluster cannot be joined ({text}); give HOST:PORT, auto or local, and the Ray and"
-            " Python of its nodes"
+            f"--ray {address}: the cluster cannot be joined ({text}); give HOST:PORT, auto or local, and use the"
+            " same Ray and Python as its nodes"
         ) from error
     try:
         there = ray.cluster_resources()
@@ -89,8 +91,8 @@ def connected(address: str, workers: int, cpus: int, gpus: int) -> Iterator[tupl
         if address == LOCAL and room < workers:
             count = int(there["GPU"])
             raise ValueError(
-                f"--workers {workers}: there are {count} GPUs, and each takes {needs.gpus}; give fewer workers, or"
-                " --worker-gpus"
+                f"--workers {workers}: there are {count} GPUs, and each worker takes {needs.gpus}; give fewer"
+                " workers, or --worker-gpus"
             )
         yield needs, room
     finally:
@@ -154,13 +156,14 @@ class _RemoteChild:
 
 
 class RayWorkers(EnginePool):
-    """Distributes prompts over engines of a cluster.
+    """Distributes prompts over engines of a cluster. A worker is an actor with its engine.
 
-    A worker that dies is restarted if the cluster has room. Its prompts are repeated once all its processes have ended,
-    which its own lock file proves. So `out` must be on a file system that all nodes share.
+    A worker that dies is started again when the cluster has room. Its prompts are repeated once all its processes have
+    exited, which shows in the locks on a file of the worker. So `out` must be on a file system that all nodes share.
 
-    count: the number of engines. needs: the resources of each. start: `RunSettings.engine_message`. out: directory of
-    stores and logs. life: path of the file on which all processes of all engines hold shared locks.
+    count: number of workers. needs: the resources of each worker. start: `RunSettings.engine_message`. out: directory
+    of stores and logs. life: path of the file on which all processes of all engines hold shared locks. suffix:
+    `Order.suffix`, for the names of logs.
     """
 
     def __init__(self, count: int, needs: Needs, start: Message, out: Path, life: Path, suffix: str = "") -> None:
@@ -198,7 +201,7 @@ class RayWorkers(EnginePool):
         return Engine(child, name, log, life, logged=logged)
 
     def room(self) -> int:
-        # It does not wait for workers, because the cluster may not have room for all of them yet.
+        # It does not wait until all workers are ready, because the cluster may not have room for all of them yet.
         return max((e.window - len(e.has) for e in self._engines if e.alive), default=0)
 
     def _handle(self, child: EngineChild, message: Message | str) -> list[Answer | Death]:
@@ -219,7 +222,7 @@ class RayWorkers(EnginePool):
             time.sleep(_LOOK_S)
 
     def _remove_locks(self) -> bool:
-        """Remove lock files of workers on which no process holds a lock. Returns whether none is left."""
+        """Remove the lock files of workers whose processes have exited. Returns whether no lock file is left."""
         held = 0
         for path in self._life.parent.glob(f"{self._life.name}.worker-*"):
             with lock_alone(path) as alone:

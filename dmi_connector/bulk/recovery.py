@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inspects and cleans up what an earlier process of a run left, before the run continues."""
+"""Inspects and cleans up what an earlier start of a run left, before the run continues."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ _DIGITS = 9
 
 
 def store_key(run: str, position: int) -> str:
-    """The key of the store of a prompt."""
+    """The key of the store of a prompt. run: name of the run."""
     return f"{run}-{position:0{_DIGITS}d}"
 
 
 def position_of(run: str, key: str) -> int | None:
-    """The position in a key of the run, None for another key."""
+    """The position in a key of the run `run`; None for any other key."""
     match = re.fullmatch(rf"{run}-(\d{{{_DIGITS},}})", key, re.ASCII)
     return None if match is None else int(match[1])
 
 
 @dataclass
 class Recovered:
-    """The prompts that are done already.
+    """The prompts of a share that earlier starts captured.
 
-    done: positions with a line in the manifest. found: complete and sound stores without a line, by position. If such a
-    store was uploaded, its local copy may be gone. removed: number of stores that were unfinished, incomplete, damaged
-    or duplicates. gone: number of prompts that are done, but whose stores do not exist any more.
+    done: positions with a line in the manifest. found: position -> complete and undamaged store without a line. It is
+    the uploaded store if the local copy is gone. removed: number of removed stores, which were unfinished, incomplete,
+    damaged or duplicates. gone: number of positions in `done` whose stores do not exist any more.
     """
 
     done: Positions = field(default_factory=Positions)
@@ -55,10 +55,12 @@ class Recovered:
 
 
 def recover(out: Path, run: str, order: Order, manifest: Path, redo_missing: bool = False) -> Recovered:
-    """Clean up the directory of a run and its index. No process of the run may still write.
+    """Remove unusable stores of a share, and find the prompts that are done. No process of the share may still write.
 
-    manifest: the manifest of this job (`--shard`). redo_missing: prompts whose stores are gone count as not done.
-    Uploaded stores are not gone. Raises OSError, and ValueError for a store that must be removed but is being read.
+    out: directory of the stores. run: name of the run. order: has the share of this process. manifest: path of the
+    share's manifest. redo_missing: prompts whose stores are gone count as not done. Uploaded stores are not gone.
+
+    Raises OSError. Raises ValueError for a store that must be removed but that another process uses.
     """
     result = Recovered()
     for entry in read_manifest(manifest):
@@ -99,9 +101,10 @@ def recover(out: Path, run: str, order: Order, manifest: Path, redo_missing: boo
 
 
 def is_unused(out: Path, run: str, life: str) -> bool:
-    """Whether a run has captured nothing: none of its jobs has a line, a store of any kind, or an upload.
+    """Whether a run has captured nothing: none of its shares has a line in a manifest, a store, or an upload.
 
-    life: prefix of the names of its life locks. While a process holds such a lock, it may still write a store.
+    life: prefix of the names of the lock files of its engines. False while a process holds such a lock, because it may
+    still write a store.
     """
     for path in out.glob(f"{life}*"):
         with lock_alone(path) as alone:
@@ -114,10 +117,10 @@ def is_unused(out: Path, run: str, life: str) -> bool:
 
 
 def settle_left(out: Path, run: str, positions: Collection[int]) -> dict[int, Place]:
-    """Keep one complete and sound store for each of some positions, and remove their other stores.
+    """For each of some positions, keep one complete and undamaged store and remove all other stores.
 
-    Returns the kept stores, local or uploaded. No process may write to them. Raises OSError, and ValueError for a store
-    that must be removed but is being read.
+    Returns {position: kept store, local or uploaded}. No process may still write these stores. Raises OSError. Raises
+    ValueError for a store that must be removed but that another process uses.
     """
     names: dict[int, list[str]] = {position: [] for position in positions}
     for position, name in _stores(out, run, Order()):
@@ -139,14 +142,14 @@ def settle_left(out: Path, run: str, positions: Collection[int]) -> dict[int, Pl
 
 
 def not_uploaded(out: Path, run: str, order: Order) -> tuple[int, str | None]:
-    """Finished stores of a job that wait for their upload, or whose upload failed. `dmi repair` uploads them.
+    """(number of stores of a share whose upload is pending or failed, reason of the latest failure or None).
 
-    Returns their number, and the reason of the latest failure; None if none failed.
+    `dmi repair` uploads these stores.
     """
     left: dict[str, str | None] = {}
     for line in read_index(out):
         if line.get("upload") in ("pending", "failed"):
-            left.pop(line["store"], None)  # the latest comes last
+            left.pop(line["store"], None)  # so that it is inserted again, as the last
             left[line["store"]] = line.get("upload_reason")
         elif "upload" in line:
             left.pop(line["store"], None)
@@ -156,7 +159,7 @@ def not_uploaded(out: Path, run: str, order: Order) -> tuple[int, str | None]:
 
 
 def _uploaded(out: Path, run: str, order: Order) -> Iterator[tuple[int, str]]:
-    """(position, URL) of every store of a share that was uploaded."""
+    """Yield (position, URL) of every uploaded store of a share."""
     for name, url in uploaded_stores(out):
         position = _position(run, name)
         if position is not None and order.holds(position):
@@ -164,13 +167,13 @@ def _uploaded(out: Path, run: str, order: Order) -> Iterator[tuple[int, str]]:
 
 
 def _position(run: str, name: str) -> int | None:
-    """The position in the name of a finished store, None for a store that is not of the run."""
+    """The position in the name of a finished store; None if the store is not of the run `run`."""
     key, _, rest = name.partition("--")
     return position_of(run, key) if rest.endswith(_STORE) else None
 
 
 def _stores(out: Path, run: str, order: Order) -> Iterator[tuple[int, str]]:
-    """(position, name) of every store of a share, finished or not."""
+    """Yield (position, file name) of every local store of a share, finished or not."""
     pattern = re.compile(rf"({run}-\d+)--.*{re.escape(_STORE)}({PARTIAL_SUFFIX}|{REMOVING_SUFFIX})?")
     with os.scandir(out) as entries:
         for entry in entries:
@@ -181,9 +184,9 @@ def _stores(out: Path, run: str, order: Order) -> Iterator[tuple[int, str]]:
 
 
 def is_sound(path: Path) -> bool:
-    """Whether a finished store is complete, its request was not aborted, and every byte is as written.
+    """Whether a finished store is complete and undamaged, and its request was not aborted.
 
-    Values that are not finite are not damage. The model would compute them again.
+    Values that are not finite are no damage: the model would compute them again.
     """
     return _is_whole(path) and not any(problem.damage for problem in verify_store(path, begun={}))
 
@@ -198,7 +201,10 @@ def _is_whole(store: Place) -> bool:
 
 
 def _keep_one(out: Path, run: str, order: Order, manifest: Path, twice: set[int], result: Recovered) -> int:
-    """Keep one store per position: that of the manifest, or else an undamaged one. Returns how many were removed."""
+    """Keep one of several stores per position: the one in the manifest, else an undamaged one. Updates `result.found`.
+
+    twice: positions with several stores. Returns the number of removed stores.
+    """
     noted = {}
     for entry in read_manifest(manifest):
         if (position := position_of(run, entry["key"])) in twice:
@@ -223,14 +229,14 @@ def _keep_one(out: Path, run: str, order: Order, manifest: Path, twice: set[int]
 
 def _remove(path: Path) -> None:
     if not remove_store(path):
-        raise ValueError(f"{path} is not whole and must be removed, but a process reads it; close it and start again")
+        raise ValueError(f"{path} must be removed, but a process reads it; end that process, and start again")
 
 
 def _remove_rest(path: Path) -> None:
-    """Remove an unfinished store, or the rest of one that was being removed."""
+    """Remove an unfinished store, or the rest of an interrupted removal. Raises ValueError if a process uses it."""
     with claim(path) as alone:
         if not alone:
-            raise ValueError(f"{path} is written or repaired by another process; wait for its end and start again")
+            raise ValueError(f"{path} is written or repaired by another process; wait for its end, and start again")
         if not path.name.endswith(PARTIAL_SUFFIX):
             shutil.rmtree(path)
             return

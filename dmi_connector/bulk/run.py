@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures every prompt of a share into a store of its own, from the input rows to the lines of the manifest."""
+"""Captures the prompts of a share, each into a store of its own, and writes a line of the manifest for each store."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.write.finish.retention import remove_store
 
 _TRIES = 2
-"""Maximum number of captures of a prompt, if its store is incomplete."""
+"""Maximum number of captures of a prompt whose stores are incomplete."""
 _QUIET_S = 5.0
-"""Seconds without a line in the index after which a store is looked up by its path."""
+"""Seconds after an answer at which its store, if the index has no line of it, is looked up by path."""
 _MOST_FAILURES = 100
 """Number of consecutive failed captures that stops the run."""
 _ROWS_PER_TURN = 10_000
@@ -42,8 +42,8 @@ _WAIT_S = 0.1
 class Outcome:
     """How a run ended.
 
-    stopped: why the run stopped early; None if it reached the end of the input. deaths: engines that ended early. lost:
-    prompts whose store was not finished. beyond: prompts that earlier starts captured beyond this start's limit.
+    stopped: why it stopped early ("signal", "max_bytes", "engines" or "captures"), or None. deaths: dead engines.
+    lost: submitted prompts without a store. beyond: prompts that earlier starts captured beyond the current limit.
     """
 
     counts: Counts
@@ -64,10 +64,10 @@ class Outcome:
 
 
 class Run:
-    """One share of a run. Memory holds only the prompts in flight, and one bit per position.
+    """Captures one share of a run. Memory holds only the prompts in flight, and one bit per position.
 
-    out: directory of the stores. rejects: open file for rows without a store. writers_gone: whether all engines have
-    exited. end_when_full: end if the budget is used up instead of waiting. generates: generated tokens have rows.
+    out: directory of the stores. rejects: open file for rows without a store. writers_gone: returns whether all engines
+    have exited. end_when_full: stop at a full disk budget instead of waiting. generates: whether tokens are generated.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class Run:
         self._end_when_full, self._generates = end_when_full, generates
         self._tail = IndexTail(out, new_only=True)
         self._flights: dict[int, Flight] = {}
-        self._again: list[Flight] = []  # prompts to submit: retries, and the next prompt
-        self._orphans: list[tuple[Death, list[Flight]]] = []  # of dead engines, until their writers have exited
-        self._condemned: list[Path] = []
+        self._again: list[Flight] = []  # to submit: retries, and the next prompt of the input
+        self._orphans: list[tuple[Death, list[Flight]]] = []  # prompts of dead engines whose writers have not exited
+        self._condemned: list[Path] = []  # incomplete stores to remove
         self._failures = 0  # number of consecutive failed captures
         before = recovered.done.below(rows.limit)
         before += sum(rows.limit is None or position < rows.limit for position in recovered.found)
@@ -106,17 +106,17 @@ class Run:
         self._next_look = 0.0
 
     def stop(self, why: str) -> None:
-        """Submit no more prompts. Prompts in flight are finished."""
+        """Submit no more prompts, and finish those in flight. why: see `Outcome.stopped`."""
         self.outcome.stopped = self.outcome.stopped or why
 
     def go(self) -> Outcome:
-        """Run to the end of the rows, or until something stops it (`Outcome.stopped`). Raises OSError."""
+        """Capture all rows, or until something stops the run (`Outcome.stopped`). Raises OSError."""
         rows = iter(self._rows)
         more = True
         while more or self._flights or self._again or self._orphans:
             if self.outcome.stopped or not self._engines.alive():
                 more = False
-                self._again.clear()  # the next start captures these
+                self._again.clear()  # the next start of the run captures these
             handed = False
             if more or self._again:
                 more, handed = self._hand_out(rows, more)
@@ -138,7 +138,7 @@ class Run:
     # ---- prompts out ------------------------------------------------------------------------------------------------
 
     def _hand_out(self, rows: Iterator[Placed], more: bool) -> tuple[bool, bool]:
-        """Submit prompts while engines have room. Returns (rows may be left, poll without waiting)."""
+        """Submit prompts while engines have room. Returns (rows may be left, the caller polls without waiting)."""
         self.outcome.counts.waiting = ""
         for passed in range(_ROWS_PER_TURN):
             if not self._again:
@@ -155,7 +155,7 @@ class Run:
         return more, True
 
     def _has_space(self) -> bool:
-        """Whether the budget has room for one more prompt. A full budget stops a run with `end_when_full`."""
+        """Whether the disk budget has room for one more prompt. With `end_when_full`, a full budget stops the run."""
         in_flight = len(self._flights) + sum(len(flights) for _, flights in self._orphans)
         if self._budget.allows(in_flight):
             return True
@@ -168,7 +168,7 @@ class Run:
         return False
 
     def _take(self, placed: Placed) -> Flight | None:
-        """Parse the prompt of a row. Returns None if it needs no capture."""
+        """Parse the prompt of a row. Returns None if the row needs no capture."""
         if placed.position in self._recovered.done:
             return None
         found = self._recovered.found.pop(placed.position, None)
@@ -192,7 +192,7 @@ class Run:
         self._engines.submit(position, store_key(self._run, position), flight.prompt.to_json())
 
     def _reject(self, placed: Placed, name: str | None, reason: str, failed: bool = False) -> None:
-        """Record a row that gets no store. failed: the prompt is valid, and the next start tries it again."""
+        """Record a row without a store. name: its id. failed: the prompt is valid, and the next start retries it."""
         entry: dict[str, Any] = {"row": placed.number}
         if self._line_offset is not None:
             entry["line"] = placed.number + self._line_offset
@@ -200,7 +200,7 @@ class Run:
         try:
             print(json.dumps(entry), file=self._rejects, flush=True)
         except OSError as error:
-            with contextlib.suppress(OSError):  # it fails again; an error in a later close would hide the first one
+            with contextlib.suppress(OSError):  # close() fails too, and a later close() would hide the first error
                 self._rejects.close()
             raise cannot_write(Path(self._rejects.name), error) from error
         if failed:
@@ -247,12 +247,12 @@ class Run:
     # ---- stores -----------------------------------------------------------------------------------------------------
 
     def _settle_orphans(self) -> None:
-        """Once the writers of a dead engine have exited, keep its complete stores and repeat the other prompts."""
+        """For dead engines whose writers have exited: keep complete stores, and submit the other prompts again."""
         if self._orphans and (self.outcome.stopped or not self._engines.alive()):
             self.outcome.lost += sum(len(flights) for _, flights in self._orphans)
             self._orphans.clear()
         elif self._orphans:
-            self.outcome.counts.waiting = ""  # set again below if writers are still running
+            self.outcome.counts.waiting = ""  # set below if writers are still running
         for orphans in list(self._orphans):
             death, flights = orphans
             assert death.life is not None
@@ -262,7 +262,7 @@ class Run:
                     continue
             self._orphans.remove(orphans)
             kept = settle_left(self._out, self._run, [flight.placed.position for flight in flights])
-            self._read_index()  # so that lines of these stores do not count for the next try
+            self._read_index()  # so that a line of these stores is not taken for that of the next try
             for flight in flights:
                 store = kept.get(flight.placed.position)
                 if store is None:
@@ -286,7 +286,7 @@ class Run:
                 self._settle(flight)
 
     def _look_at_paths(self, gone: bool) -> None:
-        """Look for stores that have no line in the index, for example because the disk was full."""
+        """Look for stores without a line in the index. The line is missing if the disk was full, for example."""
         for flight in list(self._flights.values()):
             if flight.answer is None or not (gone or time.monotonic() - flight.answered_at > _QUIET_S):
                 continue
@@ -298,13 +298,13 @@ class Run:
                 del self._flights[flight.placed.position]
                 self.outcome.lost += 1
             elif path is not None and is_abandoned(f"{path}.partial"):
-                if flight.abandoned:  # seen twice: no rename between the two checks above
+                if flight.abandoned:  # seen twice: at the first look, a rename may fall between the two checks above
                     flight.captured = failed(path, "its writers ended before it was finished")
                     self._settle(flight)
                 flight.abandoned = True
 
     def _path(self, answer: Answer) -> Path | None:
-        """The path of an answer's store, finished or not; None if there is none."""
+        """The final path of the store of an answer, even if the store is unfinished; None if no store exists."""
         if answer.store is not None:
             return Path(answer.store)
         key = store_key(self._run, answer.position)
@@ -312,7 +312,7 @@ class Run:
         return found and found.with_name(found.name.removesuffix(".partial"))
 
     def _settle(self, flight: Flight) -> None:
-        """Once a prompt has both its answer and its store, record it or try it again."""
+        """If a prompt has its answer and its capture has ended, record the prompt or try it again."""
         info, answer = flight.captured, flight.answer
         if info is None or answer is None:
             return
@@ -344,7 +344,7 @@ class Run:
             self._reject(flight.placed, flight.prompt.id, reason, failed=True)
 
     def _count(self, entry: Mapping[str, Any]) -> None:
-        """Record a prompt whose store is finished."""
+        """Record a prompt with a complete store. entry: its line in the manifest."""
         self._manifest.add(entry)
         self._budget.stored(entry["bytes"])
         self.outcome.counts.done += 1
@@ -352,7 +352,7 @@ class Run:
         self.outcome.counts.bytes += entry["bytes"]
 
     def _clear_condemned(self) -> None:
-        """Remove incomplete stores. A store that is still locked is left for the next call, or the next start."""
+        """Remove incomplete stores. A store in use is left for the next call, or for the next start of the run."""
         self._condemned = [path for path in self._condemned if not remove_store(path)]
 
     # ---- lines ------------------------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ class Run:
         }
 
     def _found_entry(self, placed: Placed, prompt: Prompt, store: Place) -> dict[str, Any]:
-        """The manifest line of a store that was finished before its run or engine was killed."""
+        """The line of the manifest for a complete store whose engine or run was killed before the line was written."""
         attrs = read_attrs(store)
         generates = attrs["include_output_tokens"]
         generated = attrs["num_tokens"] - attrs["prompt_len"] + 1 if generates else 0
@@ -383,7 +383,7 @@ class Run:
 
     def _show(self, force: bool = False) -> None:
         if not self.outcome.began:
-            return  # counts would hide the reason
+            return  # counts would hide why no engine started
         counts = self.outcome.counts
         counts.total, counts.estimated = self._rows.total(), self._rows.estimates()
         if counts.total is not None and counts.estimated:
@@ -395,6 +395,6 @@ class Run:
 
 
 def _id_of(row: object, columns: Columns) -> str | None:
-    """The id of a row, which may not have a valid prompt."""
+    """The id of a row that may lack a valid prompt; None without an id."""
     name = row.get(columns.id) if isinstance(row, dict) else None
     return name if isinstance(name, str) else None if name is None else str(name)[:200]

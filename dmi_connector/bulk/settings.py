@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a run. Those that affect the contents of stores are saved in RUN_NAME, and must not change."""
+"""The settings of a run. Settings that affect the contents of stores are saved in RUN_NAME and must not change."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from dmi_connector.wording import show
 RUN_NAME = "run.json"
 """File with the name and the settings of a run."""
 LIFE_NAME = ".life.lock"
-"""Prefix of the files on which processes of engines hold a shared lock until they exit. Each share has such a file, and
-each worker of a Ray cluster.
+"""Prefix of the names of lock files. Processes of engines hold shared locks on them until they exit. Each share has a
+file for all its engines. On a Ray cluster each worker has a file of its own too.
 """
 _LOCK_NAME = ".settings.lock"
 """File on which each process of `dmi run` holds a shared lock."""
 _OTHERS_S, _AGAIN_S = 2.0, (0.02, 0.2)
-"""How long to retry while other processes hold the lock, and the range of the pauses. Seconds."""
+"""Seconds to retry while other processes hold the lock, and the range of the pauses between tries, in seconds."""
 _FORMAT = 1
+"""Format version of RUN_NAME."""
 STORE_OPTIONS = ("hooks", "reduce", "codec", "chunk_tokens", "segment_tokens", "check")
 """Server options that affect the contents of stores, besides `probes`."""
 FREE_FLAGS = frozenset(
@@ -74,11 +75,12 @@ FREE_FLAGS = frozenset(
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a run does with its prompts.
+    """What a run captures, of which prompts.
 
-    model: vLLM's argument. capture: arguments of `capture_args` except the directory. flags: flags of vLLM's engine.
-    sampling: fields of SamplingParams. max_tokens: maximum number of tokens to generate; None captures only the prompt.
-    chat: whether texts are messages of a user.
+    model: vLLM's argument `model`. capture: arguments of `capture_args` except `store_dir`. flags: flags of vLLM's
+    engine. sampling: fields of SamplingParams. max_tokens: maximum number of tokens to generate; None captures only the
+    prompt. chat: whether a text is the user's message of a chat. columns: names of the input columns. order: order of
+    the rows, and the share.
     """
 
     model: str
@@ -91,7 +93,7 @@ class RunSettings:
     order: Order = field(default_factory=Order)
 
     def fingerprint(self, identity: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The settings that must not change, JSON-serializable. identity: the identity of the input."""
+        """The settings that must not change, JSON-serializable. identity: result of `sources.identity`."""
         return {
             "model": self.model,
             "owner": self.capture.get("owner", "draft"),
@@ -108,15 +110,15 @@ class RunSettings:
         }
 
     def engine_message(self, out: Path) -> dict[str, Any]:
-        """The settings for an engine process, JSON-serializable."""
+        """The settings for an engine process, JSON-serializable. out: directory of the stores."""
         names = ("model", "flags", "sampling", "max_tokens")
-        # A prompt with an incomplete store is captured again, so that store must not be uploaded.
+        # A prompt whose store is incomplete is captured again, so incomplete stores must not be uploaded.
         capture = {**self.capture, **({"upload_only_complete": True} if self.capture.get("upload") else {})}
         return {**{name: getattr(self, name) for name in names}, "capture": capture, "store_dir": str(out)}
 
 
 def joined(flags: Sequence[str]) -> list[str]:
-    """Flags of a command line, each joined with its values by "=" and commas."""
+    """Flags of a command line, each with its values, as in "--flag=value,value"."""
     found: list[str] = []
     for text in flags:
         if text.startswith("-") and not re.fullmatch(r"-\d.*", text):
@@ -155,23 +157,25 @@ def _resolved(capture: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _probes(capture: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry `probes`: digests of their files. Without probes there is none, as in runs of older versions."""
+    """{"probes": {name: digest of its file}}; {} without probes, as in runs of older versions."""
     probes = {name: parse_probe(name, text) for name, text in capture.get("probes", {}).items()}
     return {"probes": {name: probe.sha256 or probe.path for name, probe in probes.items()}} if probes else {}
 
 
 def _resolved_sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of SamplingParams, with the defaults of `EngineFeed`."""
+    """Fields of SamplingParams, including the defaults of `EngineFeed`."""
     return {"temperature": 0.0, "n": 1, **fields}
 
 
 @contextlib.contextmanager
 def settle(out: Path, fingerprint: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the name of the run in a directory. Begins a run if there is none, or if the existing run captured
-    nothing.
+    """Yield the name of the run in the directory `out`, and protect its settings until the end of the block.
 
-    Several shares may start at once. Each holds a shared lock until the end of the block, so that its settings are not
-    replaced. Raises ValueError if the settings differ, and OSError if the file system has no locks.
+    Begins a run if there is none, or if the existing run has other settings but captured nothing. Several shares may
+    start at once: each holds a shared lock, so that no process replaces its settings. fingerprint: result of
+    `RunSettings.fingerprint`.
+
+    Raises ValueError if the existing run has other settings, and OSError if the file system has no locks.
     """
     wanted = json.loads(json.dumps(fingerprint))
     lock, deadline = out / _LOCK_NAME, time.monotonic() + _OTHERS_S
@@ -190,7 +194,7 @@ def settle(out: Path, fingerprint: Mapping[str, Any]) -> Iterator[str]:
                 if written or not is_unused(out, str(noted["run"]), LIFE_NAME):
                     raise _refusal(out, noted["settings"], wanted)
                 _write(out, wanted, os.replace)
-                written = True  # settings that do not read back as written end the loop
+                written = True  # if they do not read back as written, the next turn raises
         if not alone:
             if time.monotonic() > deadline:
                 raise _refusal(out, noted["settings"], wanted)
@@ -198,7 +202,7 @@ def settle(out: Path, fingerprint: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _write(out: Path, wanted: Mapping[str, Any], put: Callable[[Path, Path], None]) -> None:
-    """Begin a run. put: os.link, which keeps the file of another share, or os.replace."""
+    """Write RUN_NAME with a new name for the run. put: os.link to keep an existing file, os.replace to replace it."""
     own = out / f"{RUN_NAME}.{uuid.uuid4().hex[:8]}"
     run = {"format": _FORMAT, "run": uuid.uuid4().hex[:8], "settings": wanted}
     try:
@@ -215,7 +219,7 @@ def _write(out: Path, wanted: Mapping[str, Any], put: Callable[[Path, Path], Non
 
 
 def _noted(out: Path) -> dict[str, Any]:
-    """The contents of RUN_NAME. Raises ValueError for another format, and if it is damaged."""
+    """The contents of RUN_NAME. Raises ValueError if the file is damaged or has another format."""
     try:
         noted: dict[str, Any] = json.loads((out / RUN_NAME).read_text())
         found = noted.get("format")
@@ -242,7 +246,7 @@ def _refusal(out: Path, noted: Mapping[str, Any], wanted: Mapping[str, Any]) -> 
             if name == "prompts" and before:
                 change = _changed(before, value)
                 return ValueError(
-                    f"--out {out}: the prompts have changed since its run began: {change}; give the files of then, or "
+                    f"--out {out}: the prompts have changed since its run began: {change}; give the same files, or "
                     "another --out"
                 )
             return ValueError(
@@ -253,7 +257,7 @@ def _refusal(out: Path, noted: Mapping[str, Any], wanted: Mapping[str, Any]) -> 
 
 
 def _changed(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:
-    """The first difference between two inputs. before, now: results of `identity`."""
+    """The first difference between two inputs, in words. before, now: results of `sources.identity`."""
     old, new = ({str(file["name"]): file for file in files} for files in (before, now))
     gone, more = [name for name in old if name not in new], [name for name in new if name not in old]
     if gone and more:

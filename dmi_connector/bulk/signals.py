@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals that stop a run in order."""
+"""Stops a run on SIGINT and SIGTERM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def stopped_by_signals(stop: Callable[[str], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM stop a run in order; the second one ends it at once, with KeyboardInterrupt."""
+    """In the block, the first SIGINT or SIGTERM calls `stop("signal")`. A second signal raises KeyboardInterrupt."""
 
     def on_signal(number: int, _frame: Any) -> None:
         stop("signal")

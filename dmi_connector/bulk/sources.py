@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads rows of the input, in order or by index. Memory does not grow with the number of rows.
 
-A source yields (number, raw) for each row, in the order of the input. `load` decodes a raw row. Decoding is separate,
-because a resumed run skips most rows.
+A source yields (number, raw row) for each row, in the order of the input. `load` decodes a raw row. Reading does not
+decode, because a resumed run skips most rows.
 """
 
 from __future__ import annotations
@@ -25,47 +25,49 @@ from dmi_connector.wording import show
 LONGEST_LINE = 1 << 26
 """Maximum bytes of a JSON line. A longer line is a bad row."""
 _BUFFER, _SAMPLE = 1 << 20, 1 << 20
-"""Bytes to read at a time; bytes at each end of a file that are hashed to identify it."""
+"""Bytes to read at a time, and bytes at each end of a file that are hashed to identify it."""
 _BATCH = 256
 """Number of Parquet rows to decode at a time."""
 
 
 class Source(Protocol):
-    """Rows of an input. line_offset: the line number of the first row; None if rows are not lines."""
+    """The rows of an input. line_offset: the line number of row 0; None if rows are not lines."""
 
     line_offset: int | None
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        """Yield (number, raw row) of each row from the first on."""
+        """Yield (number, raw row) for each row, from row 0 on."""
 
     def load(self, raw: Any) -> object:
-        """The row as Python objects; None if it is blank. Raises BadRow."""
+        """The decoded row; None if the row is blank or null. Raises BadRow for a row that cannot be decoded."""
 
     def fraction(self) -> float:
-        """Fraction of the input that the latest iteration has read, 0 to 1."""
+        """Fraction of the input that the latest iteration has read, from 0 to 1."""
 
     def count(self) -> int | None:
         """Number of rows; None if it is not known yet."""
 
     def random_access(self, scratch: Path) -> RandomAccess:
-        """The same rows by index. scratch: a directory for temporary files, which are deleted when the process ends."""
+        """The same rows by index. scratch: directory for temporary files, which the system deletes with the process."""
 
 
 class RandomAccess(Protocol):
-    """Rows by index. `len` is the number of rows."""
+    """The rows of an input by index. `len` is the number of rows."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, number: int) -> Any:
-        """The raw row, for the `load` of this object."""
+        """The raw row with this number. Only `load` of the same object decodes it."""
 
     def load(self, raw: Any) -> object:
         """See `Source.load`."""
 
 
 def open_source(path: Path, columns: Columns) -> Source:
-    """Open a file of JSON lines (.jsonl, .ndjson, .json), a Parquet file or a directory of them, or a data set saved
-    with `save_to_disk`. Raises ValueError.
+    """Open the input of a run. Raises ValueError.
+
+    path: a file of JSON lines (.jsonl, .ndjson, .json), a Parquet file, a directory of Parquet files, or a Hugging Face
+    data set saved with `save_to_disk`. columns: the columns to read.
     """
     kind, files = _look(path)
     if kind == "lines":
@@ -76,7 +78,7 @@ def open_source(path: Path, columns: Columns) -> Source:
 
 
 def identity(path: Path) -> list[dict[str, Any]]:
-    """The identity of an input: the name and size of each file, and a hash of its two ends. Raises ValueError."""
+    """The identity of an input: name, bytes and a hash of both ends of each file. Raises ValueError."""
     _, files = _look(path)
     return [_identity(file) for file in files]
 
@@ -92,7 +94,7 @@ def _identity(path: Path) -> dict[str, Any]:
 
 
 def _look(path: Path) -> tuple[str, list[Path]]:
-    """("lines", "parquet" or "arrow", the files of an input)."""
+    """(kind of an input, its files). The kind is "lines", "parquet" or "arrow". Raises ValueError."""
     kinds = "a file of JSON lines (.jsonl), of Parquet (.parquet), or a data set's directory"
     if not path.exists():
         raise ValueError(f"--prompts {path} is not there; give {kinds}")
@@ -116,7 +118,7 @@ def _look(path: Path) -> tuple[str, list[Path]]:
 
 
 def _part(path: Path, take: Callable[[Any], Any]) -> Any:
-    """Apply `take` to a JSON file of a saved data set. Raises ValueError that names the file."""
+    """The result of `take` for the contents of a JSON file. Raises ValueError, also if `take` fails on the contents."""
     try:
         return take(json.loads(path.read_text()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -124,7 +126,7 @@ def _part(path: Path, take: Callable[[Any], Any]) -> Any:
 
 
 class Lines:
-    """JSON lines. The number of a row is the number of its line, from 0."""
+    """A file of JSON lines. The number of a row is the number of its line, counted from 0."""
 
     line_offset: int | None = 1
 
@@ -148,7 +150,7 @@ class Lines:
             number += 1
 
     def load(self, raw: bytes) -> object:
-        """Parse a line; None if it is blank. Raises BadRow."""
+        """Parse a line; None for a blank line or null. Raises BadRow."""
         if len(raw) > LONGEST_LINE:
             raise BadRow(f"the line is longer than {LONGEST_LINE} bytes")
         if not raw.strip():
@@ -167,12 +169,12 @@ class Lines:
         return None
 
     def random_access(self, scratch: Path) -> RandomLines:
-        """Lines by index. It reads the whole file once."""
+        """Lines by index. The call reads the whole file."""
         return RandomLines(self._file, scratch)
 
 
 class RandomLines:
-    """Lines by index. A temporary file holds the offset of each line, 8 bytes per line."""
+    """Lines of a file by index. A temporary file in `scratch` holds the byte offset of each line, 8 bytes per line."""
 
     def __init__(self, file: BinaryIO, scratch: Path) -> None:
         self._file = file
@@ -208,7 +210,7 @@ class RandomLines:
 
 
 class _Columnar:
-    """Rows of record batches. A raw row is (record batch, row in it)."""
+    """Rows of Arrow record batches. A raw row is (record batch, index of the row in the batch)."""
 
     line_offset: int | None = None
 
@@ -242,19 +244,19 @@ def _check_columns(path: Path, names: Sequence[str], columns: Columns) -> None:
     if not set(names) & set(columns.prompts):
         raise ValueError(
             f"--prompts {path} has none of the columns {', '.join(columns.prompts)}; its columns: "
-            f"{', '.join(names)}; name them, as in --column prompt=text"
+            f"{', '.join(names)}; name one, as in --column prompt=text"
         )
 
 
 @contextmanager
 def _whole_parquet(path: Path) -> Iterator[None]:
-    """Turn Arrow's errors about a damaged file into a ValueError that names the file."""
+    """Turn errors about a file that cannot be read into a ValueError that names the file."""
     import pyarrow as pa
 
     try:
         yield
     except (FileNotFoundError, PermissionError) as error:
-        raise ValueError(f"--prompts {path} cannot be read: {error.strerror}; mend that and start again") from error
+        raise ValueError(f"--prompts {path} cannot be read: {error.strerror}; correct that, and start again") from error
     except (pa.ArrowException, OSError) as error:
         why = " ".join(str(error).split())
         raise ValueError(f"--prompts {path} cannot be read as Parquet ({why}); write it again") from error
@@ -289,7 +291,7 @@ class Parquet(_Columnar):
         return self._total
 
     def random_access(self, scratch: Path) -> RandomLines:
-        """Rows by index. It copies them to JSON lines, because Parquet cannot decode single rows."""
+        """Rows by index. The call copies all rows to JSON lines, because Parquet cannot decode single rows."""
         with tempfile.TemporaryFile(dir=scratch, buffering=_BUFFER) as file:
             for _, raw in self:
                 try:
@@ -302,7 +304,7 @@ class Parquet(_Columnar):
 
 
 class Arrow(_Columnar):
-    """Files of a Hugging Face data set: Arrow streams, which are memory-mapped."""
+    """Rows of a Hugging Face data set. Its files are Arrow streams, which are memory-mapped."""
 
     def __init__(self, files: Sequence[Path], columns: Columns) -> None:
         super().__init__(files, columns)

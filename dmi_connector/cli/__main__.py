@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m dmi_connector.cli`: the `dmi` command where its script is not on the PATH."""
+"""`python -m dmi_connector.cli` runs the `dmi` command, for environments whose scripts are not on the PATH."""
 
 import sys
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi demo`: vLLM serves a tiny model, and the captures are compared with transformers."""
+"""`dmi demo`: captures a tiny model in vLLM, and compares the captures with transformers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from dmi_connector.store.read.waiting import CaptureFailed
 from dmi_connector.wording import terminal_columns
 
 TOLERANCE = 1e-5
-"""Largest difference from transformers that float32 rounding explains for these models."""
+"""Maximum absolute difference from transformers. For these models, float32 rounding stays below it."""
 
 HOOKS = "vllm-full,q_rot,k_rot"
-"""Default selection. Attention patterns are computed from q_rot and k_rot."""
+"""Default selection. q_rot and k_rot give the attention patterns."""
 MARKER = ".dmi-demo"
 """File that marks a directory as the demo's own."""
 PROMPTS = {
@@ -38,15 +38,15 @@ PROMPTS = {
     "fox": "once upon a time there was a quick brown fox",
     "layers": "every layer adds something to the residual stream",
 }
-"""{key: prompt}."""
+"""Key of the capture -> prompt."""
 NEW_TOKENS = 12
 """Tokens to generate for each prompt."""
 
 
 def prepare_dir(directory: Path, keep: bool) -> Path:
-    """Make the directory of the demo. Unless `keep`, remove the stores of earlier demos in it.
+    """Create the directory of the demo, and remove the stores of earlier demos in it unless `keep` is True.
 
-    Raises ValueError for a directory with other files. It does not remove these files.
+    Raises ValueError if `directory` holds files that no demo wrote. These files are not removed.
     """
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"dir: {str(directory)!r} is a file; give a directory")
@@ -61,12 +61,12 @@ def prepare_dir(directory: Path, keep: bool) -> Path:
 
 
 class Progress:
-    """A progress bar over the steps of the demo. Its clock runs while a step blocks."""
+    """A progress bar over the steps of the demo. A thread updates its clock during a step."""
 
     def __init__(self, steps: int) -> None:
         from tqdm import tqdm
 
-        # A duplicate of the descriptor, because `output_to` redirects the original.
+        # A duplicate of standard error, because `output_to` redirects the original.
         self.file = os.fdopen(os.dup(2), "w", buffering=1)
         layout = "{desc:<32} {percentage:3.0f}% |{bar:16}| step {n_fmt} of {total_fmt} [{elapsed}]"
         self.bar: Any = tqdm(total=steps, bar_format=layout, file=self.file, ncols=terminal_columns(self.file) - 1)
@@ -77,7 +77,7 @@ class Progress:
         self.bar.set_description_str(what)
         done = threading.Event()
         thread = threading.Thread(target=self._tick, args=(done,), daemon=True)
-        if self.file.isatty():  # in a log file one line per step is enough
+        if self.file.isatty():  # in a log file, one line per step is enough
             thread.start()
         try:
             yield
@@ -116,9 +116,11 @@ def output_to(log: Path) -> Iterator[None]:
 
 
 def run_demo(directory: str | os.PathLike[str] = "demo", hooks: str = HOOKS, keep: bool = False) -> int:
-    """Run the demo in `directory`. Returns 0 if every store is complete, sound and agrees with transformers, else 1.
+    """Run the demo in `directory`. Returns the exit status.
 
-    Raises ValueError if vllm or transformers is missing, for a directory with other files, and for a bad selection.
+    0: every store is complete and undamaged, and agrees with transformers. 1: otherwise. hooks: the selection. keep:
+    keep the stores of earlier demos. Raises ValueError if vllm, transformers or tqdm is missing, for a directory with
+    other files, and for a bad selection.
     """
     for package in ("vllm", "transformers", "tqdm"):
         if importlib.util.find_spec(package) is None:
@@ -143,7 +145,7 @@ def run_demo(directory: str | os.PathLike[str] = "demo", hooks: str = HOOKS, kee
             with progress.step("drawing residual norms"):
                 picture = _draw(captures, root / "residual_norms.png")
     except (EngineFailed, CaptureFailed, CaptureIncomplete, TimeoutError) as error:
-        print(f"FAILED: {error}; what the engine said is in {root / 'engine.log'}", file=sys.stderr)
+        print(f"FAILED: {error}; the output of the engine is in {root / 'engine.log'}", file=sys.stderr)
         return 1
     finally:
         progress.close()
@@ -155,7 +157,10 @@ def run_demo(directory: str | os.PathLike[str] = "demo", hooks: str = HOOKS, kee
 
 
 def judge(problems: Sequence[object], errors: dict[str, float]) -> int:
-    """Print the result. Returns 0 if no store has a problem and every hook is within TOLERANCE, else 1."""
+    """Print the result. Returns the exit status: 0 if there is no problem and each error is within TOLERANCE, else 1.
+
+    problems: results of `verify_store`. errors: hook -> largest absolute difference from transformers.
+    """
     for problem in problems:
         print(f"FAILED: {problem}", file=sys.stderr)
     wrong = {hook: error for hook, error in errors.items() if not error <= TOLERANCE}
@@ -178,7 +183,10 @@ def check_hooks(hooks: str, model: Path) -> None:
 
 
 def ask(model: Path, engine: dict[str, dict[str, Any]], progress: Progress) -> list[Answer]:
-    """Start an engine with capture, generate answers to PROMPTS, and stop it. Raises EngineFailed."""
+    """Start an engine with capture, generate answers to PROMPTS, and stop the engine. Raises EngineFailed.
+
+    engine: result of `capture_args`.
+    """
     with progress.step("starting vLLM"):
         from dmi_connector.engine.offline.offline import OfflineEngine
 
@@ -191,7 +199,7 @@ def ask(model: Path, engine: dict[str, dict[str, Any]], progress: Progress) -> l
 
 
 def compare_all(captures: list[Capture], model: Path) -> dict[str, float]:
-    """Largest absolute difference from transformers of every hook, over all captures."""
+    """Hook -> largest absolute difference from transformers over all captures."""
     from dmi_connector.analysis.oracle.transformers_oracle import Oracle, compare, largest
 
     oracle = Oracle(model)
@@ -211,7 +219,7 @@ def _printable(text: str) -> str:
 
 
 def report(answers: list[Answer], captures: list[Capture], errors: dict[str, float]) -> str:
-    """The answers, a table of the stores and a table of the hooks."""
+    """The answers, a table of the stores and a table of the hooks, as text. errors: as in `judge`."""
     said = [f"  {PROMPTS[a.key]} -> {_printable(a.text)}" for a in answers]
     stores = []
     for capture in captures:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi diff`: where the captures of two runs differ."""
+"""`dmi diff`: compares captures of the same tokens, and says where they differ."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ from dmi_connector.store.read.index import CaptureInfo, info_of, is_store
 from dmi_connector.wording import cut
 
 _SHOWN = 20
-"""Maximum number of lines in the table of one pair, and of pairs that are listed as not compared."""
+"""Maximum number of hooks in the table of a pair, and maximum number of listed pairs that are not compared."""
 
 
 def add_diff(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dmi diff`."""
     parser.add_argument("a", metavar="A", help="a store, or a directory of stores")
-    parser.add_argument("b", metavar="B", help="the same; stores of two directories are paired by key, else by prompt")
+    parser.add_argument("b", metavar="B", help="as A; stores of two directories are paired by key, else by prompt")
     parser.add_argument("--hooks", default="*", help="names or wildcards, separated by commas (default: all)")
     parser.add_argument(
-        "--tolerance", type=float, metavar="E", help="relative error of a row (default: by dtype, 0.05 for bfloat16)"
+        "--tolerance",
+        type=float,
+        metavar="E",
+        help="maximum relative error of a row (default: by dtype; bfloat16: 0.05)",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON list, one entry per pair")
     parser.set_defaults(run=run_diff)
 
 
 def run_diff(options: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status: 0 if all agree, 1 if something differs or a pair cannot be compared.
+    """Run the command. Returns the exit status: 0 if all pairs agree, 1 if a pair differs or cannot be compared.
 
-    Raises ValueError if there is no pair, or none that can be compared.
+    Raises ValueError if there is no pair, or if no pair can be compared.
     """
     left, right = _captures(options.a), _captures(options.b)
     matched, alone = pairs(left, right)
@@ -81,7 +84,7 @@ def _captures(path: str) -> Captures:
 
 
 def _json(found: CaptureDiff) -> dict[str, Any]:
-    """The result as JSON values. An error of inf becomes null, because JSON has no infinity."""
+    """The JSON entry of a pair. An infinite error becomes null, because JSON has no infinity."""
     hooks = [asdict(hook) | {"worst": None if hook.worst == math.inf else hook.worst} for hook in found.hooks]
     first = next((hook for hook in hooks if hook["unlike"]), None)
     return {**asdict(found), "hooks": hooks, "first": first, "alike": found.alike, "not_compared": None}
@@ -93,7 +96,7 @@ def _json_of_none(a: CaptureInfo, b: CaptureInfo, why: NothingToCompare) -> dict
 
 
 def _text(capture: Capture, found: CaptureDiff) -> str:
-    """What differs between two stores."""
+    """The differences of one pair as text. capture: store A of the pair."""
     lines = [f"a: {found.a}", f"b: {found.b}", f"{found.positions} rows and {len(found.hooks)} hooks compared"]
     if found.tokens_differ is not None:
         lines.append(f"tokens differ from position {found.tokens_differ} on; rows after it are not compared")
@@ -116,7 +119,7 @@ def _cells(hook: HookDiff) -> Sequence[object]:
 
 
 def _table(found: Sequence[tuple[CaptureInfo, CaptureDiff]]) -> str:
-    """A line for each pair."""
+    """A table with one line per pair, and a line of totals."""
     rows = []
     for info, each in found:
         first, worst = each.first, max(each.hooks, key=lambda hook: hook.worst)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi export`: stores in the formats of other programs."""
+"""`dmi export`: writes stores in the formats of other programs."""
 
 from __future__ import annotations
 
@@ -23,33 +23,37 @@ from dmi_connector.urls import is_url
 FLAGS: dict[str, dict[str, Any]] = {
     "layers": {
         "metavar": "IDS",
-        "help": "layer ids such as 2,18,33; in a model of N layers, N is the stream after the last",
+        "help": "layer ids such as 2,18,33; in a model of N layers, id N is the stream after the last layer",
     },
     "number_by": {
         "choices": NUMBERINGS,
-        "help": "number files in order (default), by the keys of requests, or by the rows or ids of dmi run's input",
+        "help": "what numbers the files: their order (default), keys of requests, or rows or ids of dmi run's input",
     },
     "loss": {
         "choices": ("generated", "all", "spans"),
-        "help": "tokens to train on: generated (default), all, or spans: generated and those in loss_spans",
+        "help": "tokens to train on: generated (default), all, or spans (generated tokens and those in loss_spans)",
     },
-    "prompt_start": {"type": int, "metavar": "N", "help": "tokens of the prompt to leave out (default: 0)"},
+    "prompt_start": {
+        "type": int,
+        "metavar": "N",
+        "help": "tokens to leave out at the start of the prompt (default: 0)",
+    },
     "hook": {
         "metavar": "HOOK",
-        "help": "such as resid_pre@12 or blocks.12.hook_resid_pre; numpy, parquet, webdataset: several",
+        "help": "such as resid_pre@12 or blocks.12.hook_resid_pre; numpy, parquet and webdataset take a list: q@3,k@3",
     },
-    "context_size": {"type": int, "metavar": "N", "help": "rows of a context (default: 128, delphi 256)"},
+    "context_size": {"type": int, "metavar": "N", "help": "rows per context (default: 128; for delphi 256)"},
     "skip": {"type": int, "metavar": "N", "help": "rows to leave out at the start of each store (default: 0)"},
-    "sae": {"metavar": "PATH", "help": "safetensors of an autoencoder with its cfg.json, or their directory"},
-    "splits": {"type": int, "metavar": "N", "help": "files of latents (default: 5)"},
+    "sae": {"metavar": "PATH", "help": "safetensors file of an autoencoder beside its cfg.json, or their directory"},
+    "splits": {"type": int, "metavar": "N", "help": "number of files of latents (default: 5)"},
     "shard_size": {"type": units.nbytes, "metavar": "SIZE", "help": "approximate bytes per shard (default: 1G)"},
     "gzip": {"action": "store_const", "const": True, "help": "compress the files"},
 }
-"""Options of some formats: name -> arguments of add_argument."""
+"""Option that only some formats take -> arguments of add_argument."""
 _LOG_EVERY_S = 10
-"""Seconds between lines of progress without a terminal."""
+"""Seconds between lines of progress, if standard error is no terminal."""
 NOT_FINITE = 3
-"""Exit status if values are not finite, as in `dmi verify`."""
+"""Exit status if values are not finite. `dmi verify` has the same."""
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
@@ -57,19 +61,20 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "formats:\n" + "\n".join(f"  {t.name:16}{t.doc}{_takes(t.options)}" for t in TARGETS.values())
     parser.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="stores, or directories of stores")
-    parser.add_argument("--to", choices=tuple(TARGETS), required=True)
+    parser.add_argument("--to", choices=tuple(TARGETS), required=True, help="the format, see below")
     parser.add_argument(
         "-o",
         "--out",
-        help="a directory; for one STORE as safetensors or zip also a new file (default: named as the store)",
+        help="a directory; for one STORE as safetensors or zip, also a new file (default: the name of the store)",
     )
     parser.add_argument("--key", action="append", help="only captures with this key; can be repeated")
     parser.add_argument("--model", help="only captures of this model: its name, or the last part of its path")
     parser.add_argument(
         "--finite",
         choices=POLICIES,
-        help="stores with a NaN or an infinity: skip leaves them out (default; saelens and delphi: their contexts),"
-        " keep writes them (default of zip), fail ends the export; exit status 3 with each",
+        help="what to do with a store that holds NaN or infinity: skip leaves it out (default; saelens and delphi leave"
+        " out only the context), keep writes it (default of zip), fail ends the export. With such a store the"
+        " exit status is 3",
     )
     for name, arguments in FLAGS.items():
         parser.add_argument("--" + name.replace("_", "-"), **arguments)
@@ -81,7 +86,7 @@ def _takes(options: tuple[str, ...]) -> str:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status: 3 if values are not finite."""
+    """Run the command. Returns the exit status: 0, or NOT_FINITE. Raises ValueError if nothing can be exported."""
     found = captures_of(options.stores, options.key, options.model, incomplete=True)
     captures = replace(found, infos=tuple(info for info in found.infos if info.state == "complete"))
     lacking = len(found) - len(captures)
@@ -107,18 +112,18 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def _out(options: argparse.Namespace) -> tuple[Path, bool]:
-    """(where to write, whether that is one file). It depends on the arguments, not on the number of stores that --key
-    selects.
+    """(path of the output, whether the output is one file). Both follow from the arguments, not from how many stores
+    --key selects. Raises ValueError.
     """
     store, suffix = place_of(options.stores[0]), TARGETS[options.to].suffix
     one = bool(suffix) and len(options.stores) == 1 and is_store(store)
     if is_url(options.out):
-        raise ValueError(f"export: -o {options.out}: a URL; give a directory of this machine, and copy it from there")
+        raise ValueError(f"export: -o {options.out}: a URL; give a directory on this machine, and upload it yourself")
     if options.out is not None:
         return Path(options.out), one and not options.out.endswith("/") and not Path(options.out).is_dir()
     if one:
         return Path(f"{store.absolute().stem}{suffix}"), True
-    raise ValueError(f"export: --to {options.to} needs -o DIR; give a new directory, or one to go on with")
+    raise ValueError(f"export: --to {options.to} needs -o DIR; give a new directory, or that of an export to continue")
 
 
 def _layers(text: str) -> list[int]:
@@ -129,7 +134,10 @@ def _layers(text: str) -> list[int]:
 
 
 def _progress_of(counts: str) -> Progress:
-    """Shows progress: on a terminal in one line that is overwritten, elsewhere in a new line every 10 seconds."""
+    """A function that shows progress on standard error: in one line on a terminal, else in a line every 10 seconds.
+
+    counts: what is counted, such as "stores".
+    """
     shown, ended = time.monotonic(), False
 
     def show(done: int, total: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi fidelity`: measures how much of stored rows each reduction keeps."""
+"""`dmi fidelity`: measures how much reductions keep of stored rows."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from dmi_connector.cli import places
 def add_fidelity(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dmi fidelity`."""
     parser.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="stores that hold the hooks unreduced")
-    parser.add_argument("--reduce", action="append", metavar="SPEC", help="as in server options; can be repeated")
+    parser.add_argument(
+        "--reduce", action="append", metavar="SPEC", help="reduction, as in server options; can be repeated"
+    )
     parser.add_argument("--hooks", default="*", help="names or wildcards, separated by commas (default: all)")
     parser.add_argument("--layer", action="append", type=int, metavar="N", help="only this layer; can be repeated")
     parser.add_argument(
         "--labels",
         metavar="FILE|tokens",
-        help="measure concept scores: CSV or JSON lines with key (or store) and label 0 or 1, or the frequent tokens",
+        help="also measure concept scores: CSV or JSON lines with key (or store) and label 0 or 1, or tokens: the most"
+        " frequent tokens are the labels",
     )
-    parser.add_argument("--model", metavar="DIR", help="measure the logit lens with the weights of this model")
+    parser.add_argument("--model", metavar="DIR", help="also measure the logit lens, with the weights of this model")
     parser.add_argument(
         "--sae",
         metavar="PATH[, hook=NAME, layer=N]",
-        help="measure the latents of this autoencoder, and its reconstruction error, as the option probes names it",
+        help="also measure latents and reconstruction error of this autoencoder, written as in the option probes",
     )
     parser.add_argument(
-        "--bar", type=float, metavar="VALUE", help="print measures below VALUE; exit 1 if there are any"
+        "--bar", type=float, metavar="VALUE", help="print which measures are below VALUE; exit 1 if there are any"
     )
     parser.add_argument("--json", action="store_true", help="print a JSON list, one entry per layer")
     parser.set_defaults(run=run_fidelity)
 
 
 def run_fidelity(options: argparse.Namespace) -> int:
-    """Run the command. Raises what `fidelity` raises."""
+    """Run the command. Returns the exit status: 1 if a measure is below --bar, else 0. Raises as `fidelity` does."""
     from dmi_connector.analysis.autoencoder import Autoencoder
     from dmi_connector.analysis.downstream import TOKENS
     from dmi_connector.analysis.fidelity import DEFAULT, below, fidelity, markdown
@@ -62,6 +65,6 @@ def run_fidelity(options: argparse.Namespace) -> int:
         print(markdown(found, bar))
         if bar is not None:
             right = sum(not names for names in failed)
-            print(f"\n{right} of {len(found)} reductions of a layer reach {bar:g} in each measure but those of which")
-            print("a larger value is worse.")
+            print(f"\n{right} of {len(found)} reductions of a layer reach {bar:g} in each measure. Measures of which")
+            print("a larger value is worse do not count.")
     return int(any(failed))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi fit-probe`: a probe from labelled captures."""
+"""`dmi fit-probe`: fits a probe to labelled captures."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def add_fit_probe(parser: argparse.ArgumentParser) -> None:
         "--labels", required=True, metavar="FILE", help="CSV or JSON lines: key (or store) and label 0 or 1"
     )
     parser.add_argument("--hook", required=True, metavar="HOOK", help="hook whose rows the probe scores")
-    parser.add_argument("--layer", type=int, metavar="N", help="required if several were captured")
-    parser.add_argument("--rows", choices=ROWS, default="all", help="which rows have the label (default: all)")
+    parser.add_argument("--layer", type=int, metavar="N", help="required if the hook has several layers")
+    parser.add_argument("--rows", choices=ROWS, default="all", help="rows to which the label applies (default: all)")
     parser.add_argument(
         "--held-out", type=float, default=0.2, metavar="SHARE", help="share of captures to test on (default: 0.2)"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed that chooses these captures (default: 0)"
+        "--seed", type=int, default=0, metavar="N", help="seed that chooses the held-out captures (default: 0)"
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.add_argument("-o", "--out", required=True, metavar="FILE", help="a new .safetensors file")

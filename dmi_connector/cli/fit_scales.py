@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi fit-scales`: scales for int8(channel=FILE) and rp(k,channel=FILE)."""
+"""`dmi fit-scales`: fits scales for the reductions int8(channel=FILE) and rp(k,channel=FILE)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dmi_connector.cli import places
 def add_fit_scales(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dmi fit-scales`."""
     parser.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="stores that hold the hooks unreduced")
-    parser.add_argument("--hook", action="append", required=True, metavar="HOOK", help="can be repeated")
+    parser.add_argument("--hook", action="append", required=True, metavar="HOOK", help="hook to fit; can be repeated")
     parser.add_argument("--layer", action="append", type=int, metavar="N", help="only this layer; can be repeated")
     parser.add_argument("--model", help="only stores of this model: its name, or the last part of its path")
     parser.add_argument(
@@ -19,10 +19,10 @@ def add_fit_scales(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.1,
         metavar="FACTOR",
-        help="ratio of the range to the largest magnitude in the stores (default: 1.1)",
+        help="range of the codes, relative to the largest magnitude in the stores (default: 1.1)",
     )
     parser.add_argument(
-        "--project", metavar="RP", help="project the rows first, as in rp(512), for rp(512,channel=FILE)"
+        "--project", metavar="RP", help="fit scales of projected rows: rp(512) for rp(512,channel=FILE)"
     )
     parser.add_argument("-o", "--out", required=True, metavar="FILE", help="a new .safetensors file")
     parser.set_defaults(run=run_fit_scales)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The help of each command besides its options: one sentence, and examples."""
+"""The texts above and below the options in the help of each command: a sentence, and examples."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ COMMANDS = {
         ),
     ),
     "ls": Help(
-        "List the captures of a store directory, one line for each.",
+        "List the captures of a store directory, one per line.",
         ("dmi ls captures", "dmi ls captures --key run-1", "dmi ls captures --stats"),
     ),
     "tail": Help(
-        "Print the last captures that finished, then each as it finishes.",
+        "Print the captures that finished last, then each further capture when it finishes.",
         (
             "dmi tail captures",
             "dmi tail captures --last 3 --once --json",
@@ -54,11 +54,11 @@ COMMANDS = {
         ("dmi verify captures", "dmi verify captures/REQUEST.zarr"),
     ),
     "repair": Help(
-        "Make stores of what killed writers left in a directory, and finish their uploads.",
+        "Turn what killed writers left in a directory into stores, and finish uploads.",
         ("dmi repair captures", "dmi repair captures/REQUEST.zarr.partial"),
     ),
     "prune": Help(
-        "Remove the oldest finished stores of a directory that nobody reads.",
+        "Remove the oldest finished stores of a directory, except stores that a process reads.",
         ("dmi prune captures --older-than 7d --dry-run", "dmi prune captures --keep-bytes 500G"),
     ),
     "diff": Help(
@@ -91,7 +91,7 @@ COMMANDS = {
         ("dmi fit-pq captures/*.zarr --hook resid_mid --subvectors 320 -o books.safetensors",),
     ),
     "fit-probe": Help(
-        "Fit a linear probe on labelled captures, and test it on some that are held out.",
+        "Fit a linear probe to labelled captures, and test it on held-out captures.",
         ("dmi fit-probe captures --labels labels.csv --hook resid_pre --layer 20 -o risk.safetensors",),
     ),
     "fidelity": Help(
@@ -99,7 +99,7 @@ COMMANDS = {
         ("dmi fidelity captures/*.zarr --hooks 'resid_*' --reduce int8 --reduce 'topk(64)'",),
     ),
     "plot": Help(
-        "Draw stores as a picture in PNG or SVG.",
+        "Draw captures as a picture in PNG or SVG.",
         (
             "dmi plot captures/REQUEST.zarr -o norms.png",
             "dmi plot captures/REQUEST.zarr -o lens.svg --kind lens --model MODEL_DIR",
@@ -107,7 +107,7 @@ COMMANDS = {
         ),
     ),
     "view": Help(
-        "Serve a page on this machine's loopback address, to look at captures in a browser.",
+        "Serve a page that shows captures in a browser of this machine.",
         ("dmi view captures", "dmi view captures --model MODEL_DIR --port 8000"),
     ),
 }
@@ -115,7 +115,7 @@ COMMANDS = {
 
 
 def describe(parser: argparse.ArgumentParser, command: str) -> None:
-    """Put the sentence of a command above its options, and its examples below. Existing text below stays."""
+    """Put the sentence of a command above its options, and its examples below, after an epilog that it already has."""
     sentence, examples = COMMANDS[command]
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = textwrap.fill(sentence, _WIDTH)

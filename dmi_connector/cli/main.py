@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `dmi` command. Subcommands import what they need, so reading a store needs neither vllm nor torch."""
+"""The `dmi` command. A subcommand imports only what it needs, so `dmi info` needs neither vllm nor torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dmi_connector.cli.help import describe
 from dmi_connector.wording import suggest
 
 _ON_LINUX = ("demo", "serve", "run", "repair", "prune")
-"""Commands that write or remove stores."""
+"""Commands that write or remove stores. They run only on Linux."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,18 +54,22 @@ def make_parser() -> Parser:
     ls.add_argument("dir", metavar="DIR")
     ls.add_argument("--key", help="only captures with this key")
     ls.add_argument("--request-id", help="only captures of this request and its children")
-    ls.add_argument("--stats", action="store_true", help="print totals: states, bytes, missing rows and reasons, dates")
+    ls.add_argument("--stats", action="store_true", help="print totals: states, bytes, missing rows, reasons and dates")
     ls.add_argument("--json", action="store_true", help="print a JSON list (with --stats, an object)")
     ls.set_defaults(run=_ls)
 
     tail = commands.add_parser("tail", help="print captures as they finish, one per line")
     tail.add_argument("dir", metavar="DIR")
-    tail.add_argument("-n", "--last", type=int, default=10, metavar="N", help="print the last N first (default: 10)")
+    tail.add_argument(
+        "-n", "--last", type=int, default=10, metavar="N", help="first print the last N captures (default: 10)"
+    )
     tail.add_argument("--key", help="only captures with this key")
     tail.add_argument(
         "--rows", metavar="KEY", help="print the rows of the newest capture with this key as they are written"
     )
-    tail.add_argument("--hook", action="append", default=[], help="with --rows: print norms of a hook, as resid_pre@20")
+    tail.add_argument(
+        "--hook", action="append", default=[], help="with --rows: print norms of this hook, as resid_pre@20"
+    )
     tail.add_argument("--once", action="store_true", help="print what exists and exit, without waiting")
     tail.add_argument("--json", action="store_true", help="print one JSON object per line")
     tail.set_defaults(run=_tail)
@@ -78,19 +82,21 @@ def make_parser() -> Parser:
     add_verify(commands.add_parser("verify", help="check stores; exit 1: one is damaged, 3: values are not finite"))
 
     repair = commands.add_parser(
-        "repair", help="finish stores of killed writers, and uploads; exit 1: something could not be finished"
+        "repair", help="finish stores of killed writers, and uploads; exit 1: a store or an upload is not finished"
     )
     repair.add_argument("path", metavar="DIR|PARTIAL", help="a store directory, or one NAME.zarr.partial")
     repair.add_argument("--json", action="store_true", help="print a JSON list")
     repair.add_argument("--remove-empty", action="store_true", help="remove partial stores with nothing to salvage")
     repair.set_defaults(run=_repair)
 
-    prune = commands.add_parser("prune", help="remove the oldest finished stores that nobody reads")
+    prune = commands.add_parser("prune", help="remove the oldest finished stores that no process reads")
     prune.add_argument("dir", metavar="DIR")
     prune.add_argument(
         "--older-than", type=units.seconds, metavar="AGE", help="remove stores older than this: 3600, 90m, 12h, 7d"
     )
-    prune.add_argument("--keep-bytes", type=units.nbytes, metavar="SIZE", help="size limit of the rest: 500M, 2T")
+    prune.add_argument(
+        "--keep-bytes", type=units.nbytes, metavar="SIZE", help="maximum size of the stores to keep: 500M, 2T"
+    )
     prune.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     prune.add_argument("--json", action="store_true", help="print a JSON list")
     prune.set_defaults(run=_prune)
@@ -98,15 +104,17 @@ def make_parser() -> Parser:
     from dmi_connector.cli.diff import add_diff
     from dmi_connector.cli.export import add_export
 
-    add_diff(commands.add_parser("diff", help="compare two captures of the same tokens; exit 1: they differ"))
+    add_diff(commands.add_parser("diff", help="compare captures of the same tokens; exit 1: they differ"))
 
     add_export(commands.add_parser("export", help="write stores in the formats of other programs"))
 
-    fit = commands.add_parser("fit-pca", help="fit principal components on stores, for reduce pca(FILE)")
+    fit = commands.add_parser("fit-pca", help="fit principal components to stores, for the reduction pca(FILE)")
     fit.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="stores that hold the hooks unreduced")
-    fit.add_argument("--hook", action="append", required=True, metavar="HOOK", help="can be repeated")
-    fit.add_argument("--rank", type=int, required=True, metavar="K", help="components to keep")
-    fit.add_argument("--group", type=int, default=0, metavar="D", help="one basis per D values, such as head_dim")
+    fit.add_argument("--hook", action="append", required=True, metavar="HOOK", help="hook to fit; can be repeated")
+    fit.add_argument("--rank", type=int, required=True, metavar="K", help="number of components to keep")
+    fit.add_argument(
+        "--group", type=int, default=0, metavar="D", help="one basis per group of D values, such as head_dim"
+    )
     fit.add_argument("--layer", action="append", type=int, metavar="N", help="only this layer; can be repeated")
     fit.add_argument("--model", help="only stores of this model: its name, or the last part of its path")
     fit.add_argument("-o", "--out", required=True, metavar="FILE", help="a new .safetensors file")
@@ -116,28 +124,30 @@ def make_parser() -> Parser:
     from dmi_connector.cli.fit_probe import add_fit_probe
     from dmi_connector.cli.fit_scales import add_fit_scales
 
-    add_fit_scales(commands.add_parser("fit-scales", help="fit scales on stores, for reduce int8(channel=FILE)"))
-    add_fit_pq(commands.add_parser("fit-pq", help="fit codebooks on stores, for reduce pq(FILE)"))
-    add_fit_probe(commands.add_parser("fit-probe", help="fit a probe on labelled captures, for the option probes"))
+    add_fit_scales(commands.add_parser("fit-scales", help="fit scales to stores, for the reduction int8(channel=FILE)"))
+    add_fit_pq(commands.add_parser("fit-pq", help="fit codebooks to stores, for the reduction pq(FILE)"))
+    add_fit_probe(commands.add_parser("fit-probe", help="fit a probe to labelled captures, for the option probes"))
 
     from dmi_connector.cli.fidelity import add_fidelity
 
     add_fidelity(
-        commands.add_parser("fidelity", help="measure what reductions would keep of stored rows; exit 1: below --bar")
+        commands.add_parser(
+            "fidelity", help="measure what reductions keep of stored rows; exit 1: a measure is below --bar"
+        )
     )
 
-    plot = commands.add_parser("plot", help="draw stores as PNG or SVG: norms, logit lens, attention and others")
+    plot = commands.add_parser("plot", help="draw captures as PNG or SVG: norms, logit lens, attention and others")
     add_plot_options(plot)
     plot.set_defaults(run=_plot)
 
-    view = commands.add_parser("view", help="look at captures in a browser on this machine")
+    view = commands.add_parser("view", help="show captures in a browser on this machine")
     view.add_argument("path", metavar="DIR|STORE")
     view.add_argument("--port", type=int, default=0, metavar="N", help="port (default: a free one)")
     view.add_argument("--model", type=Path, metavar="DIR", help="the model's directory, for the logit lens")
     view.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="directory of tokenizer.json (default: the model's)"
     )
-    view.add_argument("--sae", type=Path, metavar="FILE", help="safetensors of an autoencoder, for its latents")
+    view.add_argument("--sae", type=Path, metavar="FILE", help="safetensors file of an autoencoder, for its latents")
     view.add_argument("--sae-hook", metavar="HOOK", help="the hook that --sae encodes (default: from its cfg.json)")
     view.set_defaults(run=_view)
     for name, command in commands.choices.items():
@@ -146,7 +156,7 @@ def make_parser() -> Parser:
 
 
 def make_serve_parser() -> Parser:
-    """The parser of the capture flags of `dmi serve`. It accepts no abbreviated flags: they could be flags of vLLM."""
+    """The parser of the capture flags of `dmi serve`. Abbreviated flags are not accepted: they could be vLLM's."""
     from dmi_connector.cli.serve import USAGE, add_options
 
     parser = Parser(prog="dmi serve", usage=USAGE, allow_abbrev=False)
@@ -156,7 +166,7 @@ def make_serve_parser() -> Parser:
 
 
 def make_run_parser() -> Parser:
-    """The parser of the capture flags of `dmi run`. It accepts no abbreviated flags: they could be flags of vLLM."""
+    """The parser of the flags of `dmi run`. Abbreviated flags are not accepted: they could be vLLM's."""
     from dmi_connector.cli.run import USAGE, add_run
 
     parser = Parser(prog="dmi run", usage=USAGE, allow_abbrev=False)
@@ -168,8 +178,8 @@ def make_run_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Without a command, print the help.
 
-    Returns the exit status. 0: success. 1: the command found something wrong. 2: it could not run. 130: Ctrl-C. Some
-    commands have further statuses.
+    argv: the arguments; None: those of the process. Returns the exit status. 0: success. 1: the command found something
+    wrong. 2: the command could not run. 3: values are not finite. 130: Ctrl-C.
     """
     arguments = [_at_home(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     from dmi_connector.store.format.linux import check_linux
@@ -196,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(
             bool(arguments) and arguments[0] in ("run", "repair", "prune", "verify", "export")
-        )  # these commands stopped before their work was done
+        )  # these commands stopped before they had finished
     except KeyboardInterrupt:
         return 130
     except CaptureIncomplete as error:
@@ -214,9 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _at_home(argument: str) -> str:
-    """Expand `~/` at the start of an argument or of an option's value. Shells do not expand it in --out=~/x, or in
-    quotes.
-    """
+    """Expand `~/` at the start of an argument or of an option's value. Shells leave --out=~/x and quoted text alone."""
     option, equals, path = argument.partition("=")
     if argument.startswith("--") and path.startswith("~/"):
         return f"{option}{equals}{os.path.expanduser(path)}"
@@ -317,7 +325,7 @@ def _prune(options: argparse.Namespace) -> int:
 
     directory = places.store_directory(options.dir)
     if options.older_than is None and options.keep_bytes is None:
-        raise ValueError("prune: nothing says what to remove; give --older-than, --keep-bytes or both")
+        raise ValueError("prune: no limit is given; give --older-than, --keep-bytes or both")
     removed = prune(directory, options.older_than, options.keep_bytes, dry_run=options.dry_run)
     if options.json:
         print(json.dumps([{"store": str(store.path), "bytes": store.nbytes} for store in removed], indent=1))
@@ -335,7 +343,9 @@ def _fit_pca(options: argparse.Namespace) -> int:
     if options.rank < 1:
         raise ValueError(f"--rank {options.rank} is not valid; keep 1 component or more")
     if options.group < 0:
-        raise ValueError(f"--group {options.group} is not valid; give the values of a group, such as head_dim")
+        raise ValueError(
+            f"--group {options.group} is not valid; give the number of values in a group, such as head_dim"
+        )
     stores = places.stores(options.stores)
     shares = fit_pca(stores, options.hook, options.rank, options.out, options.layer, options.model, options.group)
     for name, share in shares.items():

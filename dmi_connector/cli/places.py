@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stores and directories that commands take."""
+"""Parses arguments of commands that name stores and directories."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dmi_connector.urls import is_url, parse_url
 
 
 def place(path: str, kind: str) -> Place:
-    """Parse an argument that is a URL, a directory, or the zip file of a store.
+    """Parse an argument that may be a URL, a directory, or the zip file of a store.
 
-    kind: what the command takes, for the error message. Raises ValueError for anything else.
+    kind: what the command takes, in words, for the error message. Raises ValueError for anything else.
     """
     found = place_of(path)
     if isinstance(found, RemotePath) or (found.suffix == ".zip" and found.is_file()):
@@ -25,7 +25,7 @@ def place(path: str, kind: str) -> Place:
 
 
 def directory(path: str, kind: str) -> Path:
-    """Parse an argument that is a local directory. kind: as in `place`. Raises ValueError for anything else."""
+    """Parse an argument that must be a local directory. kind: as in `place`. Raises ValueError for anything else."""
     if is_url(path):
         parse_url("path", path)
         raise ValueError(f"{path} is a URL, which this command does not take; give {kind} on this machine")
@@ -35,14 +35,17 @@ def directory(path: str, kind: str) -> Path:
 
 
 def store_directory(path: str, kind: str = "a store directory") -> Path:
-    """Parse a directory of stores. Raises ValueError if only its subdirectories hold stores."""
+    """Parse an argument that must be a local store directory. kind: as in `place`.
+
+    Raises ValueError for anything else, and if only subdirectories hold stores.
+    """
     found = directory(path, kind)
     check_not_above(found)
     return found
 
 
 def refuse_many(found: Place) -> None:
-    """Raise ValueError if `found` or its subdirectories are directories of stores. For commands that take one store."""
+    """Raise ValueError if `found` or a subdirectory is a directory of stores. Commands that take one store call it."""
     if not isinstance(found, Path) or is_store(found):
         return
     inside = sorted(found.glob("*.zarr"))
@@ -54,9 +57,9 @@ def refuse_many(found: Place) -> None:
 def stores(paths: Sequence[str], complete: bool = False) -> list[Place]:
     """The stores that `paths` name, and all stores in the directories that they name.
 
-    complete: leave out incomplete stores of directories, and print their number. Stores named themselves are kept.
+    complete: leave out incomplete stores of directories, and print how many. Stores that `paths` name are kept.
 
-    Raises ValueError for a path that is neither, and for a directory or prefix without a finished store.
+    Raises ValueError for a path that is neither a store nor a directory, and for a directory without a finished store.
     """
     from dmi_connector.store.read.metadata import read_attrs
     from dmi_connector.store.read.verify import stores_of

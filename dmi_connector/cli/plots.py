@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi plot`: the kinds of pictures, and the options of each kind."""
+"""`dmi plot`: draws stores. Each kind of picture takes its own options."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ Open = Callable[[str], Capture]
 
 
 _CONTEXT = 24
-"""Number of tokens shown on either side of an activating token: as many as fit into the widest line."""
+"""Number of tokens to show on each side of an activating token: as many as fit into the widest line."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of picture. takes, needs: optional and required options besides STORE and --out. many: whether it takes
-    several stores.
+    """One kind of picture.
+
+    draw: draws the picture, and returns its path. takes, needs: optional and required options besides STORE and --out.
+    many: whether several stores may be given.
     """
 
     draw: Callable[[Options, Open], Path]
@@ -39,11 +41,9 @@ class Kind:
 
 
 class Stores:
-    """Captures that are opened one at a time, on each iteration.
+    """The captures of stores. Each iteration opens one capture at a time, and closes it before the next.
 
-    paths: paths and URLs of stores, or of directories of stores.
-
-    Raises ValueError for a directory without a store.
+    paths: paths or URLs of stores and of directories of stores. Raises ValueError for a directory without a store.
     """
 
     def __init__(self, paths: Sequence[str], open_store: Open) -> None:
@@ -65,28 +65,64 @@ def _stores_in(path: str) -> list[str]:
 
 def add_plot_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dmi plot`."""
-    parser.add_argument("stores", metavar="STORE", nargs="+")
+    parser.add_argument(
+        "stores",
+        metavar="STORE",
+        nargs="+",
+        help="one store; norms, heat and drift take several, neuron and difference also directories of stores",
+    )
     parser.add_argument("-o", "--out", required=True, metavar="FILE", help="a .png or .svg file")
     parser.add_argument("--kind", choices=tuple(KINDS), default="norms", help="what to draw (default: norms)")
-    parser.add_argument("--tokenizer", metavar="DIR", help="directory of tokenizer.json, for the words on the axis")
-    parser.add_argument("--model", metavar="DIR", help="the model's weights (default: the directory the store names)")
-    parser.add_argument("--hook", metavar="HOOK", help="of heat, text, neuron, difference and drift")
-    parser.add_argument("--layer", type=int, metavar="N", help="of attention, and of --hook")
-    parser.add_argument("--values", metavar="STAT", help="of text: a statistic of dmi view, as norm or largest-value")
-    parser.add_argument("--neuron", type=int, metavar="N", help="of neuron and text, and of heat instead of norms")
-    parser.add_argument("--head", type=int, metavar="N", help="of text, for statistics of pattern")
-    parser.add_argument("--against", action="append", metavar="STORE", help="the other set; can be repeated")
+    parser.add_argument("--tokenizer", metavar="DIR", help="directory of tokenizer.json (default: the model's)")
     parser.add_argument(
-        "--rows", metavar="ROWS", help="of text: FIRST:STOP; of difference: all, prompt, generated, last"
+        "--model",
+        metavar="DIR",
+        help="directory of the model: of lens and attribution (default: the one that the store names); of uncertainty,"
+        " to compute the logits of every row (default: the captured logits)",
     )
-    parser.add_argument("--since", metavar="ROW", help="of drift: prompt or previous")
     parser.add_argument(
-        "--token", type=int, metavar="ID", help="of attribution (default: the token that came next), and of text"
+        "--hook", metavar="HOOK", help="required for heat, text, neuron and difference; of drift (default: resid_final)"
+    )
+    parser.add_argument(
+        "--layer",
+        type=int,
+        metavar="N",
+        help="required for attention; of text, neuron, difference and drift, required if the hook has several layers",
+    )
+    parser.add_argument(
+        "--values",
+        metavar="STAT",
+        help="of text: the statistic that colours tokens, as norm or largest-value (default: the hook's first)",
+    )
+    parser.add_argument(
+        "--neuron",
+        type=int,
+        metavar="N",
+        help="required for neuron; of heat, to draw this value instead of norms; of text, for its values",
+    )
+    parser.add_argument("--head", type=int, metavar="N", help="of text, for statistics of one head (--hook pattern)")
+    parser.add_argument(
+        "--against",
+        action="append",
+        metavar="STORE",
+        help="required for difference: a store or a directory of stores to compare with; can be repeated",
+    )
+    parser.add_argument(
+        "--rows", metavar="ROWS", help="of text: FIRST:STOP; of difference: all (default), prompt, generated or last"
+    )
+    parser.add_argument(
+        "--since", metavar="ROW", help="of drift, what rows are compared with: prompt (default) or previous"
+    )
+    parser.add_argument(
+        "--token",
+        type=int,
+        metavar="ID",
+        help="of attribution (default: the token that came next); of text, with --hook logits",
     )
 
 
 def draw(options: Options, open_store: Open) -> Path:
-    """Draw the picture. Raises ValueError for options that the kind does not take, and if it needs others."""
+    """Draw the picture, and return its path. Raises ValueError if options do not fit the kind of picture."""
     kind = KINDS[options.kind]
     known = {name for one in KINDS.values() for name in (*one.takes, *one.needs)}
     given = {name for name in known if getattr(options, name) is not None}
@@ -123,7 +159,7 @@ def _text(options: Options, open_store: Open) -> Path:
 
 
 def _row_range(text: str | None) -> slice:
-    """Parse FIRST:STOP, where either may be left out."""
+    """Parse FIRST:STOP, where FIRST and STOP may be left out. None: all rows. Raises ValueError."""
     found = re.fullmatch(r"(\d*):(\d*)", text or ":", re.ASCII)
     if found is None:
         raise ValueError(f"plot: --rows {text} is not valid; write FIRST:STOP, as in 0:200")
@@ -135,9 +171,9 @@ _INDEX_OPTIONS = {"neuron": "neuron", "head": "head", "token id": "token"}
 
 
 def _statistic(capture: Capture, options: Options) -> tuple[Statistic, int]:
-    """The statistic that the options name, and its index (0 if it takes none).
+    """(the statistic that the options name, its index, 0 if it takes none). Raises ValueError.
 
-    Without --values: the hook's first statistic that takes the index option given.
+    Without --values, it is the hook's first statistic that takes the given one of --neuron, --head and --token.
     """
     from dmi_connector.analysis.stats import statistics
 
@@ -237,4 +273,4 @@ KINDS = {
     "neuron": Kind(_neuron, takes=("tokenizer", "layer"), needs=("hook", "neuron"), many=True),
     "difference": Kind(_difference, takes=("layer", "rows"), needs=("hook", "against"), many=True),
 }
-"""Value of --kind -> the kind."""
+"""Value of --kind -> what it draws, and its options."""

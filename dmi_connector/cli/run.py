@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi run`: offline capture of a whole set of prompts."""
+"""`dmi run`: captures a set of prompts offline."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from dmi_connector.wording import format_bytes
 USAGE = """dmi run --model MODEL --prompts FILE|DIR --out DIR [--hooks HOOKS] [--max-tokens N] [option ...]
                [any flag of vLLM's engine ...]
 
-       Started again after it was stopped or killed, it goes on where it was. Flags that are not listed here go to
-       vLLM's engine as they are."""
+       If the command was stopped or killed, start it again: it continues where it was. Flags that are not listed
+       here go to vLLM's engine as they are."""
 NOT_OURS = (
     "store_dir",
     "policy",
@@ -54,55 +54,93 @@ NOT_OURS = (
     "retain_bytes",
     "upload_only_complete",
 )
-"""Server options that a bulk capture does not need, or sets itself."""
+"""Server options that `dmi run` does not take, because it does not need them or sets them itself."""
 _WAIT_S = 0.2
 _SHOWN = 5
-"""Maximum number of bad rows in the summary."""
+"""Maximum number of rejected rows and failed prompts in the summary."""
 _WHY = {
     "max_bytes": "the disk budget is used up",
     "signal": "it was told to stop",
     "engines": "no engine is left",
     "captures": "captures fail",
 }
-"""Why a run stopped, in words."""
+"""`Outcome.stopped` -> the reason in words."""
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add the options of `dmi run`."""
     prompts = parser.add_argument_group("prompts")
     prompts.add_argument(
-        "--prompts", type=Path, required=True, metavar="FILE|DIR", help=".jsonl, .parquet, or a data set"
+        "--prompts",
+        type=Path,
+        required=True,
+        metavar="FILE|DIR",
+        help="a .jsonl or .parquet file, or a directory of a data set",
     )
     prompts.add_argument(
-        "--column", action="append", default=[], metavar="NAME=COLUMN", help="prompt=text; can be repeated"
+        "--column",
+        action="append",
+        default=[],
+        metavar="NAME=COLUMN",
+        help="input column of prompt, messages, prompt_token_ids, id or loss_mask, as in prompt=text; can be repeated",
     )
-    prompts.add_argument("--chat", action="store_true", help="texts are messages of a user: apply the chat template")
-    prompts.add_argument("--shuffle", type=int, metavar="SEED", help="take rows in an order that SEED chooses")
-    prompts.add_argument("--limit", type=_count, metavar="N", help="only the first N rows of that order")
-    prompts.add_argument("--shard", type=_share, default=(0, 1), metavar="I/N", help="every Nth row from the Ith on")
+    prompts.add_argument("--chat", action="store_true", help="apply the chat template: a text is the user's message")
+    prompts.add_argument("--shuffle", type=int, metavar="SEED", help="shuffle the rows with this seed")
+    prompts.add_argument("--limit", type=_count, metavar="N", help="only the first N rows, after shuffling")
+    prompts.add_argument(
+        "--shard",
+        type=_share,
+        default=(0, 1),
+        metavar="I/N",
+        help="share I of N, with I from 0 to N - 1: every Nth row",
+    )
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--model", required=True, help="as vLLM takes it")
+    engine.add_argument("--model", required=True, help="name or directory of the model, as for vLLM")
     engine.add_argument(
         "--max-tokens", type=_count, metavar="N", help="maximum tokens to generate (default: none, prompts only)"
     )
-    engine.add_argument("--sampling", type=_object, default={}, metavar="JSON", help="fields of SamplingParams")
-    engine.add_argument("--data-parallel", type=_count, default=1, metavar="N", help="engines, each with its GPUs")
+    engine.add_argument("--sampling", type=_object, default={}, metavar="JSON", help="fields of vLLM's SamplingParams")
+    engine.add_argument(
+        "--data-parallel",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="number of engines on this machine, each with its own GPUs (default: 1)",
+    )
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument(
-        "--ray", nargs="?", const="", metavar="ADDRESS", help="engines on a Ray cluster: HOST:PORT, auto, local"
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="run the engines on a Ray cluster: HOST:PORT, auto or local",
     )
-    cluster.add_argument("--workers", type=_count, metavar="N", help="engines on the cluster (default: 1)")
-    cluster.add_argument("--worker-cpus", type=_count, metavar="N", help="that Ray counts for each (default: 1)")
-    cluster.add_argument("--worker-gpus", type=_count, metavar="N", help="of each (default: as its flags say)")
+    cluster.add_argument("--workers", type=_count, metavar="N", help="number of engines on the cluster (default: 1)")
+    cluster.add_argument("--worker-cpus", type=_count, metavar="N", help="CPUs to reserve per engine (default: 1)")
+    cluster.add_argument(
+        "--worker-gpus", type=_count, metavar="N", help="GPUs per engine (default: tensor times pipeline parallel size)"
+    )
     out = parser.add_argument_group("output")
-    out.add_argument("--out", type=Path, required=True, metavar="DIR", help="stores, manifest.jsonl, rejects.jsonl")
-    out.add_argument("--max-bytes", type=units.nbytes, default=0, metavar="SIZE", help="of the stores in DIR: 500M, 2T")
     out.add_argument(
-        "--min-free-bytes", type=units.nbytes, default=0, metavar="SIZE", help="that stay free on the disk"
+        "--out", type=Path, required=True, metavar="DIR", help="directory of stores, manifest.jsonl and rejects.jsonl"
     )
-    out.add_argument("--when-full", choices=("wait", "end"), default="wait", help="at one of these (default: wait)")
-    out.add_argument("--redo-missing", action="store_true", help="capture again what is in the manifest but not in DIR")
-    out.add_argument("--json", action="store_true", help="print a JSON object a line")
+    out.add_argument(
+        "--max-bytes", type=units.nbytes, default=0, metavar="SIZE", help="maximum size of the stores in DIR: 500M, 2T"
+    )
+    out.add_argument(
+        "--min-free-bytes",
+        type=units.nbytes,
+        default=0,
+        metavar="SIZE",
+        help="space that must stay free on the disk of DIR",
+    )
+    out.add_argument(
+        "--when-full", choices=("wait", "end"), default="wait", help="what to do at these limits (default: wait)"
+    )
+    out.add_argument(
+        "--redo-missing", action="store_true", help="capture prompts again whose stores were removed from DIR"
+    )
+    out.add_argument("--json", action="store_true", help="print progress as JSON objects, one per line")
     add_options(parser.add_argument_group("capture"), leave_out=NOT_OURS)
 
 
@@ -130,7 +168,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def settings_of(options: argparse.Namespace, flags: Sequence[str]) -> RunSettings:
-    """The settings of a command line. flags: flags for vLLM. Raises OptionError and ValueError."""
+    """The settings from a command line. flags: flags of vLLM's engine. Raises OptionError and ValueError."""
     names = [option.name for option in fields(ServerOptions) if option.name not in NOT_OURS]
     capture = {name: value for name in names if (value := getattr(options, name)) is not None}
     leave_graphs(capture, flags)
@@ -156,8 +194,8 @@ def settings_of(options: argparse.Namespace, flags: Sequence[str]) -> RunSetting
 def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     """Run the command.
 
-    Returns the exit status: 0 if every prompt has its store, and with `upload` every store is uploaded. It is 2 if no
-    engine could start, and otherwise 1, also if every row was refused. Raises ValueError, OSError.
+    flags: flags of vLLM's engine. Returns the exit status. 0: every prompt has its store, and with `upload` every store
+    is uploaded. 2: no engine could start. 1: otherwise, also if every row was rejected. Raises ValueError, OSError.
     """
     if options.ray is None and importlib.util.find_spec("vllm") is None:
         raise ValueError("vllm: it is not installed in this environment; install dmi_connector[vllm]")
@@ -212,10 +250,10 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def _check_cluster(options: argparse.Namespace) -> None:
-    """Raises OptionError for options of another kind of run."""
+    """Raise OptionError for cluster options without --ray, and for --data-parallel with it."""
     if options.ray is not None and options.data_parallel != 1:
         raise OptionError(
-            f"--data-parallel {options.data_parallel}: it is for one machine without Ray; with --ray, give --workers"
+            f"--data-parallel {options.data_parallel}: it is for runs without Ray; with --ray, give --workers"
         )
     for name in ("workers", "worker_cpus", "worker_gpus"):
         if options.ray is None and (value := getattr(options, name)) is not None:
@@ -226,7 +264,7 @@ def _check_cluster(options: argparse.Namespace) -> None:
 def _engines(
     options: argparse.Namespace, settings: RunSettings, out: Path, life: Path, progress: Progress, stack: ExitStack
 ) -> EnginePool:
-    """The engines of a run. When `stack` closes, they end and the cluster is left."""
+    """The engines of a run. Closing `stack` stops the engines and disconnects from the cluster."""
     start, suffix = settings.engine_message(out), settings.order.suffix
     if options.ray is None:
         return stack.enter_context(closing(EngineProcesses(options.data_parallel, start, out, life, suffix)))
@@ -246,7 +284,7 @@ def _free(life: Path) -> bool:
 
 
 def _wait_for_uploads(life: Path, seconds: float) -> None:
-    """Wait up to this many seconds until the processes of all engines have ended. They upload the remaining stores."""
+    """Wait up to `seconds` until all processes of the engines have exited. They upload the remaining stores."""
     deadline = time.monotonic() + seconds
     while not _free(life) and time.monotonic() < deadline:
         time.sleep(_WAIT_S)
@@ -255,7 +293,7 @@ def _wait_for_uploads(life: Path, seconds: float) -> None:
 def _recover(
     out: Path, run: str, order: Order, manifest: Path, life: Path, redo_missing: bool, progress: Progress
 ) -> Recovered:
-    """Recover once the processes of an earlier start have ended. Meanwhile they get no new lock."""
+    """Wait until all processes of an earlier start have exited, then call `recover`. No engine can start meanwhile."""
     told = False
     while True:
         with lock_alone(life) as alone:
@@ -272,9 +310,9 @@ def _say_recovered(recovered: Recovered, progress: Progress) -> None:
     if not done and not recovered.removed:
         return
     event = {"event": "recovered", "done": done, "removed": recovered.removed, "gone": recovered.gone}
-    text = f"dmi: going on: {done} prompts are done, {recovered.removed} unfinished stores were removed"
+    text = f"dmi: the run continues: {done} prompts are done, {recovered.removed} unusable stores were removed"
     if recovered.gone:
-        text += f", {recovered.gone} stores are no longer there (--redo-missing captures these again)"
+        text += f", {recovered.gone} stores do not exist any more (--redo-missing captures them again)"
     progress.say(event, text)
 
 
@@ -286,7 +324,7 @@ def _summarise(
     suffix: str,
     progress: Progress,
 ) -> int:
-    """Print how a run ended. Returns its exit status. answered: prompts by engine. left: see `not_uploaded`."""
+    """Print how a run ended, and return the exit status. answered: prompts per engine. left: see `not_uploaded`."""
     counts, (not_uploaded, why) = outcome.counts, left
     rejects = out / f"rejects{suffix}.jsonl"
     event = {
@@ -320,9 +358,9 @@ def _summarise(
     if not outcome.began:
         lines.append("no engine could start: correct the error above and start again")
     elif nothing:
-        lines.append("no row became a store: correct the input, --column or other options by the reasons above")
+        lines.append("no prompt was captured: correct the input, --column or other options by the reasons above")
     elif not outcome.all_done:
-        lines.append(f"not all is done ({_WHY.get(outcome.stopped or '', 'see above')}): the same command goes on")
+        lines.append(f"prompts are left ({_WHY.get(outcome.stopped or '', 'see above')}): start the same command again")
     if not_uploaded:
         reason = f" ({why})" if why else ""
         lines.append(f"{not_uploaded} stores are not uploaded{reason}: when all is done, dmi repair {out} uploads them")

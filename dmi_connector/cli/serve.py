@@ -23,7 +23,7 @@ from dmi_connector.settings import CHECKS, CUDA_GRAPHS, FILE_MODES, POLICIES, SI
 from dmi_connector.store.write.coordinator.directories import check_directories
 
 SERVER = "vllm.entrypoints.openai.api_server"
-"""Run as a module: the `vllm` command fails if vLLM was installed from a distribution of another name."""
+"""Module of vLLM's server. The command `vllm` fails if vLLM's distribution has another name than vllm."""
 
 _CONFLICT = re.compile(
     r"^(?:--(?P<long>kv[-_]transfer[-_]config|speculative[-_]config)(?:[.=]|$)|(?P<short>-sc)(?:[.=]|$))"
@@ -48,7 +48,7 @@ _ZERO = {
     "retain_seconds": "no removal",
     "retain_bytes": "no removal",
 }
-"""Option whose default is 0 -> what 0 means."""
+"""Option with default 0 -> what 0 means."""
 _JSON = {
     "reduce": '{"resid_*": "rp(512)", "*": "int8"}',
     "probes": '{"risk": "risk.safetensors"}',
@@ -56,17 +56,17 @@ _JSON = {
 }
 """Option whose flag takes a JSON object -> an example."""
 _GRAPHS = re.compile(r"^(--compilation[-_]config|-cc)([.=]|$)")
-"""vLLM's flags that configure CUDA graphs."""
+"""Matches flags of vLLM that configure CUDA graphs."""
 
 USAGE = """dmi serve MODEL [--hooks HOOKS] [--store-dir DIR] [--owner OWNER] [option ...] [any vllm flag ...]
 
-       MODEL comes first; flags that are not listed here go to vLLM's server as they are."""
+       MODEL comes first. Flags that are not listed here go to vLLM's server as they are."""
 
 
 def add_options(parser: argparse._ActionsContainer, leave_out: Sequence[str] = ()) -> None:
-    """Add --owner, and one flag for each field of `ServerOptions` except `leave_out`. All defaults are None."""
+    """Add --owner, and a flag for each field of `ServerOptions` except `leave_out`. The defaults of flags are None."""
     parser.add_argument(
-        "--owner", choices=OWNERS, help="where rows lie: draft (default), target or pool, see docs/CAPTURING.md"
+        "--owner", choices=OWNERS, help="where rows are kept: draft (default), target or pool, see docs/CAPTURING.md"
     )
     for option in fields(ServerOptions):
         if option.name in leave_out or option.name == "owner":
@@ -77,7 +77,7 @@ def add_options(parser: argparse._ActionsContainer, leave_out: Sequence[str] = (
         if option.name == "store_dir" or default is MISSING:
             default = "captures"
         if option.type == "bool":
-            said = f"default {str(default).lower()}; alone it means true"
+            said = f"default {str(default).lower()}; the flag alone means true"
             parser.add_argument(flag, nargs="?", type=_boolean, const=True, metavar="true|false", help=said)
             continue
         if option.name in _JSON:
@@ -88,7 +88,7 @@ def add_options(parser: argparse._ActionsContainer, leave_out: Sequence[str] = (
 
 
 def _kind(option: Field[Any]) -> Any:
-    """The type of an option's flag."""
+    """The `type` that argparse uses for an option's flag."""
     if option.type != "int":
         return str
     return {"bytes": units.nbytes, "seconds": units.seconds}.get(option.name.rpartition("_")[2], int)
@@ -101,7 +101,7 @@ def _boolean(text: str) -> bool:
 
 
 def _rules(example: str, names: Collection[str]) -> Callable[[str], dict[str, str] | str]:
-    """A parser of JSON objects. names: texts that are taken as they are."""
+    """The `type` of a flag whose value is a JSON object like `example`, or one of `names`."""
 
     def parse(text: str) -> dict[str, str] | str:
         if text in names:
@@ -125,10 +125,10 @@ def _said(option: str) -> str:
 
 
 def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], ServerOptions | None]:
-    """The command line of vLLM's server for the arguments after `dmi serve`, and our options in it.
+    """(the command line of vLLM's server, the server options in it). argv: the arguments after `dmi serve`.
 
-    The options are None if vLLM's --config file has them. Raises OptionError for a bad option, and for flags that
-    configure the connector a second time.
+    The server options are None if they are in vLLM's --config file. parser: `main.make_serve_parser`. Raises
+    OptionError for a bad option, and for flags of vLLM that configure the connector a second time.
     """
     rest = [_spelled(word) for word in argv]
     model = [rest.pop(0)] if rest and not rest[0].startswith("-") else []
@@ -150,7 +150,7 @@ def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> tupl
 
 
 def _spelled(word: str) -> str:
-    """A word of the command line with dashes in our flags. They may have underscores, as in vLLM."""
+    """An argument, with dashes instead of underscores in capture flags. vLLM accepts both in its own flags."""
     flag, equals, value = word.partition("=")
     if flag.startswith("--") and flag[2:].replace("-", "_") in _OURS:
         return flag.replace("_", "-") + equals + value
@@ -158,13 +158,13 @@ def _spelled(word: str) -> str:
 
 
 def leave_graphs(given: dict[str, Any], flags: Sequence[str]) -> None:
-    """Set `cuda_graphs` to "vllm" if a flag of vLLM configures CUDA graphs. given: server options."""
+    """Set `cuda_graphs` in `given`, the server options, to "vllm" if a flag of vLLM configures CUDA graphs."""
     if any(_GRAPHS.match(flag) for flag in flags):
         given.setdefault("cuda_graphs", "vllm")
 
 
 def refuse_conflicts(flags: Sequence[str], command: str, other: str = "") -> None:
-    """Raise OptionError for flags of vLLM that our command sets itself. other: an alternative for the message."""
+    """Raise OptionError for flags of vLLM that `command` sets itself. other: an alternative, for the message."""
     for flag in flags:
         match = _CONFLICT.match(flag)
         if match is not None:
@@ -175,7 +175,10 @@ def refuse_conflicts(flags: Sequence[str], command: str, other: str = "") -> Non
 
 
 def _config_captures(passed: Sequence[str], given: dict[str, Any]) -> bool:
-    """Whether vLLM's --config file configures the connector. Raises OptionError if our flags do so too."""
+    """Whether vLLM's --config file configures the connector. Raises OptionError if capture flags are given too.
+
+    passed: the flags for vLLM. given: server options of the command line.
+    """
     names = [passed[i + 1] for i, flag in enumerate(passed[:-1]) if flag == "--config"]
     names += [flag.partition("=")[2] for flag in passed if flag.startswith("--config=")]
     for name in names:
@@ -188,15 +191,16 @@ def _config_captures(passed: Sequence[str], given: dict[str, Any]) -> bool:
             flags = ", ".join("--" + option.replace("_", "-") for option in given)
             raise OptionError(
                 f"config: {name!r} has a kv-transfer-config, which {flags} would replace; put these settings "
-                "into the file, or take its kv-transfer-config and speculative-config out"
+                "into the file, or remove its kv-transfer-config and speculative-config"
             )
         return True
     return False
 
 
 def serve(argv: Sequence[str], parser: argparse.ArgumentParser) -> NoReturn:
-    """Replace this process by the server. Raises OptionError, and ValueError if vLLM is not installed or a directory
-    cannot be used.
+    """Replace this process with vLLM's server. argv, parser: as in `server_command`.
+
+    Raises OptionError. Raises ValueError if vLLM is not installed, or if a directory cannot be used.
     """
     command, options = server_command(argv, parser)
     if options is not None:

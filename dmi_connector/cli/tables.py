@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text tables for the command line."""
+"""The text and JSON output of `dmi ls` and `dmi info`."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ ATTRIBUTES = (
 """Root attributes that `dmi info` prints, in this order."""
 
 NUMBERS = {"raw", "stored", "ratio", "bytes", "tokens", "hooks", "width", "max error"}
-"""Right-aligned columns."""
+"""Names of columns that are right-aligned."""
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table with aligned columns. Columns of NUMBERS are right-aligned, the others left-aligned."""
+    """A table as text. Columns named in NUMBERS are right-aligned, the others left-aligned."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = []
@@ -62,7 +62,11 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str
 
 @dataclass(frozen=True)
 class ArraySize:
-    """One array of a store. raw: bytes of its values; stored: bytes of its files, metadata included."""
+    """The size of one array of a store.
+
+    shape, dtype: as in the store. layers: see `format_layers`. raw: bytes of the values. stored: bytes of the files,
+    metadata included.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -73,12 +77,12 @@ class ArraySize:
 
     @property
     def ratio(self) -> str:
-        """raw / stored, as text."""
+        """raw / stored as text, "-" if nothing is stored."""
         return f"{self.raw / self.stored:.2f}" if self.stored else "-"
 
 
 def array_sizes(capture: Capture) -> list[ArraySize]:
-    """Every array of a store, hooks first, in the order of its attributes."""
+    """The sizes of all arrays of a store: first the hooks in the order of its attributes, then the other arrays."""
     hooks: dict[str, Any] = capture.attrs["hooks"]
     names = list(dict.fromkeys(path.split("/")[0] for path in capture.attrs["files"]))
     sizes = []
@@ -94,7 +98,7 @@ def array_sizes(capture: Capture) -> list[ArraySize]:
 
 
 def store_size(capture: Capture) -> ArraySize:
-    """All arrays of a store together; stored counts every file but the root metadata."""
+    """The size of all arrays of a store together. The root document is not counted."""
     sizes = array_sizes(capture)
     return ArraySize("total", (), "", "", sum(s.raw for s in sizes), sum(s.stored for s in sizes))
 
@@ -105,7 +109,7 @@ def format_layers(layers: Sequence[int]) -> str:
 
 
 def info_text(capture: Capture) -> str:
-    """The table of arrays of a store, and the attributes of ATTRIBUTES."""
+    """The output of `dmi info`: the attributes in ATTRIBUTES, and a table of the arrays."""
     rows = [
         (
             s.name,
@@ -131,7 +135,7 @@ def _text(value: object) -> str:
 
 
 def info_json(capture: Capture) -> dict[str, Any]:
-    """The content of `info_text` as JSON."""
+    """The output of `dmi info --json`, JSON-serializable. Sizes are in bytes."""
     arrays = [
         {"name": s.name, "shape": list(s.shape), "dtype": s.dtype, "raw": s.raw, "stored": s.stored}
         for s in array_sizes(capture)
@@ -141,7 +145,7 @@ def info_json(capture: Capture) -> dict[str, Any]:
 
 
 def captures_text(found: Sequence[CaptureInfo]) -> str:
-    """One line per capture: store, key, request, state, tokens, bytes, start."""
+    """The output of `dmi ls`: a table with one line per capture."""
     rows = [
         (
             info.store.name,
@@ -158,16 +162,16 @@ def captures_text(found: Sequence[CaptureInfo]) -> str:
 
 
 def captures_json(found: Sequence[CaptureInfo]) -> list[dict[str, Any]]:
-    """The content of `captures_text` as JSON. `store` is the absolute path."""
+    """The output of `dmi ls --json`, JSON-serializable. `store` is the absolute path or the URL."""
     return [{**vars(info), "store": str(info.store.absolute())} for info in found]
 
 
 def stats(found: Sequence[CaptureInfo]) -> dict[str, Any]:
-    """Totals of captures.
+    """The output of `dmi ls --stats --json`: totals of captures.
 
-    captures: their number. states: {state: captures}. absent: finished captures whose store is gone. bytes, tokens,
-    missing_rows: sums over the stores on disk. reasons: {reason: captures}, with numbers replaced by "#". oldest,
-    newest: start times of stores on disk.
+    captures: number of captures. states: {state: number of captures}. absent: number of finished captures whose store
+    is gone. bytes, tokens, missing_rows: sums over the stores that exist. reasons: {reason: number of captures}, with
+    numbers in reasons replaced by "#". oldest, newest: start times of stores that exist, None without a store.
     """
     present = [info for info in found if info.finished is not None and is_there(info)]
     incomplete = [info for info in present if info.state == "incomplete"]
@@ -188,7 +192,7 @@ def stats(found: Sequence[CaptureInfo]) -> dict[str, Any]:
 
 
 def stats_text(totals: dict[str, Any]) -> str:
-    """`stats` as text."""
+    """The output of `dmi ls --stats`. totals: result of `stats`."""
     shown = {
         **{name: totals[name] for name in ("captures", "tokens", "missing_rows", "absent")},
         "bytes": format_bytes(totals["bytes"]),

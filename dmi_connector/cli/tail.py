@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi tail`: prints a line for each capture that finishes, or for each row of one capture as it is written."""
+"""`dmi tail`: prints a line for each capture that finishes, or for each row of a capture when it is written."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dmi_connector.store.read.index import CaptureInfo, IndexTail, find_captures
 from dmi_connector.wording import cut
 
 _PAUSE_S = 0.5
-"""Seconds between two reads of the index."""
+"""Seconds between two reads of the index, and between two looks for a key."""
 _COLUMNS = "{:<19}  {:>7}  {:>9}  {:<10}  {:<16}  {}"
-"""Format of a line. Later lines are not known, so widths are fixed, and the longest texts are last."""
+"""Format of a line. Widths are fixed because later lines are unknown. Texts of any length come last."""
 
 
 def follow(
@@ -52,10 +52,10 @@ def follow(
 
 
 class RowTail:
-    """Lines of text or JSON for the rows of the newest capture with a key, as they are written.
+    """Yields lines of text or JSON for the rows of the newest capture with a key, when the rows are written.
 
-    hooks: hooks whose norms are printed, as in `Capture[...]`. once: raise ValueError if no capture has this key,
-    instead of waiting for one. complete: whether the capture has all its rows; set at the end.
+    hooks: hooks whose norms are printed, as in `Capture[...]`. once: if no capture has the key, raise ValueError
+    instead of waiting. complete: after the last line, whether the capture has all its rows.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RowTail:
 
 
 def _norms(rows: np.ndarray) -> np.ndarray:
-    """Euclidean norms of rows [n, width], float32 [n]. For [layers, n, width] the norm is over all layers."""
+    """Euclidean norms of rows, float32 [n]. rows: [n, width], or [layers, n, width] for a norm over all layers."""
     flat = rows if rows.ndim == 2 else np.moveaxis(rows, 0, 1).reshape(rows.shape[1], -1)
     return np.linalg.norm(flat.astype(np.float32), axis=-1)
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration fields of tiny models of more families. `tiny_models.make_model` writes the models."""
+"""Configurations of tiny models: parts of `tiny_models.FAMILIES`. `tiny_models.make_model` writes the models.
+
+Fields have the names of the transformers configuration of each family.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ ODD: dict[str, Any] = {
     "intermediate_size": 160,
     "tie_word_embeddings": False,
 }
+"""Sizes of most families: the number of heads is no power of two, and all heads together are wider than hidden_size."""
 EXPERTS = {**ODD, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 WINDOWS = {"sliding_window": 32, "num_hidden_layers": 4}
 FULL = {"hidden_size": 96, "num_attention_heads": 3, "intermediate_size": 160, "tie_word_embeddings": False}
-"""Sizes in which all heads together are as wide as the residual stream, as in older families."""
+"""Sizes of older families, in which all heads together are as wide as the residual stream."""
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _HALF = {**ROPE, "partial_rotary_factor": 0.5}
 _HALVES = {"rope_parameters": _HALF}
@@ -58,6 +62,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "granite_swa": {**ODD, **_SCALED, **WINDOWS, "layer_types": _LAYERS, "layer_rope_theta": [10000.0, 0.0] * 2},
     "hyperclovax": {**ODD, **_SCALED},
 }
+"""`model_type` -> configuration of a tiny model with an MLP in each layer."""
 _MIMO = {
     **EXPERTS,
     "num_hidden_layers": 4,
@@ -68,7 +73,7 @@ _MIMO = {
     "layer_types": ["full_attention", *["sliding_attention"] * 3],
     "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     "rope_parameters": {"full_attention": _HALF, "sliding_attention": _HALF},
-    # Fields of published configs, which vLLM reads.
+    # vLLM reads the following fields, which published configs have.
     "hybrid_layer_pattern": [0, 1, 1, 1],
     "moe_layer_freq": [0, 1, 1, 1],
     "rope_theta": 10000.0,
@@ -83,7 +88,7 @@ _MIMO = {
     "layernorm_epsilon": 1e-5,
 }
 MIXED: dict[str, dict[str, Any]] = {"gemma4_text": _GEMMA4, "mimo_v2_flash": _MIMO}
-"""`model_type` -> config of tiny models with attention of several sizes."""
+"""`model_type` -> configuration of a tiny model whose attention sizes differ between layers."""
 BACKEND: dict[str, dict[str, Any]] = {
     "arcee": {**ODD, "num_key_value_heads": 1},
     "cwm": {**ODD, **WINDOWS, "layer_types": _LAYERS},
@@ -93,7 +98,7 @@ BACKEND: dict[str, dict[str, Any]] = {
     "mellum": {**EXPERTS, **WINDOWS, "num_experts": 6, "layer_types": _LAYERS, "mlp_layer_types": _FIRST_DENSE},
     "seed_oss": {**ODD, "attention_bias": True},
 }
-"""`model_type` -> config of tiny models that vLLM serves through its Transformers backend."""
+"""`model_type` -> configuration of a tiny model that vLLM serves through its Transformers backend."""
 SPARSE: dict[str, dict[str, Any]] = {
     "afmoe": {
         **_SHARED,
@@ -102,7 +107,7 @@ SPARSE: dict[str, dict[str, Any]] = {
         "global_attn_every_n_layers": 2,
         "route_scale": 1.5,
         "mup_enabled": True,
-        # Fields that transformers does not have.
+        # Only vLLM reads the following fields.
         "route_norm": True,
         "score_func": "sigmoid",
         "n_group": 1,
@@ -139,7 +144,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     "hy_v3": {
         **_SHARED,
         "router_scaling_factor": 1.5,
-        # Fields that transformers does not have.
+        # Only vLLM reads the following fields.
         "expert_hidden_dim": 48,
         "first_k_dense_replace": 1,
         "route_norm": True,
@@ -158,7 +163,7 @@ SPARSE: dict[str, dict[str, Any]] = {
         **_HALVES,
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
-        # Fields that transformers does not have.
+        # Only vLLM reads the following fields.
         "rotary_dim": 16,
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
@@ -171,4 +176,4 @@ SPARSE: dict[str, dict[str, Any]] = {
         "attention_bias": True,
     },
 }
-"""`model_type` -> config of tiny models with experts."""
+"""`model_type` -> configuration of a tiny model with experts."""

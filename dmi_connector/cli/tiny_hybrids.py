@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of tiny hybrid models (`tiny_models.make_model` writes them): in some layers a mixer replaces attention."""
+"""Configurations of tiny hybrid models, in which a mixer replaces attention in some layers.
+
+`tiny_models.make_model` writes the models.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,16 @@ DELTA = {
     "linear_value_head_dim": 40,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
-    "rms_norm_eps": 1e-3,  # if queries and keys are nearly orthogonal, outputs are rounding errors, not to be scaled up
+    "rms_norm_eps": 1e-3,  # the norm must not scale up outputs that are rounding errors (nearly orthogonal q and k)
 }
-"""Gated delta nets of a size for which vLLM has no CPU kernel."""
+"""Sizes of gated delta nets. vLLM's CPU kernel does not support them: see ON_CPU."""
 ON_CPU = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 3,
 }
-"""Sizes that vLLM's CPU kernel for gated delta nets takes, in bfloat16."""
+"""Sizes that vLLM's CPU kernel for gated delta nets supports. The kernel takes only bfloat16."""
 EXPERTS = {
     "num_experts": 5,
     "num_experts_per_tok": 2,
@@ -70,12 +73,12 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "ssm_state_size": 24,
         "chunk_size": 64,
-        "time_step_min": 1e-9,  # transformers clamps time steps (dt) to it, vLLM does not
+        "time_step_min": 1e-9,  # transformers clamps time steps (dt) to this minimum, vLLM does not
     },
     "granitemoehybrid": {
         **_ODD,
         **_MAMBA,
-        "mamba_n_groups": 1,  # with more groups, vLLM norms each group, and transformers all groups together
+        "mamba_n_groups": 1,  # with more groups, vLLM normalises each group, transformers all groups together
         "num_attention_heads": 3,
         "num_key_value_heads": 1,
         "num_hidden_layers": 4,
@@ -94,7 +97,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         **_CONV,
         "block_auto_adjust_ff_dim": True,
         "block_multiple_of": 8,
-        "conv_dim": 96,  # vLLM reads it, and published configs have it
+        "conv_dim": 96,  # vLLM reads this field of published configs
         "block_dim": 96,
     },
     "lfm2_moe": {
@@ -106,6 +109,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
     },
 }
-"""`model_type` -> config of a tiny hybrid model."""
+"""`model_type` -> configuration of a tiny hybrid model."""
 CENTRED = ("gemma", "step3p5", "qwen3_next", "qwen3_5")
 """Prefixes of the `model_type`s whose norms multiply by 1 + weight."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration fields of tiny models with latent attention. `tiny_models.make_model` writes the models."""
+"""Configurations of tiny models with latent attention. `tiny_models.make_model` writes the models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LATENT = {
     **EXPERTS,
     "num_attention_heads": 3,
     "num_key_value_heads": 3,
-    "kv_lora_rank": 512,  # and 64 for rope: vLLM's CPU kernel for latent attention needs both
+    "kv_lora_rank": 512,  # vLLM's CPU kernel for latent attention supports only 512 and a rotary size of 64
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 48,
     "v_head_dim": 40,
@@ -32,7 +32,10 @@ _INDEXER = {
     "index_head_dim": 72,
     "index_n_heads": 11,
 }
-"""Sizes of attention with an indexer, which no kernel of vLLM has: tests replace them."""
+"""Sizes of attention with an indexer. No kernel of vLLM supports them, so tests replace the kernels.
+
+A score of the indexer is exactly 0 if no head has a positive product. With 11 heads that is rare, so scores differ.
+"""
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -66,7 +69,6 @@ LATENT: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "routed_scaling_factor": 1.8,
     },
-    # An indexer with so many heads that hardly two tokens have the same score, 0.
     "deepseek_v32": {
         **_LATENT,
         **_INDEXER,
@@ -91,4 +93,4 @@ LATENT: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 5,
     },
 }
-"""`model_type` -> config."""
+"""`model_type` -> configuration of a tiny model with latent attention."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random models with a tokenizer, written to disk. Demo and tests serve them without a model hub.
+"""Writes tiny random models with a tokenizer. Demo, tests and notebooks serve these models without a model hub.
 
 Most models have 3 layers, a vocabulary of 512 tokens and head_dim 32, the smallest that vLLM's CPU attention supports.
-torch and transformers are imported when a model is made, so that `ENV` can be set first.
+The functions import torch and transformers when they are called, so that a caller can set `ENV` before.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ ENV = {
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-"""Environment variables for such a model: offline, no usage reports, a small KV cache."""
+"""Environment variables for serving such a model: no network, no usage reports, a small KV cache."""
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
-"""Special tokens. <|endoftext|> is among them because Qwen2Tokenizer adds it if it is missing."""
+"""Special tokens, whose ids are their indexes. Qwen2Tokenizer would add <|endoftext|> if it were missing."""
 PAD, BOS, EOS = 0, 1, 2
 
 CHAT_TEMPLATE = (
@@ -173,21 +173,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **tiny_families.DENSE,
     **tiny_families.SPARSE,
     **tiny_families.MIXED,
-    # vLLM serves these through its Transformers backend. In one process they must come last: vLLM's hook on their
-    # compilation fails for models that are compiled later.
+    # vLLM serves the following models through its Transformers backend. They are last, because vLLM's compilation hook
+    # for them fails on other models that the same process compiles afterwards.
     "gpt_neox": {**FULL, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25}},
     "phi": {**FULL, "intermediate_size": 384, "partial_rotary_factor": 0.5},
     "olmo2": {**ODD, "num_key_value_heads": 1},
     "olmo3": {**ODD, **WINDOWS, "num_attention_heads": 3, "num_key_value_heads": 3},
     "smollm3": {**ODD, "num_hidden_layers": 4, "no_rope_layer_interval": 2, "tie_word_embeddings": True},
     "starcoder2": {**FULL, "num_key_value_heads": 1, "sliding_window": 32, "tie_word_embeddings": True},
-    # Some of these are in no table of architectures: their hooks are found by structure.
+    # For some of the following models there is no row in `ARCHITECTURES`: hooks are found by the model's structure.
     "gpt_bigcode": {"hidden_size": 96, "n_head": 3, "n_inner": 160, "tie_word_embeddings": True},
     "olmo": {**ODD, "num_attention_heads": 3, "num_key_value_heads": 1, "clip_qkv": 1.5},
     "flex_olmo": {**ODD, "num_experts": 4, "num_experts_per_tok": 2},
     **tiny_families.BACKEND,
 }
-"""Further families: numbers of heads that are not powers of two, a single key and value head, sliding windows, experts.
+"""`model_type` -> configuration of a tiny model, for families that ARCHS lacks. Among them are models with numbers of
+heads that are not powers of two, with a single KV head, with sliding windows, and with experts.
 """
 
 _CORPUS = """
@@ -199,13 +200,14 @@ once upon a time there was a quick brown fox who jumped over the lazy dog near r
 people write questions: what is the capital of france? how many planets circle the sun? why does it rain?
 please explain quantum physics, music theory, history, cooking, gardening and chess to young children today.
 """
-"""Text to train the tokenizer on: enough words for the 251 merges of the vocabulary."""
+"""Text to train the tokenizer on. It has enough words for the 251 merges that fill the vocabulary."""
 
 
 def make_tokenizer(more: Sequence[str] = (), named: Mapping[str, str] | None = None) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of exactly VOCAB tokens, with a chat template. It encodes any text.
+    """A byte-level BPE tokenizer of exactly VOCAB tokens, and a chat template.
 
-    more: tokens after the first VOCAB. named: attributes of the tokenizer that name some of them.
+    more: additional tokens, with ids from VOCAB on. named: attribute of the tokenizer -> the token in `more` that it
+    names.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -238,12 +240,12 @@ def make_tokenizer(more: Sequence[str] = (), named: Mapping[str, str] | None = N
 
 
 def make_model(arch: str, dir: str | Path, dtype: str = "float32", seed: int = 0, **config: Any) -> Path:
-    """Write a seeded random model of `arch` (a key of ARCHS, FAMILIES or HYBRIDS) with its tokenizer into `dir`.
+    """Write a random model with its tokenizer into the directory `dir`. Returns `dir`.
 
-    `config` overrides fields of the transformers configuration. The same arguments write the same weights;
-    dtype "bfloat16" rounds those of "float32". Returns `dir`. Raises ValueError for an unknown `arch`.
-
-    Models of WRAPPERS have a vision tower, and the configuration of an image processor is written too.
+    arch: a key of ARCHS, FAMILIES, HYBRIDS, WRAPPERS or TEXT_ONLY. Models of WRAPPERS have a vision tower; for them the
+    configuration of an image processor is written too. seed: of the weights. The same arguments write the same weights.
+    dtype: "float32", or "bfloat16" for the same weights rounded. config: overrides fields of the transformers
+    configuration. Raises ValueError for an unknown `arch`.
     """
     wrapped = {**WRAPPERS, **TEXT_ONLY}
     known = {**ARCHS, **FAMILIES, **HYBRIDS, **wrapped}
@@ -274,7 +276,7 @@ def make_model(arch: str, dir: str | Path, dtype: str = "float32", seed: int = 0
 
 _NORM = 0.5  # gain of the norms of the residual stream
 _QK = 1.3  # scale of queries and keys: attention logits have a standard deviation of about 1.7
-# scales of other weights, 1 by default: attention and routing are far from uniform, and MLPs contribute
+# scales of other weights, 1 by default. They make attention and routing far from uniform, and MLPs contribute.
 _GAIN = {"q_proj": _QK / _NORM, "k_proj": _QK / _NORM, "v_proj": 0.5, "gate": 3.0, "router": 3.0, "down_proj": 2.0}
 _GAIN["query_key_value"] = 1.6  # queries, keys and values are interleaved by head
 _GAIN |= {"q_b_proj": _QK / _NORM, "kv_a_proj_with_mqa": _QK / _NORM, "kv_b_proj": 1.6}  # latent attention
@@ -282,18 +284,18 @@ _LAST_NORMS = ("norm", "ln_f")
 _POSITIONS = ("wpe", "embed_positions")
 _EMBEDDINGS = ("embed_tokens", "embed_in", "word_embeddings", "wte", "embed_tokens_per_layer", "lm_head", *_POSITIONS)
 _XIELU = {"alpha_p": 0.388671875, "alpha_n": -1.140625}
-"""Parameters of Apertus' activation. vLLM computes with them in bfloat16, which rounds these values least."""
+"""Parameters of Apertus' activation. vLLM computes with them in bfloat16, where these values give small errors."""
 _ROUTING_BIAS = ("expert_bias", "e_score_correction_bias")
 _INPUT_FIRST = ("gpt_oss", "llama4_text")
-"""Models whose expert weights are [experts, in, out]. All weights of GPT-2 are [in, out]."""
+"""Models whose expert weights are [experts, in, out] instead of [experts, out, in]."""
 
 
 def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Sample every parameter so that rounding errors stay small and attention is far from uniform.
+    """Draw all parameters outside the vision tower, so that rounding errors stay small and attention is not uniform.
 
-    Attention kernels differ by a relative error of about 1e-6, which every layer propagates. With small values, and
-    layers that add little to the embedding, two float32 implementations stay within 1e-5 of each other. Norm gains and
-    biases are random, so that tests find a hook on the wrong side of a norm.
+    Attention kernels differ by a relative error of about 1e-6, and every layer propagates the error. Values are small,
+    and layers add little to the embedding, so two float32 implementations stay within 1e-5 of each other. Norm gains
+    and biases are random, so that tests detect a hook on the wrong side of a norm.
     """
     import torch
 
@@ -302,7 +304,7 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
     gemma = config.model_type.startswith("gemma")
     centred = config.model_type.startswith(CENTRED) or config.model_type == "nemotron"
     centred = centred and not config.model_type.startswith("gemma4")
-    embed = 0.3 / math.sqrt(config.hidden_size) if gemma else 0.3  # Gemma multiplies embeddings by the root
+    embed = 0.3 / math.sqrt(config.hidden_size) if gemma else 0.3  # Gemma multiplies embeddings by sqrt(hidden_size)
     for name, weight in sorted(model.named_parameters()):
         if config is not whole and is_vision(name):
             continue
@@ -327,8 +329,8 @@ def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
         elif leaf in _EMBEDDINGS:
             weight.copy_((0.15 if leaf == "lm_head" else embed) * noise)
             if leaf == "lm_head" or (tied and leaf not in _POSITIONS):
-                weight[: len(SPECIAL)] *= 0.1  # greedy decoding must not end early
-                weight[VOCAB:] *= 0.1  # nor generate image tokens
+                weight[: len(SPECIAL)] *= 0.1  # so that greedy decoding does not end early
+                weight[VOCAB:] *= 0.1  # and generates no image tokens
         else:
             first = config.model_type == "gpt2" or (config.model_type in _INPUT_FIRST and weight.dim() == 3)
             axis = -2 if first else -1

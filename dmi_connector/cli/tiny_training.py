@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains tiny models on English that every Python has, for analyses that need a model which predicts something."""
+"""Trains tiny models on the documentation that comes with Python, for analyses of a model that is not random."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import pydoc_data.topics
 from pathlib import Path
 
 _HELD_OUT = 200_000
-"""Characters at the end of the text."""
+"""Number of characters at the end of the text that are held out."""
 
 
 def texts(flat: bool = True) -> tuple[str, str]:
-    """(To train on, held out): the documentation that comes with Python, some hundred thousand characters each.
+    """(text to train on, held-out text): the documentation in Python's `pydoc_data`, in English.
 
-    flat: each run of blanks and line ends is one space. Small models learn little else where they are many.
+    Each text has some hundred thousand characters. flat: replace each run of white space by one space. Otherwise small
+    models learn little but white space.
     """
     topics = pydoc_data.topics.topics
     text = "\n".join(topics[name] for name in sorted(topics))
@@ -24,10 +25,11 @@ def texts(flat: bool = True) -> tuple[str, str]:
 def train(
     model: str | Path, text: str, steps: int = 350, batch: int = 8, tokens: int = 128, rate: float = 1e-2
 ) -> list[float]:
-    """Train a model that `make_model` wrote, on the CPU, from transformers' own initialisation. Replaces its weights.
+    """Train a model on the CPU, and replace its weights.
 
-    A step takes `batch` pieces of `tokens` tokens of the text. rate: the largest learning rate of AdamW, whose schedule
-    has one cycle. Sets torch's seed. Returns the loss of each step, in nats a token.
+    model: directory that `make_model` wrote. Training starts from transformers' own initialisation. Each step takes
+    `batch` random pieces of `tokens` tokens of `text`. rate: maximum learning rate of AdamW, with a one-cycle schedule.
+    Sets torch's global seed to 0. Returns the loss of each step, in nats per token.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

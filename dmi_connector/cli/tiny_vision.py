@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random models with a vision tower (`tiny_models.make_model` writes them).
+"""Configurations of tiny random models with a vision tower. `tiny_models.make_model` writes the models.
 
-Their vocabularies have tokens for images after those of the text models, from id VOCAB on.
+Their vocabularies have the tokens of the text models, and from id VOCAB on tokens for images.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ TOKENS = {
         "<|tile_y_separator|>",
     ),
 }
-"""Tokens after those of the text models. The first is the placeholder of an image."""
+"""Family -> tokens with ids from VOCAB on. The first token is the placeholder for an image embedding."""
 VOCAB = 512
-"""Tokens of a text model (`tiny_models.VOCAB`)."""
+"""Number of tokens of a text model."""
 PATCH = 14
+"""Pixels per side of a patch."""
 
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCAB + 16,
@@ -136,7 +137,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
             **_QWEN3_ROPE,
             "num_experts": 6,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": 40,  # half the width of the stream would hide swapped axes
+            "moe_intermediate_size": 40,  # 48, half of hidden_size, would hide swapped axes
             "norm_topk_prob": True,
         },
         "vision_config": _QWEN3_VISION,
@@ -149,7 +150,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
             **_GLM_ROPE,
             "num_attention_heads": 3,
             "num_key_value_heads": 1,
-            "attention_bias": True,  # transformers does not read it, and always has the biases
+            "attention_bias": True,  # for vLLM; transformers always has these biases
         },
         "vision_config": _GLM_VISION,
         **_GLM_IDS,
@@ -165,7 +166,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 48,
             "routed_scaling_factor": 1.5,
-            "use_qk_norm": False,  # vLLM reads it
+            "use_qk_norm": False,  # for vLLM
         },
         "vision_config": _GLM_VISION,
         **_GLM_IDS,
@@ -217,7 +218,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {
             **_VISION,
-            "intermediate_size": 192,  # pixels are shuffled to this width: four times the hidden size
+            "intermediate_size": 192,  # width after the pixel shuffle: four times the hidden size
             "image_size": 4 * PATCH,
             "patch_size": PATCH,
             "vision_output_dim": 48,
@@ -230,7 +231,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Families whose language model is part of a model with a vision tower: fields of the transformers configuration."""
+"""Family whose language model is part of a model with a vision tower -> its transformers configuration."""
 
 
 _SCALE = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "do_resize": True, "resample": 3}
@@ -311,7 +312,7 @@ PROCESSORS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
 }
-"""Files beside a model that configure its image processor."""
+"""Family -> {file name: content} of the files that configure its image processor."""
 
 
 TEXT_ONLY: dict[str, dict[str, Any]] = {
@@ -330,11 +331,11 @@ TEXT_ONLY: dict[str, dict[str, Any]] = {
         **{"image_token_id": 500, "tie_word_embeddings": False},
     },
 }
-"""Families whose language model transformers has only inside such a model. They were not tested with images."""
+"""Like WRAPPERS, for families that are not tested with images."""
 
 
 def wrapper_fields(arch: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a family with changes. Inner configurations are changed field by field."""
+    """The transformers configuration of a family, with `changes`. Nested configurations are changed field by field."""
     fields = copy.deepcopy((WRAPPERS | TEXT_ONLY)[arch])
     for name, value in changes.items():
         fields[name] = {**fields[name], **value} if name.endswith("_config") else value
@@ -342,7 +343,7 @@ def wrapper_fields(arch: str, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def fill_vision(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Draw the parameters of the vision tower, so that embeddings of images have the magnitude of those of text."""
+    """Draw the parameters of the vision tower, so that image embeddings have the magnitude of text embeddings."""
     import torch
 
     for name, weight in sorted(model.named_parameters()):
@@ -360,12 +361,12 @@ def fill_vision(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 
 def is_vision(name: str) -> bool:
-    """Whether a parameter is outside the language model and its head."""
+    """Whether a parameter is outside the language model: in the vision tower or the projector."""
     return "language_model." not in name and "lm_head" not in name
 
 
 def named_tokens(arch: str) -> dict[str, str]:
-    """Tokens that the family's processor looks up in the tokenizer, by name."""
+    """Attribute of the tokenizer -> token, for the attributes that the family's processor reads."""
     if arch == "internvl":
         names: tuple[str, ...] = ("context_image_token", "start_image_token", "end_image_token", "video_token")
     else:
@@ -374,15 +375,15 @@ def named_tokens(arch: str) -> dict[str, str]:
 
 
 def save_processor(arch: str, path: Path) -> None:
-    """Write the configuration of the family's image processor beside the model."""
+    """Write the files that configure the family's image processor into the directory `path`."""
     for name, content in PROCESSORS.get(arch, {}).items():
         (path / name).write_text(json.dumps(content, indent=1))
 
 
 def save_names(arch: str, path: Path) -> None:
-    """Write the weights in the form of published checkpoints.
+    """Rewrite saved weights as published checkpoints have them.
 
-    transformers saves a SigLIP tower under shorter names, and experts of Qwen3-VL with swapped axes.
+    transformers saves a SigLIP tower (Gemma 3) under shorter names, and the experts of Qwen3-VL with swapped axes.
     """
     if arch not in ("gemma3", "qwen3_vl_moe"):
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes and times of the command line, as in 500M and 12h."""
+"""Parses sizes and times of the command line, such as 500M and 12h."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import re
 
 
 def seconds(text: str) -> int:
-    """Seconds of 3600, 90m, 12h or 7d. Raises ArgumentTypeError."""
+    """Parse a time such as 3600, 90s, 90m, 12h or 7d as seconds. Raises ArgumentTypeError."""
     return _scaled(text, {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400})
 
 
 def nbytes(text: str) -> int:
-    """Bytes of 1000000, 500M or 2T. Raises ArgumentTypeError."""
+    """Parse a size such as 1000000, 500M or 2T as bytes. Prefixes are powers of 1000. Raises ArgumentTypeError."""
     return _scaled(text, {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12})
 
 

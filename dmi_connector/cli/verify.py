@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi verify`: finds damaged stores."""
+"""`dmi verify`: checks every byte of stores, and that values are finite."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import Problem, begun_stores, stores_of, unseen, verify_store
 
 _FEW = 10
-"""Maximum number of stores for which each gets a line."""
+"""Maximum number of stores for which each store gets a line."""
 _LOG_EVERY_S = 10
-"""Seconds between lines of progress without a terminal."""
+"""Seconds between lines of progress, if standard error is no terminal."""
 
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dmi verify`."""
     parser.add_argument("paths", metavar="STORE|DIR|URL", nargs="+")
     output = parser.add_mutually_exclusive_group()
-    output.add_argument("--verbose", action="store_true", help=f"print each store, also if there are more than {_FEW}")
+    output.add_argument(
+        "--verbose", action="store_true", help=f"print a line for each store, also for more than {_FEW} stores"
+    )
     output.add_argument("--quiet", action="store_true", help="print only problems: no progress, no counts")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that check (default: 1)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of processes (default: 1)")
     parser.set_defaults(run=run_verify)
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """Run the command. Returns the exit status: 0; 1 if a store is damaged; else 3 if values are not finite."""
+    """Run the command. Returns the exit status: 1 if a store is damaged, else 3 if values are not finite, else 0."""
     kind = "a store (*.zarr, *.zip) or a directory of stores"
     found = [places.place(path, kind) for path in options.paths]
     stores = [store for place in found for store in ([place] if is_store(place) else stores_of(place))]
@@ -72,7 +74,7 @@ def run_verify(options: argparse.Namespace) -> int:
 
 
 def _line_of(store: Place, begun: dict[Place, dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """{name: index line} of a store; {} if the index of its directory does not list it."""
+    """{store name: its line in the index}; {} if the index does not list the store. begun: directory -> its index."""
     lines = begun[store.absolute().parent]
     return {store.name: lines[store.name]} if store.name in lines else {}
 
@@ -82,7 +84,7 @@ def _check(work: tuple[Place, dict[str, dict[str, Any]]]) -> list[Problem]:
 
 
 def _checked(work: Sequence[tuple[Place, dict[str, dict[str, Any]]]], jobs: int) -> Iterator[list[Problem]]:
-    """Yield the problems of each store, in the order of `work`."""
+    """Yield the problems of each store, in the order of `work`. work: arguments of `verify_store`."""
     if jobs == 1 or len(work) < 2:
         yield from map(_check, work)
         return
@@ -91,7 +93,7 @@ def _checked(work: Sequence[tuple[Place, dict[str, dict[str, Any]]]], jobs: int)
 
 
 class _Progress:
-    """Shows progress: on a terminal in one line that is overwritten, elsewhere in a new line every 10 seconds."""
+    """Shows progress on standard error: in one line on a terminal, else in a new line every 10 seconds."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet, self._shown = quiet, time.monotonic()
@@ -106,6 +108,6 @@ class _Progress:
             print(text, file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        """Remove the line from a terminal."""
+        """Remove the progress line from the terminal."""
         if sys.stderr.isatty():
             self("")

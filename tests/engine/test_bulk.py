@@ -160,7 +160,7 @@ def test_a_start_that_failed_says_why_and_binds_nothing(tiny_model: Callable[...
     assert wrong.returncode == 2, why(out, error)
     assert "engine 0 did not start: SelectionError: hooks: 'resid_pre@99' names layer 99, but" in error, error
     assert error.endswith("no engine could start: correct the error above and start again\n"), error
-    assert "the same command goes on" not in error and "root cause" not in error, error
+    assert "start the same command again" not in error and "root cause" not in error, error
     begun = json.loads((out / RUN_NAME).read_text())
     with settle(out, begun["settings"] | {"hooks": "resid_pre"}) as name:
         assert name != begun["run"]

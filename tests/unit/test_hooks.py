@@ -352,11 +352,11 @@ def test_the_first_rule_that_matches_a_hook_gives_its_reduction() -> None:
     [
         ([("residd", "int8")], "'residd' is not captured: did you mean 'resid_"),
         ([("resid_x*", "int8")], r"pattern 'resid_x\*' matches no hook"),
-        ([("logits", "int8")], "logits cannot be reduced"),
-        ([("topk_ids", "topk(1)")], "topk_ids cannot be reduced"),
+        ([("logits", "int8")], "logits cannot have the reduction"),
+        ([("topk_ids", "topk(1)")], "topk_ids cannot have the reduction"),
         ([("q", "topk(100000)")], "keeps more than the"),
         ([("k_rot", "int8")], "'k_rot' is not captured"),
-        ([("q", "attn(8)")], r"q cannot be reduced so \(attn\(8\)\); leave it out"),
+        ([("q", "attn(8)")], r"q cannot have the reduction 'attn\(8\)'; leave it out"),
     ],
 )
 def test_reductions_that_cannot_be_applied_are_refused(rules: list[tuple[str, str]], message: str) -> None:
@@ -405,10 +405,10 @@ def test_the_hook_pattern_must_be_named_and_reduced_to_a_summary() -> None:
     field = row_layouts(selection, DENSE, "bfloat16", 2, found)[0].find("pattern", 2)
     assert field is not None and field.nbytes == 2 * (4 * 4 + 4 * 4 + 4), "two heads on each of two ranks"
     for rules, message in (
-        ([], r"pattern is captured in summary only; say how in reduce, as in \{'pattern': 'attn\(8\)'\}"),
-        ([("*", "int8")], "pattern is captured in summary only"),
-        ([("pattern", "int8")], r"pattern cannot be reduced so \(int8\); give it attn\(m\)"),
-        ([("pattern", "none")], r"pattern cannot be reduced so \(none\); give it attn\(m\)"),
+        ([], r"pattern can only be captured with a reduction; give one in reduce, as in \{'pattern': 'attn\(8\)'\}"),
+        ([("*", "int8")], "pattern can only be captured with a reduction"),
+        ([("pattern", "int8")], r"pattern cannot have the reduction 'int8'; give it attn\(m\)"),
+        ([("pattern", "none")], r"pattern cannot have the reduction 'none'; give it attn\(m\)"),
         ([("pattern", "attn(65)")], "keep 1 to 64 positions"),
     ):
         with pytest.raises(ReduceError, match=message):

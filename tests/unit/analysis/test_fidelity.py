@@ -93,7 +93,7 @@ def test_groups_have_bases_of_their_own(stores: list[Path], tmp_path: Path) -> N
         (["--hook", "resid_mid", "--rank", "97"], "rank 97 is more than the 96 values"),
         (
             ["--hook", "resid_mid", "--rank", "2", "--group", "-1"],
-            "--group -1 is not valid; give the values of a group",
+            "--group -1 is not valid; give the number of values in a group",
         ),
         (["--hook", "resid_mid", "--rank", "2", "--group", "7"], "--group 7 does not divide the 96 values"),
         (["--hook", "resid_mid", "--rank", "9", "--group", "8"], "rank 9 is more than the 8 values of a group"),

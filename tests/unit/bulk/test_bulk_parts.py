@@ -209,7 +209,7 @@ def test_a_run_of_other_settings_is_told_the_first_difference(tmp_path: Path) ->
     assert why({"a": 1, "z": 3, "b": 2}, {"a": 1}) == " was begun with b 2; give it too, or another --out"
     file = {"name": "x", "bytes": 3}
     assert why({"prompts": [file]}, {"prompts": [{"name": "x", "bytes": 4}]}) == (
-        ": the prompts have changed since its run began: x has 4 bytes, not 3; give the files of then, or another --out"
+        ": the prompts have changed since its run began: x has 4 bytes, not 3; give the same files, or another --out"
     )
     assert why({"prompts": []}, {"prompts": [1]}) == f" was begun with prompts [], not [1]{another}"
 

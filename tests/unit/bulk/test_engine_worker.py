@@ -165,7 +165,7 @@ def test_a_node_with_another_directory_starts_no_engine(threads: Any, tmp_path: 
     (tmp_path / "life").touch()
     lives = [str(tmp_path / "life"), str(tmp_path / "gone/life"), str(tmp_path / "lost/life")]
     worker = EngineWorker("the.log", lives, {})
-    why = f"--out {tmp_path}/gone: node {socket.gethostname()} sees another directory there; take a shared one"
+    why = f"--out {tmp_path}/gone: node {socket.gethostname()} has another directory there; give a shared one"
     assert worker.events() == ([{"failed": why}], ("no engine was started", 1))
     worker.post({"position": 1})
     worker.post(None)

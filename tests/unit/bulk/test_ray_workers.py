@@ -128,7 +128,7 @@ def test_a_local_cluster_is_made_for_the_workers(ray: FakeRay, monkeypatch: pyte
         assert found == (Needs(3, 0), 2) and os.environ["RAY_USAGE_STATS_ENABLED"] == "1"
     monkeypatch.delenv("RAY_USAGE_STATS_ENABLED")
     ray.there = {"CPU": 6.0, "GPU": 3.0}
-    few = r"--workers 2: there are 3 GPUs, and each takes 2; give fewer workers"
+    few = r"--workers 2: there are 3 GPUs, and each worker takes 2; give fewer workers"
     with pytest.raises(ValueError, match=few), connected("local", 2, 3, 2):
         pass
     assert os.environ.pop("RAY_USAGE_STATS_ENABLED") == "0" and ray.shutdowns == 2
@@ -149,7 +149,7 @@ def test_a_cluster_that_cannot_be_joined_is_named(ray: FakeRay, monkeypatch: pyt
     why = r"--ray a:1: the cluster cannot be joined \(no such host\); give HOST:PORT"
     with pytest.raises(ValueError, match=why), connected("a:1", 1, 1, 0):
         pass
-    with pytest.raises(ValueError, match=r"--ray ray://a:1: a run is no Ray client"), connected("ray://a:1", 1, 1, 0):
+    with pytest.raises(ValueError, match="ray://a:1: a run cannot be a Ray client"), connected("ray://a:1", 1, 1, 0):
         pass
     assert len(ray.inits) == 1 and ray.shutdowns == 0
     monkeypatch.setitem(sys.modules, "ray", None)

@@ -74,7 +74,7 @@ def test_a_run_of_which_every_row_is_refused_has_failed(store: Path, out: Path, 
     outcome = start_run(prompts, out, FakeEngines(store, out, refuses=refuses), progress=progress).go()
     assert outcome.all_done and _summarise(outcome, [0], (0, None), out, "", progress) == 1
     assert said.getvalue().endswith(
-        "no row became a store: correct the input, --column or other options by the reasons above\n"
+        "no prompt was captured: correct the input, --column or other options by the reasons above\n"
     )
     outcome = start_run(prompts, out, FakeEngines(store, out, refuses={1: "it is too long"}), progress=progress).go()
     assert _summarise(outcome, [2], (0, None), out, "", progress) == 0, "one bad row is no failure"
@@ -288,7 +288,7 @@ def test_a_run_whose_captures_all_fail_stops(store: Path, out: Path, tmp_path: P
     assert outcome.stopped == "captures" and not outcome.all_done and len(engines.submitted) < 200
     assert "100 captures in a row failed, the last one because: the coordinator died" in said.getvalue()
     assert _summarise(outcome, [0], (0, None), out, "", progress) == 1
-    assert said.getvalue().endswith("not all is done (captures fail): the same command goes on\n")
+    assert said.getvalue().endswith("prompts are left (captures fail): start the same command again\n")
 
 
 def test_the_end_of_a_run_waits_for_uploads(tmp_path: Path) -> None:
@@ -369,7 +369,7 @@ def test_a_run_without_an_engine_says_that_going_on_is_no_use(store: Path, out: 
     assert said.getvalue().endswith("no engine could start: correct the error above and start again\n")
     outcome = start_run(prompts, out, FakeEngines(store, out, dies_with=[1]), progress=progress).go()
     assert outcome.began and _summarise(outcome, [1], (0, None), out, "", progress) == 1
-    assert said.getvalue().endswith("not all is done (no engine is left): the same command goes on\n")
+    assert said.getvalue().endswith("prompts are left (no engine is left): start the same command again\n")
 
 
 def test_a_store_whose_index_line_is_lacking_is_found_by_its_path(

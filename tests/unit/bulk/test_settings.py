@@ -72,7 +72,7 @@ def test_help_says_what_a_default_of_0_means() -> None:
     for parser in (make_run_parser(), make_serve_parser()):
         helps = {action.dest: action.help or "" for action in parser._actions}
         numbers = [o.name for o in fields(ServerOptions) if o.type == "int" and o.default == 0 and o.name in helps]
-        numbers = [name for name in numbers if not helps[name].startswith("that stay free")]  # dmi run's own text
+        numbers = [name for name in numbers if not helps[name].startswith("space that")]  # dmi run's own text
         assert "writers" in numbers
         for name in numbers:
             before, _, meaning = helps[name].partition("default 0: ")
@@ -250,7 +250,7 @@ def test_prompts_that_have_changed_are_told_in_words(files: list[dict[str, Any]]
     (tmp_path / f"{run}-000000004--a.zarr").mkdir()
     with pytest.raises(ValueError) as error:
         settled(tmp_path, files=files)
-    fix = "give the files of then, or another --out"
+    fix = "give the same files, or another --out"
     assert str(error.value) == f"--out {tmp_path}: the prompts have changed since its run began: {change}; {fix}"
 
 
@@ -394,7 +394,7 @@ def test_a_worker_that_no_run_asks_kills_its_engine(tmp_path: Path) -> None:
     with lock_alone(life) as alone:
         assert alone
     messages, end = EngineWorker(str(tmp_path / "log"), [str(tmp_path / "other/life")], {}).events()
-    assert "sees another directory there; take a shared one" in messages[0]["failed"] and end is not None
+    assert "has another directory there; give a shared one" in messages[0]["failed"] and end is not None
 
 
 def test_a_process_ends_with_its_parent() -> None:
@@ -614,7 +614,7 @@ def test_counts_are_shown_once_a_second_or_in_a_log_twice_a_minute(
         ({"prompt_token_ids": [1, 2], "loss_mask": [1, 2]}, r"loss_mask: \[1, 2\] is not a list of 0 and 1"),
         ({"prompt_token_ids": [1, 2], "loss_mask": "01"}, "loss_mask: '01' is not a list"),
         ({"prompt_token_ids": [1] * 8194, "loss_mask": [0, 1] * 4097}, "4097 spans of 1; a store takes 4096"),
-        ({"prompt": "a", "loss_mask": [1]}, "a mask is one of token ids; give prompt_token_ids too"),
+        ({"prompt": "a", "loss_mask": [1]}, "a mask needs token ids; give prompt_token_ids too"),
     ],
 )
 def test_rows_that_are_no_prompts(row: Any, message: str) -> None:

@@ -341,7 +341,7 @@ def test_a_request_whose_score_is_not_a_number_is_kept(make: Make, monkeypatch: 
         (
             {"hooks": "q,logits"},
             {},
-            "cannot hold back logits, which leave with each step; leave logits out of dmi.hooks",
+            "cannot be combined with logits, which are written in each step; leave logits out of dmi.hooks",
         ),
     ],
 )
