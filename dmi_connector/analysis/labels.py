@@ -11,7 +11,7 @@ from dmi_connector.captures.capture import Capture
 from dmi_connector.hooks import PROBE
 
 _LONGEST_LABEL = 10
-"""Characters of a token's label."""
+"""Maximum number of characters of a label."""
 _NEURONS = ("mlp_pre", "mlp_pre_linear", "mlp_post")
 
 
@@ -48,7 +48,9 @@ def name_of_values(hook: str) -> str:
 
 
 def _label_of(token: int, text: str) -> str:
-    """`text` cut to fit an axis, with visible spaces. The token's id if a character cannot be printed."""
+    """`text` with visible spaces, cut to _LONGEST_LABEL characters, or the token's id in brackets if `text` cannot be
+    printed.
+    """
     if not text or "\N{REPLACEMENT CHARACTER}" in text or not text.isprintable():
         return f"[{token}]"
     shown = text.replace(" ", "·").replace("$", r"\$")  # matplotlib parses text between two dollar signs as math

@@ -20,9 +20,9 @@ class Lens:
 
     layers: a label per layer; "final" is the stream after the last layer, from which the model computes its output.
     ids: int32 [layers, tokens, top], the likeliest next tokens, in descending order of probability. probabilities:
-    float32, same shape. chance: float32 [layers, tokens], the probability of the likeliest token of "final". entropy:
-    float32 [layers, tokens], in nats. divergence: float32 [layers, tokens], KL(final || layer) in nats. Missing rows,
-    and rows with a NaN or an infinity, have NaN values and ids of -1.
+    float32, same shape. chance: float32 [layers, tokens], the probability that each layer gives to the likeliest token
+    of "final". entropy: float32 [layers, tokens], in nats. divergence: float32 [layers, tokens], KL(final || layer) in
+    nats. Missing rows, and rows with a NaN or an infinity, have NaN values and ids of -1.
     """
 
     layers: list[str]
@@ -83,7 +83,7 @@ def logit_lens(capture: Capture, unembedding: Unembedding, top: int = 5) -> Lens
 def likeliest(log_probabilities: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """(ids of the `count` likeliest tokens of each row, their probabilities), both [n, count].
 
-    They are in descending order of probability. A row with a NaN gets -1 and NaN.
+    Tokens are in descending order of probability. A row with a NaN gets ids of -1 and probabilities of NaN.
 
     log_probabilities: [n, vocabulary]. count: at most the vocabulary.
     """
@@ -99,9 +99,10 @@ def likeliest(log_probabilities: np.ndarray, count: int) -> tuple[np.ndarray, np
 def uncertainty(capture: Capture, unembedding: Unembedding | None = None) -> Uncertainty:
     """Entropy of the next token's distribution, and surprise of the actual next token, for each row.
 
-    Without `unembedding` they are computed from the captured `logits`, for each sampled token. With it they are
-    computed from `resid_final`, for each row that is not missing. Raises KeyError if the hook was not captured,
-    ValueError for projections.
+    Without `unembedding`, the captured `logits` are read, and the result has a row for each sampled token. With
+    `unembedding`, the logits are computed from `resid_final`, and the result has each row that is not missing.
+
+    Raises KeyError if the hook was not captured, and ValueError if `resid_final` was stored as a projection.
     """
     ids = capture.token_ids
     there = known_tokens(capture)

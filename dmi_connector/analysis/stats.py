@@ -79,7 +79,7 @@ _SAMPLES = 16
 def _values(
     capture: Capture, hook: str, layer: int | None, window: slice
 ) -> Iterator[tuple[slice | np.ndarray, np.ndarray]]:
-    """(indexes in the window, the rows [n, width] there)."""
+    """Yield (indexes in the window, the rows [n, width] at these indexes)."""
     if hook != "logits":
         yield slice(None), capture.numpy(hook, layer, window)
         return
