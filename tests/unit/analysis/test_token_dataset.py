@@ -355,8 +355,8 @@ def test_a_directory_can_be_given(captures: Captures) -> None:
     ("options", "error", "message"),
     [
         ({"hooks": []}, ValueError, "not valid; name a hook"),
-        ({"batch_size": 0}, ValueError, "do not fit"),
-        ({"buffer_tokens": 19}, ValueError, "let the buffer hold a batch"),
+        ({"batch_size": 0}, ValueError, "batch_size 0, .*: not valid"),
+        ({"buffer_tokens": 19}, ValueError, "give a batch_size from 1 to buffer_tokens"),
         ({"hooks": "z"}, ValueError, r"'z' has layers \[0, 1\]; name one, as in 'z@0'"),
         ({"hooks": "z@one"}, ValueError, "'z@one' names no layer"),
         ({"hooks": "z@7"}, KeyError, "no layer 7"),
