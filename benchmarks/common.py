@@ -41,7 +41,7 @@ WIDTHS = {
 QWEN3_LAYERS = 36
 """Number of layers of Qwen3-4B."""
 _RANDOM_BYTES = 16 << 20
-"""Number of bytes after which `activations` repeats. Codecs compress far smaller blocks, so they cannot use that."""
+"""Number of bytes after which `activations` repeats. Codecs do not notice: they compress far smaller blocks."""
 END = "<!-- until here -->"
 """The mark after a table that a program writes into a page."""
 SPECIAL_TOKENS = 10
@@ -49,7 +49,7 @@ SPECIAL_TOKENS = 10
 _LINE = 200
 """Maximum number of characters of a value that is written on one line of a result file."""
 _CALLS, _SAMPLES = 1500, 5
-"""Number of calls that `python_us` times at once, about 60 us on a fast core, and number of times that it does so."""
+"""Number of calls per sample of `python_us`, which take about 60 us on a fast core, and number of samples."""
 
 # ---- the header of a result --------------------------------------------------------------------------------------
 

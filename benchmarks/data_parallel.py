@@ -232,7 +232,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--options", type=json.loads, default={}, help="JSON: more server options of servers that capture")
     p.add_argument("--load", default="short64", help=f"load of each engine: {', '.join(LOADS)}")
     p.add_argument("--seconds", type=float, default=20.0, help="length of a measurement (default: %(default)s)")
-    p.add_argument("--warm", type=float, default=6.0, help="seconds of load before it (default: %(default)s)")
+    p.add_argument("--warm", type=float, default=6.0, help="seconds of load before a measurement (%(default)s)")
     p.add_argument("--repeat", type=int, default=2, help="rounds (default: %(default)s)")
     p.add_argument("--shrink", type=int, default=1, help="divide requests and tokens of the load, for small machines")
     p.add_argument("--port", type=int, default=18200, help="port of the first server (default: %(default)s)")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speculative decoding for benchmarks, checks and tests: n-gram, and draft models with random weights.
 
-The draft tokens of random weights are never right. So vLLM accepts them at random (`rejection_sample_method`
-"synthetic"). The generated tokens are then not the argmax of the logits.
+The draft tokens of random weights are almost never right. So vLLM accepts draft tokens at random
+(`rejection_sample_method` "synthetic"). The generated tokens are then not the argmax of the logits.
 """
 
 from __future__ import annotations

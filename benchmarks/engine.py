@@ -117,7 +117,7 @@ def exported(nbytes: float, finished: Sequence[float], missing: int) -> dict[str
 
 
 class Bench:
-    """One engine. Sinks and codecs do not change the compiled graph, so that options of a running worker are switched.
+    """One engine. Sinks and codecs do not change the compiled graph, so a running worker can switch between setups.
 
     facts: facts about the engine for the result. replies: `kv_transfer_params` of the last round's responses. ours:
     whether the engine captures with this package.

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time that the taps of one step take: 11 wide hooks of every layer of a model with Qwen3-4B's widths, also reduced.
+"""Time that the taps of one step take, for 11 wide hooks of every layer of a model with Qwen3-4B's widths.
 
     python -m benchmarks.kernels --out results.json [--tokens 1,32,128,2048] [--layers 36] [--repeat 25]
 
-On a GPU, the kernels run in a CUDA graph, as in a decode step. They are measured alone, and between the matrix products
-and norms of a model. On a CPU, their torch twins run, whose times do not predict times on a GPU.
+Taps are measured with full rows and with several reductions. On a GPU, the kernels run in a CUDA graph, as in a decode
+step. They are measured alone, and between the matrix products and norms of a model. On a CPU, their torch twins run,
+whose times do not predict times on a GPU.
 """
 
 from __future__ import annotations

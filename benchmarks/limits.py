@@ -171,8 +171,9 @@ def decode_alone(encoded: list[bytes]) -> None:
 
 
 def decode_anew(encoded: list[bytes], stores: int) -> None:
-    """Decode chunks with the codec alone, store by store into new memory. All threads work on one store, as a reader's
-    do.
+    """Decode chunks with the codec alone, into new memory for each store.
+
+    All threads work on the same store, like the threads of a reader.
     """
     chunks = len(encoded) // stores
     with ThreadPoolExecutor(THREADS) as pool:

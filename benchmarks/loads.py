@@ -62,7 +62,7 @@ LOADS = {
     "uncaptured-prompts16": Load(16, 2000, 2, captured=False),
 }
 EVERY = 16
-"""The consumer keeps each store whose number is a multiple of this."""
+"""The consumer keeps one of this many stores."""
 _LOOK_S = 0.05
 """Seconds between two looks of the consumer at the directory."""
 

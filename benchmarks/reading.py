@@ -281,7 +281,7 @@ class Round:
         shutil.rmtree(out)
 
     def ranks(self, seed: int) -> None:
-        """Stores of one rank and of two: all of them, and random tokens of one layer."""
+        """Measure reads of stores of one and of two ranks: of all layers, and of random tokens of one layer."""
         nbytes, batch = self.args.few * 2 * TOKENS * WIDTH * 2, min(self.args.batch, self.args.few * TOKENS)
         rows = np.random.default_rng(seed).integers(0, self.args.few * TOKENS, batch)
         for name, captures in self.of_ranks.items():

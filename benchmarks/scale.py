@@ -104,7 +104,7 @@ PARTS = {
 }
 """{part of the budget: its hooks}."""
 MODES = ("summary", "compact")
-"""Modes of the option `mode` that the table compares."""
+"""Modes of the option `reduce` that the table compares."""
 
 
 def token_bytes(hooks: str, mode: str, dims: ModelDims) -> int:

@@ -52,7 +52,7 @@ CASES = {
     "prefill32x4": Case(128, 512, 1),
 }
 _USUAL = tuple(case for case in CASES if case != "decode128x48")
-"""Cases that are measured without --cases. The other case fits two engines with the full surface on a GPU of 80 GB."""
+"""Cases that are measured without --cases. With the other case, two engines of the full surface fit on 80 GB."""
 PROFILED = "decode32"
 """The case that is profiled."""
 PROFILE = f"profile {PROFILED}"

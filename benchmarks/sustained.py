@@ -247,8 +247,8 @@ def parser() -> argparse.ArgumentParser:
         "--loads-of", type=json.loads, default={}, help='JSON: other loads of a setup, as in {"stock": "short16"}'
     )
     p.add_argument("--seconds", type=float, default=20.0, help="length of a measurement (default: %(default)s)")
-    p.add_argument("--warm", type=float, default=6.0, help="seconds of load before it (default: %(default)s)")
-    p.add_argument("--profile", type=float, default=0.0, help="seconds after it in which parts of a step are timed")
+    p.add_argument("--warm", type=float, default=6.0, help="seconds of load before a measurement (%(default)s)")
+    p.add_argument("--profile", type=float, default=0.0, help="seconds after a measurement in which steps are timed")
     p.add_argument("--repeat", type=int, default=1, help="rounds (default: %(default)s)")
     p.add_argument("--shrink", type=int, default=1, help="divide requests and tokens of all loads, for small machines")
     p.add_argument("--dtype", default="bfloat16")

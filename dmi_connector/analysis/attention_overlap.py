@@ -23,16 +23,15 @@ MEANINGS: Mapping[str, str] = {
 }
 """{measure: its meaning}."""
 _ROWS = 512
-"""Maximum number of rows to compare, over all stores. Each head and reduction multiplies queries by keys of these rows.
-"""
+"""Maximum number of rows to compare, over all stores. For each head and reduction, queries are multiplied by keys."""
 
 
 @dataclass(frozen=True)
 class _Part:
     """The rows of one store that are compared.
 
-    rows: number of rows, from the store's first row on. other: full rows [rows, width] of the other hook, which is the
-    keys if the restored rows are queries.
+    rows: number of rows, from the store's first row on. other: full rows [rows, width] of the other hook: of the keys
+    if the restored rows are queries, otherwise of the queries.
     """
 
     capture: Capture

@@ -33,8 +33,9 @@ class Autoencoder:
     """A sparse autoencoder, and the hook and layer whose rows it encodes.
 
     hook, layer: from the option `--sae`, or from the autoencoder's settings. layer is None for a hook that exists once.
-    decoder: (weight [latents, d_in], bias [d_in]), whose output is normalised rows; None if the files hold no such
-    decoder. The decoder of a transcoder does not count, because its output is rows of another hook.
+    decoder: (weight [latents, d_in], bias [d_in]), where d_in is the width of the rows. The decoder returns normalised
+    rows. None if the files hold no such decoder. The decoder of a transcoder does not count, because it returns rows of
+    another hook.
     """
 
     hook: str

@@ -15,8 +15,8 @@ from dmi_connector.reduce import Keeps
 def hook_heat(capture: Capture, hook: str, neuron: int | None = None) -> tuple[np.ndarray, list[str]]:
     """(one number for each row of a hook, float32 [layers, tokens]; a label for each layer).
 
-    The number is the Euclidean norm of the row, or value `neuron` of the row if it is given. A hook that exists once
-    has one layer. Missing rows are NaN. The store is read in blocks.
+    The number is the Euclidean norm of the row or, with `neuron`, the value of the row with that index. A hook that
+    exists once has one layer. Missing rows are NaN. The store is read in blocks.
 
     Raises KeyError for a hook that was not captured. Raises ValueError for logits, for a neuron that does not exist or
     whose values a reduction did not keep, and for norms of integers, principal components and summaries.

@@ -16,7 +16,7 @@ from dmi_connector.captures.own_values import check_own_values
 
 @dataclass(frozen=True)
 class Lens:
-    """Next-token predictions of the residual stream at each layer. Made by `logit_lens`.
+    """Next-token predictions of the residual stream at each layer. `logit_lens` makes it.
 
     layers: a label per layer; "final" is the stream after the last layer, from which the model computes its output.
     ids: int32 [layers, tokens, top], the likeliest next tokens, in descending order of probability. probabilities:
@@ -35,7 +35,7 @@ class Lens:
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """The entropy and surprise of each next token. Made by `uncertainty`.
+    """The entropy and surprise of each next token. `uncertainty` makes it.
 
     rows: int64 [n], rows of the store. entropy: float32 [n], of the next token's distribution at temperature 1, in
     nats. surprise: float32 [n], -log of the probability of the token that came next, in nats; NaN if that token

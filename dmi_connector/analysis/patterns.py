@@ -15,13 +15,13 @@ SUMMARY = "pattern"
 
 
 def pattern_hooks(capture: Capture, layer: int | None = None) -> tuple[str, ...]:
-    """The hooks from which a pattern is computed: (queries, keys), the summary ("pattern",), or () if neither was
-    captured.
+    """The hooks from which a pattern is computed: a pair of queries and keys, or ("pattern",), or () without either.
 
-    If both were captured, queries and keys are preferred. The summary is preferred if the store lacks rows, or if the
-    queries or keys were stored as other values, such as projections. It is also preferred for older stores with `q` and
-    `k`. These stores do not say whether attention sees `q` and `k`, or their rotated values. layer: a layer, or None
-    for any layer.
+    If the pair and `pattern` were captured, the pair is used, with two exceptions. `pattern` is used if the store lacks
+    rows of the pair, or holds other values than those of queries and keys, such as projections. `pattern` is also used
+    for older stores with `q` and `k`, because these stores do not say whether attention rotates `q` and `k`.
+
+    layer: a layer, or None for any layer.
     """
     pair, table = seen_by_attention(capture), HookTable.of(capture.attrs)
     held = [names for names in (pair, (SUMMARY,)) if all(table.holds(name, layer) for name in names)]

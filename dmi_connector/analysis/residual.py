@@ -40,10 +40,8 @@ def residual_norms(capture: Capture) -> tuple[np.ndarray, list[str]]:
 def drift(capture: Capture, hook: str = "resid_final", layer: int | None = None, since: str = "prompt") -> np.ndarray:
     """How far the direction of each row has changed: 1 - cosine, float32 [tokens], 0 to 2.
 
-    since: "prompt" compares with the mean of the prompt's rows, "previous" with the previous row. Missing rows, rows of
-    zeros, and rows without a reference are NaN.
-
-    layer: required if several layers were captured.
+    Missing rows, rows of zeros, and rows without a reference are NaN. layer: required if several layers were captured.
+    since: "prompt" compares with the mean of the prompt's rows, and "previous" with the previous row.
 
     Raises KeyError for a hook or layer that was not captured. Raises ValueError for another `since`, for logits,
     integers, principal components and summaries, and for several layers without `layer`. With "prompt", raises

@@ -51,8 +51,8 @@ class Outcomes:
     """The predictions of n rows, and the probability of a given token after each row.
 
     logprobs: float32 [n], log-probabilities of the given tokens in nats; NaN for a token outside the vocabulary.
-    entropy: float32 [n], in nats. best: int64 [n], the likeliest token. A row with a NaN or an infinity has NaN in the
-    first two, and -1 in best.
+    entropy: float32 [n], in nats. best: int64 [n], the likeliest token. For a row with a NaN or an infinity, logprobs
+    and entropy are NaN, and best is -1.
     """
 
     logprobs: np.ndarray
@@ -76,8 +76,8 @@ class _Sums:
 
     @classmethod
     def of(cls, logits: np.ndarray, first: int, came: np.ndarray) -> _Sums:
-        """The sums of a block. logits: float32 [tokens, n], overwritten. first: the token id of its first row. came:
-        [n], the given tokens.
+        """The sums of a block. logits: float32 [tokens, n], overwritten. first: token id of the block's first logit.
+        came: ids of the given tokens, [n].
         """
         best = logits.argmax(0)
         columns = np.arange(logits.shape[1])
@@ -123,11 +123,12 @@ class _Sums:
 
 @dataclass(frozen=True)
 class Unembedding:
-    """logits = soft_cap(scale * norm(row) @ weight.T + offset).
+    """The final norm and the unembedding of a model: logits = cap(scale * norm(row) @ weight.T + offset).
 
     weight: [vocabulary, width], in the dtype of its file; `weights_of` gives float32. gain, bias: float32 [width], of
-    the final norm. centred: whether the norm subtracts the mean (LayerNorm) or not (RMSNorm). offset: float32
-    [vocabulary] or None. soft_cap: logits are soft_cap * tanh(logits / soft_cap); None: they are not capped.
+    the final norm. eps: epsilon of the norm. centred: whether the norm subtracts the mean (LayerNorm) or not (RMSNorm).
+    scale: factor of the logits. offset: float32 [vocabulary] or None. soft_cap: cap(x) is soft_cap * tanh(x /
+    soft_cap); None: logits are not capped.
     """
 
     weight: np.ndarray
@@ -141,7 +142,7 @@ class Unembedding:
 
     @classmethod
     def load(cls, model: str | os.PathLike[str]) -> Unembedding:
-        """Load from a model directory with config.json and safetensors files. It reads only the tensors it needs.
+        """Load from a model directory with config.json and safetensors files. Other tensors are not read.
 
         Raises ValueError for a path that is not such a directory, if the files lack the final norm or the embedding,
         and for tensors that are not floats of 16, 32 or 64 bits.
@@ -199,7 +200,7 @@ class Unembedding:
         return np.asarray(self.centre(rows) / self.spread(rows) * self.gain + self.bias)
 
     def logits(self, rows: np.ndarray) -> np.ndarray:
-        """Logits float32 [n, vocabulary] of rows [n, width] of the residual stream. Raises ValueError as `norm`.
+        """Logits float32 [n, vocabulary] of rows [n, width] of the residual stream. Raises ValueError as `norm` does.
 
         The vocabulary is processed in blocks, so that no float32 copy of a 16-bit `weight` is in memory.
         """
@@ -292,7 +293,7 @@ def entropy_of(log_probabilities: np.ndarray) -> np.ndarray:
 
 
 def _adds_one(model_type: str) -> bool:
-    """Whether the norms of these models multiply by 1 + weight."""
+    """Whether the norms of a model multiply by 1 + weight, instead of by weight."""
     one_more = ("gemma", "qwen3_next", "qwen3_5", "step3p5")
     return (model_type.startswith(one_more) and not model_type.startswith("gemma4")) or model_type == "nemotron"
 

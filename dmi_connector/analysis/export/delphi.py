@@ -96,7 +96,7 @@ def _bounds(latents: int, splits: int) -> list[tuple[int, int]]:
 def _encode(rows: PackedRows, encoder: SparseEncoder, parts: _Parts, first: int, stop: int) -> None:
     """Add the entries of contexts [first, stop), without contexts that `finite` skips."""
     values = rows.read(first, stop).reshape(-1, rows.width)
-    with np.errstate(over="ignore", invalid="ignore"):  # `not_finite` finds the results
+    with np.errstate(over="ignore", invalid="ignore"):  # `not_finite` finds values that overflow
         found = encoder.encode(values)
         halves = found.astype("<f2")
     wanted = rows.wanted(first, stop, np.union1d(not_finite(values), not_finite(halves)))

@@ -23,7 +23,7 @@ def number_captures(captures: Captures, number_by: str) -> list[int]:
     request as the number. "row" takes the row of the input of `dmi run`, from the manifest of the run. "id" takes the
     id of that row.
 
-    Raises ValueError if a key or id is not an integer, if the manifest lacks a store, or if two captures have one
+    Raises ValueError if a key or id is not an integer, if the manifest lacks a store, or if two captures have the same
     number.
     """
     infos = captures.infos

@@ -22,10 +22,10 @@ _STEP_BYTES = 16 << 20
 class PackedRows:
     """The rows of all stores, concatenated and split into contexts of `context_size` rows.
 
-    hook: such as "resid_pre@3"; the attribute has the layer's number for a negative layer. skip: rows left out at the
-    start of each store. finite: what happens to contexts with values that are not finite. name: TransformerLens' name
-    of the hook, or `hook` if TransformerLens has no equal hook. contexts: number of contexts. left: number of rows at
-    the end that do not fill a context.
+    hook: such as "resid_pre@3". In the attribute, a negative layer is replaced by its number. skip: rows left out at
+    the start of each store. finite: what happens to contexts with values that are not finite. name: TransformerLens'
+    name of the hook, or `hook` if TransformerLens has no equal hook. contexts: number of contexts. left: number of rows
+    at the end that do not fill a context.
 
     Raises ValueError for a hook of several layers without a layer, for logits, projections and summaries, and if the
     rows do not fill one context.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes one file for each store, so that an interrupted export can continue.
 
-A note in the output directory records stores and options. A second run continues only with the same ones.
+A note in the output directory records stores and options. A second run continues only with the same options, and if no
+store would change its number.
 """
 
 from __future__ import annotations
@@ -83,8 +84,9 @@ def export_each(
     done, all stores). settings: the options on which the files depend. finite: the check that `write` uses. number_by:
     see `number_captures`.
 
-    Raises ValueError if the output directory was written with other settings or from other stores, if
-    `number_captures` does, and if all stores are left out. Raises NotFinite with policy "fail".
+    Raises ValueError if the output directory was written with other settings, or if a store in it would change its
+    number. Raises ValueError as `number_captures` does, and if all stores are left out. Raises NotFinite with policy
+    "fail".
     """
     numbers = number_captures(captures, number_by)
     done = _export(captures, numbers, out, path_of, write, progress, {**settings, "number_by": number_by}, finite)
@@ -101,7 +103,7 @@ def export_by_name(
     settings: Mapping[str, Any],
     finite: FiniteCheck,
 ) -> Done:
-    """Like `export_each`, but files are named like the stores. Raises ValueError if two stores have one name."""
+    """Like `export_each`, but files are named like the stores. Raises ValueError if two stores have the same name."""
     names = [f"{info.store.stem}{suffix}" for info in captures.infos]
     if len(set(names)) < len(names):
         raise ValueError("export: several stores have the same name; export their directories one by one")

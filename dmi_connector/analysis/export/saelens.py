@@ -38,7 +38,7 @@ def export(
     context_size: int = 128,
     skip: int = 0,
 ) -> Done:
-    """Write a Hugging Face data set to `out`. Each of its rows is one context, cut from the rows of all stores.
+    """Write a Hugging Face data set to `out`. Each example is a context, cut from the concatenated rows of all stores.
 
     The column with TransformerLens' name of the hook is `Array2D(shape=(context_size, width))`, float32. The column
     `token_ids` is int32 [context_size].

@@ -74,10 +74,9 @@ def write_hidden_states(
 ) -> None:
     """Write a file with `hidden_states` [tokens, layers, hidden] in the stored dtype, and `token_ids` int64 [tokens].
 
-    ids: layer ids of `hidden_states`, see `residual_stream`.
+    ids: layer ids of `hidden_states`, see `residual_stream`. progress: called with (rows written, total rows).
 
-    progress: called with (rows written, total rows). Raises NotFinite for a NaN or an infinity, unless `finite` keeps
-    them.
+    Raises NotFinite for a NaN or an infinity, unless `finite` keeps them.
     """
     tokens = capture.token_ids.astype("<i8")
     first = stream_rows(capture, ids, slice(0, 0))

@@ -15,7 +15,7 @@ def is_heterogeneous(config: Any) -> bool:
 
 
 def attention_layers(config: Any) -> list[int]:
-    """The layers whose attention hooks are captured: layers with their own keys whose attention has the usual size."""
+    """The layers whose attention hooks are captured: layers that compute keys, with the most common attention sizes."""
     own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
     sizes: list[Any] = [None] * own
     if config.model_type == "mimo_v2_flash":
@@ -31,8 +31,8 @@ def config_of(model_dir: str | Path) -> Any:
     """The config of a model, adapted so that transformers computes what vLLM computes.
 
     For the `model_type` of DeepSeek V3.2, vLLM registers the config class of V3 with transformers. That class has no
-    fields for the indexer, so V3.2 is loaded with its own class. Once vLLM has registered the class, transformers also
-    saves models of V3 with that `model_type`. Only a config with `index_topk` is of V3.2.
+    fields for the indexer, so V3.2 is loaded with its own class. Once vLLM has registered the class, transformers saves
+    models of V3 with that `model_type` too. Only a config with `index_topk` is of V3.2.
     """
     given, _ = PreTrainedConfig.get_config_dict(model_dir, local_files_only=True)
     indexed = given.get("model_type") == "deepseek_v32" and "index_topk" in given

@@ -253,7 +253,7 @@ TWINS = {
     "deepseek_v3": _LATENT,
     "kimi_k2": _LATENT,  # when vLLM reads a config of Kimi K2, it gives transformers' class for V3 this `model_type`
     "glm4_moe_lite": _LATENT,
-    "deepseek_v32": _LATENT,  # also of V3, once vLLM has read a config of V3.2
+    "deepseek_v32": _LATENT,  # V3 has this `model_type` too, once vLLM has read a config of V3.2
     "glm_moe_dsa": _LATENT,
     "mimo_v2_flash": replace(LLAMA, values_scale="attention_value_scale"),
     "glm4": _GLM4,

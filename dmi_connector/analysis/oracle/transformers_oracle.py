@@ -62,7 +62,7 @@ class Oracle:
             # vLLM uses this epsilon for any config.
             self.model.model.multi_modal_projector.norm.variance_epsilon = 1e-5
         base = self.model.get_decoder() if self.wraps else self.model.base_model
-        # The decoder of Llama 4 is the base model itself, without an attribute `model`.
+        # For the text model of Llama 4, `base_model` returns the whole model.
         self._base = self.model.model if base is self.model else getattr(base, "model", base) if self.wraps else base
         self.twin = TWINS.get(self.config.model_type, LLAMA)
         if self.config.model_type == "granitemoehybrid":
@@ -230,7 +230,7 @@ def _is_there(point: Point, present: Mapping[str, Any]) -> bool:
 
 
 class _Recorder(ExitStack):
-    """Collects the rows [tokens, width] of hooks in layer order, with forward hooks that its `with` block removes."""
+    """Collects rows [tokens, width] of hooks in layer order. The end of its `with` block removes its forward hooks."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ Tokens that do not fit are left out.
 _ONE_LINE = 1 << 30
 """More columns than any context has, so that lines do not break."""
 _LINE, _BAR_WIDTH, _SIDE, _HEAD, _FOOT = 0.28, 2.6, 0.25, 0.75, 0.75
-"""Inches: height of a line, width of the bars, and margins at the side, above and below."""
+"""Height of a line, width of the bars, and margins at the side, above and below, in inches."""
 
 
 def draw_top_tokens(

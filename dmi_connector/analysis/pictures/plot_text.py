@@ -178,7 +178,10 @@ class _Text:
 
 @functools.cache
 def characters() -> frozenset[int]:
-    """Code points that can be drawn in a PNG: those of the fonts, and line feed and tab, for which others are drawn."""
+    """Code points that can be drawn in a PNG: those of the fonts, line feed and tab.
+
+    Line feed and tab are drawn as other characters.
+    """
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     fonts = [get_font(findfont(FontProperties(family=[name]))) for name in FONTS[".png"]]

@@ -48,7 +48,7 @@ class _Placed(NamedTuple):
 
 
 def lay_out(texts: Sequence[str], columns: int) -> list[Piece]:
-    """Lay out the texts of tokens. Returns their pieces in order. A token that begins no character has no piece.
+    """Lay out the texts of tokens. Returns their pieces in order. A token in which no character begins has no piece.
 
     Lines have `columns` columns. They break between words if possible, and after each line feed, which is shown as "↵".
     A space or a "↵" after a full line stays on that line, in column `columns`.

@@ -69,7 +69,7 @@ class BatchOrder:
         return Stream(parts[number], ends, least, (self.seed, epoch, number), self._groups(ends))
 
     def _groups(self, block_ends: np.ndarray) -> list[Group]:
-        """Group blocks. Blocks whose last tokens are in the same `buffer_tokens` tokens of the stream form a group.
+        """Divide the stream into runs of `buffer_tokens` tokens, and group the blocks that end in the same run.
 
         block_ends: number of tokens up to the end of each block.
         """

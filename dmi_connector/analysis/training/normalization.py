@@ -24,8 +24,8 @@ _METADATA = "dmi_normalization"
 _BLOCK = 4096
 """Rows read at a time."""
 _LEAST_STD = 1e-3
-"""Minimum standard deviation for whitening, relative to the largest one. It keeps noise in directions with almost no
-variance small.
+"""Minimum standard deviation for whitening, relative to the largest one. Without a minimum, whitening would amplify the
+noise of directions with almost no variance.
 """
 
 
@@ -35,7 +35,7 @@ class Normalization:
 
     kind: "mean_norm" scales rows so that their mean norm is sqrt(width), as SAELens' `expected_average_only_in` does.
     "whiten" makes the mean 0 and the covariance the identity, without a rotation (ZCA). Standard deviations below a
-    thousandth of the largest one are raised to that.
+    thousandth of the largest one are raised to that value.
 
     mean: float32 [width], 0 for "mean_norm". scale: 1 for "whiten". matrix: float32 [width, width]; None for
     "mean_norm".

@@ -25,7 +25,7 @@ def known_tokens(capture: Capture) -> np.ndarray:
 
 
 def attribute(capture: Capture, name: str) -> Any:
-    """A root attribute of a store. Raises ValueError if the store lacks it, such as one that another program wrote."""
+    """A root attribute of a store. Raises ValueError if the store lacks it, as stores of other programs may."""
     if name not in capture.attrs:
         raise ValueError(f"{capture.path} has no attribute {name!r}, which is needed here; capture it again")
     return capture.attrs[name]

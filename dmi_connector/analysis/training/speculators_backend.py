@@ -105,7 +105,7 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
         except NotFinite as error:
             if self.finite.policy == "fail":
                 raise
-            from speculators.train.recovery import SampleUnavailable  # training has imported it
+            from speculators.train.recovery import SampleUnavailable  # the training has imported this module already
 
             logger.warning("dmi: %s; sample left out, %d so far", error, len(self.finite.first))
             return SampleUnavailable(reason=str(error))

@@ -22,8 +22,8 @@ class TokenDataset(TokenBatches):
     the field. The field `key` is a list.
 
     batch_size: rows per batch. seed: with the same seed and the same numbers of ranks and workers, batches are the
-    same. shuffle: chunks of rows are drawn from all stores at random, `buffer_tokens` rows of chunks are read together,
-    and these rows are mixed. False: rows are in the order of the stores. buffer_tokens: number of rows that are mixed.
+    same. shuffle: whether to draw chunks of rows from all stores at random, and to mix the rows of chunks that are read
+    together; False keeps the order of the stores. buffer_tokens: approximate number of rows that are read together.
 
     epochs: number of epochs in one loop; None: a loop does not end. Each epoch has another order. A loop begins with
     the epoch after the last epoch of the loop before it, see `set_epoch`. Tokens that do not fill a batch are left out
