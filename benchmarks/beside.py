@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two checkouts of this repository in turns: `benchmarks.reading --before DIR`.
+"""Measures two checkouts of this repository in alternating rounds, for `benchmarks.reading --before DIR`.
 
-On a machine with other work, compare what part of its limit a read reaches by processor time: that varies least.
+On a machine with other work, compare the ratios of reads to their limits by processor time, which vary least.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 from benchmarks import common
 
 COUNTS = "chunks"
-"""Last word of figures that say how much was read, not how fast."""
+"""Last word of the names of figures that count what was read. The other figures are speeds and times."""
 _COLUMNS = ("before", "after", "ratio", "least", "most")
 
 
 def beside(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure both checkouts in turns, and say what each figure is of that of the checkout before.
+    """Measure both checkouts in alternating rounds. Returns the result, with the ratio of each figure in `of_before`.
 
-    A round is one process of each checkout. It measures twice, and the first warms up. The checkout that begins changes
-    from round to round.
+    In a round, each checkout measures in one process, which measures twice: the first measurement warms up. The order
+    of the checkouts changes from round to round. args: the options of `benchmarks.reading`.
     """
     found: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
     flags = ["--only", *args.only, "--few", args.few, "--layers", args.layers, "--many", args.many]
@@ -50,18 +50,20 @@ def beside(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _figures(results: dict[str, Any]) -> dict[str, float]:
-    """Speeds and times of a round, and what part of its limit each read reaches by processor time."""
+    """{name: value} of a round: speeds, times, and the ratio of each read to its limit by processor time."""
     figures = {name: value for name, value in results["median"].items() if not name.endswith(COUNTS)}
     return figures | {f"{one['read']} of {one['limit']}": one["ratio_processor_time"] for one in results["of_limit"]}
 
 
 def compared(before: list[float], after: list[float]) -> dict[str, float]:
-    """Medians of one figure in both checkouts, and the ratio after / before: its median, least and most in a round."""
+    """{"before", "after": median of a figure in each checkout; "ratio", "least", "most": median, minimum and maximum of
+    after / before over the rounds}.
+    """
     ratios = [new / old for old, new in zip(before, after, strict=True)]
     values = [*map(statistics.median, (before, after, ratios)), min(ratios), max(ratios)]
     return dict(zip(_COLUMNS, map(common.three_digits, values), strict=True))
 
 
 def lines(results: dict[str, Any]) -> list[list[str]]:
-    """A table of `beside`."""
+    """The lines of a table of a result of `beside`."""
     return [["", *_COLUMNS], *([name, *(f"{v:g}" for v in of.values())] for name, of in results["of_before"].items())]

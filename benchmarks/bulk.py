@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens per second of `dmi run`, against `LLM.generate` with capture by hand: rounds of both by turns.
+"""Tokens per second of `dmi run`, compared with `LLM.generate` that captures the same prompts.
 
     python -m benchmarks.bulk --model DIR --out results.json [--requests 400] [--max-tokens 32]
 
-Both have an engine of their own with the same arguments, and get the same prompts of token ids, in files of JSON lines.
-By hand a round is one call with all prompts. A round ends when the last store is finished; reading the file counts, and
-so do the lines of the manifest. Starting the engines does not. One engine works at a time. With `--engines` above 1
-`dmi run` alone is measured, over so many engines.
+Both have an engine of their own with the same arguments, and read the same token ids from files of JSON lines. Their
+rounds alternate, and one engine works at a time. A round of `LLM.generate` is one call with all prompts. The time of a
+round includes reading the file, writing the manifest, and finishing the last store. It does not include the start of
+the engines. With `--engines` above 1, only `dmi run` is measured, with this number of engines.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from benchmarks.summary import summarise
 
 MODULE = "benchmarks.bulk"
 TARGET = 0.97
-"""Speed of `dmi run` by that of `LLM.generate`."""
+"""Minimum ratio of the speed of `dmi run` to the speed of `LLM.generate`."""
 _PAUSE_S = 0.005
 
 
 def write_prompts(path: Path, args: argparse.Namespace, seed: int) -> None:
-    """A file of prompts: their lengths are spread evenly around `--prompt-tokens`."""
+    """Write a file of prompts. Their lengths are uniformly distributed around `--prompt-tokens`."""
     rng = np.random.default_rng(seed)
     mean = args.prompt_tokens
     lengths = rng.integers(max(1, mean // 2), mean + mean // 2 + 1, args.requests)
@@ -50,14 +50,17 @@ def write_prompts(path: Path, args: argparse.Namespace, seed: int) -> None:
 
 
 def clear(directory: Path) -> None:
-    """Remove all stores and their index."""
+    """Remove all stores of a directory, and its index."""
     for path in directory.glob("*.zarr"):
         shutil.rmtree(path)
     (directory / "index.jsonl").unlink(missing_ok=True)
 
 
 class ByHand:
-    """`LLM.generate` with capture, as the documentation shows it."""
+    """`LLM.generate` in an engine that captures, as the documentation shows it.
+
+    facts: facts about the engine, for the log.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         from vllm import LLM
@@ -70,7 +73,7 @@ class ByHand:
         self.facts: dict[str, Any] = {"max_num_seqs": self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs}
 
     def round(self, path: Path) -> dict[str, Any]:
-        """Capture all prompts of a file."""
+        """Capture all prompts of a file. Returns the seconds and tokens of the round."""
         from vllm import SamplingParams
 
         begin = time.perf_counter()
@@ -102,7 +105,10 @@ class ByHand:
 
 
 class Bulk:
-    """`dmi run`: its engine process stays up between rounds, each of which is a run of its own."""
+    """`dmi run`, whose engine processes stay up between rounds. Each round is a run of its own.
+
+    facts: facts about the engines, for the log.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         from dmi_connector.bulk.engines import EngineProcesses
@@ -110,7 +116,7 @@ class Bulk:
 
         class Kept(EngineProcesses):
             def finish(self) -> None:
-                """The next round has more prompts."""
+                """Keep the engines: the next round has more prompts."""
 
         self.args, self.directory = args, Path(args.store_dir) / "dmi-run"
         self.directory.mkdir(parents=True)
@@ -127,7 +133,7 @@ class Bulk:
         self.facts = {"window": self.engines.room()}
 
     def round(self, path: Path) -> dict[str, Any]:
-        """Capture all prompts of a file."""
+        """Capture all prompts of a file. Returns the seconds, tokens and stored GB of the round."""
         from dmi_connector.bulk.budget import Budget
         from dmi_connector.bulk.manifest import Manifest
         from dmi_connector.bulk.order import Order
@@ -157,12 +163,12 @@ class Bulk:
         seconds = time.perf_counter() - begin
         counts = outcome.counts
         if not outcome.all_done or counts.done != self.args.requests or counts.rejected:
-            raise RuntimeError(f"the run was not whole: {outcome}")
+            raise RuntimeError(f"dmi run did not capture every prompt: {outcome}")
         clear(self.directory)
         return {"seconds": round(seconds, 3), "tokens": counts.tokens, "stored_GB": round(counts.bytes / 1e9, 4)}
 
     def close(self) -> None:
-        """Stop the engine."""
+        """Stop the engines."""
         from dmi_connector.bulk.engines import EngineProcesses
 
         EngineProcesses.finish(self.engines)
@@ -185,7 +191,7 @@ SETUPS = {"generate": ByHand, "run": Bulk}
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
-    """Rounds of both by turns. The first of each is not counted."""
+    """Measure both in alternating rounds. The first round of each warms up, and does not count."""
     setups = list(SETUPS) if args.engines == 1 else ["run"]
     results: dict[str, Any] = {"header": common.header(MODULE, argv), "rounds": {name: [] for name in setups}}
     names = ("engines", "requests", "prompt_tokens", "max_tokens", "hooks", "owner", "options", "engine_args")
@@ -228,18 +234,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--hooks", default="hidden-states")
     p.add_argument("--owner", default="draft")
     p.add_argument("--options", type=json.loads, default={}, help="JSON: more server options")
-    p.add_argument("--engines", type=int, default=1, help="of `dmi run` (default: %(default)s)")
-    p.add_argument("--requests", type=int, default=400, help="prompts of a round (default: %(default)s)")
-    p.add_argument("--prompt-tokens", type=int, default=64, help="mean of a prompt (default: %(default)s)")
-    p.add_argument("--max-tokens", type=int, default=32, help="generated by each (default: %(default)s)")
-    p.add_argument("--rounds", type=int, default=9, help="that count (default: %(default)s)")
+    p.add_argument("--engines", type=int, default=1, help="engines of `dmi run` (default: %(default)s)")
+    p.add_argument("--requests", type=int, default=400, help="prompts per round (default: %(default)s)")
+    p.add_argument("--prompt-tokens", type=int, default=64, help="mean tokens per prompt (default: %(default)s)")
+    p.add_argument("--max-tokens", type=int, default=32, help="generated tokens per prompt (default: %(default)s)")
+    p.add_argument("--rounds", type=int, default=9, help="rounds after the first one (default: %(default)s)")
     p.add_argument("--fd", type=int, default=-1, help=argparse.SUPPRESS)
     return p
 
 
 @contextmanager
 def own_directory(path: Path) -> Iterator[None]:
-    """A directory that is empty at first and gone in the end."""
+    """Create an empty directory for the `with` block, and remove it at the end."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     try:
@@ -249,7 +255,7 @@ def own_directory(path: Path) -> Iterator[None]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure. Returns 0 if `dmi run` is as fast as TARGET asks."""
+    """Measure. Returns 0 if the ratio of speeds is at least TARGET, or if only `dmi run` was measured."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     args.model = args.model or str(Path(args.store_dir) / "tiny-qwen3")

@@ -4,17 +4,18 @@
     python -m benchmarks.capture --model DIR --out results.json [--cases decode1,decode32,decode128,prefill32]
     python -m benchmarks.report results.json
 
-Every engine runs in a process of its own. Sinks and codecs do not change the compiled graph, so one engine of ours
-serves several of them: the benchmark switches them in the running worker. Numbers with stores count only if the stores
-verify and account for every row. Both are checked, and recorded beside the number. The result file is rewritten after
-every measurement, so a run that is cut off leaves what it had. Exit status 1: an engine failed, or something did not
-verify.
+Every engine runs in a process of its own. Sinks and codecs do not change the compiled graph, so several setups share an
+engine that captures, and the benchmark switches sink and codec in the running worker. After the last round of a case,
+every store is verified, and its rows are counted. The result says beside each number whether that succeeded. The result
+file is rewritten after every measurement, so that an interrupted run leaves its results. Exit status 1: an engine
+failed, or a store did not verify.
 
-With --before DIR each setup of ours is also measured on the code in DIR, another checkout of this repository. With
---together the rounds of both alternate, so a change shows although the machine's speed varies.
+With --together all engines are up at once, and the rounds of a case alternate between engines. Numbers that are
+compared are then measured within seconds of each other. The engines share one GPU, so give each a part of its memory
+with --kv-gigabytes.
 
-With --together all engines are up at once and alternate the rounds of a case, so that the numbers that are compared are
-measured within seconds of each other. The engines share one GPU, so give each its part of the memory: --kv-gigabytes.
+With --before DIR each setup that captures is also measured with the code in DIR, another checkout of this repository.
+Give --together too: alternating rounds show a change although the speed of the machine varies.
 """
 
 from __future__ import annotations
@@ -56,17 +57,18 @@ if TYPE_CHECKING:
 
 MODULE = "benchmarks.capture"
 _BEGIN = time.monotonic()
-"""Lines of progress count from here."""
+"""Start of the program. Lines of progress begin with the seconds since then."""
 _PINNED = 3
-"""Cores for an engine's thread under --pin: more than one, because its process has other threads too."""
+"""Number of cores for an engine's thread with --pin. Other threads of the process need cores too."""
 Stock = dict[tuple[int, str], list[float]]
-"""(phase, case) -> stock's runs, tok/s."""
+"""{(phase, case): tokens per second of each round of stock}."""
 
 
 def serve_engine(fd: int, make: Callable[[], Any], answer: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> None:
-    """Child process: one engine. It answers the parent's requests on the socket `fd` until the parent closes it.
+    """Run one engine in a child process. Answer the parent's requests on the socket `fd` until the parent closes it.
 
-    make: starts the engine, which has `facts` and `close`. answer: to one request.
+    make: starts the engine, and returns an object with `facts` and `close`. answer: takes that object and a request,
+    and returns the answer. Both are JSON objects.
     """
     with socket.socket(fileno=fd) as parent, parent.makefile() as requests:
 
@@ -84,7 +86,7 @@ def serve_engine(fd: int, make: Callable[[], Any], answer: Callable[[Any, dict[s
 
 
 def answer(setups: list[Setup], bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
-    """Do what the parent asks of an engine with these setups."""
+    """Carry out a request of the parent, in the process of an engine. setups: the setups of that engine."""
     named = {setup.name: setup for setup in setups}
     match request:
         case {"begin": name, "case": case}:
@@ -97,7 +99,11 @@ def answer(setups: list[Setup], bench: Bench, request: dict[str, Any]) -> dict[s
 
 
 class Run:
-    """Parent process: the engines that are up, and the results so far. It saves the results after every answer."""
+    """The engines that are up, and the results so far, in the parent process.
+
+    start: starts the child process of an engine. results: the results, which are saved to the file `out` after every
+    answer. pin: move engines' threads to the fastest cores before each round (--pin).
+    """
 
     def __init__(self, start: Callable[[str], common.Child], results: dict[str, Any], out: str, pin: bool) -> None:
         self._start, self._results, self._out, self._pin = start, results, out, pin
@@ -106,7 +112,7 @@ class Run:
         self._stock: Stock = {}
 
     def measure(self, turns: list[Turn], together: bool) -> None:
-        """Take the turns. together: all engines start at once; else each starts when it is first needed."""
+        """Measure all turns. together: start all engines at once; otherwise start each when it is first needed."""
         last = {turn.engine: turn for turn in turns}
         if together:
             with common.turn(alone=False):
@@ -120,6 +126,7 @@ class Run:
             self._down([turn.engine for turn in group if turn is last[turn.engine]])
 
     def close(self) -> None:
+        """Stop all engines."""
         self._down(list(self._children))
 
     def _up(self, engines: list[str]) -> None:
@@ -133,11 +140,11 @@ class Run:
                 note(f"{engine} is ready: {json.dumps(answer['ready'])}")
 
     def _take(self, group: list[Turn]) -> None:
-        """Take the turns of a group, which alternate their rounds."""
+        """Measure the turns of a group, whose rounds alternate."""
         left: dict[Turn, int] = {}
         alternate = len(group) > 1
         for turn in group:
-            name = turn.setup.name.removesuffix(BEFORE)  # as its engine knows it
+            name = turn.setup.name.removesuffix(BEFORE)  # the name that its engine knows
             if turn.case == PROFILE:
                 self._add(turn, self._answer(turn.engine, {"profile": name}), False)
                 continue
@@ -159,7 +166,7 @@ class Run:
             common.save(self._out, self._results)
 
     def _answer(self, engine: str, request: dict[str, Any] | None = None) -> dict[str, Any] | None:
-        """What the engine answers; None if it failed, which ends it."""
+        """The engine's next answer, after sending `request` if there is one. An engine that failed is stopped: None."""
         answer = self._children[engine].answer(request)
         if "failed" not in answer:
             return answer
@@ -168,7 +175,7 @@ class Run:
         return None
 
     def _down(self, engines: list[str]) -> None:
-        """End those of `engines` that are up, all at once: each takes seconds."""
+        """Stop those of `engines` that are up. They stop at the same time, because each takes seconds."""
         children = {engine: self._children.pop(engine) for engine in engines if engine in self._children}
         for child in children.values():
             child.end()
@@ -177,22 +184,23 @@ class Run:
                 self._failed(engine, f"exit status {status}")
 
     def _failed(self, engine: str, why: str) -> None:
-        if "failed" not in self._engines[engine]:  # the first reason tells most
+        if "failed" not in self._engines[engine]:  # later reasons are consequences of the first
             self._engines[engine]["failed"] = why
             note(f"{engine} failed: {why}")
             common.save(self._out, self._results)
 
 
 def note(text: str) -> None:
-    """A line of progress."""
+    """Print a line of progress to standard error."""
     print(f"{time.monotonic() - _BEGIN:6.1f} {text}", file=sys.stderr, flush=True)
 
 
 def add(results: dict[str, Any], turn: Turn, numbers: dict[str, Any], stock: Stock, alternate: bool) -> None:
-    """Add the numbers of a turn to the results, and update `stock`. alternate: its rounds alternated with stock's.
+    """Add the numbers of a turn to `results`, and those of stock to `stock` too.
 
-    Stock's runs of all phases count together. For other setups the results also hold stock's median of the same phase
-    and, if the rounds alternated, the median of the ratios of each run to the run of stock just before it.
+    The rounds of stock in all phases are joined. Numbers of other setups get the median of stock in the same phase. If
+    their rounds alternated with those of stock (`alternate`), they get `ratio`, the median of the ratios of each round
+    to the round of stock just before it.
     """
     cases = results["engines"][turn.engine]["setups"].setdefault(turn.setup.name, {})
     key = turn.phase, turn.case
@@ -213,44 +221,47 @@ def add(results: dict[str, Any], turn: Turn, numbers: dict[str, Any], stock: Sto
 def parser() -> argparse.ArgumentParser:
     p = common.engine_parser(MODULE, __doc__, "benchmarks/results/last.json", "/dev/shm/dmi-bench")
     p.add_argument("--model", help="model directory (weights are random); default: a tiny Qwen3")
-    p.add_argument("--engines", default="", help="comma-separated; default: all that setups need")
+    p.add_argument("--engines", default="", help="comma-separated; default: all engines of the setups")
     p.add_argument("--only", default="", help="comma-separated setup names")
     p.add_argument("--cases", default="", help=f"comma-separated: {', '.join(CASES)}")
     p.add_argument("--profile", help="comma-separated setup names whose decode is profiled; default: all")
     p.add_argument("--curves", default="", help=f"comma-separated, setups of growing selections: {', '.join(CURVES)}")
     p.add_argument("--repeat", type=int, default=5, help="rounds of each case (default: %(default)s)")
     p.add_argument("--shrink", type=int, default=1, help="divide requests and tokens of all cases, for small machines")
-    p.add_argument("--owner", default="draft", choices=["draft", "target", "pool"], help="of the rows")
+    p.add_argument("--owner", default="draft", choices=["draft", "target", "pool"], help="server option owner")
     p.add_argument("--dtype", default="bfloat16")
     p.add_argument("--max-model-len", type=int, default=2048)
-    p.add_argument("--default-codec", default="zstd", help="of setups that name none")
-    p.add_argument("--options", type=json.loads, default={}, help="JSON: more server options of ours")
+    p.add_argument("--default-codec", default="zstd", help="codec of hidden-states setups (default: %(default)s)")
+    p.add_argument("--options", type=json.loads, default={}, help="JSON: more server options of engines that capture")
     p.add_argument(
-        "--processes", type=int, default=len(os.sched_getaffinity(0)), help="that check stores and measure limits"
+        "--processes",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="processes that check stores and measure limits (default: %(default)s)",
     )
     p.add_argument("--limit-seconds", type=float, default=1.0, help="for each limit of the machine; 0: measure none")
-    p.add_argument("--limits-from", type=Path, help="result or summary of this machine: its limits are copied")
+    p.add_argument("--limits-from", type=Path, help="result or summary of this machine, from which limits are copied")
     p.add_argument("--together", action="store_true", help="start all engines at once and alternate their rounds")
-    p.add_argument("--before", type=Path, help="another checkout of this repository: its engines are measured too")
+    p.add_argument("--before", type=Path, help="another checkout of this repository, which is measured too")
     p.add_argument(
         "--stand-still",
         action="store_true",
-        help="under policy drop stop the writer of a slow sink while requests run, so that rows are dropped even if "
+        help="with policy drop, stop the writer of a slow sink while requests run, so that rows are dropped even if "
         "the engine is slower than the writer",
     )
     p.add_argument(
         "--pin",
         action="store_true",
-        help=f"before each round move the engine's thread to the {_PINNED} cores that are quickest at that moment: "
-        "other guests of a machine may halve the speed of a core",
+        help=f"before each round, move the engine's thread to the {_PINNED} cores that are fastest at that moment; "
+        "other guests of a virtual machine may halve the speed of a core",
     )
     p.add_argument(
         "--kv-gigabytes",
         type=json.loads,
         default={},
-        help='JSON: GB of KV cache of each engine, as in {"stock": 8, "*": 14}. For engines not named vLLM decides by '
-        "the free memory. It does not start with less free memory than the share gpu_memory_utilization, even if it "
-        """reserves fewer GB: with --together also pass --engine-args '{"gpu_memory_utilization": 0.05}'""",
+        help='JSON: GB of KV cache of each engine, as in {"stock": 8, "*": 14}. For other engines, vLLM decides by the '
+        "free memory. vLLM does not start if less memory is free than the share gpu_memory_utilization, even if the "
+        """engine reserves less. So with --together also pass --engine-args '{"gpu_memory_utilization": 0.05}'""",
     )
     p.add_argument("--fd", type=int, default=-1, help=argparse.SUPPRESS)
     return p
@@ -270,7 +281,7 @@ def _limits(args: argparse.Namespace) -> dict[str, float]:
 
 
 def _run_all(args: argparse.Namespace, argv: list[str], setups: list[Setup]) -> dict[str, Any]:
-    """Parent process: measure the limits of the machine, then the engines."""
+    """Measure the limits of the machine, then the engines, in the parent process."""
     header = common.header(MODULE, argv)
     results: dict[str, Any] = {"header": header, "limits": _limits(args), "engines": {}}
     note(json.dumps(results["limits"]))
@@ -286,7 +297,7 @@ def _run_all(args: argparse.Namespace, argv: list[str], setups: list[Setup]) -> 
         path_before = python_path(args.before, Path(f"{args.store_dir}-before") / "metadata")
 
     def start(engine: str) -> common.Child:
-        env = common.child_env(VLLM_ALLOW_INSECURE_SERIALIZATION="1")  # functions travel to the worker
+        env = common.child_env(VLLM_ALLOW_INSECURE_SERIALIZATION="1")  # `collective_rpc` pickles functions
         if not engine.endswith(BEFORE):
             return common.Child(common.child_command(MODULE, argv, engine), env)
         command = common.child_command(MODULE, before_argv(argv, args), engine.removesuffix(BEFORE))
@@ -300,7 +311,7 @@ def _run_all(args: argparse.Namespace, argv: list[str], setups: list[Setup]) -> 
 
 
 def before_argv(argv: list[str], args: argparse.Namespace) -> list[str]:
-    """The options of an engine that runs the code of another checkout: without --before, with stores of its own."""
+    """The options of an engine with the code of another checkout: without --before, and with another --store-dir."""
     at = next(i for i, word in enumerate(argv) if word.split("=")[0] == "--before")
     rest = argv[:at] + argv[at + (1 if "=" in argv[at] else 2) :]
     absolute = {"--model": args.model, "--store-dir": f"{args.store_dir}-before"}
@@ -308,9 +319,9 @@ def before_argv(argv: list[str], args: argparse.Namespace) -> list[str]:
 
 
 def python_path(checkout: Path, folder: Path) -> str:
-    """PYTHONPATH that stands for an installation of the package of a checkout, entry points included.
+    """A PYTHONPATH that acts as an installation of the package in `checkout`, with its entry points.
 
-    folder: for the metadata of that installation.
+    folder: where the metadata of that installation is written.
     """
     project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
     info = folder / f"{project['name']}-{project['version']}.dist-info"
@@ -325,6 +336,7 @@ def python_path(checkout: Path, folder: Path) -> str:
 
 
 def _sound(results: dict[str, Any]) -> bool:
+    """Whether no engine failed and every check of stores succeeded."""
     engines = results["engines"].values()
     cases = [case for engine in engines for setup in engine["setups"].values() for case in setup.values()]
     return not any("failed" in e for e in engines) and all(case.get("verified", True) for case in cases)

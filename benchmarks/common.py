@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks share: the header of a result file, common options, and child processes for engines."""
+"""Helpers of all benchmarks: the header of a result file, common options, and child processes for engines."""
 
 from __future__ import annotations
 
@@ -26,38 +26,39 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-"""The repository."""
+"""The root directory of the repository."""
 DIRTY = "-dirty"
 """Suffix of a commit whose tree has uncommitted changes."""
 CLOSE_S = 60
-"""Seconds that a child has to end by itself."""
+"""Seconds after which a child process that was asked to end is killed."""
 _PACKAGES = ("vllm", "torch", "triton", "numpy", "zarr", "numcodecs")
-"""Packages whose versions a result names."""
+"""Packages whose versions are in the header of a result."""
 WIDTHS = {
     **{"resid_pre": 2560, "ln1": 2560, "q": 4096, "k": 1024, "v": 1024, "z": 4096, "attn_out": 2560},
     **{"resid_mid": 2560, "ln2": 2560, "mlp_post": 9728, "mlp_out": 2560},
 }
-"""Widths of the 11 wide hooks of a layer of Qwen3-4B."""
+"""{hook: width} of the 11 wide hooks of a layer of Qwen3-4B."""
 QWEN3_LAYERS = 36
-"""Layers of Qwen3-4B."""
+"""Number of layers of Qwen3-4B."""
 _RANDOM_BYTES = 16 << 20
-"""Bytes after which `activations` repeats. A compressed block is far smaller, so no codec sees the repetition."""
+"""Number of bytes after which `activations` repeats. Codecs do not notice: they compress far smaller blocks."""
 END = "<!-- until here -->"
-"""Behind a table that a program writes into a page."""
+"""The mark after a table that a program writes into a page."""
 SPECIAL_TOKENS = 10
-"""`random_tokens` leaves out this many tokens at both ends of the vocabulary: they may be special."""
+"""Number of tokens at each end of the vocabulary that `random_tokens` leaves out, because they may be special."""
 _LINE = 200
-"""Characters of a line of a result file, without the name that it has."""
+"""Maximum number of characters of a value that is written on one line of a result file."""
 _CALLS, _SAMPLES = 1500, 5
-"""`python_us` times this many calls, this many times: about 60 us each on a quick core."""
+"""Number of calls per sample of `python_us`, which take about 60 us on a fast core, and number of samples."""
 
 # ---- the header of a result --------------------------------------------------------------------------------------
 
 
 def header(module: str, argv: list[str]) -> dict[str, Any]:
-    """Where the numbers of a result come from. Call it before the first measurement: the tree may change later.
+    """The header of a result: commit, command, machine and versions.
 
-    commit, clean: None where they are not known, as `commit` says.
+    Call it before the first measurement, because the working tree may change later. commit is that of `commit`, and
+    clean is whether the tree has no changes. Both are None if the commit is unknown.
     """
     found = commit()
     return {
@@ -70,9 +71,9 @@ def header(module: str, argv: list[str]) -> dict[str, Any]:
 
 
 def commit(root: Path = ROOT, variable: str = "DMI_COMMIT") -> str | None:
-    """Short hash of the commit in `root`, with DIRTY if the tree has changes.
+    """Short hash of the commit in `root`, followed by DIRTY if the working tree has changes.
 
-    Where `root` is no git repository, it is the environment variable `variable`; without that None.
+    If `root` is not a git repository, returns the value of the environment variable `variable`, or None.
     """
     try:
         if Path(_git(root, "rev-parse", "--show-toplevel")).resolve() == root.resolve():
@@ -90,7 +91,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The machine. gpu: None without one, or without torch."""
+    """Facts about the machine. gpu is None without a GPU or without torch."""
     gpu = None
     if find_spec("torch") is not None:
         import torch
@@ -106,7 +107,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and the packages in use; None for a package that is not installed."""
+    """{package: version} of Python, dmi_connector and _PACKAGES; None for a package that is not installed."""
     import dmi_connector
 
     found: dict[str, str | None] = {"python": platform.python_version(), "dmi_connector": dmi_connector.__version__}
@@ -118,17 +119,17 @@ def versions() -> dict[str, str | None]:
 
 
 def without_directories(text: str) -> str:
-    """`text` with every path cut to its last part."""
+    """`text` with each path replaced by its last part."""
     return re.sub(r"[^\s'\"=,:{}\[\]()]*/", "", text)
 
 
 def command_line(module: str, argv: list[str]) -> str:
-    """The command to record in a result. It names no directories."""
+    """The command to record in a result, without directories."""
     return f"python -m {module} " + shlex.join(without_directories(arg) for arg in argv)
 
 
 def save(path: str | Path, results: dict[str, Any]) -> None:
-    """Write a result file, whole or not at all."""
+    """Write a result file under a temporary name, then rename it."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
@@ -137,7 +138,7 @@ def save(path: str | Path, results: dict[str, Any]) -> None:
 
 
 def _dumps(value: Any, indent: int = 0) -> str:
-    """JSON in which what fits on a line has one line."""
+    """JSON in which each value that fits on a line is on one line."""
     flat = json.dumps(value)
     if len(flat) + indent < _LINE or not value or not isinstance(value, dict | list):
         return flat
@@ -157,7 +158,7 @@ def markdown(lines: list[list[str]]) -> str:
 
 
 def write_table(page: Path, begin: str, table: str) -> None:
-    """Put a table between the marks `begin` and END of a page, in the place of what is there."""
+    """Replace the text between the marks `begin` and END of a page by a table."""
     before, rest = page.read_text().split(begin)
     page.write_text(f"{before}{begin}\n\n{table}\n\n{END}{rest.split(END)[1]}")
 
@@ -171,12 +172,12 @@ def three_digits(number: float) -> float:
 
 
 def parser(module: str, doc: str | None) -> argparse.ArgumentParser:
-    """A parser that describes a program by the first line of its docstring."""
+    """A parser for the options of a program. Its description is the first line of `doc`, the program's docstring."""
     return argparse.ArgumentParser(prog=f"python -m {module}", description=(doc or "").splitlines()[0])
 
 
 def engine_parser(module: str, doc: str | None, out: str, store_dir: str) -> argparse.ArgumentParser:
-    """The options of programs that start engines. out, store_dir: default values."""
+    """A parser with the common options of programs that start engines. out, store_dir: defaults of the options."""
     p = parser(module, doc)
     p.add_argument("--out", default=out, help="result file (JSON), rewritten after every measurement")
     p.add_argument("--store-dir", default=store_dir)
@@ -186,41 +187,43 @@ def engine_parser(module: str, doc: str | None, out: str, store_dir: str) -> arg
 
 
 def tiny_model(store_dir: str) -> str:
-    """Make a tiny Qwen3 in `store_dir`, for programs that are given no model."""
+    """Make a tiny Qwen3 in `store_dir`, for programs without --model. Returns its directory."""
     from dmi_connector.cli.tiny_models import make_model
 
     return str(make_model("qwen3", Path(store_dir) / "tiny-qwen3"))
 
 
 def child_command(module: str, argv: list[str], name: str) -> list[str]:
-    """The command of a program's child process `name`."""
+    """The command that starts child process `name` of a program. argv: the options of the program."""
     return [sys.executable, "-m", module, *argv, "--child", name]
 
 
 def child_env(**env: str) -> dict[str, str]:
-    """The environment of a child: `env`, then this process's, then the defaults for offline runs and small machines."""
+    """The environment of a child process: `env`, over this process's, over defaults for offline and small machines."""
     from dmi_connector.cli.tiny_models import ENV
 
     return {**ENV, **os.environ, **env}
 
 
 def run_child(module: str, argv: list[str], name: str, **env: str) -> int:
-    """Run a program's child process `name`. Returns its exit status."""
+    """Run child process `name` of a program to its end. Returns its exit status."""
     return subprocess.run(child_command(module, argv, name), check=False, env=child_env(**env)).returncode
 
 
 def end_with_children() -> None:
-    """Let SIGTERM, as `timeout` sends it, end this process as an error would: its `Child` processes are closed.
+    """Make SIGTERM, which `timeout` sends, raise SystemExit, so that this process closes its `Child` processes.
 
-    They have sessions of their own. Without this their engines would keep the GPU's memory.
+    `Child` processes have sessions of their own, so the signal does not reach them. Their engines would otherwise keep
+    the memory of the GPU.
     """
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
 
 
 class Child:
-    """A process that answers lines of JSON with lines of JSON. Its option `--fd` names the socket.
+    """A child process that answers lines of JSON with lines of JSON. It gets the socket by the option `--fd`.
 
-    cwd: its working directory, by default this process's.
+    command: its command, without `--fd`. env: its environment; None: that of this process. cwd: its working directory;
+    None: that of this process.
     """
 
     def __init__(self, command: list[str], env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
@@ -231,12 +234,12 @@ class Child:
                 [*command, "--fd", str(fd)], env=env, cwd=cwd, pass_fds=[fd], start_new_session=True
             )
         self._lines = self._socket.makefile()
-        # Processes that the child forked keep the socket open, so its death does not end the stream.
+        # If the child is killed, processes that it forked keep the socket open. A pidfd tells that the child ended.
         self._pidfd = os.pidfd_open(self._process.pid)
 
     def answer(self, request: dict[str, Any] | None = None) -> dict[str, Any]:
         """The next answer, after sending `request` if there is one; {"failed": why} if the process ended instead."""
-        with suppress(ConnectionError):  # it ended
+        with suppress(ConnectionError):  # the child ended
             if request is not None:
                 self._socket.sendall((json.dumps(request) + "\n").encode())
             fd = self._socket.fileno()
@@ -247,17 +250,17 @@ class Child:
         return {"failed": f"exit status {self.close()}"}
 
     def end(self) -> None:
-        """Close the socket. The child reads that as end of file, and ends."""
+        """Close the socket. The child then reads the end of the file, and ends."""
         self._lines.close()
         self._socket.close()
 
     def close(self) -> int:
-        """Let it end, and kill what is left of it. Returns its exit status."""
+        """Close the socket, wait until the child ends, and kill processes of its session. Returns its exit status."""
         if self._process.returncode is None:
             self.end()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(CLOSE_S)
-            with suppress(ProcessLookupError):  # nothing is left
+            with suppress(ProcessLookupError):  # all processes have ended
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             os.close(self._pidfd)
@@ -269,9 +272,10 @@ class Child:
 
 @contextmanager
 def turn(alone: bool) -> Iterator[None]:
-    """What several runs on one machine do at a time: start engines together, or one of them measures `alone`.
+    """Take turns with other benchmarks on this machine: several start engines together, or one measures `alone`.
 
-    The environment variable DMI_TURNS names a file that they lock. Without it this waits for nobody.
+    The environment variable DMI_TURNS names the file that they lock for the `with` block. Without the variable, nothing
+    is locked.
     """
     name = os.environ.get("DMI_TURNS")
     if not name:
@@ -286,9 +290,10 @@ def turn(alone: bool) -> Iterator[None]:
 
 
 def python_us() -> float:
-    """Microseconds of a fixed piece of Python on the core of this thread: the least of some samples.
+    """Microseconds that a fixed piece of Python takes on the core of this thread: the minimum of _SAMPLES samples.
 
-    Other guests of a virtual machine may double it from one second to the next, and with it each step of an engine.
+    It tells how fast the core is at the moment. Other guests of a virtual machine may halve the speed of a core from
+    one second to the next, and each step of an engine then takes twice as long.
     """
 
     def call(a: int, b: int = 2) -> int:
@@ -304,7 +309,7 @@ def python_us() -> float:
 
 
 def quickest_cores(count: int) -> list[int]:
-    """The `count` cores with the least `python_us`. This thread visits all cores that it may use."""
+    """The numbers of the `count` fastest cores by `python_us`. This thread visits all cores that it may use."""
     cores = os.sched_getaffinity(0)
     found = {}
     try:
@@ -320,18 +325,18 @@ def quickest_cores(count: int) -> list[int]:
 
 
 def activations(nbytes: int) -> np.ndarray:
-    """bf16 normal numbers as `nbytes` bytes (uint8). A codec gets as little out of them as out of activations."""
+    """Normally distributed bf16 values as uint8 [nbytes]. Codecs compress them about as little as activations."""
     values = np.random.default_rng(0).standard_normal(min(nbytes, _RANDOM_BYTES) // 2, dtype=np.float32)
     return np.resize((values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8), nbytes)
 
 
 def random_tokens(rng: np.random.Generator, vocab: int, shape: int | tuple[int, ...]) -> Any:
-    """Random tokens as lists. vocab: size of the vocabulary."""
+    """Random token ids of the given shape, as lists. vocab: size of the vocabulary."""
     return rng.integers(SPECIAL_TOKENS, vocab - SPECIAL_TOKENS, shape).tolist()
 
 
 def store_problems(path: str | Path) -> list[str]:
-    """What `dmi verify` finds wrong with a store."""
+    """The problems that `dmi verify` finds in a store."""
     from dmi_connector.store.read.verify import verify_store
 
     return [f"{Path(path).name}: {problem.where}: {problem.what}" for problem in verify_store(path)]

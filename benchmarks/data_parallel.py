@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers with one engine and with several data-parallel ones, which share a store directory, under continuous load.
+"""Throughput under continuous load of servers with one engine and with several data-parallel engines.
 
     python -m benchmarks.data_parallel --model DIR --out results.json --engines 2,4
 
-All servers are up at once and take turns: stock and capture, each with one engine on the first GPU, and with each
-`--data-parallel-size` of `--engines`. Clients keep the same number of requests in flight for each engine. A consumer
-removes finished stores and keeps each 16th, which is verified. Tokens are those that the server counts for each engine.
+Servers with and without capture are measured: with one engine on the first GPU, and with each number of data-parallel
+engines in `--engines`. All servers are up at once, and are measured in turn. The engines of a server share its store
+directory. Clients keep the same number of requests in flight for each engine. A consumer process removes finished
+stores, except every 16th, which is verified after the measurement. The server's own counters tell the tokens of each
+engine.
 """
 
 from __future__ import annotations
@@ -37,13 +39,14 @@ from benchmarks.sustained import check_kept
 
 MODULE = "benchmarks.data_parallel"
 START_S = 900
+"""Seconds in which a server must start."""
 _TOKENS = "vllm:generation_tokens_total"
 _PAUSE_S = 0.2
 _ENDING_S = 60
 
 
 class Kind(NamedTuple):
-    """hooks: "" for stock. engines: data-parallel ones."""
+    """A kind of server. hooks: the captured hooks; "" for stock vLLM. engines: number of data-parallel engines."""
 
     hooks: str
     engines: int
@@ -64,7 +67,7 @@ async def _ask(session: Any, url: str, body: dict[str, Any]) -> None:
 
 
 async def _client(url: str, load: Load, vocab: int, seed: int) -> int:
-    """Keep `load.in_flight` requests in flight until the standard input ends. Returns how many were answered."""
+    """Keep `load.in_flight` requests in flight until the standard input ends. Returns the number of answers."""
     import aiohttp
 
     drawn, over = prompts(load, vocab, seed), asyncio.Event()
@@ -87,6 +90,7 @@ async def _client(url: str, load: Load, vocab: int, seed: int) -> int:
 
 
 def client(url: str, load: Load, vocab: int, seed: int) -> None:
+    """Run a client in a process of its own, and print the number of answered requests as JSON."""
     print(json.dumps({"answered": asyncio.run(_client(url, load, vocab, seed))}))
 
 
@@ -94,7 +98,7 @@ def client(url: str, load: Load, vocab: int, seed: int) -> None:
 
 
 class Server:
-    """A server process of its own session, with its log beside the stores."""
+    """A server process in a session of its own. Its log is beside its store directory."""
 
     def __init__(self, args: argparse.Namespace, kind: Kind, port: int) -> None:
         self.kind, self.url = kind, f"http://127.0.0.1:{port}"
@@ -124,7 +128,7 @@ class Server:
             )
 
     def wait(self) -> None:
-        """Until it serves. Raises RuntimeError if it ends instead."""
+        """Wait until the server is healthy. Raises RuntimeError if it ends, or after START_S seconds."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -137,7 +141,7 @@ class Server:
         raise RuntimeError(f"{self.kind.name}: no answer after {START_S} s:\n{self.log.read_text()[-3000:]}")
 
     def generated(self) -> dict[str, float]:
-        """Tokens that each engine has generated."""
+        """{engine: number of tokens that it has generated}."""
         from prometheus_client.parser import text_string_to_metric_families
 
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as reply:
@@ -151,18 +155,18 @@ class Server:
         return found
 
     def close(self) -> None:
-        """End it, and kill what is left of it."""
+        """Stop the server, and kill processes of its session that are left."""
         self._process.terminate()
         try:
             self._process.wait(_ENDING_S)
         except subprocess.TimeoutExpired:
-            note(f"{self.kind.name}: it did not end in {_ENDING_S} s")
-        with suppress(ProcessLookupError):  # nothing is left
+            note(f"{self.kind.name}: the server did not end in {_ENDING_S} s")
+        with suppress(ProcessLookupError):  # all processes have ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def measure(self, args: argparse.Namespace, load: Load, vocab: int, seed: int) -> dict[str, Any]:
-        """Continuous load for `--warm` and then `--seconds`."""
+        """Measure the server under continuous load: for `--seconds`, after `--warm` seconds that do not count."""
         kept = self.directory.with_name(f"{self.directory.name}-kept")
         consumer = _piped("benchmarks.loads", str(self.directory), str(kept)) if self.kind.hooks else None
         asked = json.dumps(load._asdict())
@@ -192,12 +196,13 @@ class Server:
 
 
 def _piped(module: str, *arguments: str) -> subprocess.Popen[str]:
+    """Start a module as a process. It works until its standard input is closed, and then prints JSON."""
     command = [sys.executable, "-m", module, *arguments]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=common.ROOT)
 
 
 def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What a process prints after the end of its input. Raises RuntimeError if it failed."""
+    """Close the standard input of a process, and parse the JSON that it prints. Raises RuntimeError if it failed."""
     text, _ = process.communicate()
     if process.returncode:
         raise RuntimeError(f"{process.args!r}: exit status {process.returncode}")
@@ -209,7 +214,7 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def numbers(text: str) -> list[int]:
-    """Of engines. Raises ArgumentTypeError for what is none above 1."""
+    """Parse comma-separated numbers of engines. Raises ArgumentTypeError for a number below 2."""
     found = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
     if min(found) < 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not valid; give numbers above 1, as in 2,4")
@@ -224,13 +229,13 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--hooks", default=HIDDEN)
     p.add_argument("--owner", default="target", choices=("draft", "target", "pool"))
-    p.add_argument("--options", type=json.loads, default={}, help="JSON: more server options of ours")
-    p.add_argument("--load", default="short64", help=f"of each engine: {', '.join(LOADS)}")
-    p.add_argument("--seconds", type=float, default=20.0, help="of each measurement (default: %(default)s)")
-    p.add_argument("--warm", type=float, default=6.0, help="seconds before it (default: %(default)s)")
+    p.add_argument("--options", type=json.loads, default={}, help="JSON: more server options of servers that capture")
+    p.add_argument("--load", default="short64", help=f"load of each engine: {', '.join(LOADS)}")
+    p.add_argument("--seconds", type=float, default=20.0, help="length of a measurement (default: %(default)s)")
+    p.add_argument("--warm", type=float, default=6.0, help="seconds of load before a measurement (%(default)s)")
     p.add_argument("--repeat", type=int, default=2, help="rounds (default: %(default)s)")
     p.add_argument("--shrink", type=int, default=1, help="divide requests and tokens of the load, for small machines")
-    p.add_argument("--port", type=int, default=18200, help="of the first server (default: %(default)s)")
+    p.add_argument("--port", type=int, default=18200, help="port of the first server (default: %(default)s)")
     p.add_argument("--kv-gigabytes", type=json.loads, default={}, help='JSON: GB of KV cache of "stock" and "capture"')
     p.add_argument("--client", default="", help=argparse.SUPPRESS)
     p.add_argument("--vocab", type=int, default=0, help=argparse.SUPPRESS)
@@ -239,7 +244,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
-    """Start all servers, and let each take its turns."""
+    """Start all servers, and measure each once per round."""
     load = LOADS[args.load].shrunk(args.shrink)
     vocab = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
     kinds = [Kind(hooks, engines) for engines in (1, *args.engines) for hooks in ("", args.hooks)]
@@ -263,7 +268,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
 
 
 def sound(results: dict[str, Any]) -> bool:
-    """Whether each answered request has a store, none vanished, and each kept store verified."""
+    """Whether each answered request has a store, no store vanished, and each kept store was verified."""
     runs = [one for found in results["servers"].values() for one in found if "stores" in one]
     whole = [one["verified"] and not one["vanished"] and one["stores"] == one["answered"] for one in runs]
     return bool(whole) and all(whole)

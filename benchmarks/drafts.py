@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding for benchmarks, checks and tests: n-gram, and draft models of random weights.
+"""Speculative decoding for benchmarks, checks and tests: n-gram, and draft models with random weights.
 
-A head of random weights guesses nothing, so vLLM accepts its draft tokens by chance (`rejection_sample_method`
-"synthetic"). Then generated tokens are not the argmax of the logits.
+The draft tokens of random weights are almost never right. So vLLM accepts draft tokens at random
+(`rejection_sample_method` "synthetic"). The generated tokens are then not the argmax of the logits.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     import torch
 
 K = 3
-"""Draft tokens of a step."""
+"""Number of draft tokens per step."""
 NGRAM = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 RATES = [0.8, 0.6, 0.4]
 """Share of steps that accept the first, second and third draft token: 2.8 tokens per step."""
 SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": RATES}
-"""With it vLLM accepts drafts at random, whatever the target says. On a CPU its V1 runner cannot."""
+"""Makes vLLM accept draft tokens at random, without regard to the target model. vLLM's V1 runner on a CPU cannot."""
 METHODS = ("ngram", "eagle3")
 
 
 class Weights:
-    """Random weights of one draft model, by name."""
+    """Random weights of one draft model. made: {name: tensor}."""
 
     def __init__(self) -> None:
         import torch
@@ -36,19 +36,19 @@ class Weights:
         self.made: dict[str, torch.Tensor] = {}
 
     def matrix(self, name: str, *shape: int) -> None:
-        """A matrix [out, in] whose products have about the size of its input."""
+        """Add a matrix [out, in] whose products with a vector have about the magnitude of the vector."""
         import torch
 
         self.made[f"{name}.weight"] = torch.randn(*shape, generator=self._generator) / math.sqrt(shape[-1])
 
     def norms(self, size: int, *names: str) -> None:
-        """Gains of 1."""
+        """Add the gains of norms, all 1."""
         import torch
 
         self.made |= {f"{name}.weight": torch.ones(size) for name in names}
 
     def layer(self, prefix: str, config: dict[str, Any], inputs: int) -> None:
-        """Attention and MLP of a layer whose attention reads `inputs` values."""
+        """Add attention and MLP of a layer. inputs: width of the rows that its attention reads."""
         hidden, inner = config["hidden_size"], config["intermediate_size"]
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         width = config.get("head_dim") or hidden // heads
@@ -62,7 +62,7 @@ class Weights:
         self.norms(hidden, f"{prefix}post_attention_layernorm")
 
     def save(self, folder: Path, config: dict[str, Any]) -> Path:
-        """Write the model, in the dtype that its configuration names. Returns its directory."""
+        """Write the model to `folder` in the dtype of its config. Returns `folder`."""
         import torch
         from safetensors.torch import save_file
 
@@ -75,15 +75,16 @@ class Weights:
 
 
 def read_config(model: str | Path) -> dict[str, Any]:
-    """The configuration of a model in a directory."""
+    """The config of the model in a directory."""
     config: dict[str, Any] = json.loads((Path(model) / "config.json").read_text())
     return config
 
 
 def make_eagle3(target: str | Path, folder: Path, layers: Sequence[int] | None = None, weights: bool = True) -> Path:
-    """An EAGLE-3 head for the model in the directory `target`. Returns its directory.
+    """Write an EAGLE-3 head for the model in the directory `target` to `folder`. Returns `folder`.
 
-    layers: of the target, whose inputs it reads; None for vLLM's own choice. weights: False writes no weights.
+    layers: layers of the target model whose inputs the head reads; None: vLLM's own choice. weights: whether to write
+    weights, or only the config.
     """
     config = read_config(target)
     hidden, vocab = config["hidden_size"], config["vocab_size"]
@@ -103,9 +104,9 @@ def make_eagle3(target: str | Path, folder: Path, layers: Sequence[int] | None =
 
 
 def speculative_config(method: str, target: str, folder: Path, weights: bool) -> dict[str, Any]:
-    """`speculative_config` of a method of METHODS for the model in the directory `target`.
+    """vLLM's `speculative_config` for a method of METHODS and the model in the directory `target`.
 
-    The head is written into `folder`. weights: False where engines load dummy weights.
+    A head is written to `folder`. weights: whether it gets weights; engines that load dummy weights need none.
     """
     if method == "ngram":
         return NGRAM

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine of the capture benchmark: it runs the cases and checks the stores that they leave."""
+"""One engine of the capture benchmark, which runs the cases and checks their stores."""
 
 from __future__ import annotations
 
@@ -33,38 +33,38 @@ from benchmarks.worker import (
 )
 
 DRAIN_S = 300
-"""Captures that have not reached their sink after this many seconds are stuck."""
+"""Seconds in which all captures must reach their sink after the last token."""
 _SLOW_ROUNDS = 2
-"""Rounds of a case at most where the sink is slow: each takes many times as long as others."""
+"""Maximum number of rounds of a case with a slow sink, whose rounds take many times as long."""
 _SLOW_BYTES = 1 << 20
-"""The host buffer of a slow sink holds two chunks and this much: the least that the package takes."""
+"""Bytes of the host buffer of a slow sink beside two chunks: the minimum that the package accepts."""
 _MOST_FULL = 0.9
-"""Stores of a round may take this share of the free space."""
+"""Maximum share of the free space that the stores of a round may take."""
 _MOST_PROBLEMS = 5
-"""Problems that a result lists."""
+"""Maximum number of problems that a result lists."""
 
 # ---- checks -----------------------------------------------------------------------------------------------------
 
 
 def account(rows: int, there: set[int], missing: set[int], claimed: set[int]) -> list[str]:
-    """What is wrong with the rows of a store of `rows` rows.
+    """The problems with the rows of a store that should have `rows` rows.
 
-    there, missing: rows that the store holds, and those that it lists as missing. Each row must be in one of them, not
-    in both. claimed: rows that the response calls missing. The store must list them too.
+    there: rows that the store holds. missing: rows that the store lists as missing. Each row must be in exactly one of
+    the two. claimed: rows that the response lists as missing. The store must list them too.
     """
     problems = []
     if there & missing or there | missing != set(range(rows)):
         problems.append(f"{len(there)} rows are there and {len(missing)} listed as missing, of {rows}")
     if claimed - missing:
-        problems.append(f"the response calls {len(claimed - missing)} rows missing that the store does not")
+        problems.append(f"the response lists {len(claimed - missing)} rows as missing that the store does not list")
     return problems
 
 
 def check_store(path: str, rows: int, claimed: list[list[int]] | None, drop: bool) -> dict[str, Any]:
-    """Verify one store and account for its `rows` rows.
+    """Verify one store, and check its rows with `account`.
 
-    claimed: `dmi_missing` of the response, ranges of positions. drop: whether rows may be missing. Returns the
-    problems, the number of missing rows and the bytes on disk.
+    rows: number of rows that it should have. claimed: `dmi_missing` of the response, [start, stop) ranges of positions.
+    drop: whether rows may be missing. Returns {"problems", "missing": number of missing rows, "bytes": bytes on disk}.
     """
     from dmi_connector import open_capture
 
@@ -73,7 +73,7 @@ def check_store(path: str, rows: int, claimed: list[list[int]] | None, drop: boo
     if not capture.complete and not drop:
         problems.append(f"{name}: it is incomplete: {capture.reason}")
     missing = _rows_of(capture.missing)
-    # Missing rows read as zeros. No row of a residual stream is all zeros.
+    # Missing rows are read as zeros. A row of the residual stream is never all zeros.
     there = set(np.flatnonzero(capture.numpy("resid_pre", layer=0).any(axis=1)).tolist())
     problems += [f"{name}: {what}" for what in account(rows, there, missing, _rows_of(claimed or []))]
     size = sum(f.stat().st_size for f in Path(path).rglob("*") if f.is_file())
@@ -85,7 +85,7 @@ def _rows_of(ranges: list[list[int]]) -> set[int]:
 
 
 def check_ehs_file(path: str, rows: int, layers: int) -> dict[str, Any]:
-    """Check the shape of the tensor in a file of vLLM's own connector."""
+    """Check the shape of the tensor in a file of vLLM's own connector. Returns as `check_store` does."""
     from safetensors import safe_open
 
     with safe_open(path, framework="numpy") as file:
@@ -98,15 +98,16 @@ def check_ehs_file(path: str, rows: int, layers: int) -> dict[str, Any]:
 
 
 def rates(case: Case, seconds: Sequence[float]) -> dict[str, Any]:
-    """Tokens a second: the median, and that of each round. seconds: of each round."""
+    """Tokens per second: the median, and the value of each round. seconds: duration of each round."""
     runs = [case.tokens / s for s in seconds]
     return {"tok_per_s": statistics.median(runs), "runs": [round(rate, 1) for rate in runs]}
 
 
 def exported(nbytes: float, finished: Sequence[float], missing: int) -> dict[str, float]:
-    """How fast `nbytes` bytes reached their sink. finished: seconds of each round until all of them had.
+    """How fast `nbytes` bytes reached their sink. finished: seconds of each round until all bytes had.
 
-    With missing rows the last round counts, because the bytes are its own. Else the median counts.
+    Without missing rows, the median of the rounds counts. Otherwise rounds have other numbers of bytes, and the last
+    round counts, to which `nbytes` belongs.
     """
     seconds = finished[-1] if missing else statistics.median(finished)
     return {"exported_GB": nbytes / 1e9, "finished_s": seconds, "GB_per_s": nbytes / 1e9 / seconds}
@@ -116,9 +117,10 @@ def exported(nbytes: float, finished: Sequence[float], missing: int) -> dict[str
 
 
 class Bench:
-    """One engine. Sinks and codecs change no compiled graph, so the options of ours are switched in the running worker.
+    """One engine. Sinks and codecs do not change the compiled graph, so a running worker can switch between setups.
 
-    facts: what the result says of the engine. replies: `kv_transfer_params` of the last round's responses.
+    facts: facts about the engine for the result. replies: `kv_transfer_params` of the last round's responses. ours:
+    whether the engine captures with this package.
     """
 
     def __init__(self, args: argparse.Namespace, engine: str, setup: Setup) -> None:
@@ -152,7 +154,7 @@ class Bench:
         self._case = CASES["decode1"]
         self._rounds: list[tuple[float, float]] = []
         self._python_us: list[float] = []
-        if self.ours and args.together:  # it takes no host memory until its turn
+        if self.ours and args.together:  # the engine then takes no host memory until its turn
             self.llm.collective_rpc(worker_switch, args=({"sink": "null"},))
         self._seed = 0
 
@@ -174,7 +176,7 @@ class Bench:
         }
 
     def _switch(self, setup: Setup) -> None:
-        """Switch an engine of ours to the options of `setup`."""
+        """Switch the worker of an engine that captures to the options of `setup`."""
         if not self.ours or setup == self._current:
             return
         base = self.args.options
@@ -187,6 +189,7 @@ class Bench:
         self._current = setup
 
     def clean(self) -> None:
+        """Remove all stores of the engine."""
         shutil.rmtree(self.store_dir, ignore_errors=True)
         self.store_dir.mkdir(parents=True)
 
@@ -197,17 +200,17 @@ class Bench:
 
     @cached_property
     def pool(self) -> ProcessPoolExecutor:
-        """Processes that check stores. If one is killed, its job raises an error."""
+        """Processes that check stores. If a process is killed, its job raises an error."""
         return ProcessPoolExecutor(self.args.processes, get_context("spawn"))
 
     def generate(self, case: Case) -> float:
-        """Seconds of one round of `case`. Its prompts are new random ones, so there is no prefix-cache hit."""
+        """Run one round of `case`. Returns its seconds. Prompts are random, so that there is no prefix-cache hit."""
         from vllm import SamplingParams
 
         self._seed += 1
         rng = np.random.default_rng(self._seed)
         ids = random_tokens(rng, self.vocab, (case.requests, case.prompt_tokens))
-        # Without a connector vLLM warns of these parameters at each request.
+        # Without a connector, vLLM warns about these parameters at each request.
         transfer = {} if self.engine == "stock" else {"kv_transfer_params": {"include_output_tokens": True}}
         params = SamplingParams(
             temperature=0.0, max_tokens=case.output_tokens, ignore_eos=True, detokenize=False, extra_args=transfer
@@ -229,12 +232,12 @@ class Bench:
             time.sleep(0.01)
         for reply in self.replies if self.engine == "ehs" else []:
             with open(reply["hidden_states_path"] + ".lock") as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH)  # vLLM's writer holds it until the file is whole
+                fcntl.flock(lock, fcntl.LOCK_SH)  # vLLM's writer holds the lock until the file is complete
 
     def round(self, setup: Setup, case: Case, still: bool = False) -> tuple[float, float]:
-        """(seconds to the last token, seconds until all captures have reached their sink).
+        """Run one round. Returns (seconds until the last token, seconds until all captures reached their sink).
 
-        still: the writers are stopped until the last token.
+        still: whether the writers are stopped until the last token.
         """
         if setup.stores or self.engine == "ehs":
             self.clean()
@@ -246,7 +249,7 @@ class Bench:
 
     @contextmanager
     def _standing_still(self) -> Iterator[None]:
-        """Stop the writers for a while. The first request starts them, so there must have been one."""
+        """Stop the writers during the `with` block. The first request starts them, so run a round before."""
         try:
             stopped = self.llm.collective_rpc(worker_stand_still, args=(True,))
             assert all(stopped), "the writers were not found"
@@ -255,9 +258,10 @@ class Bench:
             self.llm.collective_rpc(worker_stand_still, args=(False,))
 
     def begin(self, setup: Setup, name: str) -> dict[str, Any]:
-        """Prepare a case: switch to the setup and run one round that does not count, a short one if the sink is slow.
+        """Prepare case `name` of a setup: switch to the setup, and run one round that warms up.
 
-        Returns `rounds`, how often to call `again`. If the case cannot run, `rounds` is 0 and `not_run` says why.
+        That round is short if the sink is slow. Returns {"rounds": number of calls of `again`}. If the case cannot run,
+        `rounds` is 0 and `not_run` is the reason.
         """
         self._switch(setup)
         self._case = CASES[name].shrunk(self.args.shrink)
@@ -274,8 +278,8 @@ class Bench:
     def again(self, setup: Setup, cores: list[int] | None = None) -> dict[str, Any]:
         """Run one round of the case. Returns {}, or after the last round the numbers of the case.
 
-        cores: where the engine's thread runs meanwhile, by default on all. The stores of the last round are checked;
-        missing rows are those of that round.
+        The stores of the last round are checked, and its missing rows are counted. cores: the cores on which the
+        engine's thread runs in this round; None: all.
         """
         case = self._case
         if cores:
@@ -283,7 +287,7 @@ class Bench:
         still = self.args.stand_still and setup.slow and setup.policy == "drop"
         self._rounds.append(self.round(setup, case, still))
         self._python_us += self.llm.collective_rpc(worker_python_us)[:1]
-        if cores:  # processes that the engine starts later must not inherit the cores
+        if cores:  # otherwise processes that the engine starts later would inherit the cores
             self.llm.collective_rpc(worker_pin, args=(sorted(os.sched_getaffinity(0)),))
         if len(self._rounds) < self._repeat(setup):
             if setup.stores:
@@ -305,16 +309,16 @@ class Bench:
         return result | found
 
     def _lacks_space(self, case: Case) -> str:
-        """Why the stores of a case cannot be written, or "".
+        """Why there is not enough space for the stores of a case; "" if there is.
 
-        The last chunk counts in full. Codecs count as if they saved nothing.
+        Each store counts whole chunks, without compression.
         """
         need = case.requests * -(-case.rows // self.chunk_tokens) * self.chunk_bytes
         free = shutil.disk_usage(self.store_dir).free
         return f"{need / 1e9:.0f} GB of stores, {free / 1e9:.0f} GB free" if need > _MOST_FULL * free else ""
 
     def check(self, case: Case, drop: bool) -> dict[str, Any]:
-        """Verify every store of the last round and account for its rows."""
+        """Check every store of the last round with `check_store`. drop: whether rows may be missing."""
         replies = {reply.get("dmi_store"): reply.get("dmi_missing") for reply in self.replies}
         paths = sorted(str(p) for p in self.store_dir.glob("*.zarr"))
         problems = [] if set(paths) == set(replies) else [f"{len(paths)} stores for {len(replies)} responses"]
@@ -329,7 +333,7 @@ class Bench:
         return _summary([check_ehs_file(path, case.rows, self.ehs_layers) for path in paths], [])
 
     def profile(self, setup: Setup) -> dict[str, Any]:
-        """Profile a round of decode: where the engine's thread spends its time."""
+        """Run a round of PROFILED. Returns the times of `worker_profile` on the engine's thread."""
         self._switch(setup)
         self.llm.collective_rpc(worker_profile, args=(True,))
         self.generate(CASES[PROFILED].shrunk(self.args.shrink))
@@ -340,7 +344,7 @@ class Bench:
 
 
 def _summary(checks: list[dict[str, Any]], problems: list[str]) -> dict[str, Any]:
-    """The numbers of a round's files."""
+    """The numbers of a round's files. checks: results of `check_store` or `check_ehs_file`. problems: further ones."""
     problems = problems + [problem for check in checks for problem in check["problems"]]
     result = {
         "stores": len(checks),

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reductions keep, on a model trained for a minute and on random weights (a table of docs/REDUCTIONS.md).
+"""Fidelity of reductions on a model that is trained for a minute and on random weights (tables of docs/REDUCTIONS.md).
 
     python -m benchmarks.fidelity --out DIR
 
-Everything is seeded: the weights, the order of the text (English of Python's own documentation, as installed), the
-prompts. Trains on the CPU, captures through vLLM, trains autoencoders on captured rows, and prints the report of `dmi
-fidelity`. With --again it measures the captures of an earlier run.
+The program trains a model on the CPU, captures with vLLM, trains autoencoders on captured rows, and prints the tables
+of `dmi fidelity`. The text is the English of Python's documentation, as installed. Weights, order of the text and
+prompts have fixed seeds. With --again, the captures of an earlier run are measured.
 """
 
 from __future__ import annotations
@@ -39,29 +39,34 @@ SIZES: dict[str, Any] = {
     "head_dim": 64,
 }
 MORE = ("rp(1024)", "rp(1280)")
-"""Wider projections, beside what `dmi fidelity` measures by default."""
+"""Projections that are measured in addition to the defaults of `dmi fidelity`."""
 COMPARED = ("int8", "int8(32)", "fp8", "rp(512)", "cs(512)", "topk(64)")
-"""What is compared with reductions of fitted files by what analyses find, on the trained model."""
+"""Reductions without a file that `downstream` measures, beside those of fitted files."""
 PROJECTED = 512
-"""Values of the projection that scales are fitted for."""
+"""Number of values per row of the projection for which scales are fitted."""
 OF_HEADS, HEAD_RANK = ("q", "k", "v", "z", "q_rot", "k_rot"), 16
-"""Hooks whose heads are reduced by themselves, and to how many of 64 values."""
+"""Hooks whose heads are reduced one by one, and the number of values to which the 64 values of a head are reduced."""
 SUBVECTOR = 4
-"""Values that a code of product quantisation stands for."""
+"""Number of values of a sub-vector of product quantisation."""
 HOOKS = "resid_pre,resid_mid,resid_final,q,k,v,z,q_rot,k_rot,mlp_post,mlp_out"
 ENCODED, ENCODED_LAYER, ENCODED_PROMPTS = ("resid_pre", "z", "mlp_post", "mlp_out"), 1, 192
-"""Hooks that have an autoencoder, its layer, and the prompts, of the text that the model was trained on, for it."""
+"""Hooks for which autoencoders are trained, their layer, and the number of prompts whose rows are trained on. These
+prompts are from the text that the model was trained on.
+"""
 LATENTS, ACTIVE = 512, 16
-"""Latents of an autoencoder, and how many of them a row has at most."""
+"""Number of latents of an autoencoder, and maximum number of active latents per row."""
 STEPS, BATCH, RATE = 500, 256, 1e-3
-"""Of its training."""
+"""Steps, batch size and maximum learning rate of the training of an autoencoder."""
 COMPONENTS = 256
-"""Principal components of a row of the hooks in WHOLE."""
+"""Number of principal components of the hooks in WHOLE."""
 WHOLE = ("resid_pre", "resid_mid", "mlp_out")
+"""Hooks whose whole rows are reduced to principal components."""
 
 
 def capture(model: Path, folder: Path) -> dict[str, list[Path]]:
-    """Stores of prompts from the end of the text ("measured"), and of those that autoencoders are trained on."""
+    """Capture prompts. Returns {"measured": stores of prompts from held-out text, "encoded": stores that autoencoders
+    are trained on}.
+    """
     from vllm import LLM, SamplingParams
 
     from dmi_connector import capture_args, open_capture
@@ -85,7 +90,10 @@ def capture(model: Path, folder: Path) -> dict[str, list[Path]]:
 
 
 def prepared(kind: str, out: Path, steps: int) -> dict[str, Any]:
-    """A model of "trained" or "random" weights in `out`, and the stores of `capture`. JSON-ready."""
+    """Make a model in `out`, and capture with it. Returns paths and facts, as values that JSON can hold.
+
+    kind: "trained" or "random", its weights. steps: steps of training.
+    """
     model = make_model("qwen3", out / kind, **SIZES)
     about: dict[str, Any] = {}
     if kind == "trained":
@@ -98,7 +106,7 @@ def prepared(kind: str, out: Path, steps: int) -> dict[str, Any]:
 
 
 def fitted_files(stores: list[Path], folder: Path) -> dict[str, dict[str, str]]:
-    """Reductions of files that are fitted on `stores`: {hook: {setting: name in the tables}}."""
+    """Fit files on `stores`. Returns the reductions that read them: {hook: {setting: name in the tables}}."""
     from dmi_connector.analysis.fit_pca import fit_pca
     from dmi_connector.analysis.fit_pq import fit_pq
     from dmi_connector.analysis.fit_scales import fit_scales
@@ -131,7 +139,10 @@ def fitted_files(stores: list[Path], folder: Path) -> dict[str, dict[str, str]]:
 
 
 def rows_of(stores: Sequence[Path], hook: str, layer: int) -> np.ndarray:
-    """Rows of all stores but the first of each, whose token has nothing before it, float32 [n, width]."""
+    """The rows of all stores except the first row of each store, float32 [n, width].
+
+    The first token attends only to itself, so its row differs from all others.
+    """
     from dmi_connector.captures.capture import open_capture
 
     found = []
@@ -142,9 +153,11 @@ def rows_of(stores: Sequence[Path], hook: str, layer: int) -> np.ndarray:
 
 
 def train_autoencoder(rows: np.ndarray, folder: Path) -> dict[str, Any]:
-    """Train relu((x - b_dec) W_enc + b_enc), of which the ACTIVE largest are kept, to add up to `rows` [n, width].
+    """Train a top-k autoencoder on `rows` [n, width], on the CPU with a fixed seed. Returns facts about it.
 
-    Writes it into `folder` as SAELens does, in the space of `rows`, and returns facts about it. Seeded, on the CPU.
+    Latents are relu((x - b_dec) W_enc + b_enc), of which the ACTIVE largest are kept. The decoder's output is latents
+    W_dec + b_dec. Training scales the rows; the weights that are written to `folder`, as SAELens writes them, include
+    the scale.
     """
     import torch
     from safetensors.torch import save_file
@@ -184,7 +197,10 @@ def train_autoencoder(rows: np.ndarray, folder: Path) -> dict[str, Any]:
 
 
 def autoencoders(stores: list[Path], measured: list[Path], folder: Path) -> tuple[dict[str, Autoencoder], list[Any]]:
-    """(One of each hook of ENCODED, trained on `stores`; what is to be said of each, JSON-ready)."""
+    """({hook: autoencoder} for each hook of ENCODED, trained on `stores`; facts about each autoencoder for the result).
+
+    measured: stores on which the explained variance is measured.
+    """
     from dmi_connector.analysis.autoencoder import Autoencoder
 
     made, about = {}, []
@@ -202,7 +218,10 @@ def autoencoders(stores: list[Path], measured: list[Path], folder: Path) -> tupl
 def downstream(
     model: Path, fitted: list[Path], measured: list[Path], encoders: dict[str, Autoencoder], folder: Path
 ) -> list[Fidelity]:
-    """What `dmi fidelity --labels tokens --model MODEL --sae SAE` measures. Files are fitted on `fitted`."""
+    """The results of `dmi fidelity --labels tokens --model MODEL --sae SAE` on the stores `measured`.
+
+    fitted: stores on which the files of reductions are fitted. encoders: {hook: autoencoder}. folder: for fitted files.
+    """
     from dmi_connector.analysis.fidelity import fidelity
     from dmi_connector.analysis.unembedding import Unembedding
 
@@ -224,8 +243,8 @@ def downstream(
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser = common.parser("benchmarks.fidelity", __doc__)
-    parser.add_argument("--out", type=Path, required=True, help="for models, stores and figures")
-    parser.add_argument("--steps", type=int, default=60, help="of training (default: %(default)s)")
+    parser.add_argument("--out", type=Path, required=True, help="directory for models, stores and results")
+    parser.add_argument("--steps", type=int, default=60, help="steps of training (default: %(default)s)")
     parser.add_argument("--again", action="store_true", help="measure the models and stores that an earlier run left")
     options = parser.parse_args(argv)
     for name, value in ENV.items():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions and probes for benchmarks, with the files that some of them read. What is in these files is random: it
-changes values, not the time that they take.
+"""Reductions and probes for benchmarks, and the files that some of them read.
+
+The files hold random values. Values do not change how long a reduction or probe takes.
 """
 
 from __future__ import annotations
@@ -30,18 +31,21 @@ ENCODINGS = {
     "pq(8 bits)": "pq({})",
     "pq(4 bits)": "pq({})",
 }
-"""Name of a setup -> reduction of every hook; {}: a file that `fitted_file` writes."""
+"""{name of an encoding: reduction of every hook}. {} stands for the path of a file that `fitted_file` writes."""
 PROBES = ("one", "layers", "latents", "keep")
-"""One linear probe of 16 outputs; one on each layer; an autoencoder of 16,384 latents, of which 32 are stored; one
-linear probe beside the residual stream, of which `dmi.keep_if` keeps every hundredth request."""
+"""Kinds of probes. "one": a linear probe of 16 outputs on one layer. "layers": such a probe on each layer. "latents":
+an autoencoder of 16,384 latents, of which 32 are stored. "keep": a linear probe of one output, with which `dmi.keep_if`
+keeps every hundredth request.
+"""
 OUTPUTS, LATENTS, KEPT_OF = 16, 16384, 100
 CODES = {"pq(8 bits)": (8, 8), "pq(4 bits)": (4, 4)}
-"""(values of a sub-vector, bits)."""
+"""{encoding: (values per sub-vector, bits per code)}."""
 COMPONENTS = 128
+"""Number of principal components of a row."""
 
 
 def dims_of(model: str) -> ModelDims:
-    """The sizes of the model in a directory."""
+    """The sizes of the model in the directory `model`."""
     from transformers import AutoConfig
 
     from dmi_connector.engine.model.architectures import ARCHITECTURES
@@ -51,13 +55,13 @@ def dims_of(model: str) -> ModelDims:
 
 
 def rules(encoding: str, hooks: str, model: str, folder: Path) -> dict[str, str]:
-    """The option `reduce` for an encoding of all of `hooks`. A file that it reads is written into `folder`."""
+    """The server option `reduce` for one encoding of all `hooks`. Writes the file of the encoding to `folder`."""
     text = ENCODINGS[encoding]
     return {"*": text.format(fitted_file(encoding, hooks, model, folder)) if "{}" in text else text}
 
 
 def fitted_file(encoding: str, hooks: str, model: str, folder: Path) -> Path:
-    """Write the file of an encoding for each hook that a wildcard reduces."""
+    """Write the file of an encoding, for all `hooks` that a wildcard reduces. Returns its path."""
     from safetensors.numpy import save_file
 
     from dmi_connector.hooks import HOOKS, parse_selection
@@ -82,7 +86,9 @@ def fitted_file(encoding: str, hooks: str, model: str, folder: Path) -> Path:
 
 
 def _kind(encoding: str, projection: Any) -> tuple[Any, Callable[[int], dict[str, Any]], Callable[..., np.ndarray]]:
-    """(class of the file, entry of a hook by its width, content by name and shape)."""
+    """(class of the file; function from the width of a hook to its entry in the file; function from the name and shape
+    of a tensor to its values).
+    """
     from dmi_connector.reduce.basis import Basis
     from dmi_connector.reduce.codebooks import Codebooks
     from dmi_connector.reduce.scales import Scales
@@ -104,7 +110,7 @@ def _kind(encoding: str, projection: Any) -> tuple[Any, Callable[[int], dict[str
 
 
 def probes(kind: str, model: str, folder: Path) -> dict[str, str]:
-    """The option `probes` of a kind of PROBES, whose file is written into `folder`."""
+    """The server option `probes` for a kind of PROBES. Writes the file of the probe to `folder`."""
     from dmi_connector.reduce.probe_file import ProbeFacts, save
 
     dims = dims_of(model)
@@ -125,7 +131,7 @@ def probes(kind: str, model: str, folder: Path) -> dict[str, str]:
 
 
 def _save_encoder(folder: Path, width: int, draw: Callable[..., np.ndarray]) -> None:
-    """An autoencoder as SAELens saves it."""
+    """Write an autoencoder of rows of `width` values, as SAELens does. draw: returns random values of a shape."""
     from safetensors.numpy import save_file
 
     sizes = {"W_enc": (width, LATENTS), "b_enc": (LATENTS,), "b_dec": (width,), "W_dec": (LATENTS, width)}
@@ -134,7 +140,7 @@ def _save_encoder(folder: Path, width: int, draw: Callable[..., np.ndarray]) -> 
 
 
 def asked(kind: str, number: int) -> dict[str, Any]:
-    """What request `number` asks of `dmi` for a kind of PROBES; {} without one."""
+    """The options `dmi` of request number `number` in an engine with a kind of PROBES; {} for kind ""."""
     if kind in ("", "latents"):
         return {}
     if kind == "keep":

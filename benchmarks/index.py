@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the index of a store directory takes to read, by the number of captures in it.
+"""Time and memory to read the index of a store directory, by the number of captures in the index.
 
     python -m benchmarks.index --entries 100000,1000000 --out benchmarks/results/cpu-index.json
 
-Writes an index of captures that began and ended, without their stores, and reads it: one capture by its key, one by its
-request id, all of them; and appends a line. Each measurement has a process of its own, for its memory.
+The program writes an index of finished captures, without their stores. It then finds one capture by its key, finds one
+by its request id, lists all captures, and appends a line. Each measurement runs in a process of its own, so that its
+memory can be measured.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from benchmarks import common
 MODULE = "benchmarks.index"
 WHAT = ("key", "request id", "all", "append")
 MOST_LISTED = 2_000_000
-"""Captures that are listed at most: listing takes 2.5 GB of memory for a million."""
+"""Maximum number of captures that are listed. Listing takes 2.5 GB of memory per million captures."""
 
 
 def write(directory: Path, entries: int) -> int:
-    """Write the index. Returns its bytes."""
+    """Write an index of `entries` captures. Returns its size in bytes."""
     from dmi_connector.store.format.paths import store_name
     from dmi_connector.store.format.schema import INDEX_NAME
 
@@ -44,7 +45,7 @@ def write(directory: Path, entries: int) -> int:
 
 
 def measure(directory: Path, entries: int, what: str) -> dict[str, Any]:
-    """One measurement: seconds, captures found, and the memory that the process took for it, in MiB."""
+    """Make measurement `what` of WHAT. Returns seconds, number of captures found, and memory in MiB."""
     from dmi_connector import find_captures
     from dmi_connector.store.write.finish.commit import append_index
 
@@ -68,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--out", default="benchmarks/results/last.json")
     p.add_argument("--directory", default="/dev/shm/dmi-index")
     p.add_argument("--entries", default="1000,100000,1000000", help="comma-separated (default: %(default)s)")
-    p.add_argument("--what", choices=WHAT, help="one measurement of an index that is there; its result is printed")
+    p.add_argument("--what", choices=WHAT, help="make one measurement of an existing index, and print its result")
     args = p.parse_args(argv)
     numbers = [int(number) for number in args.entries.split(",")]
     if args.what:

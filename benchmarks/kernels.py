@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time of a step's taps: the 11 wide hooks of every layer of a model of Qwen3-4B's widths, or some of them, reduced.
+"""Time that the taps of one step take, for 11 wide hooks of every layer of a model with Qwen3-4B's widths.
 
     python -m benchmarks.kernels --out results.json [--tokens 1,32,128,2048] [--layers 36] [--repeat 25]
 
-On a GPU the kernels run in a CUDA graph, as in a decode step: alone, and among the matrix products and norms of such a
-model. On a CPU their torch twins run, whose times say nothing about a GPU.
+Taps are measured with full rows and with several reductions. On a GPU, the kernels run in a CUDA graph, as in a decode
+step. They are measured alone, and between the matrix products and norms of a model. On a CPU, their torch twins run,
+whose times do not predict times on a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ RULES = {
 
 
 def timed(work: Callable[[], None], repeat: int) -> float:
-    """Median us of `work`, in a CUDA graph where there is a GPU."""
+    """Median microseconds that `work` takes: in a CUDA graph on a GPU, otherwise on the CPU."""
     work()
     if not torch.cuda.is_available():
         return thread_time(work, repeat)
@@ -58,7 +59,7 @@ def timed(work: Callable[[], None], repeat: int) -> float:
 
 
 def fields_of(rule: dict[str, str], layers: int, device: torch.device) -> tuple[list[RowField], int]:
-    """Where the hooks of a rule lie in a row, and how many bytes it has."""
+    """(fields of a row with the hooks of a rule, bytes of a row). rule: {hook: reduction}."""
     found, at = [], HEADER_BYTES
     for layer in range(layers):
         for hook, spec in rule.items():
@@ -72,8 +73,10 @@ def fields_of(rule: dict[str, str], layers: int, device: torch.device) -> tuple[
 
 
 def measure(rule: dict[str, str], tokens: int, layers: int, repeat: int) -> dict[str, float]:
-    """us of a step's taps: reduced layer by layer (`at_once_us`), the thread's time to launch that (`thread_us`), and,
-    for steps that defer reductions, with these at the step's end (`at_end_us`).
+    """Microseconds of the taps of one step of `tokens` tokens. rule: {hook: reduction}.
+
+    at_once_us: each layer is reduced by its own tap. thread_us: time of the thread to launch these taps. at_end_us: all
+    layers are reduced at the end of the step; only for numbers of tokens for which taps do so.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     values = {h: torch.randn(tokens, WIDTHS[h], device=device).bfloat16() for h in rule}
@@ -112,7 +115,7 @@ def measure(rule: dict[str, str], tokens: int, layers: int, repeat: int) -> dict
 
 
 def layer_of(x: torch.Tensor, weights: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A layer without attention: its output and the values of its hooks, in the order of WIDTHS."""
+    """Compute a layer without attention. Returns (its output, the values of its hooks in the order of WIDTHS)."""
     qkv, o, gate_up, down = weights
     ln1 = F.rms_norm(x, x.shape[1:])
     q, k, v = F.linear(ln1, qkv).split([4096, 1024, 1024], dim=1)
@@ -127,7 +130,10 @@ def layer_of(x: torch.Tensor, weights: list[torch.Tensor]) -> tuple[torch.Tensor
 
 
 def measure_in_model(tokens: int, layers: int, repeat: int) -> dict[str, float]:
-    """us of a model's layers, and how many more they take with taps: in line after each and, on a GPU, beside it."""
+    """Microseconds of the layers of a model without taps (`model_us`), and additional microseconds with taps.
+
+    in_line_us: taps run after each layer. beside_us: taps run on a branch of the CUDA graph; only on a GPU.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shapes = ((6144, 2560), (2560, 4096), (2 * 9728, 2560), (2560, 9728))
     make = torch.randn if device.type == "cuda" else torch.zeros
@@ -149,7 +155,7 @@ def measure_in_model(tokens: int, layers: int, repeat: int) -> dict[str, float]:
                 if taps and beside is None:
                     write(rows, slots, values)
                 elif beside is not None:
-                    beside.join(forward=beside)  # any object: all of this is one forward
+                    beside.join(forward=beside)  # the same object each time: all layers are of one forward
                     with beside.beside(forward=beside, values=values):
                         write(rows, slots, values)
             if beside is not None:
@@ -164,7 +170,7 @@ def measure_in_model(tokens: int, layers: int, repeat: int) -> dict[str, float]:
 
 
 def thread_time(work: Callable[[], None], repeat: int) -> float:
-    """Median us that the thread needs to launch `work` without a CUDA graph, as for a prompt's tokens."""
+    """Median microseconds that the thread takes to launch `work` without a CUDA graph, as in a prefill step."""
     times = []
     for _ in range(repeat):
         begin = time.perf_counter()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What measurements are compared with: the machine's link, memory, codecs and files, and raw reads.
+"""Limits of the machine with which results are compared: link, memory, codecs, files, and raw reads.
 
-They are measured in the run that cites them.
+Each program measures limits in the same run as its results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dmi_connector.store.read.arrays.chunk_reader import ShardPieces
 
 
 def _rate(work: Callable[[], Any], nbytes: int, repeat: int = 5) -> float:
-    """Median GB/s of `work`, which moves `nbytes`."""
+    """Median GB/s of `work`, which moves `nbytes` bytes."""
     times = []
     for _ in range(repeat):
         begin = time.perf_counter()
@@ -36,7 +36,7 @@ def _rate(work: Callable[[], Any], nbytes: int, repeat: int = 5) -> float:
 
 
 def gpu_limits() -> dict[str, float]:
-    """GB/s of copies to pinned host memory and within the GPU (read + write); empty without a GPU."""
+    """GB/s of copies to pinned host memory, and within the GPU (bytes read and written); {} without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -62,7 +62,7 @@ def gpu_limits() -> dict[str, float]:
 
 
 def _codec_worker(codec: str, seconds: float) -> tuple[float, float]:
-    """(GB/s of raw data, ratio) of one process encoding 128 x 2560 chunks with crc32c."""
+    """(GB/s of raw bytes, raw / encoded bytes) of one process that encodes chunks of 128 x 2560 values with crc32c."""
     from dmi_connector.store.write.arrays import shard_writer as shard
 
     chunk = common.activations(128 * 2560 * 2).view(np.uint16).reshape(128, 2560)
@@ -74,6 +74,7 @@ def _codec_worker(codec: str, seconds: float) -> tuple[float, float]:
 
 
 def _file_worker(path: str, nbytes: int) -> float:
+    """GB/s of one process that writes a file of `nbytes` bytes. Removes the file."""
     data = common.activations(64 << 20).data
     begin = time.perf_counter()
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
@@ -87,10 +88,10 @@ def _file_worker(path: str, nbytes: int) -> float:
 
 
 def cpu_limits(directory: str, processes: int, seconds: float = 1.0) -> dict[str, float]:
-    """GB/s of memcpy, of each codec and of file writes in `directory`, for one process and for `processes`.
+    """GB/s of memcpy, of each codec, and of writing files in `directory`, for one process and for `processes`.
 
-    seconds: for each codec. Files have 1 GiB, less if `seconds` is below 1. A virtual machine may get memory at its
-    first use, which is slow, so the first files count apart (`file_first_GBps`).
+    seconds: duration for each codec. Files have 1 GiB, or less if `seconds` is below 1. The first use of memory may be
+    slow on a virtual machine, so the first files are listed separately (`file_first_GBps`).
     """
     data = common.activations(256 << 20)
     target = np.empty_like(data)
@@ -112,19 +113,23 @@ def cpu_limits(directory: str, processes: int, seconds: float = 1.0) -> dict[str
 # ---- of reads: raw reads of the same files, the codec alone, a raw write -------------------------------------------
 
 HOOK, WIDTH, CHUNK = "resid_pre", 2560, 128
-"""Of the stores that are read."""
+"""Hook, width and rows per chunk of the stores that are read."""
 THREADS = len(os.sched_getaffinity(0))
 _PIECE = 1 << 20
-"""Bytes that raw reads take at a time: fewer and more are slower here."""
+"""Number of bytes that raw reads read at a time. Smaller and larger pieces were slower."""
 
 
 def in_threads(work: Callable[[Any], object], items: list[Any]) -> None:
+    """Call `work` on each item, in THREADS threads."""
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(work, items))
 
 
 def read_raw(path: str) -> None:
-    """The chunks of one file into fresh memory: as much as their values take, so that malloc treats both alike."""
+    """Read the chunks of one file into new memory.
+
+    The memory has the size of the decoded values, so that malloc treats it like the memory of a reader.
+    """
     fd = os.open(path, os.O_RDONLY)
     size = os.fstat(fd).st_size // (CHUNK * WIDTH * 2) * CHUNK * WIDTH * 2
     memory = np.empty(size, np.uint8).data
@@ -134,7 +139,7 @@ def read_raw(path: str) -> None:
 
 
 def shard_files(captures: Captures) -> list[str]:
-    """The shard files of the hook."""
+    """The paths of the shard files of HOOK."""
     return [
         str(path)
         for info in captures.infos
@@ -144,7 +149,7 @@ def shard_files(captures: Captures) -> list[str]:
 
 
 def frames(captures: Captures) -> list[bytes]:
-    """Every encoded chunk, without its crc32c."""
+    """All encoded chunks, without their crc32c."""
     found = []
     for capture in captures:
         array = capture._values.array(HOOK)
@@ -155,7 +160,7 @@ def frames(captures: Captures) -> list[bytes]:
 
 
 def decode_alone(encoded: list[bytes]) -> None:
-    """The codec alone, into memory that each thread uses again."""
+    """Decode chunks with the codec alone, into memory that each thread reuses."""
 
     def work(share: list[bytes]) -> None:
         target = np.empty(CHUNK * WIDTH * 2, np.uint8)
@@ -166,7 +171,10 @@ def decode_alone(encoded: list[bytes]) -> None:
 
 
 def decode_anew(encoded: list[bytes], stores: int) -> None:
-    """The codec alone, store by store into new memory, which all threads share as those of a reader do."""
+    """Decode chunks with the codec alone, into new memory for each store.
+
+    All threads work on the same store, like the threads of a reader.
+    """
     chunks = len(encoded) // stores
     with ThreadPoolExecutor(THREADS) as pool:
         for first in range(0, len(encoded), chunks):
@@ -182,9 +190,10 @@ def _decode_pairs(pairs: list[tuple[bytes, np.ndarray]]) -> None:
 
 
 def chunks_in_order(planned: list[ShardPieces], out: np.ndarray) -> int:
-    """Read the planned chunks whole, raw, into `out` [chunks, bytes of a chunk and more]. Returns their number.
+    """Read the planned chunks into `out`, uint8 [n, at least the bytes of a chunk]. Returns the number of chunks.
 
-    Compressed ones are decoded by the codec alone.
+    Chunks are read whole and in order. Compressed chunks are decoded with the codec alone. Chunk i is written to row i
+    modulo n.
     """
     places = []
     for some in planned:
@@ -212,13 +221,13 @@ def chunks_in_order(planned: list[ShardPieces], out: np.ndarray) -> int:
 
 
 def whole_chunks(capture: Capture) -> Iterator[ShardPieces]:
-    """All chunks of a store."""
+    """Plan to read all chunks of a store."""
     array = capture._values.array(HOOK)
     return array.plan(range(array.shape[0]), array.rows(None), np.empty(array.shape, np.uint16))
 
 
 def epoch_chunks(data: TokenDataset) -> list[ShardPieces]:
-    """The chunks of the first epoch in their order."""
+    """Plan to read the chunks of the first epoch, in the order of the epoch."""
     (view,) = data.views.values()
     out = view.buffer(CHUNK)
     store, _, count = data._blocks
@@ -228,7 +237,7 @@ def epoch_chunks(data: TokenDataset) -> list[ShardPieces]:
 
 
 def write_alone(path: Path, values: np.ndarray, nbytes: int) -> None:
-    """Write a new file of `nbytes` from the same memory again and again, and remove it."""
+    """Write a new file of `nbytes` bytes, which repeats `values`, and remove it."""
     with open(path, "wb", buffering=0) as file:
         for at in range(0, nbytes, values.nbytes):
             file.write(values[: nbytes - at].data)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous load: a fixed number of requests in flight, what a client sees of them, and a consumer of their stores.
+"""Continuous load: a client that keeps a fixed number of requests in flight, and a consumer of their stores.
 
 python -m benchmarks.loads STORE_DIR KEEP_DIR       # the consumer
 """
@@ -23,10 +23,10 @@ from benchmarks.fitted import asked
 
 
 class Load(NamedTuple):
-    """Requests that are in flight all the time.
+    """A continuous load. in_flight: number of requests in flight.
 
-    prompt_tokens, output_tokens: of each. shared: tokens at the start of each prompt that are the same in all, so that
-    the prefix cache has them. captured: whether requests are captured, in engines that capture.
+    prompt_tokens, output_tokens: tokens per request. shared: number of tokens at the start that all prompts share, so
+    that they are in the prefix cache. captured: whether an engine that captures captures these requests.
     """
 
     in_flight: int
@@ -36,12 +36,13 @@ class Load(NamedTuple):
     captured: bool = True
 
     def shrunk(self, by: int) -> Load:
+        """This load with numbers divided by `by`, for small machines."""
         requests, prompt = max(1, self.in_flight // by), max(1, self.prompt_tokens // by)
         return Load(requests, prompt, max(2, self.output_tokens // by), self.shared // by, self.captured)
 
     @property
     def rows(self) -> int:
-        """Rows of one request's store: the last generated token has none."""
+        """Number of rows of a request's store. The last generated token has no row."""
         return self.prompt_tokens + self.output_tokens - 1
 
 
@@ -61,11 +62,13 @@ LOADS = {
     "uncaptured-prompts16": Load(16, 2000, 2, captured=False),
 }
 EVERY = 16
+"""The consumer keeps one of this many stores."""
 _LOOK_S = 0.05
+"""Seconds between two looks of the consumer at the directory."""
 
 
 def prompts(load: Load, vocab: int, seed: int) -> Iterator[list[int]]:
-    """Prompts of random tokens without end."""
+    """Yield prompts of random tokens without end. vocab: size of the vocabulary."""
     rng = np.random.default_rng(seed)
 
     def draw(count: int) -> list[int]:
@@ -78,17 +81,21 @@ def prompts(load: Load, vocab: int, seed: int) -> Iterator[list[int]]:
 
 
 def first_lengths(load: Load, seed: int) -> list[int]:
-    """How many tokens each of the first requests generates: different numbers, so that later ones end one by one."""
+    """The number of tokens that each of the first requests generates.
+
+    The numbers differ, so that requests end one by one instead of all at once.
+    """
     lengths = np.linspace(2, load.output_tokens, load.in_flight).astype(int)
     shuffled: list[int] = np.random.default_rng(seed).permutation(lengths).tolist()
     return shuffled
 
 
 class Client:
-    """Keeps `load.in_flight` requests in an engine and notes when their tokens come.
+    """Keeps `load.in_flight` requests in an engine, and records when their tokens come.
 
-    captures: whether the engine captures; it then captures requests that do not say otherwise. probes: one of
-    `benchmarks.fitted.PROBES` that requests ask scores of, or "".
+    captures: whether the engine captures. probes: one of `benchmarks.fitted.PROBES` whose scores requests ask for, or
+    "". tokens, requests: numbers of generated tokens and of finished requests in the latest `run`. first_s, between_s:
+    seconds from the start of a request to its first token, and between its tokens.
     """
 
     def __init__(self, engine: Any, load: Load, vocab: int, captures: bool, seed: int, probes: str = "") -> None:
@@ -124,7 +131,10 @@ class Client:
         self.engine.add_request(name, {"prompt_token_ids": next(self._prompts)}, self._make(output_tokens, extra))
 
     def run(self, seconds: float, each_second: Callable[[], None]) -> float:
-        """Take steps for a while. Counts and times are of these steps alone. Returns how long it was."""
+        """Run steps of the engine for `seconds`, and count from 0. Returns the actual duration in seconds.
+
+        each_second: called once per second.
+        """
         self.tokens = self.requests = 0
         self.first_s, self.between_s = [], []
         begin = time.perf_counter()
@@ -137,7 +147,7 @@ class Client:
         return time.perf_counter() - begin
 
     def finish(self) -> None:
-        """Let the requests in flight end."""
+        """Run steps until all requests in flight have ended."""
         while self.engine.has_unfinished_requests():
             self._step(refill=False)
 
@@ -160,7 +170,7 @@ class Client:
 
 
 def latency_ms(seconds: list[float]) -> dict[str, float]:
-    """Median and 99th percentile in ms; {} without samples."""
+    """{"p50": median, "p99": 99th percentile} in milliseconds; {} without samples."""
     if not seconds:
         return {}
     p50, p99 = np.percentile(seconds, [50, 99])
@@ -168,7 +178,7 @@ def latency_ms(seconds: list[float]) -> dict[str, float]:
 
 
 def growth(samples: list[tuple[float, float]]) -> float:
-    """Slope of (seconds, bytes), in bytes a second, by least squares."""
+    """Slope of samples (seconds, bytes) by least squares, in bytes per second."""
     if len(samples) < 2:
         return 0.0
     at, value = np.array(samples).T
@@ -176,10 +186,10 @@ def growth(samples: list[tuple[float, float]]) -> float:
 
 
 def consume(stores: Path, keep: Path) -> None:
-    """Remove each finished store, and keep every 16th, until the standard input ends.
+    """Remove finished stores, but move every 16th to `keep`, until the standard input ends.
 
-    Then print how many it saw and kept, and how many were gone before it had removed them (`vanished`: none, unless
-    somebody else removes stores).
+    Then print the numbers of finished stores and of kept stores as JSON. `vanished` is the number of stores that
+    another process removed first.
     """
     keep.mkdir(parents=True, exist_ok=True)
     seen = vanished = 0

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What capture costs as the ranks of a node grow from 1 to 8, and what that predicts for a node of eight GPUs.
+"""Costs of capture on a node with 1 to 8 ranks, and a prediction of the limits of a node with eight GPUs.
 
     python -m benchmarks.node --out benchmarks/results/cpu-node.json            # measure
     python -m benchmarks.node --out benchmarks/results/cpu-node.json --table    # predict (docs/SCALE.md)
 
 Each rank is a process with a ring, a coordinator and writers, without a model, an engine or a GPU. Its payloads are
-those of a real rank, with fewer layers. Cores are fewer than ranks, so no speed is measured: CPU seconds are, and waits
-for locks without waits for a core.
+those of a real rank, with fewer layers. The machine may have fewer cores than ranks, so CPU seconds are measured
+instead of speeds. Waits for locks are measured without waits for a core.
 """
 
 from __future__ import annotations
@@ -50,20 +50,26 @@ SELECTIONS = {
     "`int8` of all": ServerOptions("", ("vllm-full", "-logits"), "lz4", reduce=(("*", "int8"),)),
 }
 LAYOUTS, SHOWN = ("DP 1", "DP 2", "DP 4", "DP 8", "TP 4", "TP 8"), ("DP 8", "TP 8")
-"""Data-parallel engines, or tensor-parallel ranks of one engine. All are compared with the first."""
+"""Layouts that are measured, and layouts that the table shows. "DP n": n data-parallel engines. "TP n": one engine with
+n tensor-parallel ranks. All are compared with the first.
+"""
 SHORT_ROWS = 4
-"""Rows of a store with as many chunks as one of STORE_ROWS, each of a row of one layer: it costs little but itself."""
+"""Number of rows of a short store. It has as many chunks as a store of STORE_ROWS, but each chunk is one row of one
+layer. So a short store shows what a store costs beside its bytes.
+"""
 THOROUGH, QUICK = (STORE_ROWS, 96, 0.5, 5, CODECS, 20), (130, 4, 0.0, 1, ("zstd",), 1)
-"""Rows of a store, short stores, GB written at a time (but a store of each rank), rounds, codecs, effort."""
+"""(rows per store, number of short stores, GB written at a time, rounds, codecs, effort). At least one store is written
+per rank. effort: factor of the numbers of repetitions in `measure_shared`.
+"""
 RING_BYTES, RANK_WRITERS = 160 << 20, 4
-"""Of a simulated rank. The ring holds two of the largest chunks that are measured."""
+"""Bytes of the ring and number of writers of a simulated rank. The ring holds two of the largest chunks."""
 FILES, COPIED_BYTES = 8, 64_000_000
-"""Files of a directory that is made to see what a file costs; what is copied at a time."""
+"""Number of files per directory in the measurement of files, and bytes per copy in the measurement of copies."""
 Ranks = list[ProcessPoolExecutor]
 
 
 def payloads(dims: ModelDims, options: ServerOptions, layout: str) -> list[PayloadLayout]:
-    """What each rank of an engine sends, worked out as the engine does it."""
+    """The payload layout of each rank of an engine, computed as the engine does."""
     from dmi_connector.engine.context import CaptureContext
     from dmi_connector.engine.owners import OWNERS
     from dmi_connector.engine.transfer.chunk_layout import chunk_layout
@@ -76,17 +82,17 @@ def payloads(dims: ModelDims, options: ServerOptions, layout: str) -> list[Paylo
 
 
 def row_of(dims: ModelDims, options: ServerOptions, layout: str) -> Numbers:
-    """Bytes of a token over all ranks of an engine, and the largest part of all bytes that one rank of the node has."""
+    """Facts about a row: bytes over all ranks of an engine, largest share of the node's bytes on a rank, and codec."""
     sizes = [one.header_base for one in payloads(dims, options, layout)]
     share = max(sizes) / sum(sizes) / (1 if len(sizes) > 1 else split_layout(layout)[1])
     return {"bytes": sum(sizes), "largest_share": common.three_digits(share), "codec": options.codec}
 
 
 def short(layout: PayloadLayout) -> PayloadLayout:
-    """The layout of a store of SHORT_ROWS."""
+    """The layout of a short store, see SHORT_ROWS."""
 
     def first(spec: ArraySpec) -> ArraySpec:
-        """One layer of each file."""
+        """The array with one layer per file."""
         parts = spec.shards if spec.part_layers else 1
         return replace(spec, layers=spec.layers[:parts], part_layers=min(1, spec.part_layers))
 
@@ -100,13 +106,15 @@ client: StoreClient
 
 
 def start() -> None:
-    """Have what a worker has of the connector behind its GPU."""
+    """Make the client of a simulated rank, with its ring, coordinator and writers."""
     global client
     client = StoreClient(RING_BYTES, RANK_WRITERS, WriteSettings(always_compress=True))
 
 
 def fill(reduced: bool) -> None:
-    """Fill the ring with normal numbers in bf16, or with what `int8` makes of rows whose largest is 4 sigma."""
+    """Fill the ring with normally distributed values, in bf16 or (`reduced`) as `int8` encodes them, with 127 for 4
+    standard deviations.
+    """
     values = common.activations(16 << 20)
     if reduced:
         values = (np.random.default_rng(0).standard_normal(16 << 20) * 127 / 4).clip(-127, 127).astype(np.int8)
@@ -114,24 +122,29 @@ def fill(reduced: bool) -> None:
 
 
 def feed(layout: PayloadLayout, paths: Sequence[str], rows: int, rank: int, ranks: int) -> Numbers:
-    """Write stores. Returns CPU seconds of this rank's processes, and what its client counted."""
+    """Write stores as one rank. Returns CPU seconds of the rank's processes, and the counts of its client."""
 
     def so_far() -> Numbers:
         found: Numbers = {**client.counts(), "kernel_s": stores.cpu_seconds("dmi-writer", client.group)[1]}
         for name in ("writer", "coordinator"):
             pids = [pid for pid, *_ in stores.processes(f"dmi-{name}", client.group)]
-            # Their CPU clocks, for which `time` has no name. The kernel's ticks of 10 ms are too coarse for a store.
+            # The id of another process's CPU clock (see clock_getcpuclockid). The ticks in /proc, of 10 ms each, are
+            # too coarse for one store.
             found[f"{name}_s"] = sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
         return found | {"rank_s": time.process_time()}
 
     number, before = client.register(layout), so_far()
     stores.feed(client, layout, number, paths, rows, rank, ranks)
-    spent = time.process_time()  # without what counting takes
+    spent = time.process_time()  # before `so_far`, which takes time too
     return {name: value - before[name] for name, value in {**so_far(), "rank_s": spent}.items()}
 
 
 def repeat(what: str, directory: str, rank: int, count: int) -> Numbers:
-    """Do one thing `count` times. Returns seconds on a core, and waiting for something that is no core."""
+    """Do one operation `count` times. Returns {"cpu_s": CPU seconds, "lock_s": seconds of waits other than for a core}.
+
+    what: "append" (a line of the index), "create" (a directory of FILES files), "quota" (the size of all stores), or
+    "copy" (COPIED_BYTES bytes).
+    """
     source, target = np.ones((2, COPIED_BYTES if what == "copy" else 1), np.uint8)
     attrs: Numbers = {"complete": True, "reason": None, "created": now(), "finished": now(), "files": {}}
 
@@ -157,7 +170,7 @@ def repeat(what: str, directory: str, rank: int, count: int) -> Numbers:
 
 
 def _clocks() -> np.ndarray:
-    """Seconds so far of this thread: all, on a core, waiting for a core."""
+    """Seconds of this thread so far: [elapsed, on a core, waiting for a core]."""
     queued = Path("/proc/thread-self/schedstat").read_text().split()[1]
     return np.array([time.perf_counter(), time.thread_time(), int(queued) / 1e9])
 
@@ -166,20 +179,20 @@ def _clocks() -> np.ndarray:
 
 
 def new_rank() -> ProcessPoolExecutor:
-    """A process that runs what a rank does."""
+    """Start the process of a simulated rank."""
     return ProcessPoolExecutor(1, get_context("spawn"), start)
 
 
 def together(ranks: Ranks, act: Callable[..., Any], given: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """What `act` returns on the first ranks, with one entry of `given` each."""
+    """Call `act` on the first ranks at the same time, with one entry of `given` each. Returns the results."""
     futures = [rank.submit(act, *arguments) for rank, arguments in zip(ranks, given, strict=False)]
     return [future.result() for future in futures]
 
 
 def write(ranks: Ranks, directory: Path, layout: str, sent: list[PayloadLayout], rows: int, count: int) -> Numbers:
-    """Have `count` stores written. Returns what one took, over all ranks. sent: by the ranks of an engine.
+    """Write `count` stores of `rows` rows. Returns the mean costs of a store, summed over the ranks.
 
-    Raises RuntimeError if a store is not complete.
+    sent: payload layouts of the ranks of an engine. Raises RuntimeError if a store is not complete.
     """
     tensor, n = split_layout(layout)
     paths = [f"{directory}/{i}.zarr" for i in range(count)]
@@ -193,7 +206,7 @@ def write(ranks: Ranks, directory: Path, layout: str, sent: list[PayloadLayout],
 
 
 def problems(directory: Path, count: int) -> list[str]:
-    """What is wrong with `count` stores and with their index, where each key begins once and ends once."""
+    """The problems with `count` stores and with their index, in which each key must begin once and end once."""
     lines = Counter((line["event"], line["key"], line["state"]) for line in read_index(directory))
     ends = ("start", "started"), ("finish", "complete")
     lines.subtract((event, str(i), state) for i in range(count) for event, state in ends)
@@ -204,9 +217,10 @@ def problems(directory: Path, count: int) -> list[str]:
 def measure_case(
     ranks: Ranks, dims: ModelDims, options: ServerOptions, directory: Path, args: argparse.Namespace, check: bool
 ) -> Numbers:
-    """One round of a model and selection. For each layout: CPU seconds of a store, and by codec of a GB.
+    """Measure one round of a model and selection. Returns, for each layout, CPU seconds per store and per GB and codec.
 
-    A sixteenth of the layers is captured: eight payloads fit a small machine. For a codec the width is what counts.
+    Only a sixteenth of the layers is captured, so that eight payloads fit on a small machine. The costs of a codec
+    depend on the width of rows. check: whether to verify all stores.
     """
     few = replace(dims, layers=max(4, dims.layers // 16))
 
@@ -240,7 +254,10 @@ def measure_case(
 
 
 def measure_shared(ranks: Ranks, directory: Path, numbers: Sequence[int], effort: int) -> Numbers:
-    """One round of what ranks share: seconds of a line of the index, a file, a store that is measured, a GB copied."""
+    """Measure one round of operations on what ranks share, for each number of ranks in `numbers`.
+
+    Returns seconds as `repeat` does: per line of the index, per file, per store for the quota, and per GB copied.
+    """
     counts = {"append": 100 * effort, "create": 5 * effort, "quota": 1, "copy": (effort + 1) // 2}
     found: Numbers = {what: {} for what in counts}
     for n in numbers:
@@ -262,7 +279,7 @@ def measure_shared(ranks: Ranks, directory: Path, numbers: Sequence[int], effort
 
 
 def rounds(args: argparse.Namespace) -> Iterator[Numbers]:
-    """Medians of the rounds so far, after each. The first checks all stores, and does not count."""
+    """Yield the medians of the rounds so far, after each round. The first round checks stores, and does not count."""
     numbers, samples = sorted({split_layout(layout)[1] for layout in args.layouts}), list[Numbers]()
     with ExitStack() as stack:
         places = [TemporaryDirectory(prefix="dmi-node-", dir=place) for place in (args.directory, args.out.parent)]
@@ -280,7 +297,7 @@ def rounds(args: argparse.Namespace) -> Iterator[Numbers]:
 
 
 def medians(rounds: list[Any]) -> Any:
-    """One tree of medians of trees of numbers."""
+    """Medians of nested dicts of numbers, as one nested dict."""
     if isinstance(rounds[0], dict):
         return {name: medians([one[name] for one in rounds]) for name in rounds[0]}
     return common.three_digits(statistics.median(rounds))
@@ -290,14 +307,18 @@ def medians(rounds: list[Any]) -> Any:
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the options of the program."""
     p = common.parser("benchmarks.node", __doc__)
     p.add_argument("--out", type=Path, required=True, help="result file; --table reads it")
     p.add_argument("--table", action="store_true", help="print the prediction, and measure nothing")
-    p.add_argument("--codec", choices=CODECS, help="with --table: in the place of each selection's own")
-    p.add_argument("--directory", default="/dev/shm", help="in memory; small files are also made beside --out")
+    p.add_argument("--codec", choices=CODECS, help="with --table: the codec of all selections (default: their own)")
+    p.add_argument(
+        "--directory",
+        default="/dev/shm",
+        help="directory in memory for stores (default: %(default)s); small files are also written beside --out",
+    )
     p.add_argument("--layouts", type=lambda text: text.split(","), help="comma-separated, as in 'DP 1,TP 8'")
-    p.add_argument("--quick", action="store_true", help="one selection, few rows: to see that it works")
+    p.add_argument("--quick", action="store_true", help="measure one selection and few rows, to test the program")
     for field in fields(Machine):
         flag, text = "--" + field.name.replace("_", "-"), f"{field.metadata['what']} (default: {field.default})"
         p.add_argument(flag, type=float, default=field.default, help=f"with --table: {text}")

@@ -1,34 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast stores are read, beside what the machine gives: raw reads of the same files, and the codec alone.
+"""Speed of reading stores, compared with limits of the machine: raw reads of the same files, and the codec alone.
 
     python -m benchmarks.reading --out benchmarks/results/cpu-reading.json
     python -m benchmarks.reading --only export --out export.json
     taskset -c 1 python -m benchmarks.reading --before DIR --out before.json
 
-Stores hold normal bf16 values, one hook `resid_pre`, in memory (/dev/shm). Each round measures every limit and every
-read once, in turns. A ratio is the median over the rounds of limit and read of one round. Beside it stands the ratio of
-their processor times, which says the same on a machine whose cores others use too.
+Stores hold normally distributed bf16 values of one hook, `resid_pre`, in memory (/dev/shm). Each round measures every
+limit and every read once. A ratio is the speed of a read divided by the speed of its limit in the same round; the
+result has the median over the rounds. A second ratio compares their processor times. It is the steadier one if other
+programs use the cores too.
 
-`--before DIR` measures another checkout of this repository too, each with its own program and stores. Rounds of both
-alternate: one process of one round each. A ratio is the median of the ratios within one pair of rounds.
+`--before DIR` also measures another checkout of this repository, with the program and stores of that checkout. The
+rounds of both alternate, and each round is a process. A ratio is the median over the pairs of rounds.
 
-`--only` names what to measure: whole (with float32 and zarr), random, batches, export, ranks, open. The export needs
-the environment that `make types TYPES=sae-lens` builds: `.types/sae-lens/bin/python -m benchmarks.reading`.
+`--only` selects what to measure: whole (with float32 and zarr), random, batches, export, ranks, open. export needs the
+environment that `make types TYPES=sae-lens` builds: `.types/sae-lens/bin/python -m benchmarks.reading`.
 
-| name | is |
+| name | measures |
 |---|---|
 | whole | `Capture.numpy(hook, convert=False)` of all layers, store by store |
-| float32 | the same with conversion, as `Capture.numpy(hook)` gives it |
-| random | 4,096 random tokens of one layer out of all stores, `RowView.read` |
-| in order | the same chunks in the order of the files: read raw, and with `zstd` decoded by the codec alone |
-| batches | an epoch of `TokenDataset` over all stores, batches of 4,096 tokens of one layer |
-| in that order | the chunks of that epoch, in its order, read and decoded like "in order" |
-| codec, new memory | the codec alone, into memory that is new for each store, as its result is to a reader |
-| files and codec | raw reads and decoding of the chunks of "whole" with `zstd`: what a reader without checksums takes |
+| float32 | `Capture.numpy(hook)` of all layers, which converts to float32 |
+| random | `RowView.read` of 4,096 random tokens of one layer from all stores |
+| in order | raw reads of the chunks of "random" in the order of the files. With `zstd`, the codec alone decodes them |
+| batches | an epoch of `TokenDataset` over all stores, in batches of 4,096 tokens of one layer |
+| in that order | raw reads of the chunks of "batches" in the order of the epoch, decoded like those of "in order" |
+| codec alone | the codec alone on the chunks of "whole", into memory that is reused |
+| codec, new memory | the codec alone on the chunks of "whole", into new memory for each store, as a reader needs |
+| files and codec | raw reads of the chunks of "whole", and the codec alone: a reader without checksums |
 | zarr | `Capture.array(hook)[:]`, by zarr-python |
-| export | `dmi export --to saelens` of a fifth of the stores, counted as stored. Left out without `datasets` |
-| read and written | the chunks of that export in order, then writing as many float32 values: twice the bytes read |
-| one rank, two ranks, two ranks by layer | stores of as many values, each rank's part columns or a layer |
+| export | `dmi export --to saelens` of a fifth of the stores, in GB of stored values. Left out without `datasets` |
+| read and written | raw reads of the chunks of "export", then a write of as many float32 values: twice the bytes |
+| one rank | reads of stores of two layers that one rank wrote |
+| two ranks, two ranks by layer | the same stores, of which each of two ranks wrote half of the columns, or one layer |
 | open | `open_captures`, then open and close each store |
 """
 
@@ -95,11 +98,14 @@ BARS = (
         for how in ("whole none", "whole zstd", "random none", "random zstd")
     ),
 )
-"""(read, the limit it is compared with, the least part of it)."""
+"""(read, limit with which it is compared, minimum ratio of their speeds)."""
 
 
 def make_stores(directory: Path, codec: str, stores: int, layers: int, ranks: int = 1, part_layers: int = 0) -> None:
-    """Finished stores of 256 tokens, with an index. ranks: each wrote its columns, or `part_layers` layers."""
+    """Write finished stores of 256 tokens, with an index. ranks: number of ranks that write each store.
+
+    part_layers: number of layers that each rank writes; 0: each rank writes its part of the columns.
+    """
     directory.mkdir(parents=True)
     whole = ArraySpec(HOOK, "bfloat16", tuple(range(layers)), WIDTH, ranks, part_layers=part_layers)
     specs = [replace(whole, rank=rank) for rank in range(ranks)]
@@ -128,31 +134,34 @@ def make_stores(directory: Path, codec: str, stores: int, layers: int, ranks: in
 
 
 def read_whole(captures: Captures, convert: bool) -> None:
-    """All layers of each store. No result is kept."""
+    """Read all layers of each store, and drop the values. convert: whether values are converted to float32."""
     for capture in captures:
         capture.numpy(HOOK, convert=convert)
 
 
 def read_by_zarr(captures: Captures) -> None:
-    """The same by zarr-python."""
+    """Read all layers of each store with zarr-python, and drop the values."""
     for capture in captures:
         capture.array(HOOK)[:]
 
 
 def read_epoch(data: TokenDataset) -> None:
-    """Go through the batches of one epoch."""
+    """Read the batches of one epoch."""
     assert sum(1 for _ in data) == data.batches()
 
 
 class Clock:
-    """Times work: GB/s by the clock, and by the processor time of all threads for each of the cores."""
+    """Measures speeds.
+
+    wall: {name: GB/s by elapsed time}. cores: {name: GB/s by the processor time of all threads, times THREADS}.
+    """
 
     def __init__(self) -> None:
         self.wall: dict[str, float] = {}
         self.cores: dict[str, float] = {}
 
     def rate(self, name: str, nbytes: float, work: Callable[[], object]) -> float:
-        """Do `work` on `nbytes`. Returns its seconds."""
+        """Call `work`, which reads or writes `nbytes` bytes, and record its speed. Returns its seconds."""
         begin, used = time.perf_counter(), time.process_time()
         work()
         seconds, busy = time.perf_counter() - begin, time.process_time() - used
@@ -162,7 +171,7 @@ class Clock:
 
 
 class Round:
-    """One measurement of each part that was asked for. Stores of one codec are made when a part needs them."""
+    """Measures the parts that --only selects, with stores of one codec. Stores are written when a part needs them."""
 
     def __init__(self, root: Path, codec: str, args: argparse.Namespace) -> None:
         self.root, self.codec, self.args = root, codec, args
@@ -171,24 +180,24 @@ class Round:
 
     @functools.cached_property
     def few(self) -> Captures:
-        """Stores that are read whole."""
+        """The stores that are read whole."""
         make_stores(self.root / "few", self.codec, self.args.few, self.args.layers)
         return open_captures(self.root / "few")
 
     @functools.cached_property
     def encoded(self) -> list[bytes]:
-        """Their chunks, as they are stored."""
+        """The encoded chunks of `few`."""
         return frames(self.few)
 
     @functools.cached_property
     def many(self) -> Captures:
-        """Stores that rows are taken from."""
+        """The stores from which single rows are read."""
         make_stores(self.root / "many", self.codec, self.args.many, 2)
         return open_captures(self.root / "many")
 
     @functools.cached_property
     def of_ranks(self) -> dict[str, Captures]:
-        """As many values, written by one rank and by two."""
+        """{name in the table above: its stores, which have two layers}."""
         ways = {"one rank": (1, 0), "two ranks": (2, 0), "two ranks by layer": (2, 1)}
         for name, way in ways.items():
             make_stores(self.root / name, self.codec, self.args.few, 2, *way)
@@ -196,28 +205,31 @@ class Round:
 
     @functools.cached_property
     def view(self) -> RowView:
-        """Their rows."""
+        """The rows of one layer of `many`."""
         return self.many.rows(HOOK, layer=1)
 
     @functools.cached_property
     def data(self) -> TokenDataset:
-        """Batches of them."""
+        """Batches of the rows of `view`."""
         return TokenDataset(self.many, f"{HOOK}@1", min(self.args.batch, len(self.view)))
 
     @functools.cached_property
     def buffer(self) -> np.ndarray:
-        """As long as a buffer of the data set: what is read has to lie somewhere."""
+        """Memory for raw reads, as large as a buffer of `data`."""
         return np.zeros((self.data.buffer_tokens // CHUNK, self.memory.shape[1]), np.uint8)
 
     def measure(self, seed: int) -> Clock:
-        """GB/s of values as they are stored, decoded; another unit where the name says so. seed: of random tokens."""
+        """Run one round. Returns the speeds, in GB/s of decoded values in the stored dtype.
+
+        Names may end with another unit. seed: seed of the random tokens.
+        """
         self.clock = Clock()
         for name in self.args.only:
             PARTS[name](self, seed)
         return self.clock
 
     def whole(self, _seed: int) -> None:
-        """All layers, in the stored dtype, as float32, and by zarr-python."""
+        """Measure reads of all layers: in the stored dtype, as float32, and with zarr-python."""
         codec, rate = self.codec, self.clock.rate
         nbytes, files = len(self.few) * self.args.layers * TOKENS * WIDTH * 2, shard_files(self.few)
         if codec == "none":
@@ -233,7 +245,7 @@ class Round:
         rate(f"zarr {codec}", nbytes * len(some) / len(self.few), lambda: read_by_zarr(some))
 
     def random(self, seed: int) -> None:
-        """Random tokens of one layer."""
+        """Measure reads of random tokens of one layer."""
         codec, view, clock, batch = self.codec, self.view, self.clock, self.args.batch
         rows = np.random.default_rng(seed).integers(0, len(view), batch)
         planned = view._plan(np.unique(rows), np.empty((1, batch, WIDTH), np.uint16), [0])
@@ -244,7 +256,7 @@ class Round:
         clock.wall |= {f"random {codec}, ms": seconds * 1e3, f"random {codec}, chunks": chunks}
 
     def batches(self, _seed: int) -> None:
-        """An epoch of the data set."""
+        """Measure one epoch of the data set."""
         codec, data = self.codec, self.data
         data.set_epoch(0)
         planned, nbytes = epoch_chunks(data), data.batches() * data.batch_size * WIDTH * 2
@@ -252,7 +264,7 @@ class Round:
         self.clock.rate(f"batches {codec}", nbytes, lambda: read_epoch(data))
 
     def export(self, _seed: int) -> None:
-        """A data set of SAELens. Reading and writing each alone, and both."""
+        """Measure an export for SAELens, and the raw reads and the write that it needs."""
         codec, clock = self.codec, self.clock
         some = self.many[: max(1, len(self.many) // 5)]
         rows = len(some) * TOKENS
@@ -269,7 +281,7 @@ class Round:
         shutil.rmtree(out)
 
     def ranks(self, seed: int) -> None:
-        """Stores of one rank and of two: all of them, and random tokens of one layer."""
+        """Measure reads of stores of one and of two ranks: of all layers, and of random tokens of one layer."""
         nbytes, batch = self.args.few * 2 * TOKENS * WIDTH * 2, min(self.args.batch, self.args.few * TOKENS)
         rows = np.random.default_rng(seed).integers(0, self.args.few * TOKENS, batch)
         for name, captures in self.of_ranks.items():
@@ -279,7 +291,7 @@ class Round:
             self.clock.rate(f"{name}, random {self.codec}", batch * WIDTH * 2, some)
 
     def open(self, _seed: int) -> None:
-        """Open and close each store."""
+        """Measure opening and closing each store."""
         directory = self.root / "many"
         assert len(self.many)
         seconds = self.clock.rate("open", 0, lambda: [None for _ in open_captures(directory)])
@@ -295,17 +307,20 @@ PARTS: dict[str, Callable[[Round, int], None]] = {
     "ranks": Round.ranks,
     "open": Round.open,
 }
-"""What `--only` names."""
+"""{value of `--only`: method that measures it}."""
 
 
 def chosen(only: list[str]) -> list[str]:
-    """The parts to measure. Without a choice: all that can be. Raises ValueError for an export without `datasets`."""
+    """The parts to measure. only: values of --only; empty: all, without export if `datasets` is not installed.
+
+    Raises ValueError if `only` has export and `datasets` is not installed.
+    """
     lacks = importlib.util.find_spec("datasets") is None
     how = "needs the package datasets: make types TYPES=sae-lens, then .types/sae-lens/bin/python -m benchmarks.reading"
     if lacks and "export" in only:
         raise ValueError(f"--only export {how}")
     if lacks and not only:
-        print(f"export is left out: it {how}", file=sys.stderr)
+        print(f"export is left out, which {how}", file=sys.stderr)
     return only or [name for name in PARTS if name != "export" or not lacks]
 
 
@@ -315,12 +330,12 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--directory", default="/dev/shm/dmi-reading")
     p.add_argument("--only", nargs="+", choices=PARTS, default=[], help="what to measure (default: all)")
-    p.add_argument("--few", type=int, default=60, help="stores that are read whole")
-    p.add_argument("--layers", type=int, default=12, help="layers of these")
-    p.add_argument("--many", type=int, default=1000, help="stores that random tokens come from, of two layers")
-    p.add_argument("--batch", type=int, default=4096, help="random tokens")
-    p.add_argument("--repeat", type=int, default=7)
-    p.add_argument("--before", type=Path, help="another checkout of this repository: it is measured too, in turns")
+    p.add_argument("--few", type=int, default=60, help="stores that are read whole (default: %(default)s)")
+    p.add_argument("--layers", type=int, default=12, help="layers of stores that are read whole (default: %(default)s)")
+    p.add_argument("--many", type=int, default=1000, help="stores from which rows are read (default: %(default)s)")
+    p.add_argument("--batch", type=int, default=4096, help="random tokens, and rows per batch (default: %(default)s)")
+    p.add_argument("--repeat", type=int, default=7, help="rounds (default: %(default)s)")
+    p.add_argument("--before", type=Path, help="another checkout of this repository, which is measured too")
     args = p.parse_args(argv)
     try:
         args.only = chosen(args.only)
@@ -334,7 +349,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     wall: dict[str, list[float]] = {}
     cores: dict[str, list[float]] = {}
-    for codec in CODECS:  # one after the other: both sets of stores would take twice the memory
+    for codec in CODECS:  # one codec at a time, because the stores of both would take twice the memory
         root = Path(args.directory)
         try:
             measured = Round(root, codec, args)
@@ -355,7 +370,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def summary(wall: dict[str, list[float]], cores: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians of the rounds, the least and the most, and what part of its limit each read reaches."""
+    """Median, minimum and maximum of each figure over the rounds, and the ratio of each read to its limit.
+
+    wall, cores: {name: values of the rounds}, as in `Clock`.
+    """
     pick: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "least": min, "most": max}
     return {
         "rounds": len(next(iter(wall.values()))),
@@ -367,7 +385,7 @@ def summary(wall: dict[str, list[float]], cores: dict[str, list[float]]) -> dict
 def of_limit(
     wall: dict[str, list[float]], cores: dict[str, list[float]], read: str, limit: str, bar: float
 ) -> dict[str, Any]:
-    """What part of its limit a read reaches."""
+    """The ratio of the speed of a read to that of its limit: median, minimum and maximum over the rounds."""
     both = [[a / b for a, b in zip(runs[read], runs[limit], strict=True)] for runs in (wall, cores)]
     return {
         **{"read": read, "limit": limit, "bar": bar},

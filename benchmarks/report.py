@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of results: of capture, sustained, data_parallel and bulk.
+"""Tables of the results of capture, sustained, data_parallel and bulk.
 
     python -m benchmarks.report A.json [B.json ...]
     python -m benchmarks.report benchmarks/results/gpu-bursts.json --runs h200-curves --plot docs/img/cost.svg
 
-`--plot` draws the speed of each selection by its bytes of a token, for each case.
+`--plot` draws the speed of each selection by its bytes per token, with a line for each case.
 
-Files are results or summaries (`benchmarks.summary`). Several are parts of one measurement. Every ratio is to stock in
-the same run. Where engines ran together, it is to stock's rounds of the same phase. Where both alternated rounds, it is
-the median of the rounds' ratios.
+Files are results or summaries (`benchmarks.summary`). Ratios compare with stock in the same run. If engines ran
+together, ratios compare with the rounds of stock in the same phase. If rounds alternated with those of stock, a ratio
+is the median of the ratios of rounds.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from benchmarks.summary import base_of, runs
 
 Results = dict[str, Any]
 SLOW_BASE = "full null"
-"""Setups with a slow sink are also compared with this one, which has no sink."""
+"""The setup with which setups with a slow sink are also compared. It has no sink."""
 _MEDIANS = {"first token p50, median": "first_token_p50", "between tokens p99, median": "between_tokens_p99"}
-"""Columns of `busy_rounds`, and the figures of a summary."""
+"""{column of `busy_rounds`: figure of a summary}."""
 
 
 def measured(results: Results, setup: str) -> dict[str, Any]:
-    """case -> numbers of one setup; empty where it was not measured."""
+    """{case: numbers} of one setup; {} if it was not measured."""
     for engine in results["engines"].values():
         if setup in engine["setups"]:
             return dict(engine["setups"][setup])
@@ -38,7 +38,7 @@ def measured(results: Results, setup: str) -> dict[str, Any]:
 
 
 def cell(results: Results, setup: str, case: str) -> str:
-    """tok/s, its ratio to stock, and GB/s where a sink took part."""
+    """A cell of `table`: tokens per second, ratio to stock, and GB/s of setups with a sink."""
     got = measured(results, setup).get(case)
     if got is None:
         return ""
@@ -64,7 +64,10 @@ def cell(results: Results, setup: str, case: str) -> str:
 
 
 def table(files: dict[str, Results]) -> str:
-    """A row for each setup of each file, a column for each case. Below: what was not run or failed."""
+    """A table with a line for each setup of each file, and a column for each case. files: {name: results}.
+
+    Notes follow: what was not run or failed, commits and machines, and how steady the cores were.
+    """
     setups = [(f, name, s) for f, r in files.items() for e in r["engines"].values() for name, s in e["setups"].items()]
     cases = [case for case in CASES if any(case in s for _, _, s in setups)]
     several = len(files) > 1
@@ -83,7 +86,7 @@ def table(files: dict[str, Results]) -> str:
 
 
 def _origin(file: str, results: Results) -> str:
-    """The commit and the machine; "" for a file without a header."""
+    """A note with commit and GPU of a file; "" for a file without a header."""
     if "header" not in results:
         return ""
     header = results["header"]
@@ -91,17 +94,17 @@ def _origin(file: str, results: Results) -> str:
 
 
 def _steadiness(file: str, results: Results) -> str:
-    """How much the speed of the engines' cores varied between rounds; "" where it was not measured."""
+    """A note about how much the speed of the engines' cores varied; "" if it was not measured."""
     cases = [case for engine in results["engines"].values() for s in engine["setups"].values() for case in s.values()]
     times = sorted(us for case in cases for us in case.get("python_us", ()))
     if not times:
         return ""
     tenths = f"{times[len(times) // 10]:.0f}, {times[len(times) // 2]:.0f} and {times[len(times) * 9 // 10]:.0f} us"
-    return f"{file}: a fixed piece of Python took {tenths} after rounds (first tenth, median, last tenth)"
+    return f"{file}: a fixed piece of Python took {tenths} after rounds (10th percentile, median, 90th percentile)"
 
 
 def points(files: dict[str, Results]) -> dict[str, list[tuple[float, float]]]:
-    """case -> (MB a token, ratio to stock) of each selection whose rounds alternated with stock's."""
+    """{case: (MB per token, ratio to stock) of each selection whose rounds alternated with those of stock}."""
     found: dict[str, list[tuple[float, float]]] = {}
     for results in files.values():
         for engine in results["engines"].values():
@@ -113,7 +116,7 @@ def points(files: dict[str, Results]) -> dict[str, list[tuple[float, float]]]:
 
 
 def plot(files: dict[str, Results], path: Path) -> None:
-    """Draw `points` as SVG. Its text stays text."""
+    """Draw `points` to an SVG file, in which text is stored as text."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -135,7 +138,11 @@ def plot(files: dict[str, Results], path: Path) -> None:
 
 
 def busy_table(results: dict[str, Any]) -> str:
-    """A row for each load and setup: medians over rounds, with the ratio to stock's in brackets."""
+    """A table of a result of `benchmarks.sustained`: a line for each load and setup.
+
+    Cells are medians over the rounds, with the ratio to stock in brackets. For a result of --starts, cells are seconds
+    of starts.
+    """
     engines = results["engines"]
     if any("start_s" in engine and "loads" not in engine for engine in engines.values()):
         rows = [[name, *(str(s) for s in engine["start_s"])] for name, engine in engines.items()]
@@ -177,9 +184,9 @@ def _cells(runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> list[str]:
 
 
 def busy_rounds(files: list[Results]) -> str:
-    """A row for each load and setup: the ratios of all rounds to stock's round just before them, over all files.
+    """A table with a line for each load and setup: ratios of all rounds to the round of stock just before.
 
-    files: summaries, see `benchmarks.summary`.
+    files: summaries of `benchmarks.sustained` on one or several machines.
     """
     found: dict[tuple[str, str], list[Results]] = {}
     for file in files:
@@ -196,7 +203,7 @@ def busy_rounds(files: list[Results]) -> str:
 
 
 def _median(machines: list[Results], what: str) -> float:
-    """Over the rounds of all machines, of their ratios to stock."""
+    """The median ratio to stock of figure `what`, over the rounds of all machines."""
     return statistics.median(ratio for one in machines for ratio in one[f"{what}_of_stock"])
 
 
@@ -204,7 +211,7 @@ def _median(machines: list[Results], what: str) -> float:
 
 
 def servers_table(run: Results) -> str:
-    """A row for each server of a summary of `benchmarks.data_parallel`."""
+    """A table of a summary of `benchmarks.data_parallel`, with a line for each server."""
     lines = [["server", "tokens/s", "by engine", "of stock", "of one engine, each", "stores, requests"]]
     servers = run["servers"]
     rate = {name: found["tok_per_s"] for name, found in servers.items()}
@@ -220,7 +227,7 @@ def servers_table(run: Results) -> str:
 
 
 def bulk_table(run: Results) -> str:
-    """Medians of `LLM.generate` and `dmi run`, and their ratio, of a summary of `benchmarks.bulk`."""
+    """A table of a summary of `benchmarks.bulk`: median speeds of `LLM.generate` and `dmi run`, and their ratio."""
     lines = [["", "tokens/s", "by LLM.generate", "rounds"]]
     titles = {"generate": "`LLM.generate`", "run": "`dmi run`"}
     ratio = run.get("ratio")
@@ -234,7 +241,7 @@ def bulk_table(run: Results) -> str:
 
 
 def tables(files: dict[str, Results]) -> str:
-    """All tables of the runs of summaries, by name."""
+    """All tables of runs. files: {name of a run: its summary}."""
     parts = []
     if bursts := {name: run for name, run in files.items() if _has(run, "setups")}:
         parts.append(table(bursts))
@@ -252,8 +259,8 @@ def _has(run: Results, what: str) -> bool:
 def main(argv: list[str] | None = None) -> int:
     p = common.parser("benchmarks.report", __doc__)
     p.add_argument("files", nargs="+", type=Path, metavar="RESULTS.json")
-    p.add_argument("--runs", help="comma-separated, of those that the files have (default: all)")
-    p.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the cost by bytes of a token, print nothing")
+    p.add_argument("--runs", help="comma-separated names of runs in the files (default: all)")
+    p.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw speeds by bytes per token, and print no table")
     args = p.parse_args(argv)
     files: dict[str, Results] = {}
     for path in args.files:

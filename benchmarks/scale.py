@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes and costs that are worked out: of a billion tokens, of one long sequence, and the limits of a node.
+"""Computed sizes and costs: of a billion tokens, of one long sequence, and the limits of a node.
 
     python -m benchmarks.scale --tokens 1e9 --gpus 1,8,64 --price 0.023     # the first tables of docs/SCALE.md
     python -m benchmarks.scale --sequence 2048 --model Qwen3-4B             # the budget of docs/REDUCTIONS.md
 
-Speeds are those of docs/PERFORMANCE.md on one H200 under continuous load. More GPUs are taken to be as many times as
-quick, each with an engine and 16 cores of its own; four were measured. Bytes of a sequence are those of its rows before
-a codec compresses them; files of metadata come to some 20 kB more. `benchmarks.node` measures the costs from which the
-limits of a node are worked out, and prints these.
+Nothing is measured here. Speeds are those of docs/PERFORMANCE.md on one H200 under continuous load. Speed is assumed to
+grow linearly with the number of GPUs, each with an engine and 16 cores of its own; up to four GPUs were measured. Bytes
+of a sequence are those of its rows before compression. Metadata files add about 20 kB. `benchmarks.node` measures the
+costs from which the limits of a node are computed, and prints the limits.
 """
 
 from __future__ import annotations
@@ -29,20 +29,24 @@ MODELS = {
     "Qwen3-32B": ModelDims("Qwen3ForCausalLM", 64, 5120, 64, 8, 128, 25600, 151936),
     "Llama-3-70B": ModelDims("LlamaForCausalLM", 80, 8192, 64, 8, 128, 28672, 128256),
 }
-"""Name -> sizes."""
+"""{name of a model: its sizes}."""
 
 # ---- a billion tokens ----------------------------------------------------------------------------------------------
 
 INDEX_BYTES = 630
-"""Of a capture: benchmarks/results/cpu-index.json."""
+"""Bytes of the index per capture, from benchmarks/results/cpu-index.json."""
 FIXED_FILES = 7
-"""Of a store, beside two for each hook: the root document, and two for each of three token arrays."""
+"""Number of files of a store beside those of hooks: the root document, and two for each of three token arrays. A hook
+has two files.
+"""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """token_bytes: bytes of a row. GB_per_s: exported by one engine while the files keep up. ratio: raw to stored
-    bytes. arrays: the number of hooks. limit: the bottleneck.
+    """A selection of hooks, and what was measured with it.
+
+    token_bytes: bytes per row. GB_per_s: GB/s that one engine exports while writing keeps up. ratio: raw / stored
+    bytes. arrays: number of hooks. limit: the bottleneck.
     """
 
     name: str
@@ -61,7 +65,7 @@ SELECTIONS = (
 
 
 def costs(selection: Selection, tokens: float, gpus: int) -> tuple[float, float]:
-    """(hours, GB a second into the files) of `tokens` rows on so many GPUs."""
+    """(hours, GB/s written to files) to capture `tokens` rows on `gpus` GPUs."""
     speed = selection.GB_per_s * gpus
     return tokens * selection.token_bytes / 1e9 / speed / 3600, speed / selection.ratio
 
@@ -69,7 +73,10 @@ def costs(selection: Selection, tokens: float, gpus: int) -> tuple[float, float]
 def tables(
     tokens: float, gpus: list[int], price: float, rows: int = 511, selections: tuple[Selection, ...] = SELECTIONS
 ) -> str:
-    """Markdown. price: of a GB for a month. rows: of a store."""
+    """Two tables in Markdown: time and speed, then size and price.
+
+    tokens: number of rows. gpus: numbers of GPUs. price: dollars per GB and month. rows: rows per store.
+    """
     stores = tokens / rows
     hours = (f"hours, {n} GPU{'s' * (n > 1)}" for n in gpus)
     speed = [["selection", *hours, f"GB/s stored ({'; '.join(map(str, gpus))} GPUs)", "bottleneck"]]
@@ -88,19 +95,20 @@ def tables(
 # ---- one sequence --------------------------------------------------------------------------------------------------
 
 BUDGET = 120e6
-"""Bytes of one sequence, at most."""
+"""Maximum number of bytes of one sequence."""
 PARTS = {
     "residual stream": "resid_pre,resid_final",
     "MLP neurons": "mlp_post",
     "attention of each head": "pattern",
     "output of each head": "z",
 }
-"""What the budget is for, and its hooks."""
+"""{part of the budget: its hooks}."""
 MODES = ("summary", "compact")
+"""Modes of the option `reduce` that the table compares."""
 
 
 def token_bytes(hooks: str, mode: str, dims: ModelDims) -> int:
-    """Bytes that one token takes in the arrays of `hooks`, without padding, in a model in bfloat16."""
+    """Bytes per token of the arrays of `hooks`, without padding, for a model in bfloat16."""
     selection = parse_selection(hooks, dims)
     reductions = hook_reductions(tuple(rules_of(mode).items()), selection, dims, 1)
     (layout,) = row_layouts(selection, dims, "bfloat16", 1, reductions)
@@ -108,13 +116,13 @@ def token_bytes(hooks: str, mode: str, dims: ModelDims) -> int:
 
 
 def megabytes(tokens: int, mode: str, dims: ModelDims) -> dict[str, float]:
-    """By part, and of the arrays of tokens, which each store has."""
+    """{part of PARTS, or "token arrays": MB} of one sequence of `tokens` tokens. Each store has the token arrays."""
     found = {part: token_bytes(hooks, mode, dims) * tokens / 1e6 for part, hooks in PARTS.items()}
     return {**found, "token arrays": sum(ITEMSIZE[dtype] for dtype in TOKEN_ARRAYS.values()) * tokens / 1e6}
 
 
 def budget_table(tokens: int, dims: ModelDims) -> str:
-    """Markdown, in MB."""
+    """A table in Markdown of the MB of one sequence, by part and mode."""
     found = {mode: megabytes(tokens, mode, dims) for mode in MODES}
     hooks = {part: ", ".join(f"`{hook}`" for hook in names.split(",")) for part, names in PARTS.items()}
     lines = [["MB", "hooks", *(f"`{mode}`" for mode in MODES)]]
@@ -128,10 +136,11 @@ def budget_table(tokens: int, dims: ModelDims) -> str:
 
 Numbers = dict[str, Any]
 STORE_ROWS = 511
-"""Of a store."""
+"""Number of rows per store."""
 RAW_PASSES, STORED_PASSES = 2, 3
-"""Passes through main memory, counted, not measured. Raw bytes: into the ring, out of it. Stored bytes: a page is
-cleared, it is filled, the disk reads it.
+"""Number of times that a raw byte and a stored byte pass through main memory, counted and not measured. A raw byte is
+written to the ring and read from the ring. For a stored byte, a page is cleared, the page is written, and the disk
+reads the page.
 """
 
 
@@ -141,23 +150,23 @@ def _assumed(value: float, what: str) -> Any:
 
 @dataclass(frozen=True)
 class Machine:
-    """A node. Its defaults are assumptions."""
+    """A node. The defaults are assumptions."""
 
-    cores: float = _assumed(16, "cores for each GPU, one of them kept busy by the engine")
-    core_cost: float = _assumed(1.5, "CPU seconds there for one where costs were measured")
+    cores: float = _assumed(16, "cores per GPU, one of which the engine uses")
+    core_cost: float = _assumed(1.5, "CPU seconds on the node per CPU second on the machine of the measurement")
     memory: float = _assumed(400, "GB/s of main memory")
-    disk: float = _assumed(20, "GB/s into the file system")
-    link: float = _assumed(50, "GB/s off each GPU")
-    writers: float = _assumed(64, "writer processes of a rank at most; else its part of the cores")
+    disk: float = _assumed(20, "GB/s written to the file system")
+    link: float = _assumed(50, "GB/s from each GPU to main memory")
+    writers: float = _assumed(64, "maximum number of writer processes per rank")
 
 
 def split_layout(layout: str) -> tuple[bool, int]:
-    """(whether ranks share stores, number of ranks) of "DP 8" or "TP 8"."""
+    """(whether ranks share stores, number of ranks) of a layout such as "DP 8" or "TP 8"."""
     return layout.startswith("TP"), int(layout.split()[1])
 
 
 def node_limits(found: Numbers, case: str, codec: str, layout: str, node: Machine) -> dict[str, float]:
-    """Tokens a second of the whole node at which each limit binds. found: a result of `benchmarks.node`."""
+    """{limit: tokens per second of the whole node at which it is reached}. found: a result of `benchmarks.node`."""
     tensor, n = split_layout(layout)
     row, store, cost = found["rows"][case][layout], found["costs"][case]["store"], found["costs"][case][codec][layout]
     GB, share = row["bytes"] / 1e9, row["largest_share"]
@@ -174,7 +183,10 @@ def node_limits(found: Numbers, case: str, codec: str, layout: str, node: Machin
 
 
 def node_table(found: Numbers, node: Machine, layouts: Sequence[str], codec: str | None = None) -> str:
-    """Markdown: thousands of tokens a second. codec: in the place of each selection's own."""
+    """A table in Markdown of the limits of a node, in thousands of tokens per second.
+
+    found: a result of `benchmarks.node`. codec: the codec of all selections; None: their own.
+    """
     lines: list[list[str]] = []
     for case, rows in found["rows"].items():
         for layout in layouts:
@@ -194,18 +206,18 @@ def node_table(found: Numbers, node: Machine, layouts: Sequence[str], codec: str
 
 def main(argv: list[str] | None = None) -> int:
     p = common.parser(MODULE, __doc__)
-    p.add_argument("--sequence", type=int, metavar="TOKENS", help="print the bytes of one sequence of so many tokens")
-    p.add_argument("--model", choices=MODELS, default="Qwen3-4B", help="with --sequence: whose shapes (%(default)s)")
-    p.add_argument("--tokens", type=float, default=1e9)
-    p.add_argument("--gpus", default="1,8,64", help="comma-separated (default: %(default)s)")
-    p.add_argument("--price", type=float, default=0.023, help="of a GB for a month (default: %(default)s)")
-    p.add_argument("--rows", type=int, default=511, help="of a store (default: %(default)s)")
+    p.add_argument("--sequence", type=int, metavar="TOKENS", help="print the MB of one sequence of TOKENS tokens")
+    p.add_argument("--model", choices=MODELS, default="Qwen3-4B", help="with --sequence: the model (%(default)s)")
+    p.add_argument("--tokens", type=float, default=1e9, help="tokens to capture (default: %(default)s)")
+    p.add_argument("--gpus", default="1,8,64", help="comma-separated numbers of GPUs (default: %(default)s)")
+    p.add_argument("--price", type=float, default=0.023, help="dollars per GB and month (default: %(default)s)")
+    p.add_argument("--rows", type=int, default=511, help="rows per store (default: %(default)s)")
     p.add_argument(
         "--own",
         nargs=4,
         type=float,
         metavar=("BYTES", "GB_PER_S", "RATIO", "HOOKS"),
-        help="in the place of the table's: bytes a token, exported GB a second, raw to stored bytes, number of hooks",
+        help="your own selection: bytes per token, exported GB/s, raw / stored bytes, number of hooks",
     )
     args = p.parse_args(argv)
     if args.sequence:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the capture benchmark measures: cases and setups, and in which order."""
+"""The cases and setups of the capture benchmark, and the order in which they are measured."""
 
 from __future__ import annotations
 
@@ -17,24 +17,28 @@ BEFORE = ", before"
 
 
 class Case(NamedTuple):
-    """Requests that are sent at once, and tokens of each. With one output token it measures prefill, else decode."""
+    """A burst of requests. With one output token it measures prefill, otherwise decode.
+
+    requests: number of requests, which are sent at once. prompt_tokens, output_tokens: tokens per request.
+    """
 
     requests: int
     prompt_tokens: int
     output_tokens: int
 
     def shrunk(self, by: int) -> Case:
+        """This case with numbers divided by `by`, for small machines."""
         generated = self.output_tokens if self.output_tokens == 1 else max(2, self.output_tokens // by)
         return Case(max(1, self.requests // by), max(1, self.prompt_tokens // by), generated)
 
     @property
     def tokens(self) -> int:
-        """Tokens that count: generated ones (decode) or those of the prompts (prefill)."""
+        """Number of tokens that count: generated tokens (decode), or prompt tokens (prefill)."""
         return self.requests * (self.output_tokens if self.output_tokens > 1 else self.prompt_tokens)
 
     @property
     def rows(self) -> int:
-        """Rows of one request's store: the last generated token has none."""
+        """Number of rows of a request's store. The last generated token has no row."""
         return self.prompt_tokens + self.output_tokens - 1
 
 
@@ -48,19 +52,21 @@ CASES = {
     "prefill32x4": Case(128, 512, 1),
 }
 _USUAL = tuple(case for case in CASES if case != "decode128x48")
-"""Those measured unless others are named. The other one is for two engines of the full surface on 80 GB."""
+"""Cases that are measured without --cases. With the other case, two engines of the full surface fit on 80 GB."""
 PROFILED = "decode32"
+"""The case that is profiled."""
 PROFILE = f"profile {PROFILED}"
+"""Name of the profile among the cases of a result."""
 
 
 @dataclass(frozen=True)
 class Setup:
     """One configuration to measure. Setups with the same `engine` share an engine process.
 
-    hooks: selection, "" for an engine without our connector. reduce: pairs of the option. slow: one writer and a host
-    buffer of two chunks, so that the sink is far slower than the link. share: minimum share of time that writers work
-    while the engine decodes, 0 for the package's own. owner: of the rows, "" for that of the run. profile: whether
-    decode is profiled too, where it is among the cases.
+    hooks: selection; "" for an engine that does not capture. sink, codec, policy, reduce, owner: server options; owner
+    "" is --owner. slow: one writer and a host buffer of two chunks, so that the sink is far slower than the link.
+    share: minimum share of time that writers work while the engine decodes; 0: the package's own. cases: names of
+    CASES. profile: whether to profile PROFILED too, if it is among the cases.
     """
 
     name: str
@@ -78,21 +84,22 @@ class Setup:
 
     @property
     def stores(self) -> bool:
+        """Whether the setup writes stores."""
         return bool(self.hooks) and self.sink == "disk"
 
     @property
     def profiled(self) -> bool:
-        """Whether a profile of decode is taken too. A slow sink would make that slow."""
+        """Whether PROFILED is profiled too. A slow sink would make the profile slow."""
         return self.profile and PROFILED in self.cases and not self.slow
 
     @property
     def phase(self) -> tuple[object, ...]:
-        """Setups that have this in common are compared with each other."""
+        """The options that setups of one phase share. Only setups of one phase are compared with each other."""
         return self.sink, self.codec, self.policy, self.slow, self.share
 
 
 class Turn(NamedTuple):
-    """One measurement. case: one of CASES or PROFILE. phase: number of the phase that it belongs to."""
+    """One measurement: a setup and a case. case: one of CASES, or PROFILE. phase: number of its phase."""
 
     setup: Setup
     case: str
@@ -105,7 +112,7 @@ class Turn(NamedTuple):
 
 _BOTH, _ONE = ("decode32", "prefill8"), ("decode32",)
 CURVES = ("hooks", "layers")
-"""What `--curves` names: setups of growing selections. `benchmarks.report --plot` draws their speed."""
+"""Values of --curves: groups of setups with growing selections. `benchmarks.report --plot` draws their speeds."""
 REDUCE = {
     "int8": (("*", "int8"),),
     "mixed": (("resid_*", "rp(512)"), ("mlp_post", "topk(64)"), ("*", "int8")),
@@ -119,7 +126,7 @@ LAYER_STEPS = {"layers-quarter": 4, "layers-half": 2}
 
 
 def first_layers(model: str, share: int) -> str:
-    """FULL of the first 1/share of a model's layers."""
+    """The selection FULL, but only of the first 1/share of the layers of a model."""
     from dmi_connector.hooks import HOOKS, parse_selection
 
     dims = dims_of(model)
@@ -130,7 +137,7 @@ def first_layers(model: str, share: int) -> str:
 
 
 def all_setups(curves: list[str], default_codec: str, model: str) -> list[Setup]:
-    """Stock, vLLM's own extraction, ours from the narrow to the full selection, then the engines of `curves`."""
+    """All setups: stock, vLLM's own extraction, capture of small to large selections, then those of `curves`."""
     everything = ("decode1", "decode32", "decode128", "prefill32")
     null, none = (*everything, "prefill8"), ("decode1", "decode32", "prefill32", "prefill8")
     setups = [
@@ -167,9 +174,9 @@ def all_setups(curves: list[str], default_codec: str, model: str) -> list[Setup]
 
 
 def choose(args: argparse.Namespace) -> list[Setup]:
-    """The setups that the options ask for, each with its cases. Raises ValueError for names that do not exist.
+    """The setups that the options select, each with its cases. Raises ValueError for names that do not exist.
 
-    Stock is measured on the cases of the others, so that each has something to be compared with.
+    Stock gets the cases of all other setups, which are compared with it.
     """
     curves = _names("--curves", args.curves, [*CURVES])
     setups = all_setups(curves, args.default_codec, str(Path(args.model)))
@@ -189,7 +196,7 @@ def choose(args: argparse.Namespace) -> list[Setup]:
 
 
 def with_before(setups: list[Setup]) -> list[Setup]:
-    """Each setup, and behind it the same on the code of another checkout. Setups that are not ours stay single."""
+    """Each setup, followed by the same setup with the code of another checkout if it captures."""
     both: list[Setup] = []
     for setup in setups:
         both.append(setup)
@@ -199,14 +206,14 @@ def with_before(setups: list[Setup]) -> list[Setup]:
 
 
 def in_sequence(setups: list[Setup]) -> list[Turn]:
-    """One engine after the other, and one setup of it after the other."""
+    """The turns, ordered by engine, then by setup."""
     engines = dict.fromkeys(s.engine for s in setups)
     ordered = [s for engine in engines for s in setups if s.engine == engine]
     return [Turn(s, case) for s in ordered for case in (*s.cases, *([PROFILE] if s.profiled else []))]
 
 
 def in_phases(setups: list[Setup]) -> list[Turn]:
-    """One phase after the other: each case on stock, which is in every phase, then on all others that have it."""
+    """The turns, ordered by phase, then by case. In each phase, a case is measured on stock, then on other setups."""
     stock = [s for s in setups if s.engine == "stock"]
     others = [s for s in setups if s.engine != "stock"] or stock
     turns = []
@@ -221,8 +228,9 @@ def in_phases(setups: list[Setup]) -> list[Turn]:
 
 
 def in_groups(turns: list[Turn], together: bool) -> list[list[Turn]]:
-    """Turns that take their rounds alternately, as a machine may be slower for seconds: those of one case and phase on
-    different engines, if the engines are up together.
+    """Group turns whose rounds alternate: turns of one case and phase on different engines, if engines run together.
+
+    Alternating rounds make ratios robust, because a machine may be slower for some seconds.
     """
     groups: list[list[Turn]] = []
     for turn in turns:
@@ -240,6 +248,7 @@ def in_groups(turns: list[Turn], together: bool) -> list[list[Turn]]:
 
 
 def _names(option: str, text: str, known: list[str]) -> list[str]:
+    """Parse comma-separated names. Raises ValueError for a name that is not in `known`."""
     names = [name for name in text.split(",") if name]
     for name in names:
         if name not in known:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of published models, for engines with random weights (`load_format` "dummy"): a config.json of each.
+"""Writes the config.json of models with published shapes, for engines with random weights (`load_format` "dummy").
 
     python -m benchmarks.shapes DIR [--only gemma3,pythia]
 
-Models with experts have fewer layers than the published ones, so that two engines fit one GPU of 80 GB.
+Models with experts have fewer layers than the published models, so that two engines fit on one GPU of 80 GB.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 # fmt: on
-"""Name -> fields of the configuration."""
+"""{name: fields of config.json}."""
 
 
 def write(name: str, folder: Path) -> Path:
-    """Write config.json of a shape into `folder`/`name`, and return that directory."""
+    """Write the config.json of a shape to the directory `folder`/`name`. Returns that directory."""
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**SHAPES[name], dtype="bfloat16")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GB/s into finished stores, and the writers' CPU time, without an engine: the ring is always full.
+"""GB/s written to finished stores, and the CPU time of the writers, without an engine: the ring is always full.
 
     python -m benchmarks.stores --out results.json [--directory /dev/shm/dmi-stores] [--writers 15] [--codec none]
         [--always-compress]
 
-Captures hold normal bf16 values of 36 layers of Qwen3-4B's widths, 2.56 MB a token, or --arrays of these. For
-comparison, as many processes write the same chunks to plain files.
+Captures hold normally distributed bf16 values of 36 layers with Qwen3-4B's widths, 2.56 MB per token, or those of
+--arrays. For comparison, as many processes write the same chunks to plain files.
 """
 
 from __future__ import annotations
@@ -28,30 +28,35 @@ from dmi_connector.store.write.client import StoreClient
 from dmi_connector.store.write.settings import WriteSettings
 
 CHUNK = 128
+"""Number of rows per chunk."""
 FILE_CHUNKS = 4
+"""Number of chunks per plain file."""
 
 
 def processes(name: str, group: int) -> Iterator[tuple[int, float, float]]:
-    """(process id, user seconds, system seconds) so far of each process of a name in a process group."""
+    """Yield (process id, user seconds, system seconds) of each process of a name in a process group."""
     ticks = os.sysconf("SC_CLK_TCK")
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             text = stat.read_text()
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
         fields = text[text.rindex(")") + 2 :].split()
         if text[text.index("(") + 1 : text.rindex(")")] == name and int(fields[2]) == group:
             yield int(stat.parent.name), int(fields[11]) / ticks, int(fields[12]) / ticks
 
 
 def cpu_seconds(name: str, group: int) -> tuple[float, float]:
-    """(user, system) seconds so far of all processes of a name in a process group."""
+    """(user seconds, system seconds) of all processes of a name in a process group."""
     found = list(processes(name, group))
     return sum(user for _, user, _ in found), sum(system for _, _, system in found)
 
 
 def write_files(directory: str, number: int, layers: int, nbytes: int, barrier: Any) -> None:
-    """Child process: files of whole chunks of one hook, as a writer lays them down, and nothing else."""
+    """Write plain files with chunks of one hook as a writer does, in a child process.
+
+    number: number of the process. nbytes: bytes to write. barrier: waited for before the first write.
+    """
     chunk_bytes = memoryview(np.random.default_rng(number).bytes(CHUNK * 2560 * 2))
     barrier.wait()
     for at in range(0, nbytes, FILE_CHUNKS * layers * len(chunk_bytes)):
@@ -62,7 +67,7 @@ def write_files(directory: str, number: int, layers: int, nbytes: int, barrier: 
 
 
 def files_alone(directory: str, processes: int, layers: int, nbytes: int) -> float:
-    """GB/s of `processes` that write `nbytes` together."""
+    """GB/s of `processes` processes that together write `nbytes` bytes to plain files in `directory`."""
     context = get_context("spawn")
     barrier = context.Barrier(processes + 1)
     own = nbytes // processes
@@ -91,7 +96,8 @@ def feed(
 ) -> float:
     """Send captures of `length` rows as fast as the ring takes them. Returns the seconds until all stores are finished.
 
-    number: of `layout`, as the client knows it. Values are what lies in the ring. A store's key is its name.
+    number: the number that the client gave `layout`. paths: paths of the stores, whose names are their keys. Values are
+    those that are in the ring already.
     """
     begin = time.perf_counter()
     captures = [
@@ -123,10 +129,10 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--directory", default="/dev/shm/dmi-stores")
     p.add_argument("--writers", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     p.add_argument("--codec", default="none")
-    p.add_argument("--always-compress", action="store_true", help="also where the ring is full")
+    p.add_argument("--always-compress", action="store_true", help="compress even if the ring is full")
     p.add_argument("--ring-bytes", type=int, default=8 << 30)
     p.add_argument("--captures", type=int, default=32)
-    p.add_argument("--length", type=int, default=256, help="tokens of a capture")
+    p.add_argument("--length", type=int, default=256, help="tokens per capture (default: %(default)s)")
     p.add_argument("--arrays", default=",".join(common.WIDTHS), help="comma-separated (default: %(default)s)")
     p.add_argument("--layers", type=int, default=common.QWEN3_LAYERS)
     p.add_argument("--repeat", type=int, default=3)
@@ -144,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
         memory = client.ring.memory
         memory[:] = common.activations(len(memory))
         number, rates, cpu = client.register(layout), [], []
-        for turn in range(args.repeat + 1):  # the first does not count: processes start, memory is used the first time
+        for turn in range(args.repeat + 1):  # the first round, which starts processes, does not count
             shutil.rmtree(args.directory)
             os.makedirs(args.directory)
             before = cpu_seconds("dmi-writer", client.group)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Summaries of results: what pages cite, without raw rounds. Runs of one kind share a file.
+"""Summaries of results without raw rounds, for the pages that cite them.
 
     python -m benchmarks.summary --out benchmarks/results/gpu-bursts.json one.json another.json
     python -m benchmarks.summary --out benchmarks/results/gpu-busy.json one.json --only 'stock,hidden-states zstd'
 
-A summary has a run for each result file: machine, versions, commit and command as they were, medians, the least and the
-most, and the number of rounds. Of an engine that is always busy the ratios of all rounds are kept. Runs that OUT has
-under other names stay. `benchmarks.report` prints their tables.
+A summary has a run for each result file, named like the file. A run has the header of the result (machine, versions,
+commit, command), medians, minima, maxima, and the number of rounds. For `benchmarks.sustained`, it has the ratios of
+all rounds. Runs in OUT with other names are kept. `benchmarks.report` prints tables of summaries.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _CHECK = ("same_tokens_as_stock", "greedy_same", "seeded_same", "largest_tie", "
 
 
 def base_of(setup: str) -> str:
-    """The setup of stock that one is compared with. setup: may be `NAME:LABEL`."""
+    """The setup of stock with which a setup of `benchmarks.sustained` is compared. setup: a name, or `NAME:LABEL`."""
     name = setup.split(":")[0]
     return next((f"stock {last}" for last in ("pieces", *METHODS) if name.endswith(f" {last}")), "stock")
 
 
 def summarise(raw: Found) -> Found:
-    """One result file without its rounds. Raises ValueError for a file of another kind."""
-    if "of_limit" in raw or "of_before" in raw:  # reading writes medians itself
+    """The summary of one result. raw: content of the result file. Raises ValueError for an unknown kind of result."""
+    if "of_limit" in raw or "of_before" in raw:  # `benchmarks.reading` writes summaries itself
         return raw
     header = {"header": raw.get("header") or _pick(raw, _HEADER)}
     if "trained" in raw:
@@ -60,7 +60,7 @@ def summarise(raw: Found) -> Found:
         return {**header, **found, **ratio}
     if checks := _checks(raw):
         return {**header, **checks}
-    raise ValueError(f"it is no result of {_PROGRAMS}")
+    raise ValueError(f"not a result of {_PROGRAMS}")
 
 
 def _pick(found: Found, names: Iterable[str]) -> Found:
@@ -75,7 +75,7 @@ def _spread(values: list[float]) -> Found:
 
 
 def _bursts(engine: Found) -> Found:
-    """An engine of `benchmarks.capture`. Profiles are left out."""
+    """Summarise an engine of `benchmarks.capture`, without profiles."""
 
     def case(found: Found) -> Found:
         kept = _pick(found, _CASE)
@@ -92,14 +92,14 @@ def _bursts(engine: Found) -> Found:
 
 
 def _busy(name: str, engines: Found) -> Found:
-    """A setup of `benchmarks.sustained`: each load's rounds, as ratios to stock's round just before."""
+    """Summarise an engine of `benchmarks.sustained`: for each load, the rounds and their ratios to stock."""
     base = {} if name == base_of(name) else engines.get(base_of(name), {}).get("loads", {})
     loads = {load: _load(runs, base.get(load, [])) for load, runs in engines[name].get("loads", {}).items()}
     return {**_pick(engines[name], _ENGINE), "loads": loads}
 
 
 def _load(runs: list[Found], base: list[Found]) -> Found:
-    """Lists have an entry for each round."""
+    """Summarise the rounds of a load. Lists have an entry per round. base: the rounds of stock just before them."""
     figures: dict[str, Callable[[Found], float]] = {
         "tok_per_s": lambda one: one["tok_per_s"],
         "sustained_tok_per_s": lambda one: float(one.get("sustained_tok_per_s") or one["tok_per_s"]),
@@ -126,7 +126,7 @@ def _load(runs: list[Found], base: list[Found]) -> Found:
 
 
 def _rounds(runs: list[Found]) -> Found:
-    """Rounds of a server (`benchmarks.data_parallel`), or of `dmi run` and `LLM.generate` (`benchmarks.bulk`)."""
+    """Summarise rounds of a server (`benchmarks.data_parallel`), or of a setup of `benchmarks.bulk`."""
     speeds = [one["tok_per_s"] for one in runs]
     sums: Found = {
         name: round(sum(one[name] for one in runs), 3)
@@ -139,14 +139,14 @@ def _rounds(runs: list[Found]) -> Found:
 
 
 def _fidelity(found: list[Found]) -> list[Found]:
-    """What reductions keep (`benchmarks.fidelity`), without sizes, and without errors, which no page has."""
+    """Summarise results of `benchmarks.fidelity`, without sizes and errors, which no page shows."""
     rows = [_pick(row, ("hook", "layer", "reduction", "width")) for row in found]
     measures = [{name: value for name, value in row["measures"].items() if name != "error"} for row in found]
     return [{**row, "measures": of} for row, of in zip(rows, measures, strict=True)]
 
 
 def _checks(raw: Found) -> Found:
-    """Engines of check_gpu and check_experts, also where a file has several checks."""
+    """Summarise the engines of check_gpu and check_experts. A file may have several checks, by name."""
     found: Found = {}
     for name, part in raw.items():
         if isinstance(part, dict) and ("steps" in part or "choices" in part):
@@ -157,7 +157,7 @@ def _checks(raw: Found) -> Found:
 
 
 def _check(engine: Found) -> Found:
-    """What an engine's tokens and values were: of its hooks, the one that is farthest off."""
+    """Summarise the check of one engine. Of errors by hook, the largest is kept, as [error, hook]."""
     found = _pick(engine.get("facts", {}), ("v2_model_runner", "cudagraph_mode")) | _pick(engine, _CHECK)
     if steps := engine.get("steps"):
         if engine.get("drafts_of"):
@@ -176,7 +176,7 @@ def _check(engine: Found) -> Found:
 
 
 def runs(path: Path) -> dict[str, Found]:
-    """The runs of a summary, or that of one result file."""
+    """{name: run} of a summary file, or of one result file, whose run is named like the file."""
     found: Found = json.loads(path.read_text())
     return found["runs"] if "runs" in found else {path.stem: summarise(found)}
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture in an engine that is always busy: a fixed number of requests in flight, a consumer that removes stores.
+"""Capture in an engine that is always busy: a fixed number of requests in flight, and a consumer that removes stores.
 
     python -m benchmarks.sustained --model DIR --out results.json --loads short64,short256
     python -m benchmarks.report results.json
 
-Each setup has an engine in a process of its own. All engines of a group are up, and one works at a time. So give each
-its part of the GPU's memory (--kv-gigabytes), or a GPU of its own (--gpus). A consumer in another process removes each
-finished store. It keeps every 16th, which is verified after the measurement. The result file is rewritten after every
-measurement.
+Each setup has an engine in a process of its own. All engines of a group are up at once, and one works at a time. So
+give each engine a part of the GPU's memory (--kv-gigabytes), or a GPU of its own (--gpus). A consumer in another
+process removes finished stores, except every 16th, which is verified after the measurement. The result file is
+rewritten after every measurement.
 
-A backlog that grows means that the speed cannot be sustained. `sustained_tok_per_s` is then the speed at which files
-would keep up.
+If the backlog of bytes that wait to be written grows, the speed cannot be sustained. `sustained_tok_per_s` is then the
+estimated speed at which writing would keep up.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ from benchmarks.worker import worker_backlog, worker_graph_mode, worker_profile,
 
 MODULE = "benchmarks.sustained"
 _GROWS = 0.02
-"""A backlog grows if it takes up more than this share of the bytes that are exported."""
+"""A backlog counts as growing if it grows by more than this share of the exported bytes."""
 
 
 @dataclass(frozen=True)
 class Sustained(Setup):
-    """graphs: CUDA graph mode of its engine, "" for that of --engine-args. drafts: speculative decoding by a method of
-    `benchmarks.drafts`. encoding: of every hook, one of `benchmarks.fitted.ENCODINGS`. probes: one of
-    `benchmarks.fitted.PROBES`.
+    """A setup of this program.
+
+    graphs: CUDA graph mode of the engine; "": that of --engine-args. drafts: method of speculative decoding, one of
+    `benchmarks.drafts.METHODS`. encoding: reduction of every hook, one of `benchmarks.fitted.ENCODINGS`. probes: one of
+    `benchmarks.fitted.PROBES`. "" leaves each of these out.
     """
 
     graphs: str = ""
@@ -54,7 +56,7 @@ class Sustained(Setup):
 
 
 def _narrow(model: str) -> str:
-    """What interpretability work often takes: neurons and residual stream of four layers in the middle."""
+    """A selection that is common in interpretability: neurons and residual stream of four layers in the middle."""
     config = json.loads((Path(model) / "config.json").read_text())
     layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
     first = max(0, layers // 2 - 2)
@@ -63,7 +65,7 @@ def _narrow(model: str) -> str:
 
 
 def all_setups(model: str) -> list[Sustained]:
-    """Stock and ours. Each has an engine of its own name."""
+    """All setups. Each has an engine of its own, with the same name."""
 
     def ours(name: str, hooks: str, codec: str = "", owner: str = "target", **more: Any) -> Sustained:
         return Sustained(name, name, hooks, "disk" if codec else "null", codec or "none", owner=owner, **more)
@@ -129,14 +131,14 @@ class Busy(Bench):
 
     @staticmethod
     def _fitted(args: argparse.Namespace, setup: Sustained) -> dict[str, Any]:
-        """The options of an encoding or of probes. Their files are written where the stores' directory is."""
+        """The server options of an encoding or of probes. Writes their files to a directory beside --store-dir."""
         folder = Path(args.store_dir).absolute().with_name(f"{Path(args.store_dir).name} {setup.name} files")
         if setup.probes:
             return {"probes": fitted.probes(setup.probes, args.model, folder)}
         return {"reduce": fitted.rules(setup.encoding, setup.hooks, args.model, folder)}
 
     def measure(self, name: str) -> dict[str, Any]:
-        """Run one load and say what a client saw, and whether the files kept up."""
+        """Run the load `name`. Returns speed and latencies, and whether writing kept up."""
         setup, load = self.setup, LOADS[name].shrunk(self.args.shrink)
         self.clean()
         kept = self.store_dir.with_name(f"{self.store_dir.name}-kept")
@@ -180,16 +182,17 @@ class Busy(Bench):
         return result
 
     def _consumer(self, kept: Path) -> subprocess.Popen[str]:
+        """Start the consumer, which moves every 16th store to `kept`."""
         command = [sys.executable, "-m", "benchmarks.loads", str(self.store_dir), str(kept)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=common.ROOT)
 
     def _backlog(self) -> dict[str, float]:
-        """Sums over ranks. Stock is asked too, so that the question costs all alike."""
+        """`worker_backlog`, summed over ranks. Stock is asked too, so that asking costs all engines the same time."""
         found: list[dict[str, float]] = self.llm.collective_rpc(worker_backlog)
         return {name: sum(one[name] for one in found) for name in found[0]}
 
     def _writers_s(self) -> float:
-        """Seconds on a core of all writers so far."""
+        """CPU seconds of all writers so far."""
         return sum(self.llm.collective_rpc(worker_writers_s)) if self.setup.stores else 0.0
 
     def _verify(self, kept: Path, load: Load) -> dict[str, Any]:
@@ -202,7 +205,7 @@ class Busy(Bench):
 
 
 def flow(samples: list[tuple[float, dict[str, float]]], tok_per_s: float) -> dict[str, Any]:
-    """What was exported, and what waited for the files."""
+    """Export rate and backlog. samples: (seconds, result of `Busy._backlog`). tok_per_s: the measured speed."""
     bytes_of = lambda name: [(at, one[name]) for at, one in samples]  # noqa: E731
     rate, grows = growth(bytes_of("exported")), growth(bytes_of("waiting"))
     result: dict[str, Any] = {
@@ -217,7 +220,7 @@ def flow(samples: list[tuple[float, dict[str, float]]], tok_per_s: float) -> dic
 
 
 def check_kept(path: str, most_rows: int) -> list[str]:
-    """What is wrong with a store of up to `most_rows` rows, all of which must be there."""
+    """The problems with a store, which must be complete and have at most `most_rows` rows."""
     from dmi_connector import open_capture
 
     problems = common.store_problems(path)
@@ -226,7 +229,7 @@ def check_kept(path: str, most_rows: int) -> list[str]:
         problems.append(f"{Path(path).name}: it is incomplete: {capture.reason}")
     rows, prompt = len(capture.token_ids), capture.prompt_len
     if not prompt <= rows <= most_rows:
-        problems.append(f"{Path(path).name}: {rows} rows for a prompt of {prompt} and {most_rows} rows at most")
+        problems.append(f"{Path(path).name}: {rows} rows, for a prompt of {prompt} tokens and at most {most_rows} rows")
     return problems
 
 
@@ -236,39 +239,42 @@ def check_kept(path: str, most_rows: int) -> list[str]:
 def parser() -> argparse.ArgumentParser:
     p = common.engine_parser(MODULE, __doc__, "benchmarks/results/last.json", "/dev/shm/dmi-sustained")
     p.add_argument("--model", help="model directory (weights are random); default: a tiny Qwen3")
-    p.add_argument("--setups", default="stock,hidden-states zstd", help="comma-separated; a semicolon begins a group")
+    p.add_argument(
+        "--setups", default="stock,hidden-states zstd", help="comma-separated; semicolons separate groups of engines"
+    )
     p.add_argument("--loads", default="short64", help=f"comma-separated: {', '.join(LOADS)}")
     p.add_argument(
         "--loads-of", type=json.loads, default={}, help='JSON: other loads of a setup, as in {"stock": "short16"}'
     )
-    p.add_argument("--seconds", type=float, default=20.0, help="of each measurement (default: %(default)s)")
-    p.add_argument("--warm", type=float, default=6.0, help="seconds before it (default: %(default)s)")
-    p.add_argument("--profile", type=float, default=0.0, help="seconds after it in which parts of a step are timed")
+    p.add_argument("--seconds", type=float, default=20.0, help="length of a measurement (default: %(default)s)")
+    p.add_argument("--warm", type=float, default=6.0, help="seconds of load before a measurement (%(default)s)")
+    p.add_argument("--profile", type=float, default=0.0, help="seconds after a measurement in which steps are timed")
     p.add_argument("--repeat", type=int, default=1, help="rounds (default: %(default)s)")
     p.add_argument("--shrink", type=int, default=1, help="divide requests and tokens of all loads, for small machines")
     p.add_argument("--dtype", default="bfloat16")
-    p.add_argument("--max-model-len", type=int, default=0, help="0: what the loads need")
-    p.add_argument("--options", type=json.loads, default={}, help="JSON: more server options of ours")
+    p.add_argument("--max-model-len", type=int, default=0, help="0: the length that the loads need")
+    p.add_argument("--options", type=json.loads, default={}, help="JSON: more server options of engines that capture")
     p.add_argument(
         "--options-of",
         type=json.loads,
         default={},
-        help='JSON: more of one setup, which may come several times: {"full none:a": {"writers": 4}}',
+        help='JSON: more options of one setup, as in {"full none:a": {"writers": 4}}. A label, such as ":a", lets a '
+        "setup come several times",
     )
     p.add_argument("--owner", default="target", help=argparse.SUPPRESS)
-    p.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="that check stores")
+    p.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="processes that check stores")
     p.add_argument("--kv-gigabytes", type=json.loads, default={}, help='JSON: GB of KV cache of each setup, or of "*"')
     p.add_argument(
         "--pool-gigabytes", type=json.loads, default={}, help='JSON: GB of the pool of each setup, or of "*"'
     )
-    p.add_argument("--gpus", type=int, default=0, help="so many GPUs: the engines of a group take one each, in turn")
-    p.add_argument("--starts", type=int, default=0, help="start each engine alone so many times, and measure that only")
+    p.add_argument("--gpus", type=int, default=0, help="number of GPUs; engine i of a group gets GPU i modulo this")
+    p.add_argument("--starts", type=int, default=0, help="only measure this number of starts of each engine")
     p.add_argument("--fd", type=int, default=-1, help=argparse.SUPPRESS)
     return p
 
 
 def groups(text: str, known: list[str]) -> list[list[str]]:
-    """The groups of setups that are up together. Raises ValueError for unknown ones. `NAME:LABEL` is setup NAME."""
+    """Parse --setups: groups of names of setups. `NAME:LABEL` is setup NAME. Raises ValueError for an unknown name."""
     found = [[name.strip() for name in group.split(",") if name.strip()] for group in text.split(";")]
     for name in (name for group in found for name in group):
         if name.split(":")[0] not in known:
@@ -277,7 +283,7 @@ def groups(text: str, known: list[str]) -> list[list[str]]:
 
 
 def run(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -> dict[str, Any]:
-    """Start the engines of each group, and let each take its turns."""
+    """Start the engines of one group at a time, and measure all loads of each engine."""
     results: dict[str, Any] = {"header": common.header(MODULE, argv), "engines": {}}
     for group in chosen:
         with ExitStack() as stack:
@@ -329,15 +335,15 @@ def starts(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -
 
 
 def _start(name: str, argv: list[str], gpu: int | None = None) -> common.Child:
-    """gpu: the one that the engine sees, None for those of this process."""
-    env = common.child_env(VLLM_ALLOW_INSECURE_SERIALIZATION="1")  # functions travel to the worker
+    """Start the child process of an engine. gpu: the GPU that it uses; None: those that this process sees."""
+    env = common.child_env(VLLM_ALLOW_INSECURE_SERIALIZATION="1")  # `collective_rpc` pickles functions
     if gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = str(gpu)
     return common.Child(common.child_command(MODULE, argv, name), env)
 
 
 def sound(results: dict[str, Any]) -> bool:
-    """Whether every engine ran, every kept store verified, no store vanished and no row was lost."""
+    """Whether every engine ran, every kept store was verified, no store vanished and no row was lost."""
     found = [one for e in results["engines"].values() for runs in e.get("loads", {}).values() for one in runs]
     failed = any("failed" in engine for engine in results["engines"].values())
     lacks = any(one.get("lost_rows") or one.get("vanished") for one in found)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that the capture benchmark runs inside a worker, by `collective_rpc`."""
+"""Functions that the benchmarks of engines run in a worker, by `collective_rpc`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def _connector() -> Any:
 
 
 def worker_switch(worker: Any, changes: dict[str, Any], least_share: float = 0.0) -> None:
-    """Replace the exporter by one with other options. No capture may be under way.
+    """Replace the exporter by one with other server options. All captures must have ended.
 
-    least_share: minimum share of time that writers work while the engine decodes; 0: the package's own.
+    changes: {name: value} of the options. least_share: minimum share of time that writers work while the engine
+    decodes; 0: the package's own.
     """
     from unittest import mock
 
@@ -38,11 +39,11 @@ def worker_switch(worker: Any, changes: dict[str, Any], least_share: float = 0.0
     connector = _connector()
     layer, rank = connector.exporter.layer, connector.exporter.rank
     connector.exporter.shutdown()
-    gathered = connector.exporter.take_report().gathered  # the scheduler goes on counting from here
+    gathered = connector.exporter.take_report().gathered  # the new exporter must continue this count of the scheduler
     connector.exporter = None
-    gc.unfreeze()  # vLLM froze what was there at start
-    gc.collect()  # frees the old buffers before the next ones are made
-    # The scheduler must know the policy, which decides whether blocks are kept. On one GPU it is in this process.
+    gc.unfreeze()  # vLLM froze the objects that existed at the start
+    gc.collect()  # frees the old buffers before new ones are allocated
+    # The scheduler needs the policy, which decides whether blocks are kept. On one GPU, it is in this process.
     trackers = [found for found in gc.get_objects() if type(found) is Tracker]
     gc.freeze()
     before = connector.context.options
@@ -57,12 +58,15 @@ def worker_switch(worker: Any, changes: dict[str, Any], least_share: float = 0.0
 
 
 def worker_pending(worker: Any) -> int:
-    """Captures and bytes on their way to finished stores; 0: all have arrived."""
+    """`Exporter.pending` of this worker: 0 if all captures have reached their sink."""
     return int(_connector().exporter.pending())
 
 
 def worker_backlog(worker: Any) -> dict[str, float]:
-    """Bytes exported since the start, bytes that wait for writers or for the link, rows lost. Zeros in stock."""
+    """Exported bytes since the start, bytes that wait for the link or for writers, and lost rows.
+
+    All are 0 in an engine that does not capture.
+    """
     exporter = getattr(_connector(), "exporter", None) if _has_connector() else None
     if exporter is None:
         return dict.fromkeys(("exported", "waiting", "lost_rows"), 0.0)
@@ -74,7 +78,7 @@ def worker_backlog(worker: Any) -> dict[str, float]:
 
 
 def worker_writers_s(worker: Any) -> float:
-    """Seconds on a core of this rank's writers so far."""
+    """CPU seconds of this rank's writers so far."""
     return sum(cpu_seconds("dmi-writer", _connector().exporter.client.group))
 
 
@@ -90,7 +94,7 @@ def _writers() -> list[int]:
 
     group, writers = _connector().exporter.client.group, []
     for entry in Path("/proc").iterdir():
-        with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
+        with suppress(ProcessLookupError, FileNotFoundError):  # the process has ended
             mine = entry.name.isdecimal() and os.getpgid(int(entry.name)) == group
             if mine and WRITER.encode() in (entry / "cmdline").read_bytes().split(b"\0"):
                 writers.append(int(entry.name))
@@ -98,7 +102,7 @@ def _writers() -> list[int]:
 
 
 def worker_stand_still(worker: Any, still: bool) -> int:
-    """Stop the writers (SIGSTOP), or let them go on. Returns the number of writers."""
+    """Stop the writers (SIGSTOP) if `still`, otherwise let them continue. Returns the number of writers."""
     writers = _writers()
     for writer in writers:
         os.kill(writer, signal.SIGSTOP if still else signal.SIGCONT)
@@ -106,7 +110,7 @@ def worker_stand_still(worker: Any, still: bool) -> int:
 
 
 def worker_graph_mode(worker: Any) -> str:
-    """Which CUDA graphs the worker makes."""
+    """The CUDA graph mode of the worker, such as "FULL"."""
     return str(worker.vllm_config.compilation_config.cudagraph_mode.name)
 
 
@@ -116,18 +120,18 @@ def worker_python_us(worker: Any) -> float:
 
 
 def worker_pin(worker: Any, cores: list[int]) -> None:
-    """Let the engine's thread run on these cores only. Threads and processes that it starts inherit that."""
+    """Restrict the engine's thread to these cores. Threads and processes that it starts inherit the restriction."""
     os.sched_setaffinity(0, cores)
 
 
 def worker_sizes(worker: Any) -> tuple[int, int, int]:
-    """(bytes of a token's hooks, tokens of a chunk, bytes of a chunk's payload), for the whole selection."""
-    layout = next(iter(_connector().exporter.layouts.values())).payload  # the first is the whole selection's
+    """(bytes of hooks per token, tokens per chunk, bytes of the payload of a chunk), for the whole selection."""
+    layout = next(iter(_connector().exporter.layouts.values())).payload  # the first is that of the whole selection
     return layout.header_base, layout.chunk_tokens, layout.token_bytes * layout.chunk_tokens
 
 
 def _profiled(worker: Any) -> dict[str, tuple[Any, str]]:
-    """The methods that are timed on the engine's thread, by name: vLLM's parts of a step, and ours."""
+    """{name in a profile: (owner, name of its method)} of vLLM's and this package's parts of a step ("ours: ...")."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
@@ -156,8 +160,8 @@ def _profiled(worker: Any) -> dict[str, tuple[Any, str]]:
 def worker_profile(worker: Any, start: bool) -> dict[str, Any]:
     """Time methods on the engine's thread.
 
-    start: wrap the methods. Else unwrap them and return the statistics of their calls. "step" is the time from one call
-    of `execute_model` to the next. Methods without calls are left out.
+    start: True wraps the methods of `_profiled`, and returns {}. False unwraps them, and returns the statistics of
+    their calls. "step" is the time from one call of `execute_model` to the next. Methods without calls are left out.
     """
     targets = _profiled(worker)
     if start:
@@ -193,7 +197,7 @@ def worker_profile(worker: Any, start: bool) -> dict[str, Any]:
 
 
 def _threads_ms() -> dict[str, float]:
-    """Time on a core of each thread of this process that Python knows, in ms."""
+    """{name: CPU time in ms} of the threads of this process that Python knows."""
     ms_per_tick = 1000 / os.sysconf("SC_CLK_TCK")
     found: dict[str, float] = {}
     for thread in threading.enumerate():
@@ -203,6 +207,7 @@ def _threads_ms() -> dict[str, float]:
 
 
 def _statistics(seconds: list[float]) -> dict[str, Any]:
+    """Statistics of the durations of calls, in microseconds."""
     values = sorted(s * 1e6 for s in seconds)
     return {
         "calls": len(values),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people do with captures: statistics, comparison with transformers, plots, export. Needs no vllm."""
+"""Analysis of captures: statistics, plots, export, training data, comparison with transformers. Imports no vllm."""

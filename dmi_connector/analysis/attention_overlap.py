@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overlap of the largest attention weights of full and of restored rows, for `dmi fidelity`."""
+"""Compares the largest attention weights of full rows and of restored rows, for `dmi fidelity`.
+
+Restored rows were reduced, decoded, and mapped back into the space of the hook.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,22 @@ from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.store.format.remote_path import Given
 
 LARGEST = 8
-"""Number of weights per query to compare, as in attn(8)."""
+"""Number of attention weights compared per head and query."""
 MEANINGS: Mapping[str, str] = {
-    "attention": f"share of the {LARGEST} largest attention weights of each head and query that are among the {LARGEST}"
-    " largest if these rows alone are restored ones; of queries that see more keys",
+    "attention": f"share of the {LARGEST} largest attention weights of a head and query that stay among the {LARGEST}"
+    f" largest if the rows of this hook are restored ones; only queries that see more than {LARGEST} keys count",
 }
+"""{measure: its meaning}."""
 _ROWS = 512
-"""Maximum number of rows to compare, over all stores. The cost is one product with all rows of the other hook per head
-and reduction.
-"""
+"""Maximum number of rows to compare, over all stores. For each head and reduction, queries are multiplied by keys."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One store.
+    """The rows of one store that are compared.
 
-    rows: number of rows to compare, from the first on. other: full rows of the other hook, [rows, width].
+    rows: number of rows, from the store's first row on. other: full rows [rows, width] of the other hook: of the keys
+    if the restored rows are queries, otherwise of the queries.
     """
 
     capture: Capture
@@ -38,10 +41,10 @@ class _Part:
 
 @dataclass(frozen=True)
 class AttentionOverlap:
-    """Compares the attention of one layer with full and with restored rows.
+    """Compares the attention weights of one layer, computed from full rows and from restored rows.
 
-    queries: whether the restored rows are queries, otherwise keys. found: cache of `_largest` for the full rows, by
-    (index of the store, head).
+    queries: True if the restored rows are queries, False if they are keys. found: cache of the results of `_largest`
+    for full rows, {(index of the store, head): result}.
     """
 
     layer: int
@@ -51,10 +54,11 @@ class AttentionOverlap:
 
     @classmethod
     def of(cls, stores: Sequence[Given], hook: str, layer: int | None) -> AttentionOverlap | None:
-        """An overlap for `hook`, or None if it cannot be computed.
+        """Read the other hook's rows, and return an overlap for `hook`.
 
-        That is the case if the hook is neither the queries nor the keys of attention, if a store lacks either, or if
-        stores do not describe the attention of the model.
+        Returns None if the attention weights cannot be computed: if `hook` is neither the queries nor the keys of
+        attention, if a store lacks one of the two or has the other hook reduced, or if a store does not describe the
+        attention of the model.
         """
         parts, left, queries = [], _ROWS, True
         for store in stores:
@@ -75,7 +79,10 @@ class AttentionOverlap:
         return cls(layer, queries, tuple(parts)) if layer is not None and parts else None
 
     def measures(self, full: np.ndarray, restored: np.ndarray) -> dict[str, float]:
-        """The measures of MEANINGS that apply. full, restored: [n, width], the concatenated rows of all stores."""
+        """The measures of MEANINGS that can be computed.
+
+        full, restored: [n, width], the concatenated rows of all stores.
+        """
         kept = compared = at = 0
         for number, part in enumerate(self.parts):
             tokens = int(part.capture.attrs["num_tokens"])
@@ -90,8 +97,8 @@ class AttentionOverlap:
         return {"attention": kept / compared} if compared else {}
 
     def _largest(self, part: _Part, head: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(keys with the largest weights, int [queries, LARGEST]; whether a query sees more than LARGEST keys, bool
-        [queries]).
+        """(indexes of the keys with the largest weights, int [queries, LARGEST]; whether a query sees more than LARGEST
+        keys, bool [queries]).
         """
         queries, keys = (rows, part.other) if self.queries else (part.other, rows)
         weights = weights_of_head(part.capture, self.layer, head, queries, keys)

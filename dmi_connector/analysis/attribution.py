@@ -21,17 +21,19 @@ def logit_attribution(
     against: int | None = None,
     rows: slice | None = None,
 ) -> tuple[np.ndarray, list[str]]:
-    """(Direct logit attribution, float32 [parts, tokens]; a label for each part).
+    """Split the logit of one token into a share for each part of the residual stream (Elhage et al., 2021).
 
     The residual stream is the sum of the input of layer 0 ("embed") and of each layer's `attn_out` and `mlp_out`
-    ("0.attn", "0.mlp"). The final norm's divisor is held fixed, so that the norm is linear. Each part then contributes
-    a share of the logit. The shares of a row, with the norm's bias ("bias"), sum to its logit before a soft cap (Elhage
-    et al., 2021).
+    ("0.attn", "0.mlp"). The divisor of the final norm is held fixed, so that the norm is linear and each part
+    contributes a share of the logit. The shares of a row, including the one of biases ("bias"), sum to the logit before
+    a soft cap.
 
-    targets: the token whose logit is split, one for all rows or one per row. By default it is the next token, and the
-    likeliest token for the last row. against: a token whose logit is subtracted. The shares are then those of the
-    difference. rows: rows of the store in the result, all by default. Missing rows are NaN. Without targets, rows
-    before a missing token are NaN too.
+    targets: ids of the tokens whose logits are split, one for all rows or one per row of the store. None: the next
+    token; for the last row, the likeliest next token. against: id of a token whose logit is subtracted. The shares then
+    sum to the difference of the two logits. rows: rows of the store in the result, a slice with step 1; None: all.
+
+    Returns (shares, float32 [parts, tokens]; a label for each part). Missing rows are NaN. Without `targets`, rows
+    whose next token is unknown are NaN too.
 
     Raises KeyError if `resid_pre` of layer 0, `attn_out` or `mlp_out` of a layer, or `resid_final` was not captured.
     Raises ValueError for a model whose layers scale the stream (Gemma 4), for tokens outside the vocabulary, if the
@@ -39,8 +41,8 @@ def logit_attribution(
     """
     if capture.attrs.get("identities") is False and not capture.attrs.get("visual_layers"):
         raise ValueError(
-            f"{capture.path} is of a model whose layers also scale the residual stream, so what its blocks add does "
-            "not sum to it; use the logit lens"
+            f"{capture.path} is of a model whose layers also scale the residual stream, so the outputs of its blocks "
+            "do not sum to the stream; use the logit lens"
         )
     tokens, layers = len(capture.token_ids), range(int(attribute(capture, "num_layers")))
     for hook in ("resid_pre", "attn_out", "mlp_out", "resid_final"):
@@ -82,12 +84,14 @@ def _parts(capture: Capture, layers: range, rows: slice) -> Iterator[np.ndarray]
 def _targets(
     capture: Capture, unembedding: Unembedding, targets: Sequence[int] | np.ndarray | int | None
 ) -> np.ndarray:
-    """One token id for each row, int64."""
+    """The id of the target token of each row of the store, int64 [tokens]."""
     count = len(capture.token_ids)
     if targets is not None:
         given = np.asarray(targets, np.int64)
         if given.ndim and given.shape != (count,):
-            raise ValueError(f"targets have shape {given.shape}, the store has {count} rows; give one for each, or one")
+            raise ValueError(
+                f"targets have shape {given.shape}, the store has {count} rows; give one id, or one id per row"
+            )
         return np.broadcast_to(given, count)
     last = capture.numpy("resid_final", tokens=slice(max(0, count - 1), count))
     likeliest = unembedding.logits(last).argmax(-1)
@@ -95,6 +99,7 @@ def _targets(
 
 
 def _check_tokens(unembedding: Unembedding, ids: np.ndarray) -> None:
+    """Raise ValueError for an id outside the vocabulary."""
     wrong = ids[(ids < 0) | (ids >= len(unembedding.weight))]
     if len(wrong):
-        raise ValueError(f"token {wrong[0]} does not exist; the vocabulary has {len(unembedding.weight)}")
+        raise ValueError(f"token {wrong[0]} does not exist; the vocabulary has {len(unembedding.weight)} tokens")

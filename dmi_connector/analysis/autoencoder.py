@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures of a sparse autoencoder on reduced and restored rows, for `dmi fidelity --sae`."""
+"""Measures of `dmi fidelity --sae`, which encode full rows and restored rows with a sparse autoencoder.
+
+Restored rows were reduced, decoded, and mapped back into the space of the hook.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from dmi_connector.reduce.sparse_encoder import SparseEncoder, settings_of, weig
 from dmi_connector.reduce.tensors import FloatTensors
 
 MEANINGS: Mapping[str, str] = {
-    "latents": "share of the autoencoder's active latents that are active for restored rows too, mean over rows",
-    "sae_error": "share of the full rows' variance that the autoencoder does not explain: encoding the restored rows,"
-    " minus the same when encoding the full ones",
+    "latents": "share of a full row's active latents that are also active for the restored row, mean over rows",
+    "sae_error": "share of the full rows' variance that the autoencoder does not explain if it encodes restored rows,"
+    " minus that share if it encodes full rows",
 }
-"""The measures, with their meaning. A larger `sae_error` is worse; it may be negative."""
+"""{measure: its meaning}. A larger `sae_error` is worse. `sae_error` may be negative."""
 _ROWS = 2048
 """Maximum number of rows to encode."""
 
@@ -29,9 +32,10 @@ _ROWS = 2048
 class Autoencoder:
     """A sparse autoencoder, and the hook and layer whose rows it encodes.
 
-    hook, layer: as in its settings or the option; layer is None for a hook that exists once. decoder: (weight [latents,
-    d_in], bias [d_in]) for normalised rows; None if its files lack a decoder, or if it computes other rows (a
-    transcoder).
+    hook, layer: from the option `--sae`, or from the autoencoder's settings. layer is None for a hook that exists once.
+    decoder: (weight [latents, d_in], bias [d_in]), where d_in is the width of the rows. The decoder returns normalised
+    rows. None if the files hold no such decoder. The decoder of a transcoder does not count, because it returns rows of
+    another hook.
     """
 
     hook: str
@@ -41,7 +45,10 @@ class Autoencoder:
 
     @classmethod
     def load(cls, text: str) -> Autoencoder:
-        """Load an autoencoder. text: as in the option `probes`, "DIR, hook=resid_post, layer=12". Raises ValueError."""
+        """Load an autoencoder. text: as in the option `probes`, "DIR, hook=resid_post, layer=12".
+
+        Raises ValueError if the text is not valid, names a probe, or names files that cannot be read.
+        """
         try:
             found = parse_probe("sae", text)
         except ReduceError as error:
@@ -53,21 +60,25 @@ class Autoencoder:
         return cls(ALIASES.get(found.source, found.source), layer, encoder, _decoder(found.path, encoder))
 
     def place(self, layers: int) -> tuple[str, int | None]:
-        """(hook, layer) of the stored rows that it encodes. resid_post is stored as the next layer's resid_pre.
+        """(hook, layer) of the stored rows that the autoencoder encodes.
 
-        layers: number of layers of the model. Raises ValueError for a hook of several layers without a layer.
+        `resid_post` of a layer is stored as `resid_pre` of the next layer, or as `resid_final` for the last layer.
+
+        layers: number of layers of the model. Raises ValueError for an unknown hook, for a hook of several layers
+        without a layer, and for a hook that exists once with a layer.
         """
         if self.hook == "resid_post" and self.layer is not None:
             return ("resid_final", None) if self.layer == layers - 1 else ("resid_pre", self.layer + 1)
         if self.hook not in HOOKS or (HOOKS[self.hook].scope == "layer") != (self.layer is not None):
             where = "no layer" if self.layer is None else f"layer {self.layer}"
             raise ValueError(
-                f"--sae: it is of {self.hook} and {where}; add hook=NAME, layer=NUMBER, as in hook=resid_pre"
+                f"--sae: the autoencoder is of {self.hook} and {where}; add hook=NAME and layer=NUMBER, as in"
+                " hook=resid_pre, layer=12"
             )
         return self.hook, self.layer
 
     def agreement(self, rows: np.ndarray, restored: np.ndarray) -> dict[str, float]:
-        """The measures of MEANINGS that apply, over at most 2,048 rows. rows, restored: [n, d_in].
+        """The measures of MEANINGS that can be computed, over at most 2,048 random rows. rows, restored: [n, d_in].
 
         Raises ValueError for rows of another width.
         """
@@ -87,7 +98,7 @@ class Autoencoder:
         rows, encoded: [n, d_in]. Raises ValueError without a decoder.
         """
         if self.decoder is None:
-            raise ValueError("--sae: its files hold no decoder of these rows, so there is no reconstruction error")
+            raise ValueError("--sae: the files hold no decoder of these rows, so there is no reconstruction error")
         weight, bias = self.decoder
         wanted = self.encoder.normed(rows)
         left = np.square(wanted - (self.encoder.encode(encoded) @ weight + bias), dtype=np.float64).sum()
@@ -95,7 +106,10 @@ class Autoencoder:
 
 
 def _decoder(path: str, encoder: SparseEncoder) -> tuple[np.ndarray, np.ndarray] | None:
-    """`Autoencoder.decoder` of SAELens, sparsify and Gemma Scope. Llama Scope scales rows in another way."""
+    """Read `Autoencoder.decoder` from files of SAELens, sparsify or Gemma Scope.
+
+    Returns None for files of Llama Scope, which scales rows in another way.
+    """
     facts, tensors = settings_of(path), FloatTensors(weights_file(path))
     weight, bias = tensors.get("W_dec"), tensors.get("b_dec")
     if weight is None or bias is None or facts.get("transcode") or "norm_activation" in facts:

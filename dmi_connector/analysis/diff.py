@@ -20,7 +20,7 @@ from dmi_connector.reduce import Keeps
 from dmi_connector.wording import suggest
 
 TOLERANCES = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
-"""Dtype of the model -> largest relative error at which two rows agree. Other batches and kernels round differently,
+"""{dtype of the model: largest relative error at which two rows agree}. Other batches and kernels round differently,
 and the differences grow from layer to layer.
 """
 ROUNDED = 5e-2
@@ -37,12 +37,13 @@ class NothingToCompare(ValueError):
 class HookDiff:
     """How one hook, or one layer of it, differs between two captures.
 
-    rows: the number of rows compared. unlike: the number of rows whose error is above the tolerance. position: the
-    position of the first of these rows; None if there is none. worst: the largest error of a row. worst_position: its
-    position; None if no row has an error.
+    tolerance: the largest error at which two rows agree. rows: the number of rows compared. unlike: the number of rows
+    whose error is above the tolerance. position: the position of the first of these rows; None if there is none. worst:
+    the largest error of a row. worst_position: the position of that row; None if every error is 0.
 
-    The error of a row is |a - b| / max(|a|, |b|), with L2 norms. It is 0 for equal rows, also if they hold NaN or
-    infinities, and inf for other rows that are not finite. For integer hooks it is the fraction of values that differ.
+    The error of a row is |a - b| / max(|a|, |b|), with L2 norms. Equal rows have the error 0, also if they hold NaN or
+    infinities. If rows differ and one of them is not finite, the error is inf. For integer hooks the error is the
+    fraction of values that differ.
     """
 
     hook: str
@@ -65,8 +66,8 @@ class CaptureDiff:
     """How two captures differ.
 
     positions: the number of rows that both captures have before the first token that differs. tokens_differ: the
-    position of that token; None if no token differs. hooks: in the order of the forward. left_out: hook -> why it is
-    not compared.
+    position of that token; None if no token differs. hooks: in the order of the forward. left_out: {hook: why it is
+    not compared}.
     """
 
     a: str
@@ -119,7 +120,8 @@ def diff(a: Capture, b: Capture, hooks: str = "*", tolerance: float | None = Non
     if not found:
         why = "; ".join(f"{hook}: {reason}" for hook, reason in left_out.items()) or f"none of {hooks!r} is in both"
         raise NothingToCompare(
-            f"{a.path} and {b.path} have no hook to compare ({why}); name others, or capture them alike"
+            f"{a.path} and {b.path} have no hook to compare ({why}); name other hooks, or give captures with the same"
+            " hooks"
         )
     return CaptureDiff(str(a.path), str(b.path), len(positions), differ, tuple(found), left_out)
 
@@ -150,7 +152,8 @@ def pairs(a: Captures, b: Captures) -> tuple[list[tuple[int, int]], int]:
 
 
 def _match(found: dict[int, int], left: Iterable[tuple[Any, int]], right: Iterable[tuple[Any, int]]) -> None:
-    """Pair the items of `left` and `right` that have equal marks, in order, and add the pairs to `found`.
+    """Pair the items of `left` and `right` that have equal marks, in order. Add {number in left: number in right} to
+    `found`.
 
     Items are (mark, number). An item with the mark None is not paired.
     """
@@ -190,7 +193,7 @@ def _in_order(
             continue
         mine, theirs = a.layers[name], b.layers[name]
         if lacking := sorted({*mine} ^ {*theirs}):
-            left_out[name] = f"layers {', '.join(map(str, lacking))} are in one of the two"
+            left_out[name] = f"layers {', '.join(map(str, lacking))} are in only one of the captures"
         if mine or theirs:
             keys += [(1, layer, number, name, layer) for layer in mine if layer in theirs]
         else:
@@ -199,14 +202,17 @@ def _in_order(
 
 
 def _check_pattern(pattern: str, a: Capture, b: Capture, left_out: dict[str, str]) -> None:
-    """Note hooks that neither capture holds. Raises ValueError for a name or wildcard that no hook has."""
+    """Add a pattern that matches no hook of either capture to `left_out`.
+
+    Raises ValueError for a name or wildcard that matches no known hook.
+    """
     held = {**a.attrs["hooks"], **b.attrs["hooks"]}
     if fnmatch.filter(held, pattern):
         return
     if not fnmatch.filter(HOOKS, pattern):
         near = suggest(pattern, HOOKS) or ";"
         raise ValueError(f"diff: no hook is called {pattern!r}{near} the captures hold {', '.join(held)}")
-    left_out[pattern] = "it is in neither"
+    left_out[pattern] = "it is in neither capture"
 
 
 def _named(hook: str, patterns: Sequence[str]) -> bool:
@@ -216,12 +222,12 @@ def _named(hook: str, patterns: Sequence[str]) -> bool:
 def _unlike_forms(a: Capture, b: Capture, hook: str, layer: int | None) -> str:
     """Why the values of a hook cannot be compared; "" if they can."""
     if hook == "pattern":
-        return "it is a summary of the largest weights"
+        return "it holds only the largest weights"
     one, other = (c.attrs["hooks"][c.sources(hook, layer)[0].array].get("reduce") for c in (a, b))
     reductions = [c.reduction(hook, layer) for c in (a, b)]
     if one != other and any(r is not None and Keeps.EVERY_VALUE not in r.keeps for r in reductions):
         kinds = [form["kind"] if form else "full rows" for form in (one, other)]
-        return f"it is {kinds[0]} in one and {kinds[1]} in the other, or with other settings"
+        return f"it is stored as {kinds[0]} in one and as {kinds[1]} in the other, or with other settings"
     widths = [capture.shape(hook)[-1] for capture in (a, b)]
     return "" if widths[0] == widths[1] else f"its rows have {widths[0]} and {widths[1]} values"
 
@@ -235,6 +241,7 @@ def _tolerance(a: Capture, b: Capture, hook: str, layer: int | None) -> float:
 
 
 def _compare(a: Capture, b: Capture, hook: str, layer: int | None, positions: np.ndarray, tolerance: float) -> HookDiff:
+    """Compare the rows of a hook at `positions`, in blocks."""
     sampled = hook in SAMPLED
     mine, theirs = (c.logits_positions if sampled else c.positions for c in (a, b))
     shared = np.intersect1d(np.intersect1d(mine, theirs), positions)
@@ -253,6 +260,7 @@ def _compare(a: Capture, b: Capture, hook: str, layer: int | None, positions: np
 
 
 def _rows_of(positions: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The indexes in `positions` of the positions `wanted`, int64 [n]."""
     order = np.argsort(positions, kind="stable")
     return np.asarray(order[np.searchsorted(positions, wanted, sorter=order)])
 
@@ -267,7 +275,7 @@ def _errors(a: np.ndarray, b: np.ndarray, hook: str) -> np.ndarray:
     if a.dtype.kind in "iu":
         if hook == "topk_ids":  # experts of equal weight may change places
             return np.asarray((a[:, :, None] != b[:, None]).all(2).mean(1))
-        if hook == "indexer_topk":  # in any order
+        if hook == "indexer_topk":  # the order of its positions has no meaning
             return np.array([np.isin(one, other, invert=True).mean() for one, other in zip(a, b, strict=True)])
         return np.asarray((a != b).mean(1))
     a, b = a.astype(np.float64), b.astype(np.float64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The difference between the mean rows of two sets of captures: a start for steering vectors and linear probes."""
+"""The difference between the mean rows of two sets of captures, for steering vectors and linear probes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dmi_connector.reduce import Keeps
 
 @dataclass(frozen=True)
 class MeanDifference:
-    """Means of a hook over two sets of captures. Made by `mean_difference`.
+    """The mean rows of a hook in two sets of captures. `mean_difference` makes it.
 
-    first, second: means, float64 [width]. scores: the scores of the rows of each set, see `score`.
+    first, second: mean rows, float64 [width]. scores: the scores of the rows of each set, float32 [rows], see `score`.
     """
 
     first: np.ndarray
@@ -35,7 +35,8 @@ class MeanDifference:
     def separation(self) -> float:
         """Distance of the means in standard deviations of the scores within the sets (d' of signal detection).
 
-        It is NaN if the means are equal, or with too few rows.
+        NaN if the means are equal, if the scores of each set are all equal, or if the sets together have fewer than 3
+        rows.
         """
         squares = sum(float(np.square(scores - scores.mean(dtype=np.float64)).sum()) for scores in self.scores)
         spare = sum(map(len, self.scores)) - 2
@@ -44,7 +45,7 @@ class MeanDifference:
     def score(self, rows: np.ndarray) -> np.ndarray:
         """Position of rows [n, width] between the means, float32 [n]: 1 at `first`, 0 at `second`.
 
-        A row above 0.5 is nearer to `first` along the difference. It is NaN if the means are equal.
+        A row with a score above 0.5 is nearer to `first` along the difference. Scores are NaN if the means are equal.
         """
         vector = self.first - self.second
         length = vector @ vector
@@ -62,7 +63,7 @@ def mean_difference(
     layer: int | None = None,
     rows: str = "all",
 ) -> MeanDifference:
-    """Mean rows of a hook in two sets of captures, and their distance (Marks and Tegmark, 2023).
+    """Compute the mean rows of a hook in two sets of captures, and score their rows (Marks and Tegmark, 2023).
 
     layer: required if several layers were captured. rows: "all", "prompt", "generated", or "last" (the prompt's last
     row). Missing rows are left out. Every store is read twice, in blocks.
@@ -83,14 +84,14 @@ def mean_difference(
 
 
 def _mean(captures: Iterable[Capture], hook: str, layer: int | None, rows: str) -> np.ndarray:
-    """float64 [width]."""
+    """The mean of the selected rows, float64 [width]. Raises ValueError if no row is selected or widths differ."""
     count, total = 0, np.zeros(1)
     for block in row_blocks(captures, hook, layer, rows):
         if count and block.shape[1] != len(total):
             raise ValueError(f"rows of {hook!r} have {block.shape[1]} values in one capture, {len(total)} in others")
         count, total = count + len(block), total + block.sum(0, dtype=np.float64)
     if not count:
-        raise ValueError(f"no capture of a set has a row of {hook!r} that counts; rows={rows!r}")
+        raise ValueError(f"a set of captures has no row of {hook!r} that rows={rows!r} selects")
     return total / count
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures of `dmi fidelity` that run an analysis on reduced rows: scores of concepts, the logit lens, and latents of a
-sparse autoencoder.
+"""Measures of `dmi fidelity` that run an analysis on reduced rows: linear probes, the logit lens, latents of a sparse
+autoencoder, and attention.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from dmi_connector.reduce.measures import PROBES
 from dmi_connector.store.format.remote_path import Given, place_of
 
 MEANINGS: Mapping[str, str] = {
-    "concepts": "correlation of the scores of ridge regressions on labels, one fitted on full rows and one on reduced"
-    " ones, for rows that neither saw: the least of the labels",
+    "concepts": "correlation of the scores of two ridge regressions on labels, one fitted on full rows and one on"
+    " reduced rows; on held-out rows, the lowest of all labels",
     "lens_top": "share of the rows for which the logit lens gives the same likeliest next token",
     "lens_kl": "mean KL divergence of the next token's distribution in the logit lens, full || reduced, in nats",
     **OF_AUTOENCODER,
     **OF_ATTENTION,
 }
-"""The measures that need more than the rows of a hook, with their meaning. A larger `lens_kl` or
-`sae_error` is worse.
+"""{measure: its meaning}, for measures that need more than the rows of a hook. A larger `lens_kl` or `sae_error` is
+worse.
 """
 LENS_HOOKS = ("resid_pre", "resid_mid", "resid_final")
 """Hooks of the residual stream, to which the logit lens is applied."""
 TOKENS = "tokens"
-"""A value of `labels`: the labels are then whether the token of a row is each of the most frequent tokens."""
+"""A value of `labels`. Each of the most frequent tokens is then a label: whether it is the token of the row."""
 _ROWS = 2048
 """Maximum number of rows to fit on, and of rows to score."""
 _LEAST = 8
-"""Minimum number of rows with a label, and of rows without it, in each half."""
+"""Minimum number of rows with a label, and of rows without the label, both to fit on and to score."""
 _RIDGE = 0.01
 """Weight of the penalty, relative to the sum of the squared norms of the rows."""
 
@@ -47,7 +47,8 @@ _RIDGE = 0.01
 class Concepts:
     """Labels of rows.
 
-    fit, test: int64, indexes of the rows to fit on and of the rows to score. targets: bool [rows, labels].
+    fit, test: indexes of the rows to fit on and of the rows to score, int64. targets: whether a row has a label, bool
+    [rows, labels].
     """
 
     fit: np.ndarray
@@ -56,10 +57,11 @@ class Concepts:
 
 
 def concepts_of(stores: Sequence[Given], labels: Labels | str) -> Concepts:
-    """The concepts of all rows of `stores`.
+    """Label the rows of `stores`, and choose at random which rows to fit on and which to score.
 
-    labels: labels of captures (`read_labels`), or TOKENS. Captures without a label are left out. The fit uses half of
-    the captures of each label, or half of the rows with TOKENS. Raises ValueError if these are too few.
+    labels: labels of captures (`read_labels`), or TOKENS. Captures without a label are left out. With labels of
+    captures, half of the captures of each label are fitted on. With TOKENS, half of the rows are fitted on. Raises
+    ValueError if every label has too few rows.
     """
     tokens, own = [], []
     for store in stores:
@@ -87,7 +89,8 @@ def concepts_of(stores: Sequence[Given], labels: Labels | str) -> Concepts:
     enough = np.minimum(*sizes) >= _LEAST
     if not enough.any():
         raise ValueError(
-            f"--labels: no label has {_LEAST} rows on each side in both halves of the captures; give more captures"
+            f"--labels: no label has {_LEAST} rows with it and {_LEAST} rows without it in both halves of the captures;"
+            " give more captures"
         )
     return Concepts(fit, test, targets[:, enough])
 
@@ -98,10 +101,11 @@ def _label_of(capture: Capture, labels: Labels) -> bool | None:
 
 
 class Downstream:
-    """The measures of one layer of a hook.
+    """Computes the measures of MEANINGS for one layer of a hook.
 
-    rows: the full rows, float32 [n, width]. unembedding: of the model, if the hook is the residual stream.
-    autoencoder, attention: those that take rows of this hook and layer.
+    rows: the full rows, float32 [n, width]. concepts: labels of these rows. unembedding: that of the model, if the hook
+    is one of LENS_HOOKS. autoencoder: one that encodes rows of this hook and layer. attention: the overlap for this
+    hook and layer. None leaves the measures of that argument out.
     """
 
     def __init__(
@@ -117,10 +121,11 @@ class Downstream:
         self._scores = None if concepts is None else _scores(rows, concepts)
 
     def measures(self, decoded: np.ndarray, restored: np.ndarray | None) -> dict[str, float]:
-        """The measures of MEANINGS that apply.
+        """The measures of MEANINGS that can be computed.
 
-        decoded: [n, any width]. restored: [n, width], None if the reduction does not keep the hook's space. Raises
-        ValueError if the width is not that of the model or the autoencoder.
+        decoded: the decoded rows of a reduction, [n, any width]. restored: these rows in the space of the hook, [n,
+        width]; None if the reduction cannot restore them. Raises ValueError if the width is not that of the model or
+        the autoencoder.
         """
         found = {}
         if self._concepts is not None and self._scores is not None:
@@ -135,14 +140,17 @@ class Downstream:
 
 
 def _agreement(full: np.ndarray, reduced: np.ndarray) -> float:
-    """The least correlation of a column with its counterpart. It is 0 for a column of equal scores."""
+    """The lowest correlation of a column of `full` with the same column of `reduced`.
+
+    A column of equal scores has the correlation 0.
+    """
     with np.errstate(invalid="ignore", divide="ignore"):
         found = [np.corrcoef(a, b)[0, 1] for a, b in zip(full.T, reduced.T, strict=True)]
     return float(np.nan_to_num(found).min())
 
 
 def _scores(rows: np.ndarray, concepts: Concepts) -> np.ndarray:
-    """Scores [test rows, labels] of a ridge regression on unit rows. The dual form is faster for wide rows."""
+    """Scores [test rows, labels] of a ridge regression on rows of norm 1. The dual form is faster for wide rows."""
     fit, test = (_unit(rows[part].astype(np.float64)) for part in (concepts.fit, concepts.test))
     mean, targets = fit.mean(0), concepts.targets[concepts.fit].astype(np.float64)
     fit, test = fit - mean, test - mean
@@ -157,7 +165,9 @@ def _unit(rows: np.ndarray) -> np.ndarray:
 
 
 def _lens_agreement(rows: np.ndarray, restored: np.ndarray, unembedding: Unembedding) -> dict[str, float]:
-    """`lens_top` and `lens_kl` of MEANINGS, over at most 2,048 rows. rows, restored: [n, width] of the residual stream.
+    """`lens_top` and `lens_kl` of MEANINGS, over at most 2,048 random rows.
+
+    rows, restored: [n, width] of the residual stream.
 
     Raises ValueError if the width is not that of the model.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi fidelity`: measures how much of captured rows reductions keep. It reduces full rows with the tap's encoders."""
+"""`dmi fidelity`: measures how well reductions keep captured rows. Full rows are reduced as taps would reduce them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ DEFAULT = tuple(spec for kind in KINDS.values() for spec in kind.compared)
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Fidelity of one reduction on one layer of a hook. size: stored bytes / raw bytes. measures: see
-    `Reduction.measured`.
+    """Fidelity of one reduction on one layer of a hook.
+
+    layer: None for a hook that exists once. reduction: as in server options. tokens: number of rows. width: values per
+    full row. size: bytes of a stored row / bytes of a full row. measures: {name: value}, see `Reduction.measured` and
+    `downstream.MEANINGS`.
     """
 
     hook: str
@@ -63,15 +66,18 @@ def fidelity(
 ) -> list[Fidelity]:
     """Reduce the rows of `stores` by each of `specs`, and compare the decoded rows with the full ones.
 
-    specs: reductions as in server options. A reduction that needs more values than a hook has is left out for that
-    hook. hooks: names or wildcards, separated by commas. layers: numbers of the model's layers, negative from its last;
-    None: all. Hooks that exist once are always measured. Stores without rows are left out. labels: labels of captures
-    for the measure `concepts`; "tokens": the most frequent tokens. unembedding: the model's unembedding, for the logit
-    lens of the residual stream (see `downstream.MEANINGS`). autoencoder: measured on the rows that it encodes.
+    Stores without rows are left out. A reduction that does not fit the width of a hook is left out for that hook.
 
-    Raises ValueError for stores that have none of the hooks in full, or no rows, for stores of several models, for a
-    hook that only the first store has in full, for a layer that none of the hooks has, for an autoencoder of other
-    rows, and if every reduction is left out. Raises KeyError for a hook or layer that a later store lacks.
+    specs: reductions as in server options. hooks: names or wildcards, separated by commas. layers: layer numbers;
+    negative numbers count from the last layer; None: all. Hooks that exist once are measured with any `layers`. labels:
+    labels of captures for the measure `concepts`; "tokens": the most frequent tokens are the labels. unembedding: the
+    model's unembedding, for the logit lens of the residual stream. autoencoder: a sparse autoencoder, for the measures
+    of the hook and layer that it encodes. `downstream.MEANINGS` explains these measures.
+
+    Raises ValueError if the stores have no rows or none of the hooks in full, are of several models, or if only some
+    have a hook in full. Raises ValueError for a layer that none of the hooks has, for an autoencoder of a hook or layer
+    that is not measured, and if every reduction is left out. Raises KeyError for a hook or layer that a later store
+    lacks.
     """
     kept, names = _chosen(stores, hooks)
     with open_capture(kept[0], 0) as first:
@@ -83,8 +89,8 @@ def fidelity(
         hook, layer = encoded
         where = hook if layer is None else f"{hook} of layer {layer}"
         raise ValueError(
-            f"--sae: it encodes {where}, which is not measured; give stores that hold it in full, and name it in"
-            " --hooks and --layer if you give these"
+            f"--sae: the autoencoder encodes {where}, which is not measured; give stores that hold these rows in full,"
+            " and include them in --hooks and --layer if you give these options"
         )
     concepts = concepts_of(kept, labels) if labels is not None else None
     found, reasons = [], []
@@ -98,7 +104,7 @@ def fidelity(
                 downstream = Downstream(rows, concepts, lens, encoder, attended)
                 for spec, reduction in reductions.items():
                     if reduction is None or (why := _unfit(reduction, rows.shape[1])):
-                        reasons.append("none keeps rows as they are" if reduction is None else why)
+                        reasons.append("'none' is no reduction" if reduction is None else why)
                     else:
                         found.append(_measure(spec, reduction, hook, layer, rows, tokens, dtypes[hook], downstream))
     if not found:
@@ -108,7 +114,7 @@ def fidelity(
 
 
 def _chosen(stores: Sequence[Given], hooks: str) -> tuple[list[Given], list[str]]:
-    """Returns (stores with rows, hooks to measure).
+    """Return (stores with rows, hooks to measure).
 
     Raises ValueError if no store has rows, if the first store with rows has none of the hooks in full, or if a later
     one has a reduced hook or is of another model. Raises KeyError if a later store lacks a hook.
@@ -125,7 +131,7 @@ def _chosen(stores: Sequence[Given], hooks: str) -> tuple[list[Given], list[str]
             for hook in names:
                 if capture.reduction(hook) is not None:
                     raise ValueError(
-                        f"fidelity: {hook} of {capture.path} is reduced itself; give stores that hold it in full, or"
+                        f"fidelity: {hook} of {capture.path} is stored reduced; give stores that hold it in full, or"
                         " name other hooks with --hooks"
                     )
             kept.append(store)
@@ -167,7 +173,7 @@ def _rows(stores: Sequence[Given], hook: str, layer: int | None) -> tuple[np.nda
 
 
 def _numbers(capture: Capture, hooks: Sequence[str], layers: Sequence[int] | None) -> set[int] | None:
-    """Non-negative layer numbers; None: all. Raises ValueError for a layer that none of the hooks has."""
+    """The layers to measure, as numbers from 0 on; None: all. Raises ValueError for a layer that no hook has."""
     own = sorted({number for hook in hooks for number in capture.layers[hook]})
     if layers is None or not own:
         return None
@@ -188,7 +194,7 @@ def _is_measured(
 
 
 def _unfit(reduction: Reduction, width: int) -> str:
-    """Why a reduction cannot be applied to rows of this width; "" if it can."""
+    """Why a reduction cannot be applied to rows of this width; "" if nothing prevents it."""
     try:
         reduction.check(width)
     except ReduceError as error:
@@ -210,6 +216,7 @@ def _measure(
     dtype: str,
     downstream: Downstream,
 ) -> Fidelity:
+    """Encode and decode the rows [n, width] of one layer with a reduction, and measure the result."""
     width = rows.shape[1]
     reduction = reduction.bind(hook, [layer or 0], width, 1)
     reduction.prepare(width, torch.device("cpu"), layer or 0, 0)
@@ -226,16 +233,19 @@ def _measure(
 
 
 LARGER_IS_WORSE = ("error", "lens_kl", "sae_error")
-"""Measures without a bar."""
+"""Measures of which a larger value is worse. They are not compared with a bar."""
 
 
 def below(measures: Mapping[str, float], bar: float) -> list[str]:
-    """The measures that do not reach a bar. NaN does not reach it. Measures of LARGER_IS_WORSE are ignored."""
+    """The names of the measures below a bar. NaN counts as below. Measures of LARGER_IS_WORSE are ignored."""
     return [name for name, value in measures.items() if name not in LARGER_IS_WORSE and not value >= bar]
 
 
 def markdown(found: Sequence[Fidelity], bar: float | None = None) -> str:
-    """One table: the worst layer of each hook and reduction. bar: adds a column with the measures below it."""
+    """A Markdown table with a line for each hook and reduction. Each cell is the value of the worst layer.
+
+    bar: a lower limit; if given, a last column names the measures below this limit.
+    """
     meanings = {name: meaning for kind in (KINDS | STORED).values() for name, meaning in kind.measured.items()}
     meanings |= DOWNSTREAM
     shown = [name for name in meanings if any(name in f.measures for f in found)]
@@ -256,7 +266,7 @@ def markdown(found: Sequence[Fidelity], bar: float | None = None) -> str:
         [
             *lines,
             "",
-            "Each row is the worst of its layers. size: bytes in the row as a share of the raw ones.",
+            "Each cell is the value of the worst layer. size: bytes of a stored row / bytes of a full row.",
             *meaning,
         ]
     )

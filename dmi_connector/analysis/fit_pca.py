@@ -23,19 +23,22 @@ def fit_pca(
     model: str | None = None,
     group: int = 0,
 ) -> dict[str, float]:
-    """Fit a basis of `rank` components for each layer of `hooks`, and write all to `out`, a new safetensors file.
+    """Fit a basis of `rank` components for each layer of `hooks`, and write all bases to `out`, a new safetensors file.
 
     The stores are read once per hook and layer. The fit needs 8 width² bytes of memory. Missing rows are skipped. Rows
     with a NaN or an infinity are skipped too, and a warning counts them.
 
-    layers: layer numbers; negative numbers count from the last layer; None: all captured layers. model: uses only
-    stores of this model, as in `open_captures`; None: all stores must be of one model. group: dimensions that get
-    `rank` components of their own, such as those of a head; 0: all of a row together.
+    layers: layer numbers; negative numbers count from the last layer; None: all captured layers. model: use only stores
+    of this model, as in `open_captures`; None: all stores must be of one model. group: number of adjacent dimensions
+    that get `rank` components of their own, such as those of a head; 0: one basis for the whole row.
 
-    Returns {"HOOK.LAYER": share of the variance kept, 0 to 1}. Raises ValueError for hooks that cannot be reduced, are
-    stored reduced or differ between stores, stores of several models, a model without a store, too few rows, no finite
-    row, a rank above the width or the group, or a group that does not divide the width; KeyError for a hook or layer
-    that was not captured; FileExistsError; OSError, before the fit, if `out` cannot be written.
+    Returns {"HOOK.LAYER": share of the variance kept, 0 to 1}.
+
+    Raises ValueError for a hook that cannot be reduced, is stored reduced, or has another width in another store.
+    Raises ValueError for stores of several models, for a model without a store, for too few rows, and if no row is
+    finite. Raises ValueError for a rank above the width or the group, and for a group that does not divide the width.
+    Raises KeyError for a hook or layer that was not captured, FileExistsError if `out` exists, and OSError before the
+    fit if `out` cannot be written.
     """
 
     def fit_layer(_hook: str, blocks: Iterator[np.ndarray]) -> LayerFit:

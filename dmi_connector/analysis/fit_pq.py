@@ -21,10 +21,10 @@ from dmi_connector.store.format.remote_path import Given
 ROWS = 16384
 """Default of the maximum number of rows per layer to fit on."""
 _ROUNDS, _LEAST_GAIN = 20, 1e-3
-"""Maximum number of iterations of k-means, and the relative decrease of the error below which it stops."""
+"""Maximum number of iterations of k-means, and the relative decrease of the error below which k-means stops."""
 _SEED = 0
 _AT_ONCE = 1 << 22
-"""Number of distances per matrix product: 16 MB, which fit into the CPU caches."""
+"""Maximum number of distances per matrix product. As float32 these are 16 MiB, which fit into the CPU caches."""
 
 
 def fit_pq(
@@ -39,13 +39,14 @@ def fit_pq(
 ) -> dict[str, float]:
     """Fit codebooks for each layer of `hooks`, and write them to `out`, a new safetensors file.
 
-    Each row is cut into `subvectors` parts, and k-means finds 2^bits - 1 centroids for each part. It uses at most
+    Each row is cut into `subvectors` parts, and k-means finds 2^bits - 1 centroids for each part. k-means uses at most
     `rows` rows per layer, which are drawn from all rows with a fixed seed. The stores are read once for each hook and
     layer. layers, model: as in `fit_pca`.
 
-    Returns {"HOOK.LAYER": share of the variance of the fitted rows that is kept}. Raises ValueError if
-    `subvectors` does not divide the width, if `bits` is not 4 or 8, and for fewer rows than centroids. Raises what
-    `fit_file` raises.
+    Returns {"HOOK.LAYER": share of the variance of the drawn rows that is kept, up to 1}.
+
+    Raises ValueError if `subvectors` is below 1 or does not divide the width, if `bits` is not 4 or 8, and for fewer
+    rows than centroids. Raises the errors of `fit_file` too.
     """
     if bits not in BITS:
         raise ValueError(f"--bits {bits} is not valid; give {' or '.join(map(str, BITS))}")
@@ -105,8 +106,8 @@ def k_means(rows: np.ndarray, count: int) -> tuple[np.ndarray, float]:
 
 
 def _first(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Initial centroids [m, count, size], drawn from the rows of x [m, n, size] (k-means++; Arthur, Vassilvitskii,
-    2007).
+    """Initial centroids [m, count, size], drawn from the rows of x [m, n, size] with k-means++ (Arthur and
+    Vassilvitskii, 2007).
 
     The probability of a row is proportional to its squared distance from the nearest centroid drawn before.
     """

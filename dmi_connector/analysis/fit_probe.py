@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`dmi fit-probe`: fits a linear probe to labelled captures by the difference of means (Marks and Tegmark, 2023).
 
-The score is the probability of label 1, if rows of both labels are normally distributed along the difference with equal
-variance. It is sigmoid((s - 1/2) / variance + log(n1 / n0)). Here s is `MeanDifference.score`, which is 1 at the mean
-of label 1 and 0 at the mean of label 0.
+The probe's output is sigmoid((s - 1/2) / variance + log(n1 / n0)). Here s is `MeanDifference.score`, which is 1 at the
+mean of label 1 and 0 at the mean of label 0. variance is the variance of s within the labels. n1 and n0 are the numbers
+of training rows of each label. The output is the probability of label 1 if s is normally distributed with this variance
+for both labels.
 """
 
 from __future__ import annotations
@@ -32,22 +33,23 @@ from dmi_connector.wording import show
 logger = logging.getLogger(__name__)
 
 NAMES = ("key", "request_id", "store")
-"""Fields of a labels file that name a capture."""
+"""Fields of a labels file. Each can name a capture; "store" is the name of the store's directory."""
 _LABELS = {"0": False, "false": False, "1": True, "true": True}
 _LEAST = 2
 """Minimum number of captures per label: one to fit on, and one held out."""
 
 Labels = dict[tuple[str, str], bool]
-"""(field, name) -> label."""
+"""{(one of NAMES, its value): label}."""
 
 
 @dataclass(frozen=True)
 class FittedProbe:
-    """The size of a probe's training set, and its quality on held-out captures.
+    """The size of a probe's training set, and the probe's quality on held-out captures.
 
-    captures, rows: in the training set. held_out, held_rows: captures and rows in the test set. accuracy: fraction of
-    the test rows that are on the right side of 1/2. baseline: the accuracy of always predicting the more frequent label
-    of the training set. auc: probability that a row of label 1 has a higher score than a row of label 0.
+    captures, rows: number of captures and rows in the training set. held_out, held_rows: number of captures and rows in
+    the test set. accuracy: fraction of the test rows that are classified correctly, with label 1 from an output of 1/2
+    on. baseline: the accuracy of always predicting the more frequent label of the training set. auc: probability that a
+    test row of label 1 has a higher output than a test row of label 0.
     """
 
     captures: int
@@ -63,7 +65,8 @@ def read_labels(path: str | os.PathLike[str]) -> Labels:
     """Read labels from a CSV file with a header, or from JSON lines. Each line has `label` (0, 1, true or false) and
     one of NAMES.
 
-    Raises ValueError that names the line. Raises OSError if the file cannot be read.
+    Raises ValueError for a line that is not valid, for a capture with both labels, and for a file without labels.
+    Raises OSError if the file cannot be read.
     """
     file = local_path(path)
     found: Labels = {}
@@ -83,7 +86,7 @@ def read_labels(path: str | os.PathLike[str]) -> Labels:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, fields) of each line."""
+    """Yield (number, fields) of each line. Raises ValueError for a line that is not JSON."""
     text = file.read_text()
     if not text.lstrip().startswith("{"):
         for number, row in enumerate(csv.DictReader(text.splitlines()), 2):
@@ -119,16 +122,16 @@ def fit_probe(
     held_out: float = 0.2,
     seed: int = 0,
 ) -> FittedProbe:
-    """Fit a probe for one hook and layer, and write it to `out`, a new safetensors file. The score gets the name of the
-    file.
+    """Fit a probe for one hook and layer, and write it to `out`, a new safetensors file. The probe's output is named
+    after the file.
 
     labels: labels of captures, see `read_labels`. Captures without a label are left out. layer: required if several
-    layers were captured. rows: as in `mean_difference`. held_out: fraction of each label's captures in the test set,
-    which `seed` chooses.
+    layers were captured. rows: as in `mean_difference`. held_out: fraction of each label's captures in the test set.
+    seed: seed of the random choice of these captures.
 
     Raises ValueError as `mean_difference` does, for a hook that was not stored in full, for stores of several models,
-    and for fewer than two captures of a label. Raises KeyError for a hook or layer that was not captured. Raises
-    FileExistsError, OSError.
+    and for fewer than two captures of a label. Raises KeyError for a hook or layer that was not captured,
+    FileExistsError if `out` exists, and OSError before the fit if `out` cannot be written.
     """
     if not 0 < held_out < 1:
         raise ValueError(f"--held-out {held_out} is not valid; give a share of the captures between 0 and 1")
@@ -149,7 +152,10 @@ def fit_probe(
         spread = sum(float(np.square(s - s.mean(dtype=np.float64)).sum()) for s in found.scores)
         variance = spread / max(1, sum(counts) - 2)
         if not vector.any() or not variance > 0:
-            raise ValueError(f"fit-probe: rows of {hook} are the same in both labels, or each; give other captures")
+            raise ValueError(
+                f"fit-probe: rows of {hook} do not differ between the labels, or not within a label; give other"
+                " captures"
+            )
         weight = vector / (vector @ vector) / variance
         bias = -(found.second @ weight) - 0.5 / variance + np.log(counts[1] / counts[0])
         held = [_logits(test[label], hook, at, rows, weight, bias) for label in (0, 1)]
@@ -187,8 +193,8 @@ def _by_label(
     if labels and stores and not used:
         field, value = next(iter(labels))
         raise ValueError(
-            f"fit-probe: no label names a store: the first is of {field} {value!r}, and the last store has {told};"
-            " give one of these"
+            f"fit-probe: no label names a store: the first label is of {field} {value!r}, and the last store has"
+            f" {told}; give one of these"
         )
     if unused := len(labels) - len(used):
         logger.warning("fit-probe: %d of %d labels name no store", unused, len(labels))
@@ -214,7 +220,7 @@ def _logits(
 def _tested(counts: Sequence[int], held: Sequence[np.ndarray], captures: int, held_out: int) -> FittedProbe:
     """The result of a fit. counts: training rows of labels 0 and 1. held: logits of the test rows of labels 0 and 1."""
     if not all(map(len, held)):
-        raise ValueError("fit-probe: the captures that were held out have no row that counts; give more captures")
+        raise ValueError("fit-probe: held-out captures of a label have no row that --rows selects; give more captures")
     total = sum(map(len, held))
     right = int((held[0] < 0).sum() + (held[1] >= 0).sum())
     usual = len(held[int(counts[1] > counts[0])])

@@ -28,8 +28,8 @@ _ROWS = 4096
 class LayerFit(NamedTuple):
     """The fit of one layer of a hook.
 
-    tensors: by NAME (see `FittedFile`). about: the hook's entry in the file, without `layers`. result: a number for the
-    user, such as the share of the variance.
+    tensors: {NAME: values}, see `FittedFile`. about: the hook's entry in the file, without `layers`. result: a number
+    for the user, such as the share of the variance.
     """
 
     tensors: dict[str, np.ndarray]
@@ -48,13 +48,15 @@ def fit_file(
 ) -> dict[str, float]:
     """Fit each layer of `hooks`, and write the fits to `out`, a new safetensors file of `kind`.
 
-    fit: takes a hook and its rows in blocks [n, width]. Missing rows are skipped. Rows with a NaN or an infinity are
-    skipped too, and a warning counts them. layers: layer numbers; negative numbers count from the last layer; None: all
-    captured layers. model: use only stores of this model, as in `open_captures`; None: all stores must be of the same
-    model.
+    Missing rows are skipped. Rows with a NaN or an infinity are skipped too, and a warning counts them.
 
-    Returns {"HOOK.LAYER": result of the fit}. Raises what `stores_of`, `finite_rows` and `fit` do; KeyError for a layer
-    that was not captured; FileExistsError; OSError, before the fit, if `out` cannot be written.
+    layers: layer numbers; negative numbers count from the last layer; None: all captured layers. model: use only stores
+    of this model, as in `open_captures`; None: all stores must be of the same model. fit: function that takes a hook
+    and its rows in blocks [n, width], and returns the fit of one layer.
+
+    Returns {"HOOK.LAYER": result of the fit}. Raises the errors of `stores_of`, `finite_rows` and `fit`. Raises
+    KeyError for a layer that was not captured, FileExistsError if `out` exists, and OSError before the fit if `out`
+    cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
@@ -98,12 +100,14 @@ def stores_of(stores: Sequence[Given], hooks: Sequence[str], model: str | None, 
                     _check_whole(capture, hook)
                 kept.append(store)
     if model is not None and not kept:
-        raise ValueError(f"{command}: no store is of the model {model}; dmi info names that of a store")
+        raise ValueError(f"{command}: no store is of the model {model}; dmi info names the model of a store")
     return kept
 
 
 def layers_of(store: Given, hook: str, layers: Sequence[int] | None) -> list[int | None]:
-    """The layers to fit; [None] for a hook that exists once. layers: negative ones count from the last; None: all."""
+    """The layers to fit; [None] for a hook that exists once. layers: negative numbers count from the last layer; None:
+    all.
+    """
     with _opened(store) as capture:
         own = capture.layers[hook]
         if not own:
@@ -114,7 +118,7 @@ def layers_of(store: Given, hook: str, layers: Sequence[int] | None) -> list[int
 
 
 def _opened(store: Given) -> Capture:
-    """Open one store, which may lack rows. Open few at a time: each keeps a file descriptor open."""
+    """Open one store, which may lack rows. Open few stores at a time, because each keeps a file descriptor open."""
     return open_capture(store, 0, allow_incomplete=True)
 
 
@@ -124,7 +128,7 @@ def _check(hook: str) -> None:
     if known is not None and (known.scope == "sampled" or known.dtype == "int32"):
         raise ValueError(
             f"--hook {hook} cannot be reduced: it"
-            f" {'holds whole numbers' if known.dtype == 'int32' else 'has a row for each sampled token alone'};"
+            f" {'holds integers' if known.dtype == 'int32' else 'has a row only for each sampled token'};"
             " leave it out"
         )
 
@@ -135,15 +139,15 @@ def _check_whole(capture: Capture, hook: str) -> None:
         near = suggest(hook, capture.hooks) or ";"
         raise KeyError(f"{capture.path} holds no {hook}{near} it holds {', '.join(capture.hooks)}")
     if hook not in capture.attrs["hooks"]:
-        raise ValueError(f"{hook} is another name; give that of the array it lies in")
+        raise ValueError(f"{hook} is an alias; give the name of the stored hook")
     if capture.reduction(hook) is not None:
-        raise ValueError(f"{hook} of {capture.path} is reduced itself; fit on stores that hold it in full")
+        raise ValueError(f"{hook} of {capture.path} is stored reduced; fit on stores that hold it in full")
 
 
 def finite_rows(stores: Sequence[Given], hook: str, layer: int | None, command: str) -> Iterator[np.ndarray]:
     """Yield the rows that are present and finite, in blocks [n, width].
 
-    Logs the number of rows that are not finite. Raises ValueError if no row is finite.
+    Logs the number of rows that are not finite. Raises ValueError if there are rows and none is finite.
     """
     where = hook if layer is None else f"{hook} layer {layer}"
     count, bad = 0, 0

@@ -36,10 +36,10 @@ def fit_scales(
 
     Returns {"HOOK.LAYER": number of rows}.
 
-    Raises ValueError if `margin` is below 1 or not finite, `project` is not a projection, a hook cannot be reduced, is
-    stored reduced or has another width in another store, the stores are of several models or none is of `model`, or no
-    row is finite. Raises KeyError for a hook or layer that was not captured, FileExistsError if `out` exists, and
-    OSError before the fit if `out` cannot be written.
+    Raises ValueError if `margin` is below 1 or not finite, and if `project` is not a projection. Raises ValueError for
+    a hook that cannot be reduced, is stored reduced, or has another width in another store. Raises ValueError for
+    stores of several models, for a model without a store, and if no row is finite. Raises KeyError for a hook or layer
+    that was not captured, FileExistsError if `out` exists, and OSError before the fit if `out` cannot be written.
     """
     if not 1 <= margin < float("inf"):
         raise ValueError(f"--margin {margin} is not valid; give a factor of 1 or more")

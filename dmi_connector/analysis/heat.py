@@ -13,11 +13,13 @@ from dmi_connector.reduce import Keeps
 
 
 def hook_heat(capture: Capture, hook: str, neuron: int | None = None) -> tuple[np.ndarray, list[str]]:
-    """(Euclidean norm of each row of a hook, or its value `neuron`; a label for each layer).
+    """(one number for each row of a hook, float32 [layers, tokens]; a label for each layer).
 
-    The numbers are float32 [layers, tokens], one layer for a hook that exists once. Missing rows are NaN. It reads in
-    blocks. Raises KeyError for a hook that was not captured. Raises ValueError for logits, for a neuron that does not
-    exist or was not kept, and for the norm of integers, principal components and summaries.
+    The number is the Euclidean norm of the row or, with `neuron`, the value of the row with that index. A hook that
+    exists once has one layer. Missing rows are NaN. The store is read in blocks.
+
+    Raises KeyError for a hook that was not captured. Raises ValueError for logits, for a neuron that does not exist or
+    whose values a reduction did not keep, and for norms of integers, principal components and summaries.
     """
     check_one_layer(capture, hook, next(iter(capture.layers.get(hook, [])), None))
     layers: list[int | None] = [*capture.layers[hook]] or [None]

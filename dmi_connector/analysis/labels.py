@@ -11,15 +11,15 @@ from dmi_connector.captures.capture import Capture
 from dmi_connector.hooks import PROBE
 
 _LONGEST_LABEL = 10
-"""Characters of a token's label."""
+"""Maximum number of characters of a label."""
 _NEURONS = ("mlp_pre", "mlp_pre_linear", "mlp_post")
 
 
 def token_labels(capture: Capture, tokenizer: str | os.PathLike[str] | None = None) -> list[str]:
-    """One short label for each row: the text of its token, or its id without a tokenizer.
+    """One short label for each row: the text of the row's token, or the id of the token without a tokenizer.
 
-    tokenizer: directory of tokenizer.json; None: the model directory that the store names, if it exists. Raises
-    ValueError as `find_tokenizer`.
+    tokenizer: directory of tokenizer.json; None: the model directory that the store names, if that exists. Raises
+    ValueError as `find_tokenizer` does.
     """
     label = labeller(capture.attrs.get("model"), tokenizer)
     return [label(i) for i in capture.token_ids.tolist()]
@@ -30,7 +30,7 @@ def labeller(
 ) -> Callable[[int], str]:
     """Return a function from a token id to its short label, see `token_labels`.
 
-    model: the model that the store names, None if it names none.
+    model: the model that the store names; None if the store names no model. tokenizer: as in `token_labels`.
     """
     core = find_tokenizer(tokenizer, model)
     if core is None:
@@ -48,7 +48,9 @@ def name_of_values(hook: str) -> str:
 
 
 def _label_of(token: int, text: str) -> str:
-    """`text` cut to fit an axis, with visible spaces. The token's id if a character cannot be printed."""
+    """`text` with visible spaces, cut to _LONGEST_LABEL characters, or the token's id in brackets if `text` cannot be
+    printed.
+    """
     if not text or "\N{REPLACEMENT CHARACTER}" in text or not text.isprintable():
         return f"[{token}]"
     shown = text.replace(" ", "·").replace("$", r"\$")  # matplotlib parses text between two dollar signs as math

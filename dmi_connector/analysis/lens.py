@@ -16,13 +16,13 @@ from dmi_connector.captures.own_values import check_own_values
 
 @dataclass(frozen=True)
 class Lens:
-    """Next-token predictions of the residual stream at each layer. Made by `logit_lens`.
+    """Next-token predictions of the residual stream at each layer. `logit_lens` makes it.
 
     layers: a label per layer; "final" is the stream after the last layer, from which the model computes its output.
     ids: int32 [layers, tokens, top], the likeliest next tokens, in descending order of probability. probabilities:
-    float32, same shape. chance: float32 [layers, tokens], the probability of the likeliest token of "final". entropy:
-    float32 [layers, tokens], in nats. divergence: float32 [layers, tokens], KL(final || layer) in nats. Missing rows,
-    and rows with a NaN or an infinity, have NaN values and ids of -1.
+    float32, same shape. chance: float32 [layers, tokens], the probability that each layer gives to the likeliest token
+    of "final". entropy: float32 [layers, tokens], in nats. divergence: float32 [layers, tokens], KL(final || layer) in
+    nats. Missing rows, and rows with a NaN or an infinity, have NaN values and ids of -1.
     """
 
     layers: list[str]
@@ -35,7 +35,7 @@ class Lens:
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """The entropy and surprise of each next token. Made by `uncertainty`.
+    """The entropy and surprise of each next token. `uncertainty` makes it.
 
     rows: int64 [n], rows of the store. entropy: float32 [n], of the next token's distribution at temperature 1, in
     nats. surprise: float32 [n], -log of the probability of the token that came next, in nats; NaN if that token
@@ -83,7 +83,7 @@ def logit_lens(capture: Capture, unembedding: Unembedding, top: int = 5) -> Lens
 def likeliest(log_probabilities: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """(ids of the `count` likeliest tokens of each row, their probabilities), both [n, count].
 
-    They are in descending order of probability. A row with a NaN gets -1 and NaN.
+    Tokens are in descending order of probability. A row with a NaN gets ids of -1 and probabilities of NaN.
 
     log_probabilities: [n, vocabulary]. count: at most the vocabulary.
     """
@@ -99,9 +99,10 @@ def likeliest(log_probabilities: np.ndarray, count: int) -> tuple[np.ndarray, np
 def uncertainty(capture: Capture, unembedding: Unembedding | None = None) -> Uncertainty:
     """Entropy of the next token's distribution, and surprise of the actual next token, for each row.
 
-    Without `unembedding` they are computed from the captured `logits`, for each sampled token. With it they are
-    computed from `resid_final`, for each row that is not missing. Raises KeyError if the hook was not captured,
-    ValueError for projections.
+    Without `unembedding`, the captured `logits` are read, and the result has a row for each sampled token. With
+    `unembedding`, the logits are computed from `resid_final`, and the result has each row that is not missing.
+
+    Raises KeyError if the hook was not captured, and ValueError if `resid_final` was stored as a projection.
     """
     ids = capture.token_ids
     there = known_tokens(capture)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of tokens from captured logits of many stores."""
+"""Log-probabilities of tokens, from captured logits of many stores."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class TopLogprobs:
     """The likeliest next tokens of n rows of logits.
 
     token_ids: int32 [n, k], in descending order of probability. logprobs: float32 [n, k], in nats. next_logprobs:
-    float32 [n], of the token that came next; NaN where the store does not have it, as for the last sampled token.
-    tokens: see `RowView.tokens`.
+    float32 [n], in nats, of the token that came next; NaN if the store does not have that token, as for the last
+    sampled token. tokens: fields of the rows' tokens, see `RowView.tokens`.
     """
 
     token_ids: np.ndarray
@@ -32,8 +32,8 @@ class TopLogprobs:
 def top_logprobs(logits: RowView, k: int = 5) -> TopLogprobs:
     """The `k` likeliest next tokens of each row of `captures.rows("logits")`.
 
-    Rows that hold a NaN are in the result, with NaN as log-probabilities. Memory is that of the result and of 64 MB of
-    logits. Raises ValueError for rows of another hook, and for a k that is not from 1 to the size of the vocabulary.
+    Rows with a NaN have log-probabilities of NaN. Logits are read 64 MiB at a time. Raises ValueError for rows of
+    another hook, and for a k that is not from 1 to the size of the vocabulary.
     """
     if not logits.sampled:
         raise ValueError(f"top_logprobs: {logits.hook!r} does not hold logits; give captures.rows('logits')")

@@ -18,10 +18,11 @@ from dmi_connector.store.format.remote_path import Place
 
 @dataclass(frozen=True)
 class Activation:
-    """One token and the value of a neuron there.
+    """One token, and the value of a neuron in the row of that token.
 
-    store: path of the store. row: row of the store. token_id: the token at that row. context: token ids of the rows
-    around it, of which `before` are before it. values: values of the neuron at these rows, NaN for missing rows.
+    store: path of the store. row: row of the store. token_id: id of the token. context: ids of the token and of the
+    tokens around it. before: index of the token in `context`. values: values of the neuron for the tokens of `context`,
+    NaN for missing rows.
     """
 
     value: float
@@ -71,7 +72,8 @@ def top_tokens(
                 push = heapq.heappush if len(best) < count else heapq.heappushpop
                 push(best, (float(keys[at]), -seen - int(at), found))
             seen += rows.stop - rows.start
-        # Context is read only for rows that are still among the best. The first two elements determine the heap order.
+        # Values of the context are read only for rows that are still among the best. The list stays a heap, because its
+        # order depends only on the first two elements of each entry.
         best = [
             (key, at, found if found.values else _with_values(capture, found, hook, neuron, layer))
             for key, at, found in best
@@ -87,7 +89,7 @@ def _with_values(capture: Capture, found: Activation, hook: str, neuron: int, la
 
 
 def check_neuron(capture: Capture, hook: str, neuron: int, layer: int | None) -> None:
-    """Raise as `top_tokens` does, for a hook, a layer or a neuron."""
+    """Raise the errors of `top_tokens` for a hook, a layer or a neuron."""
     check_one_layer(capture, hook, layer)
     reduction = capture.reduction(hook, layer)
     if reduction is None or not reduction.computes:

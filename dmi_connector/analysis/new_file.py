@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file that a fit writes: it is there whole or not at all, and replaces nothing."""
+"""Writes the output file of a fit under a temporary name, so that no incomplete file has the final name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 
 @contextmanager
 def new_file(out: Path, command: str) -> Iterator[Path]:
-    """Yield a temporary path, which is renamed to `out` at the end. Raises OSError first if it cannot be created.
+    """Yield a temporary path. It is renamed to `out` at the end of the `with` block, or removed after an exception.
 
-    command: what errors name.
+    command: the command in error messages. Before the block, raises FileExistsError if `out` exists, FileNotFoundError
+    if its directory does not exist, and OSError if the directory is not writable.
     """
     if os.path.lexists(out):
         raise FileExistsError(f"{out} exists; give a new name")
@@ -22,7 +23,7 @@ def new_file(out: Path, command: str) -> Iterator[Path]:
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         partial.touch()
-        partial.unlink()  # a fit takes long; if it is killed, no empty file is left
+        partial.unlink()  # a fit takes long; a killed fit must not leave an empty file
     except OSError as error:
         raise OSError(f"{command}: {out} cannot be written ({error.strerror}); give another -o") from error
     try:

@@ -15,11 +15,13 @@ SUMMARY = "pattern"
 
 
 def pattern_hooks(capture: Capture, layer: int | None = None) -> tuple[str, ...]:
-    """The hooks from which a pattern is computed: queries and keys as attention sees them, or the summary, or none.
+    """The hooks from which a pattern is computed: a pair of queries and keys, or ("pattern",), or () without either.
 
-    layer: a layer, or None for any layer. If both exist, the summary is preferred if rows or values of the keys are
-    missing. It is also preferred for older stores, which do not say whether the model has rotary embedding: attention
-    may then not see `q` and `k` as they are stored.
+    If the pair and `pattern` were captured, the pair is used, with two exceptions. `pattern` is used if the store lacks
+    rows of the pair, or holds other values than those of queries and keys, such as projections. `pattern` is also used
+    for older stores with `q` and `k`, because these stores do not say whether attention rotates `q` and `k`.
+
+    layer: a layer, or None for any layer.
     """
     pair, table = seen_by_attention(capture), HookTable.of(capture.attrs)
     held = [names for names in (pair, (SUMMARY,)) if all(table.holds(name, layer) for name in names)]
@@ -30,7 +32,7 @@ def pattern_hooks(capture: Capture, layer: int | None = None) -> tuple[str, ...]
 
 
 def _other(capture: Capture, hooks: tuple[str, ...], layer: int | None) -> bool:
-    """Whether one of the hooks was stored as other values than its own."""
+    """Whether one of the hooks was stored as other values than its own, such as a projection."""
     found = [capture.reduction(hook, layer) for hook in hooks]
     return any(reduction is not None and Keeps.VALUES not in reduction.keeps for reduction in found)
 
@@ -40,11 +42,11 @@ def attention_pattern(
 ) -> np.ndarray:
     """Attention weights float32 [heads, queries, keys], or [queries, keys] of one head.
 
-    It is computed from queries and keys (`Capture.attention`), or from `pattern`, which has the largest weights of each
-    head. All other weights are then 0. queries: rows of the store, all by default. Keys are all rows up to the last
-    query.
+    The weights are computed from queries and keys (`Capture.attention`), or read from `pattern`, which has the largest
+    weights of each head. With `pattern` all other weights are 0. queries: rows of the store, a slice with step 1; None:
+    all. Keys are all rows up to the last query.
 
-    Raises KeyError if neither was captured, ValueError as `Capture.attention`.
+    Raises KeyError if neither was captured, and ValueError as `Capture.attention` does.
     """
     names = pattern_hooks(capture, layer) or pattern_hooks(capture)
     if not names:
@@ -58,7 +60,7 @@ def attention_pattern(
 
 
 def _dense(capture: Capture, layer: int, head: int | None, queries: slice | None) -> np.ndarray:
-    """The weights of a summary, 0 elsewhere."""
+    """The weights of `pattern` as `attention_pattern` returns them."""
     rows = query_rows(capture, queries)
     positions, weights, _ = capture.attention_summary(layer, None, slice(rows.start, rows.stop))
     heads = positions.shape[1]

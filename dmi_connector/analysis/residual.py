@@ -14,8 +14,8 @@ from dmi_connector.reduce import Keeps
 def residual_norms(capture: Capture) -> tuple[np.ndarray, list[str]]:
     """(Euclidean norms of the residual stream, float32 [layers, tokens]; a label for each layer).
 
-    Rows are resid_pre of every captured layer, then resid_final. Missing rows are NaN. Raises ValueError if neither was
-    captured, and for principal components.
+    The layers are those of resid_pre that were captured, then resid_final ("final"). Missing rows are NaN. Raises
+    ValueError if neither hook was captured, or if rows were stored as principal components.
     """
     rows, labels = [], []
     for hook in ("resid_pre", "resid_final"):
@@ -40,12 +40,12 @@ def residual_norms(capture: Capture) -> tuple[np.ndarray, list[str]]:
 def drift(capture: Capture, hook: str = "resid_final", layer: int | None = None, since: str = "prompt") -> np.ndarray:
     """How far the direction of each row has changed: 1 - cosine, float32 [tokens], 0 to 2.
 
-    since: "prompt" compares with the mean of the prompt's rows, "previous" with the previous row. Missing rows, rows of
-    zeros, and rows without a reference are NaN.
+    Missing rows, rows of zeros, and rows without a reference are NaN. layer: required if several layers were captured.
+    since: "prompt" compares with the mean of the prompt's rows, and "previous" with the previous row.
 
     Raises KeyError for a hook or layer that was not captured. Raises ValueError for another `since`, for logits,
-    integers, principal components and summaries, and for several layers without `layer`. It is also raised for "prompt"
-    if the store has no rows of the prompt.
+    integers, principal components and summaries, and for several layers without `layer`. With "prompt", raises
+    ValueError if the store has no rows of the prompt.
     """
     if since not in ("prompt", "previous"):
         raise ValueError(f"since {since!r} is not valid; use 'prompt' or 'previous'")
@@ -53,7 +53,7 @@ def drift(capture: Capture, hook: str = "resid_final", layer: int | None = None,
     check_own_values(capture, hook, layer, Keeps.NORMS)
     rows, there = hook_rows(capture, hook, layer, slice(None)), present_rows(capture)
     if rows.dtype.kind in "iu":
-        raise ValueError(f"{hook!r} holds integers, whose directions mean nothing; name another hook")
+        raise ValueError(f"{hook!r} holds integers, which have no direction; name another hook")
     reference = np.full_like(rows, np.nan)
     if since == "previous":
         reference[1:][there[:-1]] = rows[:-1][there[:-1]]

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The encoder of a sparse autoencoder, which taps compute too (`reduce.latents`)."""
+"""The encoder of a sparse autoencoder. Taps use the same encoder (`reduce.latents`)."""
 
 from dmi_connector.reduce.sparse_encoder import SparseEncoder as SparseEncoder

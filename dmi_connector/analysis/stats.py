@@ -57,11 +57,11 @@ def of_layer(
 ) -> np.ndarray:
     """A statistic of the rows `window` in one layer of a hook, float32 [tokens].
 
-    layer: None for a hook that exists once. statistic: one of `statistics`. index: the neuron, head or token id, for
-    statistics that take one. window: any slice of the store's rows. NaN where the store has no value: missing rows, and
-    tokens without logits.
+    Missing rows and tokens without logits are NaN. layer: None for a hook that exists once. statistic: one of
+    `statistics`. index: the neuron, head or token id, for statistics that take one. window: any slice of the store's
+    rows.
 
-    Raises KeyError for a hook or layer that was not captured, ValueError for an index outside its range.
+    Raises KeyError for a hook or layer that was not captured, and ValueError for an index outside its range.
     """
     _check_index(capture, hook, statistic, index)
     there = present_rows(capture)[window]
@@ -73,13 +73,13 @@ def of_layer(
 
 
 _SAMPLES = 16
-"""Rows of logits per read. It is small, because a vocabulary is wide."""
+"""Number of rows of logits read at a time. It is small, because a row is as wide as the vocabulary."""
 
 
 def _values(
     capture: Capture, hook: str, layer: int | None, window: slice
 ) -> Iterator[tuple[slice | np.ndarray, np.ndarray]]:
-    """(indexes in the window, the rows [n, width] there)."""
+    """Yield (indexes in the window, the rows [n, width] at these indexes)."""
     if hook != "logits":
         yield slice(None), capture.numpy(hook, layer, window)
         return

@@ -23,7 +23,7 @@ _CONTROL = re.compile(r"[\u0000-\u0008\u000b-\u001f\u007f]")
 
 
 class Texts:
-    """Decodes single tokens with the tokenizer that `find_tokenizer` returns. There may be none."""
+    """Decodes single tokens with the tokenizer that `find_tokenizer` returns. Without one, methods return None."""
 
     def __init__(self, chosen: PathLike | None, model: PathLike | None = None) -> None:
         self._core = find_tokenizer(chosen, model)
@@ -66,7 +66,7 @@ def find_tokenizer(chosen: PathLike | None, model: PathLike | None = None) -> To
         return _load(local_path(model))
     if not (local_path(chosen) / _FILE).is_file():
         raise ValueError(
-            f"tokenizer: {os.fspath(chosen)} has no {_FILE}; give the directory of one, or leave the option out"
+            f"tokenizer: {os.fspath(chosen)} has no {_FILE}; give a directory that has one, or leave the option out"
         )
     if not installed:
         raise ValueError(
@@ -83,10 +83,10 @@ def _load(directory: Path) -> Tokenizer:
 
 
 def shown(text: str | None, token: int) -> tuple[str, bool]:
-    """(how to display a token, whether that is its id in brackets). The id replaces text that cannot be printed.
+    """(how to display a token, whether it is displayed as an id in brackets). `dmi view` has the same rule.
 
-    text: text of the token; None without a tokenizer. The id without brackets is then displayed. `dmi view` has the
-    same rule.
+    text: text of the token; None without a tokenizer. Text is displayed as it is. A token whose text cannot be printed
+    is displayed as its id in brackets, and a token without text as its id.
     """
     if text is None:
         return str(token), False

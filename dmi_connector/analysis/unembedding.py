@@ -32,15 +32,16 @@ _HEADS = ("lm_head.weight", "language_model.lm_head.weight", "embed_out.weight",
 _PLAIN_MODELS = ("olmo",)
 """Values of `model_type` whose norms have no weights."""
 _RMS_MODELS = ("lfm2", "lfm2_moe", "nemotron_h")
-"""Values of `model_type` that have RMS norms, but name epsilon in the config as models with a LayerNorm do."""
+"""Values of `model_type` that have RMS norms, but whose config names epsilon as configs of LayerNorm models do."""
 _EPS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 _EPS_DEFAULT = 1e-5
 """Default eps of torch's LayerNorm, for models whose config has none (OPT, OLMo)."""
 _DTYPES = ("BF16", "F16", "F32", "F64")
 """Supported dtypes of tensors, as safetensors names them."""
 _BLOCK = 1024
-"""Tokens of the vocabulary computed at a time: their float32 weights and logits stay in a core's cache."""
+"""Number of tokens of the vocabulary computed at a time. Their float32 weights and logits fit into a core's cache."""
 _LEAST = np.finfo(np.float32).min
+"""Replaces minus infinity in logits and log-probabilities, because minus infinity times 0 is NaN."""
 _LOGITS = 1 << 24
 """Maximum number of logits to compute at a time: 64 MiB of float32 for each of several copies."""
 
@@ -50,8 +51,8 @@ class Outcomes:
     """The predictions of n rows, and the probability of a given token after each row.
 
     logprobs: float32 [n], log-probabilities of the given tokens in nats; NaN for a token outside the vocabulary.
-    entropy: float32 [n], in nats. best: int64 [n], the likeliest token. A row with a NaN or an infinity has NaN in the
-    first two, and -1 in best.
+    entropy: float32 [n], in nats. best: int64 [n], the likeliest token. For a row with a NaN or an infinity, logprobs
+    and entropy are NaN, and best is -1.
     """
 
     logprobs: np.ndarray
@@ -75,15 +76,15 @@ class _Sums:
 
     @classmethod
     def of(cls, logits: np.ndarray, first: int, came: np.ndarray) -> _Sums:
-        """The sums of a block. logits: float32 [tokens, n], overwritten. first: the token id of its first row. came:
-        [n], the given tokens.
+        """The sums of a block. logits: float32 [tokens, n], overwritten. first: token id of the block's first logit.
+        came: ids of the given tokens, [n].
         """
         best = logits.argmax(0)
         columns = np.arange(logits.shape[1])
         most, own = logits[best, columns], np.full(len(columns), np.nan, np.float32)
         there = (came >= first) & (came < first + len(logits))
         own[there] = logits[came[there] - first, columns[there]]
-        with np.errstate(invalid="ignore"):  # rows that are not finite
+        with np.errstate(invalid="ignore"):  # rows that are not finite give NaN
             logits -= np.where(most == -np.inf, np.float32(0), most)
             np.maximum(logits, _LEAST, out=logits)  # so that minus infinity times 0 is not NaN below
             shares = np.exp(logits)
@@ -122,11 +123,12 @@ class _Sums:
 
 @dataclass(frozen=True)
 class Unembedding:
-    """logits = soft_cap(scale * norm(row) @ weight.T + offset).
+    """The final norm and the unembedding of a model: logits = cap(scale * norm(row) @ weight.T + offset).
 
     weight: [vocabulary, width], in the dtype of its file; `weights_of` gives float32. gain, bias: float32 [width], of
-    the final norm. centred: whether the norm subtracts the mean (LayerNorm) or not (RMSNorm). offset: float32
-    [vocabulary] or None. soft_cap: logits are soft_cap * tanh(logits / soft_cap); None: they are not capped.
+    the final norm. eps: epsilon of the norm. centred: whether the norm subtracts the mean (LayerNorm) or not (RMSNorm).
+    scale: factor of the logits. offset: float32 [vocabulary] or None. soft_cap: cap(x) is soft_cap * tanh(x /
+    soft_cap); None: logits are not capped.
     """
 
     weight: np.ndarray
@@ -140,7 +142,7 @@ class Unembedding:
 
     @classmethod
     def load(cls, model: str | os.PathLike[str]) -> Unembedding:
-        """Load from a model directory with config.json and safetensors files. It reads only the tensors it needs.
+        """Load from a model directory with config.json and safetensors files. Other tensors are not read.
 
         Raises ValueError for a path that is not such a directory, if the files lack the final norm or the embedding,
         and for tensors that are not floats of 16, 32 or 64 bits.
@@ -173,13 +175,15 @@ class Unembedding:
 
     @classmethod
     def of(cls, capture: Capture, model: str | os.PathLike[str] | None = None) -> Unembedding:
-        """Load from the captured model. model: its directory, by default the directory that the store names.
+        """Load the unembedding of the captured model. model: its directory; None: the directory that the store names.
 
         Raises ValueError as `load` does, and if the store names no model.
         """
         named = capture.attrs.get("model") if model is None else model
         if not named:
-            raise ValueError(f"model: {capture.path} names none; give the directory of its weights (`--model DIR`)")
+            raise ValueError(
+                f"model: {capture.path} names no model; give the directory of the model's weights (`--model DIR`)"
+            )
         return cls.load(named)
 
     def spread(self, rows: np.ndarray) -> np.ndarray:
@@ -188,7 +192,7 @@ class Unembedding:
         return np.sqrt((rows**2).mean(-1, keepdims=True) + np.float32(self.eps))
 
     def centre(self, rows: np.ndarray) -> np.ndarray:
-        """The rows minus their mean if the norm subtracts it, otherwise the rows."""
+        """The rows minus their mean if `centred`, otherwise the rows."""
         return rows - rows.mean(-1, keepdims=True) if self.centred else rows
 
     def norm(self, rows: np.ndarray) -> np.ndarray:
@@ -196,7 +200,7 @@ class Unembedding:
         return np.asarray(self.centre(rows) / self.spread(rows) * self.gain + self.bias)
 
     def logits(self, rows: np.ndarray) -> np.ndarray:
-        """Logits float32 [n, vocabulary] of rows [n, width] of the residual stream. Raises ValueError as `norm`.
+        """Logits float32 [n, vocabulary] of rows [n, width] of the residual stream. Raises ValueError as `norm` does.
 
         The vocabulary is processed in blocks, so that no float32 copy of a 16-bit `weight` is in memory.
         """
@@ -259,7 +263,7 @@ class Unembedding:
 
 
 def floats_of(values: np.ndarray) -> np.ndarray:
-    """Floats as float32. A float32 array is returned as it is."""
+    """Floats converted to float32. A float32 array is not copied."""
     if values.dtype.name == "bfloat16":  # twice as fast as astype
         return np.left_shift(values.view(np.uint16), np.uint32(16), dtype=np.uint32).view(np.float32)
     return np.asarray(values, np.float32)
@@ -289,7 +293,7 @@ def entropy_of(log_probabilities: np.ndarray) -> np.ndarray:
 
 
 def _adds_one(model_type: str) -> bool:
-    """Whether the norms of these models multiply by 1 + weight."""
+    """Whether the norms of a model multiply by 1 + weight, instead of by weight."""
     one_more = ("gemma", "qwen3_next", "qwen3_5", "step3p5")
     return (model_type.startswith(one_more) and not model_type.startswith("gemma4")) or model_type == "nemotron"
 
@@ -301,7 +305,7 @@ def _scale(config: Mapping[str, Any]) -> float:
         scaling = config["hidden_size"] / base
     if config.get("use_mup") and config.get("output_mult"):  # TeleFLM
         scaling = config["mup_scale_factor"] / config["output_mult"]
-    if config.get("model_type") == "hyperclovax":  # as a factor, not as a divisor
+    if config.get("model_type") == "hyperclovax":  # its logits_scaling is a factor; that of other models is a divisor
         scaling = 1 / scaling
     return float(config.get("logit_scale") or 1.0) / scaling
 
@@ -319,7 +323,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _files(path: Path) -> dict[str, Path]:
-    """Name of a tensor -> its file."""
+    """{name of a tensor: its file}. Raises ValueError for a file that cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, Path] = {}
@@ -333,7 +337,7 @@ def _files(path: Path) -> dict[str, Path]:
 
 
 def _tensor(files: Mapping[str, Path], name: str) -> np.ndarray:
-    """A tensor in its stored dtype."""
+    """A tensor in its stored dtype. Raises ValueError for a dtype that is not in _DTYPES."""
     from safetensors import safe_open
 
     with safe_open(files[name], framework="np") as tensors:

@@ -371,7 +371,7 @@ def test_limits_of_a_former_run_are_copied() -> None:
         ({0, 3}, {1}, set(), "2 rows are there and 1 listed as missing, of 4"),
         ({0, 1, 3}, {1, 2}, set(), "3 rows are there and 2 listed as missing, of 4"),
         ({0, 1, 2, 3, 4}, set(), set(), "5 rows are there"),
-        ({0, 3}, {1, 2}, {2, 3}, "calls 1 rows missing that the store does not"),
+        ({0, 3}, {1, 2}, {2, 3}, "lists 1 rows as missing that the store does not list"),
     ],
 )
 def test_accounting_finds_rows_that_do_not_add_up(

@@ -103,7 +103,7 @@ def test_the_reading_benchmark_says_what_an_export_needs(capsys: pytest.CaptureF
         reading.main(["--out", "reading.json", "--only", "export"])
     assert "--only export needs the package datasets: make types TYPES=sae-lens" in capsys.readouterr().err
     assert reading.chosen([]) == [name for name in reading.PARTS if name != "export"]
-    assert "export is left out: it needs the package datasets" in capsys.readouterr().err
+    assert "export is left out, which needs the package datasets" in capsys.readouterr().err
 
 
 def test_the_bulk_benchmark_gives_both_engines_the_same_arguments() -> None:
@@ -258,7 +258,7 @@ def test_a_summary_has_a_run_for_each_result_and_no_rounds(tmp_path: Path, capsy
     common.save(tmp_path / "other.json", {"header": {}})
     with pytest.raises(SystemExit):
         summary.main([str(tmp_path / "other.json"), "--out", str(out)])
-    assert "other.json: it is no result of capture" in capsys.readouterr().err
+    assert "other.json: not a result of capture" in capsys.readouterr().err
 
 
 def test_a_summary_of_runs_in_turns_has_their_ratio_and_one_of_reductions_what_they_keep() -> None:

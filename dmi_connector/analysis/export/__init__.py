@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores in the file formats of other programs: one module for each, `targets` names them."""
+"""Exports stores to the file formats of other programs. Each format has a module, and `targets` lists the formats."""

@@ -20,7 +20,11 @@ TOKENS = ("token_ids", "positions", "phase")
 
 @dataclass(frozen=True)
 class Column:
-    """One hook in one layer. name: as in the command. width: values per row, with the heads concatenated."""
+    """One hook in one layer, as one column of an export.
+
+    name: the column's name, as given in the command. layer: None for a hook that exists once. width: values per row,
+    with the heads concatenated.
+    """
 
     name: str
     hook: str
@@ -28,9 +32,9 @@ class Column:
     width: int
 
     def blocks(self, capture: Capture, finite: FiniteCheck) -> Iterator[np.ndarray]:
-        """Yield the rows of each of `parts`: [n, width], float32 or the stored integer dtype.
+        """Yield the rows of each slice of `parts`, [n, width], float32 or the stored integer dtype.
 
-        Raises NotFinite if `finite` does.
+        Raises NotFinite for a NaN or an infinity, unless `finite` keeps them.
         """
         for rows in parts(capture):
             values = finite.check(capture.path, capture.numpy(self.hook, self.layer, rows), rows.start)
@@ -53,7 +57,7 @@ def check_column(view: RowView, name: str) -> None:
 def columns_of(captures: Captures, hooks: str) -> list[Column]:
     """The columns of comma-separated hooks, such as "resid_pre@3,q@3".
 
-    Raises ValueError as `check_column` does; KeyError for a hook that the stores lack.
+    Raises ValueError as `check_column` does, and KeyError for a hook that the stores lack.
     """
     found = []
     for name in dict.fromkeys(hooks.split(",")):

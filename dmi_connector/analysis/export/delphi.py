@@ -20,13 +20,13 @@ from dmi_connector.captures.captures import Captures
 from dmi_connector.captures.finite import FiniteCheck, not_finite
 
 _LEAST = 1e-5
-"""Smaller latents are left out, as in Delphi."""
+"""Latents up to this value are left out, as in Delphi."""
 _STEP_VALUES = 1 << 24
 """Number of latents to compute at a time."""
 _COUNT = "count.json"
 """File with the number of finished contexts and of the entries of each file."""
 _ENTRIES = 1 << 20
-"""Number of entries to copy at a time."""
+"""Number of entries to copy at a time. An entry is one active latent: its location and its activation."""
 
 
 def export(
@@ -40,13 +40,18 @@ def export(
     skip: int = 0,
     splits: int = 5,
 ) -> Done:
-    """Write `out/HOOK/START_END.safetensors` for each part of the latents, and `config.json`.
+    """Write `out/HOOK/START_END.safetensors` for each range of latents, and `out/HOOK/config.json`.
 
-    locations: uint16 or uint32 [n, 3], (context, row in the context, latent - START). activations: float16 [n]. tokens:
-    int32 [contexts, context_size]. HOOK: TransformerLens' name of the hook. splits: number of files. finite: what
-    happens to contexts whose rows or float16 activations are not finite.
+    HOOK is TransformerLens' name of the hook. START and END are the first and the last latent of the file. A file holds
+    the tensors `locations`, uint16 or uint32 [n, 3], (context, row in the context, latent - START); `activations`,
+    float16 [n]; and `tokens`, int32 [contexts, context_size].
 
-    Raises ValueError if the encoder has another width (see `SparseEncoder`), and for an invalid number of splits.
+    hook: such as "resid_pre@3". sae: directory or file of the autoencoder. context_size: rows per context. skip: rows
+    left out at the start of each store. splits: number of files. finite: what happens to contexts whose rows or float16
+    activations are not finite.
+
+    Raises ValueError if rows have another width than the autoencoder takes, and for an invalid number of splits. Raises
+    ValueError as `PackedRows` does.
     """
     rows, encoder = PackedRows(captures, hook, context_size, skip, finite), SparseEncoder.load(sae)
     if not 1 <= splits <= encoder.latents:
@@ -75,10 +80,11 @@ def export(
 
 
 def _bounds(latents: int, splits: int) -> list[tuple[int, int]]:
-    """(first, last) latent of each file, as Delphi splits them.
+    """(first, last) latent of each file, as Delphi splits the latents.
 
-    Delphi truncates the float32 values of torch.linspace to integers. torch computes the second half backwards from the
-    end with a fused multiply-add, which rounds once. Processors without that instruction give other edges.
+    Delphi truncates the float32 values of torch.linspace to integers. torch.linspace computes the second half of the
+    values backwards from the end, with a fused multiply-add, which rounds once. On a processor without that
+    instruction, Delphi's ranges differ from these.
     """
     end, numbers = np.float32(latents), np.arange(splits + 1)
     step = end / np.float32(splits)
@@ -88,9 +94,9 @@ def _bounds(latents: int, splits: int) -> list[tuple[int, int]]:
 
 
 def _encode(rows: PackedRows, encoder: SparseEncoder, parts: _Parts, first: int, stop: int) -> None:
-    """Add the latents of contexts [first, stop), without contexts that `finite` skips."""
+    """Add the entries of contexts [first, stop), without contexts that `finite` skips."""
     values = rows.read(first, stop).reshape(-1, rows.width)
-    with np.errstate(over="ignore", invalid="ignore"):  # `not_finite` finds the results
+    with np.errstate(over="ignore", invalid="ignore"):  # `not_finite` finds values that overflow
         found = encoder.encode(values)
         halves = found.astype("<f2")
     wanted = rows.wanted(first, stop, np.union1d(not_finite(values), not_finite(halves)))
@@ -101,9 +107,11 @@ def _encode(rows: PackedRows, encoder: SparseEncoder, parts: _Parts, first: int,
 
 
 class _Parts:
-    """Unfinished entries: a file of locations and a file of activations for each output file, and a count.
+    """The temporary files of an export: locations and activations for each output file, and a count.
 
     A killed run may leave more entries than the count says. The next run truncates the files to the count.
+
+    contexts: number of contexts that were encoded, including those left out.
     """
 
     def __init__(self, folder: Path, contexts: int, bounds: list[tuple[int, int]], finite: FiniteCheck) -> None:
@@ -124,12 +132,14 @@ class _Parts:
 
     @property
     def written(self) -> int:
-        """Number of contexts so far, without those left out."""
+        """Number of encoded contexts, without those left out."""
         return self.contexts - len(self._left)
 
     def add(self, locations: np.ndarray, activations: np.ndarray, begin: int, wanted: np.ndarray) -> None:
-        """Add the entries of contexts from `begin` on. locations: [n, 3]. activations: float16 [n]. wanted: bool
-        [contexts].
+        """Add the entries of contexts from `begin` on, and update the count.
+
+        locations: int64 [n, 3], with numbers of latents in the whole autoencoder. activations: float16 [n]. wanted:
+        which contexts are not left out, bool [contexts].
         """
         for i, (first, last) in enumerate(self._bounds):
             here = (locations[:, 2] >= first) & (locations[:, 2] <= last)
@@ -148,7 +158,7 @@ class _Parts:
             file.write(values.tobytes())
 
     def write(self, module: Path, rows: PackedRows) -> None:
-        """Write the output files."""
+        """Write the output files to `module`. rows: gives the tokens of the contexts."""
         for i, (first, last) in enumerate(self._bounds):
             count = self._entries[i]
             tensors = {
@@ -160,6 +170,7 @@ class _Parts:
                 write_file(partial, tensors)
 
     def _tokens(self, rows: PackedRows) -> Iterator[np.ndarray]:
+        """Yield the token ids of the contexts that are not left out, int32 [n, context_size]."""
         for first in range(0, rows.contexts, rows.step):
             stop = min(first + rows.step, rows.contexts)
             yield rows.token_ids(first, stop)[~np.isin(np.arange(first, stop), self._left)]
@@ -170,7 +181,7 @@ class _Parts:
                 yield np.frombuffer(block, dtype)
 
     def remove(self) -> None:
-        """Remove the unfinished entries."""
+        """Remove the temporary files."""
         for path in self._folder.iterdir():
             path.unlink()
         self._folder.rmdir()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers the exported files, so that trainers can match them with the rows of a data set."""
+"""Numbers the exported files, so that trainers can match each file with a row of their data set."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _LARGEST_DIGITS = 18
 def number_captures(captures: Captures, number_by: str) -> list[int]:
     """The number of each capture.
 
-    number_by: "order" numbers them in the order in which their requests began. "key" uses the request's key, "row" the
-    row of the input of `dmi run` (from its manifest), "id" the id of that row.
+    number_by: "order" numbers captures from 0 in the order in which their requests began. "key" takes the key of the
+    request as the number. "row" takes the row of the input of `dmi run`, from the manifest of the run. "id" takes the
+    id of that row.
 
-    Raises ValueError if a key or id is not an integer, if the manifest lacks a store, or if two captures have one
+    Raises ValueError if a key or id is not an integer, if the manifest lacks a store, or if two captures have the same
     number.
     """
     infos = captures.infos
@@ -51,7 +52,7 @@ def order_is_no_row(captures: Captures) -> str | None:
         entry = entries.get(info.store.stem)
         if entry is None or entry.get("row") != number:
             row = "a row that the manifest lacks" if entry is None else f"row {entry.get('row')}"
-            return f"N is not the row of the input: {number} is {row}; --number-by row takes the rows of dmi run"
+            return f"file N is not of row N of the input of dmi run: file {number} is of {row}; use --number-by row"
     return None
 
 
@@ -59,28 +60,28 @@ def _key_number(info: CaptureInfo, captures: Captures) -> int:
     if info.key is not None and _is_whole(info.key):
         return int(info.key)
     if info.store.stem in run_entries(captures):
-        raise ValueError(f"export: the key {info.key!r} of {info.store} is that of a run; use --number-by row")
-    raise ValueError(f"export: the key {info.key!r} of {info.store} is no whole number; use --number-by order")
+        raise ValueError(f"export: the key {info.key!r} of {info.store} is from dmi run; use --number-by row")
+    raise ValueError(f"export: the key {info.key!r} of {info.store} is not an integer; use --number-by order")
 
 
 def _run_number(info: CaptureInfo, entries: dict[str, dict[str, Any]], number_by: str) -> int:
     if not entries:
         raise ValueError(
             f"export: --number-by {number_by}: no {MANIFESTS} of dmi run is beside {info.store}; export the"
-            " directory of the run, or use --number-by key"
+            " output directory of dmi run, or use --number-by key"
         )
     entry = entries.get(info.store.stem)
     if entry is None:
         raise ValueError(
-            f"export: --number-by {number_by}: no line of {MANIFESTS} is of {info.store}; start its dmi run"
-            " again, which adds the line"
+            f"export: --number-by {number_by}: no line of {MANIFESTS} is of {info.store}; repeat the dmi run, which"
+            " adds the line"
         )
     value = entry.get(number_by)
     if number_by == "id" and isinstance(value, str) and _is_whole(value):
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        fix = "use --number-by row" if number_by == "id" else "mend the line, or leave the store out"
-        raise ValueError(f"export: the {number_by} {value!r} of {info.store} is no whole number; {fix}")
+        fix = "use --number-by row" if number_by == "id" else "correct the manifest, or leave the store out"
+        raise ValueError(f"export: the {number_by} {value!r} of {info.store} is not an integer from 0 on; {fix}")
     return value
 
 

@@ -18,7 +18,8 @@ from dmi_connector.captures.finite import FiniteCheck
 def export(captures: Captures, out: Path, progress: Progress, finite: FiniteCheck, hook: str) -> Done:
     """Write `out/NAME.npz` for each store: token_ids, positions, phase [tokens], and each hook [tokens, width].
 
-    hook: comma-separated hooks, each with one layer, such as "resid_pre@3,q@3". One array is in memory at a time.
+    Arrays are named as in `hook`. hook: comma-separated hooks, each with one layer, such as "resid_pre@3,q@3". Only one
+    hook's array is in memory at a time.
     """
     columns = columns_of(captures, hook)
 

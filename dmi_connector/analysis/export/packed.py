@@ -22,11 +22,13 @@ _STEP_BYTES = 16 << 20
 class PackedRows:
     """The rows of all stores, concatenated and split into contexts of `context_size` rows.
 
-    hook: such as "resid_pre@3". A negative layer is replaced by its number. skip: rows left out at the
-    start of each store. finite: what happens to contexts with values that are not finite. name: TransformerLens' name
-    of the hook, or the hook's own name. contexts: number of contexts. left: rows that do not fill a context.
+    hook: such as "resid_pre@3". In the attribute, a negative layer is replaced by its number. skip: rows left out at
+    the start of each store. finite: what happens to contexts with values that are not finite. name: TransformerLens'
+    name of the hook, or `hook` if TransformerLens has no equal hook. contexts: number of contexts. left: number of rows
+    at the end that do not fill a context.
 
-    Raises ValueError for a hook without a layer, for projections and summaries, and if no context is full.
+    Raises ValueError for a hook of several layers without a layer, for logits, projections and summaries, and if the
+    rows do not fill one context.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class PackedRows:
 
     @property
     def step(self) -> int:
-        """Contexts to read at a time."""
+        """Number of contexts to read at a time."""
         return max(1, _STEP_BYTES // (4 * self.context_size * self.width))
 
     def read(self, first: int, stop: int) -> np.ndarray:
@@ -65,10 +67,11 @@ class PackedRows:
         return rows.astype(np.float32, copy=False).reshape(-1, self.context_size, self.width)
 
     def batches(self, first: int, stop: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield contexts [first, stop) in batches of `step`: (stop of the batch, its `wanted` contexts, their token
-        ids).
+        """Yield contexts [first, stop) in batches of up to `step` contexts.
 
-        A thread reads the next batch ahead.
+        A batch is (one past its last context; values of its contexts, float32 [contexts, context_size, width]; their
+        token ids, int32 [contexts, context_size]). Contexts that `finite` skips are left out. A thread reads the next
+        batch ahead.
         """
 
         def read(begin: int) -> tuple[int, np.ndarray, np.ndarray]:
@@ -97,7 +100,10 @@ class PackedRows:
         return wanted
 
     def warnings(self, written: int) -> tuple[str, ...]:
-        """A warning with the number of contexts left out or stores kept. Raises NotFinite if no context was written."""
+        """A warning about contexts that were left out, or about stores that were kept; () if neither happened.
+
+        written: number of contexts written. Raises NotFinite if no context was written.
+        """
         if not written:
             store, row = next(iter(self._finite.first.items()))
             raise NotFinite(f"export: no context is left: row {row} of {store} holds {WHAT}, as do others")

@@ -21,7 +21,8 @@ from dmi_connector.captures.finite import FiniteCheck
 def export(captures: Captures, out: Path, progress: Progress, finite: FiniteCheck, hook: str) -> Done:
     """Write `out/NAME.parquet` for each store: key, token_ids, positions, phase, and a column for each hook.
 
-    hook: comma-separated hooks, each with one layer, such as "resid_pre@3,q@3". A hook's column has lists of its width.
+    Each value of a hook's column is a list, whose length is the width of the hook. hook: comma-separated hooks, each
+    with one layer, such as "resid_pre@3,q@3".
     """
     columns = columns_of(captures, hook)
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes one file for each store, so that an interrupted export can continue."""
+"""Writes one file for each store, so that an interrupted export can continue.
+
+A note in the output directory records stores and options. A second run continues only with the same options, and if no
+store would change its number.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,14 @@ Progress = Callable[[int, int], None]
 PARTIAL = ".partial"
 """Suffix of a file that is being written."""
 NOTE = ".dmi-export.json"
-"""The file that records which stores and options an output directory was written from."""
+"""Name of the note: the file in an output directory that records from which stores and options it was written."""
 
 
 class LeftOut(ValueError):
-    """One store cannot be exported; the others can. what: the reason, as in "no token to train on"."""
+    """Raised for one store that cannot be exported, so that the export continues without the store.
+
+    what: what the store holds instead, as in "no token to train on".
+    """
 
     def __init__(self, store: Place, what: str, fix: str) -> None:
         super().__init__(f"{store} holds {what}; {fix}")
@@ -34,7 +41,10 @@ class LeftOut(ValueError):
 
 
 def refuse_later_part(capture: Capture) -> None:
-    """Raise LeftOut for a store that lacks the first tokens: trainers would take its first row for token 0."""
+    """Raise LeftOut for a store without the first tokens of its request.
+
+    Trainers would take the first row of such a store for token 0.
+    """
     if capture.attrs.get("start", 0):
         fix = "capture all tokens (dmi.tokens from 0 on)"
         raise LeftOut(capture.path, "no rows of the first tokens of its request", fix)
@@ -44,9 +54,9 @@ def refuse_later_part(capture: Capture) -> None:
 class Done:
     """The result of an export.
 
-    out: the directory or file. written: number of files that it wrote. kept: number of files that existed. notes: lines
-    that replace these counts in the command's output. warnings: for the user. not_finite: the first row with a NaN or
-    an infinity, by store.
+    out: the directory or file. written: number of files that the export wrote. kept: number of files that existed.
+    notes: lines that replace these two numbers in the output of `dmi export`. warnings: lines for the user. not_finite:
+    {store: index of its first row with a NaN or an infinity}.
     """
 
     out: Path
@@ -69,12 +79,14 @@ def export_each(
 ) -> Done:
     """Write one file per store, with one store open at a time. Existing files are kept.
 
-    path_of: the path of file number N, relative to `out`. write: writes one store to a path. If it raises LeftOut, or
-    NotFinite with policy "skip", the store is left out and counted. settings: the options on which the files depend.
-    finite: the check that `write` uses. number_by: see `number_captures`.
+    path_of: returns the path of the file with a number, relative to `out`. write: writes one store to a path. If it
+    raises LeftOut, or NotFinite with policy "skip", the store is left out and counted. progress: called with (stores
+    done, all stores). settings: the options on which the files depend. finite: the check that `write` uses. number_by:
+    see `number_captures`.
 
-    Raises ValueError if the output directory was written with other settings or from other stores, if
-    `number_captures` does, and if all stores are left out; NotFinite as `finite` says.
+    Raises ValueError if the output directory was written with other settings, or if a store in it would change its
+    number. Raises ValueError as `number_captures` does, and if all stores are left out. Raises NotFinite with policy
+    "fail".
     """
     numbers = number_captures(captures, number_by)
     done = _export(captures, numbers, out, path_of, write, progress, {**settings, "number_by": number_by}, finite)
@@ -91,7 +103,7 @@ def export_by_name(
     settings: Mapping[str, Any],
     finite: FiniteCheck,
 ) -> Done:
-    """Like `export_each`, but files are named like the stores. Raises ValueError if two stores have one name."""
+    """Like `export_each`, but files are named like the stores. Raises ValueError if two stores have the same name."""
     names = [f"{info.store.stem}{suffix}" for info in captures.infos]
     if len(set(names)) < len(names):
         raise ValueError("export: several stores have the same name; export their directories one by one")
@@ -110,6 +122,7 @@ def _export(
     settings: Mapping[str, Any],
     finite: FiniteCheck,
 ) -> Done:
+    """Export capture i to the file with number `numbers[i]`."""
     make_directory(out)
     settings = {**settings, **finite.settings}
     noted = check_note(out, settings) or {"stores": {}}
@@ -182,7 +195,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def check_note(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The note of the output directory, None if there is none. Raises ValueError if it has other settings."""
+    """Read the note of an output directory; None if there is no note. Raises ValueError if it has other settings."""
     path = out / NOTE
     if not path.exists():
         return None
@@ -195,22 +208,23 @@ def check_note(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def write_note(out: Path, settings: Mapping[str, Any], stores: Any, finite: FiniteCheck) -> None:
-    """Write the note: settings, stores, and which stores are not finite."""
+    """Write the note of an output directory: settings, stores, and which of the stores are not finite."""
     noted = {"settings": dict(settings), "stores": stores, "not_finite": finite.first}
     with whole(out / NOTE) as partial:
         partial.write_bytes(json.dumps(noted, indent=1).encode() + b"\n")
 
 
 def note_not_finite(out: Path, finite: FiniteCheck) -> None:
-    """Update the list of stores that are not finite in an existing note."""
+    """Update which stores are not finite, in an existing note."""
     noted = json.loads((out / NOTE).read_bytes())
     write_note(out, noted["settings"], noted["stores"], finite)
 
 
 def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures, finite: FiniteCheck) -> None:
-    """Write the note of a format whose files form one data set. `finite` gets the results of earlier runs.
+    """Write the note of an export whose files form one data set, so that its stores cannot change.
 
-    Raises ValueError for a directory that was written with other settings or from other stores.
+    `finite` gets the results of earlier runs. Raises ValueError for a directory that was written with other settings or
+    from other stores.
     """
     make_directory(out)
     settings = {**settings, **finite.settings}
@@ -222,18 +236,21 @@ def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures, finit
 
 
 def _not_finite_of(noted: Mapping[str, Any], captures: Captures) -> dict[str, int]:
-    """The first rows that are not finite, from a note, for these stores."""
+    """{store: index of its first row that is not finite} of these captures, from a note."""
     names = set(_names(captures))
     return {name: row for name, row in noted.get("not_finite", {}).items() if name in names}
 
 
 def _with_noted(out: Path, noted: Mapping[str, int], stores: dict[str, int]) -> dict[str, int]:
-    """The numbers of stores, and those from earlier runs. Raises ValueError if a number would change."""
+    """{store: number} of this run and of earlier runs. Raises ValueError if the number of a store would change.
+
+    noted: the numbers in the note. stores: the numbers in this run.
+    """
     owners = {number: name for name, number in stores.items()}
     for name, number in noted.items():
         if stores.get(name, number) != number or owners.get(number, name) != name:
             raise ValueError(
-                f"export: {out} holds {name} as number {number}, which would change; give another directory"
+                f"export: {out} holds {name} as number {number}, and its number would change; give another directory"
             )
     return {**noted, **stores}
 
@@ -243,6 +260,6 @@ def _names(captures: Captures) -> list[str]:
 
 
 def row_blocks(rows: int, size: int = 256) -> Iterator[slice]:
-    """Slices of at most `size` rows, so that memory does not grow with the request."""
+    """Yield slices of at most `size` rows, so that memory does not grow with the length of the request."""
     for first in range(0, rows, size):
         yield slice(first, min(rows, first + size))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The residual stream, indexed by vLLM's auxiliary layer ids. Trainers of draft models use the same ids.
+"""The residual stream, indexed by vLLM's auxiliary layer ids, which trainers of draft models use too.
 
 In a model with N layers, ids 0 to N - 1 are the inputs of the layers (resid_pre). Id N is the output of the last layer,
 before the final norm (resid_final).
@@ -39,8 +39,9 @@ def ids_of_all(
 ) -> list[int]:
     """The layer ids to export from every store, so that all files have the same layers.
 
-    ids_of: returns the ids that a store holds, from the store and its root attributes. wanted: the ids to export; None:
-    those of the first store. Stores without the first tokens of their request are ignored, as they are not exported.
+    Stores without the first tokens of their request are ignored, because they are not exported. ids_of: takes a store
+    and its root attributes, and returns the ids that the store holds. wanted: the ids to export; None: those of the
+    first store.
 
     Raises ValueError if only some stores have the ids in `wanted`, or if `wanted` is None and the stores differ.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export of routing as arrays in the form of vLLM's `CompletionOutput.routed_experts`: `routed_experts_N.npy`."""
+"""Export of the experts of each token, as in vLLM's `CompletionOutput.routed_experts`: `routed_experts_N.npy`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dmi_connector.captures.captures import Captures
 from dmi_connector.captures.finite import FiniteCheck
 
 _BEHIND = ("router_logits", "topk_weights")
-"""Hooks from which experts are chosen: experts of a row in which one is not finite say nothing."""
+"""Float hooks of the router. If one of their values in a row is not finite, the experts of that row mean nothing."""
 _ROWS = 4096
-"""Rows that are read at a time."""
+"""Number of rows read at a time."""
 
 
 def export(
@@ -26,9 +26,11 @@ def export(
     number_by: str = "order",
     prompt_start: int = 0,
 ) -> Done:
-    """Write `out/routed_experts_N.npy`, see `Capture.routed_experts`.
+    """Write `out/routed_experts_N.npy` for each store, with the result of `Capture.routed_experts`.
 
-    Whether routing is finite is seen where a store holds router_logits or topk_weights too.
+    N is the number of the capture. finite: what happens to stores whose router_logits or topk_weights are not finite.
+    Stores that hold neither hook cannot be checked. number_by: see `number_captures`. prompt_start: as in
+    `Capture.routed_experts`.
     """
 
     def write(capture: Capture, path: Path) -> None:
@@ -45,6 +47,7 @@ def export(
 
 
 def _check(capture: Capture, finite: FiniteCheck) -> None:
+    """Raise NotFinite for a NaN or an infinity in hooks of _BEHIND, unless `finite` keeps them."""
     for hook in _BEHIND:
         for layer in capture.layers.get(hook, []):
             for rows in row_blocks(int(capture.attrs["num_tokens"]), _ROWS):

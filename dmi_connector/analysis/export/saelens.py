@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export of one hook as the data set of activations that SAELens caches, for `use_cached_activations`."""
+"""Export of one hook as a data set of cached activations, which SAELens reads with `use_cached_activations`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dmi_connector.captures.captures import Captures
 from dmi_connector.captures.finite import FiniteCheck
 
 _BATCHES = 32
-"""Batches per file. A killed run loses at most one file."""
+"""Number of batches per file. A killed run loses at most one file."""
 
 
 def export(
@@ -38,11 +38,13 @@ def export(
     context_size: int = 128,
     skip: int = 0,
 ) -> Done:
-    """Write a data set of Hugging Face to `out`, with the columns HOOK and `token_ids`.
+    """Write a Hugging Face data set to `out`. Each example is a context, cut from the concatenated rows of all stores.
 
-    HOOK: `Array2D(shape=(context_size, width))` float32, under TransformerLens' name of the hook. token_ids: int32
-    [context_size]. Contexts are cut from the concatenated rows of all stores. skip: rows left out at the start of each
-    store. finite: what happens to contexts with values that are not finite.
+    The column with TransformerLens' name of the hook is `Array2D(shape=(context_size, width))`, float32. The column
+    `token_ids` is int32 [context_size].
+
+    hook: such as "resid_pre@3". skip: rows left out at the start of each store. finite: what happens to contexts with
+    values that are not finite. Raises ValueError as `PackedRows` does.
     """
     rows = PackedRows(captures, hook, context_size, skip, finite)
     settings = {"to": "saelens", "hook": rows.hook, "context_size": context_size, "skip": skip}
@@ -77,7 +79,7 @@ def _features(rows: PackedRows) -> datasets.Features:
 def _write_part(rows: PackedRows, first: int, stop: int, path: Path, progress: Progress) -> None:
     """Write contexts [first, stop) as an Arrow stream, as `save_to_disk` does.
 
-    `Dataset.from_dict` would pickle all values for a fingerprint, which takes ten times as long.
+    `Dataset.from_dict` is not used: it pickles all values for a fingerprint, which takes ten times as long.
     """
     schema = _features(rows).arrow_schema
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
@@ -91,13 +93,13 @@ def _write_part(rows: PackedRows, first: int, stop: int, path: Path, progress: P
 
 
 def _contexts_in(path: Path) -> int:
-    """The number of contexts of a part. It does not read their values."""
+    """The number of contexts in a file, without reading their values."""
     with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as batches:
         return sum(batch.num_rows for batch in batches)
 
 
 def _nested(values: np.ndarray) -> pa.Array:
-    """float32 [n, rows, width] as lists of n lists of rows, without a copy."""
+    """float32 [n, rows, width] as an Arrow array of n lists of `rows` lists of `width` values, without a copy."""
     contexts, rows, width = values.shape
     inner = pa.array(np.arange(0, contexts * rows * width + 1, width, dtype=np.int32))
     outer = pa.array(np.arange(0, contexts * rows + 1, rows, dtype=np.int32))
@@ -105,7 +107,7 @@ def _nested(values: np.ndarray) -> pa.Array:
 
 
 def _write_state(rows: PackedRows, out: Path, names: list[str], settings: dict[str, Any]) -> None:
-    """Write the two files that make a data set of the parts, `state.json` last."""
+    """Write `dataset_info.json`, then `state.json`. With both, the Arrow files `names` are a data set."""
     none = {rows.name: np.empty((0, rows.context_size, rows.width), np.float32), "token_ids": []}
     with _saved(none, rows, out) as saved:
         state = json.loads((saved / "state.json").read_bytes())
@@ -118,7 +120,7 @@ def _write_state(rows: PackedRows, out: Path, names: list[str], settings: dict[s
 
 @contextmanager
 def _saved(columns: dict[str, Any], rows: PackedRows, out: Path) -> Iterator[Path]:
-    """A directory, gone at the end, that holds columns as a data set in one file."""
+    """Yield a temporary directory that holds columns as a data set in one file."""
     partial = out / f".part{PARTIAL}"
     shutil.rmtree(partial, ignore_errors=True)
     shown = datasets.are_progress_bars_disabled()

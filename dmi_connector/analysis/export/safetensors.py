@@ -37,14 +37,17 @@ _NAMES = {
     "uint16": "U16",
     "uint8": "U8",
 }
-"""numpy dtype -> safetensors dtype."""
+"""{name of a numpy dtype: name in safetensors}."""
 Blocks = tuple[np.dtype, tuple[int, ...], Iterable[np.ndarray]]
-"""(dtype, shape, blocks of the values in C order)."""
+"""A tensor to write: (dtype, shape, blocks of its values in C order)."""
 
 
 def write_file(path: Path, tensors: Mapping[str, Blocks]) -> None:
-    """Write a safetensors file block by block. Raises ValueError for a dtype that the format lacks."""
-    # The safetensors library also writes wider types first.
+    """Write a safetensors file block by block. tensors: {name: tensor}.
+
+    Raises ValueError for a dtype that safetensors does not have.
+    """
+    # The safetensors library also writes tensors of wider dtypes first.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0]))
     header, offset = {}, 0
     for name, (dtype, shape, _) in ordered:
@@ -69,10 +72,11 @@ def write_hidden_states(
     finite: FiniteCheck,
     progress: Progress = lambda _done, _total: None,
 ) -> None:
-    """Write `hidden_states` [tokens, layers, hidden] of the layer ids `ids`, and `token_ids` int64 [tokens].
+    """Write a file with `hidden_states` [tokens, layers, hidden] in the stored dtype, and `token_ids` int64 [tokens].
 
-    progress: called with (rows written, total rows). Raises NotFinite for a NaN or an infinity, unless `finite` keeps
-    them.
+    ids: layer ids of `hidden_states`, see `residual_stream`. progress: called with (rows written, total rows).
+
+    Raises NotFinite for a NaN or an infinity, unless `finite` keeps them.
     """
     tokens = capture.token_ids.astype("<i8")
     first = stream_rows(capture, ids, slice(0, 0))
@@ -95,10 +99,10 @@ def export_safetensors(
     written under a temporary name and renamed at the end. The empty file `OUT.lock` is created too, because vLLM's
     `load_hidden_states` locks it.
 
-    layer_ids: vLLM's auxiliary layer ids (see `residual_stream`), written in ascending order. None: all captured
-    ids. finite: "keep" writes a NaN or an infinity, "fail" raises NotFinite. Returns the ids written.
+    layer_ids: vLLM's auxiliary layer ids (see `residual_stream`); None: all captured ids. They are written in ascending
+    order. finite: "keep" writes a NaN or an infinity, "fail" raises NotFinite. Returns the ids written.
 
-    Raises ValueError if the store has no residual stream or lacks an id; CaptureIncomplete for an incomplete store;
+    Raises ValueError if the store has no residual stream or lacks an id, CaptureIncomplete for an incomplete store, and
     FileExistsError if `out` exists.
     """
     return _write_one(local_path(out), store, layer_ids, FiniteCheck(finite), lambda _done, _total: None)
@@ -107,6 +111,7 @@ def export_safetensors(
 def _write_one(
     out: Path, store: Given, layer_ids: Sequence[int] | None, finite: FiniteCheck, progress: Progress
 ) -> list[int]:
+    """Write one store to the file `out`. Returns the layer ids written."""
     refuse_existing(out)
     with open_capture(store, timeout=0) as capture:
         ids = sorted(chosen_ids(capture, layer_ids))
@@ -124,7 +129,7 @@ def _lock_file(path: Path) -> None:
 def export(
     captures: Captures, out: Path, progress: Progress, finite: FiniteCheck, layers: Sequence[int] | None = None
 ) -> Done:
-    """Write `out/NAME.safetensors` and its lock file for each store."""
+    """Write `out/NAME.safetensors` and its lock file for each store. layers: layer ids; None: those of each store."""
 
     def write(capture: Capture, path: Path) -> None:
         write_hidden_states(capture, path, sorted(chosen_ids(capture, layers)), finite)
@@ -137,6 +142,6 @@ def export(
 def export_file(
     captures: Captures, out: Path, progress: Progress, finite: FiniteCheck, layers: Sequence[int] | None = None
 ) -> Done:
-    """Write the store of `captures`, which has only one, to the new file `out`."""
+    """Write the only store of `captures` to the new file `out`. layers: layer ids; None: those of the store."""
     ids = _write_one(out, captures.infos[0].store, layers, finite, progress)
     return Done(out, 1, notes=(f"layer ids {', '.join(map(str, ids))}",))

@@ -29,17 +29,19 @@ _GROUP = 2000
 
 
 def features(capture: Capture, layers: Sequence[int] | None, loss: str, finite: FiniteCheck) -> dict[str, torch.Tensor]:
-    """The tensors of one request.
+    """The tensors of one request, as SpecForge reads them.
 
     input_ids, loss_mask: int64 [tokens]. hidden_state: [1, tokens, hidden], the output of the final norm, to which
-    SpecForge applies the head. aux_hidden_state: [1, tokens, layers x hidden]. Both in the stored dtype.
+    SpecForge applies the unembedding. aux_hidden_state: [1, tokens, layers x hidden], the concatenated auxiliary
+    layers. Both hidden states have the stored dtype.
 
-    layers: auxiliary layer ids; None: all captured layers of resid_pre. loss: which tokens loss_mask selects:
-    "generated": generated tokens; "all": all tokens; "spans": generated tokens and those in `dmi.loss_spans`.
+    layers: auxiliary layer ids, see `residual_stream`; None: all captured layers of resid_pre. loss: the tokens for
+    which loss_mask is 1. "generated" selects generated tokens, "all" selects all tokens, and "spans" selects generated
+    tokens and those in `dmi.loss_spans`.
 
     Raises ValueError for a store without final_ln or an auxiliary layer, and for projections. Raises LeftOut for a
     store without tokens to train on, without `loss_spans` for "spans", or without the first tokens of its request.
-    Raises NotFinite as `finite` says.
+    Raises NotFinite for a NaN or an infinity, unless `finite` keeps them.
     """
     refuse_later_part(capture)
     known = _aux_ids(capture.path, capture.attrs)
@@ -57,7 +59,7 @@ def features(capture: Capture, layers: Sequence[int] | None, loss: str, finite: 
 
 
 def _mask(capture: Capture, loss: str) -> np.ndarray:
-    """int64 [tokens]: 1 for tokens to train on."""
+    """The loss mask of a request, int64 [tokens]: 1 for tokens to train on. Raises LeftOut without such a token."""
     mask = np.ones(len(capture.token_ids), np.int64) if loss == "all" else (capture.phase == 1).astype(np.int64)
     if loss == "spans":
         if "loss_spans" not in capture.attrs:
@@ -67,7 +69,7 @@ def _mask(capture: Capture, loss: str) -> np.ndarray:
             mask[start:stop] = 1
         if not mask.any():
             raise LeftOut(
-                capture.path, "no token to train on", "its loss_spans are empty: use --loss all, or leave it out"
+                capture.path, "no token to train on", "its loss_spans are empty: use --loss all, or leave the store out"
             )
     if not mask.any():
         fix = "use --loss all, or capture with include_output_tokens"
@@ -76,7 +78,7 @@ def _mask(capture: Capture, loss: str) -> np.ndarray:
 
 
 def _aux_ids(store: Place, attrs: Mapping[str, Any]) -> list[int]:
-    """The ids of resid_pre of a store. Raises ValueError for one without resid_pre or final_ln."""
+    """The layer ids of resid_pre in a store. Raises ValueError for a store without resid_pre or final_ln."""
     if "final_ln" not in attrs["hooks"]:
         raise ValueError(f"{store} lacks final_ln, which SpecForge takes as target; capture final_ln too")
     known = [i for i in layer_ids(store, attrs) if i != attrs.get("num_layers")]
@@ -86,6 +88,7 @@ def _aux_ids(store: Place, attrs: Mapping[str, Any]) -> list[int]:
 
 
 def _all_ids(store: Place, attrs: Mapping[str, Any]) -> list[int]:
+    """All layer ids in a store, including that of resid_final. Raises ValueError as `_aux_ids` does."""
     _aux_ids(store, attrs)
     return layer_ids(store, attrs)
 
@@ -100,10 +103,11 @@ def export(
     loss: str = "generated",
     gzip: bool = False,
 ) -> Done:
-    """Write `out/rows_A-B/data_N.ckpt`, or `.ckpt.gz`, each with the `features` of a request.
+    """Write `out/rows_A-B/data_N.ckpt` for each store, with the `features` of its request.
 
-    layers: layer ids; None: the layers of the first store. All stores must have the same layers. Stores without a token
-    to train on, or without the first tokens of their request, are left out.
+    N is the number of the capture. A directory has files A to B - 1. Stores without a token to train on, or without the
+    first tokens of their request, are left out. layers: auxiliary layer ids, which all stores must have; None: those of
+    the first store. number_by: see `number_captures`. loss: as in `features`. gzip: write compressed files, `.ckpt.gz`.
     """
     ids = ids_of_all(captures, _aux_ids if layers is None else _all_ids, layers)
 

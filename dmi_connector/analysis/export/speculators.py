@@ -17,17 +17,17 @@ from dmi_connector.store.format.remote_path import Place
 
 
 def training_ids(capture: Capture, layers: Sequence[int] | None) -> list[int]:
-    """Auxiliary layers, then the last hidden state before the final norm, which is the verifier's.
+    """The layer ids to train on: auxiliary layers, then the last layer, whose hidden state is that of the verifier.
 
-    layers: auxiliary layer ids in the order of training; None: all captured ones. Raises ValueError for ids that
-    the store lacks.
+    layers: auxiliary layer ids in the order of training; None: all captured ids. Raises ValueError for ids that the
+    store lacks.
     """
     known, last = _ids(capture.path, capture.attrs), capture.attrs["num_layers"]
     return [i for i in (known if layers is None else chosen_ids(capture, layers)) if i != last] + [last]
 
 
 def _ids(store: Place, attrs: Mapping[str, Any]) -> list[int]:
-    """The ids of a store. Raises ValueError if the verifier's id is not among them."""
+    """The layer ids of a store. Raises ValueError if the last layer's id is missing, which the verifier needs."""
     known = layer_ids(store, attrs)
     if attrs.get("num_layers") not in known:
         raise ValueError(f"{store} lacks resid_final, the verifier's last hidden state; capture resid_final too")
@@ -42,10 +42,14 @@ def export(
     layers: Sequence[int] | None = None,
     number_by: str = "order",
 ) -> Done:
-    """Write `out/hs_N.safetensors`: `hidden_states` [tokens, layers, hidden], the last layer last, and `token_ids`.
+    """Write `out/hs_N.safetensors` for each store.
 
-    N is the row of the training data set. layers: auxiliary layer ids, see `residual_stream`; None: those of the first
-    store, which all other stores must have too. Stores that begin after the first token are left out.
+    A file holds `hidden_states` [tokens, layers, hidden] in the stored dtype, with the last layer last, and `token_ids`
+    int64 [tokens]. N is the number of the capture, which speculators takes as the row of its data set. Stores without
+    the first tokens of their request are left out.
+
+    layers: auxiliary layer ids (see `residual_stream`), which all stores must have; None: those of the first store.
+    number_by: see `number_captures`.
     """
     ids = ids_of_all(captures, _ids, layers)
 

@@ -18,14 +18,15 @@ Write = Callable[..., Done]
 
 @dataclass(frozen=True)
 class Target:
-    """One format.
+    """One format of `dmi export`.
 
-    doc: description for help. options: the options of `dmi export` that it takes. required: the options that it needs.
-    counts: the unit of its progress. suffix: file name extension for a single store; "" for formats that are always
-    directories. file_counts: the unit of the progress of a single file. finite: the default of --finite.
+    name: the value of --to. doc: description for help. options: names of the options that the format takes. required:
+    names of the options that it needs. counts: the unit of the progress of a directory. suffix: file name extension for
+    a single store; "" for formats that are always directories. file_counts: the unit of the progress of a single file.
+    finite: the default of --finite.
 
-    Its module has `export(captures, out, progress, finite, **options)`, which writes a directory. With a suffix it also
-    has `export_file`, which writes one file.
+    The format's module has a function `export(captures, out, progress, finite, **options)`, which writes a directory.
+    With a suffix the module also has `export_file`, which writes one file.
     """
 
     name: str
@@ -56,7 +57,7 @@ TARGETS = {
         ),
         Target(
             "zip",
-            "one file of a store, as it is: open_capture reads it",
+            "the files of a store in one uncompressed zip file, which open_capture reads",
             suffix=".zip",
             file_counts="MB",
             finite="keep",
@@ -90,9 +91,10 @@ def export(
 ) -> Done:
     """Write captures in a format.
 
-    options: the options that were given. progress: called with (done, total), in the unit `Target.counts`. file:
-    whether `out` is a new file for one capture, in formats with a suffix; otherwise it is a directory. finite: what
-    happens to stores with values that are not finite, one of `POLICIES`; None: `Target.finite`.
+    to: one of TARGETS. out: a directory, or a new file if `file`. options: {name: value} of the options that were
+    given. progress: called with (done, total), in units of `Target.counts` or `Target.file_counts`. file: write one
+    capture to a file, in a format with a suffix. finite: what happens to stores with values that are not finite, one of
+    `POLICIES`; None: `Target.finite`.
 
     Raises ValueError without a capture, for captures of several models in one data set, for an option that the format
     does not take, and without an option that it needs. Raises FileExistsError if the file exists. Raises NotFinite for

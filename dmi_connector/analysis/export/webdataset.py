@@ -18,8 +18,9 @@ from dmi_connector.captures.captures import Captures
 from dmi_connector.captures.finite import WHAT, FiniteCheck, NotFinite
 
 _SHARD_BYTES = 1 << 30
+"""Default of the approximate size of a tar shard, in bytes."""
 _TOKEN_BYTES = 9
-"""Bytes of `TOKENS` per row."""
+"""Bytes of the arrays of `TOKENS` per row."""
 _OF_STORE = ("key", "request_id", "model", "prompt_len", "finish_reason")
 
 
@@ -31,12 +32,14 @@ def export(
     hook: str,
     shard_size: int = _SHARD_BYTES,
 ) -> Done:
-    """Write `out/shard-NNNNNN.tar` with the files NAME.json, NAME.token_ids.npy, NAME.positions.npy, NAME.phase.npy
-    and NAME.HOOK.npy [tokens, width] of each store.
+    """Write `out/shard-NNNNNN.tar`. Each store is one sample of a shard.
 
-    NAME is the name of the store with "_" instead of dots, because WebDataset ends a sample's name at the first dot.
-    hook: comma-separated hooks, each with one layer, such as "resid_pre@3,q@3". shard_size: approximate bytes per
-    shard; a sample is never split. Only the files of one sample are in memory at a time.
+    A sample has the files NAME.json, NAME.token_ids.npy, NAME.positions.npy, NAME.phase.npy, and NAME.HOOK.npy [tokens,
+    width] for each hook. NAME is the name of the store with "_" instead of dots, because WebDataset ends a sample's
+    name at the first dot. Only the files of one sample are in memory at a time.
+
+    hook: comma-separated hooks, each with one layer, such as "resid_pre@3,q@3". shard_size: approximate bytes per tar
+    shard. A sample is never split.
 
     Raises ValueError if two stores have the same name.
     """
@@ -69,7 +72,7 @@ def export(
                     _add(shard, names[i], files)
                 progress(i + 1, len(names))
         if left - before == len(samples):
-            path.unlink()  # without a sample
+            path.unlink()  # the shard holds no sample
         else:
             written += 1
         note_not_finite(out, finite)
@@ -84,8 +87,10 @@ def export(
 
 
 def _shards(captures: Captures, columns: Sequence[Column], most: int) -> Iterator[range]:
-    """Yield the indexes of the stores of each shard. They depend only on the lengths, so that a second run can
-    continue.
+    """Yield the indexes of the stores of each tar shard.
+
+    The shards depend only on the lengths of the stores, so that a second run can continue. most: approximate bytes per
+    shard.
     """
     row_bytes = _TOKEN_BYTES + 4 * sum(column.width for column in columns)
     first, size = 0, 0
@@ -99,7 +104,7 @@ def _shards(captures: Captures, columns: Sequence[Column], most: int) -> Iterato
 
 
 def _files(capture: Capture, columns: Sequence[Column], finite: FiniteCheck) -> dict[str, bytes]:
-    """The files of one sample, by extension. Raises NotFinite as `finite` says."""
+    """{extension: content} of the files of one sample. Raises NotFinite unless `finite` keeps such values."""
     about = {"store": str(capture.path), **{name: capture.attrs.get(name) for name in _OF_STORE}}
     arrays = {name: getattr(capture, name) for name in TOKENS}
     arrays |= {column.name: np.concatenate([*column.blocks(capture, finite)]) for column in columns}
@@ -113,7 +118,7 @@ def _npy(values: np.ndarray) -> bytes:
 
 
 def _add(shard: tarfile.TarFile, name: str, files: dict[str, bytes]) -> None:
-    """Add one sample, whose files must be adjacent."""
+    """Add the files of one sample. They are adjacent in the tar file, as WebDataset requires."""
     for extension, data in files.items():
         member = tarfile.TarInfo(f"{name}.{extension}")
         member.size, member.mode = len(data), 0o644

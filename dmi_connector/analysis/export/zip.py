@@ -23,15 +23,14 @@ _ROWS = 1024
 def write_zip(capture: Capture, path: Path, progress: Progress = lambda _done, _total: None) -> None:
     """Write the files that a store lists, with `zarr.json` at the root, as Zarr's zip store requires.
 
-    Readers find each file by its offset, so they read chunks without unpacking. progress: called with (done, total) in
-    MB.
+    Files are not compressed, so that readers find chunks by their offsets. progress: called with (done, total) in MB.
 
     Raises ValueError if a listed file lies outside the store.
     """
     names = ["zarr.json", *sorted(capture.attrs["files"])]
     outside = next((name for name in names if leaves_store(name)), None)
     if outside is not None:
-        raise ValueError(f"{capture.path} lists the file {outside!r}, which lies outside it: dmi verify says more")
+        raise ValueError(f"{capture.path} lists the file {outside!r}, which lies outside the store; run dmi verify")
     total, done = sum(size for size, _ in capture.attrs["files"].values()), 0
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name in names:
@@ -46,7 +45,10 @@ def write_zip(capture: Capture, path: Path, progress: Progress = lambda _done, _
 
 
 def _check(capture: Capture, finite: FiniteCheck) -> None:
-    """Raise NotFinite as `finite` says. Reading stops at the first values that are not finite."""
+    """Raise NotFinite for a NaN or an infinity, unless `finite` keeps them.
+
+    The check stops at the first block of rows with such values.
+    """
     for hook, facts in capture.attrs["hooks"].items():
         if facts["array"] != hook or (facts["dtype"] not in FLOATS and not facts.get("reduce")):
             continue

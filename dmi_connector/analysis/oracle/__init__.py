@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes hooks with transformers on the same weights. Captured values are compared with them."""
+"""Computes hooks with transformers from the same weights, and compares captured values with the results."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For each type of transformers model, the module whose input or output is a hook. transformers_oracle.py reads it."""
+"""Tables of where transformers' models compute the hooks: the module whose input or output each hook is.
+
+`transformers_oracle` reads the tables.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ ONCE = ("embed", "resid_final", "final_ln")
 class Point:
     """Where to read a hook: the input or output of a module.
 
-    module: path in a decoder layer, or in the base model for hooks of ONCE. Outputs of several modules, separated by
-    spaces, are concatenated. With a plus between them they are added. needs, unless: modules that a layer must have, or
-    must not have, for the point to count. side: "in" or "out"; the first element of a tuple is used. part: the part of
-    a fused projection: "q", "k" or "v" of queries, keys and values, or "gate" or "up" of both.
+    name: the hook. module: path of the module in a decoder layer, or in the base model for hooks of ONCE. The outputs
+    of several modules, as in "a b", are concatenated. Those of "a + b" are added. side: "in" for the first input, "out"
+    for the output, or for its first element if it is a tuple. part: the part of a fused projection that is the hook:
+    "q", "k" or "v", or "gate" or "up". needs: a module that a layer must have for the point to be used. unless: a
+    module that a layer must not have.
     """
 
     name: str
@@ -32,15 +36,17 @@ class Point:
 class Twin:
     """The modules of one type of transformers model that compute the hooks.
 
-    points: the points in a layer. A point whose module a layer does not have is skipped. If two points have the same
-    name, the later one is used. once: points in the base model. layers: path of the list of layers in the base model.
-    attn: the attention module of a layer. gate: the router of a layer, which returns scores, weights and experts.
-    by_head: in the fused projection, queries, keys and values are interleaved by head. norms_heads: q_norm and k_norm
-    get [heads, tokens, head_dim]. attends: the method of the attention module that gets rotated queries and keys, in
-    models that do not use transformers' attention interface. scale: field of the config by which the output of a block
-    is multiplied. weights_scale: field of the config. transformers multiplies the weights of the experts by it, vLLM
-    the sum of the experts' outputs. latent: multi-head latent attention (k_pe is a part of each head's keys).
-    values_scale: field of the config by which values are multiplied before attention.
+    points: the points in a layer. A point is skipped in layers that lack its module. If two points have the same name,
+    the later one is used. once: points in the base model. layers: path of the list of layers in the base model. attn:
+    path of the attention module in a layer. gate: path of the router in a layer; it returns scores, weights and
+    experts. rotary: whether queries and keys are rotated. by_head: whether the fused projection interleaves queries,
+    keys and values by head. norms_heads: whether q_norm and k_norm get [heads, tokens, head_dim]. attends: name of the
+    method of the attention module that gets rotated queries and keys; "" for models that use transformers' attention
+    interface. latent: whether the model has multi-head latent attention, where k_pe is a part of each head's keys.
+
+    The other fields name fields of the config that hold a factor; "" for none. scale: factor of the outputs of
+    attention and MLP. weights_scale: factor by which transformers multiplies the weights of experts; vLLM multiplies
+    the sum of the experts' outputs instead. values_scale: factor of the values before attention.
     """
 
     points: tuple[Point, ...]
@@ -247,7 +253,7 @@ TWINS = {
     "deepseek_v3": _LATENT,
     "kimi_k2": _LATENT,  # when vLLM reads a config of Kimi K2, it gives transformers' class for V3 this `model_type`
     "glm4_moe_lite": _LATENT,
-    "deepseek_v32": _LATENT,  # also of V3, once vLLM has read a config of V3.2
+    "deepseek_v32": _LATENT,  # V3 has this `model_type` too, once vLLM has read a config of V3.2
     "glm_moe_dsa": _LATENT,
     "mimo_v2_flash": replace(LLAMA, values_scale="attention_value_scale"),
     "glm4": _GLM4,
@@ -383,4 +389,4 @@ TWINS = {
     "flex_olmo": _OLMO,
     "starcoder2": LLAMA.but(Point("mlp_pre", "mlp.c_fc"), Point("mlp_post", "mlp.c_proj", "in")),
 }
-"""`model_type` of the config -> twin. LLAMA is used for all other types."""
+"""{`model_type` of the config: twin}. LLAMA is the twin of all other types."""

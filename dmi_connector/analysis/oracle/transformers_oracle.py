@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The expected value of every hook, from one forward of a transformers model over the whole sequence.
+"""The expected values of every hook, from one forward of a transformers model over the whole sequence.
 
 vLLM and transformers share no model code. So if a capture agrees with this oracle, tap points, rows and store are
-correct. Tests and the demo use it. Users call `compare`. It needs torch and transformers.
+correct. Tests, `dmi demo` and users call `compare`. This module needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from dmi_connector.store.format.completeness import Cause
 logger = logging.getLogger(__name__)
 
 _RUN = 1 << 20
-"""Maximum number of rows of a slice without missing rows."""
+"""Maximum number of rows of a slice of `Capture.runs`."""
 
 
 class Oracle:
     """A transformers model with eager attention that computes every hook for a token sequence.
 
-    A model with a vision tower computes the hooks of its language model, also for prompts with images.
+    For a model with a vision tower, the hooks are those of its language model. Prompts may have images.
 
-    without: hooks to leave out. config: the config of the language model. architecture: name of the whole model's
-    class.
+    model_dir: directory of the model. dtype: dtype of the weights and of the computation. without: hooks to leave out.
+    config: the config of the language model. architecture: name of the model's class in its config.
     """
 
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float32, without: Sequence[str] = ()) -> None:
@@ -57,12 +57,12 @@ class Oracle:
         if self.config.model_type == "bloom":
             for module in self.model.modules():
                 if hasattr(module, "gelu_impl"):
-                    module.gelu_impl = torch.nn.GELU()  # as vLLM has it; transformers takes the approximation by tanh
+                    module.gelu_impl = torch.nn.GELU()  # as in vLLM; transformers approximates GELU by tanh
         if self.model.config.model_type == "mistral3":
-            # As in vLLM, for any config.
+            # vLLM uses this epsilon for any config.
             self.model.model.multi_modal_projector.norm.variance_epsilon = 1e-5
         base = self.model.get_decoder() if self.wraps else self.model.base_model
-        # Llama 4's text model has no base of its own.
+        # For the text model of Llama 4, `base_model` returns the whole model.
         self._base = self.model.model if base is self.model else getattr(base, "model", base) if self.wraps else base
         self.twin = TWINS.get(self.config.model_type, LLAMA)
         if self.config.model_type == "granitemoehybrid":
@@ -80,25 +80,28 @@ class Oracle:
         self._sizes = [heads * self._head_dim, *[kv_heads * self._head_dim] * 2]
         for name, module in self._base.named_modules():
             if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
-                module.variance_epsilon = self.config.rms_norm_eps  # as vLLM has it; transformers takes 1e-6
+                module.variance_epsilon = self.config.rms_norm_eps  # as in vLLM; transformers uses 1e-6
 
     @torch.no_grad()
     def run(self, token_ids: Sequence[int], images: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
-        """Every hook of one forward over `token_ids` (the prompt, then the generated tokens).
+        """Compute every hook in one forward over `token_ids`. Returns {hook: values}.
 
-        images: what the model's image processor returned for the images of the prompt, such as `pixel_values`; the ids
-        then contain placeholders. Image tokens attend only to earlier tokens, as on vLLM's CPU backend.
+        token_ids: the prompt, then the generated tokens. images: the output of the model's image processor for the
+        images of the prompt, such as `pixel_values`. `token_ids` then contains placeholders. Image tokens attend only
+        to earlier tokens, as on vLLM's CPU backend.
 
-        Layer hooks are float32 [layers, tokens, width], hooks of ONCE [1, tokens, width], `logits` float32 [tokens,
-        vocab] (row i predicts token i + 1), `token_ids` and `positions` int32 [tokens]. M-RoPE adds `mrope_positions`,
-        int32 [1, tokens, axes]. Models with experts add router_logits and topk_weights (float32) and topk_ids (int32),
-        in descending order of weight, with equal weights in order of id. Indexers add indexer_topk, int32 [layers,
-        tokens, index_topk], in descending order of position. The layer axis of a hook holds only layers
-        that have it.
+        Hooks of layers are float32 [layers, tokens, width]. The layer axis has only the layers that have the hook.
+        Hooks of ONCE are float32 [1, tokens, width]. `logits` is float32 [tokens, vocab], and row i predicts token i +
+        1. `token_ids` and `positions` are int32 [tokens]. Models with M-RoPE have `mrope_positions`, int32 [1, tokens,
+        axes].
+
+        Models with experts have `router_logits` and `topk_weights` (float32) and `topk_ids` (int32). Experts are in
+        descending order of weight, and experts of equal weight in ascending order of id. Models with an indexer have
+        `indexer_topk`, int32 [layers, tokens, index_topk], in descending order of position.
         """
         with _Recorder(len(token_ids)) as recorder:
             for point in self.twin.once:
-                if not (self.wraps and point.name == "embed"):  # images are merged into it later
+                if not (self.wraps and point.name == "embed"):  # `_watch_inputs` records it with merged images
                     recorder.watch(self._base.get_submodule(point.module), point.name, point.side)
             for index, layer in enumerate(self._layers):
                 self._watch_layer(recorder, index, layer)
@@ -107,7 +110,7 @@ class Oracle:
             ids = torch.tensor([list(token_ids)], dtype=torch.long)
             with _seen_attention(recorder.rows, self._attention) if self.twin.rotary else nullcontext():
                 logits = self.model(ids, use_cache=False, **self._with_images(ids, images)).logits
-        # Widths of hooks that are left out may differ by layer. Latent attention needs all values below.
+        # Widths of hooks that are left out may differ by layer. `_share_keys` needs all hooks of latent attention.
         without = () if self.twin.latent else self.without
         values = {name: torch.stack(parts) for name, parts in recorder.rows.items() if name not in without}
         if self.twin.scale:
@@ -142,7 +145,7 @@ class Oracle:
         return ids[len(token_ids) :]
 
     def _with_images(self, ids: torch.Tensor, images: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Arguments of a forward over a prompt with images."""
+        """Keyword arguments of a forward over a prompt with images; {} without images. ids: [1, tokens]."""
         if not images:
             return {}
         pixels = {"pixel_values": images["pixel_values"].to(self.model.dtype)}
@@ -164,6 +167,7 @@ class Oracle:
         recorder.callback(self._base.register_forward_pre_hook(before, with_kwargs=True).remove)
 
     def _watch_layer(self, recorder: _Recorder, index: int, layer: Any) -> None:
+        """Record the hooks of one decoder layer. index: number of the layer."""
         present = dict(layer.named_modules())
         points = [point for point in self.twin.points if _is_there(point, present)]
         if index not in self._attention:
@@ -184,7 +188,7 @@ class Oracle:
             recorder.watch_router(present[self.twin.gate], getattr(self.config, "num_experts_per_tok", 0), not seen)
 
     def _part(self, value: torch.Tensor, part: str) -> torch.Tensor:
-        """Queries, keys, values, gate or up [tokens, width] of a fused projection."""
+        """One part of the output of a fused projection, [tokens, width]. part: as in `Point`."""
         if part in ("gate", "up"):
             return value.chunk(2, -1)[part == "up"]
         index = "qkv".index(part)
@@ -193,11 +197,11 @@ class Oracle:
         return value.split(self._sizes, -1)[index]
 
     def _heads_last(self, value: torch.Tensor, heads: int) -> torch.Tensor:
-        """[tokens, width] of values that were [heads, tokens, head_dim]. heads: their width."""
+        """Rows [tokens, heads * head_dim] of values in the order [heads, tokens, head_dim]. heads: width of a row."""
         return value.reshape(heads // self._head_dim, -1, self._head_dim).transpose(0, 1).flatten(1)
 
     def _share_keys(self, values: dict[str, torch.Tensor]) -> None:
-        """Replace the keys of heads by their shared key, and reorder rotated values so that pairs are adjacent."""
+        """Replace `k_rot` by `k_pe`, the rotated key that heads share. Make the two values of each pair adjacent."""
         rope = self.config.qk_rope_head_dim
         queries = values["q_rot"].unflatten(-1, (self.config.num_attention_heads, -1)).clone()
         key = values.pop("k_rot").unflatten(-1, (self.config.num_attention_heads, -1))[..., 0, -rope:]
@@ -206,26 +210,27 @@ class Oracle:
         values |= {"q_rot": queries.flatten(-2), "k_pe": key}
 
     def _chosen(self, value: torch.Tensor) -> torch.Tensor:
-        """Chosen positions [layers, tokens, at most index_topk], sorted and filled up with -1. Early tokens also choose
-        later ones, which are masked.
+        """Positions that the indexer chose, in descending order and filled up with -1, [layers, tokens, index_topk].
+
+        Early tokens also choose later tokens, which attention masks. These positions become -1.
         """
         value = value.masked_fill(value > torch.arange(value.shape[1])[:, None], -1)
         full = torch.nn.functional.pad(value, (0, self.config.index_topk - value.shape[-1]), value=-1)
         return full.sort(-1, descending=True).values
 
     def _in_halves(self, value: torch.Tensor) -> torch.Tensor:
-        """Heads in vLLM's order of rotated values: the first values of all pairs, then the second values."""
+        """Reorder the values of each head as in vLLM: the first values of all rotated pairs, then the second values."""
         return value.unflatten(-1, (-1, self._head_dim // 2, 2)).transpose(-1, -2).flatten(-3)
 
 
 def _is_there(point: Point, present: Mapping[str, Any]) -> bool:
-    """Whether a layer with these modules has a point."""
+    """Whether a layer has a point. present: the modules of the layer, by path."""
     wanted = {*point.module.split(), point.needs or point.module.split()[0]} - {"+"}
     return wanted <= present.keys() and not (point.unless and point.unless in present)
 
 
 class _Recorder(ExitStack):
-    """Collects rows [tokens, width] in layer order with forward hooks, which its `with` block removes."""
+    """Collects rows [tokens, width] of hooks in layer order. The end of its `with` block removes its forward hooks."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -239,7 +244,7 @@ class _Recorder(ExitStack):
         side: str,
         pick: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """Record the first input or output of a module. pick: selects a part of it."""
+        """Record the first input or the first output of a module as hook `name`. pick: takes a part of the rows."""
 
         def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             value = (args[0] if args else next(iter(kwargs.values()))) if side == "in" else output
@@ -263,7 +268,7 @@ class _Recorder(ExitStack):
             self.callback(module.register_forward_hook(hook).remove)
 
     def watch_method(self, module: torch.nn.Module, name: str) -> None:
-        """Record the rotated queries and keys that a method of an attention module gets."""
+        """Record the rotated queries and keys that method `name` of an attention module gets."""
         method = getattr(module, name)
 
         def noted(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -274,9 +279,10 @@ class _Recorder(ExitStack):
         self.callback(delattr, module, name)
 
     def watch_router(self, module: torch.nn.Module, top_k: int, scored: bool = True) -> None:
-        """Record the output of a router: (scores, weights, experts), in Llama 4 (weights of all experts, scores).
+        """Record scores, weights and experts from the output of a router.
 
-        scored: whether to record the scores.
+        The output is (scores, weights, experts) in either order, or in Llama 4 (weights of all experts, scores). top_k:
+        experts per token, for Llama 4. scored: whether to record the scores.
         """
 
         def hook(_module: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> None:
@@ -304,14 +310,14 @@ def _note_rotated(rows: dict[str, list[torch.Tensor]], query: torch.Tensor, key:
 
 @contextmanager
 def _seen_attention(rows: dict[str, list[torch.Tensor]], layers: Container[int]) -> Iterator[None]:
-    """Record the rotated queries and keys of attention in these layers. No module has them as input or output."""
+    """Record the rotated queries and keys of attention in `layers`. They are not the input or output of a module."""
 
     def attention(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if module.layer_idx in layers:
             _note_rotated(rows, query, key)
         return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, *args, **kwargs)
 
-    # Every model looks "eager" up in this interface, which has no entry for it.
+    # Every model looks up its attention function by the name "eager", for which the table has no entry.
     ALL_ATTENTION_FUNCTIONS["eager"] = attention
     try:
         yield
@@ -320,15 +326,15 @@ def _seen_attention(rows: dict[str, list[torch.Tensor]], layers: Container[int])
 
 
 def compare(capture: Capture, oracle: Oracle, images: Mapping[str, Any] | None = None) -> dict[str, float]:
-    """The largest absolute difference of each hook of `capture` from `oracle`, over all layers and present rows.
+    """{hook: largest absolute difference between `capture` and `oracle`, over all layers and rows that are present}.
 
-    It is NaN if either computed NaN. Reduced hooks are decoded first, so their difference includes the loss of the
-    reduction. Hooks that are stored as other values (rp, pca, attn), hooks without a row, and hooks of `without` are
-    left out with a warning. images: see `Oracle.run`.
+    The difference is NaN if either has a NaN. Reduced hooks are decoded first, so that the difference includes the loss
+    of the reduction. Hooks of `Oracle.without` are left out. Hooks that are stored as other values (rp, pca, attn) and
+    hooks without a row are left out with a warning. images: see `Oracle.run`.
 
-    Raises ValueError if the capture does not begin at position 0 (its earlier tokens are then unknown), has no rows or
-    no token ids, or has a hook, layers or shapes that the oracle's model lacks. Raises it too if no hook can be
-    compared.
+    Raises ValueError if the capture does not begin at position 0, because its earlier tokens are then unknown. Raises
+    ValueError for a capture without rows or token ids, for a hook that the oracle does not compute, for other shapes
+    than those of the oracle, and if no hook can be compared.
     """
     rows = np.concatenate([np.arange(run.start, run.stop) for run in capture.runs(_RUN)] or [np.arange(0)])
     _check_comparable(capture, rows)
@@ -360,7 +366,7 @@ def compare(capture: Capture, oracle: Oracle, images: Mapping[str, Any] | None =
             have, want = have[there], want[samples[there]]
         else:
             have, want = have.reshape(-1, *have.shape[-2:])[:, rows], want[:, rows]
-        if hook == "indexer_topk":  # in any order
+        if hook == "indexer_topk":  # the order of its positions has no meaning
             have = np.sort(have, -1)[..., ::-1]
         if have.shape != want.shape:
             raise ValueError(f"{capture.path}: {hook} has shape {have.shape}, the oracle's model gives {want.shape}")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots, as SVG and PNG."""
+"""Plots of captures and of analyses, as SVG or PNG files."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all pictures share: figures, axes of tokens and layers, files. Needs matplotlib (the extra `plot`)."""
+"""Helpers for all pictures: figures, axes of tokens and layers, files. They need matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_LABELS = 48
-"""Largest number of tokens for which the axis labels each token."""
+"""Maximum number of tokens for which the axis labels each token."""
 FORMATS = (".png", ".svg")
 """File name extensions of pictures."""
 MONOSPACE = "DejaVu Sans Mono"
 """The font of tokens. matplotlib includes it."""
 NOT_FINITE, CROSSED = "#d1208f", "values that are not finite are crossed"
-"""The colour that marks values that are not finite, which no colour map contains, and the legend for it."""
+"""The colour of the marks on values that are not finite, and the text that explains the marks. No colour map has this
+colour.
+"""
 _LEAST_WIDTH = 7.5
-"""Minimum width of a figure in inches: a title has about 70 letters."""
+"""Minimum width of a figure in inches, so that a title of about 70 letters fits."""
 _LAYER_LABELS = 14
 """Approximate maximum number of layer labels."""
 
 
 def new_figure(width: float, height: float, out: str | os.PathLike[str]) -> Figure:
-    """An empty figure. width, height: in inches; the figure is at least as wide as its title.
+    """Create an empty figure, `width` x `height` inches, or _LEAST_WIDTH inches wide if that is more.
 
-    Raises ValueError if matplotlib is not installed, if `out` has another extension than FORMATS, or if its directory
-    does not exist.
+    out: the file that the figure will be saved to. Raises ValueError if matplotlib is not installed, if `out` has an
+    extension that is not in FORMATS, or if the directory of `out` does not exist.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("plot: matplotlib is not installed; install dmi_connector[plot]")
@@ -64,7 +66,7 @@ def save(figure: Figure, out: str | os.PathLike[str]) -> Path:
     svg = path.suffix.lower() == ".svg"
     look = {"svg.hashsalt": "dmi", "svg.fonttype": "none", "font.monospace": [MONOSPACE]}
     with matplotlib.rc_context(look), warnings.catch_warnings():
-        if svg:  # the viewer's fonts draw the text, so a glyph that is missing here does not matter
+        if svg:  # the program that shows an SVG draws its text, so glyphs that matplotlib lacks do not matter
             warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font", UserWarning)
         try:
             figure.savefig(path, metadata={"Date": None} if svg else None)
@@ -97,7 +99,7 @@ def heat(panel: Axes, capture: Capture, values: np.ndarray, **look: Any) -> Any:
 
 
 def cross_out(panel: Axes, cells: Sequence[tuple[float, float, float, float]]) -> None:
-    """Hatch cells whose value is not finite. cells: (x, y, width, height) of each. Missing values stay blank."""
+    """Hatch cells whose value is not finite. cells: (x, y, width, height) of each cell, in coordinates of the panel."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -109,7 +111,7 @@ def cross_out(panel: Axes, cells: Sequence[tuple[float, float, float, float]]) -
 
 
 def cross_cells(panel: Axes, capture: Capture, lost: np.ndarray) -> bool:
-    """Hatch the cells of `heat` that `lost` selects, except those of missing rows. Returns whether there are any.
+    """Hatch the cells of `heat` that `lost` selects, except those of missing rows. Returns whether a cell was hatched.
 
     lost: bool [layers, tokens].
     """
@@ -165,13 +167,14 @@ def colour_bar(figure: Figure, image: Any, panels: Sequence[Axes], label: str) -
 
 
 def name_panel(panel: Axes, capture: Capture) -> None:
-    """Write the capture's name above a panel."""
+    """Write the name of a capture above a panel."""
     panel.set_title(capture_name(capture), fontsize=10, loc="left", pad=14)  # above the mark of generated tokens
 
 
 def capture_name(capture: Capture) -> str:
     """The capture's key, or the name of its store; "(incomplete)" follows if rows are missing."""
-    name = (capture.attrs.get("key") or capture.path.stem).replace("$", r"\$")  # two dollars enclose mathematics
+    # matplotlib parses text between two dollar signs as math.
+    name = (capture.attrs.get("key") or capture.path.stem).replace("$", r"\$")
     return name if capture.complete else f"{name} (incomplete)"
 
 

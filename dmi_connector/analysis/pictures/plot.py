@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of captures by token: norms, heat maps, lens, attribution, attention, uncertainty, drift, as PNG or SVG.
 
-Each function writes the file `out`, whose suffix selects the format, and returns its path. tokenizer: directory of
-tokenizer.json, for the tokens on the axis. By default it is the model directory that the store names, if that exists.
-All functions need matplotlib (the extra `plot`). They raise ValueError without it, for another suffix, and for a store
-without rows.
+Each function writes the file `out`, whose extension selects the format, and returns its path. tokenizer: directory of
+tokenizer.json, for the tokens on the axis; None: the model directory that the store names, if that exists. All
+functions need matplotlib (the extra `plot`). They raise ValueError without matplotlib, for another extension, and for a
+store without rows.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 _LOG_RATIO = 20
-"""Ratio of the largest to the smallest norm from which the colour scale is logarithmic."""
+"""Ratio of the largest to the smallest value above which the colour scale is logarithmic."""
 _WORDS_IN_CELLS = 32
 """Maximum number of tokens for which the cells of the lens contain words."""
 _LARGE_PANELS, MOST_PANELS = 8, 400
-"""Maximum number of panels with tokens on their axes, and of panels in one picture."""
+"""Maximum number of panels of a picture with tokens on the axes, and maximum number of panels of any picture."""
 _SMALL_SIZE = (18.0, 12.0)
 """Size of a picture of small panels, in inches."""
 _MOST_CELLS = 400
-"""Maximum number of queries per head with a cell each. A panel has about as many pixels."""
+"""Maximum number of cells on each side of an attention pattern. A panel has about as many pixels."""
 _MOST_NAMED = 10
-"""Maximum number of lines with names. With more lines, their mean is drawn."""
+"""Maximum number of lines with names. With more lines, no line has a name, and their mean is drawn too."""
 
 
 def draw_residual_norms(captures: Sequence[Capture], out: PathLike, tokenizer: PathLike | None = None) -> Path:
@@ -57,7 +57,7 @@ def draw_residual_norms(captures: Sequence[Capture], out: PathLike, tokenizer: P
 def draw_heat(
     captures: Sequence[Capture], out: PathLike, hook: str, neuron: int | None = None, tokenizer: PathLike | None = None
 ) -> Path:
-    """Draw the norms of a hook, or one value of its rows, by layer and token.
+    """Draw the norms of a hook by layer and token, or value `neuron` of its rows.
 
     Each capture has a panel. The panels share a colour scale.
 
@@ -78,7 +78,10 @@ def _draw_maps(
     bar: str,
     axis: str,
 ) -> Path:
-    """Draw the maps of captures: (values [layers, tokens], labels of the layers)."""
+    """Draw one heat map per capture. maps: (values [layers, tokens], labels of the layers) of each capture.
+
+    what: the subject of the title. bar: label of the colour scale. axis: label of the vertical axis.
+    """
     if len(captures) > _LARGE_PANELS:
         return _draw_small_maps(captures, maps, out, what, bar, axis)
     canvas.check_rows(captures)
@@ -110,7 +113,7 @@ def _draw_small_maps(
     bar: str,
     axis: str,
 ) -> Path:
-    """As `_draw_maps` for many captures: each panel has a name above it and no tokens on its axes."""
+    """Draw the maps of `_draw_maps` in small panels, without tokens on their axes."""
     canvas.check_rows(captures)
     columns = math.ceil(math.sqrt(len(captures)))
     lines = -(-len(captures) // columns)
@@ -147,7 +150,7 @@ def check_panels(count: int) -> None:
 def _scale(values: np.ndarray) -> tuple[dict[str, Any], str]:
     """(arguments of matplotlib for the colours, a note about the scale).
 
-    The scale is logarithmic from a ratio of _LOG_RATIO on, and symmetric around 0 if both signs occur.
+    The scale is symmetric around 0 if values have both signs. If all are positive, it is logarithmic above _LOG_RATIO.
     """
     from matplotlib.colors import CenteredNorm, LogNorm, Normalize
 
@@ -161,7 +164,10 @@ def _scale(values: np.ndarray) -> tuple[dict[str, Any], str]:
 
 
 def draw_lens(capture: Capture, lens: Lens, out: PathLike, tokenizer: PathLike | None = None) -> Path:
-    """Draw a logit lens. A cell shows the likeliest next token; its colour is the probability of the model's choice."""
+    """Draw a logit lens, with a cell for each layer and token. A cell shows the layer's likeliest next token.
+
+    The colour of a cell is the probability that the layer gives to the model's choice (`Lens.chance`).
+    """
     canvas.check_rows([capture])
     count = len(capture.token_ids)
     words = count <= _WORDS_IN_CELLS
@@ -182,6 +188,7 @@ def draw_lens(capture: Capture, lens: Lens, out: PathLike, tokenizer: PathLike |
 
 
 def _write_words(panel: Axes, capture: Capture, lens: Lens, tokenizer: PathLike | None) -> None:
+    """Write the likeliest next token into each cell."""
     label = labeller(capture.attrs.get("model"), tokenizer)
     for line, ids in enumerate(lens.ids[:, :, 0]):
         for position, token, chance in zip(capture.positions, ids.tolist(), lens.chance[line], strict=True):
@@ -193,7 +200,10 @@ def _write_words(panel: Axes, capture: Capture, lens: Lens, tokenizer: PathLike 
 def draw_attribution(
     capture: Capture, shares: np.ndarray, labels: Sequence[str], out: PathLike, tokenizer: PathLike | None = None
 ) -> Path:
-    """Draw the result of `logit_attribution`, parts by token. Red is a positive share, blue a negative one."""
+    """Draw the result of `logit_attribution`, (shares, labels), by part and token.
+
+    Red is a positive share, and blue is a negative share.
+    """
     canvas.check_rows([capture])
     figure = canvas.new_figure(
         canvas.token_width(len(capture.token_ids)) + 1.2, canvas.layer_height(len(labels)) + 0.7, out
@@ -222,7 +232,7 @@ def draw_attention(capture: Capture, layer: int, out: PathLike, tokenizer: PathL
     figure = canvas.new_figure(columns * side + 1.5, lines * side + 1.0, out)
     from matplotlib.colors import PowerNorm
 
-    # A square root scale, as in `dmi view`: over many keys most weights are small.
+    # A square root scale, as in `dmi view`, because most weights of many keys are small.
     scale = PowerNorm(0.5, 0, 1)
     labels = token_labels(capture, tokenizer)
     panels, image, crossed = [], None, False
@@ -252,7 +262,7 @@ def _largest_of(values: np.ndarray, step: int) -> np.ndarray:
     if step == 1:
         return values
     short = -len(values) % step
-    whole = np.pad(values, (0, short), constant_values=-np.inf)  # fills incomplete cells
+    whole = np.pad(values, (0, short), constant_values=-np.inf)  # completes the last cells of each side
     side = len(whole) // step
     return np.asarray(whole.reshape(side, step, side, step).max((1, 3)))
 
@@ -267,13 +277,13 @@ def _label_square(panel: Axes, labels: Sequence[str]) -> None:
 
 
 def draw_uncertainty(capture: Capture, found: Uncertainty, out: PathLike, tokenizer: PathLike | None = None) -> Path:
-    """Draw entropy and surprise by token, at the token from which the model predicts.
+    """Draw the result of `uncertainty`: entropy and surprise of the next token, at each token.
 
     The axis spans the tokens with values. Raises ValueError if no token has a value.
     """
     canvas.check_rows([capture])
     if not len(found.rows):
-        raise ValueError(f"plot: {capture.path} holds no logits of any token; give --model to work them out")
+        raise ValueError(f"plot: {capture.path} holds no logits; give --model to compute them from resid_final")
     shown = slice(int(found.rows.min()), int(found.rows.max()) + 1)
     figure = canvas.new_figure(canvas.token_width(shown.stop - shown.start) + 0.5, 4.0, out)
     panel = figure.add_subplot()
@@ -324,7 +334,10 @@ def draw_drift(
 
 
 def _mean_line(captures: Sequence[Capture], lines: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """(positions, the mean over the captures with a finite value at each position)."""
+    """(positions at which a capture has a finite value, the mean of the finite values at each of these positions).
+
+    lines: values [tokens] of each capture.
+    """
     total, count = np.zeros((2, 1 + max(int(capture.positions[-1]) for capture in captures)))
     for capture, values in zip(captures, lines, strict=True):
         there = np.isfinite(values)

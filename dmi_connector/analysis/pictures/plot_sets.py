@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of many captures: the top tokens of a neuron, the difference of two sets. As in `plot`, PNG or SVG."""
+"""Pictures of sets of captures: the top tokens of a neuron, the difference of two sets. Files are as in `plot`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from matplotlib.cm import ScalarMappable
 
 _BARS = 20
-"""Number of dimensions of a difference in the picture."""
+"""Number of dimensions of the difference that are drawn."""
 _BEFORE, _AFTER, _LEAST = 46, 54, 10
-"""Maximum columns of text before the token and from it on, and the minimum. Tokens that do not fit are left out."""
+"""Maximum number of columns of text before the token, maximum number from the token on, and minimum number of each.
+Tokens that do not fit are left out.
+"""
 _ONE_LINE = 1 << 30
-"""More columns than any context has."""
+"""More columns than any context has, so that lines do not break."""
 _LINE, _BAR_WIDTH, _SIDE, _HEAD, _FOOT = 0.28, 2.6, 0.25, 0.75, 0.75
-"""Inches: height of a line, width of the bars, and margins at the side, above and below."""
+"""Height of a line, width of the bars, and margins at the side, above and below, in inches."""
 
 
 def draw_top_tokens(
@@ -39,10 +41,10 @@ def draw_top_tokens(
     name: str = "neuron",
     tokenizer: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Draw the tokens around each activation, each with the colour of its own value, and the value as a bar beside.
+    """Draw one line per activation: the token in a frame, the text around it, and the neuron's value as a bar.
 
-    The token itself has a frame. found: the result of `top_tokens`. name: label of the axis. tokenizer: as in `plot`.
-    Raises ValueError if nothing was found.
+    Each token has the colour of the neuron's value in its row. found: the result of `top_tokens`. name: title of the
+    picture. tokenizer: as in `plot`. Raises ValueError if `found` is empty.
     """
     if not found:
         raise ValueError("plot: no token was found; give captures with rows")
@@ -76,7 +78,7 @@ def draw_top_tokens(
 def _write_contexts(
     panel: Axes, found: Sequence[Activation], lines: Sequence[Sequence[Piece]], fonts: Sequence[str]
 ) -> ScalarMappable:
-    """Write a line for each activation. Returns the scale of the colours, which is that of `dmi view`."""
+    """Write a line of text for each activation. Returns the colour scale, which has the colours of `dmi view`."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
     from matplotlib.patches import Rectangle
@@ -105,9 +107,9 @@ def _write_contexts(
 
 
 def _pieces(one: Activation, texts: Texts, drawn: frozenset[int] | None) -> list[Piece]:
-    """The tokens of a context on one line, its own token from column 0 on. Others that do not fit are left out.
+    """Lay out the tokens of a context on one line. The token of the activation begins in column 0.
 
-    drawn: code points that fonts have, None for all.
+    Other tokens that do not fit are left out. drawn: code points that can be drawn; None: all.
     """
     known = texts.of(one.context)
     if known is None:
@@ -135,9 +137,9 @@ def draw_mean_difference(
     names: tuple[str, str] = ("first", "second"),
     of_values: str = "dimension",
 ) -> Path:
-    """Draw the scores of both sets as histograms, and the largest values of the difference.
+    """Draw the scores of both sets as histograms, and the largest values of the difference as bars.
 
-    names: names of the sets. of_values: the name of one value of a row.
+    names: names of the sets. of_values: the word for one value of a row.
     """
     figure = canvas.new_figure(11.0, 4.2, out)
     left, right = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)

@@ -39,8 +39,8 @@ COLUMN, _LINE = 10 / 130, 29 / 130
 """Width of a column and height of a line, in inches. DejaVu Sans Mono advances 10 pixels at SIZE points."""
 SIZE = 9.2
 FONTS = {".png": [canvas.MONOSPACE, "sans-serif"], ".svg": ["monospace"]}
-"""Suffix of the file -> font families. The first font that has a character draws it. For "sans-serif", matplotlib's
-settings apply; a browser uses its own monospace font.
+"""{file name extension: font families}. The first font that has a character draws it. In a PNG, "sans-serif" stands for
+the fonts of matplotlib's settings. In an SVG, "monospace" stands for the font of the browser.
 """
 _SIDE, _HEAD, _FOOT = 0.35, 1.6, 0.25
 """Margins beside, above and below the text, in inches. Title, colour bar and name are above."""
@@ -62,10 +62,11 @@ def draw_text(
     """Draw the text of a capture, each token with the colour of a statistic of its row.
 
     Generated tokens are underlined. Missing tokens are hatched. Tokens whose value is not finite are crossed out.
+    Colours go from the 1st to the 99th percentile of the values.
 
-    statistic: one of `statistics(capture, hook)`; None: the first of them. index: its neuron, head or token id. layer:
-    required if several layers were captured. rows: rows of the store, with step 1. tokenizer: as in `plot`; without
-    one, token ids are drawn. Colours go from the 1st to the 99th percentile of the values of these rows.
+    statistic: one of `statistics(capture, hook)`; None: the first of them. index: the neuron, head or token id, for
+    statistics that take one. layer: required if several layers were captured. rows: rows of the store, a slice with
+    step 1. tokenizer: as in `plot`. Without a tokenizer, token ids are drawn.
 
     Raises KeyError for a hook or layer that was not captured. Raises ValueError as `of_layer` does, if no row has a
     value (such as logits of a prompt), and for more than MOST_ROWS rows.
@@ -79,12 +80,12 @@ def draw_text(
     lost = _rows_with_value(capture, hook, window) & ~np.isfinite(values)
     if lost.any() and not np.isfinite(values).any():
         raise ValueError(
-            f"plot: in rows {window.start}:{window.stop} of {capture.path} every value of {hook!r} is not finite; name"
-            " others"
+            f"plot: rows {window.start}:{window.stop} of {capture.path} have no finite value of {hook!r}; give other"
+            " rows"
         )
     if not np.isfinite(values).any():
         raise ValueError(
-            f"plot: rows {window.start}:{window.stop} of {capture.path} have no value of {hook!r}; name others"
+            f"plot: rows {window.start}:{window.stop} of {capture.path} have no value of {hook!r}; give other rows"
         )
     figure = canvas.new_figure(2 * _SIDE + (_COLUMNS + 1) * COLUMN, _HEAD, out)
     figure.set_layout_engine("none")  # each character is placed
@@ -105,11 +106,12 @@ def draw_text(
 
 
 def _window(capture: Capture, rows: slice) -> slice:
+    """The slice `rows` with its ends as numbers. Raises ValueError for no row, and for more than MOST_ROWS rows."""
     tokens = len(capture.token_ids)
     first, stop, _ = rows.indices(tokens)
     if first >= stop:
         asked = f"{rows.start or 0}:{'' if rows.stop is None else rows.stop}"
-        raise ValueError(f"plot: rows {asked} hold no token; name some of the store's, 0:{tokens}")
+        raise ValueError(f"plot: rows {asked} are not in the store; give some of its rows, 0:{tokens}")
     if stop - first > MOST_ROWS:
         raise ValueError(
             f"plot: rows {first}:{stop} are more than the {MOST_ROWS} of one picture; give fewer, as in "
@@ -129,8 +131,10 @@ def _rows_with_value(capture: Capture, hook: str, window: slice) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Text:
-    """The text of a window. odd, made, lost, bool [tokens]: tokens drawn as an id in brackets, generated tokens,
-    missing tokens.
+    """The text of a window of rows.
+
+    pieces: the laid out text. odd: tokens drawn as an id in brackets, bool [tokens]. made: generated tokens, bool
+    [tokens]. lost: missing tokens, bool [tokens].
     """
 
     pieces: list[Piece]
@@ -142,8 +146,9 @@ class _Text:
     def of(
         cls, capture: Capture, window: slice, tokenizer: str | os.PathLike[str] | None, drawn: frozenset[int] | None
     ) -> _Text:
-        """Lay out the text. drawn: code points that the fonts have, None for all. Raises ValueError for more than
-        _MOST_LINES lines.
+        """Lay out the text. drawn: code points that can be drawn; None: all.
+
+        Raises ValueError for more than _MOST_LINES lines.
         """
         ids = capture.token_ids[window].tolist()
         texts = Texts(tokenizer, capture.attrs.get("model")).of(ids)
@@ -167,14 +172,15 @@ class _Text:
         return self.pieces[-1].line + 1
 
     def spread(self, values: np.ndarray) -> np.ma.MaskedArray:
-        """The value of each piece, masked if there is none. values: [tokens]."""
+        """The value of the token of each piece, [pieces], masked if it is not finite. values: [tokens]."""
         return np.ma.masked_invalid(values[[piece.token for piece in self.pieces]])
 
 
 @functools.cache
 def characters() -> frozenset[int]:
-    """Code points that the fonts of a PNG have. Line feed and tab are included, because other characters represent
-    them.
+    """Code points that can be drawn in a PNG: those of the fonts, line feed and tab.
+
+    Line feed and tab are drawn as other characters.
     """
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
@@ -186,7 +192,7 @@ def characters() -> frozenset[int]:
 
 
 def _panel(figure: Figure, lines: int) -> Axes:
-    """Add a panel whose coordinates are columns and lines from the upper left corner. Sets the height of the figure."""
+    """Add a panel whose coordinates are columns and lines from the upper left corner. Set the height of the figure."""
     width, height = figure.get_figwidth(), _HEAD + lines * _LINE + _FOOT
     figure.set_figheight(height)
     ends = (_SIDE / width, _FOOT / height, 1 - 2 * _SIDE / width, lines * _LINE / height)
@@ -202,7 +208,10 @@ def _box(piece: Piece, **look: Any) -> Rectangle:
 
 
 def _paint(panel: Axes, text: _Text, values: np.ndarray, signed: bool) -> PatchCollection:
-    """Fill each piece with its colour. Pieces of missing rows are hatched, other pieces without a value stay blank."""
+    """Fill each piece with the colour of its value. Hatch pieces of missing rows. Returns the filled boxes.
+
+    signed: whether values may be below 0. If both signs occur, the colours are symmetric around 0.
+    """
     from matplotlib.collections import PatchCollection
 
     known = np.sort(values[np.isfinite(values)])
@@ -222,13 +231,14 @@ def _paint(panel: Axes, text: _Text, values: np.ndarray, signed: bool) -> PatchC
 
 
 def colour_map(two_signs: bool) -> Colormap:
+    """The colour map of `dmi view`. two_signs: whether values have both signs."""
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("dmi", TWO_SIGNS if two_signs else ONE_SIGN)
 
 
 def _colour_bar(figure: Figure, colours: PatchCollection, values: np.ndarray, label: str) -> None:
-    """Put the colour bar above the panel. It has a triangle at each end that values exceed."""
+    """Put the colour bar above the panel. The bar has a triangle at each end that values exceed."""
     low, high = colours.get_clim()
     ends = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}
     finite = values[np.isfinite(values)]
@@ -241,8 +251,9 @@ def _colour_bar(figure: Figure, colours: PatchCollection, values: np.ndarray, la
 
 
 def _write(panel: Axes, text: _Text, backgrounds: np.ndarray, fonts: list[str], more: Sequence[str]) -> None:
-    """Write the words, and underline generated tokens. backgrounds: RGBA [pieces, 4]. fonts: font families. more:
-    further notes for the title.
+    """Write the words, and underline generated tokens. The title of the panel explains the marks.
+
+    backgrounds: colours of the pieces, RGBA [pieces, 4]. fonts: font families. more: further sentences for the title.
     """
     inks = [ink_on(background) for background in backgrounds]
     for piece, ink in zip(text.pieces, inks, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Breaks tokens into lines of a fixed width, as a browser does. The unit is a column, which is as wide as a letter."""
+"""Breaks the text of tokens into lines, as a browser does. Widths are in columns: one letter is one column wide."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _TAB = 8
-"""Columns of a tab stop."""
+"""Number of columns between two tab stops."""
 _ID_PAD, _ID_GAP = 0.5, 0.5
 """Padding on each side of an id, and gap between two ids, in columns."""
 
@@ -19,7 +19,8 @@ _ID_PAD, _ID_GAP = 0.5, 0.5
 class Piece:
     """A part of one token on one line.
 
-    token: index of the token. start, stop: columns that it covers. words: (first column, text) without spaces.
+    token: index of the token. line: number of the line, from 0 on. start, stop: the columns [start, stop) of the part.
+    words: (first column, text) of each run of characters without a space.
     """
 
     token: int
@@ -30,7 +31,7 @@ class Piece:
 
 
 class _Sign(NamedTuple):
-    """One printed character, with the marks above and below it. width: 1 or 2 columns."""
+    """One character with its combining marks. token: index of the token. width: 1 or 2 columns."""
 
     text: str
     token: int
@@ -38,6 +39,8 @@ class _Sign(NamedTuple):
 
 
 class _Placed(NamedTuple):
+    """A character and its place: line, and columns [start, stop)."""
+
     sign: _Sign
     line: int
     start: int
@@ -45,10 +48,10 @@ class _Placed(NamedTuple):
 
 
 def lay_out(texts: Sequence[str], columns: int) -> list[Piece]:
-    """The pieces of tokens, in order. Every token with a printed character has one or more.
+    """Lay out the texts of tokens. Returns their pieces in order. A token in which no character begins has no piece.
 
-    Lines break between words if possible, and at each line feed, which is shown as "↵". A space or a "↵" after a full
-    line is placed after it, in column `columns`.
+    Lines have `columns` columns. They break between words if possible, and after each line feed, which is shown as "↵".
+    A space or a "↵" after a full line stays on that line, in column `columns`.
     """
     pieces = []
     placed = _place(texts, columns)
@@ -59,7 +62,7 @@ def lay_out(texts: Sequence[str], columns: int) -> list[Piece]:
 
 
 def lay_out_ids(ids: Sequence[str], columns: int) -> list[Piece]:
-    """The pieces of token ids, one per id. An id is never broken."""
+    """Lay out token ids. Returns one piece per id: lines break only between ids."""
     pieces: list[Piece] = []
     line, at = 0, 0.0
     for token, text in enumerate(ids):
@@ -72,6 +75,7 @@ def lay_out_ids(ids: Sequence[str], columns: int) -> list[Piece]:
 
 
 def _place(texts: Sequence[str], columns: int) -> Iterator[_Placed]:
+    """Yield each character with its place."""
     line = at = 0
     for word in _together(_signs(texts)):
         width = sum(sign.width for sign in word)
@@ -87,7 +91,7 @@ def _place(texts: Sequence[str], columns: int) -> Iterator[_Placed]:
 
 
 def _together(signs: Iterable[_Sign]) -> Iterator[list[_Sign]]:
-    """Group signs into words. Spaces, line feeds and wide characters stay single, since lines may break there."""
+    """Group characters into words. White space and wide characters stay single, since lines may break there."""
     for alone, group in itertools.groupby(signs, key=lambda sign: sign.width > 1 or sign.text in " \t\n"):
         if alone:
             yield from ([sign] for sign in group)
@@ -96,6 +100,7 @@ def _together(signs: Iterable[_Sign]) -> Iterator[list[_Sign]]:
 
 
 def _signs(texts: Sequence[str]) -> Iterator[_Sign]:
+    """Yield the characters of texts. A combining mark is joined to the character before it."""
     held: _Sign | None = None
     for token, text in enumerate(texts):
         for character in text:
@@ -118,8 +123,9 @@ def _width(character: str) -> int:
 
 
 def _words(signs: Iterable[_Placed]) -> Iterator[tuple[float, str]]:
-    """Runs of letters of one token on one line. Wide characters are single, because their advance differs between
-    fonts.
+    """Yield (first column, text) of the runs of letters of one token on one line.
+
+    A wide character is a run of its own, because the width of wide characters differs between fonts.
     """
     run, start = "", 0
     for sign, _, at, _ in signs:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of tokens in a `TokenDataset`: which worker of which rank reads which blocks, and how they are shuffled."""
+"""The order of tokens in a `TokenDataset`: which worker of which rank reads which blocks, and how rows are shuffled.
+
+A block is the part of a view's rows that lies in one chunk of a store.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 
 Group = tuple[int, int, int]
-"""(index, first token, one past the last token) of a part of a stream that is read at once."""
+"""A part of a stream whose blocks are read together: (index, first token, one past the last token)."""
 
 
 @dataclass(frozen=True)
 class Stream:
     """What one worker of one rank reads in one epoch.
 
-    blocks: indexes of blocks in the order of reading. ends: number of tokens up to the end of each block. batches:
-    number of batches. seed: seed of the shuffling. groups: parts of the stream that are read at once.
+    blocks: indexes of blocks in the order of reading, int64 [blocks]. ends: number of tokens up to the end of each
+    block, int64 [blocks]. batches: number of batches. seed: seed of the shuffling. groups: parts of the stream whose
+    blocks are read together, and whose tokens are shuffled together.
     """
 
     blocks: np.ndarray
@@ -28,7 +32,10 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class BatchOrder:
-    """The order of tokens, which depends on seed, sizes, ranks and workers. counts: rows of each block, int64."""
+    """The order of tokens, which depends on seed, sizes, ranks and workers.
+
+    counts: number of rows of each block, int64 [blocks]. Other fields are as in `TokenDataset`.
+    """
 
     counts: np.ndarray
     batch_size: int
@@ -39,7 +46,10 @@ class BatchOrder:
     world_size: int
 
     def stream(self, epoch: int, worker: int, workers: int) -> Stream:
-        """The stream of one worker. Raises ValueError if a worker would get less than a batch."""
+        """The stream of worker number `worker` of `workers` in an epoch.
+
+        Raises ValueError if a worker of any rank would get less than a batch.
+        """
         order = np.arange(len(self.counts))
         if self.shuffle:
             np.random.default_rng((self.seed, epoch)).shuffle(order)
@@ -59,8 +69,9 @@ class BatchOrder:
         return Stream(parts[number], ends, least, (self.seed, epoch, number), self._groups(ends))
 
     def _groups(self, block_ends: np.ndarray) -> list[Group]:
-        """Blocks that end in the same `buffer_tokens` tokens form a group. block_ends: tokens up to the end of each
-        block.
+        """Divide the stream into runs of `buffer_tokens` tokens, and group the blocks that end in the same run.
+
+        block_ends: number of tokens up to the end of each block.
         """
         of_block = (block_ends - 1) // self.buffer_tokens
         last = np.flatnonzero(np.diff(of_block, append=of_block[-1] + 1))

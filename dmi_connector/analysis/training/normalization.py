@@ -24,18 +24,21 @@ _METADATA = "dmi_normalization"
 _BLOCK = 4096
 """Rows read at a time."""
 _LEAST_STD = 1e-3
-"""Minimum standard deviation for whitening, relative to the largest one. Directions without variance are noise."""
+"""Minimum standard deviation for whitening, relative to the largest one. Without a minimum, whitening would amplify the
+noise of directions with almost no variance.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Normalization:
     """The normalisation of one hook: `apply(x)` is (x - mean) @ matrix, or (x - mean) * scale without a matrix.
 
-    kind: "mean_norm" scales rows so that their mean norm is sqrt(width), as SAELens' `expected_average_only_in` does;
-    mean is 0 then. "whiten" makes the mean 0 and the covariance the identity, without a rotation (ZCA); smaller
-    standard deviations are raised to a thousandth of the largest one.
+    kind: "mean_norm" scales rows so that their mean norm is sqrt(width), as SAELens' `expected_average_only_in` does.
+    "whiten" makes the mean 0 and the covariance the identity, without a rotation (ZCA). Standard deviations below a
+    thousandth of the largest one are raised to that value.
 
-    mean: float32 [width]. scale: a number. matrix: float32 [width, width], or None.
+    mean: float32 [width], 0 for "mean_norm". scale: 1 for "whiten". matrix: float32 [width, width]; None for
+    "mean_norm".
     """
 
     kind: str
@@ -45,10 +48,11 @@ class Normalization:
 
     @classmethod
     def fit(cls, rows: RowView, kind: str = "mean_norm", most: int = 1 << 17, seed: int = 0) -> Normalization:
-        """Fit on rows of a view of one layer: all rows, or `most` rows that are drawn at random.
+        """Fit on the rows of a view of one layer. If there are more than `most` rows, `most` rows are drawn at random.
 
-        Rows that are not finite are left out. Memory is 8 width² bytes for "whiten". Raises ValueError for another
-        kind, for a view of several layers, and for too few rows: it needs 1, or for "whiten" width + 1.
+        Rows that are not finite are left out. "whiten" needs 8 width² bytes of memory. Raises ValueError for another
+        kind, for a view of several layers, and for too few rows. "whiten" needs width + 1 rows, and "mean_norm" needs
+        one row that is not 0.
         """
         if kind not in KINDS:
             raise ValueError(f"normalize {kind!r} is not valid; use one of {', '.join(KINDS)}, or a file")
@@ -86,13 +90,16 @@ class Normalization:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what it computes."""
+        """SHA-256 of mean, scale and matrix, in hexadecimal."""
         parts = [self.mean.tobytes(), repr(self.scale).encode(), b"" if self.matrix is None else self.matrix.tobytes()]
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def save_normalizations(path: str | os.PathLike[str], known: Mapping[str, Normalization]) -> None:
-    """Write the normalisations of several hooks to a safetensors file. Raises OSError."""
+    """Write the normalisations of several hooks to a safetensors file. known: {hook: normalisation}.
+
+    Raises OSError if the file cannot be written.
+    """
     tensors: dict[str, np.ndarray] = {}
     for name, one in known.items():
         tensors[f"{name}.mean"] = np.ascontiguousarray(one.mean)
@@ -103,7 +110,10 @@ def save_normalizations(path: str | os.PathLike[str], known: Mapping[str, Normal
 
 
 def load_normalizations(path: str | os.PathLike[str]) -> dict[str, Normalization]:
-    """Read a file of `save_normalizations`. Raises ValueError for another file, FileNotFoundError."""
+    """Read a file of `save_normalizations`. Returns {hook: normalisation}.
+
+    Raises ValueError for a safetensors file without normalisations, and FileNotFoundError without a file.
+    """
     with safe_open(local_path(path), framework="np") as file:
         about = json.loads((file.metadata() or {}).get(_METADATA, "null"))
         if about is None:
@@ -121,11 +131,14 @@ def load_normalizations(path: str | os.PathLike[str]) -> dict[str, Normalization
 
 
 Given = str | os.PathLike[str] | Mapping[str, Normalization] | Normalization
-"""The argument of `TokenDataset`: a kind, a file, or fitted normalisations."""
+"""The argument `normalize` of `TokenDataset`: a kind, a file, or fitted normalisations."""
 
 
 def of_views(views: Mapping[str, RowView], given: Given | None, seed: int) -> dict[str, Normalization]:
-    """The normalisation of each hook; {} for None. Raises ValueError if it is not for these hooks."""
+    """The normalisation of each hook; {} if `given` is None.
+
+    Raises ValueError if `given` is not valid, lacks a hook, or is for rows of another width.
+    """
     if given is None:
         return {}
     if isinstance(given, str) and given in KINDS:
@@ -140,7 +153,7 @@ def of_views(views: Mapping[str, RowView], given: Given | None, seed: int) -> di
         known = load_normalizations(given)
     for name, view in views.items():
         if name not in known:
-            raise ValueError(f"normalize: nothing is known of {name!r}, only of {', '.join(known)}; fit it on it too")
+            raise ValueError(f"normalize: {name!r} is not fitted, only {', '.join(known)}; fit on {name!r} too")
         if len(known[name].mean) != view.width:
-            raise ValueError(f"normalize: {name!r} has rows of {view.width} values, not {len(known[name].mean)}")
+            raise ValueError(f"normalize: {name!r} has {view.width} values per row, not {len(known[name].mean)}")
     return {name: known[name] for name in views}

@@ -12,9 +12,9 @@ from dmi_connector.captures.row_view import RowView
 
 
 class RowBuffers:
-    """Buffers of `most` rows for each hook. A buffer is reused once no view of it exists.
+    """Buffers of `most` rows for each hook. A buffer is reused once no numpy or torch view of it exists.
 
-    Newly allocated buffers would cause page faults. When pickled to another process, it starts without buffers.
+    New buffers would cause page faults. A pickled `RowBuffers` has no buffers, so that another process makes its own.
     """
 
     def __init__(self, views: dict[str, RowView], most: int) -> None:
@@ -25,7 +25,7 @@ class RowBuffers:
         return RowBuffers, (self._views, self._most)
 
     def take(self, rows: int) -> dict[str, np.ndarray]:
-        """Buffers by hook name, each [1, rows, stored width]."""
+        """{hook: a free buffer, [1, rows, stored width]}."""
         return {name: self._free(name)[:, :rows] for name in self._views}
 
     def _free(self, name: str) -> np.ndarray:
@@ -39,7 +39,7 @@ class RowBuffers:
 
 
 def part_of(rows: dict[str, np.ndarray], start: int, count: int) -> dict[str, np.ndarray]:
-    """Rows [start, start + count) of each hook."""
+    """Rows [start, start + count) of each hook, as views. rows: {hook: [1, rows, stored width]}."""
     return {name: part[:, start : start + count] for name, part in rows.items()}
 
 

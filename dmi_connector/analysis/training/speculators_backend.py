@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hidden-states backend `dmi` of speculators, which reads stores directly. No export is needed.
+"""A hidden-states backend of speculators, named `dmi`, which reads stores directly. No export is needed.
 
-Importing this module registers the backend. speculators looks for backends before it parses its arguments, so run its
-training through this module:
+Importing this module registers the backend. speculators looks for backends before it parses its arguments, so run the
+training of speculators through this module:
 
     python -m dmi_connector.analysis.training.speculators_backend --hidden-states-backend dmi --dmi-store-dir DIR ...
 """
@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 
 
 class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
-    """Reads hidden states from stores.
+    """Reads hidden states from stores. speculators calls its methods.
 
-    store_dir: a directory of stores. layers: auxiliary layer ids, None for all captured layers. number_by: how stores
-    are numbered, see `dmi export`. finite: what happens to stores with a NaN or an infinity. "skip" leaves their
-    samples out, and "keep" returns them; both log a warning. "fail" raises NotFinite.
+    store_dir: a directory of stores. layers: auxiliary layer ids; None: all captured layers. number_by: how stores are
+    numbered, see `number_captures`. finite: what happens to samples with a NaN or an infinity. "skip" leaves the
+    samples out, and "keep" returns them. Both log a warning. "fail" raises NotFinite.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
         self._ids: list[int] | None = None  # layer ids of the first store
 
     def setup(self) -> None:
-        """Read the directory's index."""
+        """Read the index of the directory, and number its stores. Raises ValueError as `number_captures` does."""
         captures = open_captures(self.store_dir)
         numbers = number_captures(captures, self.number_by)
         if self.number_by == "order" and (warning := order_is_no_row(captures)) is not None:
@@ -68,8 +68,9 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | SampleUnavailable | None:
         """`hidden_states` [tokens, layers, hidden], the last layer last, and `token_ids` int64 [tokens].
 
-        None if no store has this number; SampleUnavailable if `finite` leaves it out. Raises ValueError for a store
-        that lacks a layer, has other layers than the first store, or lacks the first tokens of its request.
+        Returns None if no store has the number `file_idx`, and SampleUnavailable if `finite` leaves the store out.
+        Raises ValueError for a store that lacks a layer, has other layers than the first store that was read, or lacks
+        the first tokens of its request.
         """
         if self._stores is None:
             self.setup()
@@ -81,9 +82,10 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
             return self._tensors(capture)
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor] | SampleUnavailable:
-        """The tensors of a request that vLLM has just served. hs_transfer_params: `kv_transfer_params` of the response.
+        """The tensors of `get_cached` for a request that vLLM has just served.
 
-        Raises ValueError if the response names no store.
+        hs_transfer_params: `kv_transfer_params` of the response. Raises ValueError if the response names no store, and
+        as `get_cached` does.
         """
         store = hs_transfer_params.get("dmi_store")
         if store is None:
@@ -96,14 +98,14 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
         ids = training_ids(capture, self.layers)
         self._ids = self._ids or ids
         if ids != self._ids:
-            raise ValueError(f"{capture.path} has the layer ids {ids}, not {self._ids} as others; give --dmi-layers")
+            raise ValueError(f"{capture.path} has the layer ids {ids}, others have {self._ids}; give --dmi-layers")
         seen = len(self.finite.first)
         try:
             stream = self.finite.check(capture.path, stream_rows(capture, ids, slice(None)))
         except NotFinite as error:
             if self.finite.policy == "fail":
                 raise
-            from speculators.train.recovery import SampleUnavailable  # training has imported it
+            from speculators.train.recovery import SampleUnavailable  # the training has imported this module already
 
             logger.warning("dmi: %s; sample left out, %d so far", error, len(self.finite.first))
             return SampleUnavailable(reason=str(error))
@@ -120,17 +122,17 @@ class StoreBackend(HiddenStatesBackend):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def add_train_args(parser: argparse.ArgumentParser) -> None:
-        """Add the options for training."""
+        """Add the options of training."""
         parser.add_argument("--dmi-store-dir", type=str, default=None, help="Directory of stores.")
         parser.add_argument("--dmi-layers", type=int, nargs="+", default=None, help="Auxiliary layer ids.")
-        parser.add_argument("--dmi-number-by", choices=NUMBERINGS, default="order", help="As of dmi export.")
+        parser.add_argument("--dmi-number-by", choices=NUMBERINGS, default="order", help="As in dmi export.")
         parser.add_argument("--dmi-finite", choices=POLICIES, default="skip", help="Samples with a NaN or an infinity.")
 
     @staticmethod
     def add_launch_args(parser: argparse.ArgumentParser) -> None:
-        """Add the options for a server."""
+        """Add the options of a capturing server."""
         parser.add_argument("--dmi-store-dir", type=str, default="captures", help="Directory of stores.")
-        parser.add_argument("--dmi-hooks", type=str, default="hidden-states", help="As of dmi serve.")
+        parser.add_argument("--dmi-hooks", type=str, default="hidden-states", help="As --hooks of dmi serve.")
 
     @staticmethod
     def from_train_args(args: argparse.Namespace, data_path: str) -> StoreTransfer:

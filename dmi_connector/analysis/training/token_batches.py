@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shuffled batches of rows of one or several hooks from many stores. A loop over them can be saved and resumed."""
+"""Shuffled batches of rows of hooks from many stores. The position of a loop can be saved, and the loop resumed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ROW = "number of the row"
 
 
 class TokenBatches(IterableDataset[Batch]):
-    """Order, position and reading of the batches. `TokenDataset` describes the arguments and adds `loader`."""
+    """Order, position and reading of the batches. `TokenDataset` explains the arguments, and adds `loader`."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class TokenBatches(IterableDataset[Batch]):
         names = [name for name in names if name not in DTYPES]
         if not names or batch_size < 1 or buffer_tokens < batch_size:
             raise ValueError(
-                f"hooks {hooks!r}, batch_size {batch_size} and buffer_tokens {buffer_tokens} do not fit; name a hook,"
-                " and let the buffer hold a batch"
+                f"hooks {hooks!r}, batch_size {batch_size}, buffer_tokens {buffer_tokens}: not valid; name a hook, and"
+                " give a batch_size from 1 to buffer_tokens"
             )
         choice = RowChoice(skip, phase, after, mask, last)
         self.views: dict[str, RowView] = {}
@@ -87,11 +87,11 @@ class TokenBatches(IterableDataset[Batch]):
         self.rank = own_rank if rank is None else rank
         self.world_size = own_size if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} is outside the world of {self.world_size}")
+            raise ValueError(f"rank {self.rank} is not valid; use 0 to {self.world_size - 1} with this world_size")
         self._blocks = self._view.blocks()
         self.order = BatchOrder(self._blocks[2], batch_size, buffer_tokens, seed, shuffle, self.rank, self.world_size)
         self.normalization = of_views(self.views, normalize, seed)
-        self._begins = np.cumsum(self._blocks[2]) - self._blocks[2]  # of each block in the view
+        self._begins = np.cumsum(self._blocks[2]) - self._blocks[2]  # first row of each block in the view
         most = self.buffer_tokens + int(max(self._blocks[2], default=0))
         self._memory = RowBuffers(self.views, min(self.num_tokens, most))
         self._finite = FiniteCheck(finite)
@@ -99,7 +99,7 @@ class TokenBatches(IterableDataset[Batch]):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The settings, as plain values."""
+        """The settings, as values that JSON can hold."""
         names = ("batch_size", "seed", "shuffle", "buffer_tokens", "epochs", "rank", "world_size")
         plain = {name: getattr(self, name) for name in names}
         normalized = {name: one.kind for name, one in self.normalization.items()}
@@ -112,7 +112,7 @@ class TokenBatches(IterableDataset[Batch]):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all stores."""
+        """Number of chosen tokens in all stores."""
         return int(self._blocks[2].sum())
 
     def batches(self, epoch: int = 0, workers: int = 1) -> int:
@@ -136,16 +136,16 @@ class TokenBatches(IterableDataset[Batch]):
 
     @property
     def not_finite(self) -> dict[str, int]:
-        """Number of rows read so far that hold a value that is not finite, by path of the store.
+        """{path of a store: number of rows read so far that have a NaN or an infinity}.
 
-        A row counts again in each epoch. Workers of a DataLoader count separately: use `loader`.
+        A row counts again in each epoch. The workers of a `DataLoader` count separately, so use `loader`.
         """
         return dict(self._finite.rows)
 
     def save_normalization(self, path: str | os.PathLike[str]) -> None:
         """Write `normalization` to a safetensors file, for `normalize` of another data set.
 
-        Raises ValueError without a normalisation, and OSError.
+        Raises ValueError without a normalisation, and OSError if the file cannot be written.
         """
         if not self.normalization:
             raise ValueError("the data set has no normalisation; make it with normalize='mean_norm' or 'whiten'")
@@ -156,16 +156,16 @@ class TokenBatches(IterableDataset[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """The position of the latest loop over this object, after the batches that it returned.
 
-        Workers of a DataLoader have their own loops: use `loader`.
+        The workers of a `DataLoader` have their own loops, so use `loader`.
         """
         return self._state(self._at, 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next loop begin with this epoch. Each epoch has its own order.
+        """Make the next loop begin with this epoch. Each epoch has its own order.
 
-        Without this call, the first loop begins with epoch 0, and each later loop with the epoch after the last one of
-        the previous loop. Persistent workers of a `DataLoader` do not see the call: use `loader`. Raises ValueError
-        below 0.
+        Without this call, the first loop begins with epoch 0, and each later loop with the epoch after the last epoch
+        of the previous loop. Persistent workers of a `DataLoader` do not see the call, so use `loader`. Raises
+        ValueError for an epoch below 0.
         """
         if epoch < 0:
             raise ValueError(f"epoch {epoch} is not valid; use 0 or more")
@@ -179,7 +179,7 @@ class TokenBatches(IterableDataset[Batch]):
         return Position(epoch, 0, None if self.epochs is None else epoch + self.epochs)
 
     def _after(self, start: Position) -> Position:
-        """Where the loop after the one that began at `start` begins."""
+        """The start of the next loop, if a loop began at `start`."""
         return self._begin(start.epoch + 1 if start.end is None else start.end)
 
     def _start_loop(self) -> Position:
@@ -187,7 +187,7 @@ class TokenBatches(IterableDataset[Batch]):
         return start
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume after the batches of `state`: the next loop returns the batches that would have followed.
+        """Make the next loop return the batches that follow those of `state`, a result of `state_dict`.
 
         Raises ValueError for a state of other tokens, settings or ranks.
         """
@@ -201,11 +201,9 @@ class TokenBatches(IterableDataset[Batch]):
             if state[name] != own:
                 if name == "of":
                     raise ValueError(
-                        "the state is of other stores or settings; go on with those that it was saved with"
+                        "the state is of other stores or settings; use the stores and settings of the saved loop"
                     )
-                raise ValueError(
-                    f"the state is of {name} {state[name]}, not {own}; go on with those that it was saved with"
-                )
+                raise ValueError(f"the state is of {name} {state[name]}, not {own}; use {name} {state[name]} to resume")
         end = state.get("end", self.epochs)  # older states lack it
         return Position(int(state["epoch"]), int(state["batch"]), end)
 
@@ -236,19 +234,22 @@ class TokenBatches(IterableDataset[Batch]):
         self._finite.warn_all()
 
     def worker_batches(self, start: Position) -> Iterator[Batch | None]:
-        """The batches of this process, which may be a worker of a DataLoader. None: a batch without a finite row."""
+        """Yield the batches of this process, which may be a worker of a `DataLoader`.
+
+        Yields None instead of a batch without a finite row.
+        """
         info = get_worker_info()
         if info is None:
             return self._batches_from(0, 1, start)
         set_read_threads(max(1, read_threads() // info.num_workers))
-        # A DataLoader asks its workers in turn, beginning with worker 0. After a resume the first batch may belong to
-        # another worker, so each worker takes the stream of the batch that it is asked for.
+        # A DataLoader takes batches from its workers in turn, beginning with worker 0. After a resume, the first batch
+        # may be of another worker's stream. Each worker therefore reads the stream of the batch that it returns first.
         given = start.batch + info.id
         first = replace(start, batch=given // info.num_workers)
         return self._batches_from(given % info.num_workers, info.num_workers, first)
 
     def _batches_from(self, worker: int, workers: int, at: Position) -> Iterator[Batch | None]:
-        """The batches of one worker, starting at a position."""
+        """Yield the batches of the stream of one worker, starting at a position."""
         memory = self._memory
         with ThreadPoolExecutor(1, "dmi-prefetch") as ahead:
             while at.end is None or at.epoch < at.end:
@@ -263,8 +264,9 @@ class TokenBatches(IterableDataset[Batch]):
     def _batches(
         self, stream: Stream, first: int, memory: RowBuffers, ahead: ThreadPoolExecutor
     ) -> Iterator[Batch | None]:
-        """The batches of an epoch, starting with batch `first`. The next buffer is read while the current one is in
-        use.
+        """Yield the batches of an epoch, starting with batch `first`.
+
+        A thread reads the next group while the batches of the current one are in use.
         """
         size = self.batch_size
         wanted = [group for group in stream.groups if first * size < group[2] and group[1] < stream.batches * size]
@@ -289,16 +291,17 @@ class TokenBatches(IterableDataset[Batch]):
                 yield self._given(whole)
                 del whole
                 if read is None and i + 1 < len(wanted):
-                    # Not earlier: only now has the caller released the last batch of the previous buffer.
+                    # Only now has the caller released the last batch of the previous buffer, so that it can be reused.
                     read = ahead.submit(self._read, stream, wanted[i + 1], memory)
             del rows
             if read is None and i + 1 < len(wanted):
                 read = ahead.submit(self._read, stream, wanted[i + 1], memory)
 
     def _read(self, stream: Stream, group: Group, memory: RowBuffers) -> dict[str, np.ndarray]:
-        """The shuffled rows of one group, by name of the view: [1, rows, stored width].
+        """Read and shuffle the rows of one group. Returns {hook: rows, [1, rows, stored width]}.
 
-        `_ROW` has their indexes in the view, [1, rows]. Each field of their tokens is [1, rows] too.
+        The result also has {_ROW: indexes of the rows in the view, int64 [1, rows]}, and {field: values, [1, rows]} for
+        the fields that are read from stores.
         """
         _, begin, end = group
         places = self.order.places(stream, group)
@@ -328,7 +331,7 @@ class TokenBatches(IterableDataset[Batch]):
         return found | more
 
     def _given(self, rows: dict[str, np.ndarray]) -> Batch | None:
-        """The batch of these rows; None if no row is left."""
+        """Convert rows of `_read` to a batch; None if `finite` leaves no row."""
         numbers = rows[_ROW][0]
         tensors = {name: as_torch(view.decoded(rows[name])) for name, view in self.views.items()}
         tensors |= {name: one.apply(tensors[name]) for name, one in self.normalization.items()}
@@ -353,10 +356,11 @@ class TokenBatches(IterableDataset[Batch]):
         return tensors | batch | ({"key": self._view.keys(stores).tolist()} if "key" in self.fields else {})
 
     def _bad(self, name: str, tensor: torch.Tensor) -> np.ndarray:
-        """The rows of a tensor that are not finite."""
+        """Indexes of the rows of a tensor that are not finite, int64 [n]."""
         return not_finite(as_numpy(_of_numpy(tensor)), minus_infinity=self.views[name].hook == "logits")
 
     def _refuse_fewer_batches(self) -> None:
+        """Raise NotFinite if there are other ranks, which would wait for the batch that this rank leaves out."""
         if self.world_size > 1:
             raise NotFinite(
                 f"rank {self.rank} has a batch whose rows all hold {WHAT}, and ranks need equally many batches; leave"

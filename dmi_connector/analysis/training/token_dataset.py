@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A torch data set of tokens: shuffled batches of the rows of one or several hooks from many stores."""
+"""A PyTorch data set: shuffled batches of the rows of hooks from many stores."""
 
 from __future__ import annotations
 
@@ -10,39 +10,48 @@ from dmi_connector.analysis.training.token_loader import TokenLoader
 
 
 class TokenDataset(TokenBatches):
-    """Batches of rows of hooks in many stores. Give it to a `DataLoader` with batch_size=None, or loop over it.
+    """Shuffled batches of the rows of hooks in many stores.
 
-    With one hook a batch is a tensor [batch_size, width], with a list of hooks a dict of them, in which row i of each
-    is of the same token. Tensors have the stored dtype, or `dtype`; reduced hooks are decoded to float32.
+    Loop over the data set, pass it to a `DataLoader` with batch_size=None, or use `loader`. With one hook, a batch is a
+    tensor [batch_size, width]. With a list of hooks, a batch is a dict of such tensors by hook, and row i of each
+    tensor is of the same token. Tensors have the stored dtype, or `dtype`. Reduced hooks are decoded to float32.
 
-    captures: from `open_captures`, or a directory. hooks: such as "resid_pre@3" (hook@layer), "resid_final" or
-    "blocks.3.attn.hook_z"; "logits" alone. In a list also fields of `RowView.tokens`, which come beside the rows: one
-    value for each in tensors of the field's dtype, keys as a list.
+    captures: the result of `open_captures`, or a directory of stores. hooks: a hook such as "resid_pre@3" (hook@layer),
+    "resid_final" or "blocks.3.attn.hook_z", or a list of hooks. "logits" cannot be combined with other hooks. A list
+    may also name fields of `RowView.tokens`. The batch then has a tensor [batch_size] for each field, in the dtype of
+    the field. The field `key` is a list.
 
-    Order: chunks of tokens are drawn from all stores at random; those of `buffer_tokens` are read together, and their
-    tokens mixed. The same seed gives the same batches; it depends on the numbers of ranks and workers. Each epoch has
-    another order, and so has each loop: it begins with the epoch after those of the loop before, see `set_epoch`.
-    Tokens that do not fill a batch are left out of that epoch. shuffle=False: the order of the stores.
+    batch_size: rows per batch. seed: with the same seed and the same numbers of ranks and workers, batches are the
+    same. shuffle: whether to draw chunks of rows from all stores at random, and to mix the rows of chunks that are read
+    together; False keeps the order of the stores. buffer_tokens: approximate number of rows that are read together.
 
-    epochs: how often one loop gives all tokens; None: without end. skip, phase, after, mask, last: which rows of each
-    store there are, see `Captures.rows`. finite: what happens to rows with a NaN or an infinity, also one that only
-    `dtype` makes: "skip" leaves them out, so that a batch has fewer rows, and a batch of such rows alone does not come;
-    "keep" gives them; "fail" raises NotFinite. The first two warn (RuntimeWarning), and `not_finite` counts them.
-    normalize: "mean_norm", "whiten", a file of `save_normalization`, or `normalization` of another data set. The first
-    two are fitted on rows of this one when it is made. Batches are float32 then, unless `dtype` is given. See
-    `Normalization`.
-    rank, world_size: of this process; by default those of torch.distributed, if that is initialised. Ranks and workers
-    read different tokens, and give equally many batches.
+    epochs: number of epochs in one loop; None: a loop does not end. Each epoch has another order. A loop begins with
+    the epoch after the last epoch of the loop before it, see `set_epoch`. Tokens that do not fill a batch are left out
+    of the epoch.
 
-    Memory: two buffers of `buffer_tokens` rows of all hooks. A batch is a part of such a buffer: clone what you keep.
+    skip, phase, after, mask, last: the choice of rows of each store, see `Captures.rows`. dtype: dtype of the tensors.
 
-    Raises ValueError for hooks that cannot be batched, for names of TransformerLens whose hook was stored as other
-    values, and when the stores hold too few tokens; NotFinite, a ValueError, also where "skip" leaves nothing of a
-    batch while other ranks wait for it; KeyError for a hook or layer that the first store did not capture. Other stores
-    are opened when they are read. One that did not capture it raises KeyError then: `open_captures(..., hooks=hooks)`
-    leaves such stores out.
+    finite: what happens to rows with a NaN or an infinity, including infinities from the conversion to `dtype`. "skip"
+    leaves these rows out, so that a batch has fewer rows. A batch without a finite row is left out. "keep" returns the
+    rows. "fail" raises NotFinite. "skip" and "keep" warn (RuntimeWarning), and `not_finite` counts the rows.
+
+    normalize: a normalisation of the rows, see `Normalization`. "mean_norm" and "whiten" are fitted on rows of this
+    data set when it is created. A file of `save_normalization`, or `normalization` of another data set, is applied as
+    it is. Normalised batches are float32, unless `dtype` is given.
+
+    rank, world_size: those of this process; None: those of torch.distributed if it is initialised, otherwise 0 and 1.
+    Ranks and workers read different tokens, and each returns the same number of batches.
+
+    Memory: two buffers of about `buffer_tokens` rows of all hooks. A batch may be a view of a buffer. Clone the batches
+    that you keep, because a view keeps its whole buffer in memory.
+
+    Raises ValueError for hooks that cannot be batched, for TransformerLens' names of hooks that were stored as other
+    values, and if the stores hold too few tokens. Raises KeyError for a hook or layer that the first store lacks. Other
+    stores are opened when they are read, and raise KeyError then. `open_captures(..., hooks=hooks)` leaves stores
+    without the hooks out. Raises NotFinite, a ValueError, if "skip" leaves no row of a batch and there are several
+    ranks, because ranks need the same number of batches.
     """
 
     def loader(self, workers: int = 0, **options: Any) -> TokenLoader:
-        """A loader with `workers` processes, and with exact resume. options: for torch's DataLoader."""
+        """A loop in `workers` processes that can be resumed exactly. options: arguments of torch's `DataLoader`."""
         return TokenLoader(self, workers, options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops over a `TokenDataset` in worker processes, with exact resume."""
+"""Loops over a `TokenDataset` in worker processes. A loop can be resumed exactly."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from dmi_connector.analysis.training.worker_loops import Batch, Position
 
 
 class TokenLoader:
-    """Batches of a `TokenDataset` from worker processes. `state_dict` counts the batches that were yielded.
+    """Batches of a `TokenDataset` from worker processes. `TokenDataset.loader` makes it.
 
-    A loop resumes at the position of `load_state_dict`, or where an earlier loop of this loader was left. Otherwise it
-    starts with the epoch of `TokenDataset.set_epoch`, or with the epoch after the latest loop of any loader.
+    A loop resumes at the position of `load_state_dict`, or where an earlier loop of this loader was interrupted.
+    Otherwise it starts with the epoch of `TokenDataset.set_epoch`, or with the epoch after the latest loop over the
+    data set.
     """
 
     def __init__(self, dataset: TokenBatches, workers: int, options: dict[str, Any]) -> None:
@@ -26,7 +27,7 @@ class TokenLoader:
         self._left: tuple[Position, Position] | None = None  # (position of a loop, start of the next loop at that time)
 
     def _at(self) -> Position:
-        # If the epoch was set or another loop began since then, the rest of this loop is dropped.
+        # If the epoch was set or another loop began since then, the rest of the interrupted loop is dropped.
         rest = self._left is not None and self._left[1] is self.dataset._next
         return self._left[0] if rest and self._left is not None else self.dataset._next
 
@@ -35,7 +36,7 @@ class TokenLoader:
         self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the loop, after the batches that it yielded."""
+        """The position of the latest loop, after the batches that it yielded."""
         return self.dataset._state(self._at(), max(1, self.workers))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -47,7 +48,7 @@ class TokenLoader:
         return self.dataset._length(self._at(), max(1, self.workers))
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches. Raises ValueError before a worker starts, if there are fewer batches than workers."""
+        """Yield batches. Raises ValueError before a worker starts, if there is less than one batch per worker."""
         at = self._at()
         if at.end is None or at.epoch < at.end:
             self.dataset.batches(at.epoch, max(1, self.workers))
@@ -86,11 +87,12 @@ class _Counted(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[tuple[Batch | None, Any]]:
         if get_worker_info() is not None:
-            self.dataset._finite.take()  # counts of the parent, which a fork inherits
+            self.dataset._finite.take()  # drops the counts of the parent, which a fork inherits
         for batch in self.dataset.worker_batches(self.start):
             yield batch, self.dataset._finite.take()
 
 
 def _collated(collate: Callable[[Any], Any], given: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Apply the user's `collate_fn` to the batch of an item of `_Counted`."""
     batch, seen = given
     return (None if batch is None else collate(batch)), seen

@@ -12,13 +12,14 @@ import torch
 Batch = torch.Tensor | dict[str, Any]
 _MOST_WORKERS = 1024
 _SEED = (1 << 40) - 1
-"""Mask: the lowest 40 bits of base seeds are compared."""
+"""Mask of the lowest 40 bits of a base seed, which are compared."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """The position of a loop that has returned `batch` batches of `epoch`. end: the epoch before which it ends, or
-    None.
+    """The position of a loop that has returned `batch` batches of epoch `epoch`.
+
+    end: one past the last epoch of the loop; None: the loop does not end.
     """
 
     epoch: int
@@ -29,8 +30,9 @@ class Position:
 class WorkerLoops:
     """Numbers the loops of a torch DataLoader with workers, which does not tell the parent process about them.
 
-    The workers of one loop have the same base seed. Each writes the seed and the number of its first loop to one int64
-    of shared memory. That write is atomic, so the other workers of the loop take the same number.
+    The workers of one loop have the same base seed. Each worker writes the seed and the number of its first loop to its
+    own int64 in shared memory. The other workers find the seed there, and take the same number. The write of an int64
+    is atomic.
     """
 
     def __init__(self) -> None:
@@ -45,13 +47,15 @@ class WorkerLoops:
     def start(self, info: Any, first: Position, after: Callable[[Position], Position]) -> Position:
         """The position at which a worker's loop begins.
 
-        first: the position of the first loop. after: returns the position of the next loop.
+        info: torch's `WorkerInfo` of the worker. first: the position at which the first loop begins. after: function
+        that takes the start of a loop, and returns the start of the next loop.
         """
         for _ in range(self._number(int(info.seed) - int(info.id) & _SEED, int(info.id))):
             first = after(first)
         return first
 
     def _number(self, seed: int, worker: int) -> int:
+        """The number of the loop that this worker begins, from 0 on. seed: the base seed, masked by _SEED."""
         if self._own is not None and self._own[0] == seed:
             number = self._own[1] + 1  # persistent workers keep their seed
         else:

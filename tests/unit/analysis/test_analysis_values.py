@@ -134,7 +134,7 @@ def test_a_tolerance_below_0_or_without_end_is_refused(tolerance: float, root: P
             match=r"^diff: no hook is called 'resid_per': did you mean 'resid_pre'\? the captures hold resid_pre, ",
         ):
             diff(a, a, "resid_per")
-        with pytest.raises(NothingToCompare, match=r"have no hook to compare \(mlp_out: it is in neither\)"):
+        with pytest.raises(NothingToCompare, match=r"have no hook to compare \(mlp_out: it is in neither capture\)"):
             diff(a, a, "mlp_out")
         assert [hook.name for hook in diff(a, a, "topk_ids, resid_f*").hooks] == ["topk_ids@1", "resid_final"]
 

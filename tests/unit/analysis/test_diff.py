@@ -135,7 +135,8 @@ def test_a_summary_beside_full_rows_is_not_compared(write: Write, tmp_path: Path
     owner.write(tmp_path / "b.zarr", arrays, ROWS, ids=IDS, attrs={"dtype": "float32", "num_layers": 2})
     assert owner.shutdown(kit.PATIENCE)
     found = both(write("a"), tmp_path / "b.zarr")
-    assert found.left_out["mlp_out"] == "it is full rows in one and topk in the other, or with other settings"
+    why = "it is stored as full rows in one and as topk in the other, or with other settings"
+    assert found.left_out["mlp_out"] == why
 
 
 def test_rows_of_other_widths_are_not_compared(tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ def test_hooks_of_one_alone_are_named(write: Write) -> None:
 
     found = both(write("a"), write("b", change, arrays=few))
     assert [hook.name for hook in found.hooks] == ["resid_pre@0", "resid_pre@1", "mlp_out@1"] and found.alike
-    assert found.left_out["mlp_out"] == "layers 0 are in one of the two"
+    assert found.left_out["mlp_out"] == "layers 0 are in only one of the captures"
     assert "b.zarr" in found.left_out["logits"]
     with pytest.raises(ValueError, match="have no hook to compare"):
         both(write("c"), write("d"), hooks="q*")

@@ -71,7 +71,7 @@ def test_concepts_are_those_of_the_most_frequent_tokens_or_of_labels(stores: lis
     )
     used = [{*(part // TOKENS).tolist()} for part in (named.fit, named.test)]
     assert not used[0] & used[1] and used[0] | used[1] == set(range(7)), "whole captures; one has no label"
-    with pytest.raises(ValueError, match="--labels: no label has 8 rows on each side in both halves"):
+    with pytest.raises(ValueError, match="--labels: no label has 8 rows with it and 8 rows without it in both halves"):
         concepts_of(stores, {("store", "0.zarr"): True, ("store", "1.zarr"): False})
 
 
@@ -221,12 +221,15 @@ def test_a_bar_has_an_exit_status_and_a_column(
         (["--labels", "nowhere.csv"], "nowhere.csv"),
         (["--model", "nowhere"], "model: nowhere has no readable config.json"),
         (["--sae", "SAE"], "--sae: SAE does not say which hook it encodes; add hook=NAME, layer=NUMBER"),
-        (["--sae", "SAE, hook=resid_mid"], "--sae: it is of resid_mid and no layer; add hook=NAME, layer=NUMBER"),
+        (["--sae", "SAE, hook=resid_mid"], "--sae: the autoencoder is of resid_mid and no layer; add hook=NAME"),
         (
             ["--sae", "SAE, hook=resid_pre, layer=1"],
-            "it encodes resid_pre of layer 1, which is not measured; give stores",
+            "the autoencoder encodes resid_pre of layer 1, which is not measured; give stores",
         ),
-        (["--sae", "SAE, hook=resid_mid, layer=1", "--layer", "0"], "it encodes resid_mid of layer 1, which is not"),
+        (
+            ["--sae", "SAE, hook=resid_mid, layer=1", "--layer", "0"],
+            "the autoencoder encodes resid_mid of layer 1, which is not",
+        ),
     ],
 )
 def test_bad_values_are_refused(

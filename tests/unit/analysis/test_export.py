@@ -312,7 +312,7 @@ def test_another_run_into_the_same_directory_is_refused(stores: Path, tmp_path: 
     out = tmp_path / "hs"
     assert run(stores / "b.zarr", "--to", "speculators", "-o", out)[0] == 0
     assert "was written with" in run(stores / "b.zarr", "--to", "speculators", "--layers", "1", "-o", out)[2]
-    assert "as number 0, which would change" in run(stores / "a.zarr", "--to", "speculators", "-o", out)[2]
+    assert "as number 0, and its number would change" in run(stores / "a.zarr", "--to", "speculators", "-o", out)[2]
     assert run(stores / "b.zarr", stores / "a.zarr", "--to", "speculators", "-o", out)[1].endswith(
         "1 written, 1 were there\n"
     )

@@ -83,15 +83,15 @@ def test_rows_of_shares_are_joined_and_the_later_line_counts(captures: Path, tmp
 def test_order_says_that_it_is_not_the_row(captures: Path, run: Run) -> None:
     status, text, _ = run("order")
     assert status == 0 and text.endswith(
-        "3 written; N is not the row of the input: 1 is row 4; --number-by row takes the rows of dmi run\n"
+        "3 written; file N is not of row N of the input of dmi run: file 1 is of row 4; use --number-by row\n"
     )
     change(captures, 1, row=1)
-    assert run("order")[1].endswith("3 were there\n"), "N is the row here"
+    assert run("order")[1].endswith("3 were there\n"), "file N is of row N"
 
 
 def test_keys_of_a_run_are_told_from_other_keys(run: Run) -> None:
     status, _, error = run("key")
-    assert status == 2 and "is that of a run; use --number-by row" in error and "order" not in error
+    assert status == 2 and "is from dmi run; use --number-by row" in error and "order" not in error
 
 
 def test_what_has_no_row_is_named(captures: Path, run: Run) -> None:
@@ -101,8 +101,8 @@ def test_what_has_no_row_is_named(captures: Path, run: Run) -> None:
     assert "have the row 4; export them into two directories" in run("row")[2]
     lines = (captures / "manifest.jsonl").read_text().splitlines(keepends=True)
     (captures / "manifest.jsonl").write_text("".join(lines[:2]))
-    assert "no line of manifest*.jsonl is of" in (error := run("row")[2]) and "start its dmi run again" in error
+    assert "no line of manifest*.jsonl is of" in (error := run("row")[2]) and "repeat the dmi run" in error
     change(captures, 1, row=1)
-    assert "2 is a row that the manifest lacks" in run("order")[1]
+    assert "file 2 is of a row that the manifest lacks" in run("order")[1]
     (captures / "manifest.jsonl").unlink()
     assert "no manifest*.jsonl of dmi run is beside" in run("row")[2]

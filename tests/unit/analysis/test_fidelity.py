@@ -98,12 +98,12 @@ def test_groups_have_bases_of_their_own(stores: list[Path], tmp_path: Path) -> N
         (["--hook", "resid_mid", "--rank", "2", "--group", "7"], "--group 7 does not divide the 96 values"),
         (["--hook", "resid_mid", "--rank", "9", "--group", "8"], "rank 9 is more than the 8 values of a group"),
         (["--hook", "z", "--rank", "2"], "holds no z; it holds"),
-        (["--hook", "q", "--rank", "2"], "q of .* is reduced itself"),
+        (["--hook", "q", "--rank", "2"], "q of .* is stored reduced"),
         (["--hook", "mlp_post", "--rank", "600"], "450 rows are too few for rank 600"),
         (["--hook", "resid_mid", "--rank", "2", "--layer", "7"], "layer 7"),
         (["--hook", "resid_mid", "--rank", "2", "--layer", "-3"], r"has no layer -3 in this store; it has \[0, 1\]"),
-        (["--hook", "logits", "--rank", "2"], "--hook logits cannot be reduced: it has a row for each sampled token"),
-        (["--hook", "topk_ids", "--rank", "2"], "--hook topk_ids cannot be reduced: it holds whole numbers"),
+        (["--hook", "logits", "--rank", "2"], "--hook logits cannot be reduced: it has a row only for each"),
+        (["--hook", "topk_ids", "--rank", "2"], "--hook topk_ids cannot be reduced: it holds integers"),
     ],
 )
 def test_fits_that_cannot_be_made_are_refused(
@@ -275,7 +275,7 @@ def test_fidelity_asks_every_store_for_its_model_and_for_whole_rows(
     assert owner.shutdown(kit.PATIENCE)
     for store, said in (
         (other, f"{other} is of the model another, {stores[0]} of tiny: their rows do not belong together; name one"),
-        (reduced, f"fidelity: resid_mid of {reduced} is reduced itself; give stores that hold it in full, or name"),
+        (reduced, f"fidelity: resid_mid of {reduced} is stored reduced; give stores that hold it in full, or name"),
     ):
         assert main(["fidelity", str(stores[0]), str(store), "--hooks", "resid_mid", "--reduce", "int8"]) == 2
         assert said in capsys.readouterr().err
@@ -311,8 +311,8 @@ def test_fidelity_counts_negative_layers_from_the_last(stores: list[Path], tmp_p
         (["--layer", "99"], "--layer 99 of resid_mid is not in {store}; it has 0, 1"),
         (["--layer", "1", "--layer", "-3"], "--layer -3 of resid_mid is not in {store}; it has 0, 1"),
         (["--reduce", "rp(9999)"], "(reduce: rp(9999) is wider than the 96 values of a row; give a smaller k)"),
-        (["--reduce", "none"], "no reduction can be measured (none keeps rows as they are); give another --reduce"),
-        (["--reduce", "none", "--reduce", "topk(97)"], "as they are; reduce: topk(97) keeps more than the 96 values"),
+        (["--reduce", "none"], "no reduction can be measured ('none' is no reduction); give another --reduce"),
+        (["--reduce", "none", "--reduce", "topk(97)"], "no reduction; reduce: topk(97) keeps more than the 96 values"),
     ],
 )
 def test_fidelity_says_why_nothing_is_measured(

@@ -79,7 +79,7 @@ def test_what_decoding_leaves_is_a_share_of_the_variance_of_normalised_rows() ->
     decoded = (rows[:, :1] + 1) * 2 @ np.array([[1, 3]]) + bias
     wanted = ((10 * rows - decoded) ** 2).sum() / ((10 * rows - 10 * rows.mean(0)) ** 2).sum()
     assert type(found) is float and found == pytest.approx(wanted, rel=1e-6)
-    with pytest.raises(ValueError, match=r"^--sae: its files hold no decoder of these rows, so there is no"):
+    with pytest.raises(ValueError, match=r"^--sae: the files hold no decoder of these rows, so there is no"):
         Autoencoder("q", 0, encoder, None).unexplained(rows, rows)
 
 
@@ -101,7 +101,7 @@ def test_an_autoencoder_is_of_one_place(hook: str, layer: int | None, layers: in
     if isinstance(place, tuple):
         assert one.place(layers) == place
         return
-    with pytest.raises(ValueError, match=rf"^--sae: it is of {place}; add hook=NAME, layer=NUMBER, as in hook="):
+    with pytest.raises(ValueError, match=rf"^--sae: the autoencoder is of {place}; add hook=NAME and layer=NUMBER, as"):
         one.place(layers)
 
 
@@ -159,7 +159,7 @@ def test_a_probe_is_tested_on_rows_of_both_labels() -> None:
     for counts in ([6, 5], [5, 5]):
         assert _tested(counts, held, 7, 2).baseline == 4 / 7
     for empty in ([held[0], np.zeros(0)], [np.zeros(0), held[1]]):
-        with pytest.raises(ValueError, match=r"^fit-probe: the captures that were held out have no row that counts; g"):
+        with pytest.raises(ValueError, match=r"^fit-probe: held-out captures of a label have no row that --rows sel"):
             _tested([5, 6], empty, 7, 2)
 
 
@@ -197,9 +197,9 @@ SETTINGS = ", or with other settings"
         (Held(), Held("int8"), ""),
         (Held("int8"), Held("fp8", array="mlp_out.2"), ""),
         (Held("topk(4)"), Held("topk(4)"), ""),
-        (Held("topk(4)"), Held("topk(5)"), f"it is topk in one and topk in the other{SETTINGS}"),
-        (Held("topk(4)"), Held(), f"it is topk in one and full rows in the other{SETTINGS}"),
-        (Held("int8"), Held("topk(4)"), f"it is int8 in one and topk in the other{SETTINGS}"),
+        (Held("topk(4)"), Held("topk(5)"), f"it is stored as topk in one and as topk in the other{SETTINGS}"),
+        (Held("topk(4)"), Held(), f"it is stored as topk in one and as full rows in the other{SETTINGS}"),
+        (Held("int8"), Held("topk(4)"), f"it is stored as int8 in one and as topk in the other{SETTINGS}"),
         (Held(width=8), Held(width=9), "its rows have 8 and 9 values"),
         (Held("int8", width=9), Held(width=8), "its rows have 9 and 8 values"),
     ],
@@ -210,7 +210,7 @@ def test_hooks_in_forms_that_differ_are_not_compared(one: Any, other: Any, why: 
 
 def test_summaries_of_attention_are_not_compared() -> None:
     nothing: Any = None
-    assert _unlike_forms(nothing, nothing, "pattern", 0) == "it is a summary of the largest weights"
+    assert _unlike_forms(nothing, nothing, "pattern", 0) == "it holds only the largest weights"
 
 
 # ---- one reduction of one layer -------------------------------------------------------------------------------------

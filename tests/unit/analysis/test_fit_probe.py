@@ -133,7 +133,7 @@ def test_what_cannot_be_fitted_is_refused(stores: list[Path], tmp_path: Path) ->
     with pytest.raises(ValueError, match="1 captures have the label 1; 2 or more are needed"):
         fit_probe(stores, few, "resid_pre", out, 3)
     strangers = {("key", "doc-0"): True, ("key", "doc-1"): False}
-    told = r"no label names a store: the first is of key 'doc-0', and the last store has key .*, store '.*'; give one"
+    told = r"no label names a store: the first label is of key 'doc-0', and the last store has key .*, store '.*'; give"
     with pytest.raises(ValueError, match=told):
         fit_probe(stores, strangers, "resid_pre", out, 3)
     with pytest.raises(ValueError, match="resid_pre has several layers; name one with --layer"):

@@ -190,10 +190,10 @@ def test_what_is_given_becomes_a_normalisation_of_each_hook(tmp_path: Path) -> N
     }
     one = fitted["q"]
     assert of_views(views, one, 0) == {"q": one, "k": one} and of_views(views, {**fitted, "v": one}, 0) == fitted
-    with pytest.raises(ValueError, match=r"^normalize: nothing is known of 'k', only of q; fit it on it too$"):
+    with pytest.raises(ValueError, match=r"^normalize: 'k' is not fitted, only q; fit on 'k' too$"):
         of_views(views, {"q": one}, 0)
     wide = Normalization("mean_norm", np.zeros(3, "f4"))
-    with pytest.raises(ValueError, match=r"^normalize: 'k' has rows of 2 values, not 3$"):
+    with pytest.raises(ValueError, match=r"^normalize: 'k' has 2 values per row, not 3$"):
         of_views(views, {"q": one, "k": wide}, 0)
     file = tmp_path / "n.safetensors"
     white = Normalization("whiten", np.ones(2, "f4"), 1.0, np.eye(2, dtype="f4") * 2)

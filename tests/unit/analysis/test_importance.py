@@ -167,7 +167,7 @@ def test_captures_of_different_widths_and_no_captures_are_refused(stores: list[P
     owner.write(tmp_path / "other.zarr", [ArraySpec("q", "float32", (0, 1), 32)], 100)
     assert owner.shutdown(kit.PATIENCE)
     captures = [open_capture(path, 0) for path in (stores[0], tmp_path / "other.zarr")]
-    with pytest.raises(ValueError, match="has 32 values of q a row, others 64"):
+    with pytest.raises(ValueError, match="has 32 values of q per row, others 64"):
         importance(captures, "q", 0)
     with pytest.raises(ValueError, match="no capture has a row of 'q'"):
         importance([], "q", 0)

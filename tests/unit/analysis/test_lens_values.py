@@ -191,10 +191,10 @@ def test_attribution_refuses_what_it_cannot_split() -> None:
     for attrs in ({"identities": False, "visual_layers": [0]}, {"identities": True}, {"identities": None}):
         logit_attribution(Held(**attrs), END)  # type: ignore[arg-type]
     capture: Any = Held()
-    with pytest.raises(ValueError, match=r"^targets have shape \(11,\), the store has 12 rows; give one for each, or"):
+    with pytest.raises(ValueError, match=r"^targets have shape \(11,\), the store has 12 rows; give one id, or one"):
         logit_attribution(capture, END, range(11))  # type: ignore[arg-type]
     for targets, against, wrong in ((-1, None, -1), (9, None, 9), ([0] * 11 + [12], None, 12), (1, 9, 9), (1, -3, -3)):
-        with pytest.raises(ValueError, match=rf"^token {wrong} does not exist; the vocabulary has 9$"):
+        with pytest.raises(ValueError, match=rf"^token {wrong} does not exist; the vocabulary has 9 tokens$"):
             logit_attribution(capture, END, targets, against)
     logit_attribution(capture, END, 8, 0)
 

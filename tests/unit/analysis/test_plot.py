@@ -170,12 +170,12 @@ def test_pictures_show_the_numbers_of_the_functions(
         ),
         (
             ["--kind", "text", "--hook", "resid_final", "--rows", "14:"],
-            "plot: rows 14: hold no token; name some of the store's, 0:14",
+            "plot: rows 14: are not in the store; give some of its rows, 0:14",
         ),
-        (["--kind", "text", "--hook", "logits", "--rows", ":5"], "have no value of 'logits'; name others"),
+        (["--kind", "text", "--hook", "logits", "--rows", ":5"], "have no value of 'logits'; give other rows"),
         (
             ["--kind", "text", "--hook", "resid_final", "--tokenizer", "nowhere"],
-            "tokenizer: nowhere has no tokenizer.json; give the directory of one, or leave the option out",
+            "tokenizer: nowhere has no tokenizer.json; give a directory that has one, or leave the option out",
         ),
     ],
 )

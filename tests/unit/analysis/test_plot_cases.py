@@ -64,7 +64,7 @@ def test_a_store_without_the_attributes_of_this_package_is_drawn_or_the_error_sa
     bare = rewritten(folder / "one.zarr", tmp_path / "bare.zarr", lambda a: [a.pop(n, None) for n in OPTIONAL])
     options = [o.format(b=folder / "two.zarr") for o in OPTIONS[kind]]
     options = options[1:] if options and not options[0].startswith("--") else options  # that store is of a named model
-    lacks = {"attention": "has no attribute 'dims'", "lens": "bare.zarr names none; give", "attribution": "names none"}
+    lacks = {"attention": "has no attribute 'dims'", "lens": "bare.zarr names no model", "attribution": "names no mo"}
     status = main(["plot", str(bare), "--kind", kind, "-o", str(tmp_path / "x.svg"), *options])
     if kind not in lacks:
         assert status == 0 and not any("vLLM" in text or "None" in text for text in svg_texts(tmp_path / "x.svg"))
@@ -136,7 +136,7 @@ def test_the_axis_of_uncertainty_ends_where_its_values_do(
         plot_module.draw_uncertainty(capture, uncertainty(capture, Unembedding.of(capture)), tmp_path / "x.png")
         assert [panel.get_xlim() for panel in panels] == [(PROMPT - 1.5, TOKENS - 0.5), (-0.5, TOKENS - 0.5)]
         assert [len(panel.get_xticks()) for panel in panels] == [TOKENS - PROMPT + 1, TOKENS]
-        with pytest.raises(ValueError, match="holds no logits of any token; give --model"):
+        with pytest.raises(ValueError, match="holds no logits; give --model"):
             none = np.zeros(0, int)
             plot_module.draw_uncertainty(capture, Uncertainty(none, none, none), tmp_path / "x.png")
 

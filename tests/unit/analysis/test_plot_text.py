@@ -282,7 +282,7 @@ def test_rows_without_a_finite_value_are_said_to_have_none(
 ) -> None:
     bad = spoilt(store, tmp_path, slice(None), np.nan)
     assert main(["plot", str(bad), "--kind", "text", "--hook", "resid_final", "-o", str(tmp_path / "x.svg")]) == 2
-    assert "every value of 'resid_final' is not finite; name others" in capsys.readouterr().err
+    assert "have no finite value of 'resid_final'; give other rows" in capsys.readouterr().err
 
 
 def test_a_range_of_rows_is_drawn_alone(store: Path, tmp_path: Path, drawn: Drawn) -> None:
@@ -338,7 +338,7 @@ def test_characters_without_a_font_are_ids_in_a_png_and_text_in_an_svg(
 )
 def test_rows_without_a_token_are_named_as_they_were_asked_for(rows: slice, asked: str) -> None:
     capture: Any = SimpleNamespace(token_ids=np.zeros(7, np.int32))
-    with pytest.raises(ValueError, match=f"plot: rows {asked} hold no token; name some of the store's, 0:7$"):
+    with pytest.raises(ValueError, match=f"plot: rows {asked} are not in the store; give some of its rows, 0:7$"):
         plot_text._window(capture, rows)
     assert plot_text._window(capture, slice(None)) == slice(0, 7)
     assert plot_text._window(capture, slice(-2, None)) == slice(5, 7)

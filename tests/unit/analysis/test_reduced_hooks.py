@@ -135,5 +135,5 @@ def test_norms_and_directions_of_summaries_components_and_integers_are_refused(m
     refuses(lambda: drift(one, "pattern", 0), "pattern", "attn")
     refuses(lambda: mean_difference(one, one, "pattern", 0), "pattern", "attn")
     for since in ("previous", "prompt"):
-        with pytest.raises(ValueError, match="'topk_ids' holds integers, whose directions mean nothing"):
+        with pytest.raises(ValueError, match="'topk_ids' holds integers, which have no direction"):
             drift(one, "topk_ids", 0, since)

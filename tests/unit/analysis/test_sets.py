@@ -261,7 +261,7 @@ def test_bad_input_is_refused_with_the_fix(folder: Path, tmp_path: Path) -> None
             (lambda: top_tokens(one, "mlp_post", 0, 0, count=0), "count 0 is not valid; use 1 or more"),
             (lambda: top_tokens(one, "mlp_post", 0), "name one of them"),
             (lambda: mean_difference(one, one, "mlp_post", 0, "first"), "rows 'first' is not valid; use 'all'"),
-            (lambda: mean_difference(one, [], "mlp_post", 0), "no capture of a set has a row of 'mlp_post'"),
+            (lambda: mean_difference(one, [], "mlp_post", 0), "a set of captures has no row of 'mlp_post'"),
         ):
             with pytest.raises(ValueError, match=message):
                 call()

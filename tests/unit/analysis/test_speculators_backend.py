@@ -119,7 +119,7 @@ def test_stores_of_other_layers_are_refused(backend: Any, stores: Path, tmp_path
     assert owner.shutdown()
     transfer = backend.StoreTransfer(str(stores))
     transfer.get_cached(0)
-    with pytest.raises(ValueError, match=r"has the layer ids \[0, 2\], not \[0, 1, 2\] as others; give --dmi-layers"):
+    with pytest.raises(ValueError, match=r"has the layer ids \[0, 2\], others have \[0, 1, 2\]; give --dmi-layers"):
         transfer.get_generated({"dmi_store": str(tmp_path / "a.zarr")})
     with pytest.raises(ValueError, match="no rows of the first tokens"):
         transfer.get_generated({"dmi_store": str(tmp_path / "later.zarr")})

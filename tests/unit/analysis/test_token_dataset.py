@@ -354,13 +354,13 @@ def test_a_directory_can_be_given(captures: Captures) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"hooks": []}, ValueError, "do not fit; name a hook"),
-        ({"batch_size": 0}, ValueError, "do not fit"),
-        ({"buffer_tokens": 19}, ValueError, "let the buffer hold a batch"),
+        ({"hooks": []}, ValueError, "not valid; name a hook"),
+        ({"batch_size": 0}, ValueError, "batch_size 0, .*: not valid"),
+        ({"buffer_tokens": 19}, ValueError, "give a batch_size from 1 to buffer_tokens"),
         ({"hooks": "z"}, ValueError, r"'z' has layers \[0, 1\]; name one, as in 'z@0'"),
         ({"hooks": "z@one"}, ValueError, "'z@one' names no layer"),
         ({"hooks": "z@7"}, KeyError, "no layer 7"),
-        ({"rank": 2, "world_size": 2}, ValueError, "rank 2 is outside the world of 2"),
+        ({"rank": 2, "world_size": 2}, ValueError, "rank 2 is not valid; use 0 to 1"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(

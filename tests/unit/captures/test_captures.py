@@ -196,7 +196,7 @@ def test_a_basis_is_of_the_rows_of_one_model(two_models: Path, tmp_path: Path) -
     stores, out = sorted(two_models.glob("*.zarr")), tmp_path / "basis"
     with pytest.raises(ValueError, match=r"their rows do not belong together; name one model .* dmi fit-pca"):
         fit_pca(stores, ["resid_pre"], 2, out, [1])
-    with pytest.raises(ValueError, match="fit-pca: no store is of the model m; dmi info names that of a store"):
+    with pytest.raises(ValueError, match="fit-pca: no store is of the model m; dmi info names the model of a store"):
         fit_pca(stores, ["resid_pre"], 2, out, [1], model="m")
     assert not out.exists()
     command = ["fit-pca", *map(str, stores), "--hook", "resid_pre", "--layer", "1", "--rank", "2", "-o", str(out)]

@@ -256,8 +256,8 @@ def test_a_normalisation_of_something_else_is_refused(captures: Captures, tmp_pa
     one = Normalization.fit(captures.rows("z", 1))
     for given, message in (
         ("mean", "normalize 'mean' is not valid; use one of mean_norm, whiten, or a file"),
-        ({"z@0": one}, "nothing is known of 'z@1', only of z@0"),
-        (Normalization("mean_norm", np.zeros(9, np.float32)), "'z@1' has rows of 4 values, not 9"),
+        ({"z@0": one}, "'z@1' is not fitted, only z@0"),
+        (Normalization("mean_norm", np.zeros(9, np.float32)), "'z@1' has 4 values per row, not 9"),
     ):
         with pytest.raises(ValueError, match=message):
             TokenDataset(captures, "z@1", batch_size=10, normalize=given)
