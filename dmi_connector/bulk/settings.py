@@ -68,6 +68,11 @@ FREE_FLAGS = frozenset(
         "pp",
         "cc",
         "O",
+        "O0",
+        "O1",
+        "O2",
+        "O3",
+        "optimization-level",
     )
 )
 """Flags of vLLM that affect speed, but not the contents of stores. They may change when a run is resumed."""

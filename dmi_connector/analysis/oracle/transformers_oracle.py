@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dmi_connector.analysis.oracle.oracle_config import attention_layers, config_of, is_heterogeneous
 from dmi_connector.analysis.oracle.oracle_twins import ABSENT, LLAMA, TWINS, Point
+from dmi_connector.analysis.oracle.recorder import Recorder, seen_attention
 from dmi_connector.captures.capture import Capture
 from dmi_connector.hook_table import HOOKS
 from dmi_connector.reduce import Keeps
@@ -41,7 +39,8 @@ class Oracle:
     For a model with a vision tower, the hooks are those of its language model. Prompts may have images.
 
     model_dir: directory of the model. dtype: dtype of the weights and of the computation. without: hooks to leave out.
-    config: the config of the language model. architecture: name of the model's class in its config.
+    config: the config of the language model. architecture: name of the model's class in its config. layers: {hook:
+    numbers of its layers}, after `run`.
     """
 
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float32, without: Sequence[str] = ()) -> None:
@@ -54,6 +53,7 @@ class Oracle:
         ).eval()
         self.architecture = str(self.model.config.architectures[0])
         self.config, self.without = self.model.config.get_text_config(), without
+        self.layers: dict[str, list[int]] = {}
         if self.config.model_type == "bloom":
             for module in self.model.modules():
                 if hasattr(module, "gelu_impl"):
@@ -99,7 +99,7 @@ class Oracle:
         descending order of weight, and experts of equal weight in ascending order of id. Models with an indexer have
         `indexer_topk`, int32 [layers, tokens, index_topk], in descending order of position.
         """
-        with _Recorder(len(token_ids)) as recorder:
+        with Recorder(len(token_ids)) as recorder:
             for point in self.twin.once:
                 if not (self.wraps and point.name == "embed"):  # `_watch_inputs` records it with merged images
                     recorder.watch(self._base.get_submodule(point.module), point.name, point.side)
@@ -108,8 +108,9 @@ class Oracle:
             if self.wraps:
                 self._watch_inputs(recorder)
             ids = torch.tensor([list(token_ids)], dtype=torch.long)
-            with _seen_attention(recorder.rows, self._attention) if self.twin.rotary else nullcontext():
+            with seen_attention(recorder.rows, self._attention) if self.twin.rotary else nullcontext():
                 logits = self.model(ids, use_cache=False, **self._with_images(ids, images)).logits
+        self.layers = dict(recorder.layers)
         # Widths of hooks that are left out may differ by layer. `_share_keys` needs all hooks of latent attention.
         without = () if self.twin.latent else self.without
         values = {name: torch.stack(parts) for name, parts in recorder.rows.items() if name not in without}
@@ -152,7 +153,7 @@ class Oracle:
         told = {"mm_token_type_ids": (ids == self.model.config.image_token_id).int()}
         return {**images, **pixels, **(told if "image_grid_thw" in images else {})}
 
-    def _watch_inputs(self, recorder: _Recorder) -> None:
+    def _watch_inputs(self, recorder: Recorder) -> None:
         """Record the input embeddings of the language model, including images, and the positions of M-RoPE."""
         axes = len((getattr(self.config, "rope_parameters", None) or {}).get("mrope_section", ()))
 
@@ -166,7 +167,7 @@ class Oracle:
 
         recorder.callback(self._base.register_forward_pre_hook(before, with_kwargs=True).remove)
 
-    def _watch_layer(self, recorder: _Recorder, index: int, layer: Any) -> None:
+    def _watch_layer(self, recorder: Recorder, index: int, layer: Any) -> None:
         """Record the hooks of one decoder layer. index: number of the layer."""
         present = dict(layer.named_modules())
         points = [point for point in self.twin.points if _is_there(point, present)]
@@ -186,6 +187,7 @@ class Oracle:
         if self.twin.gate in present:
             seen = any(point.name == "router_logits" for point in points)
             recorder.watch_router(present[self.twin.gate], getattr(self.config, "num_experts_per_tok", 0), not seen)
+        recorder.watch_end(layer, index)
 
     def _part(self, value: torch.Tensor, part: str) -> torch.Tensor:
         """One part of the output of a fused projection, [tokens, width]. part: as in `Point`."""
@@ -208,6 +210,7 @@ class Oracle:
         if getattr(self.config, "rope_interleave", hasattr(self.config, "index_topk")):
             queries[..., -rope:], key = (x.unflatten(-1, (2, -1)).mT.flatten(-2) for x in (queries[..., -rope:], key))
         values |= {"q_rot": queries.flatten(-2), "k_pe": key}
+        self.layers["k_pe"] = self.layers["k_rot"]
 
     def _chosen(self, value: torch.Tensor) -> torch.Tensor:
         """Positions that the indexer chose, in descending order and filled up with -1, [layers, tokens, index_topk].
@@ -227,102 +230,6 @@ def _is_there(point: Point, present: Mapping[str, Any]) -> bool:
     """Whether a layer has a point. present: the modules of the layer, by path."""
     wanted = {*point.module.split(), point.needs or point.module.split()[0]} - {"+"}
     return wanted <= present.keys() and not (point.unless and point.unless in present)
-
-
-class _Recorder(ExitStack):
-    """Collects rows [tokens, width] of hooks in layer order. The end of its `with` block removes its forward hooks."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self.tokens = tokens
-        self.rows: dict[str, list[torch.Tensor]] = defaultdict(list)
-
-    def watch(
-        self,
-        module: torch.nn.Module,
-        name: str,
-        side: str,
-        pick: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:
-        """Record the first input or the first output of a module as hook `name`. pick: takes a part of the rows."""
-
-        def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            value = (args[0] if args else next(iter(kwargs.values()))) if side == "in" else output
-            value = value[0] if isinstance(value, tuple) else value
-            rows = value.reshape(self.tokens, -1)
-            self.rows[name].append((pick(rows) if pick else rows).clone())
-
-        self.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
-
-    def watch_several(self, modules: Sequence[torch.nn.Module], name: str, add: bool) -> None:
-        """Record the concatenated outputs of modules, or their sum. The modules run in this order."""
-        parts: list[torch.Tensor] = []
-
-        def hook(module: torch.nn.Module, _args: tuple[Any, ...], output: torch.Tensor) -> None:
-            parts.append(output.reshape(self.tokens, -1))
-            if module is modules[-1]:
-                self.rows[name].append(sum(parts[1:], parts[0]) if add else torch.cat(parts, -1))
-                parts.clear()
-
-        for module in modules:
-            self.callback(module.register_forward_hook(hook).remove)
-
-    def watch_method(self, module: torch.nn.Module, name: str) -> None:
-        """Record the rotated queries and keys that method `name` of an attention module gets."""
-        method = getattr(module, name)
-
-        def noted(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            _note_rotated(self.rows, query, key)
-            return method(query, key, *args, **kwargs)
-
-        setattr(module, name, noted)  # on the instance, where it shadows the method of the class
-        self.callback(delattr, module, name)
-
-    def watch_router(self, module: torch.nn.Module, top_k: int, scored: bool = True) -> None:
-        """Record scores, weights and experts from the output of a router.
-
-        The output is (scores, weights, experts) in either order, or in Llama 4 (weights of all experts, scores). top_k:
-        experts per token, for Llama 4. scored: whether to record the scores.
-        """
-
-        def hook(_module: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-            if len(output) == 3:
-                scores, weights, ids = output if output[0].is_floating_point() else reversed(output)
-            else:
-                every, scores = output
-                ids = scores.topk(top_k, -1).indices
-                weights = every.gather(-1, ids)
-            ids, order = ids.sort(dim=-1)
-            weights, heaviest = weights.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-            if scored:
-                self.rows["router_logits"].append(scores.reshape(self.tokens, -1))
-            self.rows["topk_ids"].append(ids.gather(-1, heaviest).reshape(self.tokens, -1))
-            self.rows["topk_weights"].append(weights.reshape(self.tokens, -1))
-
-        self.callback(module.register_forward_hook(hook).remove)
-
-
-def _note_rotated(rows: dict[str, list[torch.Tensor]], query: torch.Tensor, key: torch.Tensor) -> None:
-    """Record queries and keys [1, heads, tokens, head_dim] as rows [tokens, width]."""
-    for name, value in (("q_rot", query), ("k_rot", key)):
-        rows[name].append(value[0].transpose(0, 1).flatten(1).clone())
-
-
-@contextmanager
-def _seen_attention(rows: dict[str, list[torch.Tensor]], layers: Container[int]) -> Iterator[None]:
-    """Record the rotated queries and keys of attention in `layers`. They are not the input or output of a module."""
-
-    def attention(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if module.layer_idx in layers:
-            _note_rotated(rows, query, key)
-        return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, *args, **kwargs)
-
-    # Every model looks up its attention function by the name "eager", for which the table has no entry.
-    ALL_ATTENTION_FUNCTIONS["eager"] = attention
-    try:
-        yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS["eager"]
 
 
 def compare(capture: Capture, oracle: Oracle, images: Mapping[str, Any] | None = None) -> dict[str, float]:
@@ -359,8 +266,9 @@ def compare(capture: Capture, oracle: Oracle, images: Mapping[str, Any] | None =
                 f" without=[{hook!r}] to compare the others"
             )
         want = expected[hook]
-        if entry["layers"] and len(want) == capture.attrs["num_layers"]:
-            want = want[entry["layers"]]
+        if entry["layers"]:
+            layers = oracle.layers.get(hook, [])
+            want = want[[index for index, layer in enumerate(layers) if layer in entry["layers"]]]
         have = capture.numpy(hook)
         if hook == "logits":
             have, want = have[there], want[samples[there]]

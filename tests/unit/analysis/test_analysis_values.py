@@ -27,7 +27,8 @@ from dmi_connector.analysis.labels import _label_of, labeller, name_of_values
 from dmi_connector.analysis.logprobs import top_logprobs
 from dmi_connector.analysis.neurons import top_tokens
 from dmi_connector.analysis.new_file import new_file
-from dmi_connector.analysis.oracle.transformers_oracle import Oracle, _Recorder
+from dmi_connector.analysis.oracle.recorder import Recorder
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.analysis.pictures import canvas
 from dmi_connector.analysis.residual import drift, residual_norms
 from dmi_connector.analysis.stats import find_statistic, of_layer, statistics
@@ -420,7 +421,7 @@ def test_the_oracle_notes_the_positions_of_each_axis(sections: tuple[int, ...], 
     axes = torch.arange(15).reshape(3, 1, tokens) * 2
     positions = {"three": axes, "four": torch.cat([axes[:1] + 100, axes]), "": None}[given]
     embeds = torch.randn(1, tokens, 4)
-    with _Recorder(tokens) as recorder:
+    with Recorder(tokens) as recorder:
         Oracle._watch_inputs(oracle, recorder)  # type: ignore[arg-type]
         base(inputs_embeds=embeds, position_ids=positions)
         rows = recorder.rows

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from transformers import CONFIG_MAPPING, AutoTokenizer, DeepseekV3Config
 
 from dmi_connector.analysis.oracle.oracle_twins import ONCE
-from dmi_connector.analysis.oracle.transformers_oracle import Oracle, _Recorder, compare, largest
+from dmi_connector.analysis.oracle.recorder import Recorder
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle, compare, largest
 from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.cli import demo
 from dmi_connector.cli.tiny_models import ARCHS, CHAT_TEMPLATE, EOS, VOCAB, make_model
@@ -222,7 +223,7 @@ def test_experts_are_ordered_by_weight_and_ties_by_number(hooks: dict[str, dict[
     np.testing.assert_allclose(got["topk_weights"].sum(-1), 1, atol=1e-6)
     assert len(np.unique(got["topk_ids"])) == 4
     router = torch.nn.Identity()
-    with _Recorder(1) as recorder:
+    with Recorder(1) as recorder:
         recorder.watch_router(router, 3)
         router((torch.zeros(1, 4), torch.tensor([[0.25, 0.25, 0.5]]), torch.tensor([[3, 1, 2]])))
     assert recorder.rows["topk_ids"][0].tolist() == [[2, 1, 3]]
@@ -230,9 +231,16 @@ def test_experts_are_ordered_by_weight_and_ties_by_number(hooks: dict[str, dict[
 
 
 def test_dense_layers_of_a_moe_model_have_no_router(tmp_path: Path) -> None:
-    got = Oracle(make_model("qwen3_moe", tmp_path, mlp_only_layers=[1])).run(IDS)
+    oracle = Oracle(make_model("qwen3_moe", tmp_path / "model", mlp_only_layers=[1]))
+    got = oracle.run(IDS)
     assert got["mlp_out"].shape[0] == 3
     assert got["router_logits"].shape[0] == 2 and got["mlp_post"].shape[0] == 1
+    layers = {name: oracle.layers[name] for name in ("mlp_out", "q_rot", "router_logits", "topk_ids", "mlp_post")}
+    assert layers == dict.fromkeys(("mlp_out", "q_rot"), [0, 1, 2]) | {
+        "router_logits": [0, 2],
+        "topk_ids": [0, 2],
+        "mlp_post": [1],
+    }
 
 
 def test_projections_before_a_norm_are_hooks_only_where_a_model_has_that_norm(tmp_path: Path) -> None:
@@ -389,10 +397,11 @@ def test_images_go_into_the_model_in_its_dtype_with_the_places_of_their_tokens()
 
 
 def test_layers_that_are_stored_are_compared_with_those_of_the_same_numbers() -> None:
-    """A hook without layers is compared whole, also in a model of one layer; one of some layers alone as it is."""
+    """A hook without layers is compared whole, also in a model of one layer."""
     values = np.arange(24, dtype="f4").reshape(4, 3, 2)
     expected = {"q": values, "resid_final": values[:1], "few": values[:2]}
-    oracle: Any = SimpleNamespace(run=lambda ids, images: expected, without=())
+    layers = {"q": [0, 1, 2, 3], "few": [2, 3]}
+    oracle: Any = SimpleNamespace(run=lambda ids, images: expected, without=(), layers=layers)
 
     def differences(num_layers: int, **hooks: tuple[list[int], np.ndarray]) -> dict[str, float]:
         capture: Any = SimpleNamespace(
@@ -413,3 +422,6 @@ def test_layers_that_are_stored_are_compared_with_those_of_the_same_numbers() ->
     assert differences(4, q=([1, 3], values[[1, 3]] + 2)) == {"q": 2.0}
     assert differences(1, resid_final=([], values[0] + 1)) == {"resid_final": 1.0}
     assert differences(4, few=([2, 3], values[:2])) == {"few": 0.0}
+    assert differences(4, few=([3], values[1:2] + 1)) == {"few": 1.0}
+    with pytest.raises(ValueError, match=r"few has shape \(2, 3, 2\), the oracle's model gives \(1, 3, 2\)"):
+        differences(4, few=([1, 2], values[:2]))

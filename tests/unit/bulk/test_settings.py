@@ -167,6 +167,8 @@ def test_settings_of_no_weight_may_change(tmp_path: Path) -> None:
     other = ["--shard", "3/4", "--dtype=half", "--limit", "5", "--data-parallel", "2", "--writers", "3"]
     more = ["--gpu-memory-utilization", "0.5", "--max_num_seqs=9", "-tp", "2", "--max-bytes", "3G"]
     assert settled(tmp_path, *other, *more) == run
+    for optimized in (["-O3"], ["-O", "2"], ["--optimization-level", "1"]):
+        assert settled(tmp_path, *other, *optimized) == run
     with pytest.raises(ValueError, match=r"p\.jsonl has 4 bytes, not 3"):
         settled(tmp_path, "--shard", "0/4", "--dtype", "half", files=[{**FILES[0], "bytes": 4}])
     names = [".settings.lock", "manifest-0-of-4.jsonl", "run.json"]
