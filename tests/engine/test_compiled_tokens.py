@@ -31,8 +31,10 @@ import pytest
 import torch
 
 from dmi_connector import Capture, capture_args, open_capture
+from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.engine.contract import REUSE
 from tests.engine.harness import ALL_HOOKS, Ask, Run, engine, generate, prompt
+from tests.engine.test_bf16 import operations, ulps
 from tests.probekit import save_probe, scores
 
 STREAM = "resid_pre,resid_mid,q,k"
@@ -293,6 +295,20 @@ def test_values_last_until_their_branch_is_joined(captured: dict[str, Run], name
     one, other = (stored(captured[run], name) for run in (selection, f"late {selection}"))
     for hook in one.hooks:
         np.testing.assert_array_equal(other.numpy(hook), one.numpy(hook), err_msg=hook)
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_every_operation_is_within_two_ulp_of_transformers(
+    compiled: Compiled, captured: dict[str, Run], name: str
+) -> None:
+    oracle = Oracle(compiled.model, dtype=torch.bfloat16)
+    if oracle.config.model_type != "qwen3":
+        pytest.skip("the operations are those of Qwen3")
+    with torch.no_grad():
+        found = list(operations(stored(captured[ALL_HOOKS], name), oracle))
+    errors = {place: ulps(got.float().numpy(), want.float().numpy()) for place, got, want in found}
+    assert len(errors) == 13 * compiled.layers + 2
+    assert {place: error for place, error in errors.items() if not error <= 2} == {}
 
 
 @pytest.mark.parametrize("name", ASKS)

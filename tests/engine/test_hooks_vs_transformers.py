@@ -21,16 +21,15 @@ from tests.engine.harness import BLOCK, Run, prompt
 from tests.runner import ATOL
 
 # Every architecture eager; compiled what differs most: a fused add-and-norm (qwen3) and plain norms (gpt2). In the long
-# part all are compiled. Each mode with rows owned by the draft and by the target.
+# part all are compiled. With rows of the draft: test_compile_hash.py, test_compiled_tokens.py.
 _LONG = [
-    *((name, "compiled", "draft") for name in ("qwen2", "llama", "mistral", "qwen3_moe", "gpt2")),
+    *((name, "compiled", "draft") for name in ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "gpt2")),
     ("qwen3", "compiled", "target"),
     ("gpt2", "eager", "target"),
     ("qwen3_moe", "compiled", "pool"),
     ("gpt2", "eager", "pool"),
 ]
 CONFIGURATIONS: list[Any] = [
-    ("qwen3", "compiled", "draft"),
     ("qwen3", "compiled", "pool"),
     ("qwen3", "eager", "draft"),
     ("qwen2", "eager", "draft"),

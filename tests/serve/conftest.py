@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two real servers for all tests of this directory, one after the other: rows of the draft, then rows of the target.
+They end before other tests, as idle workers of two engines take a tenth of a core.
 
 The first is started as a user does. The second is forked (tests/programs.py): it runs two data-parallel engines and a
 logits processor, which vLLM takes with rows of the target only.
@@ -63,7 +64,7 @@ def _cause(log: Path) -> str:
     return "\n".join([*errors[:20], "...", text[-1500:]])
 
 
-@pytest.fixture(scope="session", params=["draft", "target", pytest.param("pool", marks=pytest.mark.soak)])
+@pytest.fixture(scope="package", params=["draft", "target", pytest.param("pool", marks=pytest.mark.soak)])
 def server(
     request: pytest.FixtureRequest,
     tiny_model: Callable[..., Path],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the page share: stores, servers and one browser."""
+"""What the tests of the page share: stores, and in each file servers and a browser, which take CPU time while open."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return root
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def serve() -> Iterator[Callable[..., str]]:
     """serve(path, *options): the address that `dmi view` prints. Tests that ask for the same share a server."""
     started: list[subprocess.Popen[str]] = []
@@ -54,7 +54,7 @@ def serve() -> Iterator[Callable[..., str]]:
         process.stdout.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: make env")
     options = webdriver.ChromeOptions()
