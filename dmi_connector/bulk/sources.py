@@ -39,7 +39,7 @@ class Source(Protocol):
         """Yield (number, raw row) for each row, from row 0 on."""
 
     def load(self, raw: Any) -> object:
-        """The decoded row; None if the row is blank or null. Raises BadRow for a row that cannot be decoded."""
+        """The decoded row; None if the row is blank. Raises BadRow for a row that cannot be decoded."""
 
     def fraction(self) -> float:
         """Fraction of the input that the latest iteration has read, from 0 to 1."""
@@ -150,15 +150,18 @@ class Lines:
             number += 1
 
     def load(self, raw: bytes) -> object:
-        """Parse a line; None for a blank line or null. Raises BadRow."""
+        """Parse a line; None for a blank line. Raises BadRow."""
         if len(raw) > LONGEST_LINE:
             raise BadRow(f"the line is longer than {LONGEST_LINE} bytes")
         if not raw.strip():
             return None
         try:
-            return json.loads(raw)
+            row: object = json.loads(raw)
         except (ValueError, RecursionError) as error:
             raise BadRow(f"the line is no JSON: {error}") from error
+        if row is None:
+            raise BadRow("the line is null; give an object with columns, or leave the line blank")
+        return row
 
     def fraction(self) -> float:
         """Fraction of the bytes that were read."""

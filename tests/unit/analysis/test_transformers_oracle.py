@@ -236,7 +236,9 @@ def test_dense_layers_of_a_moe_model_have_no_router(tmp_path: Path) -> None:
     assert got["mlp_out"].shape[0] == 3
     assert got["router_logits"].shape[0] == 2 and got["mlp_post"].shape[0] == 1
     layers = {name: oracle.layers[name] for name in ("mlp_out", "q_rot", "router_logits", "topk_ids", "mlp_post")}
-    assert layers == dict.fromkeys(("mlp_out", "q_rot"), [0, 1, 2]) | {
+    assert layers == {
+        "mlp_out": [0, 1, 2],
+        "q_rot": [0, 1, 2],
         "router_logits": [0, 2],
         "topk_ids": [0, 2],
         "mlp_post": [1],

@@ -52,19 +52,20 @@ def rejects(out: Path) -> list[dict[str, Any]]:
 def test_bad_rows_are_listed_and_the_rest_goes_on(store: Path, out: Path, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", 6, bad=(1,))
     with open(prompts, "a") as file:
-        file.write('\n{"prompt": 3, "id": "three"}\n{"text": "x", "id": 4}\n"text"\n')
+        file.write('\n{"prompt": 3, "id": "three"}\n{"text": "x", "id": 4}\n"text"\nnull\n')
     engines = FakeEngines(store, out, refuses={4: "the prompt is too long"})
     outcome = go(prompts, out, engines)
     assert outcome.all_done, "bad rows are no prompts that are left"
     check_whole(out, [0, 2, 3, 5])
     found = {entry["line"]: entry for entry in rejects(out)}
-    assert sorted(found) == [2, 5, 8, 9, 10], "line 7 is blank"
+    assert sorted(found) == [2, 5, 8, 9, 10, 11], "line 7 is blank"
     assert all(entry["row"] == line - 1 and entry["kind"] == "rejected" for line, entry in found.items())
     assert "no JSON" in found[2]["reason"] and found[5]["reason"] == "the prompt is too long"
     assert (found[5]["id"], found[8]["id"], found[9]["id"]) == ("id-4", "three", "4")
     assert found[8]["reason"] == "prompt: 3 is not a text"
     assert "none of the columns" in found[9]["reason"] and "is not an object" in found[10]["reason"]
-    assert (outcome.counts.done, outcome.counts.rejected, outcome.counts.failed) == (4, 5, 0)
+    assert found[11]["reason"].startswith("the line is null; give an object")
+    assert (outcome.counts.done, outcome.counts.rejected, outcome.counts.failed) == (4, 6, 0)
 
 
 def test_a_run_of_which_every_row_is_refused_has_failed(store: Path, out: Path, tmp_path: Path) -> None:
