@@ -81,13 +81,14 @@ def storm(llm: LLM, run: Run) -> None:
     run.facts["counts"] = dict(counts)
 
 
-def _long(name: str) -> bool:
-    return "draft model" in name
+_DRAFTS = "target beside a draft model, chunks of 1"
+LONG = ("draft, prefix caching", _DRAFTS)
+"""In `make soak`. Prefix caching is the same with rows of the draft and of the target."""
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.soak if _long(name) else ()) for name in CONFIGURATIONS],
+    params=[pytest.param(name, marks=pytest.mark.soak if name in LONG else ()) for name in CONFIGURATIONS],
 )
 def run(
     request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
@@ -95,7 +96,8 @@ def run(
     run = Run(tmp_path_factory.mktemp("preemption"))
     owner, caching = CONFIGURATIONS[request.param]
     run.facts["owner"], run.facts["caching"] = owner, caching
-    drafts, run.facts["chunk"] = _long(request.param), 1 if _long(request.param) else CHUNK
+    drafts = request.param == _DRAFTS
+    run.facts["chunk"] = 1 if drafts else CHUNK
     args: dict[str, Any] = capture_args(
         ALL_HOOKS, run.store_dir, owner, **{**SMALL, "chunk_tokens": run.facts["chunk"]}
     )
