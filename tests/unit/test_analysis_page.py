@@ -86,7 +86,7 @@ def test_the_snippets_run_in_order_and_give_what_their_comments_say(folder: Path
     assert given["strongest"][0] == exact[-1].argmax()
     active = [(given["sae"].encode(capture.numpy("resid_pre", 1)) > 0) for capture in given["captures"]]
     np.testing.assert_allclose(given["share"], np.concatenate(active).mean(0))
-    assert given["sketched"].shape == (2, 8, given["cap"].shape("resid_pre")[-1]) and 0 < given["worst"] <= 1 / 9
+    assert given["sketched"].shape == (3, 8, given["cap"].shape("resid_pre")[-1]) and 0 < given["worst"] <= 1 / 9
     assert given["both"].tokens == 32 and given["own"].count == 16
     assert given["doubtful"][0] == given["every"].entropy.argmax()
     assert [len(scores) for scores in given["train"].scores] == [2, 2] and len(given["held_out"]) == 16
