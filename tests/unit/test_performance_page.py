@@ -158,12 +158,7 @@ def test_rows_in_a_pool() -> None:
 def test_the_owners_beside_each_other() -> None:
     text = page("PERFORMANCE.md").split("**The owners beside each other**")[1].split("No row")[0].replace("0.33", "")
     engines = BUSY["h200-pool-target"]["engines"]
-    shown = [
-        (ZSTD, "short64"),
-        (f"{ZSTD} pool", "short64"),
-        (f"{ZSTD} eagle3", "short64"),
-        (f"{ZSTD} pool", "short256"),
-    ]
+    shown = [(ZSTD, "short64"), (f"{ZSTD} pool", "short64"), (f"{ZSTD} eagle3", "short64"), (f"{ZSTD} pool", "short256")]
     loads = [engines[name]["loads"][load] for name, load in shown]
     same(" ".join(re.findall(r"\d\.\d\d", text)), *ratios(loads))
     assert all(load["verified"] and not load["lost_rows"] for load in loads)
