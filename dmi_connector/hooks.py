@@ -43,7 +43,9 @@ __all__ = [
     "check_names",
     "hook_dtype",
     "narrow",
+    "parse_layers",
     "parse_selection",
+    "selection_items",
 ]
 
 
@@ -181,7 +183,11 @@ _ITEM = re.compile(r"^(?P<drop>-?)(?P<name>[A-Za-z_*?][\w.*?-]*)(?:@(?P<layers>.
 _RANGE = re.compile(r"^(-?\d{1,9})(?:-(-?\d{1,9}))?(?::([1-9]\d{0,8}))?$", re.ASCII)
 
 
-def _parse_layers(text: str, dims: ModelDims, item: str) -> set[int]:
+def parse_layers(text: str, count: int, model: str, item: str) -> set[int]:
+    """The layers of a selection such as "0-35:4+-1". count: layers of the model. model, item: named in errors.
+
+    Raises SelectionError.
+    """
     layers: set[int] = set()
     for part in text.split("+"):
         match = _RANGE.match(part)
@@ -191,12 +197,10 @@ def _parse_layers(text: str, dims: ModelDims, item: str) -> set[int]:
                 "(10-20), a stride (0-35:4), negative layers from the end (-1), or several joined by + (0+5+10-20)"
             )
         start, stop = int(match[1]), int(match[2] if match[2] is not None else match[1])
-        ends = [x + dims.layers if x < 0 else x for x in (start, stop)]
+        ends = [x + count if x < 0 else x for x in (start, stop)]
         for given, layer in zip((start, stop), ends, strict=True):
-            if not 0 <= layer < dims.layers:
-                raise SelectionError(
-                    f"hooks: {item!r} names layer {given}, but {dims.architecture} has layers 0 to {dims.layers - 1}"
-                )
+            if not 0 <= layer < count:
+                raise SelectionError(f"hooks: {item!r} names layer {given}, but {model} has layers 0 to {count - 1}")
         if ends[0] > ends[1]:
             raise SelectionError(f"hooks: {item!r} has the empty range {part!r}; write the smaller layer first")
         layers.update(range(ends[0], ends[1] + 1, int(match[3] or 1)))
@@ -230,7 +234,7 @@ def _names(name: str, item: str, hooks: Iterable[str]) -> tuple[tuple[str, ...],
     raise SelectionError(f"hooks: {item!r} is unknown{suggest(name, known) or ';'} known names: {', '.join(known)}")
 
 
-def _items(
+def selection_items(
     spec: str | Iterable[str], hooks: Iterable[str]
 ) -> Iterator[tuple[str, re.Match[str], tuple[str, ...], bool]]:
     """Yield the items of a selection as (text, match of _ITEM, hook names, lenient). hooks, lenient: as in `_names`.
@@ -253,7 +257,9 @@ def check_names(spec: str | Iterable[str], probes: Iterable[str] = ()) -> None:
     probes: names without the prefix PROBE. Layers are not checked.
     """
     own = [PROBE + name for name in probes]
-    named = {name for _, match, names, _ in _items(spec, (*HOOKS, *own)) if not match["drop"] for name in names}
+    named = {
+        name for _, match, names, _ in selection_items(spec, (*HOOKS, *own)) if not match["drop"] for name in names
+    }
     if unused := [name for name in own if name not in named]:
         raise SelectionError(
             f"probes: {unused[0].removeprefix(PROBE)!r} is not captured; add {unused[0]} to hooks, or remove the probe"
@@ -273,7 +279,7 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
     """
     chosen: dict[str, set[int]] = {}
     absent: list[tuple[str, str]] = []  # (item, name in ALWAYS that the model lacks)
-    for item, match, names, lenient in _items(spec, dims.hooks):
+    for item, match, names, lenient in selection_items(spec, dims.hooks):
         for name in names:
             if name in ALWAYS:
                 absent += [] if _has(name, dims) or lenient or match["drop"] else [(item, name)]
@@ -341,7 +347,7 @@ def narrow(served: Selection, hooks: Iterable[str] | None, layers: Sequence[int]
 
 def _layers_for(name: str, text: str | None, dims: ModelDims, item: str) -> list[tuple[str, set[int]]]:
     """(stored hook, layers) pairs of a hook name. text: layers as in an item, None for all. Raises SelectionError."""
-    layers = set(range(dims.layers)) if text is None else _parse_layers(text, dims, item)
+    layers = set(range(dims.layers)) if text is None else parse_layers(text, dims.layers, dims.architecture, item)
     if name == "resid_post":
         inner = {layer + 1 for layer in layers if layer + 1 < dims.layers}
         found = [("resid_pre", inner)] if inner else []

@@ -98,6 +98,14 @@ COMMANDS = {
         "Measure what reductions would keep of the rows of stores.",
         ("dmi fidelity captures/*.zarr --hooks 'resid_*' --reduce int8 --reduce 'topk(64)'",),
     ),
+    "sketch": Help(
+        "Sketch the rows of each hook and layer in K rows by Frequent Directions, with a bound of the error.",
+        (
+            "dmi sketch captures --hooks resid_post@10-20 -k 64 -o sketches",
+            "dmi sketch captures --hooks 'resid_*,mlp_out' --merge -o all.safetensors",
+            "dmi sketch captures/REQUEST.zarr --hooks resid_pre --follow -o live.safetensors",
+        ),
+    ),
     "plot": Help(
         "Draw captures as a picture in PNG or SVG.",
         (

@@ -136,6 +136,10 @@ def make_parser() -> Parser:
         )
     )
 
+    from dmi_connector.cli.sketch import add_sketch
+
+    add_sketch(commands.add_parser("sketch", help="keep the main directions of rows in k rows (Frequent Directions)"))
+
     plot = commands.add_parser("plot", help="draw captures as PNG or SVG: norms, logit lens, attention and others")
     add_plot_options(plot)
     plot.set_defaults(run=_plot)

@@ -18,7 +18,8 @@ from dmi_connector.args import OWNERS, capture_args
 from dmi_connector.cli import units
 from dmi_connector.codecs import CODECS
 from dmi_connector.option_values import OptionError
-from dmi_connector.reduce import MODES, forms
+from dmi_connector.reduce import MODES, ReduceError, forms
+from dmi_connector.reduce.errors import refuse_sketch
 from dmi_connector.settings import CHECKS, CUDA_GRAPHS, FILE_MODES, POLICIES, SINKS, ServerOptions
 from dmi_connector.store.write.coordinator.directories import check_directories
 
@@ -111,6 +112,10 @@ def _rules(example: str, names: Collection[str]) -> Callable[[str], dict[str, st
         except ValueError:
             value = None
         if not isinstance(value, dict):
+            try:
+                refuse_sketch(text)
+            except ReduceError as error:
+                raise argparse.ArgumentTypeError(str(error)) from error
             either = f"one of {', '.join(names)}, or " if names else ""
             raise argparse.ArgumentTypeError(f"{text!r} is not valid; give {either}JSON, as in {example}")
         return value

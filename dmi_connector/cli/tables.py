@@ -45,7 +45,7 @@ ATTRIBUTES = (
 )
 """Root attributes that `dmi info` prints, in this order."""
 
-NUMBERS = {"raw", "stored", "ratio", "bytes", "tokens", "hooks", "width", "max error"}
+NUMBERS = {"raw", "stored", "ratio", "bytes", "tokens", "hooks", "width", "max error", "sketch", "bound"}
 """Names of columns that are right-aligned."""
 
 

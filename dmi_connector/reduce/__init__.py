@@ -19,7 +19,7 @@ from dmi_connector.reduce.base import Keeps, Reduction
 from dmi_connector.reduce.channel import ChannelInt8
 from dmi_connector.reduce.channel_projection import ChannelProjection
 from dmi_connector.reduce.countsketch import CountSketch
-from dmi_connector.reduce.errors import ReduceError
+from dmi_connector.reduce.errors import ReduceError, refuse_sketch
 from dmi_connector.reduce.fp8 import Fp8
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.latents import Latents
@@ -71,6 +71,7 @@ def parse(spec: str) -> Reduction | None:
     if kind == "none" and inside is None:
         return None
     if kind not in KINDS:
+        refuse_sketch(spec)
         raise ReduceError(f"reduce: {kind!r} is unknown; use one of none, {', '.join([*KINDS, *MODES])}")
     named = FITTED[kind] if kind in FITTED and _CHANNEL.search(inside or "") else KINDS[kind]
     return named.from_text(inside or "")

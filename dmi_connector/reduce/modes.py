@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dmi_connector.reduce.attn import AttentionSummary
 from dmi_connector.reduce.base import Reduction
-from dmi_connector.reduce.errors import ReduceError
+from dmi_connector.reduce.errors import ReduceError, refuse_sketch
 from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.projection import RandomProjection
 from dmi_connector.reduce.topk import TopK
@@ -56,6 +56,7 @@ MODES: Mapping[str, Mode] = {
 def rules_of(mode: str) -> dict[str, str]:
     """The rules {patterns: reduction} that are equivalent to a mode. Raises ReduceError for an unknown mode."""
     if mode not in MODES:
+        refuse_sketch(mode)
         raise ReduceError(
             f"reduce: the mode {mode!r} is unknown; use one of {', '.join(MODES)}, or give {{patterns: reduction}}"
         )

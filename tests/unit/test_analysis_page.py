@@ -86,13 +86,15 @@ def test_the_snippets_run_in_order_and_give_what_their_comments_say(folder: Path
     assert given["strongest"][0] == exact[-1].argmax()
     active = [(given["sae"].encode(capture.numpy("resid_pre", 1)) > 0) for capture in given["captures"]]
     np.testing.assert_allclose(given["share"], np.concatenate(active).mean(0))
+    assert given["sketched"].shape == (3, 8, given["cap"].shape("resid_pre")[-1]) and 0 < given["worst"] <= 1 / 9
+    assert given["both"].tokens == 32 and given["own"].count == 16
     assert given["doubtful"][0] == given["every"].entropy.argmax()
     assert [len(scores) for scores in given["train"].scores] == [2, 2] and len(given["held_out"]) == 16
 
 
 def test_the_commands_run(folder: Path) -> None:
     commands = [line for block in snippets("sh") for line in block.splitlines()]
-    assert len(commands) == 3
+    assert len(commands) == 4
     for line in commands:
         program, *arguments = shlex.split(line.replace("STORE", "captures/0.zarr"))
         assert program == "dmi" and main(arguments) == 0, line

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frequent Directions: a sketch of k rows that keeps the directions of all rows, updated as rows come.
+
+Liberty, "Simple and deterministic matrix sketching", KDD 2013. Ghashami, Liberty, Phillips, Woodruff, "Frequent
+Directions: simple and deterministic matrix sketching", SIAM Journal on Computing 45 (2016).
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import numpy as np
+
+
+class FrequentDirections:
+    """A sketch B of at most k rows, for the matrix A of all rows that it was updated with.
+
+    For each unit vector x: 0 <= |A x|² - |B x|² <= `error`. So `error` bounds the spectral norm of A^T A - B^T B. It is
+    at most (|A|² - |B|²) / (k + 1), with Frobenius norms, and at most |A - A_j|² / (k + 1 - j) for each j from 0 to k,
+    where A_j is the best approximation of rank j. If A has rank k or less, B^T B equals A^T A. All this holds up to the
+    rounding of float32.
+
+    This is the variant with a buffer of 2k rows (Ghashami et al., 2016, section 3.2). A full buffer is rotated to its
+    singular vectors, and the square of the singular value k + 1 is subtracted from each larger one. In the paper's
+    terms the sketch has k + 1 rows, of which the last is always 0; its Theorem 1.1 has the bounds. The result depends
+    on the order of rows, but not on how they are divided among updates.
+
+    k: largest number of rows of the sketch. width: values of a row. count: number of rows in A. squared: |A|².
+    not_finite: number of rows with a NaN or an infinity, which are left out. Memory is 16 k width bytes. Raises
+    ValueError for a k or a width below 1.
+    """
+
+    def __init__(self, k: int, width: int) -> None:
+        if k < 1 or width < 1:
+            raise ValueError(f"k {k}, width {width} are not valid; give 1 or more of each")
+        self.k, self.width = k, width
+        self.count, self.not_finite, self.squared = 0, 0, 0.0
+        self._buffer = np.empty((2 * k, width))
+        self._held, self._removed = 0, 0.0
+
+    @classmethod
+    def of(cls, k: int, rows: np.ndarray, error: float, squared: float, count: int, not_finite: int) -> Self:
+        """Rebuild a sketch from its rows [n, width], n <= k, and its other values."""
+        found = cls(k, rows.shape[1])
+        found._append(rows)
+        found._removed, found.squared, found.count, found.not_finite = error, squared, count, not_finite
+        return found
+
+    def update(self, rows: np.ndarray) -> None:
+        """Add rows [n, width] of a float dtype. Raises ValueError for another shape."""
+        rows = np.asarray(rows, np.float32)
+        if rows.ndim != 2 or rows.shape[1] != self.width:
+            raise ValueError(f"rows of shape {rows.shape} do not fit; give rows of [n, {self.width}]")
+        finite = np.isfinite(rows).all(1)
+        if not finite.all():
+            self.not_finite += int((~finite).sum())
+            rows = rows[finite]
+        self.count += len(rows)
+        self.squared += float(np.square(rows, dtype=np.float64).sum())
+        self._append(rows)
+
+    def merge(self, other: FrequentDirections) -> None:
+        """Add all rows of another sketch. The bounds then hold for the rows of both. Raises ValueError if k or width
+        differ.
+        """
+        if (self.k, self.width) != (other.k, other.width):
+            raise ValueError(
+                f"a sketch of k {other.k}, width {other.width} does not fit one of {self.k}, {self.width}; give equal"
+                " ones"
+            )
+        self.count, self.squared = self.count + other.count, self.squared + other.squared
+        self.not_finite += other.not_finite
+        self._removed += other._removed
+        self._append(other._buffer[: other._held].copy())
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The sketch, float32 [n, width] with n <= k. Rows are orthogonal, in descending order of norm."""
+        return self._shrunk()[0].astype(np.float32)
+
+    @property
+    def error(self) -> float:
+        """The bound: the sum of all that was subtracted from squared singular values."""
+        return self._removed + self._shrunk()[1]
+
+    def _append(self, rows: np.ndarray) -> None:
+        while len(rows):
+            if self._held == len(self._buffer):
+                kept, removed = self._shrunk()
+                self._buffer[: len(kept)], self._held = kept, len(kept)
+                self._removed += removed
+            part = rows[: len(self._buffer) - self._held]
+            self._buffer[self._held : self._held + len(part)] = part
+            self._held, rows = self._held + len(part), rows[len(part) :]
+
+    def _shrunk(self) -> tuple[np.ndarray, float]:
+        """The buffer reduced to at most k rows, float64, and what is subtracted from squared singular values for it.
+
+        The Gram matrix of the rows has the squared singular values and left singular vectors. It is small, so this is
+        faster than an SVD of the rows.
+        """
+        held = self._buffer[: self._held]
+        squares, vectors = np.linalg.eigh(held @ held.T)
+        removed = max(float(squares[-self.k - 1]), 0.0) if len(held) > self.k else 0.0
+        left = squares[::-1][: self.k] - removed
+        left = left[left > 0]  # also drops directions whose square is below 0 by rounding
+        rotation = vectors[:, ::-1][:, : len(left)] * np.sqrt(left / (left + removed))
+        return rotation.T @ held, removed
