@@ -25,16 +25,17 @@ def fit_pca(
 ) -> dict[str, float]:
     """Fit a basis of `rank` components for each layer of `hooks`, and write all bases to `out`, a new safetensors file.
 
-    The stores are read once per hook and layer. The fit needs 8 width² bytes of memory. Missing rows are skipped. Rows
+    The stores are read once per hook and layer. The fit keeps a float64 matrix [width, width] in memory (with a group:
+    [group, group] for each group), and computing it needs several more of that size. Missing rows are skipped. Rows
     with a NaN or an infinity are skipped too, and a warning counts them.
 
     layers: layer numbers; negative numbers count from the last layer; None: all captured layers. model: use only stores
-    of this model, as in `open_captures`; None: all stores must be of one model. group: number of adjacent dimensions
-    that get `rank` components of their own, such as those of a head; 0: one basis for the whole row.
+    of this model, as in `open_captures`; None: all stores must be of one model. group: number of adjacent dimensions,
+    such as head_dim, that get a basis of `rank` components of their own; 0: one basis for the whole row.
 
     Returns {"HOOK.LAYER": share of the variance kept, 0 to 1}.
 
-    Raises ValueError for a hook that cannot be reduced, is stored reduced, or has another width in another store.
+    Raises ValueError for an alias, and for a hook that cannot be reduced, is stored reduced, or has different widths.
     Raises ValueError for stores of several models, for a model without a store, for too few rows, and if no row is
     finite. Raises ValueError for a rank above the width or the group, and for a group that does not divide the width.
     Raises KeyError for a hook or layer that was not captured, FileExistsError if `out` exists, and OSError before the

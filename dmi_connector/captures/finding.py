@@ -19,7 +19,7 @@ def is_unreadable(info: CaptureInfo) -> bool:
 
 
 def opening(infos: Sequence[CaptureInfo]) -> tuple[list[CaptureInfo], list[tuple[Place, str]]]:
-    """Try to open stores. Returns (captures that can be opened, (store, reason) of each other one)."""
+    """Try to open stores. Returns (captures that can be opened, [(store, reason)] of those that cannot)."""
     reasons: dict[int, str] = {}
 
     def look(number: int) -> None:
@@ -35,7 +35,11 @@ def opening(infos: Sequence[CaptureInfo]) -> tuple[list[CaptureInfo], list[tuple
 
 
 def below_prefix(place: RemotePath, on_error: str) -> list[CaptureInfo]:
-    """Captures below a prefix. Raises ValueError if there are none, or for a damaged store with on_error="raise"."""
+    """Captures below a prefix, sorted by start time. Each store that the index lacks is opened.
+
+    on_error: for damaged stores, "raise" raises ValueError, and "skip" returns them with the state "failed". Raises
+    ValueError if the prefix has neither a store nor an index.
+    """
     listed = list_prefix(place)
     if not (listed.stores or listed.zips or listed.indexed):
         raise ValueError(f"{place} holds no store and no index; give the prefix of stores, as in s3://bucket/captures")
@@ -59,7 +63,7 @@ def below_prefix(place: RemotePath, on_error: str) -> list[CaptureInfo]:
 
 
 def _uploaded(store: RemotePath) -> CaptureInfo | None:
-    """The `CaptureInfo` of a store; None for anything else, or if the root document is not uploaded yet."""
+    """The `CaptureInfo` of a store; None if it is not a capture, or if its root document is not uploaded yet."""
     try:
         return info_of(store)
     except NotACapture:

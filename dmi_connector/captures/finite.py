@@ -24,7 +24,7 @@ _STEP_BYTES = 1 << 18
 
 
 class NotFinite(ValueError):
-    """Raised for a store with a NaN or an infinity, if the policy refuses these."""
+    """Raised for a store with a NaN or an infinity: under "fail", and under "skip" by code that skips whole stores."""
 
 
 def not_finite(values: np.ndarray, minus_infinity: bool = False) -> np.ndarray:
@@ -70,7 +70,10 @@ class FiniteCheck:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The part of the policy that changes exported files. "skip" and "fail" give the same files."""
+        """{"finite": "keep"} for that policy, else {}. An export that is continued must have the same settings.
+
+        "skip" and "fail" write the same files, so an export may change from one to the other.
+        """
         return {"finite": self.policy} if self.policy == "keep" else {}
 
     def see(self, store: Place, rows: Sequence[int] | np.ndarray) -> None:
@@ -83,12 +86,15 @@ class FiniteCheck:
                 raise self.error(store, int(min(rows)))
 
     def see_all(self, stores: Sequence[Place], number: np.ndarray, rows: np.ndarray) -> None:
-        """Count bad rows of several stores, int64 [n]. number: index of each row's store. rows: row in that store."""
+        """Count bad rows of several stores. number, rows: int64 [n], index in `stores`, and row in that store."""
         for one in np.unique(number).tolist():
             self.see(stores[one], rows[number == one])
 
     def check(self, store: Place, values: np.ndarray, first: int = 0) -> np.ndarray:
-        """Check rows of a store from row `first` on, and return them. Raises NotFinite unless the policy is "keep"."""
+        """Check the rows `values` of a store, and return them. first: index in the store of the first of these rows.
+
+        Raises NotFinite for a row with a NaN or an infinity, unless the policy is "keep".
+        """
         bad = not_finite(values) + first
         self.see(store, bad)
         if len(bad) and self.policy == "skip":
@@ -119,7 +125,7 @@ class FiniteCheck:
             warnings.warn(f"{store}: row {row} holds {WHAT}; such rows are {self._verb}", RuntimeWarning, stacklevel=3)
 
     def warn_all(self) -> None:
-        """Warn about all counted rows, unless earlier warnings covered them."""
+        """Warn with the number of rows since the previous `warn_all`, if rows were counted since the latest warning."""
         new = self.rows.total() - self._reported
         if self.rows.total() > self._warned and self.policy != "fail":
             self._warned = self._reported = self.rows.total()

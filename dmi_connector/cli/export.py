@@ -27,7 +27,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "number_by": {
         "choices": NUMBERINGS,
-        "help": "what numbers the files: their order (default), keys of requests, or rows or ids of dmi run's input",
+        "help": "source of a file's number: order of requests (default), their keys, or rows or ids of dmi run's input",
     },
     "loss": {
         "choices": ("generated", "all", "spans"),
@@ -44,12 +44,15 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "context_size": {"type": int, "metavar": "N", "help": "rows per context (default: 128; for delphi 256)"},
     "skip": {"type": int, "metavar": "N", "help": "rows to leave out at the start of each store (default: 0)"},
-    "sae": {"metavar": "PATH", "help": "safetensors file of an autoencoder beside its cfg.json, or their directory"},
+    "sae": {
+        "metavar": "PATH",
+        "help": "safetensors file of an autoencoder, with its cfg.json beside it, or the directory of both",
+    },
     "splits": {"type": int, "metavar": "N", "help": "number of files of latents (default: 5)"},
     "shard_size": {"type": units.nbytes, "metavar": "SIZE", "help": "approximate bytes per shard (default: 1G)"},
     "gzip": {"action": "store_const", "const": True, "help": "compress the files"},
 }
-"""Option that only some formats take -> arguments of add_argument."""
+"""{option that only some formats take: keyword arguments of add_argument}."""
 _LOG_EVERY_S = 10
 """Seconds between lines of progress, if standard error is no terminal."""
 NOT_FINITE = 3
@@ -65,7 +68,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o",
         "--out",
-        help="a directory; for one STORE as safetensors or zip, also a new file (default: the name of the store)",
+        help="a directory; for one STORE as safetensors or zip also a new file (default then: the name of STORE, in the"
+        " current directory)",
     )
     parser.add_argument("--key", action="append", help="only captures with this key; can be repeated")
     parser.add_argument("--model", help="only captures of this model: its name, or the last part of its path")
@@ -112,8 +116,9 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def _out(options: argparse.Namespace) -> tuple[Path, bool]:
-    """(path of the output, whether the output is one file). Both follow from the arguments, not from how many stores
-    --key selects. Raises ValueError.
+    """(path of the output, whether the output is one file). Neither depends on how many stores --key selects.
+
+    Raises ValueError for a URL, and without -o where a directory is written.
     """
     store, suffix = place_of(options.stores[0]), TARGETS[options.to].suffix
     one = bool(suffix) and len(options.stores) == 1 and is_store(store)

@@ -19,10 +19,10 @@ from dmi_connector.captures.finite import FiniteCheck
 
 
 def export(captures: Captures, out: Path, progress: Progress, finite: FiniteCheck, hook: str) -> Done:
-    """Write `out/NAME.parquet` for each store: key, token_ids, positions, phase, and a column for each hook.
+    """Write `out/NAME.parquet` for each store, with the columns key, token_ids, positions, phase and one per hook.
 
-    Each value of a hook's column is a list, whose length is the width of the hook. hook: comma-separated hooks, each
-    with one layer, such as "resid_pre@3,q@3".
+    A hook's column has the Arrow type fixed_size_list, with the width of the hook as list size. hook: comma-separated
+    hooks, each with one layer, such as "resid_pre@3,q@3". Raises the errors of `columns_of` and `export_by_name`.
     """
     columns = columns_of(captures, hook)
 

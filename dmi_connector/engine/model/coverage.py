@@ -21,16 +21,16 @@ POSITIONS = RowField("positions", 0, "int32", 1, 4)
 """The fields of the row header: token id and position, as the model got them."""
 
 UNWRITTEN = 0x7FC1
-"""The 16-bit word with which `check="poison"` fills rows. In bfloat16, float16 and float32, repeated words are NaN. As
-int32 they are a number that no hook has.
+"""The 16-bit word with which `check="poison"` fills rows. Such bytes are NaN in bfloat16, float16 and float32. In int32
+they are a number that no hook has.
 """
 
 
 def poison(rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Fill rows with UNWRITTEN before a forward writes them, so that values that no tap writes can be detected.
 
-    rows: uint8 [slots, row_bytes]. slots: int64 [tokens]. For padding, which is negative, row 0 is filled. No token has
-    this row.
+    rows: uint8 [slots, row_bytes]. slots: int64 [tokens]. Padding tokens have negative slots. Row 0 is filled for them,
+    because no token has this row.
     """
     rows.view(torch.int16).index_fill_(0, slots.clamp(min=0), UNWRITTEN)
 
@@ -41,9 +41,9 @@ class Coverage:
     fields: the fields of a row. poison: whether rows are filled with UNWRITTEN before each forward. header_first:
     whether the row header is written before `embed`.
 
-    first_at: byte offset in a row that the first tap of a forward writes. tokens: number of tokens of the running
-    forward, as the header says; None before the first forward. checked: whether `check` was called. logits: whether
-    `compute_logits` has run. model: the tapped model, a weak reference.
+    first_at: byte offset in a row that the first tap of a forward writes. poisons: the argument `poison`. tokens:
+    number of tokens of the running forward, from its row headers; None before the first forward. checked: whether
+    `check` was called. logits: whether `compute_logits` has run. model: the tapped model, a weak reference.
     """
 
     def __init__(self, fields: Iterable[RowField] = (), poison: bool = False, header_first: bool = False) -> None:
@@ -94,7 +94,9 @@ class Coverage:
             )
 
     def check(self, tokens: int | None = None) -> None:
-        """Check the first forward. Further calls do nothing. tokens: its number of tokens; None: as its header says.
+        """Check the first forward. Further calls do nothing.
+
+        tokens: number of tokens of the first forward; None: the number of its row headers.
 
         Raises ValueError if a field was not written exactly once, for `tokens` tokens. The message names the hooks,
         their modules and the fix.

@@ -168,9 +168,10 @@ def _register(
     pause: _Pause | None,
     batch: TapBatch,
 ) -> None:
-    """Register a forward hook on the module at `path`, which reads the values of `here` and adds them to the batch.
+    """Register a forward hook on the module at `path`: a pre-hook for modules in INPUTS. It adds values to the batch.
 
-    name: the field of `Architecture` with this path. pause: None if no stage ends at this module.
+    name: the field of `Architecture` with this path. here: for each tap point of the module, its fields and the
+    function that reads its value. pause: arguments of `TapBatch.pause`; None if no stage ends at this module.
     """
 
     def tap(args: tuple[Any, ...], output: Any) -> None:
@@ -190,7 +191,7 @@ def _register(
 
 
 def _joined(taps: ModelTaps, point: TapPoint, index: int, layer: LayerFacts) -> Read:
-    """The function that reads the value of a point. It joins the outputs of both modules if `TapPoint.first` is set."""
+    """The function that reads the value of a point. If the layer has module `TapPoint.first`, it joins two outputs."""
     if not point.first or not getattr(layer.arch, point.first):
         return _reader(point, layer)
     noted: list[torch.Tensor] = []  # cleared, not replaced, as in `TapBatch.write`
@@ -230,9 +231,9 @@ def _reader(point: TapPoint, layer: LayerFacts) -> Read:
 
 
 def _module(layer: LayerFacts, name: str) -> nn.Module | None:
-    """The module of a layer whose path is the field `name` of `Architecture`.
+    """The module in a layer at the path that the field `name` of `Architecture` gives.
 
-    None if vLLM built the layer without this module. `ModelTaps.hook` then raises an error.
+    None if vLLM built the layer without this module. `ModelTaps.hook` then raises ValueError.
     """
     try:
         return layer.module.get_submodule(getattr(layer.arch, name))
@@ -241,7 +242,7 @@ def _module(layer: LayerFacts, name: str) -> nn.Module | None:
 
 
 def _has_bias(layer: LayerFacts) -> bool:
-    """Whether the last linear layer of the MLP has a bias. Inductor may fuse its addition with the next operation."""
+    """Whether the last linear layer of the MLP has a bias. Inductor may fuse adding the bias into the next op."""
     return bool(layer.arch.down_proj) and getattr(_module(layer, "down_proj"), "bias", None) is not None
 
 
@@ -260,10 +261,10 @@ def _rename(value: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_halves(value: torch.Tensor, head_size: int) -> torch.Tensor:
-    """A copy of heads [..., heads * head_size] or [..., head_size], concatenated from two halves per head.
+    """A copy of heads [..., heads * head_size] or [..., head_size], made of two halves per head; in eager mode no copy.
 
-    Rotary embedding reads halves of heads, so Inductor writes this copy in the kernel of rotary embedding. It would
-    write a copy of whole heads in the kernel of the norm, which otherwise only sums squares.
+    Rotary embedding reads halves of heads, so Inductor fuses this copy into the kernel of rotary embedding. It would
+    fuse a copy of whole heads into the kernel of the norm. Without taps that kernel only sums squares.
     """
     if not torch.compiler.is_compiling():
         return value

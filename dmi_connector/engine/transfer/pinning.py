@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pins the ring's memory for copies off the GPU, slice by slice, in a background thread.
 
-Pinning first allocates the memory. Some machines need a minute for 16 GiB, and the engine must not wait that long. The
-ring allocates extents only in pinned memory.
+The ring's pages are populated (faulted in) before they are pinned. Some machines need a minute for 16 GiB, and the
+engine must not wait that long. Meanwhile the ring allocates extents only in its pinned part.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ logger = init_logger("vllm.dmi_connector")
 SLICE_BYTES = 256 << 20
 """Bytes per slice. It is a multiple of the copy size of gpu_copies.py, so no copy spans two slices."""
 _POPULATED_BYTES = 16 << 20
-"""Bytes that one call allocates. Other threads that map memory wait during the call."""
+"""Bytes that one madvise call populates. Other threads that map memory wait during the call."""
 _MADV_POPULATE_WRITE = 23
-"""madvise flag, since Linux 5.14, that allocates memory at once. On older kernels pinning allocates the memory."""
+"""MADV_POPULATE_WRITE of madvise, since Linux 5.14. Older kernels refuse it, and pinning then populates the pages."""
 _CAPTURE_RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED: calls of this thread do not abort a graph capture in another thread."""
 
 
 class PinnedRing:
-    """Pins a ring, beginning with its first bytes. `least` bytes are pinned when the constructor returns.
+    """Pins a ring from its start. When the constructor returns, `least` bytes or the whole ring are pinned.
 
-    Raises RuntimeError if these bytes cannot be pinned. If later bytes cannot be pinned, the ring stays smaller, and
-    the log says so.
+    Raises RuntimeError if these bytes cannot be pinned. If later bytes cannot be pinned, an error is logged, and only
+    the pinned part of the ring is used.
     """
 
     def __init__(self, ring: Ring, least: int, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class PinnedRing:
             logger.info("dmi_connector: %d MiB of the ring pinned in %.1f s", self._ring.nbytes >> 20, seconds)
 
     def _pin_until(self, nbytes: int) -> None:
-        """Pin slices until `nbytes` bytes are pinned. Raises RuntimeError."""
+        """Pin slices until `nbytes` bytes are pinned, or `close` is called. Raises RuntimeError on failure."""
         ring = self._ring
         while ring.usable < nbytes and not self._stop.is_set():
             start, size = ring.usable, min(SLICE_BYTES, ring.nbytes - ring.usable)
@@ -84,7 +84,7 @@ class PinnedRing:
 
 
 def _populate(address: int, nbytes: int, stop: threading.Event) -> None:
-    """Allocate memory, without holding the GIL."""
+    """Populate pages without holding the GIL. Returns early if `stop` is set, or if the kernel refuses."""
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     for at in range(0, nbytes, _POPULATED_BYTES):
@@ -95,7 +95,7 @@ def _populate(address: int, nbytes: int, stop: threading.Event) -> None:
 def relax_captures() -> None:
     """Let the calling thread pin memory and query events while another thread captures a CUDA graph.
 
-    Raises RuntimeError.
+    Raises RuntimeError if the driver reports an error.
     """
     driver = ctypes.CDLL("libcuda.so.1")
     status = driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)))

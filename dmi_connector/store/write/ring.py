@@ -40,19 +40,19 @@ class RingBase:
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd, self.nbytes = fd, nbytes
-        # The array keeps the mapping alive while anything uses it.
+        # Views of this array keep the mapping alive, also after `close`.
         self.memory: np.ndarray = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
         self._changed = threading.Condition()
 
     def add_users(self, extent: Extent, refs: int = 1) -> None:
-        """Add users to an extent that is in use."""
+        """Add `refs` users to an extent. Raises ValueError if it was freed."""
         with self._changed:
             if extent.refs < 1:
                 raise ValueError(f"{extent} was released already")
             extent.refs += refs
 
     def release(self, extent: Extent) -> None:
-        """Remove one user of an extent, and free it after the last one. Raises ValueError if it has none."""
+        """Remove one user of an extent. The last one frees the extent. Raises ValueError if it was freed already."""
         with self._changed:
             if extent.refs < 1:
                 raise ValueError(f"{extent} was released already")
@@ -80,8 +80,8 @@ class Ring(RingBase):
     Extents are allocated in order, and may be released in any order. The space of an extent is reused once all earlier
     extents are released too.
 
-    usable: number of bytes from the start that may be allocated (see `allow`); all bytes by default. most: the number
-    that `usable` may reach.
+    usable: number of bytes from the start that may be allocated (see `allow`); all bytes by default. most: the maximum
+    to which `usable` can grow.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -92,7 +92,7 @@ class Ring(RingBase):
         os.ftruncate(fd, nbytes)
         super().__init__(fd, nbytes)
         self.usable = self.most = nbytes
-        self._extents: deque[Extent] = deque()  # extents in use, in the order of allocation
+        self._extents: deque[Extent] = deque()  # in the order of allocation; also freed ones behind one in use
 
     @property
     def used(self) -> int:
@@ -103,7 +103,7 @@ class Ring(RingBase):
             return last.end - first.offset if last.offset >= first.offset else self.usable - first.offset + last.end
 
     def close(self) -> None:
-        """Close the ring. The memory is freed with its last view. Whoever waits for space, or asks later, gets None."""
+        """Close the ring. The memory is freed with its last view. Waiting and later `alloc` calls return None."""
         with self._changed:
             if self.fd < 0:
                 return
@@ -114,7 +114,7 @@ class Ring(RingBase):
     def allow(self, usable: int, final: bool = False) -> None:
         """Allocate only in the first `usable` bytes. The number can shrink only while no extent is in use.
 
-        final: whether the number stays so. Otherwise it may grow, and `alloc` waits for that.
+        final: whether `usable` will not grow again. Otherwise `alloc` waits until it is large enough.
         """
         with self._changed:
             if usable < self.usable and self._extents:
@@ -127,8 +127,8 @@ class Ring(RingBase):
     def alloc(self, nbytes: int, timeout: float | None = None) -> Extent | None:
         """Allocate `nbytes` bytes. Waits up to `timeout` seconds for space (None: forever, 0: not at all).
 
-        Returns None if there was no space in time, or if the ring is closed. Raises ValueError for more bytes than the
-        ring can have.
+        Returns None if there was no space in time, or if the ring is closed. Raises ValueError if the extent is larger
+        than `most`.
         """
         extent = Extent(0, nbytes)
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -154,7 +154,7 @@ class Ring(RingBase):
         if not self._extents:
             return 0 if size <= self.usable else None
         first, last = self._extents[0].offset, self._extents[-1]
-        if last.offset < first:  # in use: from the first extent to the ring's end, and from its start to the last
+        if last.offset < first:  # wrapped around: only the gap between the last extent and the first is free
             return last.end if last.end + size <= first else None
         if last.end + size <= self.usable:
             return last.end

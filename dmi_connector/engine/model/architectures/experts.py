@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of text models with experts, except models with latent attention."""
+"""Rows of the table of architectures: text models with experts, except hybrids and models with latent attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, Archi
 
 
 class Laguna(Architecture):
-    """Laguna. A hook has one width, so models in which the number of heads differs between layers lack some hooks."""
+    """Laguna, whose layers may have different numbers of query heads.
+
+    A hook has the same width in all layers. Models with such layers therefore lack the hooks whose width depends on
+    the number of query heads.
+    """
 
     def fit(self, config: Any) -> Architecture:
         heads = {*(getattr(config, "num_attention_heads_per_layer", None) or ())}
@@ -27,7 +31,7 @@ _BLOCK: dict[str, Any] = {
 _GRANITE_SHARED: dict[str, Any] = {
     **_BLOCK,
     "scale": "residual_multiplier",
-    "lacks": ("mlp_out",),  # no module adds the shared expert's output to that of the others
+    "lacks": ("mlp_out",),  # the layer itself adds the outputs of the shared expert and of the routed experts
 }
 _SEPARATE: dict[str, Any] = {"gate_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj"}
 _BAILING: dict[str, Any] = {
