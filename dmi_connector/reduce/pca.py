@@ -170,9 +170,11 @@ def _floor(std: np.ndarray) -> np.ndarray:
 def fit(blocks: Iterable[np.ndarray], rank: int, group: int = 0) -> tuple[LayerBasis, float]:
     """Fit principal components to float rows in blocks [n, width]. Returns (basis, total variance).
 
-    rank: number of components per basis. group: number of dimensions per basis, 0 for one basis of all. The memory is 8
-    x width x group bytes for any number of rows. Raises ValueError for fewer than `rank` + 1 rows, for a group that is
-    smaller than `rank` or does not divide the width, and for values that are not finite.
+    rank: number of components per basis. group: number of dimensions per basis, 0 for one basis of all. The memory is
+    about 48 x width x group bytes for any number of rows.
+
+    Raises ValueError for fewer than `rank` + 1 rows, for a group that is smaller than `rank` or does not divide the
+    width, and for values that are not finite.
     """
     count, total, moments = 0, None, None
     for block in blocks:

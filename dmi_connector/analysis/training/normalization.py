@@ -50,9 +50,10 @@ class Normalization:
     def fit(cls, rows: RowView, kind: str = "mean_norm", most: int = 1 << 17, seed: int = 0) -> Normalization:
         """Fit on the rows of a view of one layer. If there are more than `most` rows, `most` rows are drawn at random.
 
-        Rows that are not finite are left out. "whiten" needs 8 width² bytes of memory. Raises ValueError for another
-        kind, for a view of several layers, and for too few rows. "whiten" needs width + 1 rows, and "mean_norm" needs
-        one row that is not 0.
+        Rows that are not finite are left out. "whiten" needs about 48 width² bytes of memory.
+
+        Raises ValueError for another kind, for a view of several layers, and for too few rows. "whiten" needs width + 1
+        rows, and "mean_norm" needs one row that is not 0.
         """
         if kind not in KINDS:
             raise ValueError(f"normalize {kind!r} is not valid; use one of {', '.join(KINDS)}, or a file")

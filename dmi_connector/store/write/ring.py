@@ -97,7 +97,7 @@ class Ring(RingBase):
     @property
     def used(self) -> int:
         with self._changed:
-            if not self._extents:
+            if not self._extents or self.fd < 0:
                 return 0
             first, last = self._extents[0], self._extents[-1]
             return last.end - first.offset if last.offset >= first.offset else self.usable - first.offset + last.end

@@ -117,6 +117,7 @@ def test_a_closed_ring_gives_nothing_out_to_those_who_wait_and_later() -> None:
     waiting = _waits_for(ring, ALIGN * 2)
     ring.close()
     assert waiting.result(PATIENCE) is None
+    assert ring.used == 0
     ring.release(first)
     assert _waits_for(ring, 1).result(PATIENCE) is None, "also where the space of an extent is free"
 
