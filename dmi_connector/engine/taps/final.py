@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dmi_connector.engine.model.architectures import FORWARD
 from dmi_connector.engine.taps.batches import ModelTaps
 from dmi_connector.engine.taps.values import copied, first, norm_outputs
 
@@ -24,6 +25,7 @@ def install_final(taps: ModelTaps) -> None:
     context, arch, batch = taps.context, taps.context.arch, taps.once.again()
     final, normed = context.layout.taking("resid_final", 0), context.layout.taking("final_ln", 0)
     terms = _last_terms(taps) if final else []
+    ends = arch.positions != FORWARD  # otherwise `end_forward` ends the taps of a step
 
     def at_final_norm(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         value, stream = norm_outputs(arch, args, output)
@@ -34,8 +36,11 @@ def install_final(taps: ModelTaps) -> None:
         batch.end(value.flatten(0, -2))
 
     def after_last_layer(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        batch.add_all(final, _sum(terms, first(output)))
+        if final:
+            batch.add_all(final, _sum(terms, first(output)))
         batch.write()
+        if ends:
+            batch.end(first(output).flatten(0, -2))
 
     def after_stage(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         batch.end(first(output).flatten(0, -2))
@@ -46,7 +51,7 @@ def install_final(taps: ModelTaps) -> None:
     path = arch.final_norm or arch.path(context.dims.layers - 1, "layer")
     if arch.final_norm:
         taps.hook(path, at_final_norm)
-    elif final:  # `end_forward` ends the taps of a step if `Architecture.positions` is FORWARD
+    elif final or ends:
         taps.hook(path, after_last_layer)
     for row_field in (*final, *normed):
         context.coverage.expect(row_field, path)

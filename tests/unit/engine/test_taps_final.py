@@ -54,23 +54,48 @@ def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     kit.without_cache(monkeypatch)
 
 
-def test_dynamo_sees_a_sum_of_the_last_terms_and_calls_no_update() -> None:
-    """With CUDA graphs vLLM refuses compiled code that calls something of that name (`bytecode_hook`)."""
-    model, field = Wrapper(), RowField("resid_final", 0, "float32", 4, 16)
-    blocks = {"ln1": "input_layernorm", "o_proj": "attn", "mlp": "mlp"}
-    context: Any = SimpleNamespace(
+def context_of(arch: Architecture, *fields: RowField) -> Any:
+    return SimpleNamespace(
         drafting=None,
         may_sleep=False,
         last_stage=True,
-        arch=Architecture("Some", f"{TRANSFORMERS}:Some", plain_norms=True, parallel=True, **blocks),
+        arch=arch,
         dims=SimpleNamespace(layers=2),
         layout=SimpleNamespace(
-            fields=[field], scored=[], taking=lambda name, _layer: [field] if name == "resid_final" else []
+            fields=fields, scored=[], taking=lambda name, _layer: [one for one in fields if one.hook == name]
         ),
         coverage=Coverage(),
         cache_layer=kit.CACHE_LAYER,
         tp=1,
     )
+
+
+BLOCKS = {"ln1": "input_layernorm", "o_proj": "attn", "mlp": "mlp"}
+FINAL = RowField("resid_final", 0, "float32", 4, 16)
+
+
+@pytest.mark.parametrize("fields", [(), (FINAL,)], ids=["other hooks", "resid_final"])
+@pytest.mark.parametrize("norm", ["model.norm", ""], ids=["norm", "no norm"])
+def test_a_step_of_taps_ends_once_also_without_a_final_norm(norm: str, fields: tuple[RowField, ...]) -> None:
+    """What waits for the end of a step, such as deferred reductions and scores, would not run otherwise."""
+    model, ends = Wrapper(), []
+    arch = Architecture("Some", "some.module:Some", plain_norms=True, parallel=True, final_norm=norm, **BLOCKS)
+    install_final(ModelTaps(model, context_of(arch, *fields), Compilation(False, False)))
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        ends.append(targets.count(torch.ops.dmi.tap_end))
+        return graph.forward
+
+    x = torch.ones(3, 4)
+    torch.testing.assert_close(torch.compile(model.model, backend=backend, fullgraph=True)(x), model.model(x))
+    assert ends == [1]
+
+
+def test_dynamo_sees_a_sum_of_the_last_terms_and_calls_no_update() -> None:
+    """With CUDA graphs vLLM refuses compiled code that calls something of that name (`bytecode_hook`)."""
+    model = Wrapper()
+    context = context_of(Architecture("Some", f"{TRANSFORMERS}:Some", plain_norms=True, parallel=True, **BLOCKS), FINAL)
     install_final(ModelTaps(model, context, Compilation(False, False)))
     found: list[list[str]] = []
     called: list[str] = []
