@@ -320,6 +320,25 @@ def test_two_ranks_give_the_hooks_of_the_whole_model(
     check(run, twin, name, "eager, two ranks", "target")
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_reductions_at_the_end_of_a_step_need_no_final_norm(
+    mode: str, known_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Step 3.5 the final norm comes after the forward."""
+    model, run = make("step3p5", tmp_path / "model"), Run(tmp_path / "captures")
+    rules = {"resid_pre": "topk(8,exact)"}
+    args: dict[str, Any] = capture_args("resid_pre", run.store_dir, "target", reduce=rules, **SMALL)
+    with engine(model, **args, **options("step3p5", mode, monkeypatch)) as llm:
+        generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})
+    for n in LENGTHS:
+        capture = open_capture(run.store(f"len{n}"), timeout=300)
+        want = oracle("step3p5", model).run(run.tokens(f"len{n}")[:-1])["resid_pre"]
+        got = capture.numpy("resid_pre")
+        assert ((got != 0).sum(-1) == 8).all()
+        np.testing.assert_allclose(got, np.where(got == 0, 0, want), rtol=0, atol=2e-3 * np.abs(want).max())
+
+
 def test_tokens_are_those_of_transformers(run: Run, twin: Oracle) -> None:
     """Greedy ones, as far as float32 tells the best two tokens apart."""
     for name, reply in run.replies.items():

@@ -172,7 +172,10 @@ def test_its_fidelity_and_its_difference_to_full_rows_are_told(
     assert "| error | signs |" in table and "- signs: share of the values whose sign is read back" in table
     assert main(["fidelity", str(tmp_path / "full.zarr"), "--reduce", "sign"]) == 0
     assert "signs" in capsys.readouterr().out
-    with open_capture(tmp_path / "full.zarr", 0) as other, pytest.raises(NothingToCompare, match="it is stored as sign in one"):
+    with (
+        open_capture(tmp_path / "full.zarr", 0) as other,
+        pytest.raises(NothingToCompare, match="it is stored as sign in one"),
+    ):
         diff(captured, other, "resid_mid")
 
 
