@@ -32,6 +32,19 @@ _TWO_ENGINES = ["--data-parallel-size", "2", "--logits-processors", "tests.engin
 OWNERS = {"draft": [], "target": _TWO_ENGINES, "pool": _TWO_ENGINES}
 
 
+SERVERS: list[subprocess.Popen[bytes] | Program] = []
+"""All that were started."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the servers after the last test of this directory."""
+    here = Path(__file__).parent
+    if nextitem is not None and here not in nextitem.path.parents:
+        for process in SERVERS:
+            end(process)
+
+
 @dataclass(frozen=True)
 class Server:
     """client: points at the running server. store_dir: where it writes. owner: of the rows. pid, log: of the server."""
@@ -64,7 +77,7 @@ def _cause(log: Path) -> str:
     return "\n".join([*errors[:20], "...", text[-1500:]])
 
 
-@pytest.fixture(scope="package", params=["draft", "target", pytest.param("pool", marks=pytest.mark.soak)])
+@pytest.fixture(scope="session", params=["draft", "target", pytest.param("pool", marks=pytest.mark.soak)])
 def server(
     request: pytest.FixtureRequest,
     tiny_model: Callable[..., Path],
@@ -90,15 +103,21 @@ def server(
             process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, process_group=0)
         else:
             process = Program(command, stdout=out, stderr=out, env=environment, group=True)
+    SERVERS.append(process)
     try:
         _wait(process, f"http://127.0.0.1:{port}/health", log)
         yield Server(
             OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none"), root / "captures", owner, process.pid, log
         )
     finally:
-        process.terminate()
-        try:
-            process.wait(120)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(120)
+        end(process)
+
+
+def end(process: subprocess.Popen[bytes] | Program) -> None:
+    """End a server and its engines. A server that has ended stays so."""
+    process.terminate()
+    try:
+        process.wait(120)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(120)
