@@ -30,8 +30,14 @@ ENCODINGS = {
     "pca(128)": "pca({})",
     "pq(8 bits)": "pq({})",
     "pq(4 bits)": "pq({})",
+    "rp(32) by 128": "rp(32,group=128)",
+    "round(5)": "round(5)",
+    "full8": "full8",
+    "rp8": "rp8",
+    "topk8": "topk8",
+    "summary": "summary",
 }
-"""{name of an encoding: reduction of every hook}. {} stands for the path of a file that `fitted_file` writes."""
+"""{name of an encoding: reduction or mode of every hook}. {} stands for the path of a file that `fitted_file` writes."""
 PROBES = ("one", "layers", "latents", "keep")
 """Kinds of probes. "one": a linear probe of 16 outputs on one layer. "layers": such a probe on each layer. "latents":
 an autoencoder of 16,384 latents, of which 32 are stored. "keep": a linear probe of one output, with which `dmi.keep_if`

@@ -54,6 +54,7 @@ LOADS = {
     "short128": Load(128, 128, 384),
     "short256": Load(256, 128, 384),
     "long16": Load(16, 4000, 200),
+    "long32": Load(32, 15_600, 400),
     "long128": Load(128, 5000, 400),
     "cached64": Load(64, 1600, 200, shared=1280),
     "reasoning128": Load(128, 500, 6000),
