@@ -50,7 +50,7 @@ _PROGRAMS = "engine/test_bulk serve/test_faults serve/test_owners serve/test_ser
 _PROGRAMS += " unit/engine/test_plugin"
 _ALONE = "engine/test_tp2 engine/test_stages engine/test_faults"
 """They kill the only worker below the test process, and so come before servers that live on to the end."""
-_FORKED = "engine/test_hybrids_tp2 engine/test_lives engine/test_tokens_and_steps soak/test_soak"
+_FORKED = "engine/test_hybrids_tp2 engine/test_lives engine/test_modes engine/test_tokens_and_steps soak/test_soak"
 _COMPILED = "reduce attention bf16 compile_hash coverage hooks_vs_transformers lora"
 _COMPILED_TOO = "compiled_tokens speculative"
 """In a process of their own: one with all of them would be the last to end."""

@@ -12,27 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dmi_connector import Capture, capture_args, open_capture, open_captures
+from dmi_connector import capture_args, open_capture, open_captures
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.analysis.sparse_encoder import SparseEncoder
 from dmi_connector.cli.main import main
 from dmi_connector.reduce.basis import Basis
-from dmi_connector.reduce.channel import ChannelInt8
-from dmi_connector.reduce.channel_projection import ChannelProjection
-from dmi_connector.reduce.codebooks import Codebooks
-from dmi_connector.reduce.countsketch import CountSketch
-from dmi_connector.reduce.fp8 import Fp8
-from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.pca import Pca
-from dmi_connector.reduce.pq import ProductQuantisation
-from dmi_connector.reduce.projection import RandomProjection, SeededProjection, matrix
-from dmi_connector.reduce.rounding import Round
-from dmi_connector.reduce.scales import Scales
-from dmi_connector.reduce.topk import TopK
+from dmi_connector.reduce.projection import matrix
 from dmi_connector.store.read.fitted_files import find_fitted
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.read.waiting import wait_for
 from tests.engine.check import attention_weights, hooks_of, reference
+from tests.engine.check_reduced import KEPT, NOISE, check, check_summaries
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
 from tests.probekit import check_inline, check_largest, check_neurons, check_scores, save_encoder, save_probe
 
@@ -53,12 +44,9 @@ CHANNEL = ("q_rot", "final_ln")  # in slices with two ranks, and once in the mod
 PROJECTED = "rp(8,group=32"  # of z, by head
 PQ = ("q", "mlp_out")  # in slices with two ranks, and whole
 TOP = 8
-KEPT = ("embed", "logits")
 LENGTHS = (1, 33, 300)
 STEP = 512
 """Tokens of the first step: more than deferred.MOST_TOKENS; the steps that follow have fewer."""
-NOISE = 1e-5
-"""Rounding differences of two float32 programs."""
 
 
 @pytest.fixture(scope="module")
@@ -168,98 +156,6 @@ def run(
             generate(llm, run, {f"len{n}": Ask(prompt(n), asked) for n in LENGTHS})
             generate(llm, run, {"again": Ask(prompt(300), asked)})  # its first blocks come from the prefix cache
     return run
-
-
-def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray) -> None:
-    """`got` is as near to `exact` [..., width] as the hook's reduction promises, slice by slice."""
-    reduction, shards = capture.reduction(hook), capture.attrs["hooks"][hook]["shards"]
-    if isinstance(reduction, TopK):
-        magnitude = np.abs(exact)
-        kept = got != 0
-        assert (kept.sum(-1) == reduction.k).all(), hook
-        lowest = np.where(kept, magnitude, np.inf).min(-1)
-        step = 0 if reduction.exact else magnitude.max(-1, keepdims=True) / 127
-        # Slices are merged by their stored values: what is left out may be larger by a step.
-        unsure = step if shards > 1 else 0
-        assert (np.where(kept, 0, magnitude).max(-1, keepdims=True) <= lowest[..., None] + unsure + NOISE).all(), hook
-        assert (np.abs(np.where(kept, got - exact, 0)) <= 0.51 * step + NOISE).all(), hook
-        assert reduction.sample == reduction.k // 4
-        width, step = exact.shape[-1] // shards, np.zeros(1)
-        stored = np.split(capture.array(hook)[:], shards, -1)
-        for part, values in zip(stored, np.split(exact, shards, -1), strict=True):
-            places, sampled = reduction.sampled(part, width, "float32")
-            true = np.take_along_axis(values, places, -1)
-            if not reduction.exact:  # kept values are cut off at the scale of the others
-                least = np.sort(np.abs(values), -1)[..., -reduction.k, None]
-                largest = np.where(np.abs(true) > least + NOISE, 0, np.abs(true)).max(-1, keepdims=True)
-                true, step = np.clip(true, -largest, largest), largest / 127
-            assert (np.abs(sampled - true) <= 0.51 * step + NOISE).all(), hook
-        return
-    if isinstance(reduction, Pca):
-        for layer, (scores, values) in enumerate(zip(got, exact, strict=True)):
-            part = find_fitted(Basis, reduction.sha256, capture.path).of(hook, layer, 12)
-            if reduction.group:  # the heads of a slice are stored with one scale
-                components, std = part.of_groups
-                cut = (values - part.mean).reshape(len(values), len(std), -1).swapaxes(0, 1)
-                want = (cut @ components / std[:, None]).swapaxes(0, 1).reshape(len(values), shards, -1)
-                steps = np.abs(want).max(-1, keepdims=True) / 127
-                assert (np.abs(scores.reshape(want.shape) - want) <= 0.51 * steps + 100 * NOISE).all(), hook
-                continue
-            slices = [
-                (mine @ components) / part.std
-                for mine, components in zip(
-                    np.split(values - part.mean, shards, -1), np.split(part.components, shards), strict=True
-                )
-            ]
-            steps = sum(np.abs(s).max(-1, keepdims=True) / 127 for s in slices)
-            assert (np.abs(scores - sum(slices)) <= 0.51 * steps + 100 * NOISE).all(), hook
-        return
-    if isinstance(reduction, ProductQuantisation):
-        file = find_fitted(Codebooks, reduction.sha256, capture.path)
-        for layer, (rows, values) in enumerate(zip(got, exact, strict=True)):
-            centroids = file.of(hook, layer)
-            read, cut = (x.reshape(len(x), len(centroids), 1, -1) for x in (rows, values))
-            assert ((read == centroids).all(-1).any(-1)).all(), hook
-            nearest = ((cut - centroids) ** 2).sum(-1).min(-1)
-            unsure = 2**-18 * (cut**2).sum((-1, -2)) + NOISE
-            assert (((cut - read) ** 2).sum((-1, -2)) <= nearest + unsure).all(), hook
-        return
-    if isinstance(reduction, ChannelInt8):
-        layers = capture.layers[hook] or [0]
-        scales = np.stack([find_fitted(Scales, reduction.sha256, capture.path).of(hook, layer) for layer in layers])
-        step = scales[:, None] if capture.layers[hook] else scales
-        inside = np.clip(exact, -127 * step, 127 * step)
-        assert (np.abs(got - inside) <= 0.51 * step + NOISE).all(), hook
-        assert (exact == inside).mean() > 0.99, "what was fitted is the range of these rows too"
-        return
-    if isinstance(reduction, ChannelProjection):
-        layers = range(len(got))
-        step = np.stack([find_fitted(Scales, reduction.sha256, capture.path).of(hook, n) for n in layers])[:, None]
-        values = np.stack([reduction.rows_projected(rows) for rows in exact])  # by head, so slices are side by side
-        inside = np.clip(values, -127 * step, 127 * step)
-        assert (np.abs(got - inside) <= 0.51 * step + NOISE).all(), hook
-        assert (values == inside).mean() > 0.99
-        return
-    for mine, values in zip(np.split(got, shards, -1), np.split(exact, shards, -1), strict=True):
-        width = values.shape[-1]
-        if isinstance(reduction, SeededProjection):
-            values = values @ np.stack([reduction.slice_projected(unit) for unit in np.eye(values.shape[-1])])
-        largest = np.abs(values).max(-1, keepdims=True)
-        if isinstance(reduction, Int8 | RandomProjection):
-            affine = isinstance(reduction, Int8) and reduction.affine
-            step = (values.max(-1, keepdims=True) - values.min(-1, keepdims=True)) / 254 if affine else largest / 127
-            allowed = 0.51 * step
-        elif isinstance(reduction, CountSketch):
-            assert reduction.exact
-            allowed = np.full(1, NOISE * width / reduction.k)  # of each value of a sum
-        elif isinstance(reduction, Fp8):
-            allowed = np.abs(values) * 2.0**-4 + largest / 448 * 2.0**-9
-        elif isinstance(reduction, Round):
-            allowed = np.abs(values) * 2.0 ** -(reduction.bits + 1)
-        else:
-            assert reduction is None and hook in KEPT, hook
-            allowed = np.zeros(1)
-        assert (np.abs(mine - values) <= allowed + NOISE).all(), (hook, np.abs(mine - values).max())
 
 
 def test_every_row_decodes_to_the_values_of_transformers(run: Run, oracle: Callable[..., Oracle]) -> None:
@@ -392,26 +288,8 @@ def test_attention_summaries_are_those_of_transformers(run: Run, tiny_model: Cal
     """Requests have prompts in one step and in two, decode steps, and a hit of the prefix cache."""
     for name in (*(f"len{n}" for n in LENGTHS), "again"):
         tokens = run.tokens(name)[:-1]
-        capture, want = open_capture(run.store(name), timeout=300), attention_weights(tiny_model("qwen3"), tokens)
-        near = {"rtol": 0.001 if capture.attrs["tp"] == 2 else 0, "atol": 1e-5}  # float16
-        for layer, full in enumerate(want):
-            positions, weights, entropy = (x.swapaxes(0, 1) for x in capture.attention_summary(layer))
-            assert positions.shape == (full.shape[0], len(tokens), TOP)
-            best = -np.sort(-full, axis=-1)[..., :TOP]
-            kept = best.shape[-1]  # a prompt of one token has fewer keys than TOP
-            np.testing.assert_allclose(weights[..., :kept], best, **near)
-            there = np.arange(TOP) <= np.arange(len(tokens))[:, None]
-            assert ((positions >= 0) == there).all() and (weights[..., kept:] == 0).all()
-            at = np.take_along_axis(full, np.maximum(positions, 0), -1)
-            np.testing.assert_allclose(weights, np.where(there, at, 0), **near, err_msg="weights lie there")
-            assert all(len(set(row[row >= 0])) == (row >= 0).sum() for row in positions.reshape(-1, TOP))
-            exact = -(full * np.log(np.where(full > 0, full, 1))).sum(-1)
-            np.testing.assert_allclose(entropy, exact, rtol=0, atol=1e-4)
-        np.testing.assert_array_equal(capture.attention_summary(1, head=2)[1], weights_of(capture, 1)[:, 2])
-
-
-def weights_of(capture: Capture, layer: int) -> np.ndarray:
-    return capture.attention_summary(layer)[1]
+        capture = open_capture(run.store(name), timeout=300)
+        check_summaries(capture, attention_weights(tiny_model("qwen3"), tokens), TOP)
 
 
 @pytest.mark.parametrize("run", [1], ids=["tp1"], indirect=True)  # two ranks run eagerly, each in its own process
