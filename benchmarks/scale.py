@@ -21,6 +21,7 @@ from benchmarks import common
 from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.hooks import ModelDims, parse_selection
 from dmi_connector.layout import TOKEN_ARRAYS, hook_reductions, row_layouts
+from dmi_connector.reduce.attn import AttentionSummary
 from dmi_connector.reduce.modes import rules_of
 
 MODULE = "benchmarks.scale"
@@ -103,14 +104,17 @@ PARTS = {
     "output of each head": "z",
 }
 """{part of the budget: its hooks}."""
+RAW = "raw"
+"""The column of values as they are. `pattern` has no such form: it is `attn(8)`, as with most modes."""
 MODES = ("summary", "compact")
-"""Modes of the option `reduce` that the table compares."""
+"""Modes of the option `reduce` that the table compares with RAW."""
 
 
 def token_bytes(hooks: str, mode: str, dims: ModelDims) -> int:
-    """Bytes per token of the arrays of `hooks`, without padding, for a model in bfloat16."""
+    """Bytes per token of the arrays of `hooks`, without padding, for a model in bfloat16. mode: of MODES, or RAW."""
     selection = parse_selection(hooks, dims)
-    reductions = hook_reductions(tuple(rules_of(mode).items()), selection, dims, 1)
+    rules = {"pattern*": AttentionSummary.example} if mode == RAW else rules_of(mode)
+    reductions = hook_reductions(tuple(rules.items()), selection, dims, 1)
     (layout,) = row_layouts(selection, dims, "bfloat16", 1, reductions)
     return sum(field.nbytes for field in layout.fields)
 
@@ -123,12 +127,15 @@ def megabytes(tokens: int, mode: str, dims: ModelDims) -> dict[str, float]:
 
 def budget_table(tokens: int, dims: ModelDims) -> str:
     """A table in Markdown of the MB of one sequence, by part and mode."""
-    found = {mode: megabytes(tokens, mode, dims) for mode in MODES}
+    columns = (RAW, *MODES)
+    found = {mode: megabytes(tokens, mode, dims) for mode in columns}
     hooks = {part: ", ".join(f"`{hook}`" for hook in names.split(",")) for part, names in PARTS.items()}
-    lines = [["MB", "hooks", *(f"`{mode}`" for mode in MODES)]]
-    for part in found[MODES[0]]:
-        lines.append([part, hooks.get(part, ""), *(f"{found[mode][part]:.1f}" for mode in MODES)])
-    lines.append(["all", "", *(f"{sum(found[mode].values()):.1f}" for mode in MODES)])
+    lines = [["MB", "hooks", RAW, *(f"`{mode}`" for mode in MODES)]]
+    for part in found[RAW]:
+        lines.append([part, hooks.get(part, ""), *(f"{found[mode][part]:,.1f}" for mode in columns)])
+        if hooks.get(part) == "`pattern`":
+            lines[-1][2] += f" (`{AttentionSummary.example}`)"
+    lines.append(["all", "", *(f"{sum(found[mode].values()):,.1f}" for mode in columns)])
     return common.markdown(lines)
 
 

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from dmi_connector.analysis.new_file import new_file
 from dmi_connector.analysis.sketch import Sketch, sketch
@@ -33,6 +35,7 @@ def add_sketch(parser: argparse.ArgumentParser) -> None:
         "--follow", action="store_true", help="also captures that are still being written, to their end"
     )
     parser.add_argument("--merge", action="store_true", help="one sketch of all captures, in a FILE")
+    parser.add_argument("--json", action="store_true", help="print a JSON list, one entry per file")
     parser.set_defaults(run=run_sketch)
 
 
@@ -42,6 +45,7 @@ def run_sketch(options: argparse.Namespace) -> int:
         raise ValueError(f"-k {options.k} is not valid; keep 1 row or more")
     stores = _begun(options.stores) if options.follow else places.stores(options.stores)
     failed: list[CaptureFailed] = []
+    listed: list[dict[str, Any]] = []
     for out, group in _groups(stores, local_path(options.out), options.merge):
         try:
             with new_file(out, "sketch") as partial:
@@ -51,7 +55,12 @@ def run_sketch(options: argparse.Namespace) -> int:
             failed.append(error)
             continue
         failed += lost
-        print(_text(out, found), flush=True)
+        if options.json:
+            listed.append(_json(out, found))
+        else:
+            print(_text(out, found), flush=True)
+    if options.json:
+        print(json.dumps(listed, indent=1))
     for why in failed:
         print(f"dmi: {why}", file=sys.stderr)
     return 1 if failed else 0
@@ -123,3 +132,22 @@ def _rows(found: Sketch) -> Iterator[tuple[object, ...]]:
         raw = sum(one.count + one.not_finite for one in layers.values()) * found.row_bytes[hook]
         bound = f"{100 * found.relative_error(hook).max():.2f} %"
         yield hook, len(layers), read, format_bytes(raw), format_bytes(found.rows(hook).nbytes), bound
+
+
+def _json(out: Path, found: Sketch) -> dict[str, Any]:
+    """The entry of a file in the output of --json. Sizes are in bytes; `bound` is a share of all squared values."""
+    hooks = [
+        {
+            "hook": hook,
+            "layer": layer,
+            "tokens": one.count,
+            "not_finite": one.not_finite,
+            "raw": (one.count + one.not_finite) * found.row_bytes[hook],
+            "sketch": rows.nbytes,
+            "bound": float(bound),
+        }
+        for hook, layers in found.hooks.items()
+        for (layer, one), rows, bound in zip(layers.items(), found.rows(hook), found.relative_error(hook), strict=True)
+    ]
+    about = {"file": str(out), "stores": found.stores, "model": found.model, "k": found.k}
+    return {**about, "tokens": found.tokens, "missing": found.missing, "hooks": hooks}

@@ -257,6 +257,11 @@ def test_the_table_of_the_budget_is_what_its_command_prints(capsys: pytest.Captu
     # A row of 36 layers, by hand: rp(512), topk(64) without a sample, four weights of 32 heads, rp(256).
     by_hand = 36 * (516 + (64 * 3 + 4) + 32 * (4 * 4 + 4) + 260) + 516
     assert scale.token_bytes(hooks, "compact", dims) == by_hand
+    # Raw, two bytes a value, and eight weights of 32 heads.
+    by_hand = 36 * (2 * (2560 + 9728 + 4096) + 32 * (8 * 8 + 4)) + 2 * 2560
+    assert scale.token_bytes(hooks, scale.RAW, dims) == by_hand
+    weights = 2 * dims.layers * dims.heads * int(tokens) * (int(tokens) + 1) / 2  # causal: a token sees those before
+    assert f"would take {weights / 1e9:.1f} GB more" in " ".join(section.split())
 
 
 def test_every_form_is_described_and_every_kind_has_its_bytes() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -367,6 +368,29 @@ def test_the_command_writes_a_file_for_each_capture(
     assert Sketch.load(tmp_path / "new/out/b.safetensors").tokens == 200
 
 
+def test_the_command_prints_json(captures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["sketch", str(captures), "--hooks", "q,resid_final", "-k", "3", "--json"]
+    assert main([*given, "-o", str(tmp_path)]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [(one["file"], one["stores"]) for one in listed] == [
+        (f"{tmp_path}/{name}.safetensors", [f"{name}.zarr"]) for name in "ab"
+    ]
+    with open_capture(captures / "a.zarr") as cap:
+        own = sketch(cap, "q,resid_final", 3)
+    assert (listed[0]["k"], listed[0]["model"], listed[0]["tokens"], listed[0]["missing"]) == (3, "tiny", 300, 0)
+    bounds = [*own.relative_error("q"), *own.relative_error("resid_final")]
+    each = {"tokens": 300, "not_finite": 0}
+    assert listed[0]["hooks"] == [
+        {"hook": "q", "layer": 0, **each, "raw": 9600, "sketch": 96, "bound": bounds[0]},
+        {"hook": "q", "layer": 2, **each, "raw": 9600, "sketch": 96, "bound": bounds[1]},
+        {"hook": "resid_final", "layer": 0, **each, "raw": 9600, "sketch": 192, "bound": bounds[2]},
+    ]
+    assert all(0 < bound < 1 for bound in bounds)
+    assert main([*given, "-o", f"{tmp_path}/all.safetensors", "--merge"]) == 0
+    (merged,) = json.loads(capsys.readouterr().out)
+    assert merged["tokens"] == 500 and sorted(merged["stores"]) == ["a.zarr", "b.zarr"]
+
+
 def test_the_command_follows_and_merges(
     captures: Path, store: kit.Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -398,6 +422,10 @@ def test_a_capture_that_fails_is_named_and_the_others_are_sketched(
     out, err = capsys.readouterr()
     assert "begun.zarr" in err and "aborted" in err and "a.safetensors: 1 captures" in out
     assert [path.name for path in tmp_path.glob("*.safetensors")] == ["a.safetensors"]
+    (tmp_path / "json").mkdir()
+    assert main(["sketch", *given, "--hooks", "q", "--follow", "--json", "-o", f"{tmp_path}/json"]) == 1
+    out, err = capsys.readouterr()
+    assert [one["stores"] for one in json.loads(out)] == [["a.zarr"]] and "aborted" in err
     assert main(["sketch", *given, "--hooks", "q", "--follow", "--merge", "-o", f"{tmp_path}/m.safetensors"]) == 1
     assert Sketch.load(tmp_path / "m.safetensors").stores == ["a.zarr"]
     assert main(["sketch", given[0], "--hooks", "q", "--follow", "--merge", "-o", f"{tmp_path}/n.safetensors"]) == 1
