@@ -24,6 +24,8 @@ import numpy as np
 from benchmarks import common
 from dmi_connector.cli.tiny_models import ENV, make_model, make_tokenizer
 from dmi_connector.cli.tiny_training import texts, train
+from dmi_connector.reduce import parse
+from dmi_connector.reduce.attn import AttentionSummary
 
 if TYPE_CHECKING:
     from dmi_connector.analysis.autoencoder import Autoencoder
@@ -61,6 +63,12 @@ COMPONENTS = 256
 """Number of principal components of the hooks in WHOLE."""
 WHOLE = ("resid_pre", "resid_mid", "mlp_out")
 """Hooks whose whole rows are reduced to principal components."""
+OF_COMPACT = "rp(256)"
+"""The reduction of `z` that the mode `compact` chooses."""
+SUMMARIES = ("attn(8)", "attn(4,half)")
+"""Reductions of `pattern` of the modes `summary` and `compact`."""
+LARGEST = 8
+"""Number of attention weights per head and query, of which the kept ones are counted."""
 
 
 def capture(model: Path, folder: Path) -> dict[str, list[Path]]:
@@ -240,6 +248,51 @@ def downstream(
     return found
 
 
+def weights_kept(weights: Sequence[np.ndarray], spec: str) -> dict[str, float]:
+    """What a reduction of `pattern` keeps of causal attention weights: of each capture [heads, queries, keys].
+
+    Returns means over heads and queries: "mass", the share of all weight; "largest", the share of the LARGEST largest
+    weights. "least_head" is the mass of the head that keeps the least. Only queries that see more than LARGEST keys
+    count.
+    """
+    reduction = parse(spec)
+    assert isinstance(reduction, AttentionSummary)
+    sums = []
+    for one in weights:
+        kept = -np.sort(-one[:, LARGEST:], axis=2)[..., : reduction.m]
+        sums.append((kept.astype(np.float16) if reduction.half else kept).sum(2, dtype=np.float64))
+    by_head = np.concatenate(sums, 1).mean(1)
+    largest = min(reduction.m, LARGEST) / LARGEST
+    return {"mass": float(by_head.mean()), "least_head": float(by_head.min()), "largest": largest}
+
+
+def parts_of_compact(stores: Sequence[Path]) -> list[dict[str, Any]]:
+    """What the mode `compact` keeps of `z`, and of the attention weights that follow from `q_rot` and `k_rot`."""
+    from dmi_connector.analysis.fidelity import fidelity
+    from dmi_connector.captures.capture import open_capture
+
+    found = [asdict(one) for one in fidelity(stores, [OF_COMPACT], "z")]
+    for layer in range(SIZES["num_hidden_layers"]):
+        weights = []
+        for store in stores:
+            with open_capture(store, timeout=60) as capture:
+                weights.append(capture.attention(layer))
+        for spec in SUMMARIES:
+            measures = {name: round(value, 6) for name, value in weights_kept(weights, spec).items()}
+            found.append({"hook": "pattern", "layer": layer, "reduction": spec, "measures": measures})
+    return found
+
+
+def as_table(parts: Sequence[dict[str, Any]]) -> str:
+    """A table in Markdown of the result of `parts_of_compact`."""
+    names = list(dict.fromkeys(name for part in parts for name in part["measures"]))
+    lines = [["hook", "layer", "reduction", *(name.replace("_", " ") for name in names)]]
+    for part in parts:
+        measures = (f"{part['measures'][name]:.5f}" if name in part["measures"] else "" for name in names)
+        lines.append([part["hook"], str(part["layer"]), f"`{part['reduction']}`", *measures])
+    return common.markdown(lines)
+
+
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser = common.parser("benchmarks.fidelity", __doc__)
@@ -258,6 +311,8 @@ def main(argv: list[str] | None = None) -> None:
         if not options.again:
             (options.out / f"{kind}.json").write_text(json.dumps(prepared(kind, options.out, options.steps)))
     result: dict[str, Any] = {"header": header}
+    compact: dict[str, Any] = {"header": header}
+    analyses: dict[str, Any] = {"header": header}
     for kind in ("trained", "random"):
         about = json.loads((options.out / f"{kind}.json").read_text())
         stores, encoded = ([*map(Path, about[name])] for name in ("measured", "encoded"))
@@ -271,12 +326,17 @@ def main(argv: list[str] | None = None) -> None:
         rows += [replace(one, reduction=f"pca({COMPONENTS} components)") for one in projected]
         result[kind] = [asdict(one) for one in rows]
         print(f"\n{kind}\n\n{markdown(rows)}\n", flush=True)
+        compact[kind] = parts_of_compact(measured)
+        print(f"parts of the mode compact\n\n{as_table(compact[kind])}\n", flush=True)
         if kind == "trained":
-            encoders, trained = autoencoders(encoded, measured, options.out / "autoencoders")
+            encoders, analyses["autoencoders"] = autoencoders(encoded, measured, options.out / "autoencoders")
             more = downstream(Path(about["model"]), fitted, measured, encoders, options.out / "fitted")
-            print(f"\nwhat analyses find\n\n{markdown(more, 0.95)}", flush=True)
-            listed = {"header": header, "autoencoders": trained, kind: [asdict(one) for one in more]}
-            common.save(options.out / "downstream.json", listed)
+        else:  # tokens and latents that a random model finds have no meaning, nor has a fit to its rows
+            more = fidelity(measured, COMPARED, labels="tokens")
+        print(f"\nwhat analyses find\n\n{markdown(more, 0.95)}", flush=True)
+        analyses[kind] = [asdict(one) for one in more]
+    common.save(options.out / "downstream.json", analyses)
+    common.save(options.out / "compact.json", compact)
     common.save(options.out / "fidelity.json", result)
 
 
