@@ -67,8 +67,8 @@ OF_COMPACT = "rp(256)"
 """The reduction of `z` that the mode `compact` chooses."""
 SUMMARIES = ("attn(8)", "attn(4,half)")
 """Reductions of `pattern` of the modes `summary` and `compact`."""
-LARGEST = 8
-"""Number of attention weights per head and query, of which the kept ones are counted."""
+MOST_KEPT = 8
+"""The largest number of weights that SUMMARIES keep. Queries that see no more keys than this are not counted."""
 
 
 def capture(model: Path, folder: Path) -> dict[str, list[Path]]:
@@ -251,19 +251,17 @@ def downstream(
 def weights_kept(weights: Sequence[np.ndarray], spec: str) -> dict[str, float]:
     """What a reduction of `pattern` keeps of causal attention weights: of each capture [heads, queries, keys].
 
-    Returns means over heads and queries: "mass", the share of all weight; "largest", the share of the LARGEST largest
-    weights. "least_head" is the mass of the head that keeps the least. Only queries that see more than LARGEST keys
-    count.
+    Returns "mass", the share of all weight, as a mean over heads and queries, and "least_head", the mass of the head that
+    keeps the least. Only queries that see more than MOST_KEPT keys count.
     """
     reduction = parse(spec)
     assert isinstance(reduction, AttentionSummary)
     sums = []
     for one in weights:
-        kept = -np.sort(-one[:, LARGEST:], axis=2)[..., : reduction.m]
+        kept = -np.sort(-one[:, MOST_KEPT:], axis=2)[..., : reduction.m]
         sums.append((kept.astype(np.float16) if reduction.half else kept).sum(2, dtype=np.float64))
     by_head = np.concatenate(sums, 1).mean(1)
-    largest = min(reduction.m, LARGEST) / LARGEST
-    return {"mass": float(by_head.mean()), "least_head": float(by_head.min()), "largest": largest}
+    return {"mass": float(by_head.mean()), "least_head": float(by_head.min())}
 
 
 def parts_of_compact(stores: Sequence[Path]) -> list[dict[str, Any]]:
