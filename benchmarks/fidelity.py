@@ -251,8 +251,8 @@ def downstream(
 def weights_kept(weights: Sequence[np.ndarray], spec: str) -> dict[str, float]:
     """What a reduction of `pattern` keeps of causal attention weights: of each capture [heads, queries, keys].
 
-    Returns "mass", the share of all weight, as a mean over heads and queries, and "least_head", the mass of the head that
-    keeps the least. Only queries that see more than MOST_KEPT keys count.
+    Returns "mass", the share of all weight, as a mean over heads and queries, and "least_head", the mass of the head
+    that keeps the least. Only queries that see more than MOST_KEPT keys count.
     """
     reduction = parse(spec)
     assert isinstance(reduction, AttentionSummary)
