@@ -199,6 +199,71 @@ def test_what_autoencoders_and_attention_lose_is_named() -> None:
     assert not any({"latents", "sae_error", "attention"} & set(one["measures"]) for one in lacking)
 
 
+PARTS = {
+    "`rp(256)` of `z`: cosines of pairs": ("rp(256)", "pairs"),
+    "`rp(256)` of `z`: probe scores": ("rp(256)", "probes"),
+    "`attn(4,half)` of `pattern`: attention": ("attn(4,half)", "mass"),
+    "`attn(4,half)` of `pattern`: attention of a head": ("attn(4,half)", "least_head"),
+    "`attn(8)` of `pattern`: attention": ("attn(8)", "mass"),
+    "`attn(8)` of `pattern`: attention of a head": ("attn(8)", "least_head"),
+}
+
+
+def test_what_compact_keeps_is_as_measured() -> None:
+    chosen = MODES["compact"].bind("z", [0], 4096, 1), rules_of("compact")["pattern*"]
+    assert (parse("rp(256)"), "attn(4,half)") == chosen and rules_of("summary")["pattern*"] == "attn(8)"
+
+    def least(weights: str, reduction: str, measure: str) -> float:
+        own = [one["measures"] for one in RUNS["compact"][weights] if one["reduction"] == reduction]
+        assert len(own) == 2, "layers"
+        return min(measures[measure] for measures in own)
+
+    lines = PAGE.split("| part of a mode |")[1].split("\n\n")[0].splitlines()[2:]
+    rows = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in row.split("|")[1:-1]] for row in lines)}
+    want = {what: [down(least(one, *found), 4) for one in ("trained", "random")] for what, found in PARTS.items()}
+    assert rows == want
+    reach = {(weights, *found) for found in PARTS.values() for weights in RUNS["compact"] if weights != "header"}
+    assert {one for one in reach if least(*one) >= 0.95} == {("trained", "rp(256)", "pairs")}
+    text = " ".join(PAGE.split())
+    assert "only the cosines of pairs of the trained model reach 0.95" in text
+    assert f"probe scores have a correlation of {want['`rp(256)` of `z`: probe scores'][0]} with those" in text
+    four, eight = (want[f"`{spec}` of `pattern`: attention"][0] for spec in ("attn(4,half)", "attn(8)"))
+    assert f"hold {four} of the attention of a trained model, instead of {eight}." in text
+    errors = [math.sqrt(1 / 256 - 1 / width) for width in (512, 4096)]
+    assert f"cosine is {errors[0]:.3f} for 512 values, and {errors[1]:.3f} for 4,096" in text
+
+
+def test_what_analyses_find_in_a_random_model_is_as_measured() -> None:
+    random = RUNS["downstream-random"]["random"]
+
+    def least(hook: str, reduction: str, measure: str) -> float | None:
+        own = [one["measures"] for one in random if (one["hook"], one["reduction"]) == (hook, reduction)]
+        return min((measures[measure] for measures in own if measure in measures), default=None)
+
+    head, _, *lines = PAGE.split("| random weights | int8 |")[1].split("\n\n")[0].splitlines()
+    reductions = ["int8", *(cell.strip() for cell in head.split("|")[:-1])]
+    names, below = {"concept scores": "concepts", "attention": "attention"}, set()
+    shown = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in row.split("|")[1:-1]] for row in lines)}
+    assert {*reductions} == {one["reduction"] for one in random}
+    assert {*shown} == {f"{hook}: concept scores" for hook in {one["hook"] for one in random}} | {
+        f"{hook}: attention" for hook in ("q_rot", "k_rot")
+    }
+    for what, cells in shown.items():
+        hook, measure = what.split(": ")
+        for reduction, cell in zip(reductions, cells, strict=True):
+            value = least(hook, reduction, names[measure])
+            assert cell == ("" if value is None else down(value, 4)), (what, reduction)
+            if value is not None and value < 0.95:
+                below.add((what, reduction))
+    lost = [f"{hook}: concept scores" for hook in ("q", "z", "q_rot", "k_rot")] + [
+        "q_rot: attention",
+        "k_rot: attention",
+    ]
+    assert below == {(what, "topk(64)") for what in lost}
+    kept = [one["measures"].get("importance", 1) for one in random if one["reduction"] != "topk(64)"]
+    assert f"The importance is {down(min(kept), 4)} or more, except with `topk(64)`" in " ".join(PAGE.split())
+
+
 HEADS = [("rp(16,group=64)", measure) for measure in ("pairs", "probes", "concepts")]
 HEADS += [("pca(file) of heads", one) for one in ("variance", "importance", "concepts", "attention", "latents")]
 
