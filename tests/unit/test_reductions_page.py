@@ -8,9 +8,10 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from benchmarks import scale
+from benchmarks import fidelity, scale
 from dmi_connector.analysis.fidelity import LARGER_IS_WORSE
 from dmi_connector.reduce import KINDS, MODES, forms, parse
 from dmi_connector.reduce.modes import rules_of
@@ -231,6 +232,22 @@ def test_what_compact_keeps_is_as_measured() -> None:
     assert f"hold {four} of the attention of a trained model, instead of {eight}." in text
     errors = [math.sqrt(1 / 256 - 1 / width) for width in (512, 4096)]
     assert f"cosine is {errors[0]:.3f} for 512 values, and {errors[1]:.3f} for 4,096" in text
+
+
+@pytest.mark.parametrize(("spec", "mass", "least"), [("attn(8)", 0.9125, 0.9), ("attn(4,half)", 0.55, 0.5)])
+def test_the_kept_attention_is_that_of_the_largest_weights(spec: str, mass: float, least: float) -> None:
+    """Of two heads and two captures. The keys with the largest weights are others for each query."""
+    rows = [[0.2] + [0.1] * 8, [0.15] * 4 + [0.1] + [0.075] * 4]
+    rng, captures = np.random.default_rng(0), []
+    for queries in (9, 12):
+        weights = np.ones((2, queries, 9), np.float32)
+        for head, query in np.ndindex(2, queries - 8):  # the others see 8 keys or fewer, and do not count
+            weights[head, 8 + query] = rng.permutation(rows[head])
+        captures.append(weights)
+    found = fidelity.weights_kept(captures, spec)
+    near = {"rel": 2**-11 if "half" in spec else 1e-6}
+    assert found == {"mass": pytest.approx(mass, **near), "least_head": pytest.approx(least, **near)}
+    assert (found["least_head"] != pytest.approx(least, rel=1e-6)) == ("half" in spec), "rounded to float16"
 
 
 def test_what_analyses_find_in_a_random_model_is_as_measured() -> None:
