@@ -129,7 +129,7 @@ class FiniteCheck:
         new = self.rows.total() - self._reported
         if self.rows.total() > self._warned and self.policy != "fail":
             self._warned = self._reported = self.rows.total()
-            named = ", ".join(list(self.rows)[:_NAMED])
+            named = ", ".join(list(self.rows)[:_NAMED]) + (", and others" if len(self.rows) > _NAMED else "")
             warnings.warn(
                 f"{new} rows of {len(self.rows)} stores hold {WHAT} and were {self._verb}: {named}",
                 RuntimeWarning,

@@ -190,6 +190,25 @@ def test_a_pool_with_shared_prompts() -> None:
     assert not cached["lost_rows"] and not reasoning["lost_rows"]
 
 
+def test_a_pool_with_long_prompts() -> None:
+    text = page("PERFORMANCE.md").split("**A pool with long prompts**")[1].split("\n- ")[0]
+    engines = BUSY["h200-pool-long128"]["engines"]
+    stock, found = (engines[name]["loads"]["long128"] for name in ("stock", f"{ZSTD} pool"))
+    same(" ".join(re.findall(r"\d,\d{3}(?= to \d| tokens/s)", text)), min(stock["tok_per_s"]), max(stock["tok_per_s"]))
+    same(" ".join(re.findall(r"0\.\d\d", text)), *ratios([found]))
+    same(re.findall(r"([\d.]+) GB/s", text)[0], *found["exported_GB_per_s"])
+    assert found["verified"] and not found["lost_rows"]
+
+
+def test_drafts_with_two_ranks() -> None:
+    text = page("PERFORMANCE.md").split("**EAGLE-3 drafts with TP=2**")[1].split("No row")[0].replace("vLLM 0.33", "")
+    engines = RANKS["h200-two-drafts"]["engines"]
+    stock, found = (engines[f"{name} eagle3"]["loads"]["short64"] for name in ("stock", ZSTD))
+    same(" ".join(re.findall(r"\d\d,\d{3}", text)), min(stock["tok_per_s"]), max(stock["tok_per_s"]))
+    same(" ".join(re.findall(r"0\.\d\d", text)), *ratios([found]))
+    assert found["verified"] and not found["lost_rows"]
+
+
 def test_several_gpus() -> None:
     rows = table("PERFORMANCE.md", "| engine | capture |")
 

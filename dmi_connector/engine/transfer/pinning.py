@@ -42,7 +42,11 @@ class PinnedRing:
         self._stop = threading.Event()
         self._begin = time.monotonic()
         ring.allow(0)
-        self._pin_until(min(least, ring.nbytes))
+        try:
+            self._pin_until(min(least, ring.nbytes))
+        except RuntimeError:
+            self._unpin()
+            raise
         self._thread = threading.Thread(target=self._run, name="dmi-pin", daemon=True)
         self._thread.start()
 
@@ -50,6 +54,9 @@ class PinnedRing:
         """Stop pinning, and unpin the memory. No copy may be running."""
         self._stop.set()
         self._thread.join()
+        self._unpin()
+
+    def _unpin(self) -> None:
         for address in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._pinned.clear()

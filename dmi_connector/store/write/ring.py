@@ -135,9 +135,10 @@ class Ring(RingBase):
         with self._changed:
             while self.fd >= 0:
                 if extent.size > self.most:
+                    whole = self.most == self.nbytes
+                    fix = "use a larger host_buffer_bytes" if whole else "raise the limit of pinned memory"
                     raise ValueError(
-                        f"{nbytes} bytes do not fit in the {self.most} bytes of the ring: use a larger "
-                        "host_buffer_bytes, or smaller chunks"
+                        f"{nbytes} bytes do not fit in the {self.most} bytes of the ring: {fix}, or use smaller chunks"
                     )
                 if (at := self._place(extent.size)) is not None:
                     extent.offset = at

@@ -443,3 +443,12 @@ def test_a_policy_that_raises_does_not_warn_too(policy: str, says: int) -> None:
         check.warn()
         check.warn_all()
     assert len(found) == says and all("row 3 holds" in str(one.message) for one in found)
+
+
+@pytest.mark.parametrize(("stores", "end"), [(5, "4.zarr"), (6, "4.zarr, and others")])
+def test_a_warning_says_whether_it_names_all_stores(stores: int, end: str) -> None:
+    check = FiniteCheck("skip")
+    for number in range(stores):
+        check.see(Path(f"{number}.zarr"), [3])
+    with pytest.warns(RuntimeWarning, match=rf"{stores} rows of {stores} stores hold .*: .*0.zarr, .*{end}$"):
+        check.warn_all()

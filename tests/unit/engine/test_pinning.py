@@ -97,6 +97,16 @@ def test_memory_that_cannot_be_pinned_stops_the_start(cuda: Cuda, ring: Ring) ->
         PinnedRing(ring, 1, DEVICE)
 
 
+def test_a_start_that_fails_leaves_no_memory_pinned(cuda: Cuda, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    populate = pinning._populate
+    monkeypatch.setattr(
+        pinning, "_populate", lambda *given: (setattr(cuda, "fails", bool(cuda.pinned)), populate(*given))
+    )
+    with pytest.raises(RuntimeError, match="host_buffer_bytes: 16384 of 28672 bytes could not be pinned"):
+        PinnedRing(ring, RING, DEVICE)
+    assert cuda.pinned == {}
+
+
 def test_memory_that_cannot_be_pinned_later_leaves_a_smaller_ring(
     cuda: Cuda, ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +117,7 @@ def test_memory_that_cannot_be_pinned_later_leaves_a_smaller_ring(
     cuda.go.set()
     memory._thread.join(kit.PATIENCE)
     assert ring.usable == SLICE
-    with pytest.raises(ValueError, match=f"do not fit in the {SLICE} bytes of the ring"):
+    with pytest.raises(ValueError, match=f"do not fit in the {SLICE} bytes of the ring: raise the limit of pinned"):
         ring.alloc(SLICE + 1)  # which would wait for ever
     assert [line.partition(" bytes could")[2] for line in lines] == [
         " not be pinned (2); give a smaller size or raise the limit. The ring stays at its first 0 MiB"

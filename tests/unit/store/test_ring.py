@@ -127,7 +127,7 @@ def test_more_bytes_than_a_smaller_ring_will_ever_have_are_refused() -> None:
     ring.allow(ALIGN)
     waiting = _waits_for(ring, 2 * ALIGN)
     ring.allow(ALIGN, final=True)
-    with pytest.raises(ValueError, match=f"{2 * ALIGN} bytes do not fit in the {ALIGN} bytes of the ring"):
+    with pytest.raises(ValueError, match=f"{2 * ALIGN} bytes do not fit in the {ALIGN} bytes of the ring: raise"):
         waiting.result(PATIENCE)
     assert ring.alloc(ALIGN) is not None
     ring.close()
