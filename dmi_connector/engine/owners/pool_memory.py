@@ -37,8 +37,8 @@ class RowPool(StepRows, nn.Module):
     int64 [maximum tokens of a step], the slots in `rows` of the tokens of the running step. CUDA graphs use the address
     of `slots`.
 
-    sleep() frees the memory of the rows from vLLM 0.32 on (`freed_in_sleep`), and never that of `table` and `slots`. A
-    sleep loses no row of a store: rows are exported before it, or computed again after it.
+    With vLLM 0.32 or later, sleep() frees the memory of `rows` (`freed_in_sleep`). It never frees that of `table` and
+    `slots`. A sleep loses no row of a store: rows are exported before it, or computed again after it.
     """
 
     def __init__(self, context: Context) -> None:

@@ -21,7 +21,7 @@ class Sizes(NamedTuple):
     """The sizes of attention in one layer.
 
     heads: number of query heads. kv_heads: number of heads of keys and values. head_dim: elements per head. v_head_dim:
-    elements per head of values; 0 if they are as many as `head_dim`.
+    elements per head of values, or 0 if that equals `head_dim`.
     """
 
     heads: int
