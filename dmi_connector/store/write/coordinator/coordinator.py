@@ -301,10 +301,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dmi-coordinator", description="Started by the engine.")
     parser.add_argument("--ring-fd", type=int, required=True, help="file descriptor of the shared memory")
     parser.add_argument("--ring-bytes", type=int, required=True, help="size of the shared memory in bytes")
-    parser.add_argument("--life-fd", type=int, required=True, help="file descriptor to keep open until it exits")
+    parser.add_argument(
+        "--life-fd", type=int, required=True, help="file descriptor that this process and its writers keep open"
+    )
     parser.add_argument("--writers", type=int, required=True, help="number of writer processes")
     parser.add_argument("--settings", type=json.loads, required=True, help="WriteSettings as JSON")
-    parser.add_argument("--drain-seconds", type=float, required=True, help="seconds to finish after the engine exited")
+    parser.add_argument(
+        "--drain-seconds", type=float, required=True, help="seconds to finish captures after the engine has exited"
+    )
     parser.add_argument("--engine-pid", type=int, required=True, help="process id of the engine")
     parser.add_argument("--cores", required=True, help="CPU cores of its processes, separated by commas")
     args = parser.parse_args(argv)
