@@ -30,9 +30,10 @@ _END_S = 600.0
 class Answer:
     """The result of a prompt.
 
-    position: position of the prompt in the run. engine: name of the engine. prompt_tokens, generated_tokens: number of
-    tokens of the prompt and of generated ones. finish_reason: vLLM's finish reason. store: path of the store, if known.
-    refused: why the engine refused the prompt, or None. error: why the request was served without a capture, or None.
+    position: position of the prompt in the run. engine: name of the engine. prompt_tokens: number of tokens of the
+    prompt. generated_tokens: number of generated tokens. finish_reason: vLLM's finish reason. store: path of the store,
+    if known. refused: why the engine refused the prompt, or None. error: why the request was served without a capture,
+    or None.
     """
 
     position: int
@@ -47,7 +48,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Death:
-    """An engine that exited before it was told to exit, or before it had finished its prompts.
+    """An engine that exited too early: before it was told to exit, with prompts left, or with an error.
 
     name: name of the engine. how: how it exited, for messages. positions: positions of the prompts that it had not
     finished. life: path of a file on which only processes of this engine hold shared locks. Once they have exited,
@@ -94,7 +95,7 @@ class Engines(Protocol):
 
 
 class EngineChild(Protocol):
-    """The process of an engine, on this machine (`Child`) or on another node.
+    """The process of an engine, on this machine (`Child`) or on a node of a Ray cluster.
 
     status: the exit status, None while it is unknown.
     """
@@ -274,8 +275,7 @@ def device_shares(count: int, devices: Sequence[str]) -> list[list[str]]:
     """The GPUs of each of `count` engines, the same number for each.
 
     Lists are empty if there is one engine or no GPU. The environment of the engine is then left as it is. GPUs
-    that cannot be shared equally are not used. Raises
-    ValueError if there are fewer GPUs than engines.
+    that cannot be shared equally are not used. Raises ValueError if there are fewer GPUs than engines.
     """
     if not devices or count == 1:
         return [[] for _ in range(count)]

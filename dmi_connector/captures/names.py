@@ -12,7 +12,7 @@ from dmi_connector.wording import suggest
 
 
 def check_equal(name: str, attrs: Mapping[str, Any]) -> None:
-    """Raise KeyError for a TransformerLens name of a tensor that is no hook of the store's model. It says why."""
+    """Raise KeyError, with the reason, for a TransformerLens name of a tensor that is no hook of the store's model."""
     why = why_not_equal(split_name(name)[0], attrs)
     if why is not None:
         raise KeyError(f"{name!r} has no equal here: {why}")

@@ -30,8 +30,8 @@ _CONTEXT = 24
 class Kind:
     """One kind of picture.
 
-    draw: draws the picture and returns its path. takes: optional options, besides --out. needs: required options. many:
-    whether several stores may be given.
+    draw: draws the picture and returns its path. takes: options that may be given. needs: options that must be given.
+    Both are without STORE and --out. many: whether several stores may be given.
     """
 
     draw: Callable[[Options, Open], Path]
@@ -124,7 +124,7 @@ def add_plot_options(parser: argparse.ArgumentParser) -> None:
 
 
 def draw(options: Options, open_store: Open) -> Path:
-    """Draw the picture and return its path. Raises ValueError for options that the kind of picture does not take."""
+    """Draw the picture and return its path. Raises ValueError if the options do not fit the kind of picture."""
     kind = KINDS[options.kind]
     known = {name for one in KINDS.values() for name in (*one.takes, *one.needs)}
     given = {name for name in known if getattr(options, name) is not None}

@@ -37,7 +37,7 @@ COUNTERS = {
         "borrowed_tokens",
         "Cached tokens whose rows are copied from an earlier store",
     ),
-    "bytes_exported": ("exported_bytes", "Bytes of rows copied from the device to the host buffer"),
+    "bytes_exported": ("exported_bytes", "Bytes copied to the host buffer"),
     "bytes_raw": ("raw_bytes", "Bytes of finished captures before compression"),
     "bytes_stored": ("stored_bytes", "Bytes of finished captures in their files"),
     "uploaded": ("stores_uploaded", "Stores uploaded to the object store"),

@@ -32,8 +32,8 @@ NOTE = ".dmi-export.json"
 class LeftOut(ValueError):
     """Raised for one store that cannot be exported, so that the export continues without the store.
 
-    The message: "{store} holds {what}; {fix}". what: as in "no token to train on". Stores are counted by `what`.
-    fix: what the user can do.
+    The message is "{store} holds {what}; {fix}". what: such as "no token to train on". `Done.warnings` has the number
+    of stores for each `what`. fix: what the user can do.
     """
 
     def __init__(self, store: Place, what: str, fix: str) -> None:

@@ -34,7 +34,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Twin:
-    """The points of one `model_type` of transformers, and what the oracle must know of its attention.
+    """The points of one `model_type` of transformers, and what else the oracle must know of the model.
 
     points: the points in a layer. A layer uses the points whose module it has, and whose `needs` and `unless` it meets.
     If several of them are of one hook, it uses the last. once: points in the base model. layers: path of the list of

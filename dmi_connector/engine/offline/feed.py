@@ -169,7 +169,7 @@ def _parser() -> Any:
 
 
 def _sampling(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., Any]:
-    """The result of `_maker` for fields that were checked. Raises OptionError if SamplingParams refuses a field."""
+    """Check the fields. Returns the result of `_maker`. Raises OptionError if SamplingParams refuses a field."""
 
     def check(some: Mapping[str, Any]) -> None:
         _maker(some, max_tokens)("a")

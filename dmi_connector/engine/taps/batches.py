@@ -132,7 +132,7 @@ class ModelTaps:
     def before_attention(self, path: str, call: Callable[..., Any]) -> None:
         """Call `call(module, args)` before the attention at `path`. Raises ValueError if the model has no such module.
 
-        vLLM's Transformers backend calls the `forward` of attention layers directly, so torch runs no hooks of theirs.
+        vLLM's Transformers backend calls the `forward` of attention layers directly, which skips forward hooks.
         """
         self._add(_Hook(path, call, True, {}, direct=self.context.arch.in_transformers))
 
@@ -158,7 +158,7 @@ class ModelTaps:
         return hook
 
     def follow(self) -> None:
-        """Move hooks to modules that have replaced the hooked ones since, such as LoRA layers."""
+        """Move hooks from modules that were replaced to their replacements, such as LoRA layers."""
         for hook in self._hooks:
             module = self._model.get_submodule(hook.path)
             if module is not hook.module:

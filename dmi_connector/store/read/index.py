@@ -38,7 +38,7 @@ class CaptureInfo:
     recover a store). reason: why the capture is not complete. started, finished: ISO 8601, UTC. bytes: size of the
     finished store without its root `zarr.json`. num_tokens: number of rows. prompt_len: number of tokens of the prompt.
     model: name of the model. Before the end of the capture, prompt_len and model are None. Index lines of format 1.1 or
-    older also lack these two, and `open_captures` then reads them from the store. draft_tokens_scheduled,
+    older lack both too, and `open_captures` then reads both from the store. draft_tokens_scheduled,
     draft_tokens_accepted: numbers of draft tokens that were verified, and that were accepted; None before the end, and
     without speculative decoding. scores: scores of probes, as in the store's attribute (docs/FORMAT.md, section 5);
     None before the end, and without probes.

@@ -4,7 +4,7 @@
 The tokens of these rows were in the engine's prefix cache, so the engine did not compute the rows again. If the source
 is finished, writers copy the rows at once. If the source is still being written, writers copy the rows when the first
 chunk of the capture arrives, or when the capture or the source ends. An engine sends rows in order, so the source has
-got all borrowed rows by then. Before the copy, the writers of the source confirm that its rows are in files
+all borrowed rows by then. Before the copy, the writers of the source confirm that its rows are in files
 (`mark`). A source is finished only after its rows are copied, because a reader may remove a finished store.
 """
 
@@ -130,7 +130,7 @@ class Borrowing:
             known.final, known.request_id, known.source = its.final, its.request_id, its.source
 
     def due(self, record: CaptureRecord) -> None:
-        """Handle a chunk of a capture: its borrowed rows can be copied. Later chunks of the capture have no effect."""
+        """Handle a chunk of a capture. The first one shows that the source has the rows that the capture borrows."""
         known = self._open.get(record.number)
         if known is not None and not known.due:
             known.due = True
@@ -216,7 +216,7 @@ class Borrowing:
                     self._ends.begin(record, message)
 
     def _written(self, known: Borrowed) -> bool:
-        """Whether all rows that the source has got are in files, except those of dead writers. Sends the marks."""
+        """Whether the source's live writers have confirmed that its rows are in files. The first call asks them."""
         if known.source is None:
             return True
         of_source = self._open.get(known.source.number)

@@ -7,7 +7,7 @@ the ring. When the engine has exited, even if it was killed, the coordinator fin
 open captures become incomplete stores of the rows that have arrived. With several ranks, they are left unfinished, and
 `dmi repair` may recover their stores.
 
-messages    layout, open, chunks, rows, close, forget (a layout), lost (a capture, with an earlier coordinator)
+messages    layout, open, chunks, rows, close, forget (a layout), lost (a capture of an earlier coordinator)
 answers     ready, free (extents of the ring), lost (rows that a capture should borrow), done (a capture), upload
             (counts), note (an error), bye
 """

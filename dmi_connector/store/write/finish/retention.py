@@ -2,7 +2,7 @@
 """Removes old stores, and measures the size of all stores (docs/OPERATIONS.md lists the guarantees).
 
 A store is removed only under an exclusive lock, taken without waiting (locks.py). The store is first renamed, so that
-no reader finds a part of it. Then the index gets a line that it is removed, and its files are deleted.
+no reader finds a part of it. Then a line in the index records the removal, and the files are deleted.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class Keeper:
 
     roots: more directories to measure. measure: whether to keep USAGE_NAME up to date, for `max_total_bytes` and
     `min_free_bytes`. retain_seconds, retain_bytes: `older_than` and `keep_bytes` of `prune`; 0 for no limit.
-    interval_s: minimum seconds between two rounds. If a round takes long, the next one follows after ten times as long.
+    interval_s: minimum seconds between two rounds. A long round is followed by a pause of ten times its length.
     """
 
     directory: str
