@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frequent Directions: a sketch of k rows that keeps the directions of all rows, updated as rows come.
+"""Frequent Directions: a sketch of at most k rows that approximates the Gram matrix of a stream of rows.
 
 Liberty, "Simple and deterministic matrix sketching", KDD 2013. Ghashami, Liberty, Phillips, Woodruff, "Frequent
 Directions: simple and deterministic matrix sketching", SIAM Journal on Computing 45 (2016).
@@ -13,21 +13,21 @@ import numpy as np
 
 
 class FrequentDirections:
-    """A sketch B of at most k rows, for the matrix A of all rows that it was updated with.
+    """A sketch B [at most k, width] of the matrix A [count, width] of all rows passed to `update`.
 
-    For each unit vector x: 0 <= |A x|² - |B x|² <= `error`. So `error` bounds the spectral norm of A^T A - B^T B. It is
-    at most (|A|² - |B|²) / (k + 1), with Frobenius norms, and at most |A - A_j|² / (k + 1 - j) for each j from 0 to k,
-    where A_j is the best approximation of rank j. If A has rank k or less, B^T B equals A^T A. All this holds up to the
-    rounding of float32.
+    For each unit vector x: 0 <= |A x|² - |B x|² <= `error`. So the spectral norm of A^T A - B^T B is at most `error`.
+    With Frobenius norms, `error` is at most (|A|² - |B|²) / (k + 1). It is also at most |A - A_j|² / (k + 1 - j) for
+    each j from 0 to k, where A_j is the best approximation of A of rank j. If A has rank k or less, B^T B equals A^T A.
+    All this holds up to the rounding of float32.
 
     This is the variant with a buffer of 2k rows (Ghashami et al., 2016, section 3.2). A full buffer is rotated to its
-    singular vectors, and the square of the singular value k + 1 is subtracted from each larger one. In the paper's
-    terms the sketch has k + 1 rows, of which the last is always 0; its Theorem 1.1 has the bounds. The result depends
-    on the order of rows, but not on how they are divided among updates.
+    right singular vectors. Then the square of singular value k + 1 is subtracted from the squares of the larger ones.
+    The paper calls this a sketch of k + 1 rows, of which the last is always 0. The bounds are its Theorem 1.1. The
+    result depends on the order of rows, but not on how they are divided among calls of `update`.
 
-    k: largest number of rows of the sketch. width: values of a row. count: number of rows in A. squared: |A|².
-    not_finite: number of rows with a NaN or an infinity, which are left out. Memory is 16 k width bytes. Raises
-    ValueError for a k or a width below 1.
+    k: maximum number of rows of B. width: number of values per row. count: number of rows of A. squared: |A|².
+    not_finite: number of rows with a NaN or an infinity, which are not in A. The buffer takes 16 * k * width bytes
+    (float64). Raises ValueError for a k or a width below 1.
     """
 
     def __init__(self, k: int, width: int) -> None:
@@ -40,14 +40,14 @@ class FrequentDirections:
 
     @classmethod
     def of(cls, k: int, rows: np.ndarray, error: float, squared: float, count: int, not_finite: int) -> Self:
-        """Rebuild a sketch from its rows [n, width], n <= k, and its other values."""
+        """Rebuild a sketch from its `rows` [n, width] with n <= k, and from its other attributes."""
         found = cls(k, rows.shape[1])
         found._append(rows)
         found._removed, found.squared, found.count, found.not_finite = error, squared, count, not_finite
         return found
 
     def update(self, rows: np.ndarray) -> None:
-        """Add rows [n, width] of a float dtype. Raises ValueError for another shape."""
+        """Add rows [n, width], converted to float32. Raises ValueError for another shape."""
         rows = np.asarray(rows, np.float32)
         if rows.ndim != 2 or rows.shape[1] != self.width:
             raise ValueError(f"rows of shape {rows.shape} do not fit; give rows of [n, {self.width}]")
@@ -60,8 +60,9 @@ class FrequentDirections:
         self._append(rows)
 
     def merge(self, other: FrequentDirections) -> None:
-        """Add all rows of another sketch. The bounds then hold for the rows of both. Raises ValueError if k or width
-        differ.
+        """Add the rows of another sketch's B. The bounds then hold for the rows that either sketch was updated with.
+
+        Raises ValueError if k or width differ.
         """
         if (self.k, self.width) != (other.k, other.width):
             raise ValueError(
@@ -75,12 +76,12 @@ class FrequentDirections:
 
     @property
     def rows(self) -> np.ndarray:
-        """The sketch, float32 [n, width] with n <= k. Rows are orthogonal, in descending order of norm."""
+        """B: float32 [n, width] with n <= k. Its rows are orthogonal, in descending order of norm."""
         return self._shrunk()[0].astype(np.float32)
 
     @property
     def error(self) -> float:
-        """The bound: the sum of all that was subtracted from squared singular values."""
+        """The sum of what each rotation of the buffer subtracted from the squared singular values."""
         return self._removed + self._shrunk()[1]
 
     def _append(self, rows: np.ndarray) -> None:
@@ -94,15 +95,15 @@ class FrequentDirections:
             self._held, rows = self._held + len(part), rows[len(part) :]
 
     def _shrunk(self) -> tuple[np.ndarray, float]:
-        """The buffer reduced to at most k rows, float64, and what is subtracted from squared singular values for it.
+        """(the buffer reduced to at most k rows, float64 [n, width]; what that subtracts from squared singular values).
 
-        The Gram matrix of the rows has the squared singular values and left singular vectors. It is small, so this is
-        faster than an SVD of the rows.
+        The eigenvalues of the Gram matrix of the buffer's rows are the squared singular values, and the eigenvectors
+        are the left singular vectors. The Gram matrix has at most 2k rows, so this is faster than an SVD.
         """
         held = self._buffer[: self._held]
         squares, vectors = np.linalg.eigh(held @ held.T)
         removed = max(float(squares[-self.k - 1]), 0.0) if len(held) > self.k else 0.0
         left = squares[::-1][: self.k] - removed
-        left = left[left > 0]  # also drops directions whose square is below 0 by rounding
+        left = left[left > 0]  # also drops eigenvalues that rounding made negative
         rotation = vectors[:, ::-1][:, : len(left)] * np.sqrt(left / (left + removed))
         return rotation.T @ held, removed

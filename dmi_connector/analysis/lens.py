@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Next-token predictions of each layer and of the model: logit lens, entropy, surprise."""
+"""Next-token predictions of each layer and of the model: logit lens, entropy and surprise."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Lens:
 class Uncertainty:
     """The entropy and surprise of each next token. `uncertainty` makes it.
 
-    rows: int64 [n], rows of the store. entropy: float32 [n], of the next token's distribution at temperature 1, in
-    nats. surprise: float32 [n], -log of the probability of the token that came next, in nats; NaN if that token
-    is not in the store.
+    rows: int64 [n], the rows of the store whose next token is predicted. entropy: float32 [n], of the predicted
+    distribution at temperature 1, in nats. surprise: float32 [n], -log of the probability of the token that came next,
+    in nats; NaN if that token is not in the store.
     """
 
     rows: np.ndarray
@@ -50,8 +50,8 @@ class Uncertainty:
 def logit_lens(capture: Capture, unembedding: Unembedding, top: int = 5) -> Lens:
     """The logit lens (nostalgebraist, 2020): the next token that each layer's residual stream predicts.
 
-    Applies the final norm and the unembedding to `resid_pre` of each captured layer and to `resid_final`. Only one
-    block of logits is in memory at a time.
+    Applies the final norm and the unembedding to `resid_pre` of each captured layer and to `resid_final`. top: number
+    of tokens per row. Only a block of logits is in memory at a time (`Unembedding.block` rows).
 
     Raises KeyError without `resid_final`. Raises ValueError if the rows have another width than the model or are
     projections, or if `top` is below 1 or above the vocabulary size.
@@ -81,11 +81,11 @@ def logit_lens(capture: Capture, unembedding: Unembedding, top: int = 5) -> Lens
 
 
 def likeliest(log_probabilities: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(ids of the `count` likeliest tokens of each row, their probabilities), both [n, count].
+    """(ids of the `count` likeliest tokens of each row, int64; their probabilities, float32), both [n, count].
 
     Tokens are in descending order of probability. A row with a NaN gets ids of -1 and probabilities of NaN.
 
-    log_probabilities: [n, vocabulary]. count: at most the vocabulary.
+    log_probabilities: float32 [n, vocabulary]. count: at most the size of the vocabulary.
     """
     found = np.argpartition(-log_probabilities, count - 1, axis=-1)[:, :count]
     order = np.argsort(-np.take_along_axis(log_probabilities, found, -1), axis=-1, kind="stable")
@@ -99,10 +99,11 @@ def likeliest(log_probabilities: np.ndarray, count: int) -> tuple[np.ndarray, np
 def uncertainty(capture: Capture, unembedding: Unembedding | None = None) -> Uncertainty:
     """Entropy of the next token's distribution, and surprise of the actual next token, for each row.
 
-    Without `unembedding`, the captured `logits` are read, and the result has a row for each sampled token. With
+    Without `unembedding`, the captured `logits` are read, and the result has a row for each captured sample. With
     `unembedding`, the logits are computed from `resid_final`, and the result has each row that is not missing.
 
-    Raises KeyError if the hook was not captured, and ValueError if `resid_final` was stored as a projection.
+    Raises KeyError if the hook that is read was not captured, and ValueError if `resid_final` was stored as a
+    projection.
     """
     ids = capture.token_ids
     there = known_tokens(capture)
@@ -122,7 +123,7 @@ def uncertainty(capture: Capture, unembedding: Unembedding | None = None) -> Unc
 
 
 _SAMPLES = 128
-"""Number of samples to read at a time."""
+"""Number of rows of captured logits to read at a time."""
 
 
 def _outputs(capture: Capture, unembedding: Unembedding | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of tokens, from captured logits of many stores."""
+"""Log-probabilities of next tokens, from the captured logits of many stores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dmi_connector.analysis.unembedding import log_softmax
 from dmi_connector.captures.row_view import RowView
 
 _BYTES = 64 << 20
-"""Bytes of logits that are read at a time."""
+"""Maximum bytes of float32 logits that are read at a time, but at least one row is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,8 +19,8 @@ class TopLogprobs:
     """The likeliest next tokens of n rows of logits.
 
     token_ids: int32 [n, k], in descending order of probability. logprobs: float32 [n, k], in nats. next_logprobs:
-    float32 [n], in nats, of the token that came next; NaN if the store does not have that token, as for the last
-    sampled token. tokens: fields of the rows' tokens, see `RowView.tokens`.
+    float32 [n], of the token that came next, in nats; NaN if the store lacks that token, as for the last sampled token.
+    tokens: fields of the tokens of the rows, see `RowView.tokens`.
     """
 
     token_ids: np.ndarray
@@ -32,8 +32,8 @@ class TopLogprobs:
 def top_logprobs(logits: RowView, k: int = 5) -> TopLogprobs:
     """The `k` likeliest next tokens of each row of `captures.rows("logits")`.
 
-    Rows with a NaN have log-probabilities of NaN. Logits are read 64 MiB at a time. Raises ValueError for rows of
-    another hook, and for a k that is not from 1 to the size of the vocabulary.
+    A row with a NaN has log-probabilities of NaN and arbitrary token ids. Logits are read 64 MiB at a time. Raises
+    ValueError for rows of another hook, and for a k that is not from 1 to the size of the vocabulary.
     """
     if not logits.sampled:
         raise ValueError(f"top_logprobs: {logits.hook!r} does not hold logits; give captures.rows('logits')")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The residual stream of one capture: norms by layer and token, drift by token."""
+"""The residual stream of one capture: norms per layer and token, and drift per token."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from dmi_connector.reduce import Keeps
 
 
 def residual_norms(capture: Capture) -> tuple[np.ndarray, list[str]]:
-    """(Euclidean norms of the residual stream, float32 [layers, tokens]; a label for each layer).
+    """(Euclidean norms of the residual stream, float32 [layers, tokens]; the label of each layer).
 
-    The layers are those of resid_pre that were captured, then resid_final ("final"). Missing rows are NaN. Raises
-    ValueError if neither hook was captured, or if rows were stored as principal components.
+    The layers are those in which resid_pre was captured, labelled by their numbers, then "final" if resid_final was
+    captured. Missing rows are NaN. Raises ValueError if neither hook was captured, or if one was stored as principal
+    components (pca).
     """
     rows, labels = [], []
     for hook in ("resid_pre", "resid_final"):
@@ -38,14 +39,15 @@ def residual_norms(capture: Capture) -> tuple[np.ndarray, list[str]]:
 
 
 def drift(capture: Capture, hook: str = "resid_final", layer: int | None = None, since: str = "prompt") -> np.ndarray:
-    """How far the direction of each row has changed: 1 - cosine, float32 [tokens], 0 to 2.
+    """1 - cosine between each row of a hook and a reference row, float32 [tokens], from 0 to 2.
 
-    Missing rows, rows of zeros, and rows without a reference are NaN. layer: required if several layers were captured.
-    since: "prompt" compares with the mean of the prompt's rows, and "previous" with the previous row.
+    since: the reference. "prompt" is the mean of the prompt's rows, "previous" is the row before. layer: required if
+    several layers were captured. The result is NaN for a missing row, a row without a reference, and a row or reference
+    that is zero or not finite.
 
-    Raises KeyError for a hook or layer that was not captured. Raises ValueError for another `since`, for logits,
-    integers, principal components and summaries, and for several layers without `layer`. With "prompt", raises
-    ValueError if the store has no rows of the prompt.
+    Raises KeyError for a hook or layer that was not captured. Raises ValueError for another `since`, and for several
+    layers without `layer`. Raises ValueError for logits, integers, principal components (pca), attention summaries and
+    probes. With "prompt", raises ValueError if the store has no row of the prompt.
     """
     if since not in ("prompt", "previous"):
         raise ValueError(f"since {since!r} is not valid; use 'prompt' or 'previous'")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sketches of captured rows by Frequent Directions: `dmi sketch`."""
+"""Sketches of captured rows by Frequent Directions, for `dmi sketch`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ logger = logging.getLogger(__name__)
 
 _METADATA = "dmi_sketch"
 _COUNTS = ("error", "squared", "count", "not_finite")
-"""What the file has of each layer besides its rows."""
+"""Attributes of `FrequentDirections` that the file has for each layer, besides the rows."""
 
 
 @dataclass(eq=False)
 class Sketch:
     """Sketches of hooks and layers of one capture, or of several that were merged.
 
-    k: largest number of rows of a sketch. hooks: {hook: {layer: its `FrequentDirections`}}; a hook that exists once has
+    k: maximum number of rows of a sketch. hooks: {hook: {layer: its `FrequentDirections`}}; a hook that exists once has
     layer 0. row_bytes: {hook: bytes of a stored row before compression}. stores: names of the stores. model: their
-    model; None if they do not name it. tokens, missing: number of rows that were read, and of rows that are missing.
+    model; None if they do not name it. tokens: number of rows per hook and layer that were read. missing: number of
+    rows that the stores lack.
     """
 
     k: int
@@ -48,7 +49,7 @@ class Sketch:
     missing: int
 
     def rows(self, hook: str) -> np.ndarray:
-        """The sketches of a hook, float32 [layers, k, width]. Rows after those of a sketch are 0."""
+        """The sketches of a hook, float32 [layers, k, width]. Rows are 0 after the last one of a sketch."""
         layers = self.hooks[hook].values()
         found = np.zeros((len(layers), self.k, next(iter(layers)).width), np.float32)
         for out, one in zip(found, layers, strict=True):
@@ -66,7 +67,7 @@ class Sketch:
         return self.error(hook) / np.where(squared > 0, squared, 1)
 
     def merge(self, other: Sketch) -> None:
-        """Add a sketch of other captures. Raises ValueError for another k, model, hook, layer or width."""
+        """Add a sketch of other captures. Raises ValueError if k, model, hooks, layers or widths differ."""
         first, second = (
             {f"{hook}@{layer}": one.width for hook, own in which.hooks.items() for layer, one in own.items()}
             for which in (self, other)
@@ -104,7 +105,7 @@ class Sketch:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Sketch:
-        """Read a file of `save`, to merge it too. Raises ValueError for another file, FileNotFoundError."""
+        """Read a file of `save`. Raises FileNotFoundError, and ValueError for another file. It can be merged."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -129,15 +130,16 @@ def _loaded(rows: np.ndarray, own: Mapping[str, Any]) -> dict[int, FrequentDirec
 def sketch(capture: Capture | FollowedCapture[Capture], hooks: str, k: int = 64) -> Sketch:
     """Sketch the rows of hooks of one capture, each layer on its own. Missing rows are left out.
 
-    A followed capture is sketched while it is written; the function returns when the capture has ended. It reads the
-    capture once, `chunk_tokens` rows at a time, and needs 16 k width bytes of memory per hook and layer.
+    The capture is read once, `chunk_tokens` rows at a time. A followed capture is read while it is written, and the
+    function returns when the capture has ended. Each hook and layer needs 16 * k * width bytes of memory.
 
-    hooks: a selection as in the server's option, such as "resid_post@10-20,mlp_out". Reduced hooks are decoded. k:
-    largest number of rows of a sketch. Rows with a NaN or an infinity are left out, and a warning counts them.
+    hooks: a selection as in the server's option `hooks`, such as "resid_post@10-20,mlp_out". Reduced hooks are decoded.
+    k: maximum number of rows of a sketch. Rows with a NaN or an infinity are left out, and a warning is logged with
+    their number.
 
-    Raises ValueError (SelectionError) for a selection that cannot be parsed or selects nothing, for a k below 1, and
-    for hooks of whole numbers, of sampled tokens, or whose reduction keeps no directions. Raises KeyError for a hook or
-    layer that was not captured, and what `FollowedCapture.follow` raises.
+    Raises ValueError for a selection that cannot be parsed (SelectionError) or selects nothing, for a k below 1, and
+    for hooks of integers, of sampled tokens only, or with a reduction that keeps no directions. Raises KeyError for a
+    hook that was not captured, and the errors of `FollowedCapture.follow`.
     """
     if k < 1:
         raise ValueError(f"k {k} is not valid; keep 1 row or more")
@@ -167,7 +169,7 @@ def sketch(capture: Capture | FollowedCapture[Capture], hooks: str, k: int = 64)
 
 
 def _blocks(capture: Capture | FollowedCapture[Capture], names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, rows [n, width]), in the same blocks whether the capture is followed or not."""
+    """Yield (name, rows [n, width]) in blocks. The blocks are the same whether the capture is followed or not."""
     if isinstance(capture, FollowedCapture):
         for _, rows in capture.follow(names):
             yield from rows.items()
@@ -178,7 +180,7 @@ def _blocks(capture: Capture | FollowedCapture[Capture], names: list[str]) -> It
 
 
 def _chosen(attrs: Mapping[str, Any], spec: str, path: Place) -> dict[str, tuple[str, int]]:
-    """{name: (hook, layer)} of the rows that a selection names. attrs: the root attribute of the store."""
+    """{name: (hook, layer)} of the hooks and layers that a selection names. attrs: the root attribute of the store."""
     table, chosen = HookTable.of(attrs), dict[str, tuple[str, int]]()
     for item, match, hooks, lenient in selection_items(spec, dict.fromkeys((*HOOKS, *attrs["hooks"]))):
         for hook in hooks:
@@ -208,7 +210,7 @@ def _chosen(attrs: Mapping[str, Any], spec: str, path: Place) -> dict[str, tuple
 def _why_not(array: str, attrs: Mapping[str, Any], path: Place) -> str:
     """Why rows of an array cannot be sketched; "" if they can."""
     if array in SAMPLED:
-        return "it has a row for each sampled token alone"
+        return "it has rows for sampled tokens only"
     reduced = StoredReduction.of(attrs["hooks"][array], path)
     if reduced is None:
         return "" if attrs["hooks"][array]["dtype"] in FLOATS else "it holds whole numbers"

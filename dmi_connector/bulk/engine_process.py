@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process with one engine. `engines.py` starts it, sends it prompts and reads their results.
+"""A process with one engine. `engines.py`, or on a Ray cluster `engine_worker.py`, starts it and exchanges messages.
 
-Standard input: {"start": ...} first, then {"position", "key", "prompt"}. After the last message, the process finishes
-its prompts and exits. Standard output: {"ready": process id, "max_num_seqs"}, {"refused": position, "why"}, {"ended":
-position, ...}, {"failed": why}, {"bye": 0}.
+Standard input: {"start": ...} first, then {"position", "key", "prompt"} for each prompt. At the end of the input, the
+process finishes its prompts and exits. Standard output: {"ready": process id, "max_num_seqs"}, {"refused": position,
+"why"}, {"ended": position, ...}, {"failed": why}, {"bye": 0}.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dmi_connector.store.write.finish.upload import check_upload
 from dmi_connector.store.write.messages import READ_BYTES, Decoder, Message, pack, write_all
 
 _MOST_PER_STEP = 64
-"""Maximum number of prompts to add between two steps, so that the engine does not wait long for the tokenizer."""
+"""Maximum number of prompts to add between two steps. Each must be tokenized, and the engine waits meanwhile."""
 
 
 class Inbox:
-    """Messages from the file descriptor `fd`. ended: whether the end of the input was read."""
+    """Messages from the file descriptor `fd`. ended: whether the end of the input was reached."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -33,7 +33,7 @@ class Inbox:
         self.ended = False
 
     def take(self, most: int, wait: bool) -> list[Message]:
-        """Up to `most` messages. wait: block until there is a message or the input ends."""
+        """Up to `most` messages. wait: block until there is a message or the end of the input."""
         while not self.ended and len(self._messages) < most:
             blocks = wait and not self._messages
             if not select.select([self._fd], [], [], None if blocks else 0)[0]:
@@ -51,10 +51,10 @@ class Inbox:
 
 
 def serve(inbox: Inbox, start: Message) -> Iterator[Message]:
-    """Run an engine until it has finished all prompts of the input, and yield the output messages.
+    """Run an engine until it has finished all prompts of the input. Yields the output messages.
 
-    start: the settings, `RunSettings.engine_message`. Raises OptionError if uploads are configured and a test upload
-    fails.
+    start: the settings, a result of `RunSettings.engine_message`. Raises OptionError if uploads are configured and a
+    test upload fails. Raises as `EngineFeed` does.
     """
     if url := start["capture"].get("upload"):
         check_upload(url)
@@ -78,9 +78,9 @@ def serve(inbox: Inbox, start: Message) -> Iterator[Message]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of the process. Returns the exit status."""
+    """Entry point of the process. Returns the exit status 0. An error is sent as "failed", and raised."""
     parser = argparse.ArgumentParser(prog="dmi-engine", description="An engine of dmi run, which starts this process.")
-    parser.add_argument("--parent", type=int, required=True, help="process id of dmi run; this process ends with it")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the parent, with which it ends")
     parser.add_argument("--log", required=True, help="file to which the output of the engine is appended")
     args = parser.parse_args(argv)
     end_with_parent(args.parent)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of the engines of a run, and engines in processes on this machine, each with its own GPUs."""
+"""`Engines`, the interface of the engines of a run, and `EngineProcesses`: engines in processes on this machine."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from dmi_connector.store.write.messages import Message
 PROCESS = "dmi_connector.bulk.engine_process"
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _AHEAD = 2.0
-"""Number of prompts that an engine should have, as a multiple of max_num_seqs: some always wait in its queue."""
+"""Number of prompts that an engine should have, as a multiple of max_num_seqs. The others wait in its queue."""
 _END_S = 600.0
-"""Seconds that an engine has to exit before it is killed."""
+"""Seconds that `close` waits for an engine to exit. Then the engine is killed."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a prompt. position: the position of the prompt in the run.
+    """The result of a prompt.
 
-    engine: name of the engine. prompt_tokens, generated_tokens: number of tokens in the request. finish_reason: of
-    the request, as in vLLM. store: path of the store, if known. refused: why the engine refused the prompt, None
-    if it did not. error: why the request was served without a capture, None if it was captured.
+    position: position of the prompt in the run. engine: name of the engine. prompt_tokens: number of tokens of the
+    prompt. generated_tokens: number of generated tokens. finish_reason: vLLM's finish reason. store: path of the store,
+    if known. refused: why the engine refused the prompt, or None. error: why the request was served without a capture,
+    or None.
     """
 
     position: int
@@ -47,12 +48,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Death:
-    """An engine that exited before it was told to exit, or before it had finished its prompts.
+    """An engine that exited too early: before it was told to exit, with prompts left, or with an error.
 
-    name: of the engine. how: how it exited, for messages. positions: positions of the prompts that it had not finished.
-    life: path of a file on which only processes of this engine hold a shared lock. Once they have exited, other engines
-    run the prompts. None: the next start of the run captures the prompts. began: whether the engine was ready for
-    prompts.
+    name: name of the engine. how: how it exited, for messages. positions: positions of the prompts that it had not
+    finished. life: path of a file on which only processes of this engine hold shared locks. Once they have exited,
+    other engines get the prompts. None: the next start of the run captures the prompts. began: whether the engine
+    was ready for prompts.
     """
 
     name: str
@@ -69,29 +70,32 @@ class Engines(Protocol):
         """Start the engines. A second call does nothing."""
 
     def room(self) -> int:
-        """The number of prompts that should be submitted now."""
+        """Number of prompts that the engine with the most room can take now; 0 or less for none."""
 
     def submit(self, position: int, key: str, prompt: Mapping[str, Any]) -> None:
-        """Send a prompt to the engine with the most room. key: the key of its store. prompt: `Prompt.to_json`."""
+        """Send a prompt to the engine with the most room.
+
+        position: position of the prompt in the run. key: key of its store. prompt: a result of `Prompt.to_json`.
+        """
 
     def events(self, timeout: float) -> list[Answer | Death]:
-        """The results and deaths since the last call. Waits up to `timeout` seconds for one."""
+        """The answers and deaths since the last call. If there are none, waits up to `timeout` seconds for one."""
 
     def finish(self) -> None:
         """Let each engine exit after its last prompt. No prompt may be submitted after this call."""
 
     def starting(self) -> list[Path]:
-        """Logs of the engines, while none of them is ready for prompts. [] afterwards."""
+        """Paths of the logs of the engines that are starting; [] once an engine is ready for prompts."""
 
     def alive(self) -> bool:
-        """Whether an engine is running, or none was started yet."""
+        """Whether an engine is running, or `start` was not called yet."""
 
     def close(self) -> None:
-        """Stop all engines now."""
+        """Stop all engines. Engines that have prompts or are starting are killed. The others may exit by themselves."""
 
 
 class EngineChild(Protocol):
-    """The process of an engine, on this machine (`Child`) or on another node.
+    """The process of an engine, on this machine (`Child`) or on a node of a Ray cluster.
 
     status: the exit status, None while it is unknown.
     """
@@ -105,10 +109,10 @@ class EngineChild(Protocol):
         """Let the process exit after it has handled the messages that are queued now."""
 
     def kill(self) -> None:
-        """Kill the process."""
+        """Kill the process at once."""
 
     def join(self, timeout: float) -> bool:
-        """Wait until the process exits, but kill it after `timeout` seconds. Returns whether it exited by itself."""
+        """Wait up to `timeout` seconds until the process exits, then kill it. Returns whether it exited by itself."""
 
 
 @dataclass(eq=False)
@@ -117,8 +121,8 @@ class Engine:
 
     log: path of its log. logged: bytes of the log before the engine started. life: see `Death`. window: number of
     prompts that it should have at a time; 0 until it is ready for prompts. has: positions of its unfinished prompts.
-    answered: number of its finished prompts. finishing: whether it was told to exit. failure: the reason that it
-    reported before it exited.
+    answered: number of its finished prompts, without refused ones. alive: whether it has not exited. finishing: whether
+    it was told to exit. failure: the error that it reported before it exited, or None.
     """
 
     child: EngineChild
@@ -135,7 +139,7 @@ class Engine:
 
 
 class EnginePool(ABC):
-    """Distributes prompts over engine processes by the messages of `engine_process`. Subclasses start the processes."""
+    """Distributes prompts over engine processes (engine_process.py). Subclasses start the processes."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[EngineChild, Message | str]] = queue.SimpleQueue()
@@ -157,7 +161,7 @@ class EnginePool(ABC):
 
     def room(self) -> int:
         if any(e.alive and not e.window for e in self._engines):
-            return 0  # wait until all are ready, so that a few prompts are spread evenly
+            return 0  # once all engines are ready, a few prompts are spread evenly
         return max((e.window - len(e.has) for e in self._engines if e.alive), default=0)
 
     def submit(self, position: int, key: str, prompt: Mapping[str, Any]) -> None:
@@ -217,7 +221,7 @@ class EnginePool(ABC):
         return not self._engines or any(engine.alive for engine in self._engines)
 
     def answered(self) -> list[int]:
-        """The number of finished prompts of each engine. [] before `start`."""
+        """The number of finished prompts of each engine, without refused ones; [] before `start`."""
         return [engine.answered for engine in self._engines]
 
     def close(self) -> None:
@@ -231,9 +235,9 @@ class EnginePool(ABC):
 class EngineProcesses(EnginePool):
     """Engines in processes on this machine.
 
-    count: number of engines. start: `RunSettings.engine_message`. out: directory for the logs. life: path of the file
-    on which all processes of the engines hold a shared lock until they exit. suffix: `Order.suffix`, for the names of
-    logs. Raises ValueError if there are fewer GPUs than engines.
+    count: number of engines, which get equal numbers of GPUs. start: `RunSettings.engine_message`. out: directory for
+    the logs. life: path of the file on which all processes of the engines hold shared locks until they exit. suffix:
+    `Order.suffix`, for the names of logs. Raises ValueError if there are fewer GPUs than engines.
     """
 
     def __init__(self, count: int, start: Message, out: Path, life: Path, suffix: str = "") -> None:
@@ -257,7 +261,7 @@ class EngineProcesses(EnginePool):
 
 
 def visible_devices() -> list[str]:
-    """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES. [] without GPUs."""
+    """The names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES; [] without GPUs."""
     named = os.environ.get(_DEVICES)
     if named is not None:
         return [device.strip() for device in named.split(",") if device.strip()]
@@ -270,8 +274,8 @@ def visible_devices() -> list[str]:
 def device_shares(count: int, devices: Sequence[str]) -> list[list[str]]:
     """The GPUs of each of `count` engines, the same number for each.
 
-    A list is empty if there is one engine or no GPU: the environment of the engine is then left as it is. Raises
-    ValueError if there are fewer GPUs than engines.
+    Lists are empty if there is one engine or no GPU. The environment of the engine is then left as it is. GPUs
+    that cannot be shared equally are not used. Raises ValueError if there are fewer GPUs than engines.
     """
     if not devices or count == 1:
         return [[] for _ in range(count)]

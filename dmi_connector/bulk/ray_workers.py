@@ -3,10 +3,10 @@
 
 Each engine has a Ray actor (`engine_worker.py`). The prompts do not go through Ray Data, for three reasons:
 
-- Its vLLM processor drops `kv_transfer_params` from answers. They name the store of the prompt, or the reason why there
-  is none.
-- It reads its input in blocks, as fast as its own buffers allow. A run submits a prompt only when an engine has room,
-  the disk budget allows it, and the store of an earlier attempt is gone.
+- The vLLM processor of Ray Data drops `kv_transfer_params` from answers. This field names the store of the prompt, or
+  says why there is none.
+- It reads its input in blocks, as fast as its buffers allow. A run submits a prompt only when an engine has room and
+  the disk budget allows another store.
 - It repeats the blocks of a dead worker at once. The writers of that worker may still be finishing their stores, so
   prompts would get two stores.
 
@@ -36,18 +36,18 @@ LOCAL = "local"
 _OBJECTS_BYTES = 128 << 20
 """Bytes of the object store of a LOCAL cluster, which holds only prompts and answers."""
 _STARTS = 3
-"""Maximum number of consecutive starts of a worker that answer no prompt."""
+"""A worker is not started again after this many consecutive starts in which it finished no prompt."""
 _LONGEST_WORDS = 300
-"""Maximum characters of a Ray error in messages."""
+"""Maximum length of a Ray error in messages, in characters."""
 _LOCKS_S, _LOOK_S = 20.0, 0.1
-"""Maximum time for processes of killed workers to exit, and interval of checks, in seconds. The next start of the run
-removes lock files that are left.
+"""Seconds that `RayWorkers.close` waits for the processes of killed workers to exit, and seconds between two checks.
+The next start of the run removes lock files that are left.
 """
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Numbers of CPUs and GPUs that Ray reserves for a worker. gpus: 0 on a cluster without GPUs."""
+    """Number of CPUs and of GPUs that Ray reserves for each worker. gpus: 0 on a cluster without GPUs."""
 
     cpus: int
     gpus: int
@@ -55,11 +55,14 @@ class Needs:
 
 @contextlib.contextmanager
 def connected(address: str, workers: int, cpus: int, gpus: int) -> Iterator[tuple[Needs, int]]:
-    """Connect to a Ray cluster for the duration of the block. Yields (resources of a worker, workers that fit).
+    """Connect to a Ray cluster for the duration of the block.
+
+    Yields (resources of each worker, number of workers for which the whole cluster has resources).
 
     address: the value of --ray. LOCAL starts a cluster on this machine, and stops it at the end of the block. workers:
-    number of workers wanted. cpus, gpus: CPUs and GPUs per worker. `gpus` is ignored if the cluster has none. Raises
-    ValueError if Ray is not installed, if the cluster cannot be joined, or if a local cluster has too few GPUs.
+    number of workers wanted. cpus, gpus: CPUs and GPUs per worker. `gpus` is ignored if the cluster has no GPU. Raises
+    ValueError for the address of a Ray client (ray://), if Ray is not installed, if the cluster cannot be joined, or if
+    a local cluster has too few GPUs.
     """
     if address.startswith("ray://"):
         raise ValueError(
@@ -100,13 +103,13 @@ def connected(address: str, workers: int, cpus: int, gpus: int) -> Iterator[tupl
 
 
 def _one_line(error: Exception) -> str:
-    """The message of a Ray error, without the ids of the actor."""
+    """The message of a Ray error on one line, without the ids of the actor and cut to _LONGEST_WORDS characters."""
     text = " ".join(str(error).split())
     return re.split(r"The actor (?:is dead|died) because ", text)[-1][:_LONGEST_WORDS]
 
 
 class _RemoteChild:
-    """An engine process on another node, with the interface of `Child`."""
+    """The `EngineChild` of an engine process on a node of the cluster. actor: handle of the node's `EngineWorker`."""
 
     def __init__(
         self,
@@ -156,13 +159,15 @@ class _RemoteChild:
 
 
 class RayWorkers(EnginePool):
-    """Distributes prompts over engines of a cluster. A worker is an actor with its engine.
+    """Distributes prompts over engines on the nodes of a cluster. A worker is an `EngineWorker` actor and its engine.
 
-    A worker that dies is started again when the cluster has room. Its prompts are repeated once all its processes have
-    exited, which shows in the locks on a file of the worker. So `out` must be on a file system that all nodes share.
+    A worker that dies is started again when the cluster has room, up to _STARTS times without a finished prompt. It is
+    not started again if its engine reports an error before it is ready for prompts. Prompts of the dead worker are
+    captured again once all its processes have exited. Each process holds a shared lock on a file of the worker until
+    then. So `out` must be on a file system that all nodes share.
 
     count: number of workers. needs: the resources of each worker. start: `RunSettings.engine_message`. out: directory
-    of stores and logs. life: path of the file on which all processes of all engines hold shared locks. suffix:
+    of stores and logs. life: path in `out` of the file on which all processes of all engines hold shared locks. suffix:
     `Order.suffix`, for the names of logs.
     """
 
@@ -201,7 +206,7 @@ class RayWorkers(EnginePool):
         return Engine(child, name, log, life, logged=logged)
 
     def room(self) -> int:
-        # It does not wait until all workers are ready, because the cluster may not have room for all of them yet.
+        # `EnginePool.room` waits until all engines are ready. A cluster may not have resources for all workers yet.
         return max((e.window - len(e.has) for e in self._engines if e.alive), default=0)
 
     def _handle(self, child: EngineChild, message: Message | str) -> list[Answer | Death]:

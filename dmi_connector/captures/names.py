@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses the names of hooks that users give: `q`, `resid_pre@3`, or TransformerLens' `blocks.3.attn.hook_z`."""
+"""Parses names of hooks: `q`, `resid_pre@3` (hook@layer), or TransformerLens' `blocks.3.attn.hook_z`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from dmi_connector.wording import suggest
 
 
 def check_equal(name: str, attrs: Mapping[str, Any]) -> None:
-    """Raise KeyError for a name of TransformerLens that means another tensor in the model of a store."""
+    """Raise KeyError, with the reason, for a TransformerLens name of a tensor that is no hook of the store's model."""
     why = why_not_equal(split_name(name)[0], attrs)
     if why is not None:
         raise KeyError(f"{name!r} has no equal here: {why}")
 
 
 def parse_name(name: str, attrs: Mapping[str, Any]) -> tuple[str, int | None]:
-    """(hook, layer) of a name: one of ours (`q`) or of TransformerLens (`blocks.3.attn.hook_z`, `hook_embed`).
+    """(hook, layer) of a name of this package (`q`) or of TransformerLens (`blocks.3.attn.hook_z`, `hook_embed`).
 
-    attrs: the root attribute of the store, because some names depend on its model. Raises KeyError for names that mean
-    another tensor in TransformerLens.
+    layer: None for a name without a layer. attrs: the root attribute of the store, because some names depend on its
+    model. A name that is not from TransformerLens is returned as it is, whether or not the store has the hook. Raises
+    KeyError for a TransformerLens name of a tensor that is no hook of the store's model.
     """
     check_equal(name, attrs)
     short, layer = split_name(name)
@@ -36,7 +37,10 @@ def parse_name(name: str, attrs: Mapping[str, Any]) -> tuple[str, int | None]:
 
 
 def hook_and_layer(name: str, attrs: Mapping[str, Any]) -> tuple[str, int | None]:
-    """(hook, layer) of "resid_pre@3" or of a name as in `parse_name`. Raises ValueError for an invalid layer."""
+    """(hook, layer) of "resid_pre@3", or of a name as in `parse_name`.
+
+    Raises ValueError if the text after "@" is no integer, and KeyError as `parse_name` does.
+    """
     hook, at, layer = name.partition("@")
     if not at:
         return parse_name(name, attrs)
@@ -48,18 +52,21 @@ def hook_and_layer(name: str, attrs: Mapping[str, Any]) -> tuple[str, int | None
 
 
 def names_rows(name: object, table: HookTable, attrs: Mapping[str, Any]) -> bool:
-    """Whether a name as in `hook_and_layer` names rows of a store. table: its hooks. attrs: its root attribute."""
+    """Whether a store has the hook and layer of a name as in `hook_and_layer`. False for any other object.
+
+    table: the hooks of the store. attrs: its root attribute.
+    """
     try:
         return isinstance(name, str) and table.holds(*hook_and_layer(name, attrs))
-    except (KeyError, ValueError):  # a TransformerLens name that means another tensor, or a bad layer
+    except (KeyError, ValueError):  # as `hook_and_layer` raises them
         return False
 
 
 def holds(name: str, attrs: Mapping[str, Any]) -> bool:
     """Whether a store has the hook and layer of a name as in `hook_and_layer`. attrs: the store's root attribute.
 
-    False for a name of TransformerLens that means another tensor in this store's model. Raises KeyError for a name that
-    no hook equals in any model.
+    False for a TransformerLens name of a tensor that is a hook in other models only. Raises KeyError if the tensor is a
+    hook in no model, and ValueError as `hook_and_layer` does.
     """
     if (short := split_name(name)[0]) in ALL_NAMES and short not in dict(equal_hooks(attrs)):
         return False

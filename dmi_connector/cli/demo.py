@@ -26,12 +26,12 @@ from dmi_connector.store.read.waiting import CaptureFailed
 from dmi_connector.wording import terminal_columns
 
 TOLERANCE = 1e-5
-"""Maximum absolute difference from transformers. For these models, float32 rounding stays below it."""
+"""Maximum absolute difference from transformers. For the demo's model, errors of float32 rounding are smaller."""
 
 HOOKS = "vllm-full,q_rot,k_rot"
-"""Default selection. q_rot and k_rot give the attention patterns."""
+"""Default selection of hooks. Attention patterns can be computed from q_rot and k_rot."""
 MARKER = ".dmi-demo"
-"""File that marks a directory as the demo's own."""
+"""File that marks a directory as made by the demo."""
 PROMPTS = {
     "hello": "hello world, this is a small test",
     "france": "what is the capital of france?",
@@ -44,9 +44,9 @@ NEW_TOKENS = 12
 
 
 def prepare_dir(directory: Path, keep: bool) -> Path:
-    """Create the directory of the demo, and remove the stores of earlier demos in it unless `keep` is True.
+    """Create the directory of the demo. Stores of earlier demos in it are removed, unless `keep`.
 
-    Raises ValueError if `directory` holds files that no demo wrote. These files are not removed.
+    Raises ValueError if `directory` is a file, or a directory with files that no demo made. No such file is removed.
     """
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"dir: {str(directory)!r} is a file; give a directory")
@@ -61,7 +61,7 @@ def prepare_dir(directory: Path, keep: bool) -> Path:
 
 
 class Progress:
-    """A progress bar over the steps of the demo. A thread updates its clock during a step."""
+    """A progress bar over the steps of the demo. On a terminal, a thread updates the elapsed time during a step."""
 
     def __init__(self, steps: int) -> None:
         from tqdm import tqdm
@@ -118,9 +118,9 @@ def output_to(log: Path) -> Iterator[None]:
 def run_demo(directory: str | os.PathLike[str] = "demo", hooks: str = HOOKS, keep: bool = False) -> int:
     """Run the demo in `directory`. Returns the exit status.
 
-    0: every store is complete and undamaged, and agrees with transformers. 1: otherwise. hooks: the selection. keep:
-    keep the stores of earlier demos. Raises ValueError if vllm, transformers or tqdm is missing, for a directory with
-    other files, and for a bad selection.
+    The status is 0 if every store is complete, undamaged and agrees with transformers, otherwise 1. hooks: selection of
+    hooks. keep: keep the stores of earlier demos. Raises ValueError if vllm, transformers or tqdm is missing, as
+    `prepare_dir` does, and for a selection that is not valid.
     """
     for package in ("vllm", "transformers", "tqdm"):
         if importlib.util.find_spec(package) is None:
@@ -174,7 +174,7 @@ def judge(problems: Sequence[object], errors: dict[str, float]) -> int:
 
 
 def check_hooks(hooks: str, model: Path) -> None:
-    """Check a selection before the engine starts. Raises SelectionError."""
+    """Check a selection of hooks before the engine starts. Raises SelectionError. model: directory of the model."""
     from transformers import AutoConfig
 
     from dmi_connector.engine.model.architectures import ARCHITECTURES
@@ -199,7 +199,7 @@ def ask(model: Path, engine: dict[str, dict[str, Any]], progress: Progress) -> l
 
 
 def compare_all(captures: list[Capture], model: Path) -> dict[str, float]:
-    """Hook -> largest absolute difference from transformers over all captures."""
+    """{hook: largest absolute difference from transformers over all captures}."""
     from dmi_connector.analysis.oracle.transformers_oracle import Oracle, compare, largest
 
     oracle = Oracle(model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The texts above and below the options in the help of each command: a sentence, and examples."""
+"""The texts above and below the options in the help of each command: a sentence above, examples below."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import textwrap
 from typing import NamedTuple
 
 _WIDTH = 79
+"""Maximum columns of a line of help."""
 
 
 class Help(NamedTuple):
@@ -38,7 +39,7 @@ COMMANDS = {
         ("dmi ls captures", "dmi ls captures --key run-1", "dmi ls captures --stats"),
     ),
     "tail": Help(
-        "Print the captures that finished last, then each further capture when it finishes.",
+        "Print the captures that finished last, then each new capture when it finishes.",
         (
             "dmi tail captures",
             "dmi tail captures --last 3 --once --json",
@@ -50,11 +51,11 @@ COMMANDS = {
         ("dmi info captures/REQUEST.zarr", "dmi info s3://bucket/captures/REQUEST.zarr --json"),
     ),
     "verify": Help(
-        "Check every byte of stores, and that their values are finite.",
+        "Check that no byte of stores is damaged, and that their values are finite.",
         ("dmi verify captures", "dmi verify captures/REQUEST.zarr"),
     ),
     "repair": Help(
-        "Turn what killed writers left in a directory into stores, and finish uploads.",
+        "Make stores of the rows that killed writers left in a directory, and finish interrupted uploads.",
         ("dmi repair captures", "dmi repair captures/REQUEST.zarr.partial"),
     ),
     "prune": Help(
@@ -99,7 +100,7 @@ COMMANDS = {
         ("dmi fidelity captures/*.zarr --hooks 'resid_*' --reduce int8 --reduce 'topk(64)'",),
     ),
     "sketch": Help(
-        "Sketch the rows of each hook and layer in K rows by Frequent Directions, with a bound of the error.",
+        "Sketch the rows of each hook and layer as at most K rows (Frequent Directions), with a bound on the error.",
         (
             "dmi sketch captures --hooks resid_post@10-20 -k 64 -o sketches",
             "dmi sketch captures --hooks 'resid_*,mlp_out' --merge -o all.safetensors",
@@ -123,7 +124,7 @@ COMMANDS = {
 
 
 def describe(parser: argparse.ArgumentParser, command: str) -> None:
-    """Put the sentence of a command above its options, and its examples below, after an epilog that it already has."""
+    """Put the sentence of a command above its options, and its examples below them, after the parser's own epilog."""
     sentence, examples = COMMANDS[command]
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = textwrap.fill(sentence, _WIDTH)

@@ -22,7 +22,7 @@ _ON_LINUX = ("demo", "serve", "run", "repair", "prune")
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
+    """An ArgumentParser that prints an error on one line, and exits with status 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -53,7 +53,7 @@ def make_parser() -> Parser:
     ls = commands.add_parser("ls", help="list the captures of a store directory")
     ls.add_argument("dir", metavar="DIR")
     ls.add_argument("--key", help="only captures with this key")
-    ls.add_argument("--request-id", help="only captures of this request and its children")
+    ls.add_argument("--request-id", help="only captures of this request id, and of its children")
     ls.add_argument("--stats", action="store_true", help="print totals: states, bytes, missing rows, reasons and dates")
     ls.add_argument("--json", action="store_true", help="print a JSON list (with --stats, an object)")
     ls.set_defaults(run=_ls)
@@ -68,9 +68,11 @@ def make_parser() -> Parser:
         "--rows", metavar="KEY", help="print the rows of the newest capture with this key as they are written"
     )
     tail.add_argument(
-        "--hook", action="append", default=[], help="with --rows: print norms of this hook, as resid_pre@20"
+        "--hook", action="append", default=[], help="with --rows: print norms of this hook, as resid_pre@20; repeatable"
     )
-    tail.add_argument("--once", action="store_true", help="print what exists and exit, without waiting")
+    tail.add_argument(
+        "--once", action="store_true", help="exit after the last captures; with --rows, do not wait for a new KEY"
+    )
     tail.add_argument("--json", action="store_true", help="print one JSON object per line")
     tail.set_defaults(run=_tail)
 
@@ -160,7 +162,7 @@ def make_parser() -> Parser:
 
 
 def make_serve_parser() -> Parser:
-    """The parser of the capture flags of `dmi serve`. Abbreviated flags are not accepted: they could be vLLM's."""
+    """The parser of the capture flags of `dmi serve`. It accepts no abbreviated flags, which could be flags of vLLM."""
     from dmi_connector.cli.serve import USAGE, add_options
 
     parser = Parser(prog="dmi serve", usage=USAGE, allow_abbrev=False)
@@ -170,7 +172,7 @@ def make_serve_parser() -> Parser:
 
 
 def make_run_parser() -> Parser:
-    """The parser of the flags of `dmi run`. Abbreviated flags are not accepted: they could be vLLM's."""
+    """The parser of the flags of `dmi run`. It accepts no abbreviated flags, which could be flags of vLLM."""
     from dmi_connector.cli.run import USAGE, add_run
 
     parser = Parser(prog="dmi run", usage=USAGE, allow_abbrev=False)
@@ -210,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(
             bool(arguments) and arguments[0] in ("run", "repair", "prune", "verify", "export")
-        )  # these commands stopped before they had finished
+        )  # these commands may have stopped before they had finished
     except KeyboardInterrupt:
         return 130
     except CaptureIncomplete as error:
@@ -228,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _at_home(argument: str) -> str:
-    """Expand `~/` at the start of an argument or of an option's value. Shells leave --out=~/x and quoted text alone."""
+    """Expand `~/` at the start of an argument or of an option's value. Shells leave --out=~/x and quotes alone."""
     option, equals, path = argument.partition("=")
     if argument.startswith("--") and path.startswith("~/"):
         return f"{option}{equals}{os.path.expanduser(path)}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi plot`: draws stores. Each kind of picture takes its own options."""
+"""`dmi plot`: draws pictures of stores. KINDS lists the options of each kind of picture."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Open = Callable[[str], Capture]
 
 
 _CONTEXT = 24
-"""Number of tokens to show on each side of an activating token: as many as fit into the widest line."""
+"""Number of tokens to read on each side of an activating token. `draw_top_tokens` leaves out those that do not fit."""
 
 
 @dataclass(frozen=True)
 class Kind:
     """One kind of picture.
 
-    draw: draws the picture, and returns its path. takes, needs: optional and required options besides STORE and --out.
-    many: whether several stores may be given.
+    draw: draws the picture and returns its path. takes: options that may be given. needs: options that must be given.
+    Both are without STORE and --out. many: whether several stores may be given.
     """
 
     draw: Callable[[Options, Open], Path]
@@ -43,7 +43,8 @@ class Kind:
 class Stores:
     """The captures of stores. Each iteration opens one capture at a time, and closes it before the next.
 
-    paths: paths or URLs of stores and of directories of stores. Raises ValueError for a directory without a store.
+    paths: paths or URLs of stores, or of directories of stores. Raises ValueError for a directory without a finished
+    store.
     """
 
     def __init__(self, paths: Sequence[str], open_store: Open) -> None:
@@ -58,7 +59,7 @@ class Stores:
 
 def _stores_in(path: str) -> list[str]:
     place = place_of(path)
-    if is_store(place) or (isinstance(place, Path) and not place.is_dir()):  # `open_store` raises if nothing is there
+    if is_store(place) or (isinstance(place, Path) and not place.is_dir()):  # else `open_store` raises
         return [path]
     return [str(store) for store in stores_of(place)]
 
@@ -98,7 +99,8 @@ def add_plot_options(parser: argparse.ArgumentParser) -> None:
         "--neuron",
         type=int,
         metavar="N",
-        help="required for neuron; of heat, to draw this value instead of norms; of text, for its values",
+        help="index of a value in a row: required for neuron; of heat, to draw this value instead of norms; of"
+        " text, for statistics of one value",
     )
     parser.add_argument("--head", type=int, metavar="N", help="of text, for statistics of one head (--hook pattern)")
     parser.add_argument(
@@ -122,7 +124,7 @@ def add_plot_options(parser: argparse.ArgumentParser) -> None:
 
 
 def draw(options: Options, open_store: Open) -> Path:
-    """Draw the picture, and return its path. Raises ValueError if options do not fit the kind of picture."""
+    """Draw the picture and return its path. Raises ValueError if the options do not fit the kind of picture."""
     kind = KINDS[options.kind]
     known = {name for one in KINDS.values() for name in (*one.takes, *one.needs)}
     given = {name for name in known if getattr(options, name) is not None}
@@ -159,7 +161,7 @@ def _text(options: Options, open_store: Open) -> Path:
 
 
 def _row_range(text: str | None) -> slice:
-    """Parse FIRST:STOP, where FIRST and STOP may be left out. None: all rows. Raises ValueError."""
+    """Parse FIRST:STOP, where FIRST and STOP may be left out. None means all rows. Raises ValueError for other text."""
     found = re.fullmatch(r"(\d*):(\d*)", text or ":", re.ASCII)
     if found is None:
         raise ValueError(f"plot: --rows {text} is not valid; write FIRST:STOP, as in 0:200")
@@ -171,9 +173,11 @@ _INDEX_OPTIONS = {"neuron": "neuron", "head": "head", "token id": "token"}
 
 
 def _statistic(capture: Capture, options: Options) -> tuple[Statistic, int]:
-    """(the statistic that the options name, its index, 0 if it takes none). Raises ValueError.
+    """(the statistic that --values names, its index; 0 for a statistic without an index).
 
-    Without --values, it is the hook's first statistic that takes the given one of --neuron, --head and --token.
+    Without --values, it is the hook's first statistic that takes exactly the given options of --neuron, --head and
+    --token. If no statistic does, it is the first statistic. Raises ValueError for an unknown statistic, for an option
+    that the statistic does not take, and if its index is not given.
     """
     from dmi_connector.analysis.stats import statistics
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi tail`: prints a line for each capture that finishes, or for each row of a capture when it is written."""
+"""`dmi tail`: prints a line for each capture when it finishes, or for each row of one capture when it is written."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dmi_connector.store.read.index import CaptureInfo, IndexTail, find_captures
 from dmi_connector.wording import cut
 
 _PAUSE_S = 0.5
-"""Seconds between two reads of the index, and between two looks for a key."""
+"""Seconds between two reads of the index, and between two searches for a key."""
 _COLUMNS = "{:<19}  {:>7}  {:>9}  {:<10}  {:<16}  {}"
-"""Format of a line. Widths are fixed because later lines are unknown. Texts of any length come last."""
+"""Format of a line. Widths are fixed, because later lines are not known yet. The column of any width is the last."""
 
 
 def follow(
@@ -34,8 +34,8 @@ def follow(
 ) -> Iterator[str]:
     """Yield lines of text or JSON: the `last` finished captures, then each capture that finishes.
 
-    key: only captures with this key. once: end after the finished captures. wait: called before each later poll of the
-    index.
+    key: only captures with this key. once: end after these `last` captures. as_json: yield JSON objects, without a
+    header line. wait: called before each later read of the index.
     """
     tail = IndexTail(directory)
 
@@ -54,8 +54,9 @@ def follow(
 class RowTail:
     """Yields lines of text or JSON for the rows of the newest capture with a key, when the rows are written.
 
-    hooks: hooks whose norms are printed, as in `Capture[...]`. once: if no capture has the key, raise ValueError
-    instead of waiting. complete: after the last line, whether the capture has all its rows.
+    hooks: names of hooks whose norms are printed, as in `Capture[...]`. once: raise ValueError if no capture has the
+    key, instead of waiting for one. A capture that is still running is followed to its end in any case. complete:
+    whether the capture has all its rows; false until the last line.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codecs "lz4" and "zstd". Their chunks are Blosc frames."""
+"""The class of the codecs "lz4" and "zstd", which encode a chunk as a Blosc frame."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _LEVEL = 1
 class Blosc(Codec):
     """Blosc at level 1, with the compressor `name` and one block per chunk. Smaller blocks compress less.
 
-    shuffle: Blosc's filter for elements of several bytes. With zstd, bfloat16 compresses best with "shuffle"; with lz4,
-    with "bitshuffle". own_frames: whether blosc_frame.py encodes chunks instead of Blosc.
+    shuffle: Blosc's filter for elements of several bytes. bfloat16 compresses best with "shuffle" for zstd, and with
+    "bitshuffle" for lz4. own_frames: whether `zstd_frame` encodes chunks instead of Blosc, except for chunks with less
+    than LEAST_PLANE elements.
     """
 
     shuffle: str

@@ -2,8 +2,8 @@
 """Counts captures, for vLLM's Prometheus endpoint and its log (docs/OPERATIONS.md).
 
 In each step, vLLM asks both halves of the connector for changes (`CaptureStats`). A rank answers in the steps in which
-it reports (`StepMetadata`), at least once in STEPS_TOGETHER steps. vLLM aggregates the answers of all ranks, and passes
-them to the process that serves /metrics (`CaptureProm`).
+it reports (`StepMetadata.report`), one in STEPS_TOGETHER steps at least. vLLM aggregates the answers of all ranks, and
+passes them to the process that serves /metrics (`CaptureProm`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Numbers = dict[str, int | float]
 
 COUNTERS = {
     # key in CaptureStats: (metric name without "vllm:dmi_", help text)
-    "started": ("captures_started", "Captures begun"),
-    "complete": ("captures_complete", "Captures whose store is written and whole"),
+    "started": ("captures_started", "Captures that were started"),
+    "complete": ("captures_complete", "Captures whose store is finished and has all rows"),
     **{f"incomplete.{r}": ("captures_incomplete", "Captures whose store lacks rows, by reason") for r in LABELS},
     "failed": ("captures_failed", "Captures that left no store"),
     "refused": ("captures_refused", "Requests that were served without a capture: a bad option, or a limit"),
@@ -35,29 +35,33 @@ COUNTERS = {
     ),
     "borrowed_tokens": (
         "borrowed_tokens",
-        "Cached tokens whose rows were copied from an earlier store",
+        "Cached tokens whose rows are copied from an earlier store",
     ),
-    "bytes_exported": ("exported_bytes", "Bytes brought from the cache to the host buffer"),
+    "bytes_exported": ("exported_bytes", "Bytes copied to the host buffer"),
     "bytes_raw": ("raw_bytes", "Bytes of finished captures before compression"),
-    "bytes_stored": ("stored_bytes", "Bytes of finished captures as written"),
+    "bytes_stored": ("stored_bytes", "Bytes of finished captures in their files"),
     "uploaded": ("stores_uploaded", "Stores uploaded to the object store"),
-    "upload_failed": ("uploads_failed", "Stores that could not be uploaded, and stay here"),
+    "upload_failed": ("uploads_failed", "Stores that could not be uploaded, and stay on disk"),
     "bytes_queued": ("upload_queued_bytes", "Bytes of finished stores that were queued for their upload"),
     "bytes_uploaded": ("uploaded_bytes", "Bytes of stores that were uploaded"),
-    "lost_ranges": ("lost_ranges", "Row ranges given up before they reached the host buffer"),
-    "lost_rows": ("lost_rows", "Rows given up before they reached the host buffer"),
-    "blocked_seconds": ("blocked_seconds", "Seconds in which the engine's thread waited for room"),
+    "lost_ranges": ("lost_ranges", "Ranges of rows that were dropped before they reached the host buffer"),
+    "lost_rows": ("lost_rows", "Rows that were dropped before they reached the host buffer"),
+    "blocked_seconds": ("blocked_seconds", "Seconds for which the engine's thread waited for room in the host buffer"),
 }
 BACKLOG = "backlog_bytes"
-"""Gauge: bytes of the host buffer in use. Its key in CaptureStats ends with the rank."""
+"""Gauge: bytes of a rank's host buffer that are in use. Its key in CaptureStats ends with the rank."""
 
 
 SCORE = "probe_score"
-"""Histogram: the largest score of each request. Its key in CaptureStats ends with the probe, its value is a list."""
+"""Histogram: the largest score of a probe in each request. Its key in CaptureStats ends with the probe's name, and its
+value is a list of scores.
+"""
 ALERTS = "probe_alerts"
-"""Counter: requests with a score above the threshold of `probe_alerts`. Its key in CaptureStats ends with the probe."""
+"""Counter: requests with a score above the threshold in `probe_alerts`. Its key in CaptureStats ends with the name of
+the probe.
+"""
 _BUCKETS = (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1, 2, 5, 10)
-"""Histogram buckets of scores, most of which are probabilities. Buckets must not be negative: the histogram would have
+"""Upper bounds of the buckets of scores. Most scores are probabilities. With a negative bound the histogram would have
 no sum, which `LLM.get_metrics` needs.
 """
 
@@ -89,7 +93,7 @@ class CaptureStats(KVConnectorStats):
 
 
 class CaptureProm(KVConnectorPromMetrics):
-    """The Prometheus series: one for each counter and reason, a backlog for each rank, and two for each probe."""
+    """The Prometheus series of an engine: one per counter and reason, one per rank (the backlog), and two per probe."""
 
     def __init__(
         self,
@@ -117,14 +121,14 @@ class CaptureProm(KVConnectorPromMetrics):
         )
         self._backlog = self._gauge_cls(
             name=f"vllm:dmi_{BACKLOG}",
-            documentation="Bytes of the host buffer that are not written yet",
+            documentation="Bytes of the host buffer in use, not written yet",
             multiprocess_mode="mostrecent",
             labelnames=[*labelnames, "rank"],
         )
         parallel = vllm_config.parallel_config
         for rank in range(parallel.tensor_parallel_size * parallel.pipeline_parallel_size):
             for values in per_engine_labelvalues.values():
-                self._backlog.labels(*values, str(rank))  # a series at 0 until the rank reports
+                self._backlog.labels(*values, str(rank))  # the series is 0 until the rank reports
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record the data of a CaptureStats."""
@@ -144,6 +148,6 @@ class CaptureProm(KVConnectorPromMetrics):
 
 
 def described(counts: Mapping[str, int | float]) -> Numbers:
-    """The counts that are not 0, by metric name (and reason), in the order of COUNTERS."""
+    """{metric name, with ".REASON" if it has reasons: count} of the counts that are not 0, in the order of COUNTERS."""
     names = {key: ".".join([name, *key.split(".")[1:]]) for key, (name, _) in COUNTERS.items()}
     return {name: round(counts[key], 3) for key, name in names.items() if counts.get(key)}

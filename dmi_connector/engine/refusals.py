@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def check(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for configurations in which rows could not be captured, and NeedsLinux on other systems."""
+    """Raises ValueError for configurations in which rows could not be captured. Raises NeedsLinux without Linux."""
     check_linux("kv_connector: capture")
     contract.check_version()
     contract.check_names(["always"])  # first, because `features_of` uses these names
@@ -46,7 +46,7 @@ def check(vllm_config: VllmConfig) -> None:
 
 
 def _check_connector(vllm_config: VllmConfig) -> None:
-    """Checks that the connector fits the owner. The connector turns vLLM's hybrid cache manager on or off."""
+    """Checks that the connector fits the owner. Only POOL_CONNECTOR leaves vLLM's hybrid cache manager on."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     pool = asked(vllm_config) == POOL
@@ -63,7 +63,7 @@ def _check_connector(vllm_config: VllmConfig) -> None:
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:
-    """Checks that every rank computes all tokens of a request, and that a batch is one forward."""
+    """Refuses parallelism in which ranks lack tokens of a request or name different stores, or a batch is split."""
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError(
             "context parallelism spreads a request's tokens over ranks, which capture does not support; set it to 1"
@@ -94,7 +94,7 @@ def _check_parallel(parallel: ParallelConfig) -> None:
 
 
 def _check_pipeline(vllm_config: VllmConfig) -> None:
-    """Refuses features that were not tested with pipeline stages. Each stage has rows with the hooks of its layers."""
+    """Refuses features that were not tested with pipeline stages."""
     parallel, model, drafts = vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
     if parallel.pipeline_parallel_size == 1:
         return
@@ -122,7 +122,7 @@ def _check_pipeline(vllm_config: VllmConfig) -> None:
 
 
 def _check_model(vllm_config: VllmConfig) -> None:
-    """Checks that the hooks are defined for the model, and that each of its layers computes all tokens."""
+    """Refuses models without a single residual stream, and settings with which rows would be wrong or lack values."""
     model = vllm_config.model_config
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
         raise ValueError(
@@ -152,7 +152,7 @@ def _check_model(vllm_config: VllmConfig) -> None:
 
 
 def _check_compilation(vllm_config: VllmConfig) -> None:
-    """Checks that the compile hash can include the selection, and that compiled code overwrites no tapped value."""
+    """Checks that the compile hash can include the selection of hooks, and that compiled code keeps tapped values."""
     if not isinstance(vllm_config.additional_config, dict):
         raise ValueError(
             "additional_config: must be a JSON object, since the hook selection is written into it for the compile hash"
@@ -178,7 +178,7 @@ def check_logits(vllm_config: VllmConfig) -> None:
 
 
 def check_attention(arch: Architecture, model: ModelConfig) -> None:
-    """Raises ValueError for attention that the `Architecture` does not describe, and for a dtype that scales hooks."""
+    """Raises ValueError for attention that `arch` does not describe, and for float16 if vLLM then scales the hooks."""
     if model.use_mla and "latent" not in arch.features:
         raise ValueError(
             f"model: {model.model!r} uses multi-head latent attention, which the row of {arch.name} does not describe; "
@@ -211,7 +211,10 @@ def check_ranks(arch: Architecture, hooks: Iterable[str], tp: int) -> None:
 def check_stages(
     arch: Architecture, dims: ModelDims, hooks: Container[str], options: ServerOptions, stages: Sequence[range]
 ) -> None:
-    """Raises ValueError for features that pipeline stages do not support. stages: layers of each; () without stages."""
+    """Raises ValueError for features that pipeline stages do not support.
+
+    stages: the layers of each stage, the last stage first (`CaptureContext.stages`); () without pipeline parallelism.
+    """
     if not stages:
         return
     if not all(stages):
@@ -232,8 +235,8 @@ def check_stages(
 def _check_sleep(vllm_config: VllmConfig) -> None:
     """Refuses sleep if rows would be lost.
 
-    In the client's process, vLLM runs no step between the last reply and sleep. So workers in other processes would not
-    learn which requests have ended.
+    With VLLM_ENABLE_V1_MULTIPROCESSING=0 the scheduler runs in the client's process. It then runs no step between the
+    last reply and sleep, so workers in other processes would not learn which requests have ended.
     """
     backend = vllm_config.parallel_config.distributed_executor_backend
     here = envs.VLLM_ENABLE_V1_MULTIPROCESSING or backend in ("uni", "external_launcher")
@@ -262,7 +265,7 @@ def check_precision() -> None:
 
 
 def replaced_by(name: str) -> ValueError:
-    """The error for kv_offloading_size, with which vLLM uses another connector instead of ours."""
+    """The error for kv_offloading_size, with which vLLM uses another connector. name: the class of that connector."""
     return ValueError(
         f"kv_offloading_size: it puts {name} in the place of {CONNECTOR}, so nothing would be captured; "
         "remove --kv-offloading-size"
@@ -270,9 +273,10 @@ def replaced_by(name: str) -> ValueError:
 
 
 def check_alone(vllm_config: VllmConfig) -> None:
-    """Raises ValueError if our connector is one of several, or if vLLM has replaced it by another.
+    """Raises ValueError if our connector is one of several, or if vLLM has replaced it by another one.
 
-    Tokens whose keys and values another connector loads are not computed here, so they have no rows.
+    If another connector loads the keys and values of tokens, the model does not compute these tokens. So they have no
+    rows.
     """
     transfer = vllm_config.kv_transfer_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config or {}
@@ -290,9 +294,9 @@ def check_alone(vllm_config: VllmConfig) -> None:
 
 
 def check_one_engine() -> None:
-    """Raises ValueError in a process that already has the worker of another engine.
+    """Raises ValueError in a process that already has a worker of another engine with a KV connector.
 
-    vLLM keeps one connector per process, which would mix the rows of both engines.
+    vLLM keeps one worker connector per process. It would get the rows of both engines.
     """
     from vllm.distributed.kv_transfer.kv_transfer_state import has_kv_transfer_group
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of reductions that were fitted offline. The fitted values stay in a file. A store names the file's
-SHA-256, and the store directory has a copy.
+"""Base class of reductions that were fitted offline.
+
+The fitted values stay in a file. A store names the SHA-256 of the file, and the store directory has a copy.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
     import torch
 
 _DEVICE: dict[tuple[FittedReduction, int, Any], tuple[torch.Tensor, ...]] = {}
-"""Tensors that encoders need, by reduction, layer and device. `prepare` fills it."""
+"""(reduction, layer, device) -> tensors that the encoder needs. `prepare` fills it."""
 
 
 @dataclass(frozen=True)
 class FittedReduction(Reduction):
     """A reduction that reads a file. A subclass also defines `file`, `part` and `constants`.
 
-    sha256, source: hash and path of the file. hook: the reduced hook, set by `bind`.
+    sha256: hash of the file. hook: the reduced hook, set by `bind`. source: path of the file, which stores do not keep.
     """
 
     sha256: str = ""
@@ -45,11 +46,14 @@ class FittedReduction(Reduction):
         return self.fit(replace(self, hook=hook), about, shards)
 
     def fit(self, bound: Self, about: dict[str, Any], shards: int) -> Self:
-        """`bound`, completed with the file's settings of its hook (`about`). Raises ReduceError if they do not fit."""
+        """`bound` with the settings of its hook in the file (`about`). Raises ReduceError if they do not fit.
+
+        shards: number of slices of a row.
+        """
         return bound
 
     def constants(self, part: Any, mine: slice) -> tuple[np.ndarray, ...]:
-        """Arrays that the encoder of a layer needs. part: see `part`. mine: the slice of a row that this rank has."""
+        """Arrays that the encoder of a layer needs. part: see `part`. mine: the slice of a row on this rank."""
         raise NotImplementedError
 
     def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
@@ -67,5 +71,5 @@ class FittedReduction(Reduction):
         return FittedRef(self.file, self.sha256, self.source)
 
     def own_part(self, layer: int) -> Any:
-        """`part` of the file at `source`."""
+        """The data of a layer in the file at `source`, see `part`."""
         return self.part(self.file.load(self.source), layer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes how the row before each token predicts it: log-probability, entropy, alternatives and attribution."""
+"""Computes how the row before a token predicts the token: log-probability, entropy, alternatives and attribution."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from dmi_connector.view import lens
 from dmi_connector.view.data import ranges
 
 PREDICTION = "prediction"
-"""Name of an entry in the page's list of hooks. Its values describe how each token was predicted."""
+"""Name of the entry for predictions in the page's list of hooks. Its values say how each token was predicted."""
 STATISTICS = ("log-probability", "entropy")
 FINAL = "final"
 _SAMPLES = 64
-"""Number of rows of logits read at a time."""
+"""Maximum number of rows of captured logits to read at a time."""
 _ROWS = 128
-"""Number of rows of the residual stream multiplied with the unembedding at a time."""
+"""Maximum number of rows of the residual stream to multiply with the unembedding at a time."""
 
 
 def lacking(capture: Capture, model: Path | None) -> str | None:
-    """Why predictions of a store cannot be computed; None if they can."""
+    """Why predictions of a store cannot be computed; None if they can. model: directory of the model, or None."""
     if "logits" in capture or (lens.lacking(capture, model) is None and "resid_final" in capture):
         return None
     return "Predictions need the hook logits, or resid_final and the option --model of dmi view."
@@ -57,11 +57,12 @@ def places(capture: Capture, model: Path | None) -> list[str]:
 
 
 def predicted(capture: Capture, end: Unembedding | None, place: str, window: slice) -> Outcomes:
-    """How the residual stream before each token of a window predicts the token. place: one of `places`.
+    """How the residual stream at a place, in the row before each token of `window`, predicts the token.
 
-    "final" is the model's own prediction, from `resid_final`, or from the captured logits if `end` is None or
-    `resid_final` was not captured. If the row before a token is missing or has no logits, the token's values are NaN,
-    and its best token is -1. Raises ValueError or KeyError if the store lacks what is needed.
+    end: the result of `lens.end_of`, or None. place: one of `places`. "final" is the model's own prediction, from
+    `resid_final`, or from the captured logits if `end` is None or `resid_final` was not captured. window: rows of the
+    tokens. If the row before a token is missing or has no logits, the token's values are NaN, and `best` is -1. Raises
+    ValueError if `end` is None for another place than "final". Raises KeyError for a hook that was not captured.
     """
     count = window.stop - window.start
     ids, known = capture.token_ids.astype(np.int64), known_tokens(capture)
@@ -77,11 +78,11 @@ def predicted(capture: Capture, end: Unembedding | None, place: str, window: sli
 def lens_map(
     capture: Capture, end: Unembedding, names: list[str], window: slice, token: int | None
 ) -> Iterator[tuple[str | None, int, Outcomes]]:
-    """The predictions of all places for a window, in pieces: (place, first token, outcomes from this token on).
+    """Yield the predictions of all places for a window, in pieces (place, row of the first token, outcomes).
 
     names: the result of `places`. token: the row of a token, or None. If this token is in the window and has a
-    prediction, the first piece has its outcomes at all places, in the order of `names`, with None as place. Then each
-    place follows as in `predicted`, in the order of `halving`.
+    prediction, the first piece is (None, token, its outcomes at all places, in the order of `names`). Then each place
+    follows as in `predicted`, in pieces of up to _ROWS tokens. Places are in the order of `halving`.
     """
     if token is not None and token in range(max(window.start, 1), window.stop) and present_rows(capture)[token - 1]:
         came = int(capture.token_ids[token]) if known_tokens(capture)[token] else -1
@@ -109,7 +110,8 @@ def alternatives(capture: Capture, end: Unembedding | None, row: int, count: int
     """The alternatives to the token of one row: {ids, p, rank, came}.
 
     ids, p: the `count` likeliest tokens and their probabilities. came: the probability of the token itself. rank: its
-    rank, 1 for the likeliest token. If the row before has no prediction, ids and p are [], and the others are None.
+    rank, 1 for the likeliest token. If the token is unknown, came and rank are None. If the row before has no
+    prediction, ids and p are [] too.
     """
     for _, own in _distributions(capture, end, FINAL, slice(row - 1, row) if row else slice(0, 0)):
         if np.isnan(own).any():
@@ -126,7 +128,7 @@ def alternatives(capture: Capture, end: Unembedding | None, row: int, count: int
 def _outcomes(
     capture: Capture, end: Unembedding | None, place: str, rows: slice, came: np.ndarray
 ) -> Iterator[tuple[np.ndarray, Outcomes]]:
-    """(rows of the store, outcomes of the token after each row), in blocks.
+    """Yield (rows of the store, outcomes of the token after each row) in blocks.
 
     came: token ids of all rows of the store, int64; -1 if unknown.
     """
@@ -149,7 +151,7 @@ def _stream(capture: Capture, place: str, rows: np.ndarray) -> np.ndarray:
 def _distributions(
     capture: Capture, end: Unembedding | None, place: str, rows: slice
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(rows of the store, log-probabilities of the token after each row [rows, vocabulary]), in blocks."""
+    """Yield (rows of the store, log-probabilities of the next token, float32 [rows, vocabulary]) in blocks."""
     wanted = np.arange(rows.start, rows.stop)
     wanted = wanted[present_rows(capture)[wanted]]
     if end is not None and not (place == FINAL and "resid_final" not in capture):
@@ -179,8 +181,9 @@ def attribution_lacks(capture: Capture, model: Path | None) -> str | None:
 def attribution(capture: Capture, end: Unembedding, row: int) -> dict[str, Any]:
     """Direct logit attribution of the token after a row, as JSON: {parts, values, logit, target}.
 
-    parts: labels of the parts. values: their shares, None if not finite. logit: the sum. target: the token's id.
-    For the last row the target is the likeliest token. Raises ValueError if the store lacks the token after the row.
+    parts: labels of the parts. values: their shares of the logit, None for a share that is not finite. logit: the sum
+    of the shares, or None. target: id of the token after the row, or for the last row of the likeliest token. Raises
+    ValueError if the store lacks the token after the row.
     """
     ids = capture.token_ids
     last = row + 1 >= len(ids)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decodes the texts of captures, for the list and its search."""
+"""Decodes the token ids of captures to text, for the list of captures and its search."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dmi_connector.store.read.index import CaptureInfo
 from dmi_connector.view.running import RUNNING
 
 _TOKENS = 2048
-"""Number of tokens of a capture whose text is searched."""
+"""Maximum number of tokens, from the start of a capture, whose text is searched."""
 _SHOWN = 96
-"""Number of characters of the prompt in the list."""
+"""Maximum number of characters of the prompt in the list, and of tokens that are decoded for them."""
 _SECONDS = 0.4
-"""Time limit for reading texts in one search. The next search continues."""
+"""Seconds after which a search reads no more texts. The next search reads the others."""
 
 
 class TextIndex:
-    """Texts of stores, each read once. texts_of: function from the name of a model to its tokenizer."""
+    """Texts of finished stores, which are kept after the first read. texts_of: name of a model -> its `Texts`."""
 
     def __init__(self, texts_of: Callable[[str | None], Texts]) -> None:
         self._texts_of = texts_of
@@ -30,14 +30,17 @@ class TextIndex:
         self._known: dict[tuple[str, str], tuple[str, str]] = {}
 
     def prompt(self, info: CaptureInfo) -> str:
-        """The beginning of the prompt on one line; "" if there is no tokenizer, or the store cannot be read."""
+        """The beginning of the prompt on one line.
+
+        "" for a running request, without a tokenizer, and for a store that could not be read at the first call.
+        """
         return self._read(info)[0]
 
     def search(self, infos: Iterable[tuple[CaptureInfo, str]], words: list[str]) -> tuple[list[CaptureInfo], int]:
-        """Find captures by words. Returns (matching captures, number of captures whose text was not read yet).
+        """Find captures by words. Returns (matching captures, number of captures whose text must still be read).
 
-        infos: captures, each with its other searchable facts in lower case. A capture matches if each word occurs in
-        these facts or in its text. The next search continues with the texts that were not read.
+        infos: (capture, its other searchable text in lower case). words: in lower case. A capture matches if each word
+        occurs in this text or in the decoded text. The next search continues with the captures whose text was not read.
         """
         until, found, left = time.monotonic() + _SECONDS, [], 0
         for info, known in infos:
@@ -51,7 +54,7 @@ class TextIndex:
 
     def _read(self, info: CaptureInfo) -> tuple[str, str]:
         """(beginning of the prompt for the list, text for searches)."""
-        if info.state == RUNNING:  # the file of token ids is written at the end
+        if info.state == RUNNING:  # the array `token_ids` is written at the end
             return "", ""
         key = _key(info)
         if key not in self._known:
@@ -72,5 +75,5 @@ class TextIndex:
 
 
 def _key(info: CaptureInfo) -> tuple[str, str]:
-    """(name, start time) of a store: a new store may get the name of an old one."""
+    """(name or URL, start time) of a store. A new store may get the name of an old one, but not its start time."""
     return (info.store.name if isinstance(info.store, Path) else str(info.store)), info.started

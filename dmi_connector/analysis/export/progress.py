@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes one file for each store, so that an interrupted export can continue.
 
-A note in the output directory records stores and options. A second run continues only with the same options, and if no
-store would change its number.
+A note in the output directory records stores and options. A second run continues an export only if it has the same
+options, and gives each recorded store the same number.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ Progress = Callable[[int, int], None]
 PARTIAL = ".partial"
 """Suffix of a file that is being written."""
 NOTE = ".dmi-export.json"
-"""Name of the note: the file in an output directory that records from which stores and options it was written."""
+"""Name of the note: JSON file in the output directory with options, stores, and which stores are not finite."""
 
 
 class LeftOut(ValueError):
     """Raised for one store that cannot be exported, so that the export continues without the store.
 
-    what: what the store holds instead, as in "no token to train on".
+    The message is "{store} holds {what}; {fix}". what: such as "no token to train on". `Done.warnings` has the number
+    of stores for each `what`. fix: what the user can do.
     """
 
     def __init__(self, store: Place, what: str, fix: str) -> None:
@@ -43,7 +44,7 @@ class LeftOut(ValueError):
 def refuse_later_part(capture: Capture) -> None:
     """Raise LeftOut for a store without the first tokens of its request.
 
-    Trainers would take the first row of such a store for token 0.
+    A trainer would take the first row of such a store for the row of token 0.
     """
     if capture.attrs.get("start", 0):
         fix = "capture all tokens (dmi.tokens from 0 on)"
@@ -54,9 +55,9 @@ def refuse_later_part(capture: Capture) -> None:
 class Done:
     """The result of an export.
 
-    out: the directory or file. written: number of files that the export wrote. kept: number of files that existed.
-    notes: lines that replace these two numbers in the output of `dmi export`. warnings: lines for the user. not_finite:
-    {store: index of its first row with a NaN or an infinity}.
+    out: the directory or file. written: number of files that the export wrote. kept: number of files that existed
+    before. notes: lines that `dmi export` prints instead of these two numbers. warnings: lines for the user.
+    not_finite: {store: index of its first row with a NaN or an infinity}.
     """
 
     out: Path
@@ -80,9 +81,9 @@ def export_each(
     """Write one file per store, with one store open at a time. Existing files are kept.
 
     path_of: returns the path of the file with a number, relative to `out`. write: writes one store to a path. If it
-    raises LeftOut, or NotFinite with policy "skip", the store is left out and counted. progress: called with (stores
-    done, all stores). settings: the options on which the files depend. finite: the check that `write` uses. number_by:
-    see `number_captures`.
+    raises LeftOut, or NotFinite with policy "skip", the store is left out and counted. progress: called with (number of
+    stores done, number of all stores). settings: the options on which the files depend. finite: the check that `write`
+    uses. number_by: see `number_captures`.
 
     Raises ValueError if the output directory was written with other settings, or if a store in it would change its
     number. Raises ValueError as `number_captures` does, and if all stores are left out. Raises NotFinite with policy
@@ -215,7 +216,7 @@ def write_note(out: Path, settings: Mapping[str, Any], stores: Any, finite: Fini
 
 
 def note_not_finite(out: Path, finite: FiniteCheck) -> None:
-    """Update which stores are not finite, in an existing note."""
+    """Update in an existing note which stores are not finite. The rest of the note stays."""
     noted = json.loads((out / NOTE).read_bytes())
     write_note(out, noted["settings"], noted["stores"], finite)
 

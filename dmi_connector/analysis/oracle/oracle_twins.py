@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of where transformers' models compute the hooks: the module whose input or output each hook is.
+"""Tables of the modules of transformers' models whose inputs or outputs are the hooks.
 
-`transformers_oracle` reads the tables.
+`transformers_oracle.py` reads the tables.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 ONCE = ("embed", "resid_final", "final_ln")
-"""Hooks that a model has once, not per layer. `Oracle.run` returns them with a layer axis of length 1."""
+"""Hooks of modules outside the layers, except logits. `Oracle.run` returns them with a layer axis of length 1."""
 
 
 @dataclass(frozen=True)
 class Point:
     """Where to read a hook: the input or output of a module.
 
-    name: the hook. module: path of the module in a decoder layer, or in the base model for hooks of ONCE. The outputs
-    of several modules, as in "a b", are concatenated. Those of "a + b" are added. side: "in" for the first input, "out"
-    for the output, or for its first element if it is a tuple. part: the part of a fused projection that is the hook:
-    "q", "k" or "v", or "gate" or "up". needs: a module that a layer must have for the point to be used. unless: a
-    module that a layer must not have.
+    name: the hook. module: path of the module in a decoder layer, or in the base model for hooks of ONCE. With "a b",
+    the hook is the concatenation of the outputs of the modules a and b. With "a + b", it is their sum. side: "in" for
+    the first input, "out" for the output, or for its first element if it is a tuple. part: the part of the output of a
+    fused projection that is the hook: "q", "k", "v", "gate" or "up"; "" for the whole output. needs, unless: paths of a
+    module that the layer must have, and of one that it must not have, for the point to be used; "" for no condition.
     """
 
     name: str
@@ -34,19 +34,21 @@ class Point:
 
 @dataclass(frozen=True)
 class Twin:
-    """The modules of one type of transformers model that compute the hooks.
+    """The points of one `model_type` of transformers, and what else the oracle must know of the model.
 
-    points: the points in a layer. A point is skipped in layers that lack its module. If two points have the same name,
-    the later one is used. once: points in the base model. layers: path of the list of layers in the base model. attn:
-    path of the attention module in a layer. gate: path of the router in a layer; it returns scores, weights and
-    experts. rotary: whether queries and keys are rotated. by_head: whether the fused projection interleaves queries,
-    keys and values by head. norms_heads: whether q_norm and k_norm get [heads, tokens, head_dim]. attends: name of the
-    method of the attention module that gets rotated queries and keys; "" for models that use transformers' attention
-    interface. latent: whether the model has multi-head latent attention, where k_pe is a part of each head's keys.
+    points: the points in a layer. A layer uses the points whose module it has, and whose `needs` and `unless` it meets.
+    If several of them are of one hook, it uses the last. once: points in the base model. layers: path of the list of
+    layers in the base model. attn: path of the attention module in a layer, for `attends`. gate: path of the router in
+    a layer (`Recorder.watch_router`). rotary: whether queries and keys are rotated. by_head: whether q, k and v of each
+    head are adjacent in the output of the fused projection. norms_heads: whether the norms of queries and keys get
+    [heads, tokens, head_dim]. attends: name of the method of the attention module that gets rotated queries and keys;
+    "" for models that use transformers' attention interface. latent: whether the model has multi-head latent attention,
+    where k_pe is a part of each head's keys.
 
-    The other fields name fields of the config that hold a factor; "" for none. scale: factor of the outputs of
+    The other fields are names of fields of the config that hold a factor; "" for none. scale: factor of the outputs of
     attention and MLP. weights_scale: factor by which transformers multiplies the weights of experts; vLLM multiplies
-    the sum of the experts' outputs instead. values_scale: factor of the values before attention.
+    the sum of the experts' outputs instead. values_scale: factor of the values before attention, which transformers
+    applies after the module of the point.
     """
 
     points: tuple[Point, ...]
@@ -64,17 +66,17 @@ class Twin:
     values_scale: str = ""
 
     def but(self, *points: Point, **changes: Any) -> Twin:
-        """A copy in which `points` replace those of the same name, and `changes` replace other fields."""
+        """A copy with `points` instead of all points of the same hooks, and with other fields from `changes`."""
         names = {point.name for point in points}
         kept = tuple(point for point in self.points if point.name not in names)
         return replace(self, points=kept + points, **changes)
 
 
-ABSENT = "-"  # no module has this name
+ABSENT = "-"  # a path that no module has: the hook is not recorded
 
 
 def _first(gate: str, up: str = ABSENT, fused: str = ABSENT) -> tuple[Point, ...]:
-    """The projections before an MLP's activation: `gate` and `up`, or both in `fused`, or `up` alone."""
+    """The points before an MLP's activation. The projections are `gate` and `up`, both in `fused`, or only `up`."""
     return (
         Point("mlp_pre", gate),
         Point("mlp_pre", up, unless=gate),
@@ -251,9 +253,9 @@ TWINS = {
     "glm4_moe": replace(LLAMA, weights_scale="routed_scaling_factor"),
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
-    "kimi_k2": _LATENT,  # when vLLM reads a config of Kimi K2, it gives transformers' class for V3 this `model_type`
+    "kimi_k2": _LATENT,  # vLLM reads such a config as a DeepseekV3Config, and gives the class this `model_type`
     "glm4_moe_lite": _LATENT,
-    "deepseek_v32": _LATENT,  # V3 has this `model_type` too, once vLLM has read a config of V3.2
+    "deepseek_v32": _LATENT,  # as for kimi_k2. A config of V3 has it too, if vLLM has read one of V3.2
     "glm_moe_dsa": _LATENT,
     "mimo_v2_flash": replace(LLAMA, values_scale="attention_value_scale"),
     "glm4": _GLM4,

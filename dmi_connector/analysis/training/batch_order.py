@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of tokens in a `TokenDataset`: which worker of which rank reads which blocks, and how rows are shuffled.
+"""The order of rows in a `TokenDataset`: which blocks each worker of each rank reads, and how rows are shuffled.
 
-A block is the part of a view's rows that lies in one chunk of a store.
+A block is the rows of a `RowView` that lie in one chunk of a store. Each row is of one token.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 
 Group = tuple[int, int, int]
-"""A part of a stream whose blocks are read together: (index, first token, one past the last token)."""
+"""Blocks of a stream that are read together: (index of the group, first row in the stream, one past the last row)."""
 
 
 @dataclass(frozen=True)
 class Stream:
     """What one worker of one rank reads in one epoch.
 
-    blocks: indexes of blocks in the order of reading, int64 [blocks]. ends: number of tokens up to the end of each
-    block, int64 [blocks]. batches: number of batches. seed: seed of the shuffling. groups: parts of the stream whose
-    blocks are read together, and whose tokens are shuffled together.
+    blocks: indexes of blocks in the order of reading, int64 [blocks]. ends: number of rows of the stream up to the end
+    of each block, int64 [blocks]. batches: number of full batches, the same for all workers of all ranks. seed: seed of
+    the shuffling within groups. groups: consecutive blocks that are read, and with `shuffle` shuffled, together.
     """
 
     blocks: np.ndarray
@@ -32,9 +32,9 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class BatchOrder:
-    """The order of tokens, which depends on seed, sizes, ranks and workers.
+    """The order of rows in each epoch.
 
-    counts: number of rows of each block, int64 [blocks]. Other fields are as in `TokenDataset`.
+    counts: number of rows of each block, int64 [blocks]. The other fields are arguments of `TokenDataset`.
     """
 
     counts: np.ndarray
@@ -46,9 +46,9 @@ class BatchOrder:
     world_size: int
 
     def stream(self, epoch: int, worker: int, workers: int) -> Stream:
-        """The stream of worker number `worker` of `workers` in an epoch.
+        """The stream of worker `worker` (from 0) of the `workers` of this rank, in an epoch.
 
-        Raises ValueError if a worker of any rank would get less than a batch.
+        Raises ValueError if there are no rows, or if a worker of any rank would get less than a batch.
         """
         order = np.arange(len(self.counts))
         if self.shuffle:
@@ -69,9 +69,9 @@ class BatchOrder:
         return Stream(parts[number], ends, least, (self.seed, epoch, number), self._groups(ends))
 
     def _groups(self, block_ends: np.ndarray) -> list[Group]:
-        """Divide the stream into runs of `buffer_tokens` tokens, and group the blocks that end in the same run.
+        """Divide the stream into ranges of `buffer_tokens` rows, and group the blocks that end in the same range.
 
-        block_ends: number of tokens up to the end of each block.
+        block_ends: `Stream.ends`.
         """
         of_block = (block_ends - 1) // self.buffer_tokens
         last = np.flatnonzero(np.diff(of_block, append=of_block[-1] + 1))
@@ -79,7 +79,7 @@ class BatchOrder:
         return [(i, begin, end) for i, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))]
 
     def places(self, stream: Stream, group: Group) -> np.ndarray:
-        """The index in the buffer of each token of a group."""
+        """The index in the buffer at which each row of a group is stored, int64 [rows], in the order of the stream."""
         number, begin, end = group
         places = np.arange(end - begin)
         if self.shuffle:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arithmetic of the kernels that reduce values. Results are bitwise equal to those of the torch encoders in `reduce/`.
 
-Rows with NaN or an infinity may be encoded to other bytes, which decode to the same values.
+The exception is rows with a NaN or an infinity. Their bytes may differ, but decode to the same values.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,11 +15,11 @@ from dmi_connector.reduce.base import LEAST_SPAN
 from dmi_connector.reduce.fp8 import LARGEST
 
 INT8_MAX = tl.constexpr(127.0)
-"""Largest magnitude of a stored int8."""
+"""Largest magnitude of an int8 that stores a finite value."""
 E4M3_MAX = tl.constexpr(LARGEST)
 """Largest number in float8 e4m3."""
 _NEAREST = tl.constexpr(12582912.0)
-"""1.5 * 2**23. Adding and then subtracting it rounds a small float32 to the nearest integer, ties to even."""
+"""1.5 * 2**23. Adding and then subtracting it rounds a float32 below 2**22 to the nearest integer, ties to even."""
 _NEAREST_SUBNORMAL = tl.constexpr(24576.0)
 """1.5 * 2**14. Adding and then subtracting it rounds to a multiple of 2**-9, the step of subnormal e4m3 numbers."""
 _LEAST_NORMAL = tl.constexpr(0.015625)
@@ -34,21 +34,22 @@ _LEAST = tl.constexpr(LEAST_SPAN)
 
 @triton.jit
 def load_row(x, columns, width: tl.constexpr):
-    """The values of row `x` at `columns`, as float32. 0 for columns beyond `width`."""
+    """The values of the row at pointer `x` in `columns`, as float32; 0 for columns beyond `width`."""
     return tl.load(x + columns, mask=columns < width, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def size_of(value):
-    """The bits of |value| as int32, which sort like |value|. NaN is the largest. A maximum of floats would ignore NaN.
-    value: float32.
+    """The bits of |value| as int32. value: float32.
+
+    The bits of a larger |value| are larger, and those of NaN are the largest. A maximum of floats would ignore NaN.
     """
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def float_of(size):
-    """The float32 of bits from `size_of`. Infinity becomes NaN, which as a scale makes every decoded value NaN."""
+    """The float32 with the bits of `size_of`. Infinity becomes NaN: a scale of NaN makes every decoded value NaN."""
     return tl.where(size < INFINITE, size, NAN).to(tl.float32, bitcast=True)
 
 
@@ -63,7 +64,7 @@ def largest(x, width: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def quantise(value, inverse):
-    """value * inverse as int8: rounded to the nearest integer, and clipped to [-127, 127]."""
+    """value * inverse as int8: rounded to the nearest integer, ties to even, and clipped to [-127, 127]."""
     scaled = value * inverse
     nearest = (scaled + _NEAREST) - _NEAREST
     return tl.minimum(tl.maximum(nearest, -INT8_MAX), INT8_MAX).to(tl.int8)
@@ -84,7 +85,7 @@ def steps_over(steps: tl.constexpr, span):
 
 @triton.jit
 def nearest_e4m3(value):
-    """Round a float32 to the nearest e4m3 number, ties to even. Its conversion to e4m3 is then exact."""
+    """Round a float32 in e4m3's range to the nearest e4m3 number, ties to even. Converting it to e4m3 is then exact."""
     bits = value.to(tl.int32, bitcast=True)
     normal = ((bits + ((1 << 19) - 1) + ((bits >> 20) & 1)) & ~((1 << 20) - 1)).to(tl.float32, bitcast=True)
     subnormal = (value + _NEAREST_SUBNORMAL) - _NEAREST_SUBNORMAL

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton functions that encode one row of values, one function per mode. Their torch twins are the encoders in
-`reduce/`. A GPU runs the torch encoder of a reduction that has no mode (`Reduction.fused`).
+"""Triton functions that encode one row of values, one function per mode.
+
+The torch twins of the functions are the encoders in `reduce/`. For a reduction without a mode (`Reduction.fused`), a
+GPU runs the torch encoder. The modes "topk" and "exact" are in top.py.
 
 Each function encodes the `width` values at `x` to the bytes at `row`, BLOCK values at a time.
 """
@@ -53,13 +55,15 @@ TOPK = tl.constexpr(MODES["topk"])
 EXACT = tl.constexpr(MODES["exact"])
 DEFERRED = tl.constexpr(MODES["deferred"])
 LOST_STEP = tl.constexpr(LOST)
-"""The int8 that int8(channel=file) stores for a value that is not finite."""
+"""The int8 value that int8(channel=FILE) stores for a value that is not finite."""
 
 
 @triton.jit
 def encode(row, x, width: tl.constexpr, MODE: tl.constexpr, NUMBER: tl.constexpr, TILE: tl.constexpr):
-    """Encode a row. NUMBER: number of mantissa bits to drop (ROUND), or of values per group (GROUPS). TILE: maximum
-    number of values that are encoded at a time, a power of two.
+    """Encode a row. MODE: one of MODES, except "topk", "exact" and "deferred".
+
+    NUMBER: number of mantissa bits to drop (ROUND), or of values per group (GROUPS). TILE: maximum number of values to
+    encode at a time, a power of two. GROUPS encodes at least one whole group at a time.
     """
     half: tl.constexpr = TILE // 2 if width <= TILE // 2 else TILE
     BLOCK: tl.constexpr = TILE // 4 if width <= TILE // 4 else half
@@ -91,7 +95,7 @@ def _copy(row, x, width: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _round(row, x, width: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr):
     integer: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.float32 else tl.int16
-    # Infinities and NaN, in which all exponent bits are set, are not rounded.
+    # Infinities and NaNs are not rounded. All their exponent bits are set.
     exponent: tl.constexpr = (
         0x7F800000 if x.dtype.element_ty == tl.float32 else (0x7C00 if x.dtype.element_ty == tl.float16 else 0x7F80)
     )
@@ -126,7 +130,7 @@ def _groups(row, x, width: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexp
         columns = start + tl.arange(0, BLOCK)
         groups = tl.reshape(load_row(x, columns, width), (BLOCK // GROUP, GROUP))
         bits = size_of(scale_of(float_of(tl.max(size_of(groups), 1)), INT8_MAX))
-        # Round the scale to the nearest bfloat16, ties to even. A NaN is not rounded, because it could become a number.
+        # Round the scale to the nearest bfloat16, ties to even. Rounding the bits of a NaN could give a number.
         bits = tl.where(bits > INFINITE, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
         scale = (bits << 16).to(tl.float32, bitcast=True)
         stored = quantise(groups, steps_over(1.0, scale)[:, None])
@@ -139,7 +143,7 @@ def _groups(row, x, width: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def _channel(row, x, width: tl.constexpr, BLOCK: tl.constexpr):
-    """x: values that were divided by the scales of their dimensions (`Reduction.before`)."""
+    """x: the values divided by the scales of their dimensions, the result of `Reduction.before`."""
     padded: tl.constexpr = (width + 3) // 4 * 4
     out = row.to(tl.pointer_type(tl.int8))
     for start in tl.static_range(0, width, BLOCK):

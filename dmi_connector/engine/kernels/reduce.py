@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduces values and writes them to rows: several values of one layer, or one hook of several layers."""
+"""Reduces values and writes the results to rows: several values of one layer, or one hook of several layers."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -21,15 +21,15 @@ from dmi_connector.reduce import Reduction
 from dmi_connector.reduce.topk import MOST
 
 _SHAPES = {True: (4096, 8), False: (2048, 4)}
-"""{whether it is a decode step: (elements that a program reduces at a time, its warps)}, measured on an H200. Decode
-steps are bound by memory latency, larger steps by occupancy.
+"""{whether a step has at most DECODE_TOKENS tokens: (elements that a program reduces at a time, warps of a program)}.
+Measured on an H200. Such small steps are bound by memory latency, larger steps by occupancy.
 """
 _AS_THEY_ARE = ("copy", "round", "deferred")
-"""Modes that store values in their own dtype. Other modes also store 4-byte words, which must be aligned."""
+"""Modes that store values in their own dtype. Others also store 4-byte words, so offsets must be multiples of 4."""
 _SEARCHES = ("topk", "exact")
 """Modes that search a row for its largest values."""
 _FEW_TOKENS, _THREAD_VALUES = 16, {True: 64, False: 128}
-"""{whether a step has at most _FEW_TOKENS tokens: maximum number of elements per thread of a search}, measured on an
+"""{whether a step has at most _FEW_TOKENS tokens: maximum number of elements per thread of a search}. Measured on an
 H200.
 """
 
@@ -37,8 +37,9 @@ H200.
 class Target(NamedTuple):
     """How one value of a launch is stored.
 
-    width: elements per token. offset: byte offset in a row; in a row of the buffer for mode "deferred". mode, number:
-    the result of `Reduction.fused`, or a mode without a reduction (`encode.MODES`) and 0.
+    width: elements per token. offset: byte offset in a row of the capture, or for mode "deferred" in a row of the
+    buffer. mode, number: the result of `Reduction.fused`; for values without a reduction "copy" and 0, for deferred
+    ones "deferred" and 0.
     """
 
     width: int
@@ -48,7 +49,7 @@ class Target(NamedTuple):
 
 
 class ReduceRows:
-    """Reduces up to MAX_VALUES values of `dtype` in one launch. Values with mode "deferred" are copied to a buffer."""
+    """Reduces up to MAX_VALUES values of `dtype` in one launch. Values of mode "deferred" are copied to a buffer."""
 
     def __init__(self, targets: Sequence[Target], dtype: torch.dtype) -> None:
         units = [dtype.itemsize if target.mode in _AS_THEY_ARE else 4 for target in targets]
@@ -67,8 +68,8 @@ class ReduceRows:
     ) -> None:
         """Reduce `values[i][t]` and write the result to row `slots[t]`; a negative slot is skipped.
 
-        rows: uint8 [slots, row bytes]. buffer: uint8 [>= tokens, bytes]. Both are contiguous. slots: int64. values: [>=
-        tokens, width] each. strides: row strides of the values, whose last dimension is contiguous.
+        rows: uint8 [slots, row bytes]. buffer: uint8 [>= tokens, bytes]. Both are contiguous. slots: int64 [>= tokens].
+        values: [>= tokens, width] each; the last dimension is contiguous. strides: strides of their first dimension.
         """
         assert rows.dtype == torch.uint8 and rows.is_contiguous() and slots.dtype == torch.int64
         assert buffer.dtype == torch.uint8 and buffer.is_contiguous()
@@ -98,9 +99,9 @@ def reduce_layers(
 ) -> None:
     """Reduce one hook of several layers, and write the results for token t to row `slots[t]`.
 
-    rows: uint8 [slots, row bytes], contiguous. slots: int64 [>= tokens]. values: [tokens, layers, width]; their last
-    dimension is contiguous. offsets: int64 [layers] on the same device, multiples of 16. layers: layer numbers. The
-    result for `values[t, i]` goes to byte base + offsets[i] of a row.
+    rows: uint8 [slots, row bytes], contiguous. slots: int64 [>= tokens]; padding is negative. values: [tokens, layers,
+    width]; the last dimension is contiguous. offsets: int64 [layers] on the same device, multiples of 16. layers: layer
+    numbers. The result for `values[t, i]` goes to byte base + offsets[i] of the row.
     """
     (reduce_layers_triton if rows.is_cuda else reduce_layers_torch)(
         rows, slots, values, offsets, reduction, layers, base
@@ -125,7 +126,7 @@ def reduce_layers_torch(
 
 
 def as_words(encoded: torch.Tensor) -> torch.Tensor:
-    """Encoded rows for `copy_rows_torch`: bytes are viewed as int32. Reductions store a multiple of 4 bytes."""
+    """Encoded rows for `copy_rows_torch`, which copies whole elements: bytes are viewed as int32. See `Reduction`."""
     return encoded.view(torch.int32) if encoded.dtype == torch.uint8 else encoded
 
 
@@ -140,7 +141,7 @@ def reduce_layers_triton(
 ) -> None:
     """Run the part of the reduction that torch computes (`Reduction.before_layers`), then launch the kernel.
 
-    If a reduction has no kernel (`Reduction.fused`), its torch encoder encodes the rows, and the kernel copies them.
+    If the reduction has no kernel mode (`Reduction.fused`), its torch encoder runs, and the kernel copies the results.
     """
     assert rows.dtype == torch.uint8 and rows.is_contiguous() and slots.dtype == offsets.dtype == torch.int64
     tokens = min(values.shape[0], slots.shape[0])
@@ -161,20 +162,20 @@ def reduce_layers_triton(
 
 
 def _layers_shape(mode: str, width: int, tokens: int) -> tuple[int, int]:
-    """(elements that a program of this launch reduces at a time, its warps)."""
+    """(elements that a program of this launch reduces at a time, warps of a program)."""
     tile, warps = _SHAPES[tokens <= DECODE_TOKENS]
     return tile, _search_warps(width, tokens) if mode in _SEARCHES else warps
 
 
 def _search_warps(width: int, tokens: int) -> int:
-    """Warps of a search, 4 to 32. A thread has at most _THREAD_VALUES elements, unless 32 warps are too few."""
+    """Warps per program of a search, 4 to 32. A thread has at most _THREAD_VALUES elements, if 32 warps are enough."""
     values = _THREAD_VALUES[tokens <= _FEW_TOKENS]
     return min(32, max(4, 1 << (-(-width // (32 * values)) - 1).bit_length()))
 
 
 @functools.cache
 def _layers_launch(mode: str, number: int, width: int, shape: tuple[int, int], dtype: torch.dtype) -> Launch:
-    """The cached launch for these arguments. dtype: of the values; a `Launch` compiles for one dtype."""
+    """The launch for these arguments, cached. dtype: dtype of the values, because a `Launch` compiles for one dtype."""
     tile, warps = shape
     sample, number = divmod(number, MOST + 1) if mode in _SEARCHES else (0, number)
     places = 1 << (number - 1).bit_length() if mode in _SEARCHES else 0
@@ -184,8 +185,9 @@ def _layers_launch(mode: str, number: int, width: int, shape: tuple[int, int], d
 
 @functools.cache
 def zero_offset(device: torch.device) -> torch.Tensor:
-    """int64 [1]: zero, cached per device. The first call must precede CUDA graph capture: during capture nothing would
-    fill the tensor.
+    """A zero, int64 [1], cached per device.
+
+    The first call must precede CUDA graph capture. During capture, the write of the zero would only be recorded.
     """
     return torch.zeros(1, dtype=torch.int64, device=device)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs an offline engine that captures, for `dmi run`. It takes one prompt at a time, and returns ended requests."""
+"""Runs an offline vLLM engine with capture, for `dmi run`. Prompts are added one at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dmi_connector.option_values import OptionError
 from dmi_connector.wording import show
 
 _LONG_PROMPT = 4096
-"""Maximum number of tokens of the prompt with which sampling fields are checked. Some fields name prompt positions."""
+"""Maximum length in tokens of the prompt with which sampling fields are checked. Some fields name positions in it."""
 
 
 class PromptRefused(ValueError):
@@ -26,8 +26,9 @@ class PromptRefused(ValueError):
 class Ended:
     """A request that has ended.
 
-    name: as given to `EngineFeed.add`. prompt, generated: numbers of tokens. finish: vLLM's finish reason. store: path
-    of its store (`dmi_store`), or None. error: why it was not captured (`dmi_error`), or None.
+    name: as given to `EngineFeed.add`. prompt: number of tokens of the prompt. generated: number of generated tokens; 0
+    if `max_tokens` is None. finish: vLLM's finish reason. store: path of its store (`dmi_store`), or None. error: why
+    it was not captured (`dmi_error`), or None.
     """
 
     name: str
@@ -39,14 +40,15 @@ class Ended:
 
 
 class EngineFeed:
-    """vLLM's engine with capture. The caller calls `add` until enough requests run, then `step`, and repeats both.
+    """vLLM's engine with capture. The caller repeats two steps: `add` until enough requests run, then `step`.
 
     model: model name or directory, as for vLLM. capture: arguments of `capture_args`. flags: more flags of vLLM's
-    engine, as on a command line. sampling: fields of SamplingParams. Sampling is greedy if they have no temperature.
-    max_tokens: maximum number of tokens to generate. With None, only rows of prompts are captured, and vLLM samples one
+    engine, as on a command line. sampling: fields of SamplingParams; temperature is 0 (greedy) by default. max_tokens:
+    maximum number of tokens to generate per prompt. With None, only rows of prompts are captured, and vLLM samples one
     token per prompt.
 
-    Raises OptionError for bad options, and the errors of vLLM if the engine cannot start.
+    Raises OptionError for flags, arguments of `capture_args` or sampling fields that are not valid. Raises the errors
+    of vLLM if the engine cannot start.
     """
 
     def __init__(
@@ -102,8 +104,8 @@ class EngineFeed:
     def add(self, name: str, key: str, prompt: Mapping[str, Any]) -> None:
         """Add a request to vLLM's queue.
 
-        name: its name in the results of `step`. key: key of its store. prompt: a result of `Prompt.to_json`. Raises
-        PromptRefused if the engine cannot take the prompt, and EngineDeadError if the engine has died.
+        name: name of the request in the results of `step`. key: key of its store. prompt: a result of `Prompt.to_json`.
+        Raises PromptRefused if the engine cannot take the prompt, and EngineDeadError if the engine has died.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -128,7 +130,7 @@ class EngineFeed:
         return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def step(self) -> list[Ended]:
-        """Wait for the engine's next outputs. Returns the requests that end with these outputs."""
+        """Wait for the engine's next outputs. Returns the requests that ended with these outputs."""
         ended = []
         for output in self._engine.step():
             if output.finished:
@@ -147,12 +149,15 @@ class EngineFeed:
         return ended
 
     def shutdown(self) -> None:
-        """Stop the engine, after its stores are finished."""
+        """Stop the engine.
+
+        vLLM kills engine processes that do not exit in time. The coordinator process then finishes their stores.
+        """
         self._engine.engine_core.shutdown()
 
 
 def _parser() -> Any:
-    """vLLM's parser of engine arguments. It raises OptionError where vLLM's would exit."""
+    """vLLM's parser of engine arguments, which raises OptionError instead of exiting the process."""
     from vllm import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -164,7 +169,7 @@ def _parser() -> Any:
 
 
 def _sampling(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., Any]:
-    """The result of `_maker`. Raises OptionError if SamplingParams refuses a field."""
+    """Check the fields. Returns the result of `_maker`. Raises OptionError if SamplingParams refuses a field."""
 
     def check(some: Mapping[str, Any]) -> None:
         _maker(some, max_tokens)("a")
@@ -174,7 +179,7 @@ def _sampling(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[...
 
 
 def _maker(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., Any]:
-    """Returns a function (key of the store, other capture options of the request) -> SamplingParams."""
+    """Make a function (key of the store, other capture options of the request) -> SamplingParams."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -195,8 +200,8 @@ def _maker(fields: Mapping[str, Any], max_tokens: int | None) -> Callable[..., A
 def _refuse(fields: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]) -> None:
     """Raise OptionError if `check` refuses fields of SamplingParams. The message names the field that is the cause.
 
-    A field is the cause if the other fields pass without it, or else if it is refused alone. If no field is the cause,
-    the message names all fields.
+    The cause is the first field without which `check` accepts the others. If there is none, it is the first field that
+    `check` refuses alone. If there is none either, the message names all fields.
     """
     try:
         check(fields)
@@ -224,6 +229,6 @@ def _refusal(check: Callable[[Mapping[str, Any]], None], fields: Mapping[str, An
 
 
 def _why(error: Exception) -> tuple[str, str]:
-    """(vLLM's message in one line, the fix)."""
+    """(vLLM's message on one line, the fix). The fix is `Owner.remedy` of the first owner that has one."""
     why = " ".join(str(error).split()).rstrip(".")
     return why, next((fix for owner in OWNERS.values() if (fix := owner.remedy(why))), "correct it or leave it out")

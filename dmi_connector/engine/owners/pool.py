@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owner "pool": rows are in separate pages outside of vLLM's cache. Only tokens that are being captured have a row.
+"""Owner "pool": rows are in pages outside of vLLM's cache. Only tokens that are captured have a row.
 
 The slot of a row depends on its request and position, never on the batch:
 
-    scheduler   position -> page of the request (pool_pages.py), which keeps the page until its rows are gathered
+    scheduler   position -> page of the request, which is kept until its rows are gathered     (pool_pages.py)
                 vLLM's blocks of the request -> entries of the table: slot // PAGE -> page
                 changed entries travel in the step's message (`StepMetadata.table`)
     worker      before the forward: gather rows of reused pages, change the table       (exporter.py, pool_memory.py)
@@ -11,13 +11,14 @@ The slot of a row depends on its request and position, never on the batch:
                 every tap: rows[slots[token]] = values; slot -1 (a token without a row) is skipped
                 later: chunks of rows -> staging memory -> ring, as for the other owners
 
-Everything runs on the engine's stream, so a page is overwritten only after its rows were gathered. The message says
-how many rows must be gathered before the forward, because their pages are reused (`StepMetadata.need`).
+All of this runs on the engine's stream, so a page is overwritten only after its rows were gathered. If a step reuses
+pages with pending rows, its message says how many rows must be gathered before the forward (`StepMetadata.need`).
 
-A request is admitted when the pool has room for the most rows that it holds at a time (`PoolSlots.most`); with
-`keep_if`, for all of its rows (`StepLimits.room_of_all`). A step may have more prompt tokens than the pool has rows.
-So, while prompts are captured, the scheduler half lowers vLLM's token budget to the room that admitted requests leave.
-A page is then free whenever one is needed, and no admitted request waits for another.
+A request is admitted when the pool has pages for the most rows that it holds at a time, without prompt tokens of the
+step (`PoolSlots.most`). With `keep_if`, these are pages for all of its rows (`StepLimits.room_of_all`). A step may have
+more prompt tokens than the pool has rows. So, while prompts are captured, the scheduler half lowers vLLM's token budget
+to the pages that admitted requests leave. A page is then free whenever one is needed, and no admitted request waits for
+another.
 
 The pool does not keep rows of cached tokens. A captured request borrows them from an earlier capture
 (pool_borrowing.py), or computes the tokens again.
@@ -44,13 +45,13 @@ if TYPE_CHECKING:
     from dmi_connector.settings import ServerOptions
 
 LARGE_ROW = 500_000
-"""In bytes. Chunks of larger rows have fewer rows, because each request holds up to one chunk of rows in the pool."""
+"""Bytes of a row above which chunks have fewer rows. Each request holds up to a chunk of rows in the pool."""
 _CHUNK, _SHORT_CHUNK = 64, 32
 """Default `chunk_tokens` for rows of up to LARGE_ROW bytes, and for larger rows."""
 
 
 class Pool(Owner):
-    """Rows in separate pages. It supports speculative decoding."""
+    """Rows are in pages outside of vLLM's cache."""
 
     name: ClassVar[str] = POOL
 
@@ -72,7 +73,7 @@ class Pool(Owner):
             check_chain(vllm_config)
 
     def options(self, options: ServerOptions, given: Container[str], row_bytes: int) -> ServerOptions:
-        """See `Owner.options`. Chunks are short, so that they fill up soon and requests hold few rows."""
+        """See `Owner.options`. The default `chunk_tokens` is small, so that requests hold few rows in the pool."""
         if "chunk_tokens" in given:
             return options
         return replace(options, chunk_tokens=_CHUNK if row_bytes <= LARGE_ROW else _SHORT_CHUNK)

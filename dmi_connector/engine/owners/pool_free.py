@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tracks which pages of a pool are free, and which become free once their rows are gathered."""
+"""Tracks which pages of a pool are free, and which will be free once their rows are gathered."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections import deque
 
 
 class Pages:
-    """Page numbers of a pool. Pages are taken back in the order in which their rows are handed to the workers.
+    """The pages of a pool, by number. The caller gives pages back in the order in which it hands out their rows.
 
-    count: number of pages, without page 0, where torch writes values of tokens without a row. free: pages without rows.
-    `_handed` has pages whose rows may still be pending: (n, page) is free once n rows are gathered since the start.
+    count: number of pages. Page 0 is not counted: the torch twins of kernels write to it the values of tokens without a
+    row. free: pages without rows. `_handed`: (n, page) for each page whose rows may be pending. The page is free once
+    workers have gathered n rows since the start.
     """
 
     def __init__(self, count: int) -> None:
@@ -20,7 +21,10 @@ class Pages:
         self._need = 0
 
     def take(self) -> int:
-        """Allocate a page. Admission ensures that there is one."""
+        """Allocate a page. If none is free, it is the page that will be free next, see `take_need`.
+
+        Raises RuntimeError if there is no page. Admission of requests prevents that.
+        """
         if self.free:
             return self.free.popleft()
         if not self._handed:
@@ -29,15 +33,18 @@ class Pages:
         return page
 
     def give_back(self, page: int, handed: int) -> None:
-        """Take a page back. handed: number of rows handed since the start, including its last row."""
+        """Take a page back. handed: number of rows handed to the workers since the start, up to the page's last row."""
         self._handed.append((handed, page))
 
     def gathered(self, rows: int) -> None:
-        """Free the pages whose rows are gathered. rows: number of rows gathered since the start."""
+        """Free the pages whose rows are gathered. rows: number of rows that workers have gathered since the start."""
         while self._handed and self._handed[0][0] <= rows:
             self.free.append(self._handed.popleft()[1])
 
     def take_need(self) -> int:
-        """Number of rows, since the start, to gather before pages that were taken since the last call are written."""
+        """Number of rows that workers must have gathered since the start before the next forward; 0 for none.
+
+        That forward writes the pages that were taken since the last call, and their old rows must be gathered first.
+        """
         need, self._need = self._need, 0
         return need

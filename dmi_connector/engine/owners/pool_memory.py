@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker half of a pool: memory of the rows, the table from vLLM's slots to pages, and slots of the running step."""
+"""Worker half of owner "pool": memory of the rows, table from vLLM's slots to pages, slots of the running step."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ _PADDING = 512
 
 
 class RowPool(StepRows, nn.Module):
-    """Rows in pages, registered under `CaptureContext.cache_layer` among vLLM's layers. It is no cache layer of vLLM.
+    """A `RowMemory` of pages, registered among vLLM's layers as `CaptureContext.cache_layer`. It has no KV cache.
 
-    rows: uint8 [(1 + pages) * page size, row_bytes]. Page 0 is the null page: Triton skips tokens without a row, torch
-    twins of the kernels write their values there. table: int64 [slots of the cache / page size], the page of each
-    page-sized range of vLLM's slots, or -1. It has one entry until vLLM has allocated its cache. slots: int64 [tokens],
-    the slots of the running step. CUDA graphs use its address.
+    rows: uint8 [(1 + pages) * page size, row_bytes]. Page 0 is the null page. For a token without a row, Triton kernels
+    write nothing, and their torch twins write to the null page. table: int64 [slots of vLLM's cache / page size], the
+    page of each page-sized range of vLLM's slots, or -1. It has one entry until vLLM has allocated its cache. slots:
+    int64 [maximum tokens of a step], the slots in `rows` of the tokens of the running step. CUDA graphs use the address
+    of `slots`.
 
-    Sleep frees the rows, which are exported before or computed again. It frees neither `table` nor `slots`.
+    With vLLM 0.32 or later, sleep() frees the memory of `rows` (`freed_in_sleep`). It never frees that of `table` and
+    `slots`. A sleep loses no row of a store: rows are exported before it, or computed again after it.
     """
 
     def __init__(self, context: Context) -> None:
@@ -61,7 +63,7 @@ class RowPool(StepRows, nn.Module):
         layers[context.cache_layer] = self
 
     def _unknown(self, count: int, device: torch.device) -> torch.Tensor:
-        """int64 [count]: -1. Its content stays over sleep."""
+        """A tensor of -1, int64 [count], that keeps its content during sleep."""
         return kept_in_sleep(
             lambda: torch.full((count,), -1, dtype=torch.int64, device=device), device, self._may_sleep
         )
@@ -75,7 +77,7 @@ class RowPool(StepRows, nn.Module):
         return len(self._memory) // self._lookup.size - 1
 
     def follow(self, layer: str, block_size: int, blocks: int, vllm_config: VllmConfig) -> None:
-        """vLLM has allocated its cache: use the slots of `layer`. blocks: number of blocks of the cache."""
+        """Use vLLM's slots of `layer`. Called once vLLM has allocated its cache, which has `blocks` blocks."""
         size = page_size(block_size)
         self._layer, self._lookup = layer, Lookup(size)
         with torch.inference_mode(False):
@@ -84,7 +86,10 @@ class RowPool(StepRows, nn.Module):
         watch_steps(layer, self, vllm_config)
 
     def rows_and_slots(self, forward: ForwardContext, first: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See `RowMemory`. The first tap of a forward looks up the slots of all its tokens."""
+        """See `RowMemory`. The first tap of a forward looks up the pool's slots of all tokens of the forward.
+
+        Raises RuntimeError if the forward has more tokens than `slots`.
+        """
         slots = _slots_of(forward, self._layer)
         if slots is None:
             return None
@@ -115,14 +120,15 @@ class RowPool(StepRows, nn.Module):
     def place(self, table: np.ndarray) -> None:
         """Change entries of the table on the engine's stream, after all work that was launched before.
 
-        The driver copies such a small array before the call returns, so it may be freed then.
+        table: int64 [2, n], the indexes of the entries, then their new pages. The driver copies pageable memory of this
+        size before the call returns, so the caller may free `table`.
         """
         entries, pages = torch.from_numpy(table).to(self.table.device, non_blocking=True)
         self.table.scatter_(0, entries, pages)
 
 
 def _slots_of(forward: ForwardContext, layer: str) -> torch.Tensor | None:
-    """vLLM's slots of a layer in a forward. None in a profiling run. layer: "" for any layer, before a cache exists."""
+    """vLLM's slots of a layer in a forward, int64 [tokens]; None in a profiling run. layer: "" for the first layer."""
     slots: Any = forward.slot_mapping
     if not isinstance(slots, dict):
         return None
@@ -131,11 +137,14 @@ def _slots_of(forward: ForwardContext, layer: str) -> torch.Tensor | None:
 
 
 _watching: dict[str, weakref.ref[RowPool]] = {}
-"""Name of an attention layer -> the pool that gets its metadata. A process has one engine at a time."""
+"""Name of an attention layer -> the pool that gets the metadata of its batches. A process has one engine at a time."""
 
 
 def watch_steps(layer: str, pool: RowPool, vllm_config: VllmConfig) -> None:
-    """Give a pool the metadata of each batch. Both runners pass it to the metadata builder of an attention layer."""
+    """Call `pool.planned` with the metadata of each batch.
+
+    Both model runners of vLLM pass the metadata to `build` of the layer's metadata builder, which this function wraps.
+    """
     _watching[layer] = weakref.ref(pool)
     attention: Any = vllm_config.compilation_config.static_forward_context[layer]
     builder = attention.get_attn_backend().get_builder_cls()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the metadata of the running step for a memory of rows."""
+"""`StepRows`, the part of a `RowMemory` that keeps the metadata of the running step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class StepRows:
-    """Mixin of a `RowMemory`: holds the metadata of the running batch, and fills its rows with a pattern.
+    """Mixin of a `RowMemory`: keeps the metadata of the running batch, and fills the batch's rows with UNWRITTEN.
 
-    step: metadata of the running batch (query starts and vLLM's slots). poisons: whether the rows of a step are filled
-    with UNWRITTEN before its forward, as for the first captures of an untested vLLM. unpoisoned: vLLM's slots of the
-    step whose rows are still to be filled. scores: see `RowMemory`.
+    poisons: whether the rows of a step are filled with UNWRITTEN before its forward. True until the first captures of
+    an untested version of vLLM were checked (`exporter.FIRST_CAPTURES`), otherwise false. unpoisoned: vLLM's slots of
+    the step, int64 [tokens], until its rows are filled; None afterwards. The other attributes are those of `RowMemory`.
     """
 
     row_dtype: torch.dtype
@@ -38,7 +38,7 @@ class StepRows:
         raise NotImplementedError
 
     def begin_steps(self, vllm_config: VllmConfig) -> None:
-        """Set the attributes. Constructors call it."""
+        """Set the initial values of the attributes. The constructors of subclasses call it."""
         self.row_dtype = vllm_config.model_config.dtype
         self.step = None
         self.poisons = bool(contract.untested())
@@ -47,11 +47,15 @@ class StepRows:
         self._built_last = not vllm_config.use_v2_model_runner
 
     def places(self, slots: torch.Tensor) -> torch.Tensor:
-        """The slots of the rows of tokens, int64 [tokens]. slots: vLLM's slots of the tokens, int64 [tokens]."""
+        """The indexes in `rows` of tokens, int64 [tokens]. slots: vLLM's slots of the tokens, int64 [tokens]."""
         return slots
 
     def planned(self, step: CommonAttentionMetadata) -> None:
-        """Take the metadata of a step. The V2 runner builds it before rows of freed blocks are read, V1 after that."""
+        """Keep the metadata of a step, and fill its rows if `poisons`.
+
+        vLLM's V1 runner builds the metadata after rows of freed blocks were read, so rows are filled at once. The V2
+        runner builds it earlier. The exporter then calls `poison_step`.
+        """
         self.step = step
         if self.poisons:
             self.unpoisoned = step.slot_mapping

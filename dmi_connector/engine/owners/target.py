@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owner "target": the served model contains the cache layer of the rows."""
+"""Owner "target": rows are in a cache layer of vLLM that is added to the served model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 CHAINS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "dflash")
-"""Methods of `speculative_config` that propose a sequence of tokens, one per position. So the rows of accepted tokens
-are in consecutive slots of a request."""
+"""Methods of `speculative_config` that propose one token per position. So the rows of a request's accepted tokens are
+in consecutive slots."""
 
 
 def check_chain(vllm_config: VllmConfig) -> None:
@@ -45,7 +45,7 @@ def check_chain(vllm_config: VllmConfig) -> None:
 
 
 class Target(Paged):
-    """The served model owns the rows. It supports speculative decoding."""
+    """The served model owns the rows. This owner supports speculative decoding by the methods of CHAINS."""
 
     name: ClassVar[str] = "target"
 

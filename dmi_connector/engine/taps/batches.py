@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of tapped values. One call of `dmi::tap` writes the values of a batch that have the same dtype."""
+"""Batches of tapped values. The values of a batch that have the same dtype are written by one call of `dmi::tap`."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from dmi_connector.layout import RowField
 from dmi_connector.ranks import shard_of
 
 _LASTING = frozenset(("resid_pre", "resid_mid", "q", "k"))
-"""Hooks whose tapped tensors are not overwritten before a compiled forward ends (see `Keep` in points.py)."""
+"""Hooks whose tapped tensors a compiled model does not overwrite before its forward ends (see `Keep` in points.py)."""
 _BATCH_BYTES = 64 << 10
-"""Maximum bytes per token of a batch of several layers. The batch keeps its tensors alive until they are written."""
+"""Maximum bytes per token of a batch of several layers, because a batch keeps its tensors alive until it is written."""
 
 
 def in_layer(field: RowField) -> bool:
-    """Whether the hook of a field is tapped in each layer, instead of once in the model."""
+    """Whether the hook of a field is tapped per layer, not once in the model."""
     return HOOKS[field.tapped].scope != "once"
 
 
 def batches_of_layers(fields: Sequence[RowField]) -> list[list[int]]:
-    """Groups of layers whose values one op can write together in a compiled model, each in ascending order.
+    """Groups of layers whose values a compiled model writes with one op. Layers of a group are in ascending order.
 
-    A layer is in a group if all its selected hooks are in _LASTING and none is reduced. A group has at most MAX_VALUES
-    values and, if it has several layers, at most _BATCH_BYTES bytes per token.
+    A layer is in a group if all its selected hooks are in _LASTING and none is reduced. The other layers are in no
+    group. A group has at most MAX_VALUES values. A group of several layers has at most _BATCH_BYTES bytes per token.
     """
     batches: list[list[int]] = []
     values = nbytes = 0
@@ -59,9 +59,10 @@ def batches_of_layers(fields: Sequence[RowField]) -> list[list[int]]:
 class _Hook:
     """A forward hook on the module at `path`.
 
-    before: whether it is a pre-hook. options: keyword arguments of its registration in torch. direct: whether the model
-    calls the module's `forward` directly, which skips forward hooks. `forward` is then wrapped instead. module, handle:
-    the module on which the hook is registered, and the handle that removes it.
+    call: the function that torch calls. before: whether it is a pre-hook. options: keyword arguments for torch's
+    `register_forward_hook` or `register_forward_pre_hook`. direct: whether the model calls the module's `forward`
+    directly, which skips forward hooks. `forward` is then wrapped instead. module: the module on which the hook is
+    registered. handle: removes a forward hook; None if `direct`.
     """
 
     path: str
@@ -73,7 +74,7 @@ class _Hook:
     handle: torch.utils.hooks.RemovableHandle | None = None
 
     def register(self, module: nn.Module) -> None:
-        """Register the hook on `module`, after removing a forward hook from its previous module."""
+        """Register the hook on `module`. A forward hook is first removed from the previous module."""
         if self.handle is not None:
             self.handle.remove()
         self.module = module
@@ -85,7 +86,7 @@ class _Hook:
 
 
 def _calls_before(module: nn.Module) -> list[Callable[..., Any]]:
-    """The list of functions that run before each `forward` of a module. Wraps `forward` at the first call."""
+    """The functions that run before `forward` of a module, in a list to append to. The first call wraps `forward`."""
     calls: list[Callable[..., Any]]
     if "dmi_calls" not in vars(module):
         calls, inner = [], module.forward
@@ -104,10 +105,10 @@ def _calls_before(module: nn.Module) -> list[Callable[..., Any]]:
 class ModelTaps:
     """State that the taps of one model share.
 
-    token: the tensor that all ops take (op.py). ends: whether `dmi::tap_end` has work: deferred reductions, or scores
-    to copy. resting: whether forward hooks do nothing. A draft model may share modules with the target, such as the
-    embedding. Forward hooks then rest outside the target's own forward (`models.Tapped.dmi_forward`), so the draft's
-    forward writes no rows.
+    token: the tensor that all ops take (op.py). context, compilation: as given. deferred: the deferred reductions of
+    the model. ends: whether `dmi::tap_end` has work: deferred reductions, or scores to copy. resting: whether forward
+    hooks do nothing. A draft model may share modules with the target, such as the embedding. `resting` is then true
+    except during the target's own forward (`models.Tapped.dmi_forward`), so the draft's forward writes no rows.
     """
 
     def __init__(self, model: nn.Module, context: CaptureContext, compilation: Compilation) -> None:
@@ -123,14 +124,15 @@ class ModelTaps:
     def hook(self, path: str, call: Callable[..., Any], before: bool = False, **options: bool) -> None:
         """Register a forward hook (a pre-hook if `before`) on the module at `path`.
 
-        options: keyword arguments of its registration in torch. Raises ValueError if the model has no such module.
+        options: keyword arguments for its registration in torch, see `_Hook`. Raises ValueError if the model has no
+        such module.
         """
         self._add(_Hook(path, call, before, options))
 
     def before_attention(self, path: str, call: Callable[..., Any]) -> None:
         """Call `call(module, args)` before the attention at `path`. Raises ValueError if the model has no such module.
 
-        vLLM's Transformers backend calls the `forward` of attention directly, so torch runs no forward hook there.
+        vLLM's Transformers backend calls the `forward` of attention layers directly, which skips forward hooks.
         """
         self._add(_Hook(path, call, True, {}, direct=self.context.arch.in_transformers))
 
@@ -156,7 +158,7 @@ class ModelTaps:
         return hook
 
     def follow(self) -> None:
-        """Move hooks from replaced modules to the modules that replace them, such as LoRA layers."""
+        """Move hooks from modules that were replaced to their replacements, such as LoRA layers."""
         for hook in self._hooks:
             module = self._model.get_submodule(hook.path)
             if module is not hook.module:
@@ -164,14 +166,14 @@ class ModelTaps:
 
     @cached_property
     def once(self) -> TapBatch:
-        """The batch of hooks that exist once in the model. `TapBatch.again` makes further batches for these hooks."""
+        """The batch of hooks that exist once in the model. `TapBatch.again` makes more batches of these hooks."""
         fields = [f for f in self.context.layout.fields if not in_layer(f)]
         return self._batch("once", fields, 0)
 
     def batch(self, layers: Sequence[int], lasting: bool = False) -> TapBatch:
-        """Make the batch of one layer, or of several layers. lasting: see `TapBatch`."""
+        """Make the batch of one or several layers. lasting: see `TapBatch`."""
         fields = [f for f in self.context.layout.fields if f.layer in layers and in_layer(f)]
-        # Offsets are relative to the batch's first offset, so equal layers have equal graphs, which vLLM compiles once.
+        # Offsets are relative to the smallest of the batch. So equal layers have equal graphs, and vLLM compiles one.
         return self._batch(str(layers[0]), fields, min(f.offset for f in fields), lasting)
 
     def _batch(self, name: str, fields: Sequence[RowField], start: int, lasting: bool = False) -> TapBatch:
@@ -203,7 +205,7 @@ class TapBatch:
     """Values that are written together.
 
     tensor: the graph input that identifies `place` (see `stand_for`). lasting: whether the values are not overwritten
-    before the forward ends. fields, values: the fields added so far, and a tensor [..., width] for each.
+    before the forward ends. fields: the fields added since the last `write`. values: a tensor [..., width] for each.
     """
 
     def __init__(self, taps: ModelTaps, tensor: torch.Tensor, place: Place, lasting: bool = False) -> None:
@@ -213,11 +215,11 @@ class TapBatch:
         self.values: list[torch.Tensor] = []
 
     def again(self) -> TapBatch:
-        """Another batch with the same `place`."""
+        """Make another batch with the same `place`, without values."""
         return TapBatch(self.taps, self.tensor, self.place, self.lasting)
 
     def add(self, row_field: RowField | None, value: torch.Tensor) -> None:
-        """Add the value of a field, [..., width]. If row_field is None (a hook that is not selected), add nothing."""
+        """Add the value of a field, [..., width]. Does nothing if `row_field` is None: the hook is not selected."""
         if row_field is not None:
             self.fields.append(row_field)
             self.values.append(value)
@@ -228,9 +230,9 @@ class TapBatch:
             self.add(row_field, value)
 
     def pause(self, more_compiled: bool, more_eager: bool = False, beside: bool = True) -> None:
-        """Write the batch, unless it waits for more values. beside: see `write`.
+        """Write the batch, unless it is to be written later with more values. beside: see `write`.
 
-        more_compiled: whether it waits in a compiled model. more_eager: whether it waits in eager mode.
+        more_compiled: whether a compiled model writes it later. more_eager: whether eager mode does.
         """
         if not (more_compiled if torch.compiler.is_compiling() else more_eager):
             self.write(beside)
@@ -256,8 +258,8 @@ class TapBatch:
     def end(self, like: torch.Tensor, always: bool = False) -> None:
         """End the taps of this forward with `dmi::tap_end`. like: a tensor whose first dimension is tokens.
 
-        In eager mode the op is called only if it has work (`ModelTaps.ends`). always: call it in any case, for callers
-        in eager code whose previous taps may be compiled: those may be pending on a branch of a CUDA graph.
+        In eager mode the op is called only with `always`, or if it has work (`ModelTaps.ends`). Eager code must pass
+        `always` if earlier taps may be compiled, because these may be pending on a branch of a CUDA graph.
         """
         taps = self.taps
         if always or taps.ends or torch.compiler.is_compiling():

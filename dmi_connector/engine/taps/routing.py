@@ -13,7 +13,11 @@ from dmi_connector.engine.taps.batches import ModelTaps, TapBatch
 
 
 def install_routing(taps: ModelTaps, arch: Architecture, module: nn.Module, index: int, batch: TapBatch) -> None:
-    """Register the routing taps of layer `index`. They run in an opaque op, so each writes its value immediately."""
+    """Register the routing taps of layer `index`. module: the layer. batch: the batch of the layer.
+
+    The taps run inside an opaque op, so their values cannot wait for the other values of the layer. `router_logits` is
+    written after the gate has run, `topk_ids` and `topk_weights` after the experts are selected.
+    """
     context, path = taps.context, f"{arch.layers}.{index}"
     scores = context.layout.taking("router_logits", index)
     ids, weights = context.layout.taking("topk_ids", index), context.layout.taking("topk_weights", index)
@@ -32,7 +36,7 @@ def install_routing(taps: ModelTaps, arch: Architecture, module: nn.Module, inde
         select, to_places = router.select_experts, router._apply_eplb_mapping
 
         def apply_eplb_mapping(topk_ids: torch.Tensor) -> torch.Tensor:
-            """Capture logical expert ids, before vLLM's load balancing (EPLB) maps them to physical experts."""
+            """Capture the ids of logical experts. vLLM's load balancing (EPLB) then maps them to physical experts."""
             chosen.add_all(ids, topk_ids)
             return to_places(topk_ids)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds stores by the append-only index of a store directory, or without an index by their names."""
+"""Finds captures by the append-only index of a store directory, or without an index by the names of stores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dmi_connector.store.read.metadata import NotACapture, read_attrs
 FINISHED = ("complete", "incomplete")
 """States of finished stores."""
 _ADDED = re.compile(r"(_[0-9]+)?(-|\Z)")
-"""A suffix that vLLM appends to a request id, up to the end or a dash."""
+"""What may follow a request id: a number that vLLM appends, then the end, or a dash and a random suffix."""
 _DRAFTS = {"draft_tokens_scheduled": "scheduled", "draft_tokens_accepted": "accepted"}
 """{name of a count of draft tokens in the index: its name in a store's attribute `draft_tokens`}."""
 SCORES = ("max", "at", "min", "mean", "last")
@@ -38,7 +38,7 @@ class CaptureInfo:
     recover a store). reason: why the capture is not complete. started, finished: ISO 8601, UTC. bytes: size of the
     finished store without its root `zarr.json`. num_tokens: number of rows. prompt_len: number of tokens of the prompt.
     model: name of the model. Before the end of the capture, prompt_len and model are None. Index lines of format 1.1 or
-    older also lack these two, and `open_captures` then reads them from the store. draft_tokens_scheduled,
+    older lack both too, and `open_captures` then reads both from the store. draft_tokens_scheduled,
     draft_tokens_accepted: numbers of draft tokens that were verified, and that were accepted; None before the end, and
     without speculative decoding. scores: scores of probes, as in the store's attribute (docs/FORMAT.md, section 5);
     None before the end, and without probes.
@@ -85,21 +85,20 @@ def unrecorded_stores(directory: Path) -> list[Path]:
 def find_captures(
     directory: Given, key: str | None = None, request_id: str | None = None, on_error: str = "raise"
 ) -> list[CaptureInfo]:
-    """Captures of a store directory, sorted by start time. key, request_id: filters.
+    """Captures of a store directory, sorted by start time. Aborted and removed captures are left out.
 
-    directory: a path, or a URL such as s3://bucket/prefix.
+    directory: a path, or a URL such as s3://bucket/prefix. key: only captures with this key. request_id: only captures
+    of this request. It also matches the ids that vLLM makes of it: children of one request get a number as prefix
+    (`0_id`), requests of the Responses API get one as suffix (`resp_xxxx_0`), and every request gets a random suffix
+    (`id-xxxx`).
 
-    vLLM changes request ids: children of one request get a number as prefix (`0_id`), requests of the Responses API get
-    one as suffix (`resp_xxxx_0`), and every request gets a random suffix (`id-xxxx`). `request_id` matches these too.
-    Aborted and removed captures are left out.
-
-    This reads the directory's index. Finished stores in the index are not opened. Other stores of a local directory,
-    such as copies, are found by their names (*.zarr), and each is opened once. With a key or request id, such stores
-    are searched only if the index has no match. If such a store cannot be read, its state is "failed".
+    This reads the directory's index, and does not open stores that are finished in the index. Other stores of a local
+    directory, such as copies, are found by their names (*.zarr), and each is opened once. With a key or request id,
+    these are searched only if the index has no match. The state of a store that cannot be read is "failed".
 
     Raises ValueError for a directory that does not exist (a server creates its directory when it starts), for a
-    directory whose stores are one level below, and for a store. In a directory without an index, also raises ValueError
-    for a damaged store; with on_error="skip" that store has the state "failed" instead.
+    directory whose stores are one level below, and for a store. In a directory without an index, raises ValueError for
+    a damaged store too, unless on_error="skip".
     """
     place = place_of(directory)
     if isinstance(place, RemotePath):
@@ -109,9 +108,7 @@ def find_captures(
         look = _scanned if on_error == "raise" else _scanned_or_failed
         return _wanted(map(look, _unnamed(place)), key, request_id)
     word = key if key is not None else request_id
-    others = (
-        _unnamed(place) if word is None else []
-    )  # listed before the index is read, because a capture may end meanwhile
+    others = _unnamed(place) if word is None else []  # listed before the index is read: a capture may end in between
     lines = _lines(place, word)
     found = _wanted(_infos(place, lines), key, request_id)
     if word is not None and not found:
@@ -122,7 +119,7 @@ def find_captures(
 
 
 def check_directory(place: Path) -> None:
-    """Raise ValueError for a place that is not a directory of stores. A directory with an index always is one."""
+    """Raise ValueError if `place` is not a directory of stores. Any directory with an index is one."""
     if place.exists() and is_store(place) and not (place / INDEX_NAME).exists():
         raise ValueError(f"{place} is a store; give its directory, or open it with open_capture")
     if not place.is_dir():
@@ -131,7 +128,7 @@ def check_directory(place: Path) -> None:
 
 
 def check_not_above(place: Path) -> None:
-    """Raise ValueError for a directory without stores whose subdirectories have stores."""
+    """Raise ValueError for a directory that has no stores itself, but a subdirectory with stores."""
     if not place.is_dir() or is_store(place) or _holds_stores(place):
         return
     below = [inner for inner in sorted(place.iterdir()) if inner.is_dir() and _holds_stores(inner)]
@@ -193,12 +190,12 @@ def _wanted(found: Iterable[CaptureInfo | None], key: str | None, request_id: st
 
 
 def _unnamed(directory: Path, word: str = "") -> list[Path]:
-    """Stores of a directory, found by name. word: part of the name, before `safe` replaces characters."""
+    """Finished stores of a directory, by name. word: only stores whose names contain `safe(word)`."""
     return sorted(store for store in directory.glob("*.zarr") if safe(word) in store.name)
 
 
 def _scanned(store: Path) -> CaptureInfo | None:
-    """The `CaptureInfo` of a store; None if it was just removed or is no capture. Raises ValueError if damaged."""
+    """The `CaptureInfo` of a store; None if it was just removed, or is no capture. Raises ValueError if damaged."""
     try:
         return info_of(store)
     except NotACapture:
@@ -220,7 +217,7 @@ def _scanned_or_failed(store: Path) -> CaptureInfo | None:
 
 
 def info_of(store: Place) -> CaptureInfo:
-    """The `CaptureInfo` of a finished store. Raises ValueError for a directory that is not a store."""
+    """The `CaptureInfo` of a finished store. Raises ValueError for a damaged store, or a directory that is no store."""
     attrs = read_attrs(store)
     return CaptureInfo(
         store=store,
@@ -240,7 +237,7 @@ def info_of(store: Place) -> CaptureInfo:
 
 
 def drafts_of(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """The counts of draft tokens in the root attributes of a store, under the names of `CaptureInfo` and the index."""
+    """The counts of draft tokens in a store's root attribute, by their names in `CaptureInfo` and the index."""
     counts = attrs.get("draft_tokens", {})
     return {name: counts[key] for name, key in _DRAFTS.items() if key in counts}
 
@@ -270,7 +267,10 @@ def _info(directory: Place, line: Mapping[str, Any]) -> CaptureInfo:
 
 
 class IndexTail:
-    """Like `LineTail`, but for ended captures. upload_failure: why the latest upload failed; None if it succeeded."""
+    """Follows the index of a store directory: each `read` returns the captures that have ended since.
+
+    new_only: as in `LineTail`. upload_failure: why the latest upload failed; None if it succeeded, or without uploads.
+    """
 
     def __init__(self, directory: str | os.PathLike[str], new_only: bool = False) -> None:
         self._directory = local_path(directory)
@@ -278,7 +278,7 @@ class IndexTail:
         self.upload_failure: str | None = None
 
     def read(self) -> list[CaptureInfo]:
-        """Captures that ended since the last call, in order. The first call returns all.
+        """Captures that ended since the last call, in order. Without `new_only`, the first call returns all.
 
         [] without an index. Aborted captures are left out. A replaced or truncated index is read from its start.
         """
@@ -291,7 +291,7 @@ class IndexTail:
 
 
 def same_request(wanted: str, stored: str | None) -> bool:
-    """Whether a stored request id is `wanted`, with or without the additions of vLLM; see `find_captures`."""
+    """Whether the request id in a store is `wanted`, or an id that vLLM made of it; see `find_captures`."""
     if stored is None:
         return False
     child, _, rest = stored.partition("_")

@@ -241,7 +241,7 @@ REFUSED = {
     "q@1": r"hooks: 'q@1' of .*a.zarr cannot be sketched: captured layers are \[0, 2\]; leave it out",
     "q@7": "hooks: 'q@7' names layer 7, but .*a.zarr has layers 0 to 2",
     "resid_final@0": "'resid_final@0' of .* cannot be sketched: it has no layers",
-    "logits": "'logits' of .* cannot be sketched: it has a row for each sampled token alone",
+    "logits": "'logits' of .* cannot be sketched: it has rows for sampled tokens only",
     "topk_ids": "'topk_ids' of .* cannot be sketched: it holds whole numbers",
     "q,-q": "hooks: 'q,-q' selects nothing of .*a.zarr that can be sketched; it holds",
 }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of models in which the sizes of attention differ between layers.
+"""`Architecture` of models in which the numbers or sizes of attention heads differ between layers.
 
 A hook has the same width in all of its layers. So hooks inside attention exist only in the layers with the most common
-sizes. All other hooks exist in every layer.
+sizes. Other hooks do not depend on these sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ _NO_ATTENTION: dict[str, Any] = dict.fromkeys(("qkv", "q_norm", "k_norm", "attn"
 
 
 class Sizes(NamedTuple):
-    """The sizes of attention in one layer: numbers of heads, elements per head. v_head_dim: 0 if it equals head_dim."""
+    """The sizes of attention in one layer.
+
+    heads: number of query heads. kv_heads: number of heads of keys and values. head_dim: elements per head. v_head_dim:
+    elements per head of values, or 0 if that equals `head_dim`.
+    """
 
     heads: int
     kv_heads: int
@@ -27,14 +31,14 @@ class Sizes(NamedTuple):
 
 
 class Mixed(Architecture):
-    """A row whose attention hooks exist only in some layers."""
+    """An architecture whose attention hooks exist only in the layers with the most common sizes."""
 
     def sizes(self, config: Any) -> list[Sizes | None]:
-        """The sizes of each layer; None for a layer that reads the keys of an earlier layer."""
+        """The sizes of each layer; None for a layer that reads the keys and values of an earlier layer."""
         raise NotImplementedError
 
     def layer_config(self, config: Any) -> Any:
-        """A config that has the fields which `Architecture.dims` reads. Override it if `config` lacks some."""
+        """A config with the fields that `Architecture.dims` reads. Override it if `config` lacks some of them."""
         return config
 
     def dims(self, config: Any) -> ModelDims:
@@ -51,20 +55,21 @@ class Mixed(Architecture):
 
 
 def _shared(config: Any) -> int:
-    """Number of layers, the last ones, that read the keys of earlier layers."""
+    """Number of layers at the end of the model that read the keys and values of earlier layers."""
     return getattr(config, "num_kv_shared_layers", 0) or 0
 
 
 class Gemma4(Mixed):
     """Gemma 4: layers with full attention have other head sizes than layers with sliding windows.
 
-    The last layers may read the keys of earlier layers. After both blocks, a layer may add a projection of its
-    embedding of the token, and multiplies the stream by a scalar.
+    The last layers may read the keys and values of earlier layers. In models with per-layer embeddings, each layer
+    adds a projection of its own token embedding to the residual stream, after its MLP. Each layer ends by multiplying
+    the stream by a scalar.
     """
 
     def fit(self, config: Any) -> Architecture:
         wide = getattr(config, "use_double_wide_mlp", False) and _shared(config)
-        # With experts, the input of the norm after the MLP is the sum of MLP and experts, which no module returns.
+        # With experts, `mlp_norm` gets the sum of the outputs of MLP and experts. No module returns this sum.
         neurons = dict.fromkeys(("mlp_pre", "mlp_pre_linear", "mlp_post"), wide)
         lacks = {**neurons, "mlp_proj": getattr(config, "num_experts", None)}
         return replace(self, lacks=tuple(name for name, absent in lacks.items() if absent))
@@ -82,7 +87,7 @@ class Gemma4(Mixed):
 
 
 class MiMo(Mixed):
-    """MiMo V2: layers with sliding windows have other numbers or sizes of heads. Values are scaled before attention."""
+    """MiMo V2: layers with sliding windows may have other heads. Values are scaled before attention."""
 
     def sizes(self, config: Any) -> list[Sizes | None]:
         names = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
@@ -92,7 +97,7 @@ class MiMo(Mixed):
 
 
 class Step(Mixed):
-    """Step 3.5: layers with sliding windows have more heads. vLLM computes the final norm for sampled tokens only."""
+    """Step 3.5: one type of layer may have other sizes. vLLM computes the final norm only for the rows of logits."""
 
     def sizes(self, config: Any) -> list[Sizes | None]:
         usual = Sizes(config.num_attention_heads, config.num_attention_groups, config.head_dim)
@@ -129,7 +134,7 @@ MIXED: tuple[Architecture, ...] = (
         "Gemma4ForCausalLM",
         f"{MODELS}.gemma4:Gemma4ForCausalLM",
         **QK_NORM,
-        v_at_attn=True,  # after a norm
+        v_at_attn=True,  # a norm changes the values before attention
         embed_scaled=True,
         attn_norm="post_attention_layernorm",
         ln2="pre_feedforward_layernorm",

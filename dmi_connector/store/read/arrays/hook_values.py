@@ -21,20 +21,21 @@ Tokens = slice | Sequence[int] | np.ndarray | None
 
 
 def _arrays(sources: Sequence[Source]) -> list[str]:
-    """The names of the arrays of sources, each once."""
+    """The names of the arrays of sources, without duplicates."""
     return list(dict.fromkeys(source.array for source in sources))
 
 
 def _check_one(hook: str, ways: int) -> None:
-    """Raise ValueError for a hook whose layers were reduced in several ways. ways: their number."""
+    """Raise ValueError if `ways`, the number of different reductions of a hook's layers, is above 1."""
     if ways > 1:
         raise ValueError(f"layers of {hook!r} were reduced in different ways; name one layer")
 
 
 class HookValues:
-    """Reads the hooks of one store. attrs: its root attribute. store: its location.
+    """Reads the values of hooks of one store.
 
-    documents: {array: zarr.json}, by default read from the store. Raises ValueError for arrays of another format.
+    attrs: root attribute of the store. store: its location. documents: {array: content of its zarr.json}; None to read
+    them from the store. Raises ValueError for arrays of another format.
     """
 
     def __init__(
@@ -45,7 +46,10 @@ class HookValues:
         self._arrays: dict[str, HookArray] = {}
 
     def decoded(self, sources: Sequence[Source], tokens: Tokens, convert: bool) -> np.ndarray:
-        """Read decoded rows [sources, tokens, width]. convert: see `Capture.numpy`."""
+        """Read decoded rows [sources, tokens, width].
+
+        They are float32 if one of the arrays was reduced. Otherwise the dtype is as in `stored`, with its `convert`.
+        """
         by_array = {name: [s.index for s in sources if s.array == name] for name in _arrays(sources)}
         if any("reduce" in self._attrs["hooks"][name] for name in by_array):
             parts = [self._decoded(name, indexes, tokens) for name, indexes in by_array.items()]
@@ -56,9 +60,10 @@ class HookValues:
         return values if order == sorted(order) else values[np.argsort(order)]
 
     def stored(self, by_array: dict[str, list[int]], tokens: Tokens, convert: bool = False) -> np.ndarray:
-        """Read stored rows [layers, tokens, width] of several arrays, in order. With `convert`, floats become float32.
+        """Read stored rows [layers, tokens, width] of arrays of the same dtype and width, one array after the other.
 
-        by_array: {array: indexes along its layer axis}.
+        by_array: {array: indexes along its layer axis}. convert: convert floats to float32. Otherwise rows have the
+        stored dtype.
         """
         arrays = [self.array(name) for name in by_array]
         dtype = arrays[0].dtype
@@ -80,12 +85,12 @@ class HookValues:
         return StoredReduction.of(self._attrs["hooks"][name], self._store)
 
     def layers(self, name: str, indexes: Sequence[int]) -> list[int]:
-        """Layer numbers of indexes along the layer axis of an array; 0 for a hook that exists once."""
+        """The layer numbers at `indexes` along the layer axis of an array; 0 for a hook that exists once."""
         own = self._attrs["hooks"][name]["layers"]
         return [own[index] if own else 0 for index in indexes]
 
     def reduction(self, hook: str, sources: Sequence[Source]) -> Reduction | None:
-        """The reduction of a hook's arrays. Raises ValueError if the arrays have different ones."""
+        """The reduction of a hook's arrays; None if they were not reduced. Raises ValueError if they differ in it."""
         found = {None if (reduced := self.reduced(name)) is None else reduced.reduction for name in _arrays(sources)}
         _check_one(hook, len(found))
         return found.pop()
@@ -96,13 +101,13 @@ class HookValues:
         return self.array(name).shape[2] if reduced is None else reduced.decoded_width
 
     def check_one_form(self, hook: str, sources: Sequence[Source]) -> None:
-        """Raise ValueError if decoded rows of a hook's arrays differ in meaning."""
+        """Raise ValueError if decoded rows of a hook's arrays cannot be in one array, see `_form`."""
         names = _arrays(sources)
         if len(names) > 1:
             _check_one(hook, len({self._form(name) for name in names}))
 
     def _form(self, name: str) -> tuple[int, Reduction | None]:
-        """Properties that a hook's arrays must share: their width, and a reduction that does not keep values."""
+        """(decoded width; the reduction if it does not keep values, else None). Arrays of a hook must agree in both."""
         reduced = self.reduced(name)
         other = reduced is not None and Keeps.VALUES not in reduced.reduction.keeps
         return self.width(name), reduced.reduction if reduced is not None and other else None

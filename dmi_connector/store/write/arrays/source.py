@@ -24,8 +24,8 @@ from dmi_connector.store.write.arrays.shard_writer import Encoded
 class SourceStore:
     """Reads the encoded chunks of a store.
 
-    final: path of the finished store. chunk_tokens, segment_tokens: the settings of both stores. Inside a `with` block
-    the directory stays open and locked, even if it is renamed. Raises OSError and ValueError if the store is gone or
+    final: final path of the store. chunk_tokens, segment_tokens: the settings of both stores. The directory is open and
+    locked until the `with` block ends, even if it is renamed. Raises OSError or ValueError if the store is gone or
     cannot be read.
     """
 
@@ -48,11 +48,11 @@ class SourceStore:
         os.close(self._fd)
 
     def _load(self) -> None:
-        """Find the chunks: in the journals until the store is renamed, then in the metadata (journals are removed)."""
+        """Find the chunks: in the journals of an unfinished store, or in the metadata of a finished one."""
         try:
             self._read_journals()
         except FileNotFoundError:
-            self._journals.clear()  # it has just been renamed, so its shard files have indexes
+            self._journals.clear()  # a journal was removed: the store has just been finished
         if self._journals:
             return
         attrs = attrs_of(self._files)
@@ -63,14 +63,15 @@ class SourceStore:
     def _read_journals(self) -> None:
         root = Path(self._files.root)
         for name in sorted(filter(is_journal, os.listdir(root))):
-            with contextlib.suppress(ValueError):  # another rank is still writing the header of its journal
+            with contextlib.suppress(ValueError):  # a rank is still writing the header of its journal
                 for array in read_journal(root / name).arrays:
                     self._journals.setdefault((array.spec.name, array.spec.rank), JournalArray(array.spec)).add(array)
 
     def chunk(self, spec: ArraySpec, first: int) -> list[Encoded]:
-        """The chunks of rows [first, first + chunk_tokens) of an array, one per layer, with the part of one rank.
+        """The chunks of rows [first, first + chunk_tokens) of an array: one per layer that the rank of `spec` has.
 
-        Raises OSError, and ValueError for a chunk that is missing or does not match its crc32c.
+        spec: the array in the new store. Raises OSError if a file cannot be read. Raises ValueError for a chunk that is
+        missing, has fewer rows, or does not match its crc32c.
         """
         places = self._of_finished(spec, first) if self._finished else self._of_journals(spec, first)
         found = []
@@ -112,7 +113,10 @@ class SourceStore:
 
 
 def _layers(spec: ArraySpec, layers: tuple[int, ...], first: int) -> list[int]:
-    """Indexes into `layers` of those layers of `spec` that its rank has."""
+    """Indexes in `layers`, the layer numbers of the source, of the layers that the rank of `spec` has.
+
+    [0] for a hook that exists once. Raises ValueError if the source lacks one of the layers.
+    """
     if not spec.layers:
         return [0]
     mine = spec.layers[spec.first_layer : spec.first_layer + spec.local_layers]

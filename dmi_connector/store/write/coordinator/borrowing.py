@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies borrowed rows into a capture from its source: the store of an earlier capture of the same engine.
+"""Copies the rows that a capture borrows from its source: the store of an earlier capture of the same engine.
 
 The tokens of these rows were in the engine's prefix cache, so the engine did not compute the rows again. If the source
-is finished, writers copy the rows at once. If the source is still being written, writers copy them when the first chunk
-of the capture arrives, or when the capture or the source ends. An engine sends rows in order, so the source has all
-these rows by then. The writers of the source first confirm (`mark`) that the rows are in files. A source is finished
-only after its rows are copied, because a reader may remove a finished store.
+is finished, writers copy the rows at once. If the source is still being written, writers copy the rows when the first
+chunk of the capture arrives, or when the capture or the source ends. An engine sends rows in order, so the source has
+all borrowed rows by then. Before the copy, the writers of the source confirm that its rows are in files
+(`mark`). A source is finished only after its rows are copied, because a reader may remove a finished store.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ OnLost = Callable[[CaptureRecord, list[Loss]], None]
 def check_borrow(borrow: Message | None, layout: PayloadLayout) -> None:
     """Check the rows that a capture of this layout borrows. Raises ValueError if they are not whole chunks.
 
-    borrow: `final` and `request_id` of the source, the number of `rows`, and their packed `token_ids`.
+    borrow: `final` and `request_id` of the source, the number of borrowed `rows` from its start, and their `token_ids`
+    (int32, packed). None if the capture borrows no rows.
     """
     if borrow is not None:
         rows, ids, chunk = borrow["rows"], len(unpack_array(borrow["token_ids"])) // 4, layout.chunk_tokens
@@ -48,12 +49,13 @@ def check_borrow(borrow: Message | None, layout: PayloadLayout) -> None:
 
 @dataclass(eq=False)
 class Borrowed:
-    """The rows [0, rows) of `record`, which it borrows from the store `final`.
+    """The rows [0, rows) of the capture `record`, which it borrows from the store `final`.
 
-    source: the capture of that store while it is running, else None. fd: file descriptor of the store's directory, open
-    until the rows are copied. due: whether the rows have arrived at the source. marks: writers of the source that have
-    not confirmed the rows yet; None before the writers are asked. posted: whether the writers of `record` were asked to
-    copy. copying: writers that have not answered yet, one entry per message.
+    request_id: the request of that store. token_ids: int32 [rows]. source: the capture of that store while it is
+    running, else None. fd: file descriptor of the store's directory, open until the rows are copied. due: whether all
+    these rows have arrived at the source. marks: writers of the source that have not confirmed the rows yet; None
+    before they are asked. posted: whether the writers of `record` were asked to copy, or nothing can be copied.
+    copying: writers of `record` that have not answered yet, one entry per message.
     """
 
     record: CaptureRecord
@@ -79,7 +81,7 @@ class Borrowed:
             try:
                 self.fd = hold_source(self.final)
             except OSError:
-                self.fd = None  # its writers have not created it yet, or it is gone: then nothing is copied
+                self.fd = None  # not created yet: `_post` tries again. Or gone: the rows are lost
 
     def release(self) -> None:
         """Close the directory of the source."""
@@ -89,18 +91,19 @@ class Borrowed:
 
 
 class Borrowing:
-    """All captures that borrow rows. Not thread-safe: hold the owner's lock when calling.
+    """All captures that borrow rows. Not thread-safe: `Captures` calls the methods with its lock held.
 
-    takers: see `Takers`. ends: ends captures. on_lost: called as soon as rows are known to be missing.
+    takers: see `Takers`. ends: moves captures from OPEN to their end. on_lost: called with a capture and its losses as
+    soon as borrowed rows are known to be missing.
     """
 
     def __init__(self, pool: WriterPool, takers: Takers, ends: CaptureEnds, on_lost: OnLost) -> None:
         self._pool, self._takers, self._ends, self._on_lost = pool, takers, ends, on_lost
-        self._open: dict[int, Borrowed] = {}  # by number of the capture
-        self._ending: dict[int, tuple[CaptureRecord, Message]] = {}  # by number: ends that wait for copies
+        self._open: dict[int, Borrowed] = {}  # by number of the capture that borrows
+        self._ending: dict[int, tuple[CaptureRecord, Message]] = {}  # by number: captures whose end waits for copies
 
     def begin(self, record: CaptureRecord, others: Iterable[CaptureRecord], borrow: Message) -> None:
-        """Start borrowing for a new capture. borrow: see `check_borrow`. others: running captures."""
+        """Handle a new capture that borrows rows. borrow: see `check_borrow`. others: the running captures."""
         ids, rows = np.frombuffer(unpack_array(borrow["token_ids"]), "<i4"), int(borrow["rows"])
         record.check.borrowed(ids)
         final = os.path.abspath(borrow["final"])
@@ -117,9 +120,9 @@ class Borrowing:
             self._advance()
 
     def _follow(self, known: Borrowed) -> None:
-        """If the source has not copied its own borrowed rows yet, copy from the source's source instead.
+        """If the source has not copied its own borrowed rows yet, borrow from the source's source instead.
 
-        Otherwise each copy would wait for the one before it, in a chain that may never end.
+        Otherwise each new capture could wait for the copy of the capture before it, without end.
         """
         while known.source is not None and (its := self._open.get(known.source.number)) is not None:
             if its.copied or its.source is None or its.rows < known.rows:
@@ -127,17 +130,17 @@ class Borrowing:
             known.final, known.request_id, known.source = its.final, its.request_id, its.source
 
     def due(self, record: CaptureRecord) -> None:
-        """Handle a chunk of a capture. Only the first one has an effect."""
+        """Handle a chunk of a capture. The first one shows that the source has the rows that the capture borrows."""
         known = self._open.get(record.number)
         if known is not None and not known.due:
             known.due = True
             self._advance()
 
     def end(self, record: CaptureRecord, message: Message) -> None:
-        """Handle a capture that gets no more rows.
+        """Handle a capture that gets no more rows of its own.
 
-        message: sent to the writers once the capture has its borrowed rows, and other captures have the rows that they
-        borrow from it.
+        message: sent to the writers of the capture once two conditions hold. They were asked to copy its borrowed rows
+        (unless `message` drops the capture), and other captures have copied the rows that they borrow from it.
         """
         record.state = State.CLOSING
         self._ending[record.number] = record, message
@@ -153,12 +156,12 @@ class Borrowing:
         return all(known.copied for known in self._open.values() if known.source is record)
 
     def pending(self, record: CaptureRecord) -> bool:
-        """Whether the writers were not asked to copy yet. That step may need the layout, to assign segments."""
+        """Whether writers must still be asked to copy borrowed rows of a capture. This may need its layout."""
         known = self._open.get(record.number)
         return known is not None and not known.posted
 
     def ended(self, record: CaptureRecord) -> None:
-        """Handle a capture that has ended. Its store may be pruned from now on."""
+        """Handle a capture that has ended. Captures that borrow from it lock its store, which may now be removed."""
         for known in self._open.values():
             if known.source is record:
                 known.hold()
@@ -169,7 +172,10 @@ class Borrowing:
         self._advance()
 
     def on_message(self, process: Child, m: Message) -> None:
-        """Handle the answer of a writer that has written all rows sent before a mark, or has copied borrowed rows."""
+        """Handle an answer of a writer: it has written all rows sent before a mark, or has copied borrowed rows.
+
+        m: the answer. "marked" or "borrowed" is the number of the capture that borrows.
+        """
         known = self._open.get(m["marked"] if "marked" in m else m["borrowed"])
         if known is None:
             return
@@ -187,7 +193,7 @@ class Borrowing:
         self._advance()
 
     def on_death(self, process: Child) -> None:
-        """Handle the death of a writer. The rows that it had not written are lost."""
+        """Handle the death of a writer, so that no copy waits for it."""
         for known in self._open.values():
             if known.marks is not None:
                 known.marks.discard(process)
@@ -195,7 +201,7 @@ class Borrowing:
         self._advance()
 
     def _advance(self) -> None:
-        """Start each copy whose source rows are in files, and end captures that waited for copies."""
+        """Start each copy whose rows are in files of the source, and end captures whose copies are done."""
         moved = True
         while moved:
             moved = False
@@ -210,7 +216,7 @@ class Borrowing:
                     self._ends.begin(record, message)
 
     def _written(self, known: Borrowed) -> bool:
-        """Whether all rows of the source that can still be written are in files."""
+        """Whether the source's live writers have confirmed that its rows are in files. The first call asks them."""
         if known.source is None:
             return True
         of_source = self._open.get(known.source.number)
@@ -223,7 +229,7 @@ class Borrowing:
         return not known.marks
 
     def _post(self, known: Borrowed) -> None:
-        """Ask the writers of a capture to copy its borrowed rows."""
+        """Ask the writers of a capture to copy its borrowed rows. Rows that the source lacks are recorded as losses."""
         record = known.record
         known.posted = True
         if record.state not in (
@@ -247,7 +253,7 @@ class Borrowing:
     def _copy(self, known: Borrowed, first: int, count: int) -> None:
         record = known.record
         message: Message = {"type": "borrow", "id": record.number, "final": known.final, "first": first, "count": count}
-        more: Message = {"token_ids": pack_array(known.token_ids[first : first + count])}  # for one journal
+        more: Message = {"token_ids": pack_array(known.token_ids[first : first + count])}  # for the first journal
         for assignment in self._takers(record, first // record.layout.segment_tokens):
             if assignment.open:
                 known.copying.append(assignment.process)
@@ -255,7 +261,7 @@ class Borrowing:
             more = {}
 
     def _lacks(self, known: Borrowed) -> list[Loss]:
-        """The rows that the source lacks, or that failed its check."""
+        """The losses of borrowed rows: all rows if the source is unusable, else rows that it lacks or found wrong."""
 
         def lost(error: str, rows: Any = ((0, known.rows),)) -> list[Loss]:
             return [not_borrowed(known.final, error, rows)]
@@ -269,7 +275,7 @@ class Borrowing:
             files = LocalFiles(f"/proc/self/fd/{known.fd}")
             try:
                 attrs = attrs_of(files)
-            except (OSError, ValueError):  # not finished by rank 0, or damaged: the writers report that
+            except (OSError, ValueError):  # the writers report what they cannot copy
                 return []
             if attrs.get("request_id") != known.request_id:
                 return lost("another store has its name")

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The coordinator process: `python -m dmi_connector.store.write.coordinator.coordinator ...`, started by client.py.
 
-It runs between the engine and the writer processes, so that opening, checking, assigning, closing and committing
-captures take no time in the engine's interpreter. The engine only fills the shared ring, and sends one short message
-per chunk. When the engine has ended or was killed, the coordinator finishes closed captures. Other captures become
-incomplete stores with the rows that have arrived.
+It runs between the engine and the writer processes. So opening, checking, assigning, closing and committing captures
+take no time in the engine's interpreter. The engine fills the shared ring, and sends one short message per extent of
+the ring. When the engine has exited, even if it was killed, the coordinator finishes closed captures. With one rank,
+open captures become incomplete stores of the rows that have arrived. With several ranks, they are left unfinished, and
+`dmi repair` may recover their stores.
 
-messages    layout, open, chunks, rows, close, forget (a layout), lost
-answers     ready, free (extents of the ring), lost (rows that a capture borrows), done (a capture), upload (counts),
-            note, bye
+messages    layout, open, chunks, rows, close, forget (a layout), lost (a capture of an earlier coordinator)
+answers     ready, free (extents of the ring), lost (rows that a capture should borrow), done (a capture), upload
+            (counts), note (an error), bye
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ from dmi_connector.store.write.settings import UploadSettings, WriteSettings
 logger = logging.getLogger(__name__)
 
 _LAST_ANSWERS_S = 10.0
-"""Maximum time to write the last answers at the end."""
+"""Maximum seconds to write the last answers before the process exits."""
 _ENDS_WAIT_S = 0.05
-"""Maximum time that the end of a capture waits for other answers."""
+"""Maximum seconds that the answer "done" waits for other answers."""
 IDLE_S = 1.0
-"""Interval at which an idle coordinator checks that the engine is alive."""
+"""Seconds between two checks of an idle coordinator that the engine is alive."""
 
 
 class Outbox:
-    """Answers to the engine, written by a separate thread. Freed extents are sent in one message.
+    """A queue of answers to the engine, and the thread that writes them. fd: where the answers are written.
 
-    Each write wakes a thread in the engine's process. So the end of a capture waits up to _ENDS_WAIT_S for other
-    answers, to be written with them.
+    Each write wakes a thread in the engine's process, so answers are written together. The answer that a capture has
+    ended ("done") waits up to _ENDS_WAIT_S for others. The numbers of freed extents are sent in one message.
     """
 
     def __init__(self, fd: int) -> None:
@@ -67,11 +68,11 @@ class Outbox:
         self._thread.start()
 
     def put(self, answer: Message | int) -> None:
-        """Queue a message, or the number of a freed extent."""
+        """Queue an answer, or the number of a freed extent."""
         self._queue.put(answer)
 
     def close(self) -> None:
-        """Write the queued answers, then stop."""
+        """Write the queued answers, and stop the thread. Waits up to _LAST_ANSWERS_S."""
         self._queue.put(None)
         self._thread.join(_LAST_ANSWERS_S)
 
@@ -90,7 +91,7 @@ class Outbox:
             try:
                 write_all(self._fd, b"".join(pack(m) for m in messages))
             except BrokenPipeError:
-                return  # the engine is gone, which the main thread detects too
+                return  # the engine has exited. `serve` detects that too
 
 
 def _is_end(answer: Message | int | None) -> bool:
@@ -99,13 +100,13 @@ def _is_end(answer: Message | int | None) -> bool:
 
 
 class RemoteRing(RingBase):
-    """The coordinator's view of the ring. The engine allocates space, and reclaims it when an answer frees it."""
+    """The coordinator's view of the ring. The engine allocates extents, and reclaims those that an answer frees."""
 
     def __init__(self, fd: int, nbytes: int, outbox: Outbox) -> None:
         super().__init__(fd, nbytes)
         self._outbox = outbox
-        self._out: dict[Extent, tuple[int, int]] = {}  # in the order of arrival: (number, value of `_taken` before it)
-        self._taken = 0  # bytes of all extents and gaps so far
+        self._out: dict[Extent, tuple[int, int]] = {}  # in the order of arrival: (its number, `_taken` before it)
+        self._taken = 0  # bytes of all extents and gaps at the end of the ring, so far
         self._end = 0  # where the latest extent ends
 
     @property
@@ -115,10 +116,12 @@ class RemoteRing(RingBase):
             return 0 if oldest is None else self._taken - oldest[1]
 
     def take(self, number: int, offset: int, nbytes: int) -> Extent:
-        """Add the engine's extent `number`, with one user."""
+        """Add the extent that the engine calls `number`. It has one user, the caller."""
         extent = Extent(offset, nbytes)
         with self._changed:
-            if offset < self._end:  # it did not fit in the gap at the end of the ring, whose end may not be usable yet
+            # The extent did not fit at the end of the ring, so it is larger than the gap there. The gap may end before
+            # `nbytes`, because the engine may not use the whole ring yet (`Ring.allow`).
+            if offset < self._end:
                 self._taken += min(self.nbytes - self._end, extent.size)
             self._out[extent] = number, self._taken
             self._taken += extent.size
@@ -130,20 +133,23 @@ class RemoteRing(RingBase):
 
 
 class Coordinator:
-    """Handles the engine's messages one at a time. It knows captures and layouts by the engine's numbers."""
+    """Handles the engine's messages one at a time. Messages name captures and layouts by numbers of the engine.
+
+    writers: number of writer processes. life_fd: a descriptor that writers keep open until they exit.
+    """
 
     def __init__(self, ring: RemoteRing, outbox: Outbox, writers: int, settings: WriteSettings, life_fd: int) -> None:
         self.ring, self.outbox = ring, outbox
         self.records: dict[int, CaptureRecord] = {}
-        self.broken: dict[int, str] = {}  # captures that could not be opened, and why
-        self._layouts: dict[int, tuple[int, dict[str, Any]]] = {}  # (number in `captures`, attributes of the stores)
+        self.broken: dict[int, str] = {}  # captures that could not be opened -> why
+        self._layouts: dict[int, tuple[int, dict[str, Any]]] = {}  # (number in `captures`, attributes of stores)
         self.uploads: Uploads | None = None
         if settings.upload:
             self.uploads = Uploads(UploadSettings(**settings.upload), settings.file_mode, self._note, self._count)
         self.captures = Captures(ring, writers, settings, self._on_done, [life_fd], self._on_lost)
 
     def handle(self, message: Message) -> None:
-        """Act on one message. An error affects only its capture."""
+        """Handle one message. An error is logged and sent to the engine as a note. It affects only its capture."""
         try:
             getattr(self, "_" + message.pop("type"))(**message)
         except Exception as error:
@@ -189,7 +195,7 @@ class Coordinator:
         self._parts(rows, **message)
 
     def _parts(self, take: Callable[..., None], extent: int, offset: int, nbytes: int, parts: list[list[Any]]) -> None:
-        """Call `take` for each part of an extent, with the capture of the part."""
+        """Call `take` for each part of an extent, with the capture, the extent and the fields of the part."""
         taken = self.ring.take(extent, offset, nbytes)
         try:
             for id, *fields in parts:
@@ -223,8 +229,9 @@ class Coordinator:
     ) -> None:
         """Record in the index the end of a capture that was lost with an earlier coordinator.
 
-        The store may exist, because the coordinator may have died before it told the engine. id: None if the engine
-        does not wait for an answer.
+        final: path of the store. The store may exist, because the coordinator may have died before it told the engine.
+        reason: why the capture has no store, if there is none. id: number of the capture; None if the engine does not
+        wait for an answer.
         """
         state, raw, stored = State.FAILED, 0, 0
         try:
@@ -261,7 +268,10 @@ class Coordinator:
 
 
 def serve(coordinator: Coordinator, stdin: int, engine: int) -> None:
-    """Handle messages until the end of input, or until the engine's process (id `engine`) is gone."""
+    """Handle messages until the end of input, or until the engine's process has exited.
+
+    stdin: file descriptor of the input. engine: process id of the engine.
+    """
     decoder = Decoder()
     while True:
         if select.select([stdin], [], [], IDLE_S)[0]:
@@ -273,33 +283,40 @@ def serve(coordinator: Coordinator, stdin: int, engine: int) -> None:
                     coordinator.uploads.wait_for_room(lambda: _needs_room(stdin, engine))
                 coordinator.handle(message)
         elif not os.path.exists(f"/proc/{engine}"):
-            return  # a forked child of the engine may hold the other end of the pipe open
+            return  # without an end of input: a forked child of the engine may hold the pipe open
 
 
 def _needs_room(stdin: int, engine: int) -> bool:
-    """Whether the engine may send more rows. After its end, rows are written without waiting for uploads."""
+    """Whether the engine may send more rows. Once it has exited, rows are written without waiting for uploads."""
     ended = select.poll()
     ended.register(stdin, select.POLLHUP)
     return not ended.poll(0) and os.path.exists(f"/proc/{engine}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of the process. Its last answer is 0 if every closed capture is committed, else 1."""
+    """Entry point of the process. Its last answer is {"bye": status}, and it returns the same status.
+
+    The status is 0 if all closed captures have ended and all writers have exited in time, otherwise 1.
+    """
     parser = argparse.ArgumentParser(prog="dmi-coordinator", description="Started by the engine.")
-    parser.add_argument("--ring-fd", type=int, required=True, help="descriptor of the shared memory")
-    parser.add_argument("--ring-bytes", type=int, required=True, help="its size")
-    parser.add_argument("--life-fd", type=int, required=True, help="descriptor that stays open while a process lives")
+    parser.add_argument("--ring-fd", type=int, required=True, help="file descriptor of the shared memory")
+    parser.add_argument("--ring-bytes", type=int, required=True, help="size of the shared memory in bytes")
+    parser.add_argument(
+        "--life-fd", type=int, required=True, help="file descriptor that this process and its writers keep open"
+    )
     parser.add_argument("--writers", type=int, required=True, help="number of writer processes")
     parser.add_argument("--settings", type=json.loads, required=True, help="WriteSettings as JSON")
-    parser.add_argument("--drain-seconds", type=float, required=True, help="time to finish pending work at the end")
-    parser.add_argument("--engine-pid", type=int, required=True, help="the process it serves")
-    parser.add_argument("--cores", required=True, help="CPU cores it may run on, separated by commas")
+    parser.add_argument(
+        "--drain-seconds", type=float, required=True, help="seconds to finish captures after the engine has exited"
+    )
+    parser.add_argument("--engine-pid", type=int, required=True, help="process id of the engine")
+    parser.add_argument("--cores", required=True, help="CPU cores of its processes, separated by commas")
     args = parser.parse_args(argv)
     # Detach from the engine's process tree: killing the engine and its descendants must not kill the writers.
     if os.fork():
         os._exit(0)
     os.sched_setaffinity(0, {int(core) for core in args.cores.split(",")})
-    # Signals of a terminal or supervisor must not interrupt writing. The end of input ends the process.
+    # Signals of a terminal or supervisor must not interrupt writing. The process exits at the end of input.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     hold_life_lock()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds captures that ended lately, by the index of their directory. Their stores may be gone already."""
+"""Lists captures that ended recently, from the index of their directory. Their stores may be removed already."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from dmi_connector.store.read.index_lines import LineTail
 
 
 class EndedCaptures:
-    """Follows the lines that are added to an index from now on."""
+    """Follows the lines that are appended to the index of a directory after this object was created."""
 
     def __init__(self, directory: str) -> None:
         self._directory = os.path.realpath(directory)
         self._tail = LineTail(self._directory, new_only=True)
-        self._ended: dict[str, float] = {}  # by path of the store: when its end was read (seconds since the epoch)
+        self._ended: dict[str, float] = {}  # path of a store -> when its end was read (seconds since the epoch)
 
     def of_last(self, seconds: float) -> list[str]:
-        """Paths of the stores whose end was added to the index in the last `seconds`. Raises OSError.
+        """Final paths of the stores whose end was read from the index in the last `seconds` seconds.
 
-        Earlier ends are forgotten.
+        Each call reads the new lines. A store whose capture has started again is left out. Earlier ends are forgotten,
+        so a later call with larger `seconds` does not return them. Raises OSError if the index cannot be read.
         """
         moment = time.time()
         for line in self._tail.read() if self._is_file() else ():
@@ -35,7 +36,7 @@ class EndedCaptures:
         return list(self._ended)
 
     def _is_file(self) -> bool:
-        """Whether the index exists and is a regular file, not a link or a pipe in its place."""
+        """Whether the index exists and is a regular file. A link is not followed, and opening a pipe would block."""
         try:
             return stat.S_ISREG(os.lstat(os.path.join(self._directory, INDEX_NAME)).st_mode)
         except FileNotFoundError:

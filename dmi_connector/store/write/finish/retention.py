@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Removes old stores, and measures the size of all stores (docs/OPERATIONS.md lists the guarantees).
 
-A store is removed only under an exclusive lock, taken without waiting (locks.py). It is first renamed, so that no
-reader finds a part of it, and recorded in the index as removed.
+A store is removed only under an exclusive lock, taken without waiting (locks.py). The store is first renamed, so that
+no reader finds a part of it. Then a line in the index records the removal, and the files are deleted.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ logger = logging.getLogger(__name__)
 REMOVING_SUFFIX = ".removing"
 """Suffix of the name of a store that is being removed."""
 RECENT_S = 60.0
-"""`Usage.over` lists the stores that were finished in the last so many seconds."""
+"""`Usage.over` lists the stores that were finished in this many seconds before the measurement."""
 USAGE_NAME = ".usage.json"
-"""File with a `Usage` and the time "measured" (ISO 8601). The keeper writes it, and engine/scheduler/quota.py reads it.
+"""JSON file with the fields of a `Usage`, and "measured", the time in ISO 8601. `Keeper` writes the file, and
+engine/scheduler/quota.py reads it.
 """
 
 
@@ -60,7 +61,7 @@ class StoredCapture:
 
 
 class StoreSizes:
-    """Sizes of stores. A finished store never changes, so it is measured once."""
+    """Sizes of stores. A finished store is measured once, because it does not change."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], tuple[int, float]] = {}
@@ -113,12 +114,15 @@ def _stores(directory: str | os.PathLike[str], deep: bool = False) -> Iterator[o
     for entry in entries:
         if ".zarr" in entry.name:
             yield entry
-        elif deep and not entry.name.startswith("."):  # those hold links to the sources of borrowed rows
+        elif deep and not entry.name.startswith("."):  # such directories hold links to sources of borrowed rows
             yield from _stores(entry.path, True)
 
 
 def measure(directory: str, roots: Sequence[str] = (), sizes: StoreSizes | None = None) -> Usage:
-    """The disk space of all stores in `directory`, and at any depth below `roots`."""
+    """The disk space of all stores directly in `directory`, and of those at any depth below `roots`.
+
+    sizes: known sizes, which are updated.
+    """
     sizes, began = sizes or StoreSizes(), time.time()
     entries = [*_stores(os.path.realpath(directory))]
     entries += [entry for root in roots for entry in _stores(os.path.realpath(root), True)]
@@ -137,7 +141,7 @@ def measure(directory: str, roots: Sequence[str] = (), sizes: StoreSizes | None 
 
 
 def finished_stores(directory: str | os.PathLike[str], sizes: StoreSizes | None = None) -> list[StoredCapture]:
-    """The finished stores of a directory, oldest first."""
+    """The finished stores directly in a directory, oldest first. sizes: as in `measure`."""
     sizes = sizes or StoreSizes()
     found = []
     for entry in _stores(directory):
@@ -157,8 +161,9 @@ def prune(
 ) -> list[StoredCapture]:
     """Remove finished stores, oldest first. Stores that a process reads or writes are not removed.
 
-    older_than: remove stores older than so many seconds. keep_bytes: remove stores while the total size is larger than
-    this. Returns the removed stores (with dry_run: those that it would try to remove).
+    older_than: remove stores that were finished more than this many seconds ago. keep_bytes: remove stores while the
+    finished stores have more bytes than this. None: no such limit. sizes: as in `measure`. Returns the removed stores
+    (with dry_run: those that it would try to remove).
 
     Raises NeedsLinux. Raises OSError if locks fail or stores cannot be removed, after all other stores were tried.
     """
@@ -184,7 +189,8 @@ def prune(
 def remove_store(path: Path, line: dict[str, Any] | None = None) -> bool:
     """Remove a store unless a process reads or writes it. Returns whether the store is gone. Raises OSError.
 
-    line: the line for the index; None for a line that the store was removed.
+    line: the line to append to the index; None for a line with the event "remove". A directory without an index gets no
+    line.
     """
     try:
         with claim(path) as alone:
@@ -203,7 +209,7 @@ def remove_store(path: Path, line: dict[str, Any] | None = None) -> bool:
 
 
 def _remove_leftovers(directory: str | os.PathLike[str]) -> list[str]:
-    """Finish interrupted removals. Returns the errors."""
+    """Finish interrupted removals. Returns the messages of errors."""
     errors = []
     for entry in _stores(directory):
         if entry.name.endswith(".zarr" + REMOVING_SUFFIX):
@@ -222,7 +228,7 @@ class Keeper:
 
     roots: more directories to measure. measure: whether to keep USAGE_NAME up to date, for `max_total_bytes` and
     `min_free_bytes`. retain_seconds, retain_bytes: `older_than` and `keep_bytes` of `prune`; 0 for no limit.
-    interval_s: seconds between two rounds; the interval is longer if rounds take long.
+    interval_s: minimum seconds between two rounds. A long round is followed by a pause of ten times its length.
     """
 
     directory: str
@@ -243,7 +249,7 @@ class Keeper:
             threading.Thread(target=self._run, name="dmi-keeper", daemon=True).start()
 
     def round(self) -> None:
-        """Prune and measure once. Raises OSError."""
+        """Prune, then measure, once. Measures also if pruning fails. Raises OSError."""
         try:
             if self.retain_seconds or self.retain_bytes:
                 prune(self.directory, self.retain_seconds or None, self.retain_bytes or None, self.sizes)
@@ -273,7 +279,7 @@ def write_usage(directory: str, usage: Usage) -> None:
 
 
 def usage_stamp(directory: str) -> tuple[int, int] | None:
-    """An identifier of the keeper's last measurement, independent of the clock; None without a measurement."""
+    """(inode, modification time in ns) of USAGE_NAME, which each measurement changes; None without a measurement."""
     try:
         found = os.lstat(os.path.join(directory, USAGE_NAME))
     except FileNotFoundError:
@@ -282,7 +288,7 @@ def usage_stamp(directory: str) -> tuple[int, int] | None:
 
 
 def read_usage(directory: str) -> Usage | None:
-    """The keeper's last measurement, None if there is none. Raises OSError."""
+    """The keeper's last measurement; None if there is none, or if another version wrote it. Raises OSError."""
     try:
         with open(os.path.join(directory, USAGE_NAME), opener=no_follow) as f:
             found = json.load(f)
