@@ -376,13 +376,15 @@ class Tracker:
         start = min(params.start, end)
         losses = []
         if end < expected:
-            facts: dict[str, Any] = {"end": end, "expected": expected}
             limit = self.context.options.max_request_bytes
-            facts |= {"limit": limit} if end == tracked.quota_end else {"finish": str(finish)}
+            facts: dict[str, Any] = {"limit": limit} if end == tracked.quota_end else {"finish": str(finish)}
             # A request that was not aborted has computed all its rows, but a preemption may have freed its blocks.
             preempted = not request.num_computed_tokens and str(finish) in completeness.OWN_ENDS
             early = Cause.PREEMPTED if preempted else Cause.ENDED_EARLY
             cause = Cause.QUOTA if end == tracked.quota_end else early
+            # ENDED_EARLY says how many tokens were computed. The other causes count the rows of the store.
+            before = 0 if cause is Cause.ENDED_EARLY else start
+            facts |= {"end": end - before, "expected": expected - before}
             losses = [Loss.of(cause, [[end - start, expected - start]], **facts)]
         close = Close(
             capture=tracked.capture,

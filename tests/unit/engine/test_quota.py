@@ -684,3 +684,13 @@ def test_a_keeper_takes_at_most_a_tenth_of_a_core(
     with pytest.raises(Enough):
         keeper._run()
     assert slept == [waits] * 3
+
+
+def test_the_reason_of_the_limit_counts_rows_from_the_first_position(tmp_path: Path) -> None:
+    """A request that leaves out positions lacks fewer rows than tokens."""
+    tracker = make_tracker(tmp_path, max_request_bytes=50 * ROW + 21 * LOGITS)
+    wanted = {"include_output_tokens": True, "dmi": {"tokens": [10, None]}}
+    _, response = run(tracker, wanted, 40, 60)  # 99 tokens have a row, and 89 are after position 10
+    close = tracker.pending_closes[0]
+    assert response["dmi_missing"] == [[close.length, 89]]
+    assert f"the rows of {close.length} of 89 tokens" in response["dmi_reason"]

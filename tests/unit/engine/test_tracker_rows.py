@@ -195,15 +195,17 @@ def test_a_request_that_ends_inside_its_prompt_lacks_the_rest_of_it(
     assert response["dmi_missing"] == lost and response["dmi_reason"] == loss.words
 
 
-def test_a_request_that_ends_while_it_is_preempted_says_so(tmp_path: Path) -> None:
-    """Its rows were computed, and whole chunks were copied. The rest went with its blocks."""
-    run = Run(make_tracker(tmp_path, "resid_pre"), ask({"include_output_tokens": True}, 40))
+@pytest.mark.parametrize(("start", "copied", "rows"), [(0, 32, 40), (5, 32, 35)])
+def test_a_request_that_ends_while_it_is_preempted_says_so(tmp_path: Path, start: int, copied: int, rows: int) -> None:
+    """Its rows were computed, and whole chunks were copied. The rest went with its blocks. Rows count from `start`."""
+    asked = ask({"include_output_tokens": True, "dmi": {"tokens": [start, None]}}, 40)
+    run = Run(make_tracker(tmp_path, "resid_pre"), asked)
     run.step(40)
     run.request.num_computed_tokens = 0
     close, response = run.finish()
     [loss] = close.losses
-    assert (loss.cause, loss.rows) == (Cause.PREEMPTED, ((32, 40),)) and close.length == 32
-    assert response["dmi_reason"].endswith("while it was preempted, with 32 of 40 rows copied")
+    assert (loss.cause, loss.rows) == (Cause.PREEMPTED, ((copied, rows),)) and close.length == copied
+    assert response["dmi_reason"].endswith(f"while it was preempted, with {copied} of {rows} rows copied")
 
 
 def test_a_request_that_is_aborted_while_it_is_preempted_counts_as_aborted(
