@@ -16,7 +16,10 @@ def add_fit_probe(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="stores that hold the hook unreduced")
     parser.add_argument(
-        "--labels", required=True, metavar="FILE", help="CSV or JSON lines: key (or store) and label 0 or 1"
+        "--labels",
+        required=True,
+        metavar="FILE",
+        help="CSV or JSON lines: label (0 or 1), and key, request_id or store",
     )
     parser.add_argument("--hook", required=True, metavar="HOOK", help="hook whose rows the probe scores")
     parser.add_argument("--layer", type=int, metavar="N", help="required if the hook has several layers")
