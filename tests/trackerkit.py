@@ -16,6 +16,7 @@ from dmi_connector.hooks import ModelDims, parse_selection
 from dmi_connector.layout import row_layouts
 from dmi_connector.probes import with_probes
 from dmi_connector.settings import ServerOptions
+from dmi_connector.store.format.completeness import Cause, Loss
 
 DIMS = ModelDims("Qwen3ForCausalLM", 3, 64, 4, 2, 32, 192, 512)
 
@@ -64,6 +65,11 @@ class FakeRequest:
     @staticmethod
     def get_finished_reason() -> str:
         return "length"
+
+
+def dropped(*rows: list[int]) -> Loss:
+    """The loss of these [start, stop) ranges of rows under policy "drop"."""
+    return Loss.of(Cause.FELL_BEHIND, rows)
 
 
 def ask(kv: object, prompt: int = 40, request_id: str = "cmpl-1") -> FakeRequest:

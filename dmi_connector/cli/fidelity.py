@@ -21,8 +21,8 @@ def add_fidelity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--labels",
         metavar="FILE|tokens",
-        help="also measure concept scores: CSV or JSON lines with key (or store) and label 0 or 1, or tokens: the most"
-        " frequent tokens are the labels",
+        help="also measure concept scores: CSV or JSON lines with key, store or request_id, and label 0 or 1; or"
+        " tokens: the most frequent tokens are the labels",
     )
     parser.add_argument("--model", metavar="DIR", help="also measure the logit lens, with the weights of this model")
     parser.add_argument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -15,8 +15,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from dmi_connector.store.format.completeness import Loss
-
-T = TypeVar("T")
 
 STEPS_TOGETHER = 16
 """Number of steps whose rows are exported together. The cost of an export for the engine's thread does not depend on
@@ -179,28 +177,23 @@ class RankMemory(KVConnectorHandshakeMetadata):
 class Report(KVConnectorWorkerMetadata):
     """A worker's message to the scheduler, in a step that asks for it.
 
-    gathered: number of rows gathered since the start. lost: row ranges dropped since the last report, by capture.
-    staged: whether gathered rows are in staging memory, reported only by an engine that may sleep. stored: path of each
-    finished store -> whether it has all rows. unborrowed: rows that could not be borrowed, by capture.
+    gathered: number of rows gathered since the start. lost: rows that were dropped or could not be borrowed since the
+    last report, by capture. staged: whether gathered rows are in staging memory, reported only by an engine that may
+    sleep. stored: path of each finished store -> whether it has all rows.
     """
 
     gathered: int = 0
-    lost: dict[int, list[list[int]]] = field(default_factory=dict)
+    lost: dict[int, list[Loss]] = field(default_factory=dict)
     staged: bool = False
     stored: dict[str, bool] = field(default_factory=dict)
-    unborrowed: dict[int, list[Loss]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Merge the reports of two ranks. The slower rank determines `gathered`."""
         assert isinstance(other, Report)
-        lost = _joined(self.lost, other.lost)
-        unborrowed = _joined(self.unborrowed, other.unborrowed)
+        captures = {**self.lost, **other.lost}
+        lost = {capture: self.lost.get(capture, []) + other.lost.get(capture, []) for capture in captures}
         stored = {
             **self.stored,
             **{path: whole and self.stored.get(path, True) for path, whole in other.stored.items()},
         }
-        return Report(min(self.gathered, other.gathered), lost, self.staged or other.staged, stored, unborrowed)
-
-
-def _joined(one: dict[int, list[T]], other: dict[int, list[T]]) -> dict[int, list[T]]:
-    return {key: one.get(key, []) + other.get(key, []) for key in {**one, **other}}
+        return Report(min(self.gathered, other.gathered), lost, self.staged or other.staged, stored)

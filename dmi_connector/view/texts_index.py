@@ -32,7 +32,7 @@ class TextIndex:
     def prompt(self, info: CaptureInfo) -> str:
         """The beginning of the prompt on one line.
 
-        "" for a running request, without a tokenizer, and for a store that could not be read at the first call.
+        "" for a running request, without a tokenizer, and for a store that cannot be read now.
         """
         return self._read(info)[0]
 
@@ -58,16 +58,20 @@ class TextIndex:
             return "", ""
         key = _key(info)
         if key not in self._known:
-            read = self._decode(info)
+            if (read := self._decode(info)) is None:
+                return "", ""
             with self._lock:
                 self._known[key] = read
         return self._known[key]
 
-    def _decode(self, info: CaptureInfo) -> tuple[str, str]:
+    def _decode(self, info: CaptureInfo) -> tuple[str, str] | None:
+        """What `_read` returns; None if the store cannot be read now, so that the next call reads it again."""
         try:
             ids = store_fields(info.store, ["token_ids"], complete=True)["token_ids"][:_TOKENS].tolist()
             texts = self._texts_of(info.model)
-        except (OSError, ValueError):
+        except OSError:
+            return None
+        except ValueError:
             return "", ""
         whole = texts.whole(ids)
         prompt = texts.whole(ids[: info.prompt_len if info.prompt_len else len(ids)][:_SHOWN])

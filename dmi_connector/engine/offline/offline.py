@@ -66,5 +66,8 @@ class OfflineEngine:
         return answers
 
     def shutdown(self) -> None:
-        """Stop the engine, after its stores are finished."""
+        """Stop the engine.
+
+        vLLM kills engine processes that do not exit in time. The coordinator process then finishes their stores.
+        """
         self._llm.llm_engine.engine_core.shutdown()

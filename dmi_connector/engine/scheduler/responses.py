@@ -18,24 +18,21 @@ def response(
     tracked: Tracked,
     close: Close,
     options: ServerOptions,
-    lost: Sequence[list[int]],
-    unborrowed: Sequence[Loss],
+    lost: Sequence[Loss],
     warning: str,
 ) -> dict[str, Any]:
     """The `kv_transfer_params` of a response.
 
-    lost: row ranges that were dropped. unborrowed: rows that could not be borrowed. warning: part of all responses.
+    lost: rows that the workers dropped or could not borrow. warning: part of all responses.
     """
     store = tracked.path if options.sink == "disk" else None
     said = {**dropped(tracked), "dmi_store": store}
     if store is not None and options.upload:
         said["dmi_url"] = f"{options.upload}/{os.path.basename(store)}"
-    missing = [*lost]
-    if losses := [*close.losses, *unborrowed]:
-        missing += completeness.missing(losses)
+    if losses := [*lost, *close.losses]:
         said["dmi_reason"] = completeness.reason(losses)
-    if missing:
-        said["dmi_missing"] = sorted(missing)
+        if missing := completeness.missing(losses):
+            said["dmi_missing"] = missing
     if not close.length and not close.losses:
         said["dmi_reason"] = tracked.why_empty()
     if warnings := [text for text in (warning, tracked.ignored) if text]:

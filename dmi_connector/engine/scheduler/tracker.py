@@ -73,8 +73,7 @@ class Tracker:
         self._unreported = 0  # steps since the workers last reported
         self.gathered = 0  # rows that the slowest worker has gathered since the start
         self._staged = False  # whether rows lie in a worker's staging memory
-        self.lost: dict[int, list[list[int]]] = {}
-        self.unborrowed: dict[int, list[Loss]] = {}
+        self.lost: dict[int, list[Loss]] = {}
         self._captures = 0
         self.scores = ProbeScores(context, slots, behind)
         self._counts: Counter[str] = Counter()  # requests that ended without a capture since the last `take_counts`
@@ -290,15 +289,13 @@ class Tracker:
     def on_report(self, report: Report) -> None:
         """Process a report of the workers."""
         self.gathered, self._staged = report.gathered, report.staged
-        running = {t.capture for t in self.tracked.values()} if report.lost or report.unborrowed else set()
-        for capture in report.unborrowed.keys() & running:
-            self.unborrowed.setdefault(capture, []).extend(report.unborrowed[capture])
         for path, whole in report.stored.items():
             self.slots.stored(path, whole)
-        self.slots.lost({*report.lost, *report.unborrowed})
-        for capture, ranges in report.lost.items():
-            if capture in running:  # the response of an ended request was sent; its store lists the ranges
-                self.lost.setdefault(capture, []).extend(ranges)
+        self.slots.lost(report.lost)
+        running = {t.capture for t in self.tracked.values()} if report.lost else set()
+        # The response of an ended request was sent. Its store says what is lost.
+        for capture in report.lost.keys() & running:
+            self.lost.setdefault(capture, []).extend(report.lost[capture])
 
     @property
     def leaving(self) -> bool:
@@ -345,8 +342,8 @@ class Tracker:
 
     def _response(self, tracked: Tracked, close: Close) -> dict[str, Any]:
         """`kv_transfer_params` of the response."""
-        lost, unborrowed = self.lost.pop(tracked.capture, []), self.unborrowed.pop(tracked.capture, [])
-        said = response(tracked, close, self.context.options, lost, unborrowed, self.warning)
+        lost = self.lost.pop(tracked.capture, [])
+        said = response(tracked, close, self.context.options, lost, self.warning)
         return self._scored(tracked, said)
 
     def _scored(self, tracked: Tracked, said: dict[str, Any]) -> dict[str, Any]:

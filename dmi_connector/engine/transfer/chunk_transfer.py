@@ -32,17 +32,17 @@ class Progress:
         self.unwritten: list[str] = []  # hooks that no tap wrote, from the first chunk that has such hooks
         self.gathered = 0  # rows whose gather is issued, as of the last `count`
         self._new: deque[int] = deque()  # rows not yet in `gathered`; the lane's thread appends, too
-        self._lost: dict[int, list[list[int]]] = {}
+        self._lost: dict[int, list[Loss]] = {}
 
     def gather(self, rows: int) -> None:
         """The gather of `rows` rows is issued, or they are dropped. Their blocks are not needed any more."""
         self._new.append(rows)
 
-    def lose(self, capture: int, first: int, rows: int) -> None:
-        """Rows [first, first + rows) of a capture are dropped."""
-        self._lost.setdefault(capture, []).append([first, first + rows])
-        self.counts["lost_ranges"] += 1
-        self.counts["lost_rows"] += rows
+    def lose(self, capture: int, loss: Loss) -> None:
+        """Rows of a capture are dropped."""
+        add_loss(self._lost.setdefault(capture, []), loss)
+        self.counts["lost_ranges"] += len(loss.rows)
+        self.counts["lost_rows"] += sum(stop - start for start, stop in loss.rows)
 
     @property
     def lost(self) -> bool:
@@ -85,8 +85,9 @@ class CaptureExport:
 
     def lose(self, first: int, rows: int, cause: Cause, **facts: object) -> None:
         """Drop rows [first, first + rows)."""
-        self.progress.lose(self.number, first, rows)
-        add_loss(self.losses, Loss.of(cause, [[first, first + rows]], **facts))
+        loss = Loss.of(cause, [[first, first + rows]], **facts)
+        self.progress.lose(self.number, loss)
+        add_loss(self.losses, loss)
 
 
 @dataclass(eq=False)

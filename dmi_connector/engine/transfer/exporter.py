@@ -197,7 +197,7 @@ class Exporter:
             report.stored = ended if self.rank == 0 else {}  # rank 0 commits the store once all ranks have finished
             for capture in [*self.captures.values(), *(capture for capture, _ in self.ending)] if losses else ():
                 if capture.out is not None and capture.out.path in losses:
-                    report.unborrowed[capture.number] = losses[capture.out.path]
+                    report.lost.setdefault(capture.number, []).extend(losses[capture.out.path])
         return report
 
     def take_finished(self) -> set[str]:

@@ -17,10 +17,10 @@ from dmi_connector.engine.messages import Report
 from dmi_connector.engine.model.coverage import UNWRITTEN
 from dmi_connector.engine.transfer.chunk_transfer import CaptureExport, ChunkTransfer, Parcel, Progress
 from dmi_connector.layout import ArraySpec, PayloadLayout
-from dmi_connector.store.format.completeness import Cause
+from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.write.ring import Ring
 from tests.exporterkit import Noted
-from tests.trackerkit import ask, generate, make_tracker
+from tests.trackerkit import ask, dropped, generate, make_tracker
 
 
 @pytest.fixture
@@ -41,13 +41,13 @@ def test_a_report_tells_of_each_loss_once(ring: Ring) -> None:
     capture.lose(16, 16, Cause.FELL_BEHIND)
     capture.lose(40, 8, Cause.FELL_BEHIND)
     first, second = capture.progress.report(), capture.progress.report()
-    assert (first.gathered, first.lost) == (5, {7: [[16, 32], [40, 48]]})
+    assert (first.gathered, first.lost) == (5, {7: [dropped([16, 32], [40, 48])]})
     assert (second.gathered, second.lost) == (5, {})
     assert (capture.progress.counts["lost_ranges"], capture.progress.counts["lost_rows"]) == (2, 24)
     capture.progress.gather(3)
     capture.lose(0, 1, Cause.FELL_BEHIND)
     third = capture.progress.report()
-    assert (third.gathered, third.lost) == (8, {7: [[0, 1]]})
+    assert (third.gathered, third.lost) == (8, {7: [dropped([0, 1])]})
     assert [(loss.cause, loss.rows) for loss in capture.losses] == [(Cause.FELL_BEHIND, ((16, 32), (40, 48), (0, 1)))]
 
 
@@ -75,13 +75,17 @@ def test_losses_of_ended_requests_are_not_kept(tmp_path: Path) -> None:
     tracker, request = make_tracker(tmp_path, "resid_pre"), ask({}, 40)
     tracker.on_new_request(request)  # type: ignore[arg-type]
     generate(tracker, request, 1)
-    tracker.on_report(Report(9, {1: [[0, 8]]}))
+    tracker.on_report(Report(9, {1: [dropped([0, 8])]}))
     assert tracker.lost == {} and tracker.gathered == 9
 
 
 def test_reports_of_ranks_are_joined(tmp_path: Path) -> None:
-    both = Report(5, {1: [[0, 4]], 2: [[8, 9]]}).aggregate(Report(9, {1: [[4, 8]], 3: [[1, 2]]}, staged=True))
-    assert both == Report(5, {1: [[0, 4], [4, 8]], 2: [[8, 9]], 3: [[1, 2]]}, staged=True)
+    both = Report(5, {1: [dropped([0, 4])], 2: [dropped([8, 9])]}).aggregate(
+        Report(9, {1: [dropped([4, 8])], 3: [dropped([1, 2])]}, staged=True)
+    )
+    assert both == Report(
+        5, {1: [dropped([0, 4]), dropped([4, 8])], 2: [dropped([8, 9])], 3: [dropped([1, 2])]}, staged=True
+    )
 
 
 def test_a_lost_parcel_gives_its_ring_memory_back(ring: Ring) -> None:
@@ -92,7 +96,8 @@ def test_a_lost_parcel_gives_its_ring_memory_back(ring: Ring) -> None:
     assert all(chunk.waits for chunk in chunks) and parcel.reserve() and ring.used == 4096
     parcel.lose(Cause.NOT_GATHERED, error="no memory")
     assert ring.used == 0 and all(chunk.lost and not chunk.waits for chunk in chunks)
-    assert capture.progress.report().lost == {7: [[20, 50]]} and capture.progress.gathered == 30
+    reported, loss = capture.progress.report(), Loss.of(Cause.NOT_GATHERED, [[20, 50]], error="no memory")
+    assert (reported.lost, reported.gathered) == ({7: [loss]}, 30)
     assert [loss.words for loss in capture.losses] == ["rows could not be gathered (no memory)"]
 
 
@@ -141,7 +146,9 @@ def test_each_payload_of_a_parcel_is_looked_at(ring: Ring, poisoned: tuple[int, 
         assert note.chunks == ([] if number in poisoned else [whole]), number
     assert progress.counts["bytes_exported"] == sum(chunk.nbytes for chunk in parcel.transfers)
     assert progress.counts["lost_rows"] == COUNT * len(poisoned)
-    assert progress.report().lost == {n: [[STARTS[n], STARTS[n] + COUNT]] for n in poisoned}
+    assert progress.report().lost == {
+        n: chunk.capture.losses for n, chunk in enumerate(parcel.transfers) if n in poisoned
+    }
     assert (ring.used == 0) == (len(poisoned) == 3), "what holds no rows is given back"
 
 

@@ -28,6 +28,7 @@ from dmi_connector.store.write.ring import Extent, Ring
 from tests import storekit as kit
 from tests.exporterkit import SMALL, Noted, begin, closing, make_exporter
 from tests.lanekit import Event, simulate
+from tests.trackerkit import dropped
 
 CHUNK = 4
 SLOTS = np.arange(64)
@@ -119,7 +120,7 @@ def test_a_report_names_finished_stores_and_what_could_not_be_borrowed(make: Mak
     exporter.client = None
     exporter.captures.clear()
     exporter.ending.clear()
-    assert report.stored == stored and report.unborrowed == {2: [lost]}
+    assert report.stored == stored and report.lost == {2: [lost]}
 
 
 def test_only_rank_0_says_that_a_store_is_finished(make: Make) -> None:
@@ -170,7 +171,7 @@ def test_rows_without_room_are_lost_under_policy_drop_and_told_once(make: Make) 
         (Cause.FELL_BEHIND, ((8, 12),))
     ]
     report = exporter.take_report()
-    assert (report.gathered, report.lost) == (12, {1: [[8, 12]]})
+    assert (report.gathered, report.lost) == (12, {1: [dropped([8, 12])]})
     again = exporter.take_report()
     assert (again.gathered, again.lost) == (12, {})
     for extent in a.extents:
@@ -338,7 +339,7 @@ def test_logits_without_room_are_lost_at_their_row_under_policy_drop(make: Make)
     exporter.before_forward(StepMetadata(samples=[Sample(1, 0, 19, 7)]))
     exporter.logits.export(sampled(exporter, [[6, 7]]))
     assert client.rows_given == [] and lost(exporter.captures[1]) == [(Cause.FELL_BEHIND, ((4, 5),))]
-    assert exporter.take_report().lost == {1: [[4, 5]]}
+    assert exporter.take_report().lost == {1: [dropped([4, 5])]}
 
 
 def drafted(make: Make, policy: str = "block") -> tuple[Exporter, Client, Noted]:

@@ -25,7 +25,7 @@ from dmi_connector.engine.owners.pool_sources import RowSources, Source
 from dmi_connector.engine.scheduler.tracker import Tracker
 from dmi_connector.hooks import Selection
 from dmi_connector.store.format.completeness import Cause, Loss
-from tests.trackerkit import FakeRequest, make_tracker
+from tests.trackerkit import FakeRequest, dropped, make_tracker
 
 CHUNK, HASH = 32, 16
 ALL = Selection({"q": (0, 1, 2), "resid_pre": (0, 1, 2)})
@@ -357,7 +357,7 @@ def test_a_finished_store_is_held_until_that_of_the_borrower_is_finished(tracker
     assert not [*path.parent.glob(".dmi-held-*")], "the directory is there while there are links"
     for one in (two, three):
         tracker.finish(one, [])
-    tracker.on_report(Report(0, lost={2: [[0, 1]], 3: [[0, 1]]}))
+    tracker.on_report(Report(0, lost={n: [dropped([0, 1])] for n in (2, 3)}))
     four = request(200, "r3")
     tracker.on_new_request(four)
     passes(tracker, (four, 192), began=began)
@@ -464,9 +464,9 @@ def test_the_response_says_what_could_not_be_borrowed(tracker: Tracker) -> None:
     passes(tracker, (one, 0), (two, 192), began=began)
     [opened] = passes(tracker, (two, 192), began=began).opens
     loss = Loss.of(Cause.NOT_BORROWED, [[0, 192]], store="a.zarr", error="it is gone")
-    report = Report(0, unborrowed={opened.capture: [loss], 99: [loss]}, stored={tracker.tracked["r0"].path: False})
-    tracker.on_report(report.aggregate(Report(5, unborrowed={opened.capture: [loss]}, stored={"/x": True})))  # type: ignore[arg-type]
+    report = Report(0, lost={opened.capture: [loss], 99: [loss]}, stored={tracker.tracked["r0"].path: False})
+    tracker.on_report(report.aggregate(Report(5, lost={opened.capture: [loss]}, stored={"/x": True})))  # type: ignore[arg-type]
     assert all(rows.reads.source.gone for rows in tracker.slots._rows.values())  # type: ignore[attr-defined]
     _, response = tracker.finish(two, [])
     assert response is not None and response["dmi_missing"] == [[0, 192]] and response["dmi_reason"] == loss.words
-    assert not tracker.unborrowed
+    assert not tracker.lost

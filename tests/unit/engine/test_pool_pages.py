@@ -27,7 +27,7 @@ from dmi_connector.engine.owners.pool_limits import StepLimits, page_size, pages
 from dmi_connector.engine.owners.pool_pages import PoolSlots
 from dmi_connector.engine.scheduler.tracker import Tracker
 from tests.probekit import save_probe
-from tests.trackerkit import DIMS, FakeRequest, make_tracker
+from tests.trackerkit import DIMS, FakeRequest, dropped, make_tracker
 
 TOKENS, REQUESTS = 48, 4
 """Tokens of a step, and requests that run at once."""
@@ -472,7 +472,7 @@ class Model:
                 report = Report(self.tracker.gathered, stored={spoiled: False})
                 if r.random() < 0.5:
                     capture = next(n for n, life in self.by_capture.items() if life is self.by_store[spoiled])
-                    report = Report(self.tracker.gathered, lost={capture: [[0, 1]]})
+                    report = Report(self.tracker.gathered, lost={capture: [dropped([0, 1])]})
                 self.tracker.on_report(report)
                 self.spoiled.add(spoiled)
             if r.random() < 0.015:

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from dmi_connector.engine.messages import Close, Report, Rows, StepMetadata
 from dmi_connector.engine.scheduler.tracker import Tracker
 from dmi_connector.store.format.completeness import Cause
-from tests.trackerkit import FakeRequest, ask, generate, make_tracker
+from tests.trackerkit import FakeRequest, ask, dropped, generate, make_tracker
 
 BLOCK, CHUNK = 16, 16
 GROUP = 1
@@ -344,10 +344,11 @@ def test_what_a_request_lost_is_told_in_its_response_alone(tmp_path: Path) -> No
     runs = [Run(tracker, ask({}, 20, f"r{i}")) for i in range(2)]
     for run in runs:
         run.step(20)
-    tracker.on_report(Report(20, {1: [[16, 20]], 2: [[0, 16]]}))
-    tracker.on_report(Report(20, {1: [[0, 4]]}))
-    assert runs[0].finish()[1]["dmi_missing"] == [[0, 4], [16, 20]]
-    assert tracker.lost == {2: [[0, 16]]} and runs[1].finish()[1]["dmi_missing"] == [[0, 16]]
+    tracker.on_report(Report(20, {1: [dropped([16, 20])], 2: [dropped([0, 16])]}))
+    tracker.on_report(Report(20, {1: [dropped([0, 4])]}))
+    said = runs[0].finish()[1]
+    assert (said["dmi_missing"], said["dmi_reason"]) == ([[0, 4], [16, 20]], "writing fell behind (policy drop)")
+    assert [*tracker.lost] == [2] and runs[1].finish()[1]["dmi_missing"] == [[0, 16]]
 
 
 def test_requests_without_a_capture_leave_no_trace(tmp_path: Path) -> None:
