@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -19,6 +20,8 @@ _SHOWN = 96
 """Maximum number of characters of the prompt in the list, and of tokens that are decoded for them."""
 _SECONDS = 0.4
 """Seconds after which a search reads no more texts. The next search reads the others."""
+_AGAIN_S = 30.0
+"""Seconds after which a store that could not be read is read again."""
 
 
 class TextIndex:
@@ -27,12 +30,13 @@ class TextIndex:
     def __init__(self, texts_of: Callable[[str | None], Texts]) -> None:
         self._texts_of = texts_of
         self._lock = threading.Lock()
-        self._known: dict[tuple[str, str], tuple[str, str]] = {}
+        self._known: dict[tuple[str, str], tuple[str, str, float]] = {}  # the last value: kept until then, by time.time
 
     def prompt(self, info: CaptureInfo) -> str:
         """The beginning of the prompt on one line.
 
-        "" for a running request, without a tokenizer, and for a store that cannot be read now.
+        "" for a running request, without a tokenizer, and for a store that cannot be read. Such a store is read again
+        later.
         """
         return self._read(info)[0]
 
@@ -45,32 +49,35 @@ class TextIndex:
         until, found, left = time.monotonic() + _SECONDS, [], 0
         for info, known in infos:
             lacking = [word for word in words if word not in known]
-            if lacking and _key(info) not in self._known and time.monotonic() >= until:
+            if lacking and not self._is_known(_key(info)) and time.monotonic() >= until:
                 left += 1
                 continue
             if not lacking or all(word in self._read(info)[1] for word in lacking):
                 found.append(info)
         return found, left
 
-    def _read(self, info: CaptureInfo) -> tuple[str, str]:
-        """(beginning of the prompt for the list, text for searches)."""
+    def _read(self, info: CaptureInfo) -> tuple[str, str, float]:
+        """(beginning of the prompt for the list, text for searches, when the store is read again)."""
         if info.state == RUNNING:  # the array `token_ids` is written at the end
-            return "", ""
+            return "", "", 0.0
         key = _key(info)
-        if key not in self._known:
-            if (read := self._decode(info)) is None:
-                return "", ""
+        if not self._is_known(key):
+            try:
+                read = *self._decode(info), math.inf
+            except OSError:
+                read = "", "", time.time() + _AGAIN_S
             with self._lock:
                 self._known[key] = read
         return self._known[key]
 
-    def _decode(self, info: CaptureInfo) -> tuple[str, str] | None:
-        """What `_read` returns; None if the store cannot be read now, so that the next call reads it again."""
+    def _is_known(self, key: tuple[str, str]) -> bool:
+        return key in self._known and time.time() < self._known[key][2]
+
+    def _decode(self, info: CaptureInfo) -> tuple[str, str]:
+        """(beginning of the prompt, text for searches). Raises OSError if the store cannot be read."""
         try:
             ids = store_fields(info.store, ["token_ids"], complete=True)["token_ids"][:_TOKENS].tolist()
             texts = self._texts_of(info.model)
-        except OSError:
-            return None
         except ValueError:
             return "", ""
         whole = texts.whole(ids)

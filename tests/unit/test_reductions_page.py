@@ -15,6 +15,7 @@ from benchmarks import fidelity, scale
 from dmi_connector.analysis.fidelity import LARGER_IS_WORSE
 from dmi_connector.reduce import KINDS, MODES, forms, parse
 from dmi_connector.reduce.modes import rules_of
+from tests.resultkit import table
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/REDUCTIONS.md").read_text()
@@ -44,8 +45,8 @@ def layers(weights: str, hook: str, reduction: str, measure: str) -> list[float]
 
 @pytest.mark.parametrize(("number", "weights"), [(0, "trained"), (1, "random")])
 def test_each_row_is_the_worst_layer(number: int, weights: str) -> None:
-    table = PAGE.split("| hook | width | int8")[number + 1].split("\n\n")[0].splitlines()[2:]
-    rows = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in row.split("|")[1:-1]] for row in table)}
+    lines = PAGE.split("| hook | width | int8")[number + 1].split("\n\n")[0].splitlines()[2:]
+    rows = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in row.split("|")[1:-1]] for row in lines)}
     assert set(rows) == {one["hook"] for one in RESULTS[weights]}
     for hook, (width, *shown) in rows.items():
         assert {int(width)} == {one["width"] for one in RESULTS[weights] if one["hook"] == hook}
@@ -219,8 +220,7 @@ def test_what_compact_keeps_is_as_measured() -> None:
         assert len(own) == 2, "layers"
         return min(measures[measure] for measures in own)
 
-    lines = PAGE.split("| part of a mode |")[1].split("\n\n")[0].splitlines()[2:]
-    rows = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in row.split("|")[1:-1]] for row in lines)}
+    rows = {what: cells for what, *cells in table("REDUCTIONS.md", "| part of a mode |")}
     want = {what: [down(least(one, *found), 4) for one in ("trained", "random")] for what, found in PARTS.items()}
     assert rows == want
     reach = {(weights, *found) for found in PARTS.values() for weights in RUNS["compact"] if weights != "header"}
@@ -286,8 +286,7 @@ HEADS += [("pca(file) of heads", one) for one in ("variance", "importance", "con
 
 
 def test_what_reductions_of_heads_keep_is_as_measured() -> None:
-    lines = PAGE.split("| heads of |")[1].split("\n\n")[0].splitlines()[2:]
-    rows = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in row.split("|")[1:-1]] for row in lines)}
+    rows = {hook: cells for hook, *cells in table("REDUCTIONS.md", "| heads of |")}
     assert set(rows) == {"q", "k", "v", "z", "q_rot", "k_rot"}
     for hook, cells in rows.items():
         values = [found(hook, *column) for column in HEADS]
