@@ -356,15 +356,21 @@ def test_every_form_is_described_and_every_kind_has_its_bytes() -> None:
 
 
 SPEED = {
-    "`fp8`": ("h200-encodings-int8", "fp8 null"),
-    "`int8(32)`": ("h200-encodings-int8", "int8(32) null"),
+    "`fp8`": ("h200-encodings-64", "fp8 null"),
+    "`int8(32)`": ("h200-encodings-64", "int8(32) null"),
     "`int8(affine)`": ("h200-encodings-more", "int8(affine) null"),
-    "`int8(channel=file)`": ("h200-encodings-int8", "int8(channel) null"),
+    "`int8(channel=file)`": ("h200-encodings-channel", "int8(channel) null"),
+    "`round(5)`": ("h200-encodings-channel", "round(5) null"),
     "`rp(512)`": ("h200-encodings", "rp(512) null"),
     "`rp(512,sign)`": ("h200-encodings-rp", "rp(512) sign null"),
     "`rp(512,channel=file)`": ("h200-encodings-rp", "rp(512) channel null"),
+    "`rp(32,group=128)`": ("h200-encodings-heads", "rp(32) by 128 null"),
     "`topk(64)`": ("h200-encodings", "topk(64) null"),
     "`topk(64,exact)`": ("h200-encodings-more", "topk(64) exact null"),
+    "mode `full8`": ("h200-encodings-modes", "full8 null"),
+    "mode `rp8`": ("h200-encodings-modes", "rp8 null"),
+    "mode `topk8`": ("h200-encodings-heads", "topk8 null"),
+    "mode `summary`": ("h200-encodings-modes", "summary null"),
     "`cs(512)`": ("h200-encodings", "cs(512) null"),
     "`pca(file)`, k = 128": ("h200-encodings-fitted", "pca(128) null"),
     "`pq(file)`, 4 bits, sub-vectors of 4": ("h200-encodings-fitted", "pq(4 bits) null"),
@@ -375,7 +381,8 @@ SPEED = {
 def test_speeds_are_those_of_the_runs_beside_int8() -> None:
     runs = json.loads((ROOT / "benchmarks/results/gpu-busy.json").read_text())["runs"]
     section = PAGE.split("## Speed on a GPU")[1].split("\n## ")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:3] == "| `"]
+    lines = [line for line in section.splitlines() if re.match(r"\| (mode )?`", line)]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [row[0] for row in rows] == [*SPEED]
     fastest = []
     for (name, width, ratios, each_ms), (run, setup) in zip(rows, SPEED.values(), strict=True):
