@@ -69,13 +69,17 @@ class Autoencoder:
         """
         if self.hook == "resid_post" and self.layer is not None:
             return ("resid_final", None) if self.layer == layers - 1 else ("resid_pre", self.layer + 1)
-        if self.hook not in HOOKS or (HOOKS[self.hook].scope == "layer") != (self.layer is not None):
-            where = "no layer" if self.layer is None else f"layer {self.layer}"
-            raise ValueError(
-                f"--sae: the autoencoder is of {self.hook} and {where}; add hook=NAME and layer=NUMBER, as in"
-                " hook=resid_pre, layer=12"
-            )
-        return self.hook, self.layer
+        per_layer = self.hook == "resid_post" or (self.hook in HOOKS and HOOKS[self.hook].scope == "layer")
+        if self.hook not in HOOKS and not per_layer:
+            fix = "name a hook of docs/HOOKS.md, as in hook=resid_pre"
+        elif per_layer and self.layer is None:
+            fix = "add layer=NUMBER, as in layer=12"
+        elif not per_layer and self.layer is not None:
+            fix = "leave the layer out, because the hook exists once per model"
+        else:
+            return self.hook, self.layer
+        where = "no layer" if self.layer is None else f"layer {self.layer}"
+        raise ValueError(f"--sae: the autoencoder is of {self.hook} and {where}; {fix}")
 
     def agreement(self, rows: np.ndarray, restored: np.ndarray) -> dict[str, float]:
         """The measures of MEANINGS that can be computed, over at most 2,048 random rows. rows, restored: [n, d_in].

@@ -379,9 +379,10 @@ class Tracker:
             preempted = not request.num_computed_tokens and str(finish) in completeness.OWN_ENDS
             early = Cause.PREEMPTED if preempted else Cause.ENDED_EARLY
             cause = Cause.QUOTA if end == tracked.quota_end else early
-            # ENDED_EARLY says how many tokens were computed. The other causes count the rows of the store.
-            before = 0 if cause is Cause.ENDED_EARLY else start
-            facts |= {"end": end - before, "expected": expected - before}
+            if cause is Cause.ENDED_EARLY:  # counts the tokens of the request
+                facts |= {"end": min(end, computed), "expected": expected}
+            else:  # counts the rows of the store
+                facts |= {"end": end - start, "expected": expected - start}
             losses = [Loss.of(cause, [[end - start, expected - start]], **facts)]
         close = Close(
             capture=tracked.capture,

@@ -221,7 +221,7 @@ def test_a_bar_has_an_exit_status_and_a_column(
         (["--labels", "nowhere.csv"], "nowhere.csv"),
         (["--model", "nowhere"], "model: nowhere has no readable config.json"),
         (["--sae", "SAE"], "--sae: SAE does not say which hook it encodes; add hook=NAME, layer=NUMBER"),
-        (["--sae", "SAE, hook=resid_mid"], "--sae: the autoencoder is of resid_mid and no layer; add hook=NAME"),
+        (["--sae", "SAE, hook=resid_mid"], "--sae: the autoencoder is of resid_mid and no layer; add layer=NUMBER"),
         (
             ["--sae", "SAE, hook=resid_pre, layer=1"],
             "the autoencoder encodes resid_pre of layer 1, which is not measured; give stores",

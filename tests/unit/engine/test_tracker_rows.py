@@ -190,7 +190,7 @@ def test_a_request_that_ends_inside_its_prompt_lacks_the_rest_of_it(
     close, response = run.finish()
     [loss] = close.losses
     assert (loss.cause, [list(rows) for rows in loss.rows]) == (Cause.ENDED_EARLY, lost)
-    assert loss.facts == {"end": max(start, computed), "expected": 40, "finish": "length"}
+    assert loss.facts == {"end": computed, "expected": 40, "finish": "length"}
     assert close.length == max(0, computed - start)
     assert response["dmi_missing"] == lost and response["dmi_reason"] == loss.words
 
