@@ -204,7 +204,7 @@ def node_table(found: Numbers, node: Machine, layouts: Sequence[str], codec: str
             lines.append([f"{case}, `{used}`", f"{GB * 1e3:.2f}", layout])
             lines[-1] += [f"{common.three_digits(number / 1e3):,g}" for number in by_limit.values()]
             lines[-1] += [name, f"{least * GB / compression:.1f}", str(found["measured"][case][layout] or "")]
-    head = ["model, selection, codec", "MB a token", "GPUs", *by_limit, "first", "GB/s stored", "measured"]
+    head = ["model, selection, codec", "MB per token", "GPUs", *by_limit, "first", "GB/s stored", "measured"]
     return common.markdown([head, *lines])
 
 

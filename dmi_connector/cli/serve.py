@@ -126,7 +126,8 @@ def _rules(example: str, names: Collection[str]) -> Callable[[str], dict[str, st
 def _said(option: str) -> str:
     if option == "reduce":
         return f"{', '.join(MODES)}, or as in '{_JSON[option]}'; reductions: {', '.join(forms())}"
-    return f"as in '{_JSON[option]}'; captured as the hook probe.NAME"
+    what = "captured as the hook probe.NAME" if option == "probes" else "requests with a larger score are counted"
+    return f"as in '{_JSON[option]}'; {what}"
 
 
 def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], ServerOptions | None]:

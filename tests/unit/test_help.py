@@ -37,6 +37,13 @@ def test_the_help_of_a_command_has_one_sentence_and_examples(name: str) -> None:
     assert name != "export" or "formats:\n  safetensors " in below
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_options_of_probes_say_what_each_does(name: str) -> None:
+    helps = {action.dest: action.help for action in OWN[name]()._actions}
+    assert "captured as the hook" in (helps["probes"] or "")
+    assert "are counted" in (helps["probe_alerts"] or "") and "captured" not in (helps["probe_alerts"] or "")
+
+
 @pytest.mark.parametrize(("name", "line"), [(name, line) for name, (_, lines) in COMMANDS.items() for line in lines])
 def test_the_examples_are_taken(name: str, line: str) -> None:
     program, command, *arguments = shlex.split(line)
