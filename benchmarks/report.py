@@ -128,7 +128,7 @@ def plot(files: dict[str, Results], path: Path) -> None:
         work = "decode" if CASES[case].output_tokens > 1 else f"prompts of {CASES[case].prompt_tokens} tokens"
         axes.plot(*zip(*found, strict=True), marker, label=f"{work}, {CASES[case].requests} requests")
     axes.axhline(1.0, color="gray", linewidth=0.8)
-    axes.set(xlabel="MB a token", ylabel="speed, stock vLLM = 1", xlim=(0, None), ylim=(0, 1.05))
+    axes.set(xlabel="MB per token", ylabel="speed, stock vLLM = 1", xlim=(0, None), ylim=(0, 1.05))
     axes.legend(loc="lower left", frameon=False)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
