@@ -334,16 +334,14 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = arguments(argv)
     machine = Machine(**{field.name: getattr(args, field.name) for field in fields(Machine)})
-    before = json.loads(args.out.read_text()) if args.out.exists() else {}
     if args.table:
-        print(node_table(before, machine, args.layouts, args.codec))
+        print(node_table(json.loads(args.out.read_text()), machine, args.layouts, args.codec))
         return 0
-    header, known = common.header("benchmarks.node", argv), before.get("measured", {})
+    header = common.header("benchmarks.node", argv)
     rows = {case: {layout: row_of(of[0], of[1], layout) for layout in args.layouts} for case, of in args.cases.items()}
-    measured = {case: {layout: known.get(case, {}).get(layout) for layout in rows[case]} for case in rows}
     for costs in rounds(args):
         shared = {name: costs.pop(name) for name in ("shared", "shared_disk")}
-        results = {"header": header, "rows": rows, **shared, "costs": costs, "measured": measured}
+        results = {"header": header, "rows": rows, **shared, "costs": costs}
         common.save(args.out, results)
     print(node_table(results, machine, args.layouts))
     return 0

@@ -203,8 +203,8 @@ def node_table(found: Numbers, node: Machine, layouts: Sequence[str], codec: str
             GB, compression = rows[layout]["bytes"] / 1e9, found["costs"][case][used][layout]["compression"]
             lines.append([f"{case}, `{used}`", f"{GB * 1e3:.2f}", layout])
             lines[-1] += [f"{common.three_digits(number / 1e3):,g}" for number in by_limit.values()]
-            lines[-1] += [name, f"{least * GB / compression:.1f}", str(found["measured"][case][layout] or "")]
-    head = ["model, selection, codec", "MB per token", "GPUs", *by_limit, "first", "GB/s stored", "measured"]
+            lines[-1] += [name, f"{least * GB / compression:.1f}"]
+    head = ["model, selection, codec", "MB per token", "GPUs", *by_limit, "first", "GB/s stored"]
     return common.markdown([head, *lines])
 
 

@@ -163,15 +163,12 @@ def test_ranks_of_a_simulated_node_write_sound_stores(tmp_path: Path) -> None:
     assert sum(line.startswith("index: ") for line in found) == 2 and any("token_ids" in line for line in found)
 
 
-def test_the_node_benchmark_runs_and_keeps_what_was_measured_on_a_real_node(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_node_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, case = tmp_path / "node.json", "Qwen3-4B four layers"
-    common.save(out, {"measured": {case: {"TP 2": 12.5}}})
     assert node.main(["--out", str(out), "--quick", "--layouts", "DP 1,TP 2"]) == 0
     assert list(tmp_path.iterdir()) == [out], "no store is left"
     results = json.loads(out.read_text())
-    assert results["measured"] == {case: {"DP 1": None, "TP 2": 12.5}} and "/" not in results["header"]["command"]
+    assert "/" not in results["header"]["command"]
     costs = results["costs"][case]
     assert costs.keys() == {"store", "zstd"} and costs["zstd"]["DP 1"]["ratio"] == costs["store"]["DP 1"]["ratio"] == 1
     for place in ("shared", "shared_disk"):
@@ -179,7 +176,7 @@ def test_the_node_benchmark_runs_and_keeps_what_was_measured_on_a_real_node(
         assert all(found[n]["cpu_s"] > 0 for found in results[place].values() for n in ("1", "2"))
     printed = capsys.readouterr().out
     assert node.main(["--out", str(out), "--table", "--layouts", "DP 1,TP 2"]) == 0
-    assert capsys.readouterr().out == printed and printed.splitlines()[-1].endswith(" | 12.5 |")
+    assert capsys.readouterr().out == printed and printed.splitlines()[-1].startswith(f"| {case}")
 
 
 @pytest.mark.parametrize("name", shapes.SHAPES)
