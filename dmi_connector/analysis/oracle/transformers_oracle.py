@@ -91,9 +91,9 @@ class Oracle:
         to earlier tokens, as on vLLM's CPU backend.
 
         Hooks of layers are float32 [layers, tokens, width]. The layer axis has only the layers that have the hook.
-        Hooks of ONCE are float32 [1, tokens, width]. `logits` is float32 [tokens, vocab], and row i predicts token i +
-        1. `token_ids` and `positions` are int32 [tokens]. Models with M-RoPE have `mrope_positions`, int32 [1, tokens,
-        axes].
+        Hooks that exist once are float32 [1, tokens, width]. `logits` is float32 [tokens, vocab], and row i predicts
+        token i + 1. `token_ids` and `positions` are int32 [tokens]. Models with M-RoPE have `mrope_positions`, int32
+        [1, tokens, axes].
 
         Models with experts have `router_logits` and `topk_weights` (float32) and `topk_ids` (int32). Experts are in
         descending order of weight, and experts of equal weight in ascending order of id. Models with an indexer have
