@@ -236,8 +236,8 @@ def compare(capture: Capture, oracle: Oracle, images: Mapping[str, Any] | None =
     """{hook: largest absolute difference between `capture` and `oracle`, over all layers and rows that are present}.
 
     The difference is NaN if either has a NaN. Reduced hooks are decoded first, so that the difference includes the loss
-    of the reduction. Hooks of `Oracle.without` are left out. Hooks that are stored as other values (rp, pca, attn) and
-    hooks without a row are left out with a warning. images: see `Oracle.run`.
+    of the reduction. Hooks of `Oracle.without` are left out. Probes, hooks that are stored as other values (rp, cs,
+    pca, attn) and hooks without a row are left out with a warning. images: see `Oracle.run`.
 
     Raises ValueError if the capture does not begin at position 0, because its earlier tokens are then unknown. Raises
     ValueError for a capture without rows or token ids, for a hook that the oracle does not compute, for other shapes
