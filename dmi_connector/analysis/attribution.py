@@ -26,7 +26,8 @@ def logit_attribution(
     The residual stream is the sum of the input of layer 0 ("embed") and of each layer's `attn_out` and `mlp_out`
     ("0.attn", "0.mlp"). The divisor of the final norm is held fixed, so that the norm is linear and each part
     contributes a share of the logit. The shares of a row, including the one of biases ("bias"), sum to the logit before
-    a soft cap.
+    a soft cap. This does not hold for rows of images if the model adds visual features after its first layers
+    (Qwen3-VL), because these features are not a part.
 
     targets: ids of the tokens whose logits are split, one for all rows or one per row of the store. None: the next
     token; for the last row, the likeliest next token. against: id of a token whose logit is subtracted. The shares then

@@ -27,13 +27,18 @@ _EMBEDDINGS = (
     "embeddings",
     "decoder.embed_tokens",
 )
-_PREFIXES = ("", "model.", "transformer.", "language_model.model.", "model.language_model.", "gpt_neox.", "backbone.")
+_PREFIXES = (
+    *("", "model.", "transformer.", "gpt_neox.", "backbone."),
+    *("language_model.model.", "model.language_model.", "language_model.backbone."),
+)
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight", "embed_out.weight", "output.weight")
 _PLAIN_MODELS = ("olmo",)
 """Values of `model_type` whose norms have no weights."""
-_RMS_MODELS = ("lfm2", "lfm2_moe", "nemotron_h")
+_RMS_MODELS = ("exaone", "lfm2", "lfm2_moe", "nemotron_h")
 """Values of `model_type` that have RMS norms, but whose config names epsilon as configs of LayerNorm models do."""
-_EPS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
+_RMS_EPS = ("rms_norm_eps", "layernorm_epsilon")
+"""Names of epsilon in configs of RMS norms. The second one is that of MiMo V2."""
+_EPS = (*_RMS_EPS, "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 _EPS_DEFAULT = 1e-5
 """Default eps of torch's LayerNorm, for models whose config has none (OPT, OLMo)."""
 _DTYPES = ("BF16", "F16", "F32", "F64")
@@ -167,7 +172,7 @@ class Unembedding:
             gain=gain + 1 if _adds_one(config.get("model_type", "")) else gain,
             bias=_vector(files, f"{norm}.bias") if shifted else np.zeros_like(gain),
             eps=float(config[eps]) if eps else _EPS_DEFAULT,
-            centred=shifted or (eps != _EPS[0] and config.get("model_type") not in _RMS_MODELS),
+            centred=shifted or (eps not in _RMS_EPS and config.get("model_type") not in _RMS_MODELS),
             scale=_scale(config),
             offset=_vector(files, "lm_head.bias") if "lm_head.bias" in files else None,
             soft_cap=config.get("final_logit_softcapping"),
@@ -295,7 +300,8 @@ def entropy_of(log_probabilities: np.ndarray) -> np.ndarray:
 def _adds_one(model_type: str) -> bool:
     """Whether the norms of a model multiply by 1 + weight, instead of by weight."""
     one_more = ("gemma", "qwen3_next", "qwen3_5", "step3p5")
-    return (model_type.startswith(one_more) and not model_type.startswith("gemma4")) or model_type == "nemotron"
+    starts = model_type.startswith(one_more) and not model_type.startswith("gemma4")
+    return starts or model_type in ("nemotron", "plamo3")
 
 
 def _scale(config: Mapping[str, Any]) -> float:

@@ -100,7 +100,7 @@ def add_plot_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="index of a value in a row: required for neuron; of heat, to draw this value instead of norms; of"
-        " text, for statistics of one value",
+        " text, for statistics of one value, one output of a probe or one latent",
     )
     parser.add_argument("--head", type=int, metavar="N", help="of text, for statistics of one head (--hook pattern)")
     parser.add_argument(
@@ -168,12 +168,12 @@ def _row_range(text: str | None) -> slice:
     return slice(*(int(number) if number else None for number in found.groups()))
 
 
-_INDEX_OPTIONS = {"neuron": "neuron", "head": "head", "token id": "token"}
+_INDEX_OPTIONS = {"neuron": "neuron", "output": "neuron", "latent": "neuron", "head": "head", "token id": "token"}
 """`Statistic.index_name` -> the option that gives the index."""
 
 
 def _statistic(capture: Capture, options: Options) -> tuple[Statistic, int]:
-    """(the statistic that --values names, its index; 0 for a statistic without an index).
+    """(the statistic that --values names, its index; 0 for a statistic without an index, and for a probe by default).
 
     Without --values, it is the hook's first statistic that takes exactly the given options of --neuron, --head and
     --token. If no statistic does, it is the first statistic. Raises ValueError for an unknown statistic, for an option
@@ -192,6 +192,8 @@ def _statistic(capture: Capture, options: Options) -> tuple[Statistic, int]:
         raise ValueError(f"plot: --values {name} takes no --{option}; leave it out")
     needed = needs[name]
     if needed is None:
+        return known[name], 0
+    if needed not in given and known[name].index_name == "output":  # most probes have one output
         return known[name], 0
     if needed not in given:
         raise ValueError(f"plot: --values {name} needs --{needed}; give it")

@@ -91,9 +91,9 @@ class Oracle:
         to earlier tokens, as on vLLM's CPU backend.
 
         Hooks of layers are float32 [layers, tokens, width]. The layer axis has only the layers that have the hook.
-        Hooks of ONCE are float32 [1, tokens, width]. `logits` is float32 [tokens, vocab], and row i predicts token i +
-        1. `token_ids` and `positions` are int32 [tokens]. Models with M-RoPE have `mrope_positions`, int32 [1, tokens,
-        axes].
+        Hooks that exist once are float32 [1, tokens, width]. `logits` is float32 [tokens, vocab], and row i predicts
+        token i + 1. `token_ids` and `positions` are int32 [tokens]. Models with M-RoPE have `mrope_positions`, int32
+        [1, tokens, axes].
 
         Models with experts have `router_logits` and `topk_weights` (float32) and `topk_ids` (int32). Experts are in
         descending order of weight, and experts of equal weight in ascending order of id. Models with an indexer have
@@ -236,8 +236,8 @@ def compare(capture: Capture, oracle: Oracle, images: Mapping[str, Any] | None =
     """{hook: largest absolute difference between `capture` and `oracle`, over all layers and rows that are present}.
 
     The difference is NaN if either has a NaN. Reduced hooks are decoded first, so that the difference includes the loss
-    of the reduction. Hooks of `Oracle.without` are left out. Hooks that are stored as other values (rp, pca, attn) and
-    hooks without a row are left out with a warning. images: see `Oracle.run`.
+    of the reduction. Hooks of `Oracle.without` are left out. Probes, hooks that are stored as other values (rp, cs,
+    pca, attn) and hooks without a row are left out with a warning. images: see `Oracle.run`.
 
     Raises ValueError if the capture does not begin at position 0, because its earlier tokens are then unknown. Raises
     ValueError for a capture without rows or token ids, for a hook that the oracle does not compute, for other shapes

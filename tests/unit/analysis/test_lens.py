@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -262,6 +263,32 @@ def test_the_end_of_models_that_transformers_does_not_have_is_found(name: str, t
     expected = oracle(name, make(name, tmp_path / "model")).run(IDS.tolist())
     logits = Unembedding.load(tmp_path / "model").logits(expected["resid_final"][0])
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "norm", "gain"),
+    [
+        ({"model_type": "exaone", "layer_norm_epsilon": 0.25}, "transformer.ln_f", 0.5),
+        ({"model_type": "mimo_v2_flash", "layernorm_epsilon": 0.25}, "model.norm", 0.5),
+        ({"model_type": "plamo3", "rms_norm_eps": 0.25}, "model.norm", 1.5),
+        (
+            {"llm_config": {"model_type": "nemotron_h", "layer_norm_epsilon": 0.25}},
+            "language_model.backbone.norm_f",
+            0.5,
+        ),
+    ],
+)
+def test_configs_of_published_models_give_the_norm_of_vllm(
+    config: dict[str, Any], norm: str, gain: float, tmp_path: Path
+) -> None:
+    """The tiny models of these families are made from others, whose configs name epsilon and type otherwise."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(
+        {"lm_head.weight": np.eye(3, dtype="f4"), f"{norm}.weight": np.full(3, 0.5, "f4")}, tmp_path / "a.safetensors"
+    )
+    row = np.array([[1, 2, 4]], "f4")
+    expected = gain * row / np.sqrt(np.square(row).mean() + 0.25)
+    np.testing.assert_allclose(Unembedding.load(tmp_path).logits(row), expected, rtol=1e-6)
 
 
 def test_a_logit_of_minus_infinity_adds_nothing_to_the_entropy() -> None:

@@ -96,6 +96,8 @@ def test_commands_take_stores_with_scores(stores: Path, tmp_path: Path, capsys: 
     out = tmp_path / "text.svg"
     assert main(["plot", one, "--kind", "text", "--hook", "probe.risk", "-o", str(out)]) == 0
     assert "score of output 0" in out.read_text()
+    assert main(["plot", one, "--kind", "text", "--hook", "probe.risk", "--neuron", "1", "-o", str(out)]) == 0
+    assert "score of output 1" in out.read_text()
     best = tmp_path / "best.svg"
     command = ["plot", str(stores), "--kind", "neuron", "--hook", "probe.risk", "--neuron", "1"]
     assert main([*command, "-o", str(best)]) == 0 and "probe.risk, output 1" in best.read_text()
@@ -172,6 +174,10 @@ def test_latents_and_scores_have_top_tokens(stores: Path, tmp_path: Path) -> Non
     np.testing.assert_array_equal(values, -np.sort(-dense[[3, 5]], 1)[:, :6])
     np.testing.assert_array_equal(np.take_along_axis(dense[[3, 5]], ids, 1), values)
     latent = int((dense > 0).sum(0).argmax())
+    out = tmp_path / "text.svg"
+    for option, said in ((["--neuron", str(latent)], f"value of latent {latent}"), ([], "active latents")):
+        command = ["plot", str(tmp_path / "a.zarr"), "--kind", "text", "--hook", "probe.sae", *option, "-o", str(out)]
+        assert main(command) == 0 and said in out.read_text()
     found = top_tokens(cap, "probe.sae", latent, count=3)
     np.testing.assert_allclose([one.value for one in found], -np.sort(-dense[:, latent])[:3])
     risk = np.concatenate([capture.numpy("probe.risk")[:, 1] for capture in open_captures(stores)])

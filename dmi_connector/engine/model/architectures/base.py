@@ -77,7 +77,7 @@ class Architecture:
 
     Hooks:
         only: the hooks that can be captured; (): all. lacks: hooks that are not the input or output of any module.
-        one_rank: hooks of which a tensor-parallel rank has neither the complete values nor its own slice.
+        one_rank: hooks that tensor-parallel ranks divide in a way that capture does not support.
     """
 
     name: str
