@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,9 @@ from dmi_connector.analysis.unembedding import Unembedding
 from dmi_connector.captures.capture import Capture
 from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.reduce import Keeps
+
+_BLOCKS = {"attn_out": "attn", "mlp_out": "mlp"}
+"""{hook: the block in the label of its share}."""
 
 
 def logit_attribution(
@@ -26,8 +30,7 @@ def logit_attribution(
     The residual stream is the sum of the input of layer 0 ("embed") and of each layer's `attn_out` and `mlp_out`
     ("0.attn", "0.mlp"). The divisor of the final norm is held fixed, so that the norm is linear and each part
     contributes a share of the logit. The shares of a row, including the one of biases ("bias"), sum to the logit before
-    a soft cap. This does not hold for rows of images if the model adds visual features after its first layers
-    (Qwen3-VL), because these features are not a part.
+    a soft cap. In models that add visual features after their first layers (Qwen3-VL), these are the part "visual".
 
     targets: ids of the tokens whose logits are split, one for all rows or one per row of the store. None: the next
     token; for the last row, the likeliest next token. against: id of a token whose logit is subtracted. The shares then
@@ -48,7 +51,9 @@ def logit_attribution(
     tokens, layers = len(capture.token_ids), range(int(attribute(capture, "num_layers")))
     for hook in ("resid_pre", "attn_out", "mlp_out", "resid_final"):
         check_own_values(capture, hook, needs=Keeps.EVERY_VALUE)
-    labels = ["embed", *(f"{layer}.{block}" for layer in layers for block in ("attn", "mlp")), "bias"]
+    blocks = _blocks(capture.attrs, layers)
+    labels = ["embed", *(f"{layer}.{_BLOCKS[hook]}" for hook, layer in blocks)]
+    labels += ["visual"] * bool(capture.attrs.get("visual_layers")) + ["bias"]
     chosen = _targets(capture, unembedding, targets)
     _check_tokens(unembedding, chosen if against is None else np.append(chosen, against))
     window = range(tokens)[rows or slice(None)]
@@ -64,9 +69,15 @@ def logit_attribution(
             read = read - unembedding.weights_of(against)
             offset = offset if unembedding.offset is None else offset - unembedding.offset[against]
         direction = read * unembedding.gain * np.float32(unembedding.scale)
-        direction /= unembedding.spread(capture.numpy("resid_final", tokens=rows))
-        for i, part in enumerate(_parts(capture, layers, rows)):
+        final = capture.numpy("resid_final", tokens=rows)
+        direction /= unembedding.spread(final)
+        added = np.zeros_like(final)
+        for i, part in enumerate(_parts(capture, blocks, rows)):
             shares[i, to] = (unembedding.centre(part) * direction).sum(-1)
+            added += part
+        if "visual" in labels:
+            visual = np.where(capture.media[rows, None] >= 0, final - added, np.float32(0))
+            shares[-2, to] = (unembedding.centre(visual) * direction).sum(-1)
         shares[-1, to] = read @ unembedding.bias * np.float32(unembedding.scale) + offset
     if targets is None:
         known = np.append(known_tokens(capture)[1:], True)
@@ -74,12 +85,19 @@ def logit_attribution(
     return shares, labels
 
 
-def _parts(capture: Capture, layers: range, rows: slice) -> Iterator[np.ndarray]:
+def _blocks(attrs: Mapping[str, Any], layers: range) -> list[tuple[str, int]]:
+    """(hook, layer) of the output of each block, in order. A layer may have one block (attribute `mlp_layers`)."""
+    one_block = attrs.get("mlp_layers")
+    if one_block is not None:
+        return [("mlp_out" if layer in one_block else "attn_out", layer) for layer in layers]
+    return [(hook, layer) for layer in layers for hook in _BLOCKS]
+
+
+def _parts(capture: Capture, blocks: Sequence[tuple[str, int]], rows: slice) -> Iterator[np.ndarray]:
     """Yield the parts whose sum is the residual stream, each [rows, width]."""
     yield capture.numpy("resid_pre", 0, rows)
-    for layer in layers:
-        yield capture.numpy("attn_out", layer, rows)
-        yield capture.numpy("mlp_out", layer, rows)
+    for hook, layer in blocks:
+        yield capture.numpy(hook, layer, rows)
 
 
 def _targets(

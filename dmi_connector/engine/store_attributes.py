@@ -37,6 +37,7 @@ def store_attributes(context: CaptureContext, vllm_config: VllmConfig) -> dict[s
         "qk_norm": bool(context.arch.q_norm),
         **({"experts": {"count": dims.experts, "layers": list(dims.moe_layers)}} if dims.moe_layers else {}),
         **({"parallel": True} if context.arch.parallel else {}),
+        **({} if dims.mlp_layers is None else {"mlp_layers": list(dims.mlp_layers)}),
         "tp": context.ranks,
         "owner": context.owner.name,
         "versions": {

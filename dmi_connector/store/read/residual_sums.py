@@ -8,6 +8,10 @@ In models whose attention and MLP run in parallel (attribute `parallel`), and if
 
 resid_pre[l + 1] = resid_pre[l] + attn_out[l] + mlp_out[l]
 
+In models whose layers have one block each (attribute `mlp_layers`: the layers with an MLP):
+
+resid_pre[l + 1] = resid_pre[l] + attn_out[l]                 (mlp_out[l] in layers with an MLP)
+
 Some models add visual features after their first layers (attribute `visual_layers`). There the second sum holds only
 for text tokens.
 """
@@ -35,10 +39,14 @@ Term = tuple[str, int]
 def equations(attrs: Mapping[str, Any], arrays: Mapping[str, HookArray]) -> list[tuple[Term, ...]]:
     """The sums that can be checked, because all their terms are stored: (sum, term, term, ...)."""
     layers = {name: list(array.layers) or [0] for name, array in arrays.items() if not array.reduce}
+    one_block = attrs.get("mlp_layers")
     last = int(attrs.get("num_layers") or max((max(ls) for ls in layers.values()), default=0) + 1) - 1
     found: list[tuple[Term, ...]] = []
     for layer in range(last + 1):
         after: Term = ("resid_final", 0) if layer == last else ("resid_pre", layer + 1)
+        if one_block is not None:
+            found.append((after, ("resid_pre", layer), ("mlp_out" if layer in one_block else "attn_out", layer)))
+            continue
         if attrs.get("parallel") or layer not in layers.get("resid_mid", ()):
             found.append((after, ("resid_pre", layer), ("attn_out", layer), ("mlp_out", layer)))
             continue

@@ -40,6 +40,7 @@ class Held:
     def __init__(self, layers: list[int] = LAYERS, **attrs: Any) -> None:
         self.path, self.token_ids, self.logits_positions = "a.zarr", IDS, SAMPLED
         self.layers = {"resid_pre": layers} if layers else {}
+        self.media = np.array([-1, -1, 0, 0, 0, -1, 1, 1, -1, 2, -1, -1])
         self.attrs = {"num_layers": 3, "start": START, "num_tokens": TOKENS, "missing": [], "reason": None, **attrs}
 
     def runs(self, most: int) -> list[slice]:
@@ -170,6 +171,31 @@ def test_shares_of_a_logit_are_of_all_parts(
     np.testing.assert_allclose(found, wanted[:, rows or slice(None)], rtol=1e-4, atol=1e-4)
     needs = {"needs": attribution.Keeps.EVERY_VALUE}
     assert checks == [((hook,), needs) for hook in ("resid_pre", "attn_out", "mlp_out", "resid_final")]
+
+
+@pytest.mark.parametrize("rows", [None, slice(2, 11)])
+def test_what_no_block_added_to_images_is_a_part_of_its_own(rows: slice | None) -> None:
+    """In models that add visual features to the stream."""
+    capture: Any = Held(identities=False, visual_layers=2)
+    shares, labels = logit_attribution(capture, END, 3, rows=rows)
+    assert labels[-3:] == ["2.mlp", "visual", "bias"]
+    known = shares_of(np.full(TOKENS, 3), None)[:, rows or slice(None)]
+    np.testing.assert_allclose(np.delete(shares, -2, axis=0), known, rtol=1e-4, atol=1e-4)
+    image, there = capture.media[rows or slice(None)] >= 0, np.isfinite(known[0])
+    logits = END.logits(FINAL)[rows or slice(None), 3]
+    np.testing.assert_allclose(shares.sum(0)[image & there], logits[image & there], rtol=1e-4, atol=1e-4)
+    assert not shares[-2, ~image & there].any() and np.isnan(shares[-2, ~there]).all()
+
+
+@pytest.mark.parametrize("mlp_layers", [[], [1], [0, 2]])
+def test_layers_with_one_block_have_one_share(mlp_layers: list[int]) -> None:
+    capture: Any = Held(mlp_layers=mlp_layers)
+    shares, labels = logit_attribution(capture, END, 3)
+    kinds = ["mlp" if layer in mlp_layers else "attn" for layer in range(3)]
+    assert labels == ["embed", *(f"{layer}.{kind}" for layer, kind in enumerate(kinds)), "bias"]
+    both = shares_of(np.full(TOKENS, 3), None)
+    wanted = both[[0, *(1 + 2 * layer + (kind == "mlp") for layer, kind in enumerate(kinds)), -1]]
+    np.testing.assert_allclose(shares, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_without_targets_the_token_that_came_counts() -> None:

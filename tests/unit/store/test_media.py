@@ -241,6 +241,30 @@ def test_sums_are_checked_in_layers_of_every_rank(stores: kit.Store, tmp_path: P
     assert problems == [f"resid_mid layer {layer} token 30"]
 
 
+@pytest.mark.parametrize("wrong", [None, ("attn_out", 0), ("mlp_out", 1), ("attn_out", 2)])
+def test_sums_of_layers_with_one_block(stores: kit.Store, tmp_path: Path, wrong: tuple[str, int] | None) -> None:
+    """Layer 1 has an MLP, the others have a mixer."""
+    rng = np.random.default_rng(0)
+    stream = rng.standard_normal((LENGTH, 8)).astype(np.float32)
+    values = {hook: np.zeros((3, LENGTH, 8), np.float32) for hook in ("resid_pre", "attn_out", "mlp_out")}
+    for layer, hook in enumerate(("attn_out", "mlp_out", "attn_out")):
+        values["resid_pre"][layer] = stream
+        values[hook][layer] = rng.standard_normal((LENGTH, 8))
+        stream = stream + values[hook][layer]
+    blocks = {"resid_pre": (0, 1, 2), "attn_out": (0, 2), "mlp_out": (1,)}
+    specs = [ArraySpec(hook, "float32", layers, 8) for hook, layers in blocks.items()]
+    specs += [ArraySpec("resid_final", "float32", (), 8)]
+    if wrong is not None:
+        values[wrong[0]][wrong[1], 30] += 1
+    bits = {hook: kit.bits(values[hook][list(layers)]) for hook, layers in blocks.items()}
+    bits["resid_final"] = kit.bits(stream[None])
+    attrs = {"identities": True, "num_layers": 3, "mlp_layers": [1]}
+    stores.write(tmp_path / "a.zarr", specs, LENGTH, values=bits, attrs=attrs)
+    found = [problem.where for problem in verify_store(tmp_path / "a.zarr")]
+    after = {0: "resid_pre layer 1", 1: "resid_pre layer 2", 2: "resid_final layer 0"}
+    assert found == ([] if wrong is None else [f"{after[wrong[1]]} token 30"])
+
+
 def test_sums_of_parallel_blocks_leave_the_stream_between_them_out(stores: kit.Store, tmp_path: Path) -> None:
     specs, values = stream()
     bits = {key: kit.bits(value) for key, value in values.items()}
