@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 PAIRS = 512
-"""Number of rows whose pairwise cosines are compared."""
+"""Maximum number of rows whose pairwise cosines are compared."""
 PROBES = 16
-"""Number of probes. A probe is the mean row of a frequent token minus the mean row of all other tokens."""
+"""Maximum number of probes. A probe is the mean row of a frequent token minus the mean row of all other tokens."""
 OF_VALUES = {
     "cosine_least": "least cosine between a row and its decoded row",
     "cosine_median": "median of these cosines",
@@ -39,18 +39,28 @@ class ReducedRows:
 
 
 def of_values(rows: ReducedRows) -> dict[str, float]:
-    """Measures of a reduction that keeps every value: cosines of rows, importance, and error."""
+    """Measures of a reduction that keeps every value: cosines of rows, importance, and error.
+
+    A measure is NaN if it is undefined. For example, rows that are all zero have no cosine.
+    """
     cosines = _row_cosines(rows.rows, rows.decoded)
+    if not len(cosines):
+        cosines = np.array([np.nan])
     found = {"cosine_least": float(cosines.min()), "cosine_median": float(np.median(cosines))}
-    return {**found, "importance": importance(rows.rows, rows.decoded), "error": error(rows.rows, rows.decoded)}
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return {**found, "importance": importance(rows.rows, rows.decoded), "error": error(rows.rows, rows.decoded)}
 
 
 def _row_cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Cosines between rows of `a` and `b`, without rows that are zero."""
+    """Cosines between rows of `a` and `b`, float64 [rows], without rows that are zero in both, or not finite.
+
+    A row that is zero in only one of them has the cosine 0.
+    """
     a, b = a.astype(np.float64), b.astype(np.float64)
-    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    there = norms > 0
-    return np.asarray((a * b).sum(1)[there] / norms[there])
+    norms = np.stack([np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1)])
+    there = np.isfinite(norms).all(0) & norms.any(0)
+    product = norms.prod(0)[there]
+    return np.asarray((a * b).sum(1)[there] / np.where(product > 0, product, 1))
 
 
 def error(a: np.ndarray, b: np.ndarray) -> float:
