@@ -36,10 +36,11 @@ def fit_scales(
 
     Returns {"HOOK.LAYER": number of rows}.
 
-    Raises ValueError if `margin` is below 1 or not finite, and if `project` is not a projection. Raises ValueError for
-    a hook that cannot be reduced, is stored reduced, or has another width in another store. Raises ValueError for
-    stores of several models, for a model without a store, and if no row is finite. Raises KeyError for a hook or layer
-    that was not captured, FileExistsError if `out` exists, and OSError before the fit if `out` cannot be written.
+    Raises ValueError if `margin` is below 1 or not finite, and if `project` is not a projection or does not fit the
+    width. Raises ValueError for a hook that cannot be reduced, is stored reduced, or has another width in another
+    store. Raises ValueError for stores of several models, for a model without a store, and if the stores have no finite
+    row. Raises KeyError for a hook or layer that was not captured, FileExistsError if `out` exists, and OSError before
+    the fit if `out` cannot be written.
     """
     if not 1 <= margin < float("inf"):
         raise ValueError(f"--margin {margin} is not valid; give a factor of 1 or more")
@@ -51,6 +52,10 @@ def fit_scales(
         def rows() -> Iterator[np.ndarray]:
             nonlocal width
             for block in blocks:
+                if width and block.shape[1] != width:
+                    raise ValueError(
+                        f"fit-scales: stores hold {width} and {block.shape[1]} values of {hook}; give one model"
+                    )
                 width = block.shape[1]
                 if projection is not None:
                     projection.check(width)
@@ -71,8 +76,6 @@ def _largest(hook: str, blocks: Iterator[np.ndarray]) -> tuple[np.ndarray, int]:
     largest, count = np.zeros(0), 0
     for block in blocks:
         own = np.abs(block).max(0)
-        if count and len(own) != len(largest):
-            raise ValueError(f"fit-scales: stores hold {len(own)} and {len(largest)} values of {hook}; give one model")
         largest, count = np.maximum(largest, own) if count else own, count + len(block)
     if not count:
         raise ValueError(f"fit-scales: no store holds a row of {hook}; give stores with rows")

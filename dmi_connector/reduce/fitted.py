@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from dmi_connector.reduce.base import FittedRef, Reduction
+from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.fitted_file import FittedFile
 
 if TYPE_CHECKING:
@@ -71,5 +72,8 @@ class FittedReduction(Reduction):
         return FittedRef(self.file, self.sha256, self.source)
 
     def own_part(self, layer: int) -> Any:
-        """The data of a layer in the file at `source`, see `part`."""
-        return self.part(self.file.load(self.source), layer)
+        """The data of a layer in the file at `source`, see `part`. Raises ReduceError if the file was replaced."""
+        file = self.file.load(self.source)
+        if file.sha256 != self.sha256:
+            raise ReduceError(f"reduce: {self.source} has changed since the engine started; start it again")
+        return self.part(file, layer)

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, deserialize, safe_open
 from dmi_connector.reduce.errors import ReduceError
 
 F = TypeVar("F", bound="FittedFile")
-_UNREADABLE = (SafetensorError, KeyError, TypeError, ValueError)
+_UNREADABLE = (SafetensorError, AttributeError, KeyError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class FittedFile:
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Open a file.
 
-        Raises ReduceError if it cannot be read, has another format, or has values that are not finite or below `least`.
+        Raises ReduceError if it cannot be read or has another format, and for a tensor that is missing, has another
+        shape or dtype, or has values that are not finite or below `least`.
         """
         path = os.fspath(path)
         try:
