@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProductQuantisation(FittedReduction):
-    """`decode` returns the codes, and NaN for the last code. Readers replace codes by centroids (`read`).
+    """`decode` returns the codes as float32 [..., m], with NaN for the last code. `read` replaces codes by centroids.
 
     Distances are compared in float32. If two distances are equal up to rounding, devices may choose different
     centroids.

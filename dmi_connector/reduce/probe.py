@@ -42,7 +42,7 @@ _FIRST: dict[tuple[str, int, Any], int] = {}
 class Probe(Reduction):
     """Decoded rows are the scores, one per name in `outputs`.
 
-    source, layers: the scored hook and its layers. If the file names no layers, `layers` is () until `bind` sets (0,).
+    source, layers: the scored hook and its layers. If no layers are named, `layers` is () until `bind` sets them.
     sha256, path: hash and path of the file. form: the file's `kind`, NORM, or TOP. With NORM and TOP, `path` is the
     text of the option, and `sha256` is "". activation, output, norm: see `probe_file.ProbeFacts`. hidden: total number
     of values between the matrices. shards: number of slices of the hook.
@@ -116,7 +116,10 @@ class Probe(Reduction):
         return {"kind": self.kind, **values, "layers": list(self.layers), "outputs": list(self.outputs)}
 
     def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> Probe:
-        """A copy for a hook with another name than in the file, or for a hook of which each rank has a slice."""
+        """A copy for a hook with another name than in the file, or for a hook of which each rank has a slice.
+
+        Raises ReduceError if the probe cannot be computed from slices.
+        """
         if self.form == TOP:
             largest.check(self.path, self.k, width, shards)
             return replace(self, source=hook, layers=tuple(layers), shards=shards)
@@ -201,7 +204,7 @@ class Probe(Reduction):
 
     def scratch(self, width: int, dtype: str) -> int:
         if self.form == TOP:
-            return (8 if self.k == 1 else 32) * width  # two copies in float32, three in int64
+            return (8 if self.k == 1 else 32) * width  # two copies in float32, and for k > 1 three in int64
         if self.one_kernel:
             return 0
         copies = 2 if self.norm != "none" else 1

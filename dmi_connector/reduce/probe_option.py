@@ -19,7 +19,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _OF_ROWS = re.compile(r"norm\((\w+)\)|top\((\w+)(?:,\s*(\d{1,9}))?\)")
 _NUMBERS = ("layer", "k")
 _OF_ENCODERS = ("hook", *_NUMBERS)
-"""Settings that may follow only an autoencoder. The file of a probe contains them."""
+"""Settings that may follow only an autoencoder. The file of a probe contains its hook and layers."""
+_VALUES = {"sha256": "HASH", "hook": "NAME", "layer": "NUMBER", "k": "NUMBER"}
+"""{setting: its value, for errors}."""
 
 
 def parse_probe(name: str, text: str) -> Probe | Latents:
@@ -27,12 +29,13 @@ def parse_probe(name: str, text: str) -> Probe | Latents:
     if not _NAME.fullmatch(name):
         raise ReduceError(f"probes: the name {name!r} is not valid; use letters, digits, '_' and '-', 64 at most")
     text = text.strip()
-    if found := _OF_ROWS.fullmatch(text):
-        norm, top, k = found.groups()
+    if of_rows := _OF_ROWS.fullmatch(text):
+        norm, top, k = of_rows.groups()
         return Probe.norm_of(norm, text) if norm else Probe.top_of(top, int(k or 1), text)
     path, *rest = (part.strip() for part in text.split(","))
     path = os.path.expanduser(path)
     encoder = os.path.exists(path) and not is_probe(path)
+    found = None if encoder else Probe.load(path)  # before the settings, so that the error names a missing file
     known = ("sha256", *(_OF_ENCODERS if encoder else ()))
     given: dict[str, str] = {}
     for part in rest:
@@ -40,11 +43,11 @@ def parse_probe(name: str, text: str) -> Probe | Latents:
         if not equals or key not in known or (key in _NUMBERS and not value.isdecimal()):
             raise ReduceError(
                 f"probes: {part!r} in {text!r} of {name!r} is not valid; this file may be followed by "
-                + ", ".join(f"{key}={'NUMBER' if key in _NUMBERS else 'NAME'}" for key in known)
+                + ", ".join(f"{key}={_VALUES[key]}" for key in known)
             )
         given[key] = value
     layer, k = (int(given[key]) if key in given else None for key in _NUMBERS)
-    probe = Latents.load(path, given.get("hook"), layer, k) if encoder else Probe.load(path)
+    probe = found or Latents.load(path, given.get("hook"), layer, k)
     if (wanted := given.get("sha256", probe.sha256)) != probe.sha256:
         raise ReduceError(
             f"probes: {path} of {name!r} has the SHA-256 {probe.sha256}, not {wanted}; give the file with that hash, or"

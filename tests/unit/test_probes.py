@@ -133,10 +133,11 @@ def test_capture_args_refuse_what_the_engine_would(files: dict[str, Path], tmp_p
     for bad, message in (
         ({"risk": 3}, r"give \{name: file\}"),
         ({"a.b": str(files["risk"])}, "the name 'a.b' is not valid"),
-        ({"risk": f"{files['risk']}, k=3"}, "'k=3' in .* is not valid; this file may be followed by sha256="),
+        ({"risk": f"{files['risk']}, k=3"}, "'k=3' in .* is not valid; this file may be followed by sha256=HASH$"),
         ({"risk": f"{files['risk']}, fast"}, "'fast' in .* is not valid"),
         ({"risk": f"{files['risk']}, sha256={'0' * 64}"}, "has the SHA-256 .*, not 0000"),
         ({"risk": "nowhere"}, "nowhere cannot be read"),
+        ({"sae": "nowhere, hook=resid_pre, layer=1"}, r"nowhere cannot be read \(No such file"),
     ):
         with pytest.raises(OptionError, match=f"^probes: .*{message}"):
             ServerOptions.parse({"store_dir": "s", "probes": bad})

@@ -29,8 +29,8 @@ def export(
     """Write `out/routed_experts_N.npy` for each store, with the result of `Capture.routed_experts`.
 
     N is the number of the capture. finite: what happens to stores whose router_logits or topk_weights are not finite.
-    Stores that hold neither hook cannot be checked. number_by: see `number_captures`. prompt_start: as in
-    `Capture.routed_experts`.
+    Stores that hold neither hook are exported without this check. number_by: see `number_captures`. prompt_start: as in
+    `Capture.routed_experts`. Raises the errors of `export_each` and `Capture.routed_experts`.
     """
 
     def write(capture: Capture, path: Path) -> None:
