@@ -148,7 +148,7 @@ def capture_context(vllm_config: VllmConfig) -> CaptureContext:
 
 
 def _build(vllm_config: VllmConfig) -> CaptureContext:
-    """Check the configuration, make the store directory, and compute the selection and its layout."""
+    """Check the configuration, make the store directory, copy files into it, and compute the selection and layout."""
     from dmi_connector.engine import refusals
 
     refusals.check(vllm_config)
@@ -230,7 +230,7 @@ def _drafting(vllm_config: VllmConfig) -> Drafting | None:
 def _keep_files(options: ServerOptions, reductions: Reductions) -> None:
     """Copy the fitted files of reductions and the files of selected probes to directories beside the stores.
 
-    Autoencoders are not copied, because they are large.
+    Autoencoders are not copied, because they are large. Raises ValueError if a file cannot be copied.
     """
     fitted = [f for r in reductions.values() if (f := r.fitted()) is not None]
     kept = [("reduce", BASES, *file) for file in sorted({(f.source, f.sha256) for f in fitted})]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks at start whether capture works with the installed vLLM: its version, and the names in contract_names.py.
 
-A version newer than the tested ones is not refused. With it, capture does not rely on behaviour that only tests can
-confirm (`untested`), and the first captures are checked for values that no tap wrote.
+By default a version newer than the tested ones is not refused. With it, capture does not rely on behaviour that only
+tests can confirm (`untested`), and the first captures are checked for values that no tap wrote.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def _first_newer() -> tuple[int, ...]:
 
 
 def check_version() -> None:
-    """Raise ValueError for a vLLM older than the tested ones, and for a newer one if UNTESTED is "refuse"."""
+    """Raise ValueError for a vLLM older than the tested ones, and for a newer one if UNTESTED is "refuse".
+
+    Logs a warning for a newer one otherwise. Raises ValueError for another value of UNTESTED.
+    """
     import vllm
     from packaging.specifiers import SpecifierSet
 
