@@ -88,6 +88,8 @@ def pairs(rows: ReducedRows) -> float:
 def probes(rows: ReducedRows, project: Callable[[np.ndarray], np.ndarray]) -> float:
     """Correlation of the scores of a probe before the reduction with those after it: the minimum over all probes.
 
+    NaN if a correlation is undefined, as for decoded rows that are all equal, and without two different tokens.
+
     project: function that projects a probe [width] to the space of decoded rows.
     """
     ids, counts = np.unique(rows.tokens, return_counts=True)
@@ -98,7 +100,7 @@ def probes(rows: ReducedRows, project: Callable[[np.ndarray], np.ndarray]) -> fl
             continue
         probe = rows.rows[mine].mean(0) - rows.rows[~mine].mean(0)
         scores.append(np.corrcoef(rows.rows @ probe, rows.decoded @ project(probe))[0, 1])
-    return float(min(scores, default=np.nan))
+    return float(np.min(scores)) if scores else np.nan  # unlike `min`, NaN if any of them is NaN
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:

@@ -420,3 +420,13 @@ def test_rows_that_are_all_zero_have_no_measures() -> None:
     rows = np.zeros((6, 4), "f4")
     found = of_values(ReducedRows(rows, rows, rows, np.zeros(6, "i4"), 0, "float32"))
     assert all(map(math.isnan, found.values())) and len(found) == 4
+
+
+def test_a_probe_without_a_correlation_is_not_hidden_by_others() -> None:
+    """The probe of the second token is zero in the space of decoded rows."""
+    rows = np.array([[1, 0], [2, 0], [3, 0], [0, 1], [0, 4], [5, 5]], "f4")
+    decoded = rows[:, :1]
+    found = ReducedRows(rows, rows, decoded, np.array([0, 0, 0, 1, 1, 2], "i4"), 0, "float32")
+    given = iter([np.ones(1), np.zeros(1), np.ones(1)])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        assert math.isnan(probes(found, lambda _: next(given)))
