@@ -17,7 +17,7 @@ from dmi_connector import capture_args
 from dmi_connector.hooks import HOOKS, ModelDims, SelectionError, narrow, parse_selection
 from dmi_connector.layout import hook_reductions, row_layouts
 from dmi_connector.option_values import OptionError
-from dmi_connector.probes import with_probes
+from dmi_connector.probes import check_alerts, with_probes
 from dmi_connector.reduce import ReduceError, from_settings
 from dmi_connector.reduce.largest import check, over_rows
 from dmi_connector.reduce.probe import Probe
@@ -307,6 +307,16 @@ def test_rows_that_are_not_finite_give_scores_that_are_not(files: dict[str, Path
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_alert_needs_one_score_per_row() -> None:
+    """Of a norm only the model says how many layers it has."""
+    given = {"norm": "norm(resid_pre)", "end": "norm(resid_final)"}
+    parsed = ServerOptions.parse({"store_dir": "s", "probes": given, "probe_alerts": {"norm": 1, "end": 1}})
+    _, computed = with_probes(DIMS, parsed.probes, 1)
+    check_alerts([("end", 1.0)], computed)
+    with pytest.raises(OptionError, match="probe_alerts: 'norm' has a score in each of 4 layers; name a probe of one"):
+        check_alerts(parsed.probe_alerts, computed)
 
 
 def test_a_norm_needs_no_file_and_is_of_all_layers_of_its_hook() -> None:
