@@ -46,9 +46,12 @@ def untested() -> str:
     """The installed version of vLLM if it is newer than the tested ones, otherwise ""."""
     import vllm
     from packaging.specifiers import SpecifierSet
-    from packaging.version import Version
+    from packaging.version import InvalidVersion, Version
 
-    version = Version(vllm.__version__)
+    try:
+        version = Version(vllm.__version__)
+    except InvalidVersion:  # "dev", of a build without its git history
+        return ""
     newer = not SpecifierSet(SUPPORTED, prereleases=True).contains(version.public) and version.release >= _first_newer()
     return vllm.__version__ if newer else ""
 
@@ -63,9 +66,10 @@ def _first_newer() -> tuple[int, ...]:
 
 
 def check_version() -> None:
-    """Raise ValueError for a vLLM older than the tested ones, and for a newer one if UNTESTED is "refuse".
+    """Raise ValueError for a vLLM that is older than the tested ones or has no number, and if UNTESTED is "refuse" for
+    a newer one.
 
-    Logs a warning for a newer one otherwise. Raises ValueError for another value of UNTESTED.
+    Otherwise logs a warning for a newer one. Raises ValueError for another value of UNTESTED.
     """
     import vllm
     from packaging.specifiers import SpecifierSet
