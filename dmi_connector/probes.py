@@ -6,11 +6,11 @@ Nothing here imports torch or vllm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dmi_connector.hooks import ALIASES, HOOKS, PROBE, Hook, ModelDims
-from dmi_connector.option_values import OptionError
+from dmi_connector.option_values import OptionError, refuse
 from dmi_connector.ranks import shard_of
 from dmi_connector.reduce import ReduceError, summaries
 from dmi_connector.reduce.latents import Latents
@@ -40,6 +40,18 @@ def with_probes(dims: ModelDims, probes: Sequence[tuple[str, str]], tp: int) -> 
             raise OptionError(str(error)) from error
         hooks.append(replace(hook, name=PROBE + name, doc=f"probe of {hook.name}", source=hook.name, layers=layers))
     return replace(dims, probes=tuple(hooks)), computed
+
+
+def check_alerts(alerts: Sequence[tuple[str, float]], computed: Mapping[str, AnyProbe]) -> None:
+    """Raise OptionError if a norm in the option `probe_alerts` has a score in several layers.
+
+    Its layers are known only with the model. computed: the result of `with_probes`.
+    """
+    for name, _ in alerts:
+        probe = computed[PROBE + name]
+        if isinstance(probe, Probe) and not probe.one_score:
+            what = f"has a score in each of {len(probe.layers)} layers"
+            raise refuse("probe_alerts", name, f"{what}; name a probe of one output in one layer")
 
 
 def _source(name: str, probe: AnyProbe, dims: ModelDims) -> tuple[Hook, tuple[int, ...]]:

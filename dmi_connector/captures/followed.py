@@ -59,9 +59,8 @@ class FollowedCapture(Generic[Reader]):
     """One capture that may still be written. Made by `open_capture(path, follow=True)`.
 
     attrs: the root attributes known so far, including `hooks`. hooks: names that can be read. layers: {hook: layer
-    numbers}. prompt_len: number of tokens of the prompt. complete: whether the finished store has all rows; None until
-    the capture has ended. reason: why rows are missing, else None. missing: [start, stop) ranges of missing rows.
-    finished: the `Capture` of the finished store; None until the capture has ended.
+    numbers}. prompt_len: number of tokens of the prompt. finished: the `Capture` of the finished store; None until
+    `follow` has seen the end of the capture.
     """
 
     def __init__(self, path: Path, partial: PartialStore, open_finished: Callable[[Path], Reader]) -> None:
@@ -76,17 +75,17 @@ class FollowedCapture(Generic[Reader]):
 
     @property
     def complete(self) -> bool | None:
-        """Whether the finished store has all rows; None while the capture is followed."""
+        """Whether the finished store has all rows; None until `finished` is set."""
         return None if self.finished is None else self.finished.complete
 
     @property
     def reason(self) -> str | None:
-        """Why rows are missing; None while the capture is followed, and if it is complete."""
+        """Why rows are missing; None until `finished` is set, and if the store is complete."""
         return None if self.finished is None else self.finished.reason
 
     @property
     def missing(self) -> list[list[int]]:
-        """[start, stop) rows that the finished store lacks; [] while the capture is followed."""
+        """[start, stop) ranges of rows that the finished store lacks; [] until `finished` is set."""
         return [] if self.finished is None else self.finished.missing
 
     @overload
@@ -102,16 +101,18 @@ class FollowedCapture(Generic[Reader]):
     ) -> Iterator[tuple[int, Any]]:
         """Yield (first row, rows) in order, as rows are written, until the capture has ended.
 
-        names: names as in `Capture[...]`, such as "resid_pre@20", or "token_ids", "positions", "phase". Rows are as in
-        `Capture.numpy`: float32 [n, width], or [layers, n, width] if the name has no layer. With several names, rows
-        are a dict. A writer writes `chunk_tokens` rows at a time. "logits" must be followed alone, and its rows come 8
-        samples late.
+        names: names as in `Capture[...]`, such as "resid_pre@20", or "token_ids", "positions", "phase". Rows of hooks
+        are as in `Capture.numpy`: float32 [n, width], or [layers, n, width] if the name has no layer; integer hooks
+        keep their dtype. Rows of the other names have the shape [n]. With a list of names, rows are a dict. A writer
+        writes `chunk_tokens` rows at a time. "logits" must be followed alone: it has a row per sample, and its rows
+        come 8 samples late.
 
         Missing rows are left out. The rows after missing ones are yielded only when the capture has ended. pause:
         function that is called between polls.
 
-        Raises KeyError for an unknown hook. Raises CaptureFailed if the capture failed, was aborted or was removed.
-        Raises ValueError for damaged rows.
+        Raises KeyError for an unknown hook. Raises ValueError for an empty list, for "logits" with other names, and for
+        a TransformerLens name of values that a reduction did not keep. While rows are yielded, raises CaptureFailed if
+        the capture failed, was aborted or was removed, and ValueError for damaged rows.
         """
         wanted = [names] if isinstance(names, str) else list(names)
         plan = {name: self._source(name) for name in wanted}

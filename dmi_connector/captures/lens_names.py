@@ -94,7 +94,7 @@ ABSENT = {
     "attn.hook_attn_scores": "not captured: hook_rot_q and hook_rot_k times the scale, with the mask, give them",
     "attn.hook_result": "not captured: cache.compute_head_results() works them out from z and the model's weights",
     "mlp.hook_expert_weights": "of another shape: cap.numpy('topk_weights') has those of the chosen experts",
-    "mlp.hook_expert_indices": "without a batch dimension there: cap.routed_experts()",
+    "mlp.hook_expert_indices": "TransformerLens has no batch dimension there: cap.routed_experts()",
 }
 """{name of TransformerLens that no store has: reason}."""
 OTHERWISE = "no hook is the same tensor in every model"
@@ -121,7 +121,10 @@ def unlisted(name: str) -> str:
 
 
 def lens_name(hook: str, layer: int | None) -> str | None:
-    """TransformerLens' name of a hook that is the same tensor in every model; None if there is none."""
+    """TransformerLens' name of a hook that is the same tensor; None if there is none, or if it depends on `qk_norm`.
+
+    `why_not_equal` names the models in which it is another tensor.
+    """
     for name, same in TL_NAMES.items():
         if same == hook:
             return full_name(name, layer)
@@ -142,7 +145,7 @@ def equal_hooks(attrs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def why_not_equal(name: str, attrs: Mapping[str, Any]) -> str | None:
-    """Why a TransformerLens name means another tensor in a store's model; None if it does not, or if unknown."""
+    """Why no hook of a store's model is the tensor of a TransformerLens name; None if a hook may be."""
     architecture, normed = attrs.get("architecture"), attrs.get("qk_norm")
     hook = {**TL_NAMES, **QK_NAMES[False], **QK_NAMES[True]}.get(name)
     if architecture in _EMBED_BEFORE and hook == "embed":

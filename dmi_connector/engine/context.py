@@ -17,7 +17,7 @@ from dmi_connector.engine.model.transformers_backend import row_of
 from dmi_connector.engine.owners import owner_of
 from dmi_connector.hooks import ModelDims, Selection, check_names, parse_selection
 from dmi_connector.layout import Reductions, RowField, RowLayout, hook_reductions, row_layouts
-from dmi_connector.probes import with_probes
+from dmi_connector.probes import check_alerts, with_probes
 from dmi_connector.reduce.probe import Probe
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.kept_files import BASES, PROBES, keep_copy
@@ -148,7 +148,7 @@ def capture_context(vllm_config: VllmConfig) -> CaptureContext:
 
 
 def _build(vllm_config: VllmConfig) -> CaptureContext:
-    """Check the configuration, make the store directory, and compute the selection and its layout."""
+    """Check the configuration, make the store directory, copy files into it, and compute the selection and layout."""
     from dmi_connector.engine import refusals
 
     refusals.check(vllm_config)
@@ -163,6 +163,7 @@ def _build(vllm_config: VllmConfig) -> CaptureContext:
     dims = replace(arch.dims(model.hf_text_config), rope_axes=model.mrope_num_dims if model.uses_mrope else 0)
     tp, stages = vllm_config.parallel_config.tensor_parallel_size, _stages(vllm_config, dims.layers)
     dims, probes = with_probes(dims, options.probes, tp)
+    check_alerts(options.probe_alerts, probes)
     check_names(options.hooks, [name for name, _ in options.probes])
     selection = parse_selection(options.hooks, dims)
     tapped = list(dict.fromkeys(dims.hooks[name].source or name for name in selection.hooks))
@@ -230,7 +231,7 @@ def _drafting(vllm_config: VllmConfig) -> Drafting | None:
 def _keep_files(options: ServerOptions, reductions: Reductions) -> None:
     """Copy the fitted files of reductions and the files of selected probes to directories beside the stores.
 
-    Autoencoders are not copied, because they are large.
+    Autoencoders are not copied, because they are large. Raises ValueError if a file cannot be copied.
     """
     fitted = [f for r in reductions.values() if (f := r.fitted()) is not None]
     kept = [("reduce", BASES, *file) for file in sorted({(f.source, f.sha256) for f in fitted})]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks at start whether capture works with the installed vLLM: its version, and the names in contract_names.py.
 
-A version newer than the tested ones is not refused. With it, capture does not rely on behaviour that only tests can
-confirm (`untested`), and the first captures are checked for values that no tap wrote.
+By default a version newer than the tested ones is not refused. With it, capture does not rely on behaviour that only
+tests can confirm (`untested`), and the first captures are checked for values that no tap wrote.
 """
 
 from __future__ import annotations
@@ -46,9 +46,12 @@ def untested() -> str:
     """The installed version of vLLM if it is newer than the tested ones, otherwise ""."""
     import vllm
     from packaging.specifiers import SpecifierSet
-    from packaging.version import Version
+    from packaging.version import InvalidVersion, Version
 
-    version = Version(vllm.__version__)
+    try:
+        version = Version(vllm.__version__)
+    except InvalidVersion:  # "dev", of a build without its git history
+        return ""
     newer = not SpecifierSet(SUPPORTED, prereleases=True).contains(version.public) and version.release >= _first_newer()
     return vllm.__version__ if newer else ""
 
@@ -63,7 +66,11 @@ def _first_newer() -> tuple[int, ...]:
 
 
 def check_version() -> None:
-    """Raise ValueError for a vLLM older than the tested ones, and for a newer one if UNTESTED is "refuse"."""
+    """Raise ValueError for a vLLM that is older than the tested ones or has no number, and if UNTESTED is "refuse" for
+    a newer one.
+
+    Otherwise logs a warning for a newer one. Raises ValueError for another value of UNTESTED.
+    """
     import vllm
     from packaging.specifiers import SpecifierSet
 

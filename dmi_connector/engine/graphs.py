@@ -29,12 +29,15 @@ _BACKEND, _VERSION = "FLASH_ATTN", 3
 _WRONG_UP_TO, _RIGHT_UP_TO = 64, 128
 """FULL is correct for head sizes above the first number and up to the second."""
 _LARGEST = 512
-"""Approximate number of tokens in the largest steps of a busy engine. It is also vLLM's default for the largest graph.
+"""Approximate number of tokens in the largest steps of a busy engine. vLLM's default largest graph has at most as many,
+except on Blackwell GPUs.
 """
 
 
 def choose_graphs(vllm_config: VllmConfig, option: str) -> None:
     """Replace vLLM's default mode by FULL if FULL is correct, and log in which steps capture costs more.
+
+    Logs a warning if the user chose FULL, and FULL gives wrong attention.
 
     Call it once the attention layers are built and before the KV cache is. option: `ServerOptions.cuda_graphs`.
     """
@@ -58,7 +61,7 @@ def choose_graphs(vllm_config: VllmConfig, option: str) -> None:
     if largest < min(_LARGEST, steps):
         logger.info(
             "dmi_connector: the largest CUDA graph has %d tokens: larger steps run without one, and capture costs more "
-            "there. max_cudagraph_capture_size of %d in the compilation config avoids that",
+            "there. A max_cudagraph_capture_size of %d in the compilation config covers most steps",
             largest,
             _LARGEST,
         )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `vllm.general_plugins` entry point. It registers names, and ends processes of `dmi run` with their parent.
 
-Without our connector nothing else changes.
+In an engine without our connector, the registered model classes build vLLM's own models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from dmi_connector.store.format.locks import LIFE_LOCK, hold_life_lock
 
 
 def register() -> None:
-    """Register model classes and the connector by name. vLLM imports a class when it uses it."""
+    """Register model classes and the connector by name. vLLM imports a class when it uses it.
+
+    A process that an engine of `dmi run` started also holds the life lock, and is killed when its parent exits.
+    """
     parent = multiprocessing.parent_process()
     if LIFE_LOCK in os.environ and parent is not None and parent.pid is not None:
         from dmi_connector.engine.offline.lifetime import end_with_parent
@@ -27,7 +30,7 @@ def register() -> None:
     from dmi_connector.engine.model.architectures import ARCHITECTURES, OWN_CLASSES, TRANSFORMERS, TRANSFORMERS_CLASSES
     from dmi_connector.engine.owners import OWNERS
 
-    for name, row in OWN_CLASSES.items():
+    for name, row in OWN_CLASSES.items():  # only if this vLLM has the class itself
         if getattr(ModelRegistry.models.get(name), "module_name", TRANSFORMERS) == row.base.partition(":")[0]:
             ARCHITECTURES[name] = row
     for name, row in ARCHITECTURES.items():

@@ -41,25 +41,26 @@ class ReducedRows:
 def of_values(rows: ReducedRows) -> dict[str, float]:
     """Measures of a reduction that keeps every value: cosines of rows, importance, and error.
 
-    A measure is NaN if it is undefined, such as the cosines if all rows are zero.
+    A measure is NaN if it is undefined. For example, rows that are all zero have no cosine.
     """
     cosines = _row_cosines(rows.rows, rows.decoded)
     if not len(cosines):
         cosines = np.array([np.nan])
     found = {"cosine_least": float(cosines.min()), "cosine_median": float(np.median(cosines))}
-    return {**found, "importance": importance(rows.rows, rows.decoded), "error": error(rows.rows, rows.decoded)}
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return {**found, "importance": importance(rows.rows, rows.decoded), "error": error(rows.rows, rows.decoded)}
 
 
 def _row_cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Cosines between rows of `a` and `b`, float64 [rows], without rows that are zero in both.
+    """Cosines between rows of `a` and `b`, float64 [rows], without rows that are zero in both, or not finite.
 
     A row that is zero in only one of them has the cosine 0.
     """
     a, b = a.astype(np.float64), b.astype(np.float64)
-    norms = np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1)
-    product = norms[0] * norms[1]
-    cosines = (a * b).sum(1) / np.where(product > 0, product, 1)
-    return np.asarray(cosines[(norms[0] > 0) | (norms[1] > 0)])
+    norms = np.stack([np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1)])
+    there = np.isfinite(norms).all(0) & norms.any(0)
+    product = norms.prod(0)[there]
+    return np.asarray((a * b).sum(1)[there] / np.where(product > 0, product, 1))
 
 
 def error(a: np.ndarray, b: np.ndarray) -> float:
@@ -87,6 +88,8 @@ def pairs(rows: ReducedRows) -> float:
 def probes(rows: ReducedRows, project: Callable[[np.ndarray], np.ndarray]) -> float:
     """Correlation of the scores of a probe before the reduction with those after it: the minimum over all probes.
 
+    NaN if a correlation is undefined, as for decoded rows that are all equal, and without two different tokens.
+
     project: function that projects a probe [width] to the space of decoded rows.
     """
     ids, counts = np.unique(rows.tokens, return_counts=True)
@@ -97,7 +100,7 @@ def probes(rows: ReducedRows, project: Callable[[np.ndarray], np.ndarray]) -> fl
             continue
         probe = rows.rows[mine].mean(0) - rows.rows[~mine].mean(0)
         scores.append(np.corrcoef(rows.rows @ probe, rows.decoded @ project(probe))[0, 1])
-    return float(min(scores, default=np.nan))
+    return float(np.min(scores)) if scores else np.nan  # unlike `min`, NaN if any of them is NaN
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from dmi_connector.reduce.base import pad, unpack
-from dmi_connector.reduce.codebooks import Codebooks, centroids_of
+from dmi_connector.reduce.codebooks import BITS, Codebooks, centroids_of
 from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.fitted import FittedReduction
 
@@ -74,8 +74,11 @@ class ProductQuantisation(FittedReduction):
 
     def _subvectors(self, width: int) -> int:
         """The number of sub-vectors of a slice. Raises ReduceError for the settings of a damaged store."""
-        if self.size < 1:
-            raise ReduceError(f"reduction pq has sub-vectors of {self.size} values; the store is damaged")
+        if self.size < 1 or self.bits not in BITS:
+            raise ReduceError(
+                f"reduction pq has sub-vectors of {self.size} values and codes of {self.bits} bits; the store is"
+                " damaged"
+            )
         return width // self.size
 
     def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
@@ -105,7 +108,14 @@ class ProductQuantisation(FittedReduction):
         return found
 
     def read(self, decoded: np.ndarray, part: np.ndarray) -> np.ndarray:
-        """Codes [..., m] -> float32 [..., width]. A sub-vector that is not finite becomes NaN."""
+        """Codes [..., m] -> float32 [..., width]. A sub-vector that is not finite becomes NaN.
+
+        Raises ReduceError for another number of sub-vectors than in `part`.
+        """
+        if decoded.shape[-1] != len(part):
+            raise ReduceError(
+                f"reduction pq has {decoded.shape[-1]} sub-vectors, its codebooks {len(part)}; the store is damaged"
+            )
         known = np.pad(part, ((0, 0), (0, 1), (0, 0)), constant_values=np.nan)
         values = known[np.arange(len(part)), np.nan_to_num(decoded, nan=part.shape[1]).astype(np.int64)]
         return values.reshape(*decoded.shape[:-1], -1)

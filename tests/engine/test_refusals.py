@@ -789,6 +789,7 @@ def of_version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         ("0.34.0", "newer"),
         ("0.34.0rc1", "newer"),
         ("1.0", "newer"),
+        ("dev", "refused"),
     ],
 )
 def test_a_newer_vllm_is_accepted_with_a_warning_unless_it_is_to_be_refused(

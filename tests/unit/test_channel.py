@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -250,6 +251,29 @@ def test_scales_that_give_no_step_are_refused(scales: Path, tmp_path: Path, bad:
         parse(f"int8(channel={path})")
 
 
+@pytest.mark.parametrize("hooks", [[], "z", 3])
+def test_metadata_of_another_form_is_refused(tmp_path: Path, hooks: object) -> None:
+    path = tmp_path / "s.safetensors"
+    save_file({"z.0.scale": np.ones(2, "f4")}, path, metadata={METADATA: json.dumps({"hooks": hooks})})
+    with pytest.raises(ReduceError, match=r"holds no scales .*; give a file that dmi fit-scales made"):
+        Scales.load(path)
+    with pytest.raises(ReduceError, match="holds no scales"):
+        Scales.parse(path.read_bytes(), str(path))
+
+
+def test_a_file_that_changed_since_the_start_is_noticed(scales: Path, tmp_path: Path) -> None:
+    """Stores would name another file than the one that encoded their rows."""
+    path = Path(shutil.copy(scales, tmp_path / "s.safetensors"))
+    reduction = parse(f"int8(channel={path})")
+    assert reduction is not None
+    bound = reduction.bind("resid_pre", LAYERS, WIDTH, 1)
+    other = other_file(scales, tmp_path, **{"resid_pre.4.scale": np.ones(WIDTH, "f4")})
+    os.utime(other, ns=(0, 0))  # clocks of file systems may be too coarse to tell the two files apart
+    other.replace(path)
+    with pytest.raises(ReduceError, match=r"s\.safetensors has changed since the engine started; start it again"):
+        bound.prepare(WIDTH, torch.device("cpu"), 4, 0)
+
+
 def test_scales_that_do_not_fit_are_refused(scales: Path) -> None:
     reduction = parse(f"int8(channel={scales})")
     assert reduction is not None
@@ -280,6 +304,20 @@ def test_fits_that_cannot_be_made_are_refused(
     error = capsys.readouterr().err
     assert re.search(message, error), error
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("project", [None, "rp(4)"])
+def test_stores_with_rows_of_different_widths_are_refused(tmp_path: Path, project: str | None) -> None:
+    """Projected rows have equal widths, but their projections differ."""
+    owner = kit.Store(1 << 20)
+    for width in (8, 16):
+        spec = ArraySpec("resid_final", "float32", (), width)
+        values = {"resid_final": kit.bits(np.ones((1, TOKENS, width), "f4"))}
+        owner.write(tmp_path / f"{width}.zarr", [spec], TOKENS, values=values, attrs={"num_layers": 6})
+    assert owner.shutdown(kit.PATIENCE)
+    stores = [tmp_path / "8.zarr", tmp_path / "16.zarr"]
+    with pytest.raises(ValueError, match="stores hold 8 and 16 values of resid_final; give one model"):
+        fit_scales(stores, ["resid_final"], tmp_path / "s.safetensors", project=project)
 
 
 @pytest.mark.parametrize("margin", [1.0, 1.25, 3.0])

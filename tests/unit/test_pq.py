@@ -73,15 +73,25 @@ def store(path: Path, books: Path, values: np.ndarray, shards: int = 1) -> Produ
     return reduction
 
 
-def test_settings_without_a_size_are_named(books: dict[int, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("size", "0", "has sub-vectors of 0 values and codes of 8 bits"),
+        ("bits", "5", "has sub-vectors of 4 values and codes of 5 bits"),
+        ("size", "6", "has 8 sub-vectors, its codebooks 12"),
+    ],
+)
+def test_damaged_settings_are_named(
+    books: dict[int, Path], tmp_path: Path, name: str, value: str, message: str
+) -> None:
     """Of a store that somebody changed, or that is damaged."""
     store(tmp_path / "a.zarr", books[8], rows(9))
     document = tmp_path / "a.zarr/zarr.json"
     text = document.read_text()
-    changed = re.sub(r'"size": ?\d+', '"size": 0', text)
+    changed = re.sub(rf'"{name}": ?\d+', f'"{name}": {value}', text)
     assert changed != text
     document.write_text(changed)
-    with pytest.raises(ReduceError, match="reduction pq has sub-vectors of 0 values; the store is damaged"):
+    with pytest.raises(ReduceError, match=f"reduction pq {message}; the store is damaged"):
         open_capture(tmp_path / "a.zarr", 0).numpy("mlp_out")
     [problem] = verify_store(tmp_path / "a.zarr")
     assert problem.where == "zarr.json" and problem.damage

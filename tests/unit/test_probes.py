@@ -17,7 +17,7 @@ from dmi_connector import capture_args
 from dmi_connector.hooks import HOOKS, ModelDims, SelectionError, narrow, parse_selection
 from dmi_connector.layout import hook_reductions, row_layouts
 from dmi_connector.option_values import OptionError
-from dmi_connector.probes import with_probes
+from dmi_connector.probes import check_alerts, with_probes
 from dmi_connector.reduce import ReduceError, from_settings
 from dmi_connector.reduce.largest import check, over_rows
 from dmi_connector.reduce.probe import Probe
@@ -133,10 +133,11 @@ def test_capture_args_refuse_what_the_engine_would(files: dict[str, Path], tmp_p
     for bad, message in (
         ({"risk": 3}, r"give \{name: file\}"),
         ({"a.b": str(files["risk"])}, "the name 'a.b' is not valid"),
-        ({"risk": f"{files['risk']}, k=3"}, "'k=3' in .* is not valid; this file may be followed by sha256="),
+        ({"risk": f"{files['risk']}, k=3"}, "'k=3' in .* is not valid; this file may be followed by sha256=HASH$"),
         ({"risk": f"{files['risk']}, fast"}, "'fast' in .* is not valid"),
         ({"risk": f"{files['risk']}, sha256={'0' * 64}"}, "has the SHA-256 .*, not 0000"),
         ({"risk": "nowhere"}, "nowhere cannot be read"),
+        ({"sae": "nowhere, hook=resid_pre, layer=1"}, r"nowhere cannot be read \(No such file"),
     ):
         with pytest.raises(OptionError, match=f"^probes: .*{message}"):
             ServerOptions.parse({"store_dir": "s", "probes": bad})
@@ -306,6 +307,16 @@ def test_rows_that_are_not_finite_give_scores_that_are_not(files: dict[str, Path
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_alert_needs_one_score_per_row() -> None:
+    """Of a norm only the model says how many layers it has."""
+    given = {"norm": "norm(resid_pre)", "end": "norm(resid_final)"}
+    parsed = ServerOptions.parse({"store_dir": "s", "probes": given, "probe_alerts": {"norm": 1, "end": 1}})
+    _, computed = with_probes(DIMS, parsed.probes, 1)
+    check_alerts([("end", 1.0)], computed)
+    with pytest.raises(OptionError, match="probe_alerts: 'norm' has a score in each of 4 layers; name a probe of one"):
+        check_alerts(parsed.probe_alerts, computed)
 
 
 def test_a_norm_needs_no_file_and_is_of_all_layers_of_its_hook() -> None:

@@ -30,7 +30,7 @@ class StepLimits:
     """Limits of a step of vLLM's scheduler.
 
     scheduler: vLLM's scheduler configuration, whose `max_num_batched_tokens` vLLM reads at the beginning of each step.
-    stock: the value of that at start. tokens: maximum tokens of a step. requests: maximum number of running requests.
+    stock: its value at start. tokens: maximum tokens of a step. requests: maximum number of running requests.
     of_request: maximum tokens of a decoding request per step, including draft tokens. whole: whether chunked prefill is
     off, for prompts or for images in them; the budget is then never lowered. block: tokens per block in hybrid models
     whose states are cached, otherwise 0. In these models vLLM ends parts of prompts at block boundaries, so a step with

@@ -47,7 +47,10 @@ def pool_rows(options: ServerOptions, row_bytes: int, limits: StepLimits, vllm_c
 
 
 def _cache_bytes(vllm_config: VllmConfig) -> int:
-    """Approximate bytes that vLLM will use for its cache. vLLM has built the model, but not measured a step yet."""
+    """Approximate bytes that vLLM will use for its cache. vLLM has built the model, but not measured a step yet.
+
+    On a CPU it is 4 GiB without a given size, although vLLM may use more.
+    """
     cache = vllm_config.cache_config
     if cache.kv_cache_memory_bytes:
         return int(cache.kv_cache_memory_bytes)

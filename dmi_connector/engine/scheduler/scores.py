@@ -173,7 +173,10 @@ class ProbeScores:
         scores.add({name: self._merge(name, lines) for name in scores.wanted}, count)
 
     def ended(self, tracked: Tracked, there: bool) -> None:
-        """A request ended. there: whether it still has blocks, which are then in `tracked.blocks`."""
+        """A request ended. Reads its last scores, and counts them for the metrics.
+
+        there: whether it still has blocks, which are then in `tracked.blocks`.
+        """
         self.stopping.pop(tracked.capture, None)
         if tracked.scores is None or not tracked.opened:
             return
@@ -190,11 +193,11 @@ class ProbeScores:
         tracked.scores.short = own and not there
         for name in self._named(tracked):
             rows = tracked.scores.of(name)
-            if self._probes[name].one_score and len(rows):
-                most = float(rows.max())
-                if math.isfinite(most):
-                    self._counts.setdefault(f"{SCORE}.{name}", []).append(most)
-                if most > self._alerts.get(name, math.inf):
+            if self._probes[name].one_score:
+                finite = rows[np.isfinite(rows)]
+                if len(finite):
+                    self._counts.setdefault(f"{SCORE}.{name}", []).append(float(finite.max()))
+                if (rows > self._alerts.get(name, math.inf)).any():
                     self._counts[f"{ALERTS}.{name}"] = self._counts.get(f"{ALERTS}.{name}", 0) + 1
 
     def take_counts(self) -> dict[str, Any]:
@@ -212,7 +215,10 @@ class ProbeScores:
 
     @staticmethod
     def why_dropped(tracked: Tracked) -> str:
-        """Why an ended request is not kept; "" if it is kept. Without scores it is kept."""
+        """Why an ended request is not kept; "" if it is kept.
+
+        It is also kept if its scores are NaN, or if it has no scores or lacks those of its last step.
+        """
         condition, scores = tracked.params.keep_if, tracked.scores
         if condition is None or scores is None or scores.short or not len(rows := scores.of(condition.probe)):
             return ""

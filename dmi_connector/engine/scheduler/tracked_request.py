@@ -30,15 +30,17 @@ class Tracked:
 
     capture: number of its capture. path: path of its store. quota_end: first position whose row exceeds
     `max_request_bytes`. exported: position up to which rows were handed to the workers. due: number of computed tokens
-    at which the next chunk is full. ignored: a sentence on options that are ignored. opened: whether it was ever
-    scheduled. media: number of multimodal inputs in its first turn. blocks: its blocks in the cache group of the rows.
-    scores: its scores, if the scheduler needs them. opening: with `keep_if`, the message that begins its capture, which
-    is sent after the request has ended. stopped: why `stop_if` ended it.
+    at which the next chunk is full; UNLIMITED if the remaining rows are exported when the request ends. ignored: a
+    sentence on options that are ignored. opened: whether it was ever scheduled. media: number of multimodal inputs in
+    its first turn. blocks: its blocks in the cache group of the rows. scores: its scores, if the scheduler needs them.
+    opening: with `keep_if`, the message that begins its capture, which is sent after the request has ended. stopped:
+    why `stop_if` ended it.
 
     The next fields are for speculative decoding. last_step: the last step that computed its tokens. decided: position
-    up to which logits were accepted. drafted: `Close.draft_index` by position, up to the last accepted draft token.
-    accepted: number of accepted draft tokens. scheduled: number of draft tokens that steps verified. in_flight: whether
-    the last step computed its tokens. two_in_flight: whether the step before it did, too.
+    up to which logits of accepted tokens were requested from the workers. drafted: `Close.draft_index` by position, up
+    to the last accepted draft token. accepted: number of accepted draft tokens. scheduled: number of draft tokens that
+    steps verified. in_flight: whether the last step computed its tokens. two_in_flight: whether the step before it did,
+    too.
     """
 
     request: Request
@@ -73,13 +75,13 @@ class Tracked:
 
     @property
     def wanted(self) -> int:
-        """First position that the request does not want."""
+        """End of the positions whose rows the request wants."""
         wanted = UNLIMITED if self.params.include_output_tokens else self.request.num_prompt_tokens
         return wanted if self.params.stop is None else min(wanted, self.params.stop)
 
     @property
     def limit(self) -> int:
-        """First position that is not captured."""
+        """End of the positions that are captured: `wanted`, or `quota_end` if it is lower."""
         return min(self.wanted, self.quota_end)
 
     def why_empty(self) -> str:

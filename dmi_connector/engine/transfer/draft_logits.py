@@ -28,7 +28,8 @@ def rows_of(
 
     wanted: slots of these tokens. logits: [samples, vocab] of the whole batch. slots: slots of the batch's tokens,
     int64 [samples]. The copy has one row per entry of `wanted`, so its size is known without waiting for the GPU. The
-    row of a token that the batch does not have is unused (slot -1). A batch with at most as many rows is copied whole.
+    row of a token that the batch does not have is unused (slot -1). A batch with no more rows than `wanted` is copied
+    whole.
     """
     if len(wanted) >= len(logits):
         return logits.to(dtype, copy=True), slots

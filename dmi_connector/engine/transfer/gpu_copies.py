@@ -24,8 +24,8 @@ class SliceCopier:
     """Copies slices on two streams in turn. Each slice waits for the previous one. Between two slices the copy engine
     can serve other copies.
 
-    A slice ends at a multiple of `slice_bytes` after address `base`. Only one thread may use it. That thread has
-    to set the device and call `start`.
+    A slice ends at a multiple of `slice_bytes` after address `base`, or at the end of the copy. Only one thread may use
+    it. That thread has to set the device and call `start`.
     """
 
     def __init__(self, slice_bytes: int, device: torch.device, base: int = 0) -> None:

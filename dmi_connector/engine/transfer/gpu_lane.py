@@ -40,10 +40,10 @@ from dmi_connector.store.write.ring import Ring
 
 logger = init_logger("vllm.dmi_connector")
 
-_BREATH_S = 0.002
+_BATCH_S = 0.002
 """Batching delay of the lane's thread, in seconds."""
 _ROUND = 4
-"""A round waits for the first quarter of the copies. The others keep the link busy until more rows are gathered."""
+"""A round waits for about a quarter of the copies. The others keep the link busy until more rows are gathered."""
 PARCEL_BYTES = 128 << 20
 """Maximum size of a parcel with several chunks. Its ring memory is free once writers have read all of it."""
 _PARCEL_SHARE = 1 / 4
@@ -62,7 +62,8 @@ class _Copy:
     """One copy into the ring, and a function to call after it.
 
     source: tensor that is copied to ring byte `offset` after `ready`; None: nothing is copied. deliver: called after
-    the copy. staged: the source's staging memory, if it has any. copied: event after the copy; None until it is issued.
+    the copy. staged: the source's staging memory, if it has any. copied: event after the copy; None until it is issued,
+    and without a source.
     """
 
     source: torch.Tensor | None
@@ -81,8 +82,8 @@ class DeviceLane:
     """Moves gathered rows of one GPU into the ring, whose memory is pinned for it (pinning.py).
 
     Transfers are copied and delivered in the order in which their gathers were issued. `then` queues other work after
-    them. least_bytes: minimum bytes of the ring that are pinned when the constructor returns. Everything that is sent
-    at one time fits into them.
+    them. least_bytes: minimum bytes of the ring that are pinned when the constructor returns. Two full chunks and the
+    logits of two steps must fit into them.
     """
 
     def __init__(self, ring: Ring, staging_bytes: int, rows: torch.Tensor, least_bytes: int = 0) -> None:
@@ -140,7 +141,7 @@ class DeviceLane:
             if drop and not issued:
                 transfers.popleft().lose(Cause.FELL_BEHIND)
             elif not issued:
-                self._changed.wait(_BREATH_S)
+                self._changed.wait(_BATCH_S)
 
     def send_tensor(self, source: torch.Tensor, offset: int, deliver: Callable[[], None]) -> None:
         """Copy `source` (uint8, 1-D, ready on the current stream) to ring byte `offset`, then call `deliver`."""
@@ -159,7 +160,7 @@ class DeviceLane:
             return any(staged.copied is None or not staged.copied.query() for staged in self.staging.used)
 
     def drain(self) -> None:
-        """Wait until everything that was sent has left the GPU."""
+        """Wait until the rows of all transfers have left the GPU. It does not wait for tensors of `send_tensor`."""
         with self._changed:
             self._changed.wait_for(lambda: not (self.waiting or self.staged))
 
@@ -248,7 +249,7 @@ class DeviceLane:
                 self._take(self._work.get())
             self._issue_copies()
             self._wait_for_copies()
-            time.sleep(_BREATH_S)
+            time.sleep(_BATCH_S)
             arrived = self._take_arrived()
             self._gather_waiting()
             self._issue_copies()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes crc32c checksums: of data, of joined data from those of its parts, and of files of a store."""
+"""Computes crc32c checksums: of data, of joined data from the checksums of its parts, and of files of a store."""
 
 from __future__ import annotations
 

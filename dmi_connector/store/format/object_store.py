@@ -28,8 +28,12 @@ _FIRST_PAUSE, _LONGEST_PAUSE = timedelta(milliseconds=100), timedelta(seconds=5)
 _LONGEST_WORDS = 80
 _VARIABLES = {"AccessKeyId": "AWS_ACCESS_KEY_ID", "SecretAccessKey": "AWS_SECRET_ACCESS_KEY"}
 """{obstore's name of a credential: its environment variable}."""
-_READ = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_REGION")
-"""Variables that a client reads when it is created, except secrets. If one changes, a new client is created."""
+_READ = (
+    *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_PROFILE", "AWS_ACCESS_KEY_ID"),
+    *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_SKIP_SIGNATURE"),
+)
+_SECRET = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+"""Variables of _READ and _SECRET are read when a client is created. If one changes, a new client is created."""
 
 
 class RemoteError(OSError):
@@ -71,13 +75,20 @@ def check_installed(option: str, value: object) -> None:
 def bucket_store(place: RemotePath) -> S3Store:
     """The client of a bucket.
 
-    Raises ImportError if AWS_PROFILE is set and boto3 is not installed, and RemoteDenied for an invalid profile.
+    Raises ImportError if AWS_PROFILE is set and boto3 is not installed, RemoteDenied for an invalid profile, and
+    RemoteError for an invalid AWS_ENDPOINT_URL.
     """
-    return _client(place.bucket, None, tuple(os.environ.get(name) for name in _READ))
+    return _client(place.bucket, None, _environment())
+
+
+def _environment() -> tuple[object, ...]:
+    """The values of _READ, and a hash of the secrets, because a traceback may show arguments."""
+    secrets = tuple(os.environ.get(name) for name in _SECRET)
+    return (*(os.environ.get(name) for name in _READ), hash(secrets))
 
 
 @functools.lru_cache(maxsize=16)
-def _client(bucket: str, prefix: str | None, _environment: tuple[str | None, ...]) -> S3Store:
+def _client(bucket: str, prefix: str | None, _environment: tuple[object, ...]) -> S3Store:
     from obstore.store import S3Store
 
     options: Any = {"timeout": timedelta(seconds=_TIMEOUT_S)}
@@ -104,7 +115,7 @@ def zarr_store(place: RemotePath) -> Any:
     from zarr.storage import ObjectStore
 
     check_installed("path", place)
-    client = _client(place.bucket, place.key, tuple(os.environ.get(name) for name in _READ))
+    client = _client(place.bucket, place.key, _environment())
     return ObjectStore(client, read_only=True)
 
 
@@ -131,7 +142,8 @@ def _profile() -> Any:
 def requests_for(place: RemotePath) -> Iterator[ModuleType]:
     """Yield obstore. In the block, its errors become FileNotFoundError, RemoteDenied or RemoteError, with the URL.
 
-    Raises ImportError that names the extra if obstore is not installed.
+    Raises ImportError that names the extra if obstore is not installed, and RuntimeError in a process that was forked
+    after the first request.
     """
     check_installed("path", place)
     if _used.before_fork:

@@ -20,7 +20,7 @@ from dmi_connector.analysis.fidelity import Fidelity, _is_measured, _measure, _u
 from dmi_connector.analysis.fit_probe import FittedProbe, _lines, _tested, read_labels
 from dmi_connector.reduce import parse
 from dmi_connector.reduce.fitted import FittedReduction
-from dmi_connector.reduce.measures import ReducedRows, probes
+from dmi_connector.reduce.measures import ReducedRows, of_values, probes
 from dmi_connector.reduce.sparse_encoder import SparseEncoder
 
 EYE = np.eye(2, dtype="f4")
@@ -404,3 +404,29 @@ def test_probes_that_tell_nothing_apart_have_no_correlation() -> None:
     assert math.isnan(probes(one, lambda probe: probe))
     two = ReducedRows(rows, rows, rows, np.array([0, 0, 0, 1, 1, 1], "i4"), 0, "float32")
     assert probes(two, lambda probe: probe) == pytest.approx(1)
+
+
+def test_a_row_that_becomes_zero_has_the_cosine_0() -> None:
+    """Rows that were zero before have none, nor do rows that are not finite."""
+    rows = np.random.default_rng(0).standard_normal((6, 4)).astype("f4")
+    rows[4, 0], rows[5] = np.nan, 0
+    decoded = rows.copy()
+    decoded[2] = 0
+    found = of_values(ReducedRows(rows, rows, decoded, np.zeros(6, "i4"), 0, "float32"))
+    assert found["cosine_least"] == 0 and found["cosine_median"] == pytest.approx(1)
+
+
+def test_rows_that_are_all_zero_have_no_measures() -> None:
+    rows = np.zeros((6, 4), "f4")
+    found = of_values(ReducedRows(rows, rows, rows, np.zeros(6, "i4"), 0, "float32"))
+    assert all(map(math.isnan, found.values())) and len(found) == 4
+
+
+def test_a_probe_without_a_correlation_is_not_hidden_by_others() -> None:
+    """The probe of the second token is zero in the space of decoded rows."""
+    rows = np.array([[1, 0], [2, 0], [3, 0], [0, 1], [0, 4], [5, 5]], "f4")
+    decoded = rows[:, :1]
+    found = ReducedRows(rows, rows, decoded, np.array([0, 0, 0, 1, 1, 2], "i4"), 0, "float32")
+    given = iter([np.ones(1), np.zeros(1), np.ones(1)])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        assert math.isnan(probes(found, lambda _: next(given)))

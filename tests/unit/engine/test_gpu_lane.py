@@ -261,7 +261,7 @@ def test_copies_that_arrive_together_are_delivered_together(make: Callable[[int,
         patch.setattr(gpu_lane.time, "sleep", lambda s: (slept.append(s), sleep(s))[1])
         Event.link.set()
         kit.until(lambda: len(lane.delivered) == 20)
-        assert 1 <= slept.count(gpu_lane._BREATH_S) <= 3
+        assert 1 <= slept.count(gpu_lane._BATCH_S) <= 3
     assert lane.delivered == [*map(lane.wanted, range(20))]
 
 

@@ -243,6 +243,21 @@ def test_requests_with_a_score_above_the_threshold_are_counted(make: Make) -> No
     assert engine.faults() == []
 
 
+def test_a_score_that_is_not_finite_hides_no_other(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest finite score is in the histogram, and an alert counts any score above the threshold."""
+    engine = make(alerts={"risk": 3.0})
+    lost = {3: float("nan"), 1: float("-inf")}
+    monkeypatch.setattr(schedulerkit, "score", lambda token, position: lost.get(position, position))
+    seen: list[dict[str, Any]] = []
+    take = engine.tracker.take_counts
+    engine.tracker.take_counts = lambda: seen.append(take()) or {}  # type: ignore[func-returns-value,method-assign]
+    engine.add([5] * 7, 1, None)
+    engine.drain()
+    engine.drain()
+    assert [most for counts in seen for most in counts.get("probe_score.risk", [])] == [6.0]
+    assert sum(counts.get("probe_alerts.risk", 0) for counts in seen) == 1
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_only_requests_whose_condition_holds_are_kept_in_random_lives(make: Make, kind: dict[str, Any]) -> None:
     """Of the others the workers hear nothing but which scores to read."""

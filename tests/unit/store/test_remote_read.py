@@ -463,6 +463,22 @@ def test_places() -> None:
     assert place_of(place) is place and place_of("a/b") == Path("a/b")
 
 
+@pytest.mark.parametrize(
+    "name", ["AWS_SKIP_SIGNATURE", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION"]
+)
+def test_a_variable_that_is_set_later_takes_effect(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an error that names it, in the same process."""
+    for other in [other for other in os.environ if other.startswith("AWS_")]:
+        monkeypatch.delenv(other)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "mistyped")
+    place = RemotePath("captures", "x")
+    before = object_store.bucket_store(place)
+    assert object_store.bucket_store(place) is before
+    monkeypatch.setenv(name, "true")
+    assert object_store.bucket_store(place) is not before
+
+
 def test_an_endpoint_without_a_scheme_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
     with pytest.raises(RemoteError, match="AWS_ENDPOINT_URL: 'localhost:9000' is no URL") as raised:

@@ -41,7 +41,10 @@ def list_prefix(place: RemotePath) -> Listing:
 
 
 def finished_below(place: RemotePath, names: Iterable[str]) -> set[str]:
-    """The stores that have a root document, which is uploaded last. This sends one request per store."""
+    """The stores that have a root document, which is uploaded last. This sends one request per store.
+
+    Raises like `requests_for`, except FileNotFoundError.
+    """
     found: set[str] = set()
 
     def ask(name: str) -> None:
@@ -54,7 +57,10 @@ def finished_below(place: RemotePath, names: Iterable[str]) -> set[str]:
 
 
 def read_indexes(place: RemotePath) -> list[bytes]:
-    """The index that was copied from a directory, and the indexes of all uploads; [] if there are none."""
+    """The content of the index that was copied from a directory, then of the indexes of all uploads.
+
+    The content is b"" for an index that does not exist. Raises like `requests_for`.
+    """
     folder = RemoteFiles(place / INDEX_FOLDER)
     parts = [f"{INDEX_FOLDER}/{name}" for name in sorted(folder.names()) if name.endswith(".jsonl")]
     files, found = RemoteFiles(place), dict.fromkeys([INDEX_NAME, *parts], b"")

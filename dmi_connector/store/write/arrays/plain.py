@@ -59,8 +59,9 @@ class Costs:
     def plain_next(self) -> bool:
         """Whether to leave the next chunk uncompressed. Called while the writer is behind.
 
-        True if compression takes longer than writing the bytes that it saves. The time for the checksum of an
-        uncompressed chunk is ignored: it is 0.04 s per GB, where compression takes 0.9 s (two cores of a CPU).
+        True if compression takes longer than writing the bytes that it saves, except for each 32nd chunk and the first
+        4 MiB. The time for the checksum of an uncompressed chunk is ignored: it is 0.04 s per GB, where compression
+        takes 0.9 s (two cores of a CPU).
         """
         packed, writing = self._compression, self._writing
         if self._compressed < _LEAST_BYTES:

@@ -16,11 +16,11 @@ from dmi_connector.store.read.hook_names import HookTable
 
 
 def scores_of(partial: str, attrs: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """{name of a probe: {one of SCORES: [outputs], or [layers, outputs] for a probe of several layers}}, JSON-ready.
+    """{name of a probe: {one of index.SCORES: [outputs], or [layers, outputs] for several layers}}, JSON-ready.
 
     partial: a store whose arrays are written. attrs: its root attributes. Missing rows are left out. `at`: position of
-    the first row with the largest score. None stands for a value that is not finite. Autoencoders and probes of largest
-    values have no summary. Raises OSError for arrays that cannot be read.
+    the first row with the largest score, or with the first NaN. None stands for a value that is not finite.
+    Autoencoders and probes of largest values have no summary. Raises OSError for arrays that cannot be read.
     """
     reduced = {name: hook.get("reduce", {}) for name, hook in attrs["hooks"].items()}
     probes = [name for name, about in reduced.items() if about.get("kind") == Probe.kind and about["form"] != TOP]
