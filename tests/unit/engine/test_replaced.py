@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from dmi_connector.engine import replaced
 from dmi_connector.engine.connector import DMIConnector
 from dmi_connector.engine.messages import StepMetadata
 
+_TAKEN = inspect.signature(ExtractHiddenStatesSpeculator.propose).parameters
 SAMPLED = torch.tensor([[3], [5], [7]])
 """Token of each request that the engine has, int [requests, 1]."""
 
@@ -28,7 +30,8 @@ def propose(active: bool, aux_hidden_states: Any = None, **more: Any) -> torch.T
     speculator.model = SimpleNamespace(dmi_active=active)
     batch = SimpleNamespace(idx_mapping=torch.tensor([2, 0]))
     rest = (None, None, SAMPLED, None, None, None)
-    tokens = speculator.propose(batch, {}, {}, None, aux_hidden_states, *rest, num_speculative_tokens=0, **more)
+    more |= {"num_speculative_tokens": 0} if "num_speculative_tokens" in _TAKEN else {}  # not in vLLM 0.31
+    tokens = speculator.propose(batch, {}, {}, None, aux_hidden_states, *rest, **more)
     assert isinstance(tokens, torch.Tensor)
     return tokens
 
