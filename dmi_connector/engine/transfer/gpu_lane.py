@@ -84,6 +84,8 @@ class DeviceLane:
     Transfers are copied and delivered in the order in which their gathers were issued. `then` queues other work after
     them. least_bytes: minimum bytes of the ring that are pinned when the constructor returns. Two full chunks and the
     logits of two steps must fit into them.
+
+    If a copy fails, the lane's thread ends, and calls that give it rows or wait for it raise RuntimeError.
     """
 
     def __init__(self, ring: Ring, staging_bytes: int, rows: torch.Tensor, least_bytes: int = 0) -> None:
@@ -101,6 +103,7 @@ class DeviceLane:
         self._work: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._issued: deque[_Copy] = deque()  # only for the lane's thread
         self._more = True  # whether more work may be queued; only for the lane's thread
+        self._failed: Exception | None = None  # what ended the lane's thread
         self._thread = threading.Thread(target=self._run, name="dmi-lane", daemon=True)
         self._thread.start()
 
@@ -109,6 +112,7 @@ class DeviceLane:
     def send(self, transfers: Sequence[ChunkTransfer]) -> None:
         """Gather transfers for which there is room, on the current stream. The lane's thread gathers the others."""
         with self._changed:
+            self._check()
             self.stream = torch.cuda.current_stream(self.device)
             issued = 0 if self.waiting else self._issue(transfers)
             if issued < len(transfers):
@@ -141,6 +145,7 @@ class DeviceLane:
             if drop and not issued:
                 transfers.popleft().lose(Cause.FELL_BEHIND)
             elif not issued:
+                self._check()
                 self._changed.wait(_BATCH_S)
 
     def send_tensor(self, source: torch.Tensor, offset: int, deliver: Callable[[], None]) -> None:
@@ -162,7 +167,13 @@ class DeviceLane:
     def drain(self) -> None:
         """Wait until the rows of all transfers have left the GPU. It does not wait for tensors of `send_tensor`."""
         with self._changed:
-            self._changed.wait_for(lambda: not (self.waiting or self.staged))
+            self._changed.wait_for(lambda: self._failed is not None or not (self.waiting or self.staged))
+            self._check()
+
+    def _check(self) -> None:
+        """Raise RuntimeError if the lane's thread has ended by an error."""
+        if self._failed is not None:
+            raise RuntimeError(f"rows can no longer be copied off {self.device}: {self._failed}") from self._failed
 
     # ---- issuing gathers, with the lock held ------------------------------------------------------------------------
 
@@ -242,6 +253,16 @@ class DeviceLane:
     # ---- the lane's thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._move()
+        except Exception as error:  # such as an error of the GPU, after which nothing can be copied
+            logger.exception("rows can no longer be copied off %s", self.device)
+            with self._changed:
+                self._failed = error
+                self._changed.notify_all()
+
+    def _move(self) -> None:
+        """Issue and deliver copies, and gather what waits, until the shutdown."""
         torch.cuda.set_device(self.device)
         self.copier.start()
         while self._more or self._issued or self.waiting:

@@ -249,6 +249,28 @@ def test_a_failure_costs_one_capture(
     assert lane.delivered == [lane.wanted(1), lane.wanted(3)]
 
 
+@pytest.mark.parametrize("waits", ["send", "flush", "gather_until", "drain"])
+def test_nothing_waits_for_a_lane_that_has_failed(
+    make: Callable[[int, int], Lane], monkeypatch: pytest.MonkeyPatch, waits: str
+) -> None:
+    """A copy fails, as after an error of the GPU. The other rows wait for room that no copy will make."""
+    lane = make(1, 8)
+    monkeypatch.setattr(lane.lane.copier, "copy", lambda *_: (_ for _ in ()).throw(RuntimeError("no GPU")))
+    chunks = [lane.chunk(n) for n in range(3)]
+    lane.lane.send(chunks)
+    if waits == "send":
+        lane.lane._thread.join(kit.PATIENCE)
+    calls: dict[str, Callable[[], None]] = {
+        "send": lambda: lane.lane.send([lane.chunk(3)]),
+        "flush": lambda: lane.lane.flush(chunks[2].capture, drop=False),
+        "gather_until": lambda: lane.lane.gather_until(lambda: False, drop=False),
+        "drain": lane.lane.drain,
+    }
+    with pytest.raises(RuntimeError, match=r"^rows can no longer be copied off cpu: no GPU$"):
+        calls[waits]()
+    lane.lane.waiting.clear()  # for the end of the test
+
+
 def test_copies_that_arrive_together_are_delivered_together(make: Callable[[int, int], Lane]) -> None:
     """However many copies end at once: the lane's thread sleeps once for them."""
     Event.link.clear()
