@@ -271,6 +271,34 @@ def test_readers_refuse_unknown_dtypes_codecs_and_transformers(sound: Path, kind
     assert any(name in p.where or name in p.what for p in verify_store(sound))
 
 
+@pytest.mark.parametrize("rows", [0, 20 << 40, 20 << 60])
+def test_readers_refuse_shards_that_no_file_has(sound: Path, rows: int) -> None:
+    grid = json.loads((sound / "q" / "zarr.json").read_bytes())["chunk_grid"]
+    grid["configuration"]["chunk_shape"][1] = rows
+    forge(sound, "q", {"chunk_grid": grid})
+    with pytest.raises(ValueError, match="does not describe shards of this format" if not rows else "shard index of"):
+        open_capture(sound, 0).numpy("q")
+    assert any(p.where.startswith("q") for p in verify_store(sound))
+
+
+@pytest.mark.parametrize("name", ["prompt_len", "start", "missing", "hooks"])
+def test_readers_refuse_a_store_without_an_attribute_that_all_have(sound: Path, name: str) -> None:
+    root = json.loads((sound / "zarr.json").read_bytes())
+    del root["attributes"]["dmi"][name]
+    (sound / "zarr.json").write_bytes(schema.dump(root))
+    with pytest.raises(ValueError, match=f"its 'dmi' attribute lacks {name}$"):
+        open_capture(sound, 0)
+    assert [info.state for info in find_captures(sound.parent, on_error="skip")] == ["failed"]
+
+
+@pytest.mark.parametrize("name", ["", "q/", "token_ids/"])
+def test_readers_refuse_deep_json(sound: Path, name: str) -> None:
+    (sound / f"{name}zarr.json").write_bytes(b"[" * 100_000)
+    with pytest.raises(ValueError, match=r"(zarr\.json|array '\w+') cannot be read"):
+        open_capture(sound, 0)
+    assert verify_store(sound)[0].where == f"{name}zarr.json"
+
+
 @pytest.mark.parametrize("array", ["../b.zarr/q", "/etc", "..", "q/../q", "", 5, ["q"], "token_ids"])
 def test_readers_stay_inside_the_store(sound: Path, array: object) -> None:
     """The attribute `hooks` cannot name files elsewhere; for verify not even another array of the same store."""

@@ -23,7 +23,7 @@ from dmi_connector.store.read.files.thread_pool import in_fetch_threads
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _KEYS = {*schema.array_document("uint8", [], [], [], [])}
-_NEEDED = ("format_version", "complete", "num_tokens", "reason", "hooks")
+_NEEDED = ("format_version", "complete", "num_tokens", "prompt_len", "start", "reason", "missing", "hooks")
 _OF_ZARR_2 = (".zgroup", ".zarray", ".zmetadata")
 _FRAMING = ("bytes", "crc32c", "sharding_indexed")
 """Zarr codecs of every store, in addition to compressors."""
@@ -53,7 +53,7 @@ def attrs_of(files: StoreFiles) -> dict[str, Any]:
         if other is not None:
             raise NotACapture(f"{files} is not a capture: it is a Zarr store of format 2 ({other})") from error
         raise NotACapture(f"{files} is not a capture: there is no {files}/zarr.json") from error
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{files} is not a capture: zarr.json cannot be read ({error})") from error
     attributes = document.get("attributes") if isinstance(document, dict) else None
     if not isinstance(attributes, dict) or schema.ATTR_KEY not in attributes:

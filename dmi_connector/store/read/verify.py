@@ -171,7 +171,7 @@ class _Check:
                 array, reduced = self._open(attrs, name, hook), StoredReduction.of(hook, self.store)
                 if reduced is not None:
                     reduced.check_files()
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 yield self.problem(name, f"the array cannot be read: {error}")
                 continue
             self.arrays[name], self.reduced[name] = array, reduced
@@ -208,7 +208,7 @@ class _Check:
     def _attributes(raw: bytes | np.ndarray | None) -> dict[str, Any] | None:
         try:
             attrs = json.loads(b"" if raw is None else bytes(raw))["attributes"][schema.ATTR_KEY]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
         return attrs if isinstance(attrs, dict) else None
 
@@ -261,7 +261,7 @@ class _Check:
             try:
                 values[name] = decode_plain(self.files, name, dtype)
                 document = json.loads(self.files.read(f"{name}/zarr.json"))
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 yield self.problem(name, str(error))
                 continue
             if len(values[name]) != length:
