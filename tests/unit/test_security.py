@@ -260,6 +260,7 @@ FORGED: dict[str, dict[str, Any]] = {
     "transformer": {"storage_transformers": [{"name": "evil"}]},
     "more keys": {"consolidated_metadata": {}},
 }
+SHAPELESS: dict[str, dict[str, Any]] = {"attributes": {"attributes": []}, "shape": {"shape": []}}
 
 
 @pytest.mark.parametrize("name", ["q", "token_ids", "logits_positions"])
@@ -269,6 +270,14 @@ def test_readers_refuse_unknown_dtypes_codecs_and_transformers(sound: Path, kind
     with pytest.raises(ValueError, match=rf"the metadata of array '{name}' has .*"):
         open_capture(sound, 0)
     assert any(name in p.where or name in p.what for p in verify_store(sound))
+
+
+@pytest.mark.parametrize("kind", SHAPELESS)
+def test_readers_refuse_metadata_of_other_types(sound: Path, kind: str) -> None:
+    forge(sound, "q", SHAPELESS[kind])
+    with pytest.raises(ValueError, match="does not describe shards of this format"):
+        open_capture(sound, 0).numpy("q")
+    assert "q" in [p.where for p in verify_store(sound)]
 
 
 @pytest.mark.parametrize("rows", [0, 20 << 40, 20 << 60])
@@ -281,14 +290,20 @@ def test_readers_refuse_shards_that_no_file_has(sound: Path, rows: int) -> None:
     assert any(p.where.startswith("q") for p in verify_store(sound))
 
 
-@pytest.mark.parametrize("name", ["prompt_len", "start", "missing", "hooks"])
-def test_readers_refuse_a_store_without_an_attribute_that_all_have(sound: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["prompt_len", "start", "missing", "hooks", "files"])
+@pytest.mark.parametrize("value", [..., None, 1.5, "x"])
+def test_readers_refuse_a_store_without_an_attribute_that_all_have(sound: Path, name: str, value: object) -> None:
+    """`...` removes it."""
     root = json.loads((sound / "zarr.json").read_bytes())
-    del root["attributes"]["dmi"][name]
+    known = root["attributes"]["dmi"]
+    known.pop(name) if value is ... else known.update({name: value})
+    known["checksum"] = crc32c(schema.canonical(known))
     (sound / "zarr.json").write_bytes(schema.dump(root))
-    with pytest.raises(ValueError, match=f"its 'dmi' attribute lacks {name}$"):
+    said = f"its 'dmi' attribute has no valid {name}"
+    with pytest.raises(ValueError, match=f"{said}$"):
         open_capture(sound, 0)
     assert [info.state for info in find_captures(sound.parent, on_error="skip")] == ["failed"]
+    assert [(p.where, p.what) for p in verify_store(sound)] == [("zarr.json", said)]
 
 
 @pytest.mark.parametrize("name", ["", "q/", "token_ids/"])
