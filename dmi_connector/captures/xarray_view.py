@@ -55,7 +55,7 @@ def dataset(capture: StoreReader, hooks: Iterable[str]) -> xarray.Dataset:
     `sample` instead of `token`.
 
     Coordinates: the layer numbers; `position` (an index: `ds.sel(position=5)`), `token_id` and `phase` of each token,
-    and `missing` in an incomplete store; `sample_position` of each row of logits. A dask chunk is one layer of the
+    and `missing` in an incomplete store; `sample_position` of each row of logits. A dask chunk is one layer, and the
     rows of one shard file.
 
     Raises ImportError without xarray and dask (`dmi_connector[xarray]`), and KeyError for a hook that was not captured.

@@ -69,7 +69,7 @@ class DMIConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: no other engine receives KV. So vLLM keeps the output of steps in flight of a preempted request."""
+        """False: no other engine receives KV. So vLLM need not drop output in flight of a preempted request."""
         return False
 
     # ---- scheduler half -------------------------------------------------------------------------------------------

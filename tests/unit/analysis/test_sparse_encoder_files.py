@@ -101,8 +101,12 @@ def test_llama_scope_scales_rows_to_their_average_norm(tmp_path: Path) -> None:
 def test_settings_of_llama_scope_without_a_number_are_refused(
     name: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=rf"hyperparams\.json has {name}; it needs a number above 0"):
+    with pytest.raises(ValueError, match=rf"hyperparams\.json has {name}; it needs a number (above 0|from 0 on)"):
         SparseEncoder.load(llama_scope(tmp_path, **settings))
+    none, relu = (
+        SparseEncoder.load(llama_scope(tmp_path, **it)) for it in ({"jump_relu_threshold": 0}, {"act_fn": "relu"})
+    )
+    np.testing.assert_array_equal(none.encode(ROWS), relu.encode(ROWS))
 
 
 def test_the_page_takes_the_hook_of_llama_scope_from_its_settings(tmp_path: Path) -> None:

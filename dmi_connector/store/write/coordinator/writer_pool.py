@@ -187,7 +187,7 @@ class WriterPool:
         return len(extents)
 
     def set_pace(self, to_come: int | None) -> None:
-        """Set the duty cycle of writers, and by the ring whether they count as behind.
+        """Set the duty cycle of writers, and from the fill of the ring whether they are behind.
 
         to_come: bytes that open captures may still send; None: no pauses.
         """
