@@ -69,8 +69,8 @@ def mean_difference(
     row). Missing rows are left out. Every store is read twice, in blocks.
 
     Raises KeyError for a hook or layer that was not captured. Raises ValueError for another `rows`, for logits, for
-    several layers without `layer`, for attention summaries, for sets of different widths, for a set of several models
-    (the two sets may be of different models), and for a set without a row.
+    several layers without `layer`, for attention summaries and values of probes, for sets of different widths, for a
+    set of several models (the two sets may be of different models), and for a set without a row.
     """
     if rows not in ROWS:
         raise ValueError(f"rows {rows!r} is not valid; use {', '.join(map(repr, ROWS))}")

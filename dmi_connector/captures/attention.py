@@ -92,7 +92,7 @@ def seen_by_attention(capture: StoreReader) -> tuple[str, str]:
 def query_rows(capture: StoreReader, queries: slice | None) -> range:
     """The rows of a store that `queries` selects: all for None, range(0) if there are none.
 
-    Raises ValueError for a step other than 1.
+    Raises ValueError unless `queries` is a slice with step 1.
     """
     if queries is not None and not isinstance(queries, slice):
         raise ValueError(f"queries {queries!r} is not valid; give a slice with step 1, as in slice(3, 4)")
@@ -125,7 +125,8 @@ def attention(capture: StoreReader, layer: int, head: int | None = None, queries
     Raises KeyError if queries or keys of the layer were not captured. Raises ValueError
 
     - for a head that does not exist;
-    - if earlier rows are missing, or queries or keys were stored as projections;
+    - if `queries` is not a slice with step 1;
+    - if rows up to the last query are missing, or if queries or keys were reduced to other values, as projections are;
     - for models with attention sinks or latent attention;
     - if `queries` contains image tokens of a model in which these attend to later tokens of their image.
     """

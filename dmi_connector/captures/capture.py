@@ -149,7 +149,7 @@ class Capture(StoreReader):
         tokens: Tokens = None,
         basis: str | os.PathLike[str] | None = None,
     ) -> np.ndarray:
-        """Restore rows [tokens, width] of one layer of a hook that was stored as principal components.
+        """Restore float32 rows [tokens, width] of one layer of a hook that was stored as principal components.
 
         basis: path or URL of the server's basis file; by default the copy in `bases/`, next to the store or to a folder
         that contains it. Raises ValueError for a hook that was stored in another way, and for another basis than the

@@ -100,7 +100,10 @@ def lengths(prompt_len: range | SupportsIndex) -> range:
 
 
 def parse_time(name: str, value: Time | None) -> datetime.datetime | None:
-    """Parse a time, which is UTC without a time zone. name: name of the filter, for errors. Raises ValueError."""
+    """Parse a time; None gives None. A time without a time zone is in UTC. name: name of the filter, for errors.
+
+    Raises ValueError.
+    """
     try:
         at = None if value is None else datetime.datetime.fromisoformat(str(value))
     except ValueError as error:

@@ -26,14 +26,14 @@ def dataset(infos: Sequence[CaptureInfo], views: Mapping[str, RowView], padded: 
     Ragged (the default): the dimension `token` has the concatenated rows of all stores, with the coordinates `capture`
     (index of the store), `row`, `position`, `token_id` and `phase`. Missing rows are left out.
 
-    Padded: the dimensions are `capture` and `row`, where `row` has the length of the longest store. For rows that a
-    store does not have, `valid` is False, floats are NaN, integer hooks are 0, and `position`, `token_id` and `phase`
-    are -1. A dask chunk is one store.
+    Padded: the dimensions are `capture` and `row`, where `row` ends with the last row that any store has. For rows that
+    a store does not have, `valid` is False, floats are NaN, integer hooks are 0, and `position`, `token_id` and `phase`
+    are -1. A dask chunk is one layer of one store.
 
     Both have the coordinates `store` and `key` along `capture` (ragged: along `store_number`). A hook of several layers
     has the leading dimension `layer_NAME`. The dimension of the width is `NAME_width`. NAME is the hook without @layer.
 
-    Raises ImportError without xarray and dask (`dmi_connector[xarray]`), and ValueError for logits.
+    Raises ImportError without xarray and dask (`dmi_connector[xarray]`), and ValueError for logits or without hooks.
     """
     try:
         import dask.array

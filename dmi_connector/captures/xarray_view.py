@@ -50,13 +50,13 @@ def dataset(capture: StoreReader, hooks: Iterable[str]) -> xarray.Dataset:
     """Hooks of a capture as dask arrays, float32; integer hooks keep their dtype.
 
     Dimensions: `layer`, `token`, and the width, which is `hidden` for hooks with the width of the residual stream, else
-    `q_width` and so on. Hooks that exist once have no layer dimension. If hooks have different layers, most of them
-    share the dimension `layer`, and the others have a dimension such as `layer_0+4`. Logits have `sample` instead of
-    `token`.
+    `q_width` and so on. Hooks that exist once have no layer dimension. If hooks have different layers, those with the
+    most common ones share the dimension `layer`, and the others have a dimension such as `layer_0+4`. Logits have
+    `sample` instead of `token`.
 
     Coordinates: the layer numbers; `position` (an index: `ds.sel(position=5)`), `token_id` and `phase` of each token,
-    and `missing` in an incomplete store; `sample_position` of each row of logits. A dask chunk is one layer of one
-    shard file.
+    and `missing` in an incomplete store; `sample_position` of each row of logits. A dask chunk is one layer, and the
+    rows of one shard file.
 
     Raises ImportError without xarray and dask (`dmi_connector[xarray]`), and KeyError for a hook that was not captured.
     """

@@ -154,7 +154,7 @@ def make_parser() -> Parser:
         "--tokenizer", type=Path, metavar="DIR", help="directory of tokenizer.json (default: the model's)"
     )
     view.add_argument("--sae", type=Path, metavar="FILE", help="safetensors file of an autoencoder, for its latents")
-    view.add_argument("--sae-hook", metavar="HOOK", help="the hook that --sae encodes (default: from its cfg.json)")
+    view.add_argument("--sae-hook", metavar="HOOK", help="the hook that --sae encodes (default: from its settings)")
     view.set_defaults(run=_view)
     for name, command in commands.choices.items():
         describe(command, name)

@@ -69,7 +69,7 @@ class DMIConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: no other engine receives KV, so vLLM may resume a preempted request in any way."""
+        """False: no other engine receives KV. So vLLM need not drop output in flight of a preempted request."""
         return False
 
     # ---- scheduler half -------------------------------------------------------------------------------------------
@@ -121,8 +121,7 @@ class DMIConnector(KVConnectorBase_V1):
         return worker.exporter if isinstance(worker, DMIConnector) else None
 
     def has_pending_push_work(self) -> bool:
-        """Whether rows are still being copied from a pool, or from the GPU of another process in an engine that may
-        sleep.
+        """Whether rows are still being copied from a pool, or by other processes in an engine that may sleep.
 
         vLLM then continues with empty steps, in which captures end, and does not pause. It sleeps only in a pause. A
         pool keeps no blocks of vLLM, so vLLM would not run these steps otherwise.
@@ -299,7 +298,10 @@ def __getattr__(name: str) -> Any:
 
 
 def note_logits_of(tokens: torch.Tensor) -> None:
-    """Note which tokens of a step have logits: int [samples]. With speculative decoding, vLLM's runner calls it."""
+    """Note which tokens of a step have logits. With speculative decoding, vLLM's runner calls it (replaced.py).
+
+    tokens: indexes of these tokens in the step, int [samples].
+    """
     if has_kv_transfer_group():
         connector = get_kv_transfer_group()
         if isinstance(connector, DMIConnector) and connector.exporter is not None:

@@ -3,7 +3,7 @@
 
 `models.NAME` is vLLM's class NAME, with taps if our connector is configured. A few are classes of owners
 (`Owner.models`). vLLM imports them by name. Without our connector, their modules and compiled graph are those of vLLM's
-class. A class with `Architecture.uncaptured` then gives a model of that class.
+class. If the architecture names a class in `Architecture.uncaptured`, the model is then one of that class.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _tapped_class(name: str) -> type:
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        traced = torch.compiler.is_compiling()  # the whole model is compiled, so its forwards do not run this code
+        traced = torch.compiler.is_compiling()  # a wholly compiled model runs this code only while it is traced
         if not traced:
             self.dmi_begin()
         positions = kwargs["positions"] if "positions" in kwargs else args[1]

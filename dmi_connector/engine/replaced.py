@@ -54,7 +54,7 @@ def skip_draft_forward() -> None:
 
 
 def tell_logits_of(note: Callable[[Any], None], v2: bool) -> None:
-    """With speculative decoding: call `note` with the tokens of each step that have logits, int tensor [samples].
+    """With speculative decoding: call `note` with the indexes of a step's tokens that have logits, int [samples].
 
     A request has a row of logits for its sampled token and for each draft token. Only the runner knows how many these
     are. The target calls this when it is built. v2: whether the engine uses the V2 runner.
@@ -121,7 +121,7 @@ def decomposed_experts() -> Iterator[None]:
 
 
 def _replace(cls: Any, method: Any) -> Any:
-    """Replace the method of that name by `method`, unless it is ours already. Returns the original method."""
+    """Replace the method of that name by `method`, unless it is ours already. Returns the method that the class had."""
     original = getattr(cls, method.__name__)
     if not getattr(original, "dmi_silent", False):
         method.dmi_silent = True

@@ -53,7 +53,8 @@ class Basis(FittedFile):
     @classmethod
     def shapes(cls, about: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         width, k = int(about["width"]), int(about["k"])
-        if width % (group := int(about.get("group") or width)) or k > group:
+        group = int(about.get("group") or width)
+        if not 0 < k <= group or width % group:
             raise ValueError(f"{k} components of groups of {group} of {width} values")
         return {"mean": (width,), "components": (width, k), "std": (width // group * k,), "variance": (1,)}
 

@@ -56,7 +56,10 @@ class _Weights:
 
 @dataclass(frozen=True)
 class _Facts:
-    """Facts about the file of an encoder. k: number of latents per row that the encoder keeps, None for all."""
+    """Facts about the file of an encoder.
+
+    k: number of latents per row that the encoder keeps, None for all. trained_on: hook and layer in its settings.
+    """
 
     sha256: str
     width: int
@@ -67,7 +70,7 @@ class _Facts:
 
 @dataclass(frozen=True)
 class Latents(Reduction):
-    """Decoded rows have all latents. A latent that is not among the k largest is 0.
+    """The k largest latents of each row. Decoded rows have all latents, and those that were not stored are 0.
 
     source, layers: the encoded hook and its layer, as in `probe.Probe`. latents: number of latents of the encoder. k:
     number of stored latents per row. sha256: hash of the file with the weights. path: path in the server's option.
@@ -91,8 +94,9 @@ class Latents(Reduction):
     def load(cls, path: str, hook: str | None, layer: int | None, k: int | None) -> Latents:
         """Make the reduction from an encoder's file or directory. Raises ReduceError.
 
-        hook, layer: hook and layer that the encoder encodes, None for those in its settings. k: number of stored
-        latents.
+        hook: hook that the encoder encodes, None for the one in its settings. layer: layer of the hook. Without `hook`,
+        None means the layer in the settings; with `hook`, it leaves `layers` empty, for a hook that exists once. k:
+        number of stored latents, None for all that the encoder keeps, or DEFAULT_K if it keeps any number.
         """
         facts = _facts_of(path)
         named = facts.trained_on
@@ -119,7 +123,7 @@ class Latents(Reduction):
         return {"kind": self.kind, **values, "layers": list(self.layers)}
 
     def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> Latents:
-        """A copy for a hook with another name. Raises ReduceError if each rank has only a slice of the hook."""
+        """A copy for this hook and its layers. Raises ReduceError if each rank has only a slice of the hook."""
         if shards > 1:
             raise ReduceError(
                 f"probes: {self.path} is an autoencoder, and each of {shards} ranks has only a slice of {hook}; give "
@@ -211,7 +215,7 @@ def _facts_of(path: str) -> _Facts:
         found = os.stat(file)
         return _read_facts(path, os.fspath(file), found.st_mtime_ns, found.st_size, json.dumps(settings_of(path)))
     except (ValueError, KeyError, OSError) as error:
-        raise ReduceError(f"probes: {path} is neither a file of a probe nor of an autoencoder ({error})") from error
+        raise ReduceError(f"probes: {path} cannot be used as a probe or an autoencoder ({error})") from error
 
 
 @lru_cache(maxsize=64)
@@ -226,11 +230,15 @@ def _read_facts(path: str, file: str, modified: int, size: int, settings: str) -
     return _Facts(digest, len(encoder.weight), encoder.latents, encoder.k, _trained_on(json.loads(settings)))
 
 
+def hook_of(settings: dict[str, Any]) -> str | None:
+    """The name of the hook in an encoder's settings, such as "blocks.12.hook_resid_post"; None if they name none."""
+    inner = settings.get("metadata")
+    inner = inner if isinstance(inner, dict) else {}
+    named = settings.get("hook_name") or settings.get("hook_point_in") or inner.get("hook_name")
+    return named if isinstance(named, str) else None
+
+
 def _trained_on(settings: dict[str, Any]) -> tuple[str, int] | None:
     """The hook and layer that an encoder's settings name in TransformerLens' style; None without a known name."""
-    named = settings.get("hook_name") or settings.get("hook_point_in")
-    inner = settings.get("metadata")
-    if named is None and isinstance(inner, dict):
-        named = inner.get("hook_name")
-    match = re.fullmatch(r"blocks\.(\d+)\.(.+)", named) if isinstance(named, str) else None
+    match = re.fullmatch(r"blocks\.(\d+)\.(.+)", hook_of(settings) or "")
     return None if match is None or match[2] not in _SITES else (_SITES[match[2]], int(match[1]))

@@ -22,8 +22,9 @@ MANTISSA = {"bfloat16": 7, "float16": 10, "float32": 23}
 class Round(Reduction):
     """Round to nearest, ties to even, to `bits` mantissa bits. The other mantissa bits become zero.
 
-    The relative error is at most 2**-(bits + 1). This saves only disk space: rows have their full size in the cache and
-    on the link.
+    The relative error is at most 2**-(bits + 1), except for subnormal values. A value that rounds beyond the range of
+    the dtype becomes infinite, such as 64,000 in float16 with 3 bits. This saves only disk space: rows have their full
+    size in the cache and on the link.
     """
 
     bits: int = 4

@@ -170,16 +170,27 @@ def _of_llama_scope(file: Path, settings: Path) -> SparseEncoder:
         )
     weight = _weight(tensors, file)
     bias = _get(tensors, "b_enc", file, weight.shape[1])
-    norm = facts["dataset_average_activation_norm"]["in"]
+    norms = facts.get("dataset_average_activation_norm")
+    norm = _number(settings, "dataset_average_activation_norm", norms.get("in") if isinstance(norms, dict) else norms)
     shift = np.zeros(len(weight), np.float32)
     if facts.get("apply_decoder_bias_to_pre_encoder"):
         shift = _get(tensors, "b_dec", file, len(weight))
     scale = np.float32(len(weight) ** 0.5 / norm)
     threshold = None
     if activation == "jumprelu":
-        threshold = np.full(weight.shape[1], facts["jump_relu_threshold"], np.float32)
-    k = facts["top_k"] if activation == "topk" else None
+        least = _number(settings, "jump_relu_threshold", facts.get("jump_relu_threshold"), zero=True)
+        threshold = np.full(weight.shape[1], least, np.float32)
+    k = int(_number(settings, "top_k", facts.get("top_k"))) if activation == "topk" else None
     return SparseEncoder(weight * scale, bias, shift / scale, threshold, k)
+
+
+def _number(settings: Path, name: str, number: object, zero: bool = False) -> float:
+    """A setting of Llama Scope. Raises ValueError unless it is a number above 0, or 0 with `zero`."""
+    if not isinstance(number, int | float) or not (number > 0 or (zero and number == 0)):
+        raise ValueError(
+            f"sae: {settings} has {name} {number!r}; it needs a number {'from 0 on' if zero else 'above 0'}"
+        )
+    return number
 
 
 def settings_of(given: str | os.PathLike[str]) -> dict[str, Any]:

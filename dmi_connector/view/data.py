@@ -90,16 +90,17 @@ class Library:
     def open(self, name: str) -> Capture:
         """Open a store by its name. The capture of a running request has the rows written so far.
 
-        Raises NoSuchStore if the directory has no such store. Raises CaptureFailed for a request that was opened while
-        it was running, and has ended without a store.
+        Raises NoSuchStore if the directory has no such store. Raises CaptureFailed for a request that has ended without
+        a store, if it was opened while it was running or left its partial store.
         """
         running = self._running.open(name)
         return running if running is not None else open_capture(self._path(name), timeout=0, allow_incomplete=True)
 
     def verify(self, name: str) -> dict[str, Any]:
-        """The result of `dmi verify` for a store, as JSON. not_finite: problems of values that are not finite.
+        """The result of `dmi verify` for a store, as JSON.
 
-        Raises NoSuchStore.
+        problems: damage. not_finite: hooks with values that are not finite. unseen: see `verify.unseen`; None if the
+        root attributes cannot be read. Raises NoSuchStore.
         """
         path = self._path(name)
         said: dict[bool, list[str]] = {True: [], False: []}
@@ -189,6 +190,8 @@ def describe(capture: Capture) -> dict[str, Any]:
 
     `rows` of a hook: [start, stop) ranges of rows that have a value; None if all rows that are not missing have one.
     """
+    sampled = capture.logits_positions if "logits" in capture.attrs["hooks"] else np.zeros(0, np.int32)
+    sampled = sampled[sampled >= 0] - int(capture.attrs["start"])  # a lost sample has the position -1
     hooks = [
         {
             "name": name,
@@ -196,7 +199,7 @@ def describe(capture: Capture) -> dict[str, Any]:
             "dtype": hook["dtype"],
             "width": capture.shape(name)[-1],
             "reduce": hook.get("reduce", {}).get("kind"),
-            "rows": ranges(capture.logits_positions - int(capture.attrs["start"])) if name == "logits" else None,
+            "rows": ranges(sampled) if name == "logits" else None,
             "statistics": [
                 {"name": s.name, "index": s.index_name, "signed": s.signed} for s in statistics(capture, name)
             ],

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -16,6 +15,8 @@ from dmi_connector.analysis.sparse_encoder import SparseEncoder
 from dmi_connector.captures.capture import Capture
 from dmi_connector.captures.names import holds, hook_and_layer
 from dmi_connector.captures.own_values import check_own_values
+from dmi_connector.reduce.latents import hook_of
+from dmi_connector.reduce.sparse_encoder import settings_of
 
 LATENTS = "latents"
 """Name of an entry in the page's list of hooks. The value of a token is that of one latent."""
@@ -37,16 +38,12 @@ class Latents:
 
     @classmethod
     def load(cls, path: Path, hook: str | None) -> Latents:
-        """Load an autoencoder. hook: None for the hook named in `cfg.json`.
+        """Load an autoencoder. hook: None for the hook named in its settings (`cfg.json` or `hyperparams.json`).
 
         Raises ValueError if neither names a hook. Raises the errors of `SparseEncoder.load`.
         """
         encoder = SparseEncoder.load(path)
-        config = (path if path.is_dir() else path.parent) / "cfg.json"
-        facts = (
-            json.loads(config.read_bytes()) if config.is_file() else {}
-        )  # Gemma Scope and Llama Scope have no cfg.json
-        named = hook or facts.get("hook_name") or (facts.get("metadata") or {}).get("hook_name")
+        named = hook or hook_of(settings_of(path))
         if not named:
             raise ValueError(f"--sae {path}: its files name no hook; give --sae-hook, such as resid_pre@12")
         return cls(encoder, named)
@@ -63,7 +60,7 @@ class Latents:
                 return f"{hook} has the layers {layers}; name that of the autoencoder, as in --sae-hook {hook}@N."
         except (KeyError, ValueError) as error:
             return str(error.args[0])
-        width, needed = capture.shape(hook)[-1], len(self.encoder.weight)
+        width, needed = self._rows(capture, slice(0, 0)).shape[-1], len(self.encoder.weight)
         return None if width == needed else f"The autoencoder takes rows of {needed} values; {self.hook} has {width}."
 
     def described(self) -> dict[str, Any]:
@@ -101,8 +98,8 @@ class Latents:
         """The tokens of many stores with the largest values of a latent, and a histogram of its values, as JSON.
 
         {found: [{store, row, value, first, ids, values}], rows, active, edges, counts, read}. Reading stops after two
-        seconds, also within a store. found: at most `count` tokens with their contexts. rows: number of encoded rows.
-        active: number of rows with a value above 0. read: number of stores that were visited.
+        seconds, also within a store. found: at most `count` tokens with their contexts. rows: number of rows with a
+        finite value. active: number of rows with a value above 0. read: number of stores that were visited.
         """
         until, best, values, read = time.monotonic() + _SECONDS, list[dict[str, Any]](), [], 0
         for capture in stores:

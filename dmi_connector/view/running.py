@@ -28,7 +28,7 @@ _PARTIAL = ".zarr" + PARTIAL_SUFFIX
 
 
 class RunningCapture(Capture):
-    """The rows of a running request from 0 on that all hooks had when this object was made. Later rows are not added.
+    """The first rows of a running request that all hooks had when this object was made. Later rows are not added.
 
     It reads the files of the writers without a lock. Raises FileNotFoundError once the store is renamed.
     """
@@ -98,7 +98,8 @@ class RunningStores:
     def open(self, name: str) -> RunningCapture | None:
         """The rows so far of a running request, by the name of its store. None if the store is finished or unknown.
 
-        Raises CaptureFailed for a request that was opened before, and has ended without a store.
+        Raises CaptureFailed for a request that has ended without a store, if it was opened before or left its partial
+        store.
         """
         running = self._find(name)
         if running is None:
@@ -142,7 +143,10 @@ class _Running:
         return CaptureInfo(*line, attrs["prompt_len"], model)
 
     def open(self) -> RunningCapture | None:
-        """The rows so far; None if the request has ended or not begun. Raises CaptureFailed if it gives no store."""
+        """The rows so far; None if the store is finished, or if the journals do not have the request yet.
+
+        Raises CaptureFailed if the request has ended without a store.
+        """
         with self._lock:
             there = self._look()
             if self._final.exists():
@@ -155,7 +159,9 @@ class _Running:
 
     @property
     def lost(self) -> bool:
-        """Whether the request was opened before and has no store. It stays known, so that `open` can say why."""
+        """Whether the request was opened before and has no finished store. `RunningStores` then keeps this object, so
+        that `open` can say why.
+        """
         return self._opened and not self._final.exists()
 
     def _look(self) -> bool:

@@ -116,12 +116,12 @@ def test_what_cannot_be_encoded_is_refused(more: tuple[str, ...], message: str, 
 def test_what_is_no_encoder_is_refused(tmp_path: Path) -> None:
     folder = save_encoder(tmp_path, WIDTH, LATENTS)
     bad = save_encoder(tmp_path / "bad", WIDTH, LATENTS, shift=float("nan"))
-    with pytest.raises(OptionError, match=r"neither a file of a probe nor of an autoencoder .*not finite"):
+    with pytest.raises(OptionError, match=r"cannot be used as a probe or an autoencoder .*not finite"):
         parsed(bad, "hook=q", "layer=1")
     with pytest.raises(OptionError, match="is an autoencoder, and each of 2 ranks has only a slice of q"):
         with_probes(DIMS, [("sae", f"{folder}, hook=q, layer=1")], 2)
     (folder / "cfg.json").unlink()
-    with pytest.raises(OptionError, match=r"neither .*cfg\.json is not there"):
+    with pytest.raises(OptionError, match=r"cannot be used .*cfg\.json is not there"):
         parsed(folder, "hook=q", "layer=1")
 
 

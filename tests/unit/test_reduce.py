@@ -615,6 +615,16 @@ def test_bases_that_do_not_fit_are_refused(basis_file: Path, tmp_path: Path) -> 
         parse(f"pca({basis_file}, rank=3)")
 
 
+@pytest.mark.parametrize(("width", "k"), [(0, 0), (4, 0), (4, 5)])
+def test_a_basis_of_an_impossible_size_is_refused(width: int, k: int, tmp_path: Path) -> None:
+    shapes = {"mean": (width,), "components": (width, k), "std": (k,), "variance": (1,)}
+    tensors = {f"q.0.{name}": np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    about = {"hooks": {"q": {"width": width, "k": k, "layers": [0]}}}
+    save_file(tensors, tmp_path / "basis", metadata={METADATA: json.dumps(about)})
+    with pytest.raises(ReduceError, match=f"holds no basis .*{k} components of groups of {width} of {width} values"):
+        Basis.load(tmp_path / "basis")
+
+
 @pytest.mark.parametrize("spec", ["int8", "int8(affine)", "int8(16)", "fp8", "topk(4)", "topk(4, sample=2)", "rp(4)"])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.filterwarnings("error")

@@ -260,6 +260,7 @@ FORGED: dict[str, dict[str, Any]] = {
     "transformer": {"storage_transformers": [{"name": "evil"}]},
     "more keys": {"consolidated_metadata": {}},
 }
+SHAPELESS: dict[str, dict[str, Any]] = {"attributes": {"attributes": []}, "shape": {"shape": []}}
 
 
 @pytest.mark.parametrize("name", ["q", "token_ids", "logits_positions"])
@@ -269,6 +270,48 @@ def test_readers_refuse_unknown_dtypes_codecs_and_transformers(sound: Path, kind
     with pytest.raises(ValueError, match=rf"the metadata of array '{name}' has .*"):
         open_capture(sound, 0)
     assert any(name in p.where or name in p.what for p in verify_store(sound))
+
+
+@pytest.mark.parametrize("kind", SHAPELESS)
+def test_readers_refuse_metadata_of_other_types(sound: Path, kind: str) -> None:
+    forge(sound, "q", SHAPELESS[kind])
+    with pytest.raises(ValueError, match="does not describe shards of this format"):
+        open_capture(sound, 0).numpy("q")
+    assert "q" in [p.where for p in verify_store(sound)]
+
+
+@pytest.mark.parametrize("rows", [0, 20 << 40, 20 << 60])
+def test_readers_refuse_shards_that_no_file_has(sound: Path, rows: int) -> None:
+    grid = json.loads((sound / "q" / "zarr.json").read_bytes())["chunk_grid"]
+    grid["configuration"]["chunk_shape"][1] = rows
+    forge(sound, "q", {"chunk_grid": grid})
+    with pytest.raises(ValueError, match="does not describe shards of this format" if not rows else "shard index of"):
+        open_capture(sound, 0).numpy("q")
+    assert any(p.where.startswith("q") for p in verify_store(sound))
+
+
+@pytest.mark.parametrize("name", ["prompt_len", "start", "missing", "hooks", "files"])
+@pytest.mark.parametrize("value", [..., None, 1.5, "x"])
+def test_readers_refuse_a_store_without_an_attribute_that_all_have(sound: Path, name: str, value: object) -> None:
+    """`...` removes it."""
+    root = json.loads((sound / "zarr.json").read_bytes())
+    known = root["attributes"]["dmi"]
+    known.pop(name) if value is ... else known.update({name: value})
+    known["checksum"] = crc32c(schema.canonical(known))
+    (sound / "zarr.json").write_bytes(schema.dump(root))
+    said = f"its 'dmi' attribute has no valid {name}"
+    with pytest.raises(ValueError, match=f"{said}$"):
+        open_capture(sound, 0)
+    assert [info.state for info in find_captures(sound.parent, on_error="skip")] == ["failed"]
+    assert [(p.where, p.what) for p in verify_store(sound)] == [("zarr.json", said)]
+
+
+@pytest.mark.parametrize("name", ["", "q/", "token_ids/"])
+def test_readers_refuse_deep_json(sound: Path, name: str) -> None:
+    (sound / f"{name}zarr.json").write_bytes(b"[" * 100_000)
+    with pytest.raises(ValueError, match=r"(zarr\.json|array '\w+') cannot be read"):
+        open_capture(sound, 0)
+    assert verify_store(sound)[0].where == f"{name}zarr.json"
 
 
 @pytest.mark.parametrize("array", ["../b.zarr/q", "/etc", "..", "q/../q", "", 5, ["q"], "token_ids"])

@@ -50,8 +50,8 @@ class PagedSlots(RowSlots):
         return 0, False
 
     def preempted(self, tracked: Captured, computed: int, metadata: StepMetadata) -> int:
-        """The next forward may overwrite its blocks, so its computed rows are exported first. The others are computed
-        again.
+        """Export the request's computed rows before the next forward, which may overwrite its blocks. The others are
+        computed again.
 
         In an engine that may sleep, no row counts as exported, because the engine may sleep first.
         """
@@ -67,9 +67,9 @@ class PagedSlots(RowSlots):
     def _keeps(self, blocks: int, waiting: bool, others: bool) -> bool:
         """Whether the blocks of an ended request are kept.
 
-        If staging memory is short, policy "block" always keeps them, because reusing them would stall the GPU.
-        Otherwise they are kept within the limit HELD, if other requests run. Without these, only one more step may
-        follow.
+        If staging memory is short (`waiting`), policy "block" keeps them, because reusing them would stall the GPU, and
+        policy "drop" does not. If it is not short, they are kept within the limit HELD while other captured requests
+        run. Without other requests, vLLM may run only one more step.
         """
         if not blocks or not self.keep:
             return False

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encodes and decodes the index at the end of a shard file, which has the location of each inner chunk.
 
-For every inner chunk of the shard, in C order, it has the offset and length as uint64, both 2**64 - 1 for an absent
-chunk. The crc32c of these bytes follows.
+For every inner chunk of the shard, in C order, it has the offset and length as little-endian uint64, both 2**64 - 1 for
+an absent chunk. The little-endian crc32c of these bytes follows.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -36,7 +38,7 @@ def read_index(tail: bytes, slots: tuple[int, ...]) -> np.ndarray:
 
     Returns offsets and lengths, uint64 `[*slots, 2]`. Raises ValueError for a wrong length or crc32c.
     """
-    size = 16 * int(np.prod(slots))
+    size = 16 * math.prod(slots)
     if len(tail) != size + 4:
         raise ValueError(f"shard index of {size + 4} bytes expected, {len(tail)} found")
     if crc32c(tail[:size]) != int.from_bytes(tail[size:], "little"):

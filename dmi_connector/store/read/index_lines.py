@@ -61,7 +61,7 @@ def _parse(raws: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for raw in raws:
         try:
             line = json.loads(raw)
-        except ValueError:  # the end of a line that is being written, or was truncated by a full disk
+        except (ValueError, RecursionError):  # a line that is being written, was truncated by a full disk, or is forged
             continue
         if isinstance(line, dict) and isinstance(line.get("store"), str) and "event" in line:
             yield line
@@ -98,9 +98,10 @@ class LineTail:
             self._at, self._file = status.st_size, status.st_ino
 
     def read(self, of: str | None = None) -> list[dict[str, Any]]:
-        """New whole lines since the last call; [] without an index. A replaced or truncated index is read again.
+        """New whole lines since the last call; [] without an index.
 
-        of: name of a store, to return only its lines. Lines without the name may then be skipped before parsing.
+        A replaced or truncated index is read from its start. of: name of a store, to return only its lines. Lines
+        without the name may then be skipped before parsing.
         """
         try:
             with open(self._path, "rb") as index:

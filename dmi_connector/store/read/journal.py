@@ -38,19 +38,27 @@ class JournalArray:
     """The journal entries of one array on one rank.
 
     places: location of each chunk, one per layer, by first row (for a per-sample array, by sample). counts: number of
-    rows of each chunk, by first row. positions: token positions of samples, by sample.
+    rows of each chunk, by first row. positions: token positions of samples, by sample. end: one past the last sample of
+    the newest record.
     """
 
     spec: ArraySpec
     places: dict[int, Places] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
     positions: dict[int, int] = field(default_factory=dict)
+    end: int = 0
 
     def add(self, other: JournalArray) -> None:
         """Add the entries of another journal of the same array, for other segments."""
         self.places |= other.places
         self.counts |= other.counts
         self.positions |= other.positions
+        self.end = max(self.end, other.end)
+
+    def drop_replaced(self) -> None:
+        """Remove samples after the newest record: the engine dropped the steps that sampled them."""
+        for sample in [sample for sample in self.positions if sample >= self.end]:
+            del self.places[sample], self.counts[sample], self.positions[sample]
 
 
 @dataclass
@@ -165,3 +173,4 @@ def _read_record(log: JournalContent, record: bytes) -> None:
         for i in range(count):
             array.places[first + i], array.positions[first + i] = places[i], int(positions[i])
             array.counts[first + i] = 1
+        array.end = first + count

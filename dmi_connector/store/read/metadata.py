@@ -23,7 +23,18 @@ from dmi_connector.store.read.files.thread_pool import in_fetch_threads
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _KEYS = {*schema.array_document("uint8", [], [], [], [])}
-_NEEDED = ("format_version", "complete", "num_tokens", "reason", "hooks")
+_NEEDED: dict[str, type | tuple[type, ...]] = {
+    "format_version": (str, float),
+    "complete": bool,
+    "num_tokens": int,
+    "prompt_len": int,
+    "start": int,
+    "reason": (str, type(None)),
+    "missing": list,
+    "hooks": dict,
+    "files": dict,
+}
+"""{attribute of every store: its types}."""
 _OF_ZARR_2 = (".zgroup", ".zarray", ".zmetadata")
 _FRAMING = ("bytes", "crc32c", "sharding_indexed")
 """Zarr codecs of every store, in addition to compressors."""
@@ -53,21 +64,27 @@ def attrs_of(files: StoreFiles) -> dict[str, Any]:
         if other is not None:
             raise NotACapture(f"{files} is not a capture: it is a Zarr store of format 2 ({other})") from error
         raise NotACapture(f"{files} is not a capture: there is no {files}/zarr.json") from error
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{files} is not a capture: zarr.json cannot be read ({error})") from error
     attributes = document.get("attributes") if isinstance(document, dict) else None
     if not isinstance(attributes, dict) or schema.ATTR_KEY not in attributes:
         raise NotACapture(f"{files} is not a capture: zarr.json has no {schema.ATTR_KEY!r} attribute")
     attrs = attributes[schema.ATTR_KEY]
-    lacking = [name for name in _NEEDED if not isinstance(attrs, dict) or name not in attrs]
-    if lacking:
-        raise ValueError(f"{files} is not a capture: its {schema.ATTR_KEY!r} attribute lacks {', '.join(lacking)}")
-    version = str(attrs["format_version"])
-    if version.split(".")[0] != schema.FORMAT_VERSION.split(".")[0]:
+    wrong = invalid(attrs)
+    version = "" if "format_version" in wrong else str(attrs["format_version"])
+    if version and version.split(".")[0] != schema.FORMAT_VERSION.split(".")[0]:
         raise ValueError(
             f"{files} has format version {version}, this package reads {schema.FORMAT_VERSION}: install a matching one"
         )
+    if wrong:
+        raise ValueError(f"{files} is not a capture: its {schema.ATTR_KEY!r} attribute has no valid {', '.join(wrong)}")
     return dict(attrs)
+
+
+def invalid(attrs: object) -> list[str]:
+    """The needed attributes that a store lacks, or that have another type."""
+    known = attrs if isinstance(attrs, dict) else {}
+    return [name for name, types in _NEEDED.items() if name not in known or not isinstance(known[name], types)]
 
 
 def check_arrays(files: StoreFiles, attrs: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -30,6 +30,7 @@ from dmi_connector.store.read.files.remote_index import finished_below, list_pre
 from dmi_connector.store.read.files.store_files import LocalFiles, StoreFiles
 from dmi_connector.store.read.index import check_not_above
 from dmi_connector.store.read.index_lines import read_index
+from dmi_connector.store.read.metadata import invalid
 from dmi_connector.store.read.residual_sums import check_identities, equations, for_text, stated
 
 
@@ -144,6 +145,9 @@ class _Check:
         if crc32c(schema.canonical(attrs)) != attrs.get("checksum"):
             yield self.problem("zarr.json", "the attributes do not match their checksum")
             return
+        if wrong := invalid(attrs):
+            yield self.problem("zarr.json", f"its {schema.ATTR_KEY!r} attribute has no valid {', '.join(wrong)}")
+            return
         if raw is None or bytes(raw) != schema.dump(schema.root_document(attrs)):
             yield self.problem("zarr.json", "the document differs from the one that was written")
         problems = [*self._place(attrs, begun), *self._unlisted(attrs), *self.contents(attrs)]
@@ -171,7 +175,7 @@ class _Check:
                 array, reduced = self._open(attrs, name, hook), StoredReduction.of(hook, self.store)
                 if reduced is not None:
                     reduced.check_files()
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 yield self.problem(name, f"the array cannot be read: {error}")
                 continue
             self.arrays[name], self.reduced[name] = array, reduced
@@ -208,7 +212,7 @@ class _Check:
     def _attributes(raw: bytes | np.ndarray | None) -> dict[str, Any] | None:
         try:
             attrs = json.loads(b"" if raw is None else bytes(raw))["attributes"][schema.ATTR_KEY]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
         return attrs if isinstance(attrs, dict) else None
 
@@ -261,7 +265,7 @@ class _Check:
             try:
                 values[name] = decode_plain(self.files, name, dtype)
                 document = json.loads(self.files.read(f"{name}/zarr.json"))
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 yield self.problem(name, str(error))
                 continue
             if len(values[name]) != length:

@@ -34,7 +34,8 @@ class Child:
     own process group (`group`) and detaches from this process, so that signals to this process's group do not reach it.
     vLLM kills an engine with all its descendants, and the coordinator must survive that. pid: process id of the child,
     valid once it has answered `ready`. status: the value of the answer `bye`, or without `apart` the exit status of the
-    child. env: the environment of the child. By default it is that of this process, without numpy's thread pools.
+    child, which is -N if signal N killed it. env: the environment of the child. By default it is that of this process,
+    without numpy's thread pools.
 
     The reader thread calls on_message(child, message) for each answer, and on_death(child, how) once.
     """

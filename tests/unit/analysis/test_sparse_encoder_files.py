@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from dmi_connector.analysis.sparse_encoder import SparseEncoder
+from dmi_connector.view.latents import Latents
 
 WIDTH, LATENTS = 8, 23
 RNG = np.random.default_rng(0)
@@ -86,6 +87,32 @@ def test_llama_scope_scales_rows_to_their_average_norm(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, np.where(plain >= fifth, np.maximum(plain, 0), 0), atol=1e-5)
     with pytest.raises(ValueError, match="norm_activation 'token-wise'; jumprelu, topk and relu work"):
         SparseEncoder.load(llama_scope(tmp_path, norm_activation="token-wise"))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("dataset_average_activation_norm None", {"dataset_average_activation_norm": None}),
+        ("dataset_average_activation_norm 0", {"dataset_average_activation_norm": {"in": 0}}),
+        ("jump_relu_threshold None", {"jump_relu_threshold": None}),
+        ("top_k '5'", {"act_fn": "topk", "top_k": "5"}),
+    ],
+)
+def test_settings_of_llama_scope_without_a_number_are_refused(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=rf"hyperparams\.json has {name}; it needs a number (above 0|from 0 on)"):
+        SparseEncoder.load(llama_scope(tmp_path, **settings))
+    none, relu = (
+        SparseEncoder.load(llama_scope(tmp_path, **it)) for it in ({"jump_relu_threshold": 0}, {"act_fn": "relu"})
+    )
+    np.testing.assert_array_equal(none.encode(ROWS), relu.encode(ROWS))
+
+
+def test_the_page_takes_the_hook_of_llama_scope_from_its_settings(tmp_path: Path) -> None:
+    folder = llama_scope(tmp_path, hook_point_in="blocks.12.hook_resid_post")
+    for path in (folder, folder / "checkpoints/final.safetensors"):
+        assert Latents.load(path, None).hook == "blocks.12.hook_resid_post"
 
 
 def sae_lens(folder: Path, kind: str, **changed: np.ndarray) -> Path:

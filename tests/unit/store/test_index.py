@@ -74,7 +74,7 @@ def test_torn_lines_of_the_index_are_skipped(tmp_path: Path) -> None:
     assert [c.store.name for c in find_captures(tmp_path)] == ["a.zarr"]
     start(tmp_path, "b.zarr", "2", key="k")
     with open(tmp_path / INDEX_NAME, "ab") as f:
-        f.write(b'\xff\xfe\n[1]\n{"event":"finish"}\n')
+        f.write(b'\xff\xfe\n[1]\n{"event":"finish"}\n' + b"[" * 100_000 + b"\n")
     assert [c.store.name for c in find_captures(tmp_path, key="k")] == ["a.zarr", "b.zarr"]
 
 

@@ -86,6 +86,24 @@ class Journal(NamedTuple):
         return to
 
 
+@pytest.mark.parametrize("again", [3, 63])
+def test_samples_of_dropped_steps_are_not_salvaged(again: int, tmp_path: Path) -> None:
+    """The engine dropped its last four steps, and sampled once more. 64 samples fill a shard."""
+    writer, values, newer = Writing(), make_values(ALL), make_values(ALL)
+    newer["logits"] = newer["logits"][::-1].copy()
+    writer.open(tmp_path / "a.zarr", ALL, "zstd", facts(ALL))
+    writer.chunk(SPECS, values, 0, CHUNK)
+    writer.rows(LOGITS, values, 0, again + 4)
+    writer.rows(LOGITS, newer, again, 1)
+    writer.kill()
+    assert notes_of(only(repair.repair(tmp_path))) == []
+    with open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True) as capture:
+        assert capture.logits_positions.tolist() == [START + 20 + i for i in range(again + 1)]
+        found = kit.bits(capture.array("logits")[:])
+    np.testing.assert_array_equal(found[:-1], values["logits"][:again])
+    np.testing.assert_array_equal(found[-1], newer["logits"][again])
+
+
 @pytest.fixture(scope="module")
 def journal(tmp_path_factory: pytest.TempPathFactory) -> Journal:
     """Of two chunks, two samples, a last chunk of 8 rows, one more sample, and the end, which leaves that one out."""

@@ -17,7 +17,7 @@ from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.view import attention, experts, lens, predictions
-from dmi_connector.view.data import Library, NoSuchStore
+from dmi_connector.view.data import Library, NoSuchStore, describe
 from dmi_connector.view.texts_index import TextIndex
 from tests import storekit as kit
 from tests import viewkit
@@ -205,6 +205,23 @@ def test_a_list_that_is_shown_takes_up_new_stores_alone(root: Path, tmp_path: Pa
     one = Library.at(root / "said.zarr")
     for again in (False, True, True):
         assert names_of(one, again) == ["said.zarr"], "the others of its directory are not listed"
+
+
+def test_a_lost_sample_is_no_row_with_logits(tmp_path: Path) -> None:
+    specs = [ArraySpec("q", "float32", (0,), 4), ArraySpec("logits", "float32", (), 9, per_sample=True)]
+    owner, rows = kit.Store(1 << 20), {spec.name: kit.random_bits(spec, 8) for spec in specs}
+    record = owner.open(tmp_path / "a.zarr", *specs, attrs={"prompt_len": 4})
+    owner.feed(record, rows, 8)
+    for sample in (0, 1, 3, 4):
+        owner.put_rows(record, "logits", rows["logits"][sample : sample + 1], sample, 3 + sample)
+    owner.close(record, 8, {"logits": 5})
+    assert owner.shutdown(kit.PATIENCE)
+    with open_capture(tmp_path / "a.zarr", allow_incomplete=True) as capture:
+        assert capture.logits_positions.tolist() == [3, 4, -1, 6, 7]
+        assert {hook["name"]: hook["rows"] for hook in describe(capture)["hooks"]} == {
+            "q": None,
+            "logits": [[3, 5], [6, 8]],
+        }
 
 
 def test_what_verify_finds_is_told_by_kind(root: Path, tmp_path: Path) -> None:

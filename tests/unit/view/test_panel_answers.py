@@ -314,12 +314,15 @@ def test_an_autoencoder_of_another_width_or_of_reduced_rows_is_refused(root: Pat
     assert reduction is not None
     settings = {**reduction.settings(), "dtype": "float32", "width": 64}
     pre = ArraySpec("resid_pre", "uint8", (0, 1), reduction.stored_width(64, "float32"), reduce=settings)
-    owner.write(tmp_path / "a.zarr", [pre, ArraySpec("mlp_out", "float32", (0, 1), 8)], 10, attrs={"num_layers": 2})
+    specs = [pre, ArraySpec("mlp_out", "float32", (0, 1), 8), ArraySpec("resid_final", "float32", (), 64)]
+    owner.write(tmp_path / "a.zarr", specs, 10, attrs={"num_layers": 2})
     assert owner.shutdown(kit.PATIENCE)
     with open_capture(tmp_path / "a.zarr") as capture:
-        said = {hook: Latents.load(root / "sae", hook).lacking(capture) for hook in ("resid_pre@0", "mlp_out@0")}
+        hooks = ("resid_pre@0", "resid_post@0", "resid_post@1", "mlp_out@0")
+        said = {hook: Latents.load(root / "sae", hook).lacking(capture) for hook in hooks}
     assert said["mlp_out@0"] == "The autoencoder takes rows of 64 values; mlp_out@0 has 8."
     assert str(said["resid_pre@0"]).startswith("'resid_pre' was stored as rp, from which this cannot be")
+    assert str(said["resid_post@0"]).startswith("'resid_post' was stored as rp") and said["resid_post@1"] is None
 
 
 def test_the_strongest_latents_of_a_token(page: TestClient, root: Path, parts: Capture) -> None:

@@ -76,7 +76,7 @@ class HookArray:
         """Make the geometry from a zarr.json. Raises ValueError for chunks that this format does not have."""
         try:
             return cls._parsed(files, name, document, complete)
-        except (LookupError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{files}: the metadata of array {name!r} does not describe shards of this format ({error!r})"
             ) from error
@@ -97,12 +97,12 @@ class HookArray:
             and sharding["configuration"].get("index_location", "end") == "end"
             and (one, inner_columns) == (1, columns)
             and (part == layers or (0 < part < layers and columns == width))
-            and min(*shape[::2], chunk, columns) > 0 <= length
+            and min(*shape[::2], chunk, segment, columns) > 0 <= length
             and segment % chunk == 0
             and width % columns == 0
         )
         if not fits or codec is None:
-            raise ValueError("its shape, chunks or codecs are others")
+            raise ValueError("its shape, chunks or codecs are not those of this format")
         return cls(
             files,
             name,
@@ -156,7 +156,7 @@ class HookArray:
 
     @functools.cached_property
     def bits(self) -> np.dtype:
-        """Unsigned integers of the dtype's width. numpy releases the GIL while it copies these, not for bfloat16."""
+        """Unsigned integers of the dtype's width. numpy releases the GIL while it copies these, but not bfloat16."""
         return np.dtype(f"<u{self.dtype.itemsize}")
 
     @functools.cached_property

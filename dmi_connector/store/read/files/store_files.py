@@ -56,7 +56,10 @@ class StoredFile(ABC):
 
     @abstractmethod
     def read_into(self, offset: int, parts: Sequence[Buffer]) -> None:
-        """Fill `parts` in order with the bytes from `offset`. Raises ValueError if the file is too short."""
+        """Fill `parts` in order with the bytes from `offset`.
+
+        Raises FileNotFoundError, OSError, and ValueError if the file is too short.
+        """
 
     def __enter__(self) -> StoredFile:
         return self
@@ -86,7 +89,9 @@ class LocalFile(StoredFile):
         return _pread(self._fd, nbytes, self._base + offset)
 
     def read_end(self, nbytes: int) -> bytes:
-        return self.read(max(0, self.size - nbytes), nbytes)
+        size = self.size
+        nbytes = min(nbytes, size)  # os.pread allocates as many bytes as it is asked for
+        return self.read(size - nbytes, nbytes)
 
     def read_into(self, offset: int, parts: Sequence[Buffer]) -> None:
         wanted = sum(map(len, parts))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes those arrays of one capture that one writer process has: from payloads to shard files and metadata."""
+"""Writes the arrays of one capture that are assigned to one writer process, from payloads to files and metadata."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class ArrayWriter:
 
         payload: uint8, see `PayloadLayout`. token_ids: int32, for the journal. behind: do not compress if that is
         faster. checked: False if the rows failed their check; the journal then leaves the chunk out. Raises OSError,
-        and ValueError for rows off the chunk grid.
+        and ValueError for rows off the chunk grid, for rows of a finished shard, and for another number of token ids.
         """
         chunk = self._layout.chunk_tokens
         if len(token_ids) not in (0, 4 * count):
@@ -143,7 +143,8 @@ class ArrayWriter:
     def borrow(self, final: str, first: int, count: int, token_ids: bytes) -> list[Loss]:
         """Copy rows [first, first + count), which are whole chunks, from the store `final`, as they are encoded there.
 
-        token_ids: int32, for the journal, or empty. Returns the losses, which are also added to `losses`.
+        token_ids: int32, for the journal, or empty. Returns the losses of rows that could not be read, which are also
+        added to `losses`. Rows that could not be written are only in `losses`.
         """
         lost: list[Loss] = []
         self._end = max(self._end, first + count)
@@ -224,10 +225,11 @@ class ArrayWriter:
         self.bytes_stored += stored
 
     def rows(self, payload: np.ndarray, name: str, first: int, positions: Sequence[int], behind: bool = False) -> None:
-        """Write rows from `first` on of a per-sample array, and the token position of each. behind: see `chunk`.
+        """Write rows of a per-sample array, from row `first` on.
 
-        A row that arrives again replaces the earlier one, and rows after it are removed: the engine dropped the steps
-        that sampled them.
+        payload: uint8, the rows, then ignored bytes. positions: the token position of each row. behind: see `chunk`. A
+        row that arrives again replaces the earlier one, and rows after it are removed: the engine dropped the steps
+        that sampled them. Raises OSError, and ValueError for a short payload and for rows of a finished shard.
         """
         spec, count = self._by_name[name], len(positions)
         size = count * spec.token_bytes
@@ -256,7 +258,7 @@ class ArrayWriter:
             raise ValueError(f"{path} is finished already: rows were sent twice")
         if path not in self._shards:
             full = os.path.join(self._root, path)
-            with contextlib.suppress(FileExistsError):  # another rank made it
+            with contextlib.suppress(FileExistsError):  # another rank or writer made it
                 os.mkdir(os.path.dirname(full))
             self._shards[path] = ShardWriter(full, slots, self._cache)
         return self._shards[path]

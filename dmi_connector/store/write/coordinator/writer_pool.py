@@ -32,7 +32,7 @@ class Assignment:
     writer: index of the writer in the pool. arrays: indexes in the layout. load: bytes per token. tokens: whether token
     arrays are among the arrays. samples: names of the per-sample arrays among them. leader: the assignment that writes
     the metadata of these arrays; None if this one does. segments: number of segments. bytes_raw: bytes of the written
-    rows before encoding. open: whether the writer has not finished it.
+    rows before encoding. open: False once it is finished or abandoned.
     """
 
     process: Child
@@ -187,7 +187,10 @@ class WriterPool:
         return len(extents)
 
     def set_pace(self, to_come: int | None) -> None:
-        """Set the duty cycle of writers. to_come: bytes that open captures may still send; None: no pauses."""
+        """Set the duty cycle of writers, and from the fill of the ring whether they are behind.
+
+        to_come: bytes that open captures may still send; None: no pauses.
+        """
         self._pace.behind = not self._settings.always_compress and self._ring.used >= FULL * self._ring.nbytes
         if to_come is None:
             self._pace.shares = Shares(1.0, 1.0)

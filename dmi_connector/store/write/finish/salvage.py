@@ -57,6 +57,8 @@ class Salvage:
         self.arrays: dict[tuple[str, int], JournalArray] = {}
         for array in (a for journal in self.journals for a in journal.arrays):
             self.arrays.setdefault((array.spec.name, array.spec.rank), JournalArray(array.spec)).add(array)
+        for array in self.arrays.values():
+            array.drop_replaced()
         self.length = 0
         self.samples: dict[str, int] = {}  # by array: the numbers of samples that the commit knows
         self.files: FileList = {}
