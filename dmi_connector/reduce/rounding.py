@@ -22,9 +22,9 @@ MANTISSA = {"bfloat16": 7, "float16": 10, "float32": 23}
 class Round(Reduction):
     """Round to nearest, ties to even, to `bits` mantissa bits. The other mantissa bits become zero.
 
-    The relative error is at most 2**-(bits + 1), except for subnormal values. A value that rounds beyond the range of
-    the dtype becomes infinite, such as 64,000 in float16 with 3 bits. This saves only disk space: rows have their full
-    size in the cache and on the link.
+    A value that would round beyond the range of the dtype becomes the largest value with `bits` mantissa bits. The
+    relative error is at most 2**-(bits + 1), except for subnormal values. This saves only disk space: rows have their
+    full size in the cache and on the link.
     """
 
     bits: int = 4
@@ -54,8 +54,10 @@ class Round(Reduction):
         # Add half of the last kept bit, minus one if that bit is 0, then truncate. So ties go to even. A carry out of
         # the mantissa increments the exponent, which is the correct result.
         odd = (bits >> drop) & 1
-        rounded = (bits + ((1 << (drop - 1)) - 1) + odd) & ~((1 << drop) - 1)
-        return torch.where(values.isfinite(), rounded.view(values.dtype), values)
+        kept = ~((1 << drop) - 1)
+        rounded = ((bits + ((1 << (drop - 1)) - 1) + odd) & kept).view(values.dtype)
+        rounded = torch.where(rounded.isinf(), (bits & kept).view(values.dtype), rounded)
+        return torch.where(values.isfinite(), rounded, values)
 
     def fused(self, dtype: str) -> tuple[str, int]:
         drop = MANTISSA[dtype] - self.bits

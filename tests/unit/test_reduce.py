@@ -166,6 +166,19 @@ def test_round_gives_the_nearest_value_with_that_many_mantissa_bits(dtype: torch
     np.testing.assert_array_equal(got.double().numpy(), want)  # numpy's rint is ties to even too
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bits", [1, 3, 6])
+def test_round_makes_no_finite_value_infinite(dtype: torch.dtype, bits: int) -> None:
+    """Such as the smallest finite value, by which masks hide logits."""
+    largest = torch.finfo(dtype).max
+    x = torch.tensor([largest, -largest, largest * (1 - 2.0 ** -(bits + 2)), -float("inf")], dtype=dtype)
+    got = parse(f"round({bits})").encode(x).double()  # type: ignore[union-attr]
+    exponent = int(np.frexp(largest)[1]) - 1
+    kept = float(np.ldexp(2 - 2.0**-bits, exponent))
+    assert got.tolist() == [kept, -kept, kept, -float("inf")]
+    assert abs(kept / largest - 1) <= 2.0 ** -(bits + 1)
+
+
 @pytest.mark.parametrize(("width", "index_bytes"), [(65_535, 2), (65_536, 2), (65_537, 4)])
 def test_indexes_of_topk_take_two_bytes_up_to_a_width_of_65536(width: int, index_bytes: int) -> None:
     x = torch.zeros(2, width)

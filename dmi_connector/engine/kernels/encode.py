@@ -105,6 +105,8 @@ def _round(row, x, width: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr)
         bits = tl.load(x + columns, mask=columns < width, other=0.0).to(integer, bitcast=True)
         odd = (bits >> DROP) & 1
         rounded = (bits + ((1 << (DROP - 1)) - 1) + odd) & ~((1 << DROP) - 1)
+        # A value that would round to infinity is truncated.
+        rounded = tl.where((rounded & exponent) == exponent, bits & ~((1 << DROP) - 1), rounded)
         tl.store(out + columns, tl.where((bits & exponent) == exponent, bits, rounded), mask=columns < width)
 
 

@@ -309,3 +309,17 @@ def test_a_value_that_is_not_finite_is_none_when_it_is_read(spec: str, value: st
     assert np.array_equal(*finite)
     assert np.array_equal(*(rows[~whole] for rows, whole in zip(read, finite, strict=True)), equal_nan=True)
     assert finite[0].all(axis=1).tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_largest_values_are_rounded_as_by_the_twin(dtype: torch.dtype) -> None:
+    """None of them becomes infinite."""
+    reduction, top = parse("round(3)"), torch.finfo(dtype).max
+    assert reduction is not None
+    values = torch.tensor([[[top, -top, top * 0.96, top * 0.9]], [[1.0, -top * 0.99, 0.0, top]]], device=kit.DEVICE)
+    offsets, read = torch.tensor([64], device=kit.DEVICE), []
+    for reduce in (reduce_layers_torch, reduce_layers_triton):
+        rows = kit.untouched(kit.ROWS, 64 + 16)
+        reduce(rows, torch.arange(1, 3, device=kit.DEVICE), values.to(dtype), offsets, reduction, [0])
+        read.append(rows[1:3, 64:80].contiguous().cpu())
+    assert torch.equal(*read) and read[0].view(dtype)[:, :4].isfinite().all()
