@@ -74,6 +74,8 @@ def remove(system: str) -> None:
     for name in [*ONLY_LINUX.split(), *(ONLY_POSIX.split() if windows else [])]:
         if hasattr(os, name):
             delattr(os, name)
+    if hasattr(os, "process_cpu_count"):  # Python 3.13 defines it so where sched_getaffinity does not exist
+        os.process_cpu_count = os.cpu_count
     for name in SIGNALS.split() if windows else []:
         if hasattr(signal, name):
             delattr(signal, name)

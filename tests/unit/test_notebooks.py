@@ -117,10 +117,10 @@ def test_the_draft_head_learns_from_files_that_are_the_captures(
     value += " one['aux_hidden_state'][0, 5, 7] += 1e-3; torch.save(one, path)"
     others = "for one in features.values(): one['aux_hidden_state'] = one['aux_hidden_state'].roll(40, 1)"
     mistakes = (
-        Mistake("def surprise", others, r"AssertionError\S*: the draft head", ("epochs=6", "epochs=3")),
+        Mistake("def surprise", others, r"AssertionError\S*: the draft head", ("epochs=10", "epochs=3")),
         Mistake('export("specforge")', value),
     )
-    text, pictures = many("drafter_data", stores, monkeypatch, ("epochs=15", "epochs=6"), *mistakes)
+    text, pictures = many("drafter_data", stores, monkeypatch, ("epochs=15", "epochs=10"), *mistakes)
     assert "120 requests agree with their captures" in text and pictures == 1, text
     right = {name: float(value) for name, value in re.findall(r"^(.+?) +guesses (\d\.\d+)", text, re.M)}
     assert right["most frequent"] < right["bigram"] < right["draft head"], text
