@@ -319,6 +319,8 @@ def test_a_loader_resumes_exactly(captures: Captures, workers: int) -> None:
 
 def test_a_state_of_other_data_or_workers_is_refused(captures: Captures) -> None:
     state = make(captures).state_dict()
+    with pytest.raises(ValueError, match="the state lacks batch, workers, world_size, of; give a result of state_dict"):
+        make(captures).load_state_dict({"epoch": 3, "optimizer": {}})
     for other in ({"seed": 6}, {"batch_size": 21}, {"hooks": "resid_pre@1"}, {"skip": 1}):
         with pytest.raises(ValueError, match="the state is of other stores or settings"):
             make(captures, **other).load_state_dict(state)
