@@ -6,7 +6,7 @@ Engine tests compare captures with the same values (`transformers_oracle`), so w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,10 +80,12 @@ def _write(
     tokens: Sequence[int],
     attention: dict[str, Any] | None,
     hooks: Sequence[str] | None,
+    media: Sequence[Mapping[str, Any]] = (),
     **options: Any,
 ) -> None:
     values = oracle.run(tokens)
     specs = [spec for spec in specs_of(values, oracle) if hooks is None or spec.name in hooks]
     raw = {spec.name: kit.bits(values[spec.name].astype(spec.dtype)) for spec in specs}
     ids = np.asarray(tokens)
-    owner.write(path, specs, len(tokens), values=raw, ids=ids, attrs=attributes(oracle, attention), **options)
+    attrs = attributes(oracle, attention) | ({"media": media} if media else {})
+    owner.write(path, specs, len(tokens), values=raw, ids=ids, attrs=attrs, **options)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dmi_connector.captures.attention import attention, heads_of, seen_by_attention, weights_of_head
+from dmi_connector.captures.attention import heads_of, queries_and_keys, seen_by_attention, weights_of_head
 from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.store.format.remote_path import Given
 
@@ -57,8 +57,8 @@ class AttentionOverlap:
         """Read the other hook's rows, and return an overlap for `hook`.
 
         Returns None if the attention weights cannot be computed: if `hook` is neither the queries nor the keys of
-        attention, if a store lacks one of the two or has the other hook reduced, or if a store does not describe the
-        attention of the model.
+        attention in the first store, or if a store lacks one of the two, has the other hook reduced, or has rows for
+        which `captures.attention.attention` raises.
         """
         parts, left, queries = [], _ROWS, True
         for store in stores:
@@ -67,14 +67,13 @@ class AttentionOverlap:
                 if layer is None or hook not in names or not left:
                     break
                 queries, rows = hook == names[0], min(left, int(capture.attrs["num_tokens"]))
-                other = names[1] if queries else names[0]
                 try:
-                    attention(capture, layer, 0, slice(0, 1))  # raises if it cannot be computed
+                    q, k = queries_and_keys(capture, layer, range(rows), 0)
                 except (KeyError, ValueError):
                     return None
-                if other not in capture or capture.reduction(other) is not None:
+                if capture.reduction(names[1] if queries else names[0]) is not None:
                     return None
-                parts.append(_Part(capture, rows, capture.numpy(other, layer, slice(0, rows))))
+                parts.append(_Part(capture, rows, k if queries else q))
                 left -= rows
         return cls(layer, queries, tuple(parts)) if layer is not None and parts else None
 

@@ -39,7 +39,7 @@ class Uncertainty:
 
     rows: int64 [n], the rows of the store whose next token is predicted. entropy: float32 [n], of the predicted
     distribution at temperature 1, in nats. surprise: float32 [n], -log of the probability of the token that came next,
-    in nats; NaN if that token is not in the store.
+    in nats; NaN if that token is not in the store, or has no logit.
     """
 
     rows: np.ndarray
@@ -75,9 +75,16 @@ def logit_lens(capture: Capture, unembedding: Unembedding, top: int = 5) -> Lens
             ids[i, rows], probabilities[i, rows] = likeliest(own, top)
             chance[i, rows] = np.where(known, np.exp(np.take_along_axis(own, best, -1))[:, 0], np.float32(np.nan))
             entropy[i, rows] = entropy_of(own)
-            divergence[i, rows] = (np.exp(final) * (final - own)).sum(-1)
+            divergence[i, rows] = divergence_of(final, own)
     labels = ["final" if layer is None else str(layer) for layer in layers]
     return Lens(labels, ids, probabilities, chance, entropy, divergence)
+
+
+def divergence_of(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """KL(one || other) in nats, over the last axis of log-probabilities. A token that `one` excludes adds nothing."""
+    with np.errstate(invalid="ignore"):  # minus infinity minus minus infinity
+        terms = np.exp(one) * (one - other)
+    return np.asarray(np.where(one == -np.inf, 0, terms).sum(-1))
 
 
 def likeliest(log_probabilities: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -114,8 +121,8 @@ def uncertainty(capture: Capture, unembedding: Unembedding | None = None) -> Unc
         own = log_softmax(logits)
         known = own_rows + 1 < len(ids)
         following = np.where(known, own_rows + 1, 0)
-        known &= there[following]
-        chosen = ids[following]
+        known &= there[following] & (ids[following] >= 0) & (ids[following] < own.shape[1])
+        chosen = np.where(known, ids[following], 0)
         rows.append(own_rows)
         entropy.append(entropy_of(own))
         surprise.append(np.where(known, -np.take_along_axis(own, chosen[:, None], -1)[:, 0], np.float32(np.nan)))

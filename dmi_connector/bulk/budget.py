@@ -11,7 +11,7 @@ from pathlib import Path
 from dmi_connector.store.write.finish.retention import StoreSizes, measure
 
 _LEAST_S, _SHARE = 1.0, 10.0
-"""Minimum time between two measurements: in seconds, and as a multiple of the duration of the last measurement."""
+"""Minimum time between two measurements of `allows`: in seconds, and as a multiple of the duration of the last one."""
 _BASE = 4096
 """Approximate bytes of a store's root document, which the index does not count."""
 
@@ -20,8 +20,8 @@ class Budget:
     """Decides whether the disk has room for the store of one more prompt.
 
     Each prompt in flight is counted with the size of the largest store so far. Until the first store is finished, one
-    prompt is allowed at a time. When there is no room, the stores in `out` are measured again, because the user may
-    have removed some.
+    prompt is allowed at a time. With `max_bytes`, the stores in `out` are measured again when there is no room, because
+    the user may have removed some.
 
     max_bytes: maximum bytes of the stores in `out`. min_free_bytes: bytes that must stay free on the file system. 0: no
     limit. clock: returns seconds.
@@ -56,6 +56,15 @@ class Budget:
             self._measure()
             return self._fits(needed)
         return False
+
+    def is_full(self) -> bool:
+        """Whether nothing fits while no prompt is in flight, after a new measurement. Raises OSError.
+
+        Between two measurements, stores that were in flight at the first one are counted twice.
+        """
+        if self.max_bytes:
+            self._measure()
+        return not self._fits(self._largest)
 
     def _fits(self, needed: int) -> bool:
         if self.max_bytes and self._used + max(needed, 1) > self.max_bytes:

@@ -160,7 +160,7 @@ class Run:
         if self._budget.allows(in_flight):
             return True
         if not in_flight:
-            if self._end_when_full:
+            if self._end_when_full and self._budget.is_full():
                 self.stop("max_bytes")
             failure = self._tail.upload_failure
             why = "" if failure is None else f", and uploads fail: {failure}"

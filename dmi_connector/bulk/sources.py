@@ -73,12 +73,12 @@ def open_source(path: Path, columns: Columns) -> Source:
     if kind == "lines":
         return Lines(open(files[0], "rb", buffering=_BUFFER))
     if find_spec("pyarrow") is None:
-        raise ValueError(f"--prompts {path}: pyarrow is not installed, which reads it; install dmi_connector[run]")
+        raise ValueError(f"--prompts {path}: pyarrow, which reads it, is not installed; install dmi_connector[run]")
     return Parquet(files, columns) if kind == "parquet" else Arrow(files, columns)
 
 
 def identity(path: Path) -> list[dict[str, Any]]:
-    """The identity of an input: name, bytes and a hash of both ends of each file. Raises ValueError."""
+    """The identity of an input: name, bytes and a hash of both ends of each file. Raises ValueError, OSError."""
     _, files = _look(path)
     return [_identity(file) for file in files]
 
@@ -110,8 +110,9 @@ def _look(path: Path) -> tuple[str, list[Path]]:
     if (path / "state.json").exists():
         if _part(path / "state.json", lambda state: state.get("_indices_files")):
             raise ValueError(f"--prompts {path} selects rows of its files; call flatten_indices() before you save it")
-        names = _part(path / "state.json", lambda state: [file["filename"] for file in state["_data_files"]])
-        return "arrow", [path / name for name in names]
+        return "arrow", _part(
+            path / "state.json", lambda state: [path / file["filename"] for file in state["_data_files"]]
+        )
     if files := sorted(path.glob("*.parquet")):
         return "parquet", files
     raise ValueError(f"--prompts {path} holds no state.json of a saved data set and no *.parquet; give {kinds}")
@@ -121,7 +122,7 @@ def _part(path: Path, take: Callable[[Any], Any]) -> Any:
     """The result of `take` for the contents of a JSON file. Raises ValueError, also if `take` fails on the contents."""
     try:
         return take(json.loads(path.read_text()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"--prompts {path} is damaged ({error!r}); save the data set again") from error
 
 
@@ -151,21 +152,11 @@ class Lines:
 
     def load(self, raw: bytes) -> object:
         """Parse a line; None for a blank line. Raises BadRow."""
-        if len(raw) > LONGEST_LINE:
-            raise BadRow(f"the line is longer than {LONGEST_LINE} bytes")
-        if not raw.strip():
-            return None
-        try:
-            row: object = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise BadRow(f"the line is no JSON: {error}") from error
-        if row is None:
-            raise BadRow("the line is null; give an object with columns, or leave the line blank")
-        return row
+        return _parsed(raw)
 
     def fraction(self) -> float:
         """Fraction of the bytes that were read."""
-        return self._at / self._size if self._size else 1.0
+        return min(1.0, self._at / self._size) if self._size else 1.0  # the file may have grown
 
     def count(self) -> int | None:
         """None: the lines are not counted."""
@@ -176,12 +167,25 @@ class Lines:
         return RandomLines(self._file, scratch)
 
 
+def _parsed(raw: bytes) -> object:
+    if len(raw) > LONGEST_LINE:
+        raise BadRow(f"the line is longer than {LONGEST_LINE} bytes")
+    if not raw.strip():
+        return None
+    try:
+        row: object = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"the line is no JSON: {error}") from error
+    if row is None:
+        raise BadRow("the line is null; give an object with columns, or leave the line blank")
+    return row
+
+
 class RandomLines:
     """Lines of a file by index. A temporary file in `scratch` holds the byte offset of each line, 8 bytes per line."""
 
     def __init__(self, file: BinaryIO, scratch: Path) -> None:
         self._file = file
-        self.load = Lines(file).load
         with tempfile.TemporaryFile(dir=scratch) as starts:
             count = self._write_starts(starts)
             starts.flush()
@@ -210,6 +214,20 @@ class RandomLines:
     def __getitem__(self, number: int) -> bytes:
         start, stop = (int(at) for at in self._starts[number : number + 2])
         return os.pread(self._file.fileno(), min(stop - start, LONGEST_LINE + 1), start)
+
+    def load(self, raw: bytes) -> object:
+        """See `Lines.load`."""
+        return _parsed(raw)
+
+
+class _CopiedRows(RandomLines):
+    """Rows of Parquet files, copied to JSON lines. A line that is a string says why its row is bad."""
+
+    def load(self, raw: bytes) -> object:
+        row = super().load(raw)
+        if isinstance(row, str):
+            raise BadRow(row)
+        return row
 
 
 class _Columnar:
@@ -243,7 +261,10 @@ class _Columnar:
 
 
 def _check_columns(path: Path, names: Sequence[str], columns: Columns) -> None:
-    """Raise ValueError if a file has no column that can hold a prompt."""
+    """Raise ValueError if a file has no column that can hold a prompt, or has two columns with a wanted name."""
+    twice = [name for name in columns.names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"--prompts {path} has several columns named {twice[0]!r}; rename all but one")
     if not set(names) & set(columns.prompts):
         raise ValueError(
             f"--prompts {path} has none of the columns {', '.join(columns.prompts)}; its columns: "
@@ -303,7 +324,7 @@ class Parquet(_Columnar):
                     row = str(error)
                 file.write(json.dumps(row, default=lambda value: {type(value).__name__: show(value)}).encode() + b"\n")
             file.flush()
-            return RandomLines(open(os.dup(file.fileno()), "rb", buffering=_BUFFER), scratch)
+            return _CopiedRows(open(os.dup(file.fileno()), "rb", buffering=_BUFFER), scratch)
 
 
 class Arrow(_Columnar):

@@ -190,8 +190,11 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
         lacking = [r for r in self._capture.missing if r[0] < self._capture.attrs["num_tokens"]]
         if self._capture.attrs["start"] or lacking:
             return "attention needs all earlier rows as keys, and the store lacks some"
-        if self._capture.attrs.get("attention", {}).get("sinks"):
+        facts = self._capture.attrs.get("attention", {})
+        if facts.get("sinks"):
             return "the model has attention sinks, which are not stored"
+        if facts.get("image_blocks") and (self._capture.media >= 0).any():
+            return "in this model image tokens see later tokens of their image, which is not computed"
         return ""
 
     def _add_norms(self, found: LazyTensors) -> None:

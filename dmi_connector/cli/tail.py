@@ -13,7 +13,7 @@ import numpy as np
 
 from dmi_connector.captures.capture import open_capture
 from dmi_connector.cli.tables import captures_json, format_bytes
-from dmi_connector.layout import TOKEN_ARRAYS
+from dmi_connector.layout import ALL_TOKEN_ARRAYS, TOKEN_ARRAYS
 from dmi_connector.store.format.remote_path import local_path
 from dmi_connector.store.read.index import CaptureInfo, IndexTail, find_captures
 from dmi_connector.wording import cut
@@ -21,7 +21,7 @@ from dmi_connector.wording import cut
 _PAUSE_S = 0.5
 """Seconds between two reads of the index, and between two searches for a key."""
 _COLUMNS = "{:<19}  {:>7}  {:>9}  {:<10}  {:<16}  {}"
-"""Format of a line. Widths are fixed, because later lines are not known yet. The column of any width is the last."""
+"""Format of a line. Widths are fixed, because later lines are not known yet. Only the last column has any width."""
 
 
 def follow(
@@ -57,11 +57,16 @@ class RowTail:
     hooks: names of hooks whose norms are printed, as in `Capture[...]`. once: raise ValueError if no capture has the
     key, instead of waiting for one. A capture that is still running is followed to its end in any case. complete:
     whether the capture has all its rows; false until the last line.
+
+    Raises ValueError for a name in `hooks` that is not a hook but one value per token.
     """
 
     def __init__(
         self, directory: Path, key: str, hooks: Sequence[str] = (), once: bool = False, as_json: bool = False
     ) -> None:
+        for name in hooks:
+            if name in ALL_TOKEN_ARRAYS:
+                raise ValueError(f"--hook {name}: it has one value per token, which has no norm; name a hook")
         self._directory, self._key, self._hooks, self._json = directory, key, list(hooks), as_json
         self._once, self.complete = once, False
 
@@ -103,9 +108,9 @@ class RowTail:
 
 
 def _norms(rows: np.ndarray) -> np.ndarray:
-    """Euclidean norms of rows, float32 [n]. rows: [n, width], or [layers, n, width] for a norm over all layers."""
+    """Euclidean norms of rows, float64 [n]. rows: [n, width], or [layers, n, width] for a norm over all layers."""
     flat = rows if rows.ndim == 2 else np.moveaxis(rows, 0, 1).reshape(rows.shape[1], -1)
-    return np.linalg.norm(flat.astype(np.float32), axis=-1)
+    return np.linalg.norm(flat.astype(np.float64), axis=-1)  # in float32, squares of large values overflow
 
 
 def _lines(found: list[CaptureInfo], as_json: bool) -> Iterator[str]:

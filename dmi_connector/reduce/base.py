@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from dmi_connector.reduce.fitted_file import FittedFile
 
 
+_MOST_DIGITS = 18
+"""Maximum number of digits of a number in a setting."""
+
+
 class Keeps(enum.Flag):
     """Properties of the hook's rows that decoded rows keep. An analysis refuses hooks without the properties it needs.
 
@@ -122,17 +126,20 @@ class Reduction:
         spec = f"{cls.kind}({inside})"
         for item in filter(None, (part.strip() for part in inside.split(","))):
             name, _, number = item.rpartition("=")
+            value: Any
             if item in cls.flags:
                 name, value = cls.flags[item]
-                found[name] = value
-            elif number.isdecimal() and name in ("", cls.number, *cls.named):
+            elif number.isdecimal() and len(number) <= _MOST_DIGITS and name in ("", cls.number, *cls.named):
                 if not (name or cls.number):
                     raise ReduceError(f"reduce: {cls.kind} takes no number, but {spec!r} gives {item!r}; leave it out")
-                found[name or cls.number] = int(number)
+                name, value = name or cls.number, int(number)
             else:
                 known = [*cls.flags, *([f"a number ({cls.number})"] if cls.number else [])]
                 takes = ", ".join([*known, *(f"{name}=NUMBER" for name in cls.named)]) or "nothing"
                 raise ReduceError(f"reduce: {item!r} in {spec!r} is unknown; {cls.kind} takes {takes}")
+            if name in found:
+                raise ReduceError(f"reduce: {spec!r} sets {name} twice; leave {item!r} out")
+            found[name] = value
         return found
 
     def settings(self) -> dict[str, Any]:

@@ -148,8 +148,11 @@ class TopK(Reduction):
         return ("exact" if self.exact else "topk"), self.sample * (MOST + 1) + self.k
 
     def indexes(self, stored: np.ndarray, width: int) -> np.ndarray:
-        """The indexes of the kept values, int64 [..., k], ascending."""
-        return unpack(stored, 0, self.k, f"uint{8 * self._index_bytes(width)}").astype(np.int64)
+        """The indexes of the kept values, int64 [..., k], ascending. Raises ValueError for damaged rows."""
+        found = unpack(stored, 0, self.k, f"uint{8 * self._index_bytes(width)}").astype(np.int64)
+        if found.size and found.max() >= width:
+            raise ValueError(f"a row of topk({self.k}) has the index {found.max()} of {width} values; it is damaged")
+        return found
 
     def sampled(self, stored: np.ndarray, width: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
         """The sample: (indexes int64, values float32), each [..., sample]. It may include kept values."""

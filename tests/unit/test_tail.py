@@ -122,7 +122,7 @@ def test_rows_of_a_capture_while_it_is_written(
     writer: Writer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = {"q": kit.random_bits(SPEC, 140)}
-    norms = np.linalg.norm(values["q"].view("f4")[0], axis=-1)
+    norms = np.linalg.norm(values["q"].view("f4")[0].astype("f8"), axis=-1)
     record = writer.owner.open(tmp_path / "a.zarr", SPEC, key="k")
     writer.owner.put(record, values, 0, 128)
     lines = iter(RowTail(tmp_path, "k", ["q@0"]))
@@ -164,3 +164,17 @@ def test_a_process_that_follows_prints_at_once_and_ends_by_an_interrupt(writer: 
         assert Path(json.loads(process.stdout.readline())["store"]).stem == "b"
         process.send_signal(signal.SIGINT)
         assert process.wait(kit.PATIENCE) == 130
+
+
+def test_rows_of_large_values_have_a_finite_norm(tmp_path: Path) -> None:
+    owner = kit.Store()
+    values = {"q": np.full((1, 6, 8), 1e30, np.float32).view("u4")}
+    owner.write(tmp_path / "a.zarr", [SPEC], 6, values=values, key="k")
+    assert owner.shutdown()
+    *rows, _ = map(json.loads, RowTail(tmp_path, "k", ["q@0"], once=True, as_json=True))
+    assert [row["norms"]["q@0"] for row in rows] == pytest.approx([8**0.5 * 1e30] * 6)
+
+
+def test_arrays_of_tokens_have_no_norm(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--hook positions: it has one value per token, which has no norm"):
+        RowTail(tmp_path, "k", ["q", "positions"])

@@ -60,7 +60,7 @@ def columns_of(captures: Captures, hooks: str) -> list[Column]:
     Raises ValueError as `check_column` does, and KeyError for a hook that the stores lack.
     """
     found = []
-    for name in dict.fromkeys(hooks.split(",")):
+    for name in dict.fromkeys(map(str.strip, hooks.split(","))):
         view = named_rows(captures, name)
         check_column(view, name)
         layer = view.layers[0] if view.layer is not None and view.layers else None

@@ -100,7 +100,7 @@ class PackedRows:
         return wanted
 
     def warnings(self, written: int) -> tuple[str, ...]:
-        """A warning about contexts that were left out, or about stores that were kept; () if neither happened.
+        """A warning about contexts that were left out, or about stores whose values are not finite; () without these.
 
         written: number of contexts written. Raises NotFinite if no context was written.
         """

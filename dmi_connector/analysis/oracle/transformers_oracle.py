@@ -235,9 +235,10 @@ def _is_there(point: Point, present: Mapping[str, Any]) -> bool:
 def compare(capture: Capture, oracle: Oracle, images: Mapping[str, Any] | None = None) -> dict[str, float]:
     """{hook: largest absolute difference between `capture` and `oracle`, over all layers and rows that are present}.
 
-    The difference is NaN if either has a NaN. Reduced hooks are decoded first, so that the difference includes the loss
-    of the reduction. Hooks of `Oracle.without` are left out. Probes, hooks that are stored as other values (rp, cs,
-    pca, attn) and hooks without a row are left out with a warning. images: see `Oracle.run`.
+    The difference is NaN if either has a NaN, or both have the same infinity. Reduced hooks are decoded first, so that
+    the difference includes the loss of the reduction. Hooks of `Oracle.without` are left out. Probes, hooks that are
+    stored as other values, such as projections, and hooks without a row are left out with a warning. images: see
+    `Oracle.run`.
 
     Raises ValueError if the capture does not begin at position 0, because its earlier tokens are then unknown. Raises
     ValueError for a capture without rows or token ids, for a hook that the oracle does not compute, for other shapes

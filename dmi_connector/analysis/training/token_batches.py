@@ -197,6 +197,8 @@ class TokenBatches(IterableDataset[Batch]):
         return {**asdict(at), "workers": workers, "world_size": self.world_size, "of": self._print()}
 
     def _checked(self, state: dict[str, Any], workers: int) -> Position:
+        if lacking := [name for name in ("epoch", "batch", "workers", "world_size", "of") if name not in state]:
+            raise ValueError(f"the state lacks {', '.join(lacking)}; give a result of state_dict of this data set")
         for name, own in (("workers", workers), ("world_size", self.world_size), ("of", self._print())):
             if state[name] != own:
                 if name == "of":

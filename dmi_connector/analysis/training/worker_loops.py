@@ -31,8 +31,8 @@ class WorkerLoops:
     """Numbers the loops of a torch DataLoader with workers, which does not tell the parent process about them.
 
     The workers of one loop have the same base seed. Each worker writes the seed and the number of its first loop to its
-    own int64 in shared memory. The other workers find the seed there, and take the same number. The write of an int64
-    is atomic.
+    own int64 in shared memory. The other workers find the seed there, and take the same number. Later loops may have
+    the same seed, if torch is seeded before each loop. The write of an int64 is atomic.
     """
 
     def __init__(self) -> None:
@@ -61,8 +61,9 @@ class WorkerLoops:
         else:
             most = int(self._last.max())  # read before `_first`, and written after it
             noted = self._first.clone()
-            same = noted[(noted >= 0) & (noted & _SEED == seed)]
-            number = int(same[0]) >> 40 if len(same) else most + 1
+            same = torch.where((noted >= 0) & (noted & _SEED == seed), noted >> 40, -1)
+            # A worker begins each loop once. So if it finds its own number, an earlier loop had the same seed.
+            number = int(same.max()) if same.max() > same[worker] else most + 1
             self._first[worker] = number << 40 | seed
         self._last[worker] = number
         self._own = seed, number

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 
 CHAINS = ("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp", "dflash")
-"""Methods of `speculative_config` that propose one token per position. So the rows of a request's accepted tokens are
-in consecutive slots."""
+"""Methods of `speculative_config` that propose one token per position, so that the rows of a request's accepted tokens
+are in consecutive slots.
+"""
 
 
 def check_chain(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for speculative decoding in which the rows of accepted tokens could not be identified."""
+    """Raise ValueError for speculative decoding in which the rows of accepted tokens could not be identified."""
     speculative: Any = vllm_config.speculative_config
     if speculative.method not in CHAINS:
         raise ValueError(

@@ -68,7 +68,7 @@ def announce(
             limits[f"{writers} writers, uncompressed"] = writers * plain * 1e9
             logger.info(
                 "dmi_connector: %d writers compress with %s up to about %.1f GB/s = %.0f tokens/s; above that they "
-                "leave chunks uncompressed, unless the disk is slower (always_compress: never)",
+                "leave chunks uncompressed, unless the disk is slower or always_compress is set",
                 writers,
                 codec.name,
                 compressed / 1e9,

@@ -95,7 +95,7 @@ class JournalTail:
         """Read new records, up to the first one that is torn, damaged or not written yet.
 
         Raises FileNotFoundError if the journal was removed because its store is finished. Raises ValueError if the
-        first record is not a header.
+        first record is not a header, and for an undamaged record that this format does not have.
         """
         with open(self._path, "rb") as file:
             file.seek(self._at)
@@ -106,7 +106,10 @@ class JournalTail:
             record = data[at + FRAME.size : at + FRAME.size + size]
             if not size or len(record) < size or crc32c(record) != crc:
                 break
-            self._add(record)
+            try:
+                self._add(record)
+            except (struct.error, LookupError, TypeError, AttributeError) as error:
+                raise ValueError(f"it has a record that is not of this format ({error!r})") from error
             at += FRAME.size + size
         self._at += at
         if self.content is not None:
@@ -120,7 +123,10 @@ class JournalTail:
             raise ValueError("it has no sound header")
         header = json.loads(record[1:])
         arrays = [JournalArray(ArraySpec(**spec)) for spec in header.pop("arrays")]
-        self.content = JournalContent(arrays, **header)
+        content = JournalContent(arrays, **header)
+        if content.chunk_tokens < 1 or content.segment_tokens < 1:
+            raise ValueError("its header has no valid size of chunks")
+        self.content = content
 
 
 def read_journal(path: Path) -> JournalContent:
@@ -157,6 +163,8 @@ def _read_record(log: JournalContent, record: bytes) -> None:
         log.length, log.samples = end["length"], end["samples"]
     elif kind == CHUNK:
         _, first, count = CHUNK_HEAD.unpack_from(record)
+        if not count:
+            raise ValueError("it has a chunk without rows")  # readers would look for the next chunk at the same row
         at = CHUNK_HEAD.size
         for array in log.arrays:
             if not array.spec.per_sample:

@@ -71,7 +71,10 @@ class PartialStore:
         return next((j.token_ids[first] for j in self._journals if first in j.token_ids), None)
 
     def written(self, known: np.ndarray) -> np.ndarray:
-        """Token ids of the first n rows, which all arrays have, int32 [n]. known: the result of an earlier call."""
+        """Token ids of the rows that all arrays have so far, int32 [n]. Only once `attrs` has returned attributes.
+
+        known: the result of an earlier call, or an empty array.
+        """
         chunk, arrays = self._journals[0].chunk_tokens, [s.name for s in self._specs().values() if not s.per_sample]
         at = len(known) // chunk * chunk
         found = [known[:at]]
@@ -81,7 +84,7 @@ class PartialStore:
         return np.concatenate(found)
 
     def sampled(self, array: str) -> np.ndarray:
-        """Positions of the final samples of an array, int32 [samples]; [] without the array."""
+        """Token positions of the samples of an array that will not change any more, int32 [samples]; [] without it."""
         journal = self._arrays.get((array, 0))
         count = _written(journal, 0)
         return np.array([journal.positions[at] for at in range(count)] if journal else [], np.int32)
@@ -118,7 +121,10 @@ class PartialStore:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
     def documents(self, length: int, samples: int) -> dict[str, Any]:
-        """{array: zarr.json that it would have in a store with `length` rows and `samples` rows of logits}."""
+        """{array: its zarr.json in a store with `length` rows and `samples` rows of logits}.
+
+        Only once `attrs` has returned attributes.
+        """
         journal = self._journals[0]
         grid = schema.Grid(journal.chunk_tokens, journal.segment_tokens)
         return {

@@ -67,5 +67,11 @@ def test_where_attention_cannot_be_computed_it_is_not_measured(
     alone = oraclestore.write(oracle("qwen3"), tmp_path / "a.zarr", list(range(20)), hooks=("q_rot",)).path
     assert AttentionOverlap.of([alone], "q_rot", 1) is None
     assert AttentionOverlap.of([*stores, alone], "q_rot", 1) is None
+    facts = {"scale": SIZE**-0.5, "image_blocks": True}
+    oraclestore.write(oracle("qwen3"), tmp_path / "text.zarr", list(range(20)), facts)
+    assert AttentionOverlap.of([tmp_path / "text.zarr"], "q_rot", 1) is not None
+    image = [{"positions": [[3, 7]]}]
+    oraclestore.write(oracle("qwen3"), tmp_path / "image.zarr", list(range(20)), facts, media=image)
+    assert AttentionOverlap.of([tmp_path / "image.zarr"], "q_rot", 1) is None, "the image sees later tokens"
     [projected] = fidelity(stores, ["rp(16)"], "q_rot", [1])
     assert "attention" not in projected.measures

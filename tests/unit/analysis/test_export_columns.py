@@ -14,6 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from dmi_connector import open_capture
+from dmi_connector.analysis.export.columns import columns_of
+from dmi_connector.captures.captures import open_captures
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from tests import snippets
@@ -51,6 +53,11 @@ def test_arrays_of_numpy_are_those_of_the_store(stores: Path, tmp_path: Path) ->
             assert np.array_equal(found["q@0"], capture.numpy("q", 0).reshape(ROWS, 8))
             assert np.array_equal(found["resid_final"], capture.numpy("resid_final"))
             assert found["resid_pre@1"].dtype == np.float32
+
+
+def test_hooks_may_have_spaces_between_them(stores: Path) -> None:
+    columns = columns_of(open_captures(stores), " resid_pre@1, q@-1 ,q@-1")
+    assert [(column.name, column.layer) for column in columns] == [("resid_pre@1", 1), ("q@-1", 1)]
 
 
 def test_a_table_of_parquet_has_a_row_per_token(stores: Path, tmp_path: Path) -> None:

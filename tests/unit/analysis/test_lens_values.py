@@ -94,6 +94,26 @@ def test_a_lens_has_no_values_for_rows_that_are_lost(checks: list[Any]) -> None:
             logit_lens(capture, END, top)
 
 
+def test_a_token_that_the_model_excludes_adds_nothing_to_a_lens() -> None:
+    """Its logit is minus infinity in all layers, because the head's bias is."""
+    offset = normal(VOCABULARY)
+    offset[4] = -np.inf
+    found = logit_lens(Held(), replace(END, offset=offset), 2)  # type: ignore[arg-type]
+    others = Unembedding(**{**vars(END), "weight": np.delete(END.weight, 4, 0), "offset": np.delete(offset, 4)})
+    wanted = logit_lens(Held(), others, 2)  # type: ignore[arg-type]
+    for name in ("entropy", "divergence", "chance"):
+        np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_a_token_outside_the_vocabulary_has_no_surprise() -> None:
+    """Such as the id that stands for an image."""
+    capture: Any = Held()
+    whole = uncertainty(capture, END).surprise
+    capture.token_ids = np.where(np.arange(TOKENS) == 3, VOCABULARY, IDS)
+    found = uncertainty(capture, END).surprise
+    assert np.flatnonzero(np.isnan(found) & ~np.isnan(whole)).tolist() == [2]
+
+
 def test_the_likeliest_tokens_come_in_order_and_none_of_a_row_with_a_nan() -> None:
     logs = np.log(np.array([[0.1, 0.4, 0.3, 0.2], [0.4, 0.1, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]], "f4"))
     logs[2, 3] = np.nan

@@ -319,6 +319,8 @@ def test_a_loader_resumes_exactly(captures: Captures, workers: int) -> None:
 
 def test_a_state_of_other_data_or_workers_is_refused(captures: Captures) -> None:
     state = make(captures).state_dict()
+    with pytest.raises(ValueError, match="the state lacks batch, workers, world_size, of; give a result of state_dict"):
+        make(captures).load_state_dict({"epoch": 3, "optimizer": {}})
     for other in ({"seed": 6}, {"batch_size": 21}, {"hooks": "resid_pre@1"}, {"skip": 1}):
         with pytest.raises(ValueError, match="the state is of other stores or settings"):
             make(captures, **other).load_state_dict(state)
@@ -521,3 +523,14 @@ def test_each_loop_of_workers_begins_where_the_one_before_it_ended() -> None:
 
     assert [start(1000, 0), start(7000, 0), start(50, 1)] == [first, Position(3, 0, 9), Position(4, 0, 9)]
     assert start(50, 1) == Position(5, 0, 9), "persistent workers keep their seed"
+
+
+def test_loops_of_workers_with_equal_seeds_go_on() -> None:
+    """Torch may be seeded before each loop. Each call is of a new process."""
+    loops, first = WorkerLoops(), Position(0, 0, 1)
+    epochs = []
+    for worker in (0, 1, 1, 0, 0, 1, 2, 2, 0, 1):
+        loops._own = None
+        info = SimpleNamespace(seed=7 + worker, id=worker)
+        epochs.append(loops.start(info, first, lambda at: Position(at.epoch + 1, 0, at.end + 1)).epoch)
+    assert epochs == [0, 0, 1, 1, 2, 2, 2, 3, 3, 3]

@@ -534,6 +534,15 @@ def test_at_the_budget_a_run_can_end_and_go_on_later(store: Path, out: Path, tmp
     check_whole(out, range(12))
 
 
+def test_a_run_does_not_end_at_a_budget_that_is_only_counted_as_full(store: Path, out: Path, tmp_path: Path) -> None:
+    """A measurement counts the stores in flight, which are counted again at their end."""
+    prompts = write_prompts(tmp_path / "p.jsonl", 12)
+    sizes = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
+    budget = Budget(out, max_bytes=13 * (sizes + 4096), clock=lambda: 0.0)
+    budget._used += 10 * (sizes + 4096)
+    assert go(prompts, out, FakeEngines(store, out), budget=budget, end_when_full=True).all_done
+
+
 def test_min_free_bytes_counts_what_is_free_on_the_disk(
     store: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,6 +187,36 @@ def test_values_that_json_lacks_are_bad_rows_in_any_order(tmp_path: Path) -> Non
             Prompt.of(loaded(source, order, tmp_path)[0][2], Columns())
 
 
+def test_a_row_that_arrow_cannot_convert_has_its_reason_in_any_order(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": pa.array([b"\xff"]).view(pa.string())}), tmp_path / "p.parquet")
+    source = open_source(tmp_path / "p.parquet", Columns())
+    for order in (Order(), Order(shuffle=0)):
+        with pytest.raises(BadRow, match=r"the row cannot be read: .*utf-8"):
+            loaded(source, order, tmp_path)
+
+
+@pytest.mark.parametrize("form", ["parquet", "dataset"])
+def test_two_columns_of_one_name_are_refused(form: str, tmp_path: Path) -> None:
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+    path = tmp_path / "p.parquet"
+    if form == "parquet":
+        pq.write_table(table, path)
+    else:
+        path = as_dataset(tmp_path / "d", 5)
+        with pa.ipc.new_stream(str(path / "data-00001-of-00002.arrow"), table.schema) as stream:
+            stream.write_table(table)
+    with pytest.raises(ValueError, match=r"several columns named 'prompt'; rename all but one"):
+        open_source(path, Columns())
+
+
+def test_a_file_that_grows_is_read_to_its_end(tmp_path: Path) -> None:
+    path = as_lines(tmp_path / "p.jsonl", 5)
+    source = open_source(path, Columns())
+    with open(path, "a") as file:
+        file.write('{"prompt": "more"}\n')
+    assert len(list(source)) == 6 and source.fraction() == 1.0
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -332,7 +362,14 @@ def test_a_damaged_arrow_file_is_named(damage: str, says: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
-@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"_data_files": [1], "splits": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "{}", "[]", "[" * 100_000),
+        '{"_data_files": [1], "splits": 3}',
+        '{"_data_files": [{"filename": 1}], "splits": 3}',
+    ],
+)
 def test_a_damaged_file_of_a_data_set_is_named(name: str, text: str, tmp_path: Path) -> None:
     path = as_dataset(tmp_path / "set", 5)
     (path / name).write_text(text)

@@ -20,6 +20,7 @@ from dmi_connector.reduce import parse
 from dmi_connector.reduce.basis import METADATA, Basis
 from dmi_connector.reduce.pca import fit
 from dmi_connector.reduce.projection import matrix
+from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.kept_files import BASES, keep_copy
 from tests import storekit as kit
@@ -396,3 +397,33 @@ def test_a_direction_behind_a_layer_takes_the_form_of_the_array_it_lies_in(store
         assert found.shape == (4,)
         with pytest.raises(ValueError, match="'resid_post' was not stored as a projection"):
             cap.project("resid_post", direction, 0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"k": "8"}, {"k": None}, {"more": 1}, {"kind": ["topk"]}, {"width": "x"}, {"dtype": ...}], ids=str
+)
+def test_a_forged_entry_of_a_reduced_hook_is_refused(
+    change: dict[str, Any], stores: kit.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reduced = {**TOPK.settings(), "width": 100, "dtype": "float32", **change}
+    reduced = {name: value for name, value in reduced.items() if value is not ...}
+    capture = topk_store(stores, tmp_path / "a.zarr")
+    monkeypatch.setitem(capture.attrs["hooks"]["mlp_post"], "reduce", reduced)
+    with pytest.raises(ValueError, match=r"a\.zarr: the entry of a reduced hook is damaged"):
+        capture.numpy("mlp_post", 0)
+
+
+def test_damaged_rows_of_topk_are_refused(stores: kit.Store, tmp_path: Path) -> None:
+    capture = topk_store(stores, tmp_path / "a.zarr")
+    with pytest.raises(ValueError, match=r"a row of topk\(8\) has the index \d+ of 100 values; it is damaged"):
+        capture.numpy("mlp_post", 0)
+
+
+TOPK = TopK(8)
+
+
+def topk_store(stores: kit.Store, path: Path) -> Capture:
+    """A store of random bytes, where rows of topk are expected."""
+    reduced = {**TOPK.settings(), "width": 100, "dtype": "float32"}
+    stores.write(path, [ArraySpec("mlp_post", "uint8", (0, 1), TOPK.stored_width(100, "float32"), reduce=reduced)], 20)
+    return open_capture(path, 0)

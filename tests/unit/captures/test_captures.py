@@ -350,12 +350,19 @@ def test_random_rows_may_repeat_and_come_in_any_order(view: RowView) -> None:
         view[[435]]
 
 
+def test_an_ellipsis_without_a_dimension_moves_axes_as_in_numpy(directory: Path) -> None:
+    view, expected = open_captures(directory).rows("resid_pre"), joined("resid_pre")
+    for index in ((slice(None), [2, 4], ..., 0), ([1, 0], [2, 4], ...), (..., [2, 4], [0, 1]), (0, [3], ..., [1])):
+        np.testing.assert_array_equal(view[index], expected[index], strict=True)
+
+
 def test_what_is_no_row_of_a_view_is_refused(view: RowView) -> None:
     bad: list[tuple[Any, str]] = [
         ((3, 4, 5), r"has 2 dimensions, the index \(3, 4, 5\) has more"),
-        ((..., 3, ...), "has 2 dimensions"),
+        ((..., 3, ...), "has 2 dimensions, the index .* has several ellipses; give one"),
         ((435, 0), "has 435 rows, row 435 does not exist"),
         ((slice(None), None), "has no column None"),
+        ((..., True), "has no column True"),
         (np.zeros((435, 8), bool), r"has 435 rows, the mask of tokens has shape \(435, 8\)"),
         ("5", "has no row 5;"),
         (np.array([2**64 - 1], np.uint64), "row 18446744073709551615 does not exist"),

@@ -127,9 +127,9 @@ def cache_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     monkeypatch.setitem(sys.modules, "transformer_lens", SimpleNamespace(ActivationCache=ActivationCache))
     monkeypatch.delitem(sys.modules, module, raising=False)
 
-    def make(specs: list[ArraySpec], rows: int = 10, **options: Any) -> Any:
+    def make(specs: list[ArraySpec], rows: int = 10, more: Attrs | None = None, **options: Any) -> Any:
         owner = kit.Store(1 << 20)
-        attrs = {"num_layers": 2, "dims": {"heads": 2, "kv_heads": 1, "head_dim": 8}}
+        attrs = {"num_layers": 2, "dims": {"heads": 2, "kv_heads": 1, "head_dim": 8}, **(more or {})}
         owner.write(tmp_path / "a.zarr", specs, rows, attrs=attrs, **options)
         assert owner.shutdown()
         return open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True).activation_cache()
@@ -152,6 +152,12 @@ def test_the_reason_for_an_absent_pattern_is_that_of_its_layer(cache_of: Callabl
     assert cache.why_absent("attn.hook_pattern").endswith("name one, as in blocks.1.attn.hook_pattern")
     assert cache.why_absent("attn.hook_rot_q").endswith("name one, as in blocks.1.attn.hook_rot_q")
     assert all(cache.absent.values())
+
+
+def test_a_pattern_that_an_image_does_not_have_is_absent(cache_of: Callable[..., Any]) -> None:
+    cache = cache_of(of_attention(1), more={"attention": {"image_blocks": True}, "media": [{"positions": [[3, 7]]}]})
+    assert "blocks.1.attn.hook_pattern" not in cache.cache_dict
+    assert "image tokens see later tokens" in cache.absent["attn.hook_pattern"]
 
 
 def test_queries_and_keys_of_different_layers_give_no_pattern(cache_of: Callable[..., Any]) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
+from dmi_connector.store.format.shard_index import index_bytes, read_index
 from dmi_connector.store.read.files import thread_pool
 from dmi_connector.store.read.files.thread_pool import in_threads, read_threads, set_read_threads
 from tests import storekit as kit
@@ -170,6 +171,21 @@ def test_a_damaged_index_is_an_error_that_names_the_file(tmp_path: Path) -> None
     flip(tmp_path / "a.zarr/k/c/0/0/1", -6)
     with pytest.raises(ValueError, match=r"k/c/0/0/1: shard index does not match its crc32c"):
         open_capture(tmp_path / "a.zarr", timeout=0).numpy("k")
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("offset", [2**63 - 1, 2**64 - 2])
+def test_an_offset_that_no_file_has_is_an_error_that_names_the_file(offset: int, codec: str, tmp_path: Path) -> None:
+    """With a sound checksum of the index, of four chunks in two layers."""
+    write(tmp_path / "a.zarr", codec)
+    path = tmp_path / "a.zarr/z/c/0/0/0"
+    data = path.read_bytes()
+    index = read_index(data[-132:], (2, 4)).copy()
+    index[..., 0] = offset
+    path.write_bytes(data[:-132] + index_bytes(index))
+    for tokens in (None, [3]):
+        with pytest.raises(ValueError, match="z/c/0/0/0: "):
+            open_capture(tmp_path / "a.zarr", timeout=0).numpy("z", tokens=tokens)
 
 
 def test_a_shard_that_a_complete_store_lacks_is_an_error(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -12,8 +13,9 @@ import pytest
 
 from dmi_connector.captures.capture import open_capture
 from dmi_connector.layout import PayloadLayout
+from dmi_connector.store.format.checksum import crc32c
 from dmi_connector.store.format.completeness import Cause, Loss
-from dmi_connector.store.read.journal import JournalContent, read_journal
+from dmi_connector.store.read.journal import CHUNK_HEAD, FRAME, ROWS_HEAD, JournalContent, read_journal
 from dmi_connector.store.write.arrays.array_writer import ArrayWriter
 from dmi_connector.store.write.arrays.shard_writer import FileCache
 from dmi_connector.store.write.finish import repair
@@ -191,6 +193,33 @@ def test_a_journal_is_read_up_to_any_damage(journal: Journal, tmp_path: Path, da
         assert told == (ROWS[len(before)], samples, None, len(changed) - before[-1].stop), at
     path.write_bytes(data)
     assert known(read_journal(path)) == (40, 3, 40, 0) and read_journal(path).samples == {"logits": 2}
+
+
+HEADER = (
+    b"H"
+    + json.dumps(
+        {"arrays": [Q.to_json()], "chunk_tokens": 16, "segment_tokens": 32, "codec": "none", "about": None}
+    ).encode()
+)
+FORGED = {
+    "header of text": [b'H{"arrays": 5}'],
+    "unknown field": [HEADER[:-1] + b', "more": 1}'],
+    "chunks of no rows": [HEADER.replace(b'"chunk_tokens": 16', b'"chunk_tokens": 0')],
+    "short chunk": [HEADER, b"C"],
+    "chunk without rows": [HEADER, CHUNK_HEAD.pack(b"C", 0, 0) + bytes(100)],
+    "short samples": [HEADER, b"R"],
+    "samples of no array": [HEADER, ROWS_HEAD.pack(b"R", 7, 0, 0)],
+    "end without a length": [HEADER, b"E{}"],
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_records_of_another_format_are_a_value_error(kind: str, tmp_path: Path) -> None:
+    """They have the right checksum."""
+    frames = [FRAME.pack(len(record), crc32c(record)) + record for record in FORGED[kind]]
+    (tmp_path / "journal").write_bytes(b"".join(frames))
+    with pytest.raises(ValueError, match=r"^it has a (record|chunk)|^its header"):
+        read_journal(tmp_path / "journal")
 
 
 def test_zeros_after_the_records_of_a_journal_are_torn_bytes(journal: Journal, tmp_path: Path) -> None:

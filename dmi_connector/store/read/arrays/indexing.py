@@ -62,16 +62,18 @@ def split_index(index: Any, axes: Mapping[str, int], whose: str) -> tuple[list[N
     axes: name and length of each axis except the last. Returns (places along each of these axes, index into the array
     that is read at these places). Both steps together give the same result as `index` on the whole array.
 
-    Raises IndexError like `row_numbers`, and for None, for masks over several axes, and for too many parts.
+    Raises IndexError like `row_numbers`, and for None, for masks over several axes, for a single boolean, and for too
+    many parts.
     """
     parts = [*index] if isinstance(index, tuple) else [index]
     dots = [at for at, part in enumerate(parts) if part is Ellipsis]
     if len(dots) > 1 or len(parts) - len(dots) > len(axes) + 1:
-        raise IndexError(f"{whose} has {len(axes) + 1} dimensions, the index {index!r} has more")
+        given = "several ellipses; give one" if len(dots) > 1 else "more"
+        raise IndexError(f"{whose} has {len(axes) + 1} dimensions, the index {index!r} has {given}")
     at = dots[0] if dots else len(parts)
     parts[at : at + 1] = [slice(None)] * (len(axes) + 1 - len(parts) + len(dots))
-    if parts[-1] is None:  # numpy would add a dimension
-        raise IndexError(f"{whose} has no column None; give whole numbers, a slice or a mask")
+    if parts[-1] is None or (np.ndim(parts[-1]) == 0 and np.asarray(parts[-1]).dtype == bool):  # adds a dimension
+        raise IndexError(f"{whose} has no column {parts[-1]}; give whole numbers, a slice or a mask")
     wanted: list[Numbers] = []
     rest: list[Any] = []
     for (name, length), part in zip(axes.items(), parts[:-1], strict=True):
@@ -82,6 +84,8 @@ def split_index(index: Any, axes: Mapping[str, int], whose: str) -> tuple[list[N
     listed = [at for at, part in enumerate(rest) if not isinstance(part, slice)]
     if len(listed) == 1 and listed[0] < len(axes) and np.ndim(rest[listed[0]]) == 1:
         rest[listed[0]] = slice(None)  # with a single list, the array that was read is the result, without a copy
+    if dots:
+        rest.insert(at, Ellipsis)  # it separates lists, also without a dimension, and numpy then moves their axes
     return wanted, tuple(rest)
 
 

@@ -68,6 +68,10 @@ class StoredFile(ABC):
         return None
 
 
+_LARGEST = 1 << 62
+"""Bytes that no local file has. A damaged index may have any offset, and the system refuses the largest ones."""
+
+
 class LocalFile(StoredFile):
     """A local file, or a byte range of one.
 
@@ -95,7 +99,7 @@ class LocalFile(StoredFile):
 
     def read_into(self, offset: int, parts: Sequence[Buffer]) -> None:
         wanted = sum(map(len, parts))
-        if self._nbytes is not None and offset + wanted > self._nbytes:
+        if offset + wanted > (_LARGEST if self._nbytes is None else self._nbytes):
             raise ValueError("the file ends before its chunks do")
         got = _preadv(self._fd, parts, self._base + offset)
         if got != wanted:

@@ -45,7 +45,10 @@ ENDS = (State.COMPLETE, State.INCOMPLETE, State.FAILED, State.ABORTED)
 
 @dataclass(frozen=True)
 class End:
-    """The arguments of `Captures.close`. attrs: root attributes, {} for ranks above 0. arrays: packed token arrays."""
+    """The arguments of `Captures.close`.
+
+    attrs: root attributes, {} for ranks above 0. arrays: {name: token array, packed by `messages.pack_array`}.
+    """
 
     length: int
     samples: dict[str, int]
@@ -60,7 +63,8 @@ class CaptureRecord:
 
     final: path of the store. attrs: root attributes known so far. losses: reported by writers. to_come: payload bytes
     that may still arrive. client_number: number of the capture in the engine's client. reason, label: why the capture
-    is not complete (completeness.py); None until that is known.
+    is not complete (completeness.py); None until that is known. takers: by segment, the assignments that write its
+    token arrays.
     """
 
     number: int
@@ -77,9 +81,7 @@ class CaptureRecord:
     assignments: list[Assignment]
     check: RowCheck
     client_number: int = 0
-    takers: dict[int, list[Assignment]] = field(
-        default_factory=dict
-    )  # by segment: the assignments that write its token arrays
+    takers: dict[int, list[Assignment]] = field(default_factory=dict)
     unfinished: set[str] = field(default_factory=set)  # arrays of writers that died, whose files are rebuilt
     state: State = State.OPEN
     losses: list[Loss] = field(default_factory=list)
