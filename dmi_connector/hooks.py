@@ -284,7 +284,10 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
             if name in ALWAYS:
                 absent += [] if _has(name, dims) or lenient or match["drop"] else [(item, name)]
                 continue
-            for target, layers in _layers_for(name, match["layers"], dims, item):
+            pairs = _layers_for(name, match["layers"], dims, item)
+            if only is not None and not match["layers"]:  # resid_post: a server may capture only one of its two hooks
+                pairs = [pair for pair in pairs if pair[0] in only.hooks] or pairs
+            for target, layers in pairs:
                 available = set(dims.layers_of(dims.hooks[target]))
                 if not available & layers and not lenient:
                     raise _does_not_exist(item, target, dims)
