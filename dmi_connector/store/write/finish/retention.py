@@ -79,7 +79,7 @@ class StoreSizes:
         key = (entry.path, entry.inode())
         if key not in self._known:
             found = _tree_bytes(entry.path), _finished(entry.path) or 0.0
-            if not entry.name.endswith(".zarr"):
+            if not entry.name.endswith(".zarr") or not found[1]:  # unfinished, or a copy that is not complete yet
                 return found
             self._known[key] = found
         return self._known[key]
@@ -217,6 +217,8 @@ def _remove_leftovers(directory: str | os.PathLike[str]) -> list[str]:
                 with claim(entry.path) as alone:
                     if alone:
                         shutil.rmtree(entry.path)
+            except FileNotFoundError:
+                continue  # another process has just finished this removal
             except OSError as error:
                 errors.append(f"{entry.name}: {error}")
     return errors
@@ -288,11 +290,13 @@ def usage_stamp(directory: str) -> tuple[int, int] | None:
 
 
 def read_usage(directory: str) -> Usage | None:
-    """The keeper's last measurement; None if there is none, or if another version wrote it. Raises OSError."""
+    """The keeper's last measurement; None if there is none, if it is damaged, or if another version wrote it.
+
+    Raises OSError.
+    """
     try:
         with open(os.path.join(directory, USAGE_NAME), opener=no_follow) as f:
             found = json.load(f)
-            known = set(Usage._fields) <= found.keys()  # a file of another version may lack fields
-            return Usage(*(found[name] for name in Usage._fields)) if known else None
-    except FileNotFoundError:
-        return None
+            return Usage(*(found[name] for name in Usage._fields))
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # the keeper's next measurement replaces the file
