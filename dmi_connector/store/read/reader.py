@@ -185,7 +185,7 @@ class StoreReader:
 
         Raises KeyError without logits.
         """
-        self._table.sources("logits")
+        self.sources("logits")
         return self._plain("logits_positions")
 
     def runs(self, most: int) -> Iterator[slice]:
