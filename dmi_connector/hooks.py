@@ -275,7 +275,8 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
     or layer outside `only` is an error; presets and wildcards skip it.
 
     Raises:
-        SelectionError: an unknown name, a hook or layer that the model lacks or `only` excludes, or an empty result.
+        SelectionError: an unknown name, a layer that the model lacks, a hook that is in none of the named layers, a
+            hook or layer that `only` excludes, or an empty result. Named layers without the hook are skipped otherwise.
     """
     chosen: dict[str, set[int]] = {}
     absent: list[tuple[str, str]] = []  # (item, name in ALWAYS that the model lacks)

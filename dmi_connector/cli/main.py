@@ -195,6 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not arguments:
             make_parser().print_help()
+            _flush()
             return 0
         if arguments[0] in _ON_LINUX:
             check_linux(arguments[0])

@@ -199,7 +199,9 @@ class StoreReader:
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def array(self, hook: str) -> zarr.Array:
-        """The Zarr array of a hook, [layers, tokens, width] (for logits: [samples, vocab]).
+        """The Zarr array of a hook as stored, [layers, tokens, stored width] (for logits: [samples, vocab]).
+
+        A hook that exists once has one layer. Values of a reduced hook are not decoded.
 
         Raises KeyError for an unknown hook, and ValueError for `resid_post` if it is in two arrays.
         """

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 REMOVING_SUFFIX = ".removing"
 """Suffix of the name of a store that is being removed."""
 RECENT_S = 60.0
-"""`Usage.over` lists the stores that were finished in this many seconds before the measurement."""
+"""`Usage.over` lists the stores that were finished within this many seconds before the measurement."""
 USAGE_NAME = ".usage.json"
 """JSON file with the fields of a `Usage`, and "measured", the time in ISO 8601. `Keeper` writes the file, and
 engine/scheduler/quota.py reads it.
