@@ -520,6 +520,13 @@ def test_an_interrupted_removal_is_finished_by_the_next_one(stores: Path) -> Non
     assert names(stores) == [f"s{i}.zarr" for i in range(1, 5)]
 
 
+def test_an_interrupted_removal_of_an_earlier_store_does_not_stop_that_of_a_new_one(stores: Path) -> None:
+    left = stores / ("s0.zarr" + REMOVING_SUFFIX)
+    shutil.copytree(stores / "s1.zarr", left)
+    assert remove_store(stores / "s0.zarr") and not left.exists()
+    assert names(stores) == [f"s{i}.zarr" for i in range(1, 5)]
+
+
 def test_a_removal_that_another_process_finishes_is_no_error(stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.rename(stores / "s0.zarr", stores / ("s0.zarr" + REMOVING_SUFFIX))
 

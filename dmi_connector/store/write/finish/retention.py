@@ -197,6 +197,8 @@ def remove_store(path: Path, line: dict[str, Any] | None = None) -> bool:
             if not alone:
                 return False
             condemned = path.with_name(path.name + REMOVING_SUFFIX)
+            if condemned.exists():  # of an earlier store of this name, whose removal was interrupted
+                shutil.rmtree(condemned, ignore_errors=True)
             os.rename(path, condemned)
             if path.with_name(INDEX_NAME).exists():
                 removed = {"event": "remove", "store": path.name, "state": "removed", "removed": now()}
