@@ -275,7 +275,8 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
     or layer outside `only` is an error; presets and wildcards skip it.
 
     Raises:
-        SelectionError: an unknown name, a hook or layer that the model lacks or `only` excludes, or an empty result.
+        SelectionError: an unknown name, a layer that the model lacks, a hook that is in none of the named layers, a
+            hook or layer that `only` excludes, or an empty result. Named layers without the hook are skipped otherwise.
     """
     chosen: dict[str, set[int]] = {}
     absent: list[tuple[str, str]] = []  # (item, name in ALWAYS that the model lacks)
@@ -284,7 +285,10 @@ def parse_selection(spec: str | Iterable[str], dims: ModelDims, only: Selection 
             if name in ALWAYS:
                 absent += [] if _has(name, dims) or lenient or match["drop"] else [(item, name)]
                 continue
-            for target, layers in _layers_for(name, match["layers"], dims, item):
+            pairs = _layers_for(name, match["layers"], dims, item)
+            if only is not None and not match["layers"]:  # resid_post: a server may capture only one of its two hooks
+                pairs = [pair for pair in pairs if pair[0] in only.hooks] or pairs
+            for target, layers in pairs:
                 available = set(dims.layers_of(dims.hooks[target]))
                 if not available & layers and not lenient:
                     raise _does_not_exist(item, target, dims)

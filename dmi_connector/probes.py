@@ -77,7 +77,9 @@ def _source(name: str, probe: AnyProbe, dims: ModelDims) -> tuple[Hook, tuple[in
         raise ReduceError(f"{what}, and names no layer; give one")
     layers, there = layers or (0,), dims.layers_of(hook)
     if lacking := [layer for layer in layers if layer not in there]:
-        where = f" in layer {lacking[0]}" if hook.scope == "layer" and there else ""
+        if hook.scope != "layer" and there:
+            raise ReduceError(f"{what} in layer {lacking[0]}, but {source} exists once; make layers of the probe empty")
+        where = f" in layer {lacking[0]}" if there else ""
         has = f"{source} is in layers {', '.join(map(str, there))}" if where else f"{dims.architecture} has no {source}"
         raise ReduceError(f"{what}, which does not exist{where}: {has}; give a probe of this model")
     if probe.width not in (None, dims.width(hook)):

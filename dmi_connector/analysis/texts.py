@@ -31,18 +31,21 @@ class Texts:
     def of(self, ids: Iterable[int]) -> list[str] | None:
         """The text of each token id, with its spaces; None if there is no tokenizer.
 
-        A token that holds only some bytes of a character decodes to U+FFFD, the replacement character.
+        A token that holds only some bytes of a character decodes to U+FFFD, the replacement character. A negative id,
+        which no tokenizer has, decodes to "".
         """
         if self._core is None:
             return None
         # Some decoders drop the space before the first token, so each token is decoded after another one.
         before, plain = self._anchor
-        decoded = self._core.decode_batch([[*before, i] for i in ids], skip_special_tokens=False)
+        one_each = [[*before, i] if i >= 0 else before for i in ids]
+        decoded = self._core.decode_batch(one_each, skip_special_tokens=False)
         return [text[len(plain) :] for text in decoded]
 
     def whole(self, ids: Sequence[int]) -> str | None:
-        """The text of all of these tokens together; None if there is no tokenizer."""
-        return None if self._core is None else str(self._core.decode(ids, skip_special_tokens=False))
+        """The text of all of these tokens together, without negative ids; None if there is no tokenizer."""
+        known = [i for i in ids if i >= 0]
+        return None if self._core is None else str(self._core.decode(known, skip_special_tokens=False))
 
     @functools.cached_property
     def _anchor(self) -> tuple[list[int], str]:
@@ -57,7 +60,8 @@ def find_tokenizer(chosen: PathLike | None, model: PathLike | None = None) -> To
 
     Returns None if `model` has no tokenizer, or if the package tokenizers is missing.
 
-    Raises ValueError if `chosen` has no `tokenizer.json`, or is given without the package tokenizers.
+    Raises ValueError if `chosen` has no `tokenizer.json`, or is given without the package tokenizers, and for a file
+    that cannot be read.
     """
     installed = importlib.util.find_spec("tokenizers") is not None
     if chosen is None:
@@ -79,7 +83,11 @@ def find_tokenizer(chosen: PathLike | None, model: PathLike | None = None) -> To
 def _load(directory: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(directory / _FILE))
+    file = directory / _FILE
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises no narrower type
+        raise ValueError(f"tokenizer: {file} cannot be read ({error}); give the directory of another one") from error
 
 
 def shown(text: str | None, token: int) -> tuple[str, bool]:

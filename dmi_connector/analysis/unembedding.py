@@ -320,12 +320,12 @@ def _config(path: Path) -> dict[str, Any]:
     """The config of a model. For a multimodal model, the fields of its text config take precedence."""
     try:
         config = json.loads((path / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
+        return {**config, **(config.get("text_config") or config.get("llm_config") or {})}
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # the last two: it has no object
         raise ValueError(
             f"model: {path} has no readable config.json ({error}); give the directory of the model's weights "
             "(`--model DIR`)"
         ) from error
-    return {**config, **(config.get("text_config") or config.get("llm_config") or {})}
 
 
 def _files(path: Path) -> dict[str, Path]:

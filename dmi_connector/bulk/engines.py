@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import re
@@ -261,10 +262,14 @@ class EngineProcesses(EnginePool):
 
 
 def visible_devices() -> list[str]:
-    """The names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES; [] without GPUs."""
+    """The names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES; [] without GPUs.
+
+    As in CUDA, devices after an invalid one, such as -1, do not count.
+    """
     named = os.environ.get(_DEVICES)
     if named is not None:
-        return [device.strip() for device in named.split(",") if device.strip()]
+        devices = [device.strip() for device in named.split(",") if device.strip()]
+        return [*itertools.takewhile(lambda device: not (device.startswith("-") or device == "NoDevFiles"), devices)]
     try:
         return sorted((n[6:] for n in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", n)), key=int)
     except OSError:

@@ -57,9 +57,9 @@ class Columns:
 class Prompt:
     """One prompt: a text, the messages of a chat, or token ids.
 
-    messages: dicts with a `role` and a text `content`. id: the user's name for the prompt, None without one.
-    loss_spans: [start, stop) spans of `token_ids` on which a trainer computes its loss, from the loss mask of the row.
-    None without a mask.
+    messages: dicts with a `role`, and a text `content` unless it is absent. id: the user's name for the prompt, None
+    without one. loss_spans: [start, stop) spans of `token_ids` on which a trainer computes its loss, from the loss mask
+    of the row. None without a mask.
     """
 
     text: str | None = None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -194,6 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not arguments:
             make_parser().print_help()
+            _flush()
             return 0
         if arguments[0] in _ON_LINUX:
             check_linux(arguments[0])
@@ -206,10 +208,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return run(*make_run_parser().parse_known_args(arguments[1:]))
         options = make_parser().parse_args(arguments)
-        return int(options.run(options))
-    except BrokenPipeError:
-        # The reader of standard output has closed the pipe, as in `dmi ls | head`.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = int(options.run(options))
+        _flush()
+        return status
+    except BrokenPipeError:  # the reader of standard output has closed the pipe, as in `dmi ls | head`
+        _discard_output()
         return int(
             bool(arguments) and arguments[0] in ("run", "repair", "prune", "verify", "export")
         )  # these commands may have stopped before they had finished
@@ -226,7 +229,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, KeyError, OSError, ImportError) as error:
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         print("dmi: " + " ".join(str(text).split()), file=sys.stderr)
+        with contextlib.suppress(OSError):  # if the disk is full, `text` says so already
+            _flush()
         return 2
+
+
+def _flush() -> None:
+    """Write what is buffered. Without this, the interpreter does so at its exit, and an error has no message."""
+    try:
+        if sys.stdout is not None:  # else it was closed before the start
+            sys.stdout.flush()
+    except OSError:
+        _discard_output()
+        raise
+
+
+def _discard_output() -> None:
+    """Send what is still buffered for standard output to nowhere, so that the exit does not fail on it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _at_home(argument: str) -> str:

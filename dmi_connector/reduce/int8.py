@@ -38,8 +38,9 @@ class Int8(Reduction):
     """value = int8 * scale (+ offset with `affine`).
 
     Symmetric: scale = max|x| / 127, over the row or over each group. Affine: the range of the row is mapped to -127 to
-    127. Rows of zeros have scale 0. If a row or group has a NaN or an infinity, all its values decode to NaN. Rows and
-    groups with a span below 2**-100 decode to zeros.
+    127. Rows of zeros have scale 0. If a row or group has a NaN or an infinity, all its values decode to NaN; with
+    `affine` also if the span of a row overflows float32. Rows with a span below 2**-100 decode to zeros, with `affine`
+    to the middle of their range. Groups decode to zeros below 127 * 2**-100.
 
     With groups of 32, the cosine between a row and its decoded row is above 0.9999, also for rows with outliers.
     """

@@ -47,13 +47,17 @@ class Tally:
         """Mean |x|, float64 [width].
 
         For rows without the value of a neuron, the mean of its samples is used. That mean is shrunk towards the mean of
-        all neurons, more with fewer samples (empirical Bayes, assuming the same variance for all neurons).
+        all neurons, more with fewer samples (empirical Bayes, assuming the same variance for all neurons). If no neuron
+        was sampled twice, the variance is unknown, and the mean of all neurons is used. Without any sample, such rows
+        count as 0.
         """
         count = self.sampled_rows
-        several = count > 1
-        if not several.any():
+        if not count.any():
             return self.kept / self.rows
         everywhere = self.sampled.sum() / count.sum()
+        several = count > 1
+        if not several.any():
+            return np.asarray((self.kept + (self.rows - self.kept_rows) * everywhere) / self.rows)
         own = np.divide(self.sampled, count, out=np.full_like(count, everywhere), where=count > 0)
         within = (self.sampled_squares - count * own**2).sum() / (count[count > 0] - 1).sum()
         noise = np.divide(max(within, 0.0), count, out=np.full_like(count, np.inf), where=count > 0)

@@ -13,12 +13,12 @@ from dmi_connector.analysis.training.rows import attribute
 from dmi_connector.captures.attention import heads_of, queries_and_keys, window_of_head
 from dmi_connector.captures.capture import Capture
 from dmi_connector.store.read.files.thread_pool import in_threads, read_threads
-from dmi_connector.store.read.hook_names import HookTable
 
 
 def shown(capture: Capture) -> dict[str, Any]:
     """The layers whose attention can be shown, as JSON. until: rows from this one on lack earlier keys."""
-    layers = [layer for layer in range(HookTable.of(capture.attrs).num_layers) if pattern_hooks(capture, layer)]
+    captured = sorted({layer for layers in capture.layers.values() for layer in layers})
+    layers = [layer for layer in captured if pattern_hooks(capture, layer)]
     until = int(capture.attrs["num_tokens"])
     if any(pattern_hooks(capture, layer) != (SUMMARY,) for layer in layers):
         until = 0 if capture.attrs["start"] else min([until, *(start for start, _ in capture.missing)])

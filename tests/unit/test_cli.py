@@ -279,6 +279,29 @@ def test_a_pipe_that_closes_early_is_no_error(stores: Path) -> None:
     assert done.stdout == f"{stores / 'one.zarr'}\n"
 
 
+@pytest.mark.parametrize(("verb", "status"), [("ls", 0), ("verify", 1)])
+def test_a_pipe_that_closes_before_the_output_is_written_is_no_error(verb: str, status: int, stores: Path) -> None:
+    ends = os.pipe()
+    os.close(ends[0])
+    done = buffered(f"{verb} {stores}", ends[1])
+    os.close(ends[1])
+    assert done == (status, "")
+
+
+@pytest.mark.parametrize("what", ["ls {}", "info {}/one.zarr --json"])
+def test_a_full_disk_has_a_message(what: str, stores: Path) -> None:
+    with open("/dev/full", "w") as full:
+        assert buffered(what.format(stores), full.fileno()) == (2, "dmi: [Errno 28] No space left on device\n")
+
+
+def buffered(command: str, output: int) -> tuple[int, str]:
+    """(exit status, standard error) of a command that writes to a file descriptor, and not line by line."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = f"{sys.executable} -m dmi_connector.cli {command}"
+    done = subprocess.run(command.split(), stdout=output, stderr=subprocess.PIPE, text=True, env=environment)
+    return done.returncode, done.stderr
+
+
 # ---- dmi serve ------------------------------------------------------------------------------------------
 
 

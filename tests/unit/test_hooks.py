@@ -243,6 +243,14 @@ def test_a_request_can_select_only_what_the_server_captures() -> None:
     assert chosen("resid_post@1", only=served) == {"resid_pre": (2,)}
     with pytest.raises(SelectionError, match=r"'resid_post@0-1' needs resid_pre@1, .* it captures resid_pre@0\+2"):
         parse_selection("resid_post@0-1", DENSE, only=served)
+    assert chosen("resid_post", only=served) == {"resid_pre": (2,)}, "without @: the layers that the server captures"
+    last = parse_selection("resid_post@-1", DENSE)
+    assert chosen("resid_post", only=last) == {"resid_final": (0,)}
+    for others in ("q", "resid_pre@0"):
+        with pytest.raises(
+            SelectionError, match=r"'resid_post' (is not captured|needs resid_pre@1.* does not capture)"
+        ):
+            parse_selection("resid_post", DENSE, only=parse_selection(others, DENSE))
 
 
 @given(

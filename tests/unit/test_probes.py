@@ -206,6 +206,7 @@ def test_two_ranks_write_slices_of_what_is_sliced_and_one_rank_the_rest(files: d
         ("pattern", (1,), 4, "pattern, which has no row of values for each token"),
         ("resid_pre", (7,), 32, r"which does not exist in layer 7: resid_pre is in layers 0, 1, 2, 3"),
         ("kv_c", (1,), 32, "which does not exist: Qwen3ForCausalLM has no kv_c"),
+        ("resid_final", (2,), 32, "resid_final in layer 2, but resid_final exists once; make layers of the probe"),
         ("resid_pre", (), 32, "resid_pre, and names no layer; give one"),
         ("resid_pre", (1,), 64, "resid_pre with 64 values, but here it has 32; give a probe of this model"),
         ("resid_post", (1, 2), 32, "resid_post in 2 layers; name resid_pre"),

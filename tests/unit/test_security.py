@@ -306,6 +306,28 @@ def test_readers_refuse_a_store_without_an_attribute_that_all_have(sound: Path, 
     assert [(p.where, p.what) for p in verify_store(sound)] == [("zarr.json", said)]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("missing", [part]) for part in (1, "x", [1], [0, "x"], [0, 1, 2], [0, 1.5])),
+        *(("start", value) for value in (-1, 10**20)),
+        *(("num_layers", value) for value in ("x", [1], -1, 10**20)),
+        *(("dims", value) for value in ([], {"heads": None}, {"heads": 1.5}, {"head_dim": -1})),
+        *(("media", value) for value in (None, 3, ["x"], [{}], [{"positions": [1]}])),
+        *(("hooks", {"q": hook}) for hook in (None, [], {}, {"array": "q"}, {"layers": []})),
+        *(("hooks", {"q": {"array": "q", "layers": value}}) for value in (None, 1, ["x"], [[0]], [-1], [10**20])),
+        *(("hooks", {"q": {"array": "q", "layers": [0], "reduce": value}}) for value in (None, 1, "x", [1])),
+        ("model", 3),
+    ],
+)
+def test_readers_refuse_attributes_whose_parts_have_other_types(sound: Path, name: str, value: object) -> None:
+    forge(sound, "", {}, {name: value})
+    said = f"its 'dmi' attribute has no valid {name}"
+    with pytest.raises(ValueError, match=f"{said}$"):
+        open_capture(sound, 0)
+    assert ("zarr.json", said) in [(p.where, p.what) for p in verify_store(sound)]
+
+
 @pytest.mark.parametrize("name", ["", "q/", "token_ids/"])
 def test_readers_refuse_deep_json(sound: Path, name: str) -> None:
     (sound / f"{name}zarr.json").write_bytes(b"[" * 100_000)

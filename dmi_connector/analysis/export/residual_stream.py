@@ -79,8 +79,10 @@ def chosen_ids(capture: Capture, wanted: Sequence[int] | None) -> list[int]:
             f"{capture.path} lacks resid_pre and resid_final, the residual stream; capture them (preset hidden-states)"
         )
     ids = known if wanted is None else list(dict.fromkeys(wanted))
+    if not ids:
+        raise ValueError(f"layer_ids names no layer; {capture.path} has {known} (hooks resid_pre, resid_final)")
     lacking = [i for i in ids if i not in known]
-    if lacking or not ids:
+    if lacking:
         raise ValueError(
             f"layer_ids {lacking} are not in {capture.path}: it has {known} (hooks resid_pre, resid_final)"
         )

@@ -54,8 +54,8 @@ class Draft(Paged):
         if vllm_config.use_v2_model_runner and not (schedule and all(entry[-1] == 0 for entry in schedule)):
             raise ValueError(
                 f"speculative_config: num_speculative_tokens_per_batch_size is {schedule!r}; set it to [[1, 65536, 0]] "
-                "so that each request decodes one token a step (docs/FROM_VLLM.md; data parallelism turns it off: use "
-                "owner='target' there)"
+                "so that each request decodes one token per step (docs/FROM_VLLM.md); data parallelism turns the "
+                "schedule off, so use owner='target' there"
             )
         self._check_whole_prompts(vllm_config)
 

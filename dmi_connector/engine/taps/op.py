@@ -46,7 +46,7 @@ _LIB.define("tap_end(Tensor like, Tensor(a!) token, Tensor place, str cache_laye
 
 _REDUCE_TOKENS, _LEAST_TOKENS = 1024, 64
 """Maximum and minimum number of tokens that encoders reduce at a time on a CPU. They reduce fewer than the maximum if
-one of them would allocate more than SCRATCH bytes.
+one of them would allocate more than SCRATCH bytes. A GPU has the same minimum, but not this maximum.
 """
 
 

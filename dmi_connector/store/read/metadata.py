@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from dmi_connector.codecs import zarr_names
@@ -35,6 +36,15 @@ _NEEDED: dict[str, type | tuple[type, ...]] = {
     "files": dict,
 }
 """{attribute of every store: its types}."""
+_OPTIONAL: dict[str, type | tuple[type, ...]] = {
+    "num_layers": (int, type(None)),
+    "dims": dict,
+    "model": (str, type(None)),
+    "media": list,
+}
+"""{attribute that readers use if a store has it: its types}."""
+_MOST_LAYERS = 1 << 16
+"""More layers than any model has. Some readers loop over all layers of the model."""
 _OF_ZARR_2 = (".zgroup", ".zarray", ".zmetadata")
 _FRAMING = ("bytes", "crc32c", "sharding_indexed")
 """Zarr codecs of every store, in addition to compressors."""
@@ -82,9 +92,43 @@ def attrs_of(files: StoreFiles) -> dict[str, Any]:
 
 
 def invalid(attrs: object) -> list[str]:
-    """The needed attributes that a store lacks, or that have another type."""
+    """The needed attributes that a store lacks, and those that have another type."""
     known = attrs if isinstance(attrs, dict) else {}
-    return [name for name, types in _NEEDED.items() if name not in known or not isinstance(known[name], types)]
+    there = {**_NEEDED, **{name: types for name, types in _OPTIONAL.items() if name in known}}
+    return [
+        name
+        for name, types in there.items()
+        if not (name in known and isinstance(known[name], types) and _INSIDE.get(name, _always)(known[name]))
+    ]
+
+
+def _always(_value: object) -> bool:
+    return True
+
+
+def _is_hook(hook: object) -> bool:
+    """Whether an entry of the attribute `hooks` has the types of this format. Its array is checked elsewhere."""
+    if not isinstance(hook, dict) or "array" not in hook or not isinstance(hook.get("reduce", {}), dict):
+        return False
+    layers = hook.get("layers")
+    return isinstance(layers, list) and all(type(n) is int and 0 <= n < _MOST_LAYERS for n in layers)
+
+
+def _are_ranges(ranges: object) -> bool:
+    """Whether a value is a list of [start, stop]."""
+    pairs = ranges if isinstance(ranges, list) else [None]
+    return all(isinstance(pair, list) and list(map(type, pair)) == [int, int] for pair in pairs)
+
+
+_INSIDE: dict[str, Callable[[Any], bool]] = {
+    "start": lambda start: 0 <= start < 1 << 31,
+    "missing": _are_ranges,
+    "hooks": lambda hooks: all(map(_is_hook, hooks.values())),
+    "num_layers": lambda count: 0 <= (count or 0) <= _MOST_LAYERS,
+    "dims": lambda dims: all(type(size) is int and size >= 0 for size in dims.values()),
+    "media": lambda items: all(isinstance(item, dict) and _are_ranges(item.get("positions")) for item in items),
+}
+"""{attribute: whether a value of its type has parts of the right types}."""
 
 
 def check_arrays(files: StoreFiles, attrs: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -185,7 +185,7 @@ class StoreReader:
 
         Raises KeyError without logits.
         """
-        self._table.sources("logits")
+        self.sources("logits")
         return self._plain("logits_positions")
 
     def runs(self, most: int) -> Iterator[slice]:
@@ -199,7 +199,9 @@ class StoreReader:
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def array(self, hook: str) -> zarr.Array:
-        """The Zarr array of a hook, [layers, tokens, width] (for logits: [samples, vocab]).
+        """The Zarr array of a hook as stored, [layers, tokens, stored width] (for logits: [samples, vocab]).
+
+        A hook that exists once has one layer. Values of a reduced hook are not decoded.
 
         Raises KeyError for an unknown hook, and ValueError for `resid_post` if it is in two arrays.
         """

@@ -118,6 +118,8 @@ def test_the_mean_of_rows_without_a_value_is_drawn_towards_that_of_all_neurons()
     np.testing.assert_allclose(tally.mean(), expected, rtol=1e-12)
     equal = Tally(10, *(np.asarray(v, np.float64) for v in ([0, 0], [0, 0], [4, 8], [2, 2], [8, 32])))
     np.testing.assert_allclose(equal.mean(), [2, 4], rtol=1e-12, err_msg="samples without noise are trusted")
+    single = Tally(2, *(np.asarray(v, np.float64) for v in ([9, 0, 0], [1, 0, 0], [0, 2, 4], [0, 1, 1], [0, 4, 16])))
+    np.testing.assert_allclose(single.mean(), [6, 3, 3], rtol=1e-12, err_msg="one sample each: their mean is used")
 
 
 def test_tallies_add_up_in_float64() -> None:

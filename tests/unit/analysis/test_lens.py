@@ -224,9 +224,10 @@ def test_bad_input_is_refused_with_the_fix(tmp_path: Path) -> None:
 def test_a_directory_that_lacks_something_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no readable config\.json \(.*No such file"):
         Unembedding.load(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"has no readable config\.json"):
-        Unembedding.load(tmp_path)
+    for text in ("{", "[]", "null", '{"text_config": [3]}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"has no readable config\.json"):
+            Unembedding.load(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="lack an embedding"):
         Unembedding.load(tmp_path)

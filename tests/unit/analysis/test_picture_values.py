@@ -225,6 +225,12 @@ def test_layer_ids_are_read_in_as_many_threads_as_the_stores_allow(
         residual_stream.ids_of_all(captures, ids_of, None)
 
 
+def test_an_empty_choice_of_layers_is_named() -> None:
+    capture: Any = SimpleNamespace(path="a", attrs={"hooks": {"resid_pre": {"layers": [0, 1]}}})
+    with pytest.raises(ValueError, match=r"layer_ids names no layer; a has \[0, 1\]"):
+        residual_stream.chosen_ids(capture, [])
+
+
 def test_small_maps_have_short_names_and_a_line_before_what_was_generated(
     figures: list[Figure], tmp_path: Path
 ) -> None:

@@ -361,6 +361,11 @@ def test_devices_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
         device_shares(3, ["4", "5"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,")
     assert visible_devices() == ["4", "5"]
+    for hidden in ("-1", "NoDevFiles", ""):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert visible_devices() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,-1,2")
+    assert visible_devices() == ["3"], "CUDA ignores what follows an invalid device"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(engines.os, "listdir", lambda _path: ["nvidia10", "nvidia2", "nvidiactl", "null"])
     assert visible_devices() == ["2", "10"]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -31,7 +32,7 @@ from dmi_connector.option_values import OptionError
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format import completeness
 from dmi_connector.store.format.completeness import Cause, Loss
-from dmi_connector.store.format.locks import PartialLock, share
+from dmi_connector.store.format.locks import PartialLock, claim, share
 from dmi_connector.store.format.paths import make_directory
 from dmi_connector.store.read.index import find_captures
 from dmi_connector.store.read.index_lines import read_index
@@ -207,6 +208,9 @@ def test_a_capture_that_is_being_written_counts_once(tmp_path: Path, monkeypatch
     assert room() == 9900
     (directory / USAGE_NAME).write_text('{"bytes": 1, "measured": "2026"}')
     assert read_usage(str(directory)) is None, "of another version"
+    for damaged in ("", "{", "[]", "null", "3", "[" * 100_000):
+        (directory / USAGE_NAME).write_text(damaged)
+        assert read_usage(str(directory)) is None, "until the keeper has measured again"
 
 
 def burst(directory: Path, quota: Quota, count: int) -> None:
@@ -516,6 +520,24 @@ def test_an_interrupted_removal_is_finished_by_the_next_one(stores: Path) -> Non
     assert names(stores) == [f"s{i}.zarr" for i in range(1, 5)]
 
 
+def test_an_interrupted_removal_of_an_earlier_store_does_not_stop_that_of_a_new_one(stores: Path) -> None:
+    left = stores / ("s0.zarr" + REMOVING_SUFFIX)
+    shutil.copytree(stores / "s1.zarr", left)
+    assert remove_store(stores / "s0.zarr") and not left.exists()
+    assert names(stores) == [f"s{i}.zarr" for i in range(1, 5)]
+
+
+def test_a_removal_that_another_process_finishes_is_no_error(stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.rename(stores / "s0.zarr", stores / ("s0.zarr" + REMOVING_SUFFIX))
+
+    def just_gone(path: str) -> contextlib.AbstractContextManager[bool]:
+        shutil.rmtree(path)
+        return claim(path)
+
+    monkeypatch.setattr("dmi_connector.store.write.finish.retention.claim", just_gone)
+    assert prune(stores, older_than=1e9) == []
+
+
 def test_one_failed_removal_does_not_stop_the_others(stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def rmtree(path: os.PathLike[str] | str) -> None:
         if "s0" in str(path):
@@ -550,6 +572,7 @@ def test_stores_are_measured_at_any_depth_and_finished_ones_once(tmp_path: Path)
     for path in (own / "a.zarr", own / "b.zarr.partial", own / "x/c.zarr", root / "d.zarr", root / "x/y/z/e.zarr"):
         path.mkdir(parents=True)
         (path / "data").write_bytes(b"x" * (1 << len(path.parts[-1])))
+    (own / "a.zarr/zarr.json").touch()
     (root / "link").symlink_to(own)
     first = measure(str(own), [str(root)], sizes)
     assert first.nbytes == 3 * (1 << 6) + (1 << 14)
@@ -558,10 +581,13 @@ def test_stores_are_measured_at_any_depth_and_finished_ones_once(tmp_path: Path)
         (path / "more").write_bytes(b"x" * 1000)
     assert measure(str(own), [str(root)], sizes).nbytes == first.nbytes + 1000, "a finished store never changes"
     assert measure(str(own), [str(root)]).nbytes == first.nbytes + 2000
+    (root / "d.zarr/more").write_bytes(b"x" * 100)
+    again = measure(str(own), [str(root)], sizes).nbytes
+    assert again == first.nbytes + 1100, "a copy without its root document yet is not finished"
     (own / "a.zarr").rename(own / "away")
     measure(str(own), [str(root)], sizes)
     (own / "away").rename(own / "a.zarr")
-    assert measure(str(own), [str(root)], sizes).nbytes == first.nbytes + 2000, "what went is forgotten"
+    assert measure(str(own), [str(root)], sizes).nbytes == first.nbytes + 2100, "what went is forgotten"
 
 
 def test_the_usage_file_names_only_stores_that_were_finished_lately(stores: Path) -> None:

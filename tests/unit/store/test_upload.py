@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +36,7 @@ from dmi_connector.store.format import object_store
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.kept_files import BASES, keep_copy
 from dmi_connector.store.format.locks import is_to_be_uploaded
-from dmi_connector.store.format.object_store import RemoteDenied
+from dmi_connector.store.format.object_store import RemoteDenied, RemoteError
 from dmi_connector.store.format.remote_path import RemotePath, place_of
 from dmi_connector.store.read.files.remote_index import read_indexes
 from dmi_connector.store.read.fitted_files import find_fitted
@@ -869,6 +871,31 @@ def test_lasting_errors_end_at_once() -> None:
     with pytest.raises(RemoteDenied):
         upload.patiently(denied, float("inf"))
     assert calls == [1]
+
+
+def test_a_failed_look_at_a_file_that_is_there_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload that continues an earlier one looks at the files that this one has sent."""
+    (tmp_path / "zarr.json").write_bytes(b"{}")
+    for name in ("kept", "gone"):
+        (tmp_path / name).write_bytes(b"12")
+    sent: list[str] = []
+    fails = iter([True])
+
+    @contextlib.contextmanager
+    def requests(to: RemotePath) -> Iterator[Any]:
+        if to.name == "gone":
+            raise FileNotFoundError(to)
+        if next(fails, False):
+            raise RemoteError("the service is busy")
+        yield SimpleNamespace(head=lambda *_: {"e_tag": upload.expected_etag(tmp_path / to.name)})
+
+    monkeypatch.setattr(upload, "read_attrs", lambda store: {"files": ["kept", "gone"], "hooks": {}})
+    monkeypatch.setattr(upload, "_there", lambda to: {"kept": 2, "gone": 2})
+    monkeypatch.setattr(upload, "requests_for", requests)
+    monkeypatch.setattr(upload, "bucket_store", lambda to: None)
+    monkeypatch.setattr(upload, "upload_file", lambda path, to: sent.append(path.name))
+    upload_store(tmp_path, RemotePath("bucket", "a.zarr"), kit.PATIENCE)
+    assert sent == ["gone", "zarr.json"] and next(fails, None) is None
 
 
 def test_the_uploader_has_no_part_in_the_engine(s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path) -> None:

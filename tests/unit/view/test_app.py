@@ -667,6 +667,20 @@ def test_wrong_options_are_refused(
     assert words in capsys.readouterr().err
 
 
+def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match=r"tokenizer: .*tokenizer\.json cannot be read \(.*give the directory of another"
+    ):
+        Texts(tmp_path)
+
+
+def test_a_negative_token_id_has_no_text(model: Path) -> None:
+    texts = Texts(model)
+    assert texts.of([5, -1, 6]) == [*(texts.of([5]) or ()), "", *(texts.of([6]) or ())]
+    assert texts.whole([5, -1, 6]) == texts.whole([5, 6])
+
+
 def test_the_page_needs_neither_torch_nor_vllm() -> None:
     code = "import sys, dmi_connector.view.server; print({'torch', 'vllm', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

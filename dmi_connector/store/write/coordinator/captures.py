@@ -107,7 +107,8 @@ class Captures:
 
         final: path of the store, NAME.zarr. attrs: facts for the root attribute (docs/FORMAT.md, section 5);
         `prompt_len` is required on rank 0, `start` defaults to 0. rank, ranks: rank and number of ranks. most_rows:
-        maximum number of rows, None if unknown. borrow: see `check_borrow`. Raises ValueError.
+        maximum number of rows, None if unknown. borrow: see `check_borrow`. Raises ValueError for invalid arguments,
+        KeyError for an unknown layout, and RuntimeError after `shutdown`.
         """
         final = os.path.abspath(final)
         if not final.endswith(".zarr"):
@@ -216,7 +217,8 @@ class Captures:
         above 0 may pass none; the token ids of its rows are then not compared. attrs: more root attributes. losses:
         losses that the caller knows. draft_index: uint8 [length], for a request with speculative decoding.
 
-        Raises ValueError if lengths differ or an attribute is missing. The capture then stays open.
+        Raises ValueError if lengths differ or an attribute is missing; the capture then stays open. Raises RuntimeError
+        if it is not open.
         """
         with self._lock:
             self._expect_open(record)

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 REMOVING_SUFFIX = ".removing"
 """Suffix of the name of a store that is being removed."""
 RECENT_S = 60.0
-"""`Usage.over` lists the stores that were finished in this many seconds before the measurement."""
+"""`Usage.over` lists the stores that were finished within this many seconds before the measurement."""
 USAGE_NAME = ".usage.json"
 """JSON file with the fields of a `Usage`, and "measured", the time in ISO 8601. `Keeper` writes the file, and
 engine/scheduler/quota.py reads it.
@@ -79,7 +79,7 @@ class StoreSizes:
         key = (entry.path, entry.inode())
         if key not in self._known:
             found = _tree_bytes(entry.path), _finished(entry.path) or 0.0
-            if not entry.name.endswith(".zarr"):
+            if not entry.name.endswith(".zarr") or not found[1]:  # unfinished, or a copy that is not complete yet
                 return found
             self._known[key] = found
         return self._known[key]
@@ -197,6 +197,8 @@ def remove_store(path: Path, line: dict[str, Any] | None = None) -> bool:
             if not alone:
                 return False
             condemned = path.with_name(path.name + REMOVING_SUFFIX)
+            if condemned.exists():  # of an earlier store of this name, whose removal was interrupted
+                shutil.rmtree(condemned, ignore_errors=True)
             os.rename(path, condemned)
             if path.with_name(INDEX_NAME).exists():
                 removed = {"event": "remove", "store": path.name, "state": "removed", "removed": now()}
@@ -217,6 +219,8 @@ def _remove_leftovers(directory: str | os.PathLike[str]) -> list[str]:
                 with claim(entry.path) as alone:
                     if alone:
                         shutil.rmtree(entry.path)
+            except FileNotFoundError:
+                continue  # another process has just finished this removal
             except OSError as error:
                 errors.append(f"{entry.name}: {error}")
     return errors
@@ -288,11 +292,13 @@ def usage_stamp(directory: str) -> tuple[int, int] | None:
 
 
 def read_usage(directory: str) -> Usage | None:
-    """The keeper's last measurement; None if there is none, or if another version wrote it. Raises OSError."""
+    """The keeper's last measurement; None if there is none, if it is damaged, or if another version wrote it.
+
+    Raises OSError.
+    """
     try:
         with open(os.path.join(directory, USAGE_NAME), opener=no_follow) as f:
             found = json.load(f)
-            known = set(Usage._fields) <= found.keys()  # a file of another version may lack fields
-            return Usage(*(found[name] for name in Usage._fields)) if known else None
-    except FileNotFoundError:
-        return None
+            return Usage(*(found[name] for name in Usage._fields))
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # the keeper's next measurement replaces the file

@@ -105,7 +105,8 @@ def upload_store(store: Path, to: RemotePath, retry_seconds: float) -> dict[str,
     there = patiently(lambda: _there(to), deadline)
 
     def send(name: str) -> None:
-        if there.get(name) != (store / name).stat().st_size or not _same_etag(store / name, to / name):
+        same_size = there.get(name) == (store / name).stat().st_size
+        if not (same_size and patiently(lambda: _same_etag(store / name, to / name), deadline)):
             patiently(lambda: upload_file(store / name, to / name), deadline)
 
     for path in _fitted_files(store, attrs):  # first, because readers of the store need them
@@ -158,8 +159,12 @@ def _there(to: RemotePath) -> dict[str, int]:
 
 
 def _same_etag(path: Path, to: RemotePath) -> bool:
-    with requests_for(to) as obstore:
-        found = obstore.head(bucket_store(to), to.key)["e_tag"]
+    """Whether an object exists and has the ETag of the file."""
+    try:
+        with requests_for(to) as obstore:
+            found = obstore.head(bucket_store(to), to.key)["e_tag"]
+    except FileNotFoundError:  # it was removed after the listing
+        return False
     return (found or "").strip('"') == expected_etag(path)
 
 
