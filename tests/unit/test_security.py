@@ -257,6 +257,8 @@ FORGED: dict[str, dict[str, Any]] = {
     "unknown codec": {"codecs": [*PLAIN, {"name": "zstd", "configuration": {"level": 1, "checksum": False}}]},
     "no codecs": {"codecs": None},
     "codec is text": {"codecs": ["bytes"]},
+    "no configuration": {"codecs": [{"name": "sharding_indexed"}]},
+    "configuration is a list": {"codecs": [{"name": "sharding_indexed", "configuration": []}]},
     "transformer": {"storage_transformers": [{"name": "evil"}]},
     "more keys": {"consolidated_metadata": {}},
 }
@@ -304,6 +306,53 @@ def test_readers_refuse_a_store_without_an_attribute_that_all_have(sound: Path, 
         open_capture(sound, 0)
     assert [info.state for info in find_captures(sound.parent, on_error="skip")] == ["failed"]
     assert [(p.where, p.what) for p in verify_store(sound)] == [("zarr.json", said)]
+
+
+HOOK = {"array": "q", "layers": [0, 1], "width": 16, "dtype": "float32", "shards": 1}
+MALFORMED: list[tuple[str, object]] = [
+    ("num_tokens", -1),
+    ("num_tokens", True),
+    ("num_tokens", 10**30),
+    ("start", 10**30),
+    ("missing", [5]),
+    ("missing", [[1, 2, 3]]),
+    ("missing", [[-5, 3]]),
+    ("hooks", {"q": 5}),
+    ("hooks", {"q": {}}),
+    ("hooks", {"q": {**HOOK, "layers": None}}),
+    ("hooks", {"q": {**HOOK, "layers": ["x"]}}),
+    ("hooks", {"q": {**HOOK, "reduce": 5}}),
+    ("files", {"q/zarr.json": 5}),
+    ("num_layers", [5]),
+    ("media", 5),
+    ("media", [5]),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), MALFORMED)
+def test_readers_refuse_malformed_attributes(sound: Path, name: str, value: object) -> None:
+    """The attribute has the right type, but not what readers expect inside."""
+    forge(sound, "", {}, {name: value})
+    said = f"its 'dmi' attribute has no valid {name}"
+    with pytest.raises(ValueError, match=f"{said}$"):
+        open_capture(sound, 0)
+    assert [p.what for p in verify_store(sound)] == [said]
+
+
+@pytest.mark.parametrize("change", [{"shards": 0}, {"shards": None}, {"shards": "x"}, {"reduce": {"kind": "int8"}}])
+def test_readers_refuse_damaged_reductions(sound: Path, change: dict[str, Any]) -> None:
+    hook = {**HOOK, "reduce": {"kind": "int8", "width": 16, "dtype": "float32"}, **change}
+    attrs = json.loads((sound / "zarr.json").read_bytes())["attributes"]["dmi"]
+    forge(sound, "", {}, {"hooks": {**attrs["hooks"], "q": hook}})
+    with pytest.raises(ValueError, match="the reduction of 'q' is damaged"):
+        open_capture(sound, 0).numpy("q")
+    assert "q" in [p.where for p in verify_store(sound)]
+
+
+def test_readers_name_the_array_whose_numbers_are_too_long(sound: Path) -> None:
+    (sound / "q" / "zarr.json").write_text(f'{{"shape": [{"1" * 5000}]}}')
+    with pytest.raises(ValueError, match="the metadata of array 'q' cannot be read"):
+        open_capture(sound, 0)
 
 
 @pytest.mark.parametrize("name", ["", "q/", "token_ids/"])

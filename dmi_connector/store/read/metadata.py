@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from dmi_connector.codecs import zarr_names
@@ -35,6 +36,8 @@ _NEEDED: dict[str, type | tuple[type, ...]] = {
     "files": dict,
 }
 """{attribute of every store: its types}."""
+_MOST_TOKENS = (1 << 31) - 1
+"""Maximum of token counts and positions: the array `positions` is int32."""
 _OF_ZARR_2 = (".zgroup", ".zarray", ".zmetadata")
 _FRAMING = ("bytes", "crc32c", "sharding_indexed")
 """Zarr codecs of every store, in addition to compressors."""
@@ -82,9 +85,51 @@ def attrs_of(files: StoreFiles) -> dict[str, Any]:
 
 
 def invalid(attrs: object) -> list[str]:
-    """The needed attributes that a store lacks, or that have another type."""
+    """The attributes with a value that readers cannot use, and the needed attributes that a store lacks."""
     known = attrs if isinstance(attrs, dict) else {}
-    return [name for name, types in _NEEDED.items() if name not in known or not isinstance(known[name], types)]
+    wrong = [name for name, types in _NEEDED.items() if name not in known or not isinstance(known[name], types)]
+    checked = [name for name in _FORMS if name in known and name not in wrong]
+    return wrong + [name for name in checked if not _FORMS[name](known[name])]
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MOST_TOKENS
+
+
+def _are_pairs(value: object) -> bool:
+    """Whether a value is a list of [start, stop], in any order."""
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair)) for pair in value
+    )
+
+
+def _is_hook(hook: object) -> bool:
+    if not isinstance(hook, dict) or "array" not in hook or not isinstance(hook.get("reduce"), dict | None):
+        return False
+    layers = hook.get("layers")
+    return isinstance(layers, list) and all(map(_is_count, layers))
+
+
+def _is_file(entry: object) -> bool:
+    """Whether a value is [bytes, checksum]."""
+    return isinstance(entry, list) and len(entry) == 2 and all(type(number) is int and number >= 0 for number in entry)
+
+
+def _are_media(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) and _are_pairs(one.get("positions")) for one in value)
+
+
+_FORMS: dict[str, Callable[[Any], bool]] = {
+    "num_tokens": _is_count,
+    "prompt_len": _is_count,
+    "start": _is_count,
+    "missing": _are_pairs,
+    "hooks": lambda hooks: all(map(_is_hook, hooks.values())),
+    "files": lambda files: all(map(_is_file, files.values())),
+    "num_layers": lambda value: value is None or _is_count(value),
+    "media": _are_media,
+}
+"""{attribute: whether its value, of the right type if the attribute is needed, has the form that readers expect}."""
 
 
 def check_arrays(files: StoreFiles, attrs: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -122,7 +167,7 @@ def read_array(files: StoreFiles, name: str) -> dict[str, Any]:
         return _checked(raw)
     except RemoteError:
         raise
-    except (OSError, RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{where} cannot be read ({error})") from error
     except _Fault as fault:
         raise ValueError(f"{where} {fault}") from None
@@ -151,5 +196,8 @@ def _check_codecs(codecs: object) -> None:
         if not isinstance(codec, dict) or codec.get("name") not in known:
             raise _Fault(f"has the codec {codec!r}; this format has {', '.join(known)}")
         if codec["name"] == "sharding_indexed":
+            inside = codec.get("configuration")
+            if not isinstance(inside, dict):
+                raise _Fault(f"has the codec {codec!r} without a configuration")
             for part in ("codecs", "index_codecs"):
-                _check_codecs(codec.get("configuration", {}).get(part))
+                _check_codecs(inside.get(part))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.dtypes import numpy_dtype
-from dmi_connector.reduce import Reduction, from_settings
+from dmi_connector.reduce import ReduceError, Reduction, from_settings
 from dmi_connector.reduce.fitted_file import FittedFile
 from dmi_connector.reduce.tally import Tally
 from dmi_connector.store.format.remote_path import Place
@@ -40,21 +40,29 @@ class StoredReduction:
 
     @classmethod
     def of(cls, hook: Mapping[str, Any], store: Place) -> StoredReduction | None:
-        """The reduction of an entry in the attribute `hooks`, or None. Raises ReduceError for an unknown reduction."""
+        """The reduction of an entry in the attribute `hooks`, or None.
+
+        Raises ReduceError for an unknown reduction, and ValueError for a damaged entry.
+        """
         settings = hook.get("reduce")
         if settings is None:
             return None
-        reduction = from_settings({k: v for k, v in settings.items() if k not in _OF_VALUES})
-        shards = int(hook["shards"])
-        return cls(
-            reduction,
-            int(settings["width"]) // shards,
-            str(settings["dtype"]),
-            shards,
-            int(hook["width"]),
-            str(hook["dtype"]),
-            store,
-        )
+        try:
+            reduction = from_settings({k: v for k, v in settings.items() if k not in _OF_VALUES})
+            shards = int(hook["shards"])
+            return cls(
+                reduction,
+                int(settings["width"]) // shards,
+                str(settings["dtype"]),
+                shards,
+                int(hook["width"]),
+                str(hook["dtype"]),
+                store,
+            )
+        except ReduceError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"{store}: the reduction of {hook.get('array')!r} is damaged ({error!r})") from error
 
     def slices(self, rows: np.ndarray) -> list[np.ndarray]:
         """The parts of rows [..., stored width] that each tensor-parallel rank stored."""
