@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dmi_connector.analysis.texts import Texts
+from dmi_connector.captures.row_choice import PHASES
 from dmi_connector.captures.token_fields import store_fields
 from dmi_connector.store.read.index import CaptureInfo
 from dmi_connector.view.running import RUNNING
@@ -76,12 +77,15 @@ class TextIndex:
     def _decode(self, info: CaptureInfo) -> tuple[str, str]:
         """(beginning of the prompt, text for searches). Raises OSError if the store cannot be read."""
         try:
-            ids = store_fields(info.store, ["token_ids"], complete=True)["token_ids"][:_TOKENS].tolist()
+            fields = store_fields(info.store, ["token_ids", "phase"], complete=True)
+            ids = fields["token_ids"][:_TOKENS].tolist()
+            # These are fewer than `prompt_len` if the capture begins after position 0.
+            of_prompt = int((fields["phase"] == PHASES["prompt"]).sum())
             texts = self._texts_of(info.model)
         except ValueError:
             return "", ""
         whole = texts.whole(ids)
-        prompt = texts.whole(ids[: info.prompt_len if info.prompt_len else len(ids)][:_SHOWN])
+        prompt = texts.whole(ids[:of_prompt][:_SHOWN])
         return " ".join((prompt or "").split())[:_SHOWN], (whole or "").lower()
 
 
