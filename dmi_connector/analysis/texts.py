@@ -20,6 +20,8 @@ PathLike = str | os.PathLike[str]
 _FILE = "tokenizer.json"
 _CONTROL = re.compile(r"[\u0000-\u0008\u000b-\u001f\u007f]")
 """All ASCII control characters except tab and line feed."""
+_UNSIGNED = (1 << 32) - 1
+"""Mask that makes a negative id of a damaged store one that no tokenizer has. The tokenizer takes no negative ids."""
 
 
 class Texts:
@@ -37,12 +39,14 @@ class Texts:
             return None
         # Some decoders drop the space before the first token, so each token is decoded after another one.
         before, plain = self._anchor
-        decoded = self._core.decode_batch([[*before, i] for i in ids], skip_special_tokens=False)
+        decoded = self._core.decode_batch([[*before, int(i) & _UNSIGNED] for i in ids], skip_special_tokens=False)
         return [text[len(plain) :] for text in decoded]
 
     def whole(self, ids: Sequence[int]) -> str | None:
         """The text of all of these tokens together; None if there is no tokenizer."""
-        return None if self._core is None else str(self._core.decode(ids, skip_special_tokens=False))
+        if self._core is None:
+            return None
+        return str(self._core.decode([int(i) & _UNSIGNED for i in ids], skip_special_tokens=False))
 
     @functools.cached_property
     def _anchor(self) -> tuple[list[int], str]:

@@ -487,6 +487,8 @@ def test_a_word_keeps_its_space_where_decoders_drop_the_first_one(tmp_path: Path
     core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     core.save(str(tmp_path / "tokenizer.json"))
     assert Texts(tmp_path).of([0, 1, 2]) == [" a", " b", "c"]
+    damaged = np.array([-1, 2, -(2**31)], np.int32)
+    assert Texts(tmp_path).of(damaged) == ["", "c", ""] and Texts(tmp_path).whole(damaged.tolist()) == "c"
 
 
 @pytest.mark.parametrize(
