@@ -69,8 +69,8 @@ class CaptureDiff:
     """How two captures differ.
 
     positions: the number of rows that both captures have before the first token that differs. tokens_differ: the
-    position of that token; None if no token differs. hooks: in the order of the forward. left_out: {hook: why it is
-    not compared}.
+    position of that token; None if no token differs. hooks: in the order of the forward. left_out: {hook, or name
+    or wildcard without a hook: why it, or some of its layers, are not compared}.
     """
 
     a: str

@@ -23,7 +23,7 @@ Mask = Callable[[Capture], Any]
 
 @dataclass(frozen=True)
 class RowChoice:
-    """The choice of rows that a view has of each store. A row must pass all given options.
+    """Options that choose the rows of each store. A row must pass all given options.
 
     skip: number of rows to leave out at the start of each store, such as 1 for the first token, whose norm is often
     large. phase: "prompt" or "generated". after: a token id, or several; only rows after the first row with one of

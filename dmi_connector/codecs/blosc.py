@@ -19,8 +19,8 @@ class Blosc(Codec):
     """Blosc at level 1, with the compressor `name` and one block per chunk. Smaller blocks compress less.
 
     shuffle: Blosc's filter for elements of several bytes. bfloat16 compresses best with "shuffle" for zstd, and with
-    "bitshuffle" for lz4. own_frames: whether `zstd_frame` encodes chunks instead of Blosc, except for chunks with less
-    than LEAST_PLANE elements.
+    "bitshuffle" for lz4. own_frames: whether `zstd_frame` encodes chunks instead of Blosc, except for chunks with
+    fewer than LEAST_PLANE elements.
     """
 
     shuffle: str

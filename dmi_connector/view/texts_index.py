@@ -31,10 +31,10 @@ class TextIndex:
     def __init__(self, texts_of: Callable[[str | None], Texts]) -> None:
         self._texts_of = texts_of
         self._lock = threading.Lock()
-        self._known: dict[tuple[str, str], tuple[str, str, float]] = {}  # the last value: kept until then, by time.time
+        self._known: dict[tuple[str, str], tuple[str, str, float]] = {}  # see `_read`
 
     def prompt(self, info: CaptureInfo) -> str:
-        """The beginning of the prompt on one line.
+        """The beginning of the captured part of the prompt, on one line.
 
         "" for a running request, without a tokenizer, and for a store that cannot be read. Such a store is read again
         later.
@@ -58,7 +58,7 @@ class TextIndex:
         return found, left
 
     def _read(self, info: CaptureInfo) -> tuple[str, str, float]:
-        """(beginning of the prompt for the list, text for searches, when the store is read again)."""
+        """(beginning of the prompt for the list, text for searches, the `time.time` from which it is read again)."""
         if info.state == RUNNING:  # the array `token_ids` is written at the end
             return "", "", 0.0
         key = _key(info)
