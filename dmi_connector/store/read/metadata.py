@@ -112,7 +112,10 @@ def _is_hook(hook: object) -> bool:
 
 def _is_file(entry: object) -> bool:
     """Whether a value is [bytes, checksum]."""
-    return isinstance(entry, list) and len(entry) == 2 and all(type(number) is int and number >= 0 for number in entry)
+    if not isinstance(entry, list) or len(entry) != 2:
+        return False
+    size, checksum = entry  # without a loop, because a long capture has thousands of files
+    return type(size) is int and type(checksum) is int and size >= 0 <= checksum
 
 
 def _are_media(value: object) -> bool:
