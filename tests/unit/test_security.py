@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from dmi_connector.captures.capture import open_capture
+from dmi_connector.captures.captures import open_captures
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.option_values import OptionError
+from dmi_connector.reduce import parse
 from dmi_connector.request_options import CaptureParams
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format import schema
@@ -347,6 +349,22 @@ def test_readers_refuse_damaged_reductions(sound: Path, change: dict[str, Any]) 
     with pytest.raises(ValueError, match="the reduction of 'q' is damaged"):
         open_capture(sound, 0).numpy("q")
     assert "q" in [p.where for p in verify_store(sound)]
+
+
+def test_readers_refuse_indexes_beyond_the_width(tmp_path: Path) -> None:
+    """topk(4) of 16 values, with indexes of 0xC8C8."""
+    kept = {"kind": "topk", "k": 4, "width": 16, "dtype": "float32"}
+    spec = ArraySpec("mlp_post", "uint8", (0, 1), parse("topk(4)").stored_width(16, "float32"), reduce=kept)
+    stores, path = kit.Store(1 << 20), tmp_path / "a.zarr"
+    stores.write(path, [spec], 20, values={"mlp_post": np.full((2, 20, spec.width), 200, np.uint8)})
+    assert stores.shutdown(kit.PATIENCE)
+    with pytest.raises(
+        ValueError, match=r"a\.zarr: values of topk cannot be decoded \(index .*; dmi verify says which"
+    ):
+        open_capture(path, 0).numpy("mlp_post")
+    with pytest.raises(ValueError, match=r"a\.zarr: values of topk cannot be decoded"):
+        open_captures(tmp_path).rows("mlp_post", 0)[:]
+    assert any("cannot be decoded" in problem.what for problem in verify_store(path))
 
 
 def test_readers_name_the_array_whose_numbers_are_too_long(sound: Path) -> None:

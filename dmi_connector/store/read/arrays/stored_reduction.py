@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,7 @@ class StoredReduction:
         """Decode stored rows [layers, tokens, stored width] to float32 [layers, tokens, decoded width].
 
         layers: the model's layer numbers, None for a hook that exists once. Raises FileNotFoundError if the file for
-        decoding is missing.
+        decoding is missing, and ValueError for damaged values.
         """
         decoded = self._decoded(rows)
         if not self.reduction.needs_file:
@@ -85,7 +86,8 @@ class StoredReduction:
 
     def tally(self, rows: np.ndarray, layer: int | None) -> Tally:
         """Sums of |x| over stored rows [tokens, stored width] of one layer. Raises like `decode`."""
-        return self.reduction.tally_slices(self.slices(rows), self.width, self.dtype, self._part(layer))
+        with self._named():
+            return self.reduction.tally_slices(self.slices(rows), self.width, self.dtype, self._part(layer))
 
     def check_files(self) -> None:
         """Raise the error of `decode` if the file for decoding is missing."""
@@ -102,8 +104,19 @@ class StoredReduction:
         return None if file is None else self.reduction.part(file, layer or 0)
 
     def _decoded(self, rows: np.ndarray) -> np.ndarray:
-        parts = [self.reduction.decode(part, self.width, self.dtype) for part in self.slices(rows)]
+        with self._named():
+            parts = [self.reduction.decode(part, self.width, self.dtype) for part in self.slices(rows)]
         return self.reduction.merge(parts).astype(np.float32, copy=False)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Turn the IndexError of a stored index beyond the width into a ValueError that names the store."""
+        try:
+            yield
+        except IndexError as error:
+            raise ValueError(
+                f"{self.store}: values of {self.reduction.kind} cannot be decoded ({error}); dmi verify says which"
+            ) from error
 
     @functools.cached_property
     def decoded_width(self) -> int:
