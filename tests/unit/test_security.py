@@ -264,7 +264,11 @@ FORGED: dict[str, dict[str, Any]] = {
     "transformer": {"storage_transformers": [{"name": "evil"}]},
     "more keys": {"consolidated_metadata": {}},
 }
-SHAPELESS: dict[str, dict[str, Any]] = {"attributes": {"attributes": []}, "shape": {"shape": []}}
+SHAPELESS: dict[str, dict[str, Any]] = {
+    "attributes": {"attributes": []},
+    "layers": {"attributes": {"layers": [0, [None]]}},
+    "shape": {"shape": []},
+}
 
 
 @pytest.mark.parametrize("name", ["q", "token_ids", "logits_positions"])
@@ -328,6 +332,9 @@ MALFORMED: list[tuple[str, object]] = [
     ("num_layers", [5]),
     ("media", 5),
     ("media", [5]),
+    ("draft_tokens", 1.5),
+    ("scores", [5]),
+    ("speculative", None),
 ]
 
 
@@ -341,7 +348,9 @@ def test_readers_refuse_malformed_attributes(sound: Path, name: str, value: obje
     assert [p.what for p in verify_store(sound)] == [said]
 
 
-@pytest.mark.parametrize("change", [{"shards": 0}, {"shards": None}, {"shards": "x"}, {"reduce": {"kind": "int8"}}])
+@pytest.mark.parametrize(
+    "change", [{"shards": 0}, {"shards": None}, {"shards": "x"}, {"dtype": {}}, {"reduce": {"kind": "int8"}}]
+)
 def test_readers_refuse_damaged_reductions(sound: Path, change: dict[str, Any]) -> None:
     hook = {**HOOK, "reduce": {"kind": "int8", "width": 16, "dtype": "float32"}, **change}
     attrs = json.loads((sound / "zarr.json").read_bytes())["attributes"]["dmi"]
@@ -365,6 +374,13 @@ def test_readers_refuse_indexes_beyond_the_width(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a\.zarr: values of topk cannot be decoded"):
         open_captures(tmp_path).rows("mlp_post", 0)[:]
     assert any("cannot be decoded" in problem.what for problem in verify_store(path))
+
+
+def test_media_of_a_store_with_another_number_of_tokens_are_those_of_its_positions(sound: Path) -> None:
+    media = [{"modality": "image", "hash": "a", "positions": [[2, 4]]}]
+    forge(sound, "", {}, {"num_tokens": 0, "media": media})
+    assert np.flatnonzero(open_capture(sound, 0).media == 0).tolist() == [2, 3]
+    assert verify_store(sound)
 
 
 def test_readers_name_the_array_whose_numbers_are_too_long(sound: Path) -> None:

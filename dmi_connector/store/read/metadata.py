@@ -131,6 +131,7 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "files": lambda files: all(map(_is_file, files.values())),
     "num_layers": lambda value: value is None or _is_count(value),
     "media": _are_media,
+    **dict.fromkeys(("draft_tokens", "scores", "speculative"), lambda value: isinstance(value, dict)),
 }
 """{attribute: whether its value, of the right type if the attribute is needed, has the form that readers expect}."""
 

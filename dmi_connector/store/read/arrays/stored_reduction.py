@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dmi_connector.dtypes import numpy_dtype
+from dmi_connector.dtypes import ITEMSIZE, numpy_dtype
 from dmi_connector.reduce import ReduceError, Reduction, from_settings
 from dmi_connector.reduce.fitted_file import FittedFile
 from dmi_connector.reduce.tally import Tally
@@ -51,6 +51,8 @@ class StoredReduction:
         try:
             reduction = from_settings({k: v for k, v in settings.items() if k not in _OF_VALUES})
             shards = int(hook["shards"])
+            for dtype in (hook["dtype"], settings["dtype"]):
+                ITEMSIZE[dtype]  # raises KeyError or TypeError for an unknown one
             return cls(
                 reduction,
                 int(settings["width"]) // shards,
