@@ -281,6 +281,9 @@ def _probes(value: object) -> dict[str, tuple[str, ...]] | None:
         return None
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise refuse("dmi.probes", value, 'is not valid; give {name: {"inline": "max"}}')
+    for name in value:
+        if name.startswith(PROBE) and name.removeprefix(PROBE) in value:
+            raise refuse("dmi.probes", name, f"is named twice, with and without {PROBE!r}; name it once")
     return {name.removeprefix(PROBE): _inline(name, asked) for name, asked in value.items()}
 
 

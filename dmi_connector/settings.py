@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -44,6 +44,8 @@ _OF_VLLM = {
 """Option that only vLLM's ExampleHiddenStatesConnector has -> what to do instead."""
 _MOST_BYTES, _MOST_TOTAL = 1 << 44, 1 << 60
 """Upper bounds of option values: bytes of a buffer, and bytes or seconds of a limit."""
+_MOST_SCORE = sys.float_info.max
+"""Bound of thresholds. Python raises OverflowError for larger integers where it needs a float."""
 
 
 def _path(option: str, value: object) -> str:
@@ -87,6 +89,8 @@ def _reduce(value: object) -> tuple[tuple[str, str], ...]:
             parse(spec)
         except ReduceError as error:
             raise OptionError(str(error)) from error
+        except ValueError as error:  # a path that no file can have
+            raise refuse("reduce", spec, f"is not valid ({error}); give the path of a file") from error
     return tuple(value.items())
 
 
@@ -98,6 +102,8 @@ def _probes(value: object) -> tuple[tuple[str, str], ...]:
             parse_probe(name, text)
         except ReduceError as error:
             raise OptionError(str(error)) from error
+        except ValueError as error:  # a path that no file can have
+            raise refuse("probes", {name: text}, f"is not valid ({error}); give the path of a file") from error
     return tuple(value.items())
 
 
@@ -110,7 +116,7 @@ def _alerts(value: object, probes: Sequence[tuple[str, str]]) -> tuple[tuple[str
         if name not in files:
             known = ", ".join(files) or "none"
             raise refuse("probe_alerts", name, f"is no probe{suggest(name, files) or ';'} probes: {known}")
-        if isinstance(least, bool) or not isinstance(least, int | float) or not math.isfinite(least):
+        if isinstance(least, bool) or not isinstance(least, int | float) or not -_MOST_SCORE <= least <= _MOST_SCORE:
             raise refuse("probe_alerts", {name: least}, "is not valid; give a number; larger scores are counted")
         probe = parse_probe(name, files[name])
         if not isinstance(probe, Probe) or not probe.one_score:

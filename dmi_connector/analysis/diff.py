@@ -25,6 +25,8 @@ and the differences grow from layer to layer.
 """
 ROUNDED = 5e-2
 """The smallest tolerance for a hook that was reduced in one of the captures."""
+_CHOICES = ("topk_ids", "indexer_topk")
+"""Hooks whose values have no order: experts of equal weight may change places, and so may positions of an indexer."""
 _BEFORE = ("mrope_positions", "embed")
 """Hooks outside the layers that the forward computes first."""
 
@@ -43,7 +45,8 @@ class HookDiff:
 
     The error of a row is |a - b| / max(|a|, |b|), with L2 norms. Equal rows have the error 0, also if they hold NaN or
     infinities. If rows differ and one of them is not finite, the error is inf. For integer hooks the error is the
-    fraction of values that differ.
+    fraction of values that differ. For `topk_ids` and `indexer_topk` it is the fraction of values of one row that are
+    not anywhere in the other row; of the two fractions the larger one.
     """
 
     hook: str
@@ -66,8 +69,8 @@ class CaptureDiff:
     """How two captures differ.
 
     positions: the number of rows that both captures have before the first token that differs. tokens_differ: the
-    position of that token; None if no token differs. hooks: in the order of the forward. left_out: {hook: why it is
-    not compared}.
+    position of that token; None if no token differs. hooks: in the order of the forward. left_out: {hook, or name
+    or wildcard without a hook: why it, or some of its layers, are not compared}.
     """
 
     a: str
@@ -116,7 +119,11 @@ def diff(a: Capture, b: Capture, hooks: str = "*", tolerance: float | None = Non
             left_out[hook] = why
             continue
         own = _tolerance(a, b, hook, layer) if tolerance is None else tolerance
-        found.append(_compare(a, b, hook, layer, positions, own))
+        compared = _compare(a, b, hook, layer, positions, own)
+        if not compared.rows:  # logits that were sampled at other positions
+            left_out[hook] = "no position has a row in both"
+            continue
+        found.append(compared)
     if not found:
         why = "; ".join(f"{hook}: {reason}" for hook, reason in left_out.items()) or f"none of {hooks!r} is in both"
         raise NothingToCompare(
@@ -147,7 +154,8 @@ def pairs(a: Captures, b: Captures) -> tuple[list[tuple[int, int]], int]:
     _match(found, ((a.infos[n].key, n) for n in left_over), ((b.infos[n].key, n) for n in right_over))
     left_over = [n for n in left if n not in found]
     right_over = sorted({*right} - {*found.values()})
-    _match(found, ((_prompt(a, n), n) for n in left_over), ((_prompt(b, n), n) for n in right_over))
+    # A capture that begins after its prompt has no prompt to compare.
+    _match(found, ((_prompt(a, n) or None, n) for n in left_over), ((_prompt(b, n) or None, n) for n in right_over))
     return sorted(found.items()), len(left) + len(right) - 2 * len(found)
 
 
@@ -166,8 +174,9 @@ def _match(found: dict[int, int], left: Iterable[tuple[Any, int]], right: Iterab
 
 
 def _prompt(captures: Captures, number: int) -> tuple[int, ...]:
+    """The prompt tokens that a capture has."""
     with captures[number] as capture:
-        return tuple(capture.token_ids[: capture.prompt_len].tolist())
+        return tuple(capture.token_ids[: max(0, capture.prompt_len - capture.attrs["start"])].tolist())
 
 
 def _common(a: Capture, b: Capture) -> tuple[np.ndarray, int | None]:
@@ -273,10 +282,8 @@ def _read(capture: Capture, hook: str, layer: int | None, rows: np.ndarray) -> n
 def _errors(a: np.ndarray, b: np.ndarray, hook: str) -> np.ndarray:
     """The error of each row, float64 [rows]."""
     if a.dtype.kind in "iu":
-        if hook == "topk_ids":  # experts of equal weight may change places
-            return np.asarray((a[:, :, None] != b[:, None]).all(2).mean(1))
-        if hook == "indexer_topk":  # the order of its positions has no meaning
-            return np.array([np.isin(one, other, invert=True).mean() for one, other in zip(a, b, strict=True)])
+        if hook in _CHOICES:
+            return np.array([_unlike_choices(one, other) for one, other in zip(a, b, strict=True)])
         return np.asarray((a != b).mean(1))
     a, b = a.astype(np.float64), b.astype(np.float64)
     with np.errstate(invalid="ignore"):
@@ -285,3 +292,11 @@ def _errors(a: np.ndarray, b: np.ndarray, hook: str) -> np.ndarray:
     finite = np.isfinite(a).all(1) & np.isfinite(b).all(1)
     same = ((a == b) | (np.isnan(a) & np.isnan(b))).all(1)
     return np.where(same, 0.0, np.where(finite, errors, np.inf))
+
+
+def _unlike_choices(one: np.ndarray, other: np.ndarray) -> float:
+    """The fraction of values of one row that are not in the other, or the reverse, if larger.
+
+    Both are needed: a row with fewer positions than `index_topk` is filled up with -1.
+    """
+    return max(float(np.isin(x, y, invert=True).mean()) for x, y in ((one, other), (other, one)))

@@ -143,7 +143,7 @@ def engine_gpus(flags: Sequence[str]) -> int:
         name = {"tp": "tensor-parallel-size", "pp": "pipeline-parallel-size"}.get(name, name)
         if name in sizes:
             value = flag.partition("=")[2]
-            if not value.isdigit() or not int(value):
+            if not re.fullmatch("0*[1-9][0-9]{0,8}", value):
                 raise ValueError(f"--{name} {value!r} is not valid; give a whole number from 1 on")
             sizes[name] = int(value)
     return math.prod(sizes.values())
@@ -229,11 +229,13 @@ def _noted(out: Path) -> dict[str, Any]:
         noted: dict[str, Any] = json.loads((out / RUN_NAME).read_text())
         found = noted.get("format")
         if found == _FORMAT:
-            settings, _ = noted["settings"], noted["run"]
+            settings = noted["settings"]
+            if not str.isalnum(noted["run"]):  # it becomes part of file names
+                raise ValueError(f"run {noted['run']!r} is no name of a run")
             settings |= _resolved(settings)  # older versions saved no defaults
             settings["columns"] = {**asdict(Columns()), **settings["columns"]}
             settings["sampling"] = _resolved_sampling(settings["sampling"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"--out {out}: {RUN_NAME} is damaged ({error!r}); put back a copy of it, or give another --out"
         ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -23,7 +23,7 @@ Mask = Callable[[Capture], Any]
 
 @dataclass(frozen=True)
 class RowChoice:
-    """The choice of rows that a view has of each store. A row must pass all given options.
+    """Options that choose the rows of each store. A row must pass all given options.
 
     skip: number of rows to leave out at the start of each store, such as 1 for the first token, whose norm is often
     large. phase: "prompt" or "generated". after: a token id, or several; only rows after the first row with one of
@@ -43,17 +43,21 @@ class RowChoice:
     last: int | None = None
 
     def __post_init__(self) -> None:
-        if self.skip < 0:
-            raise ValueError(f"skip {self.skip} is not valid; use 0 or more rows")
-        if self.phase is not None and self.phase not in PHASES:
+        if not _is_whole(self.skip) or self.skip < 0:
+            raise ValueError(f"skip {self.skip!r} is not valid; use 0 or more rows")
+        if self.phase is not None and self.phase not in [*PHASES]:
             raise ValueError(f"phase {self.phase!r} is not valid; use 'prompt' or 'generated'")
-        if self.last is not None and self.last < 1:
-            raise ValueError(f"last {self.last} is not valid; use 1 row or more")
+        markers = self.after if isinstance(self.after, Collection) else [self.after]
+        if self.after is not None and not all(map(_is_whole, markers)):
+            raise ValueError(f"after {self.after!r} is not valid; use a token id, or a list of token ids")
+        if self.last is not None and (not _is_whole(self.last) or self.last < 1):
+            raise ValueError(f"last {self.last!r} is not valid; use 1 row or more")
 
     def of(self, infos: Sequence[CaptureInfo], counts: Sequence[int], sampled: bool = False) -> Runs:
         """The chosen rows of stores. counts: number of rows (for logits, of samples) of each store.
 
-        Raises ValueError for a mask of another shape, and for damaged token arrays.
+        Raises ValueError for a mask of another shape, for damaged token arrays, and for other numbers of rows than
+        `counts`.
         """
         found: list[np.ndarray] = [np.empty((0, 2), np.int64)] * len(infos)
 
@@ -85,9 +89,10 @@ class RowChoice:
         if self.last is not None:
             kept[np.flatnonzero(kept)[: -self.last]] = False
         if not complete and sampled:
-            kept &= plain_array(info.store, files_of(info.store), "logits_positions", "int32") >= 0
+            at = plain_array(info.store, files_of(info.store), "logits_positions", "int32")
+            kept &= _of_length(count, info, "logits_positions", at) >= 0
         elif not complete:
-            kept &= rows_present(read_attrs(info.store))
+            kept &= _of_length(count, info, "missing", rows_present(read_attrs(info.store)))
         edges = np.flatnonzero(np.diff(np.concatenate([[False], kept, [False]]).astype(np.int8)))
         return edges.astype(np.int64).reshape(-1, 2)
 
@@ -97,6 +102,7 @@ class RowChoice:
         wanted = {"phase": self.phase, "token_ids": self.after}
         names = [name for name, value in wanted.items() if value is not None]
         fields = store_fields(info.store, names, complete, sampled) if names else {}
+        fields = {name: _of_length(count, info, name, values) for name, values in fields.items()}
         if self.phase is not None:
             kept &= fields["phase"] == PHASES[self.phase]
         if self.after is not None:
@@ -113,6 +119,19 @@ class RowChoice:
                 )
             kept &= given
         return kept
+
+
+def _of_length(count: int, info: CaptureInfo, name: str, values: np.ndarray) -> np.ndarray:
+    """The values of `name`, one per row. Raises ValueError for another number of rows than `count`."""
+    if len(values) != count:
+        raise ValueError(
+            f"{info.store}/{name} is of {len(values)} rows, the capture has {count}; dmi verify says what is damaged"
+        )
+    return values
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool | np.ndarray)
 
 
 @dataclass(frozen=True, eq=False)

@@ -269,7 +269,7 @@ class RowView:
 
         Returns int64 arrays (index in `stores`, first row in the store, number of rows) of the parts.
 
-        Chunks are as long as those of the store with the most rows.
+        Chunks are as long as those of the store that has the largest row number in the view.
         """
         ends = self.runs.firsts + np.diff(self.runs.begins)
         chunk = self._of(int(self.runs.stores[np.argmax(ends)]))[0].chunk_rows if len(ends) else 1

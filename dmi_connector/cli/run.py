@@ -160,7 +160,7 @@ def _share(text: str) -> tuple[int, int]:
 def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f'{text!r} is not valid; give a JSON object, as in {{"temperature": 0.7}}')

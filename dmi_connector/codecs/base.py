@@ -43,6 +43,11 @@ class Codec(ABC):
         """Whether a single chunk may be stored uncompressed: as `plain_head`, then its bytes."""
         return self.plain_gb_per_s is not None
 
+    @property
+    def most_bytes(self) -> int:
+        """Maximum bytes of a decoded chunk."""
+        return 1 << 62
+
     def metadata(self, itemsize: int, chunk_bytes: int) -> list[dict[str, Any]]:
         """The codec in Zarr v3 metadata: [{"name": ..., "configuration": {...}}]; [] without a Zarr codec.
 

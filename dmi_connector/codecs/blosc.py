@@ -12,6 +12,8 @@ from dmi_connector.codecs.base import Codec
 from dmi_connector.codecs.blosc_frame import LEAST_PLANE, frame_lengths, plain_header, zstd_frame
 
 _LEVEL = 1
+_MOST_BYTES = (1 << 31) - 1 - 16
+"""Maximum bytes of the elements of a Blosc frame (BLOSC_MAX_BUFFERSIZE). No Blosc decoder reads a larger one."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +21,16 @@ class Blosc(Codec):
     """Blosc at level 1, with the compressor `name` and one block per chunk. Smaller blocks compress less.
 
     shuffle: Blosc's filter for elements of several bytes. bfloat16 compresses best with "shuffle" for zstd, and with
-    "bitshuffle" for lz4. own_frames: whether `zstd_frame` encodes chunks instead of Blosc, except for chunks with less
-    than LEAST_PLANE elements.
+    "bitshuffle" for lz4. own_frames: whether `zstd_frame` encodes chunks instead of Blosc, except for chunks with
+    fewer than LEAST_PLANE elements.
     """
 
     shuffle: str
     own_frames: bool = False
+
+    @property
+    def most_bytes(self) -> int:
+        return _MOST_BYTES
 
     def configuration(self, itemsize: int, chunk_bytes: int) -> dict[str, Any]:
         return {
@@ -39,6 +45,8 @@ class Blosc(Codec):
         return "noshuffle" if itemsize == 1 else self.shuffle
 
     def encode(self, chunk: np.ndarray) -> bytes:
+        if chunk.nbytes > _MOST_BYTES:
+            raise ValueError(f"a chunk of {chunk.nbytes} bytes is larger than a Blosc frame; reduce chunk_tokens")
         if self.own_frames and chunk.size >= LEAST_PLANE:
             return zstd_frame(chunk)
         from numcodecs import blosc

@@ -2,7 +2,7 @@
 """Counts captures, for vLLM's Prometheus endpoint and its log (docs/OPERATIONS.md).
 
 In each step, vLLM asks both halves of the connector for changes (`CaptureStats`). A rank answers in the steps in which
-it reports (`StepMetadata.report`), one in STEPS_TOGETHER steps at least. vLLM aggregates the answers of all ranks, and
+it reports (`StepMetadata.report`), at least once in STEPS_TOGETHER steps. vLLM aggregates the answers of all ranks, and
 passes them to the process that serves /metrics (`CaptureProm`).
 """
 

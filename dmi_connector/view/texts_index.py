@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dmi_connector.analysis.texts import Texts
+from dmi_connector.captures.row_choice import PHASES
 from dmi_connector.captures.token_fields import store_fields
 from dmi_connector.store.read.index import CaptureInfo
 from dmi_connector.view.running import RUNNING
@@ -30,10 +31,10 @@ class TextIndex:
     def __init__(self, texts_of: Callable[[str | None], Texts]) -> None:
         self._texts_of = texts_of
         self._lock = threading.Lock()
-        self._known: dict[tuple[str, str], tuple[str, str, float]] = {}  # the last value: kept until then, by time.time
+        self._known: dict[tuple[str, str], tuple[str, str, float]] = {}  # see `_read`
 
     def prompt(self, info: CaptureInfo) -> str:
-        """The beginning of the prompt on one line.
+        """The beginning of the captured part of the prompt, on one line.
 
         "" for a running request, without a tokenizer, and for a store that cannot be read. Such a store is read again
         later.
@@ -57,7 +58,7 @@ class TextIndex:
         return found, left
 
     def _read(self, info: CaptureInfo) -> tuple[str, str, float]:
-        """(beginning of the prompt for the list, text for searches, when the store is read again)."""
+        """(beginning of the prompt for the list, text for searches, the `time.time` from which it is read again)."""
         if info.state == RUNNING:  # the array `token_ids` is written at the end
             return "", "", 0.0
         key = _key(info)
@@ -76,12 +77,15 @@ class TextIndex:
     def _decode(self, info: CaptureInfo) -> tuple[str, str]:
         """(beginning of the prompt, text for searches). Raises OSError if the store cannot be read."""
         try:
-            ids = store_fields(info.store, ["token_ids"], complete=True)["token_ids"][:_TOKENS].tolist()
+            fields = store_fields(info.store, ["token_ids", "phase"], complete=True)
+            ids = fields["token_ids"][:_TOKENS].tolist()
+            # These are fewer than `prompt_len` if the capture begins after position 0.
+            of_prompt = int((fields["phase"] == PHASES["prompt"]).sum())
             texts = self._texts_of(info.model)
         except ValueError:
             return "", ""
         whole = texts.whole(ids)
-        prompt = texts.whole(ids[: info.prompt_len if info.prompt_len else len(ids)][:_SHOWN])
+        prompt = texts.whole(ids[:of_prompt][:_SHOWN])
         return " ".join((prompt or "").split())[:_SHOWN], (whole or "").lower()
 
 

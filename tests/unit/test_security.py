@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from dmi_connector.captures.capture import open_capture
+from dmi_connector.captures.captures import open_captures
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.option_values import OptionError
+from dmi_connector.reduce import parse
 from dmi_connector.request_options import CaptureParams
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format import schema
@@ -257,10 +259,16 @@ FORGED: dict[str, dict[str, Any]] = {
     "unknown codec": {"codecs": [*PLAIN, {"name": "zstd", "configuration": {"level": 1, "checksum": False}}]},
     "no codecs": {"codecs": None},
     "codec is text": {"codecs": ["bytes"]},
+    "no configuration": {"codecs": [{"name": "sharding_indexed"}]},
+    "configuration is a list": {"codecs": [{"name": "sharding_indexed", "configuration": []}]},
     "transformer": {"storage_transformers": [{"name": "evil"}]},
     "more keys": {"consolidated_metadata": {}},
 }
-SHAPELESS: dict[str, dict[str, Any]] = {"attributes": {"attributes": []}, "shape": {"shape": []}}
+SHAPELESS: dict[str, dict[str, Any]] = {
+    "attributes": {"attributes": []},
+    "layers": {"attributes": {"layers": [0, [None]]}},
+    "shape": {"shape": []},
+}
 
 
 @pytest.mark.parametrize("name", ["q", "token_ids", "logits_positions"])
@@ -316,7 +324,7 @@ def test_readers_refuse_a_store_without_an_attribute_that_all_have(sound: Path, 
         *(("media", value) for value in (None, 3, ["x"], [{}], [{"positions": [1]}])),
         *(("hooks", {"q": hook}) for hook in (None, [], {}, {"array": "q"}, {"layers": []})),
         *(("hooks", {"q": {"array": "q", "layers": value}}) for value in (None, 1, ["x"], [[0]], [-1], [10**20])),
-        *(("hooks", {"q": {"array": "q", "layers": [0], "reduce": value}}) for value in (None, 1, "x", [1])),
+        *(("hooks", {"q": {"array": "q", "layers": [0], "reduce": value}}) for value in (1, "x", [1])),
         ("model", 3),
     ],
 )
@@ -326,6 +334,81 @@ def test_readers_refuse_attributes_whose_parts_have_other_types(sound: Path, nam
     with pytest.raises(ValueError, match=f"{said}$"):
         open_capture(sound, 0)
     assert ("zarr.json", said) in [(p.where, p.what) for p in verify_store(sound)]
+
+
+HOOK = {"array": "q", "layers": [0, 1], "width": 16, "dtype": "float32", "shards": 1}
+MALFORMED: list[tuple[str, object]] = [
+    ("num_tokens", -1),
+    ("num_tokens", True),
+    ("num_tokens", 10**30),
+    ("start", 10**30),
+    ("missing", [5]),
+    ("missing", [[1, 2, 3]]),
+    ("missing", [[-5, 3]]),
+    ("hooks", {"q": 5}),
+    ("hooks", {"q": {}}),
+    ("hooks", {"q": {**HOOK, "layers": None}}),
+    ("hooks", {"q": {**HOOK, "layers": ["x"]}}),
+    ("hooks", {"q": {**HOOK, "reduce": 5}}),
+    ("files", {"q/zarr.json": 5}),
+    ("num_layers", [5]),
+    ("media", 5),
+    ("media", [5]),
+    ("draft_tokens", 1.5),
+    ("scores", [5]),
+    ("speculative", None),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), MALFORMED)
+def test_readers_refuse_malformed_attributes(sound: Path, name: str, value: object) -> None:
+    """The attribute has the right type, but not what readers expect inside."""
+    forge(sound, "", {}, {name: value})
+    said = f"its 'dmi' attribute has no valid {name}"
+    with pytest.raises(ValueError, match=f"{said}$"):
+        open_capture(sound, 0)
+    assert [p.what for p in verify_store(sound)] == [said]
+
+
+@pytest.mark.parametrize(
+    "change", [{"shards": 0}, {"shards": None}, {"shards": "x"}, {"dtype": {}}, {"reduce": {"kind": "int8"}}]
+)
+def test_readers_refuse_damaged_reductions(sound: Path, change: dict[str, Any]) -> None:
+    hook = {**HOOK, "reduce": {"kind": "int8", "width": 16, "dtype": "float32"}, **change}
+    attrs = json.loads((sound / "zarr.json").read_bytes())["attributes"]["dmi"]
+    forge(sound, "", {}, {"hooks": {**attrs["hooks"], "q": hook}})
+    with pytest.raises(ValueError, match="the reduction of 'q' is damaged"):
+        open_capture(sound, 0).numpy("q")
+    assert "q" in [p.where for p in verify_store(sound)]
+
+
+def test_readers_refuse_indexes_beyond_the_width(tmp_path: Path) -> None:
+    """topk(4) of 16 values, with indexes of 0xC8C8."""
+    kept = {"kind": "topk", "k": 4, "width": 16, "dtype": "float32"}
+    spec = ArraySpec("mlp_post", "uint8", (0, 1), parse("topk(4)").stored_width(16, "float32"), reduce=kept)
+    stores, path = kit.Store(1 << 20), tmp_path / "a.zarr"
+    stores.write(path, [spec], 20, values={"mlp_post": np.full((2, 20, spec.width), 200, np.uint8)})
+    assert stores.shutdown(kit.PATIENCE)
+    with pytest.raises(
+        ValueError, match=r"a\.zarr: values of topk cannot be decoded \(a row of topk.*; dmi verify says which"
+    ):
+        open_capture(path, 0).numpy("mlp_post")
+    with pytest.raises(ValueError, match=r"a\.zarr: values of topk cannot be decoded"):
+        open_captures(tmp_path).rows("mlp_post", 0)[:]
+    assert any("cannot be decoded" in problem.what for problem in verify_store(path))
+
+
+def test_media_of_a_store_with_another_number_of_tokens_are_those_of_its_positions(sound: Path) -> None:
+    media = [{"modality": "image", "hash": "a", "positions": [[2, 4]]}]
+    forge(sound, "", {}, {"num_tokens": 0, "media": media})
+    assert np.flatnonzero(open_capture(sound, 0).media == 0).tolist() == [2, 3]
+    assert verify_store(sound)
+
+
+def test_readers_name_the_array_whose_numbers_are_too_long(sound: Path) -> None:
+    (sound / "q" / "zarr.json").write_text(f'{{"shape": [{"1" * 5000}]}}')
+    with pytest.raises(ValueError, match="the metadata of array 'q' cannot be read"):
+        open_capture(sound, 0)
 
 
 @pytest.mark.parametrize("name", ["", "q/", "token_ids/"])

@@ -143,6 +143,7 @@ def test_each_server_option_is_read(tmp_path: Path) -> None:
         ({"q": 0.5}, "probe_alerts: 'q' is no probe; probes: p, wide"),
         ({"p": True}, "probe_alerts: {'p': True} is not valid; give a number"),
         ({"p": float("nan")}, "probe_alerts: {'p': nan} is not valid; give a number"),
+        ({"p": 10**400}, "probe_alerts: {'p': 1000"),
         (
             {"wide": 0.5},
             "probe_alerts: 'wide' does not have one score per row; name a probe of one output in one layer",
@@ -155,6 +156,13 @@ def test_a_bad_alert_names_the_fix(tmp_path: Path, value: object, says: str) -> 
     with pytest.raises(OptionError) as caught:
         ServerOptions.parse({"store_dir": "/x", "probes": probes, "probe_alerts": value})
     assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800"])
+@pytest.mark.parametrize("option", ["probes", "reduce"])
+def test_a_path_that_no_file_can_have_is_refused(option: str, path: str) -> None:
+    with pytest.raises(OptionError, match=rf"^{option}: .* is not valid .*; give the path of a file$"):
+        ServerOptions.parse({"store_dir": "/x", option: {"q": path if option == "probes" else f"pq({path})"}})
 
 
 def test_local_copies_go_only_after_an_upload() -> None:
@@ -262,6 +270,10 @@ def test_request_options_are_read_and_foreign_ones_are_ignored() -> None:
         ({"dmi": {"enabled": None}}, ["dmi.enabled", "None"]),
         ({"dmi": {"probes": ["risk"]}}, ["dmi.probes: ['risk']", '{"inline": "max"}']),
         ({"dmi": {"probes": {"risk": "max"}}}, ["dmi.probes: {'risk': 'max'}", '{"inline": "max"}']),
+        (
+            {"dmi": {"probes": {"risk": {"inline": "max"}, "probe.risk": {"inline": "min"}}}},
+            ["dmi.probes: 'probe.risk' is named twice", "name it once"],
+        ),
         ({"dmi": {"probes": {"risk": {}}}}, ["dmi.probes inline: None", "choose one of max, min, mean, last"]),
         ({"dmi": {"probes": {"risk": {"inline": ["maxx"]}}}}, ["dmi.probes inline: 'maxx'", "mean 'max'"]),
         ({"dmi": {"probes": {"risk": {"inlin": "max"}}}}, ["dmi.probes: option 'inlin'", "mean 'inline'"]),

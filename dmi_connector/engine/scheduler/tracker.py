@@ -105,6 +105,8 @@ class Tracker:
             self.refused.add(request_id, str(error))
         except Exception as error:  # no request may end the engine
             logger.exception("dmi: the options of request %s could not be handled", request_id)
+            if (tracked := self.tracked.pop(request_id, None)) is not None:
+                self.quota.ended(tracked.path, nothing=True)
             self.refused.add(
                 request_id, f"kv_transfer_params: they could not be handled: {type(error).__name__}: {error}"
             )

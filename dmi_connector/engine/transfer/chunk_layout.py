@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dmi_connector.codecs import CODECS
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.hooks import hook_dtype
 from dmi_connector.layout import HEADER_SENT_BYTES, ArraySpec, PayloadLayout
+from dmi_connector.option_values import OptionError
 from dmi_connector.ranks import shard_of
 
 
@@ -44,6 +46,7 @@ def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], 
     """The layout for a capture of `hooks` on rank `rank`.
 
     Fields that another rank writes are omitted. If ranks divide the layers of a hook, its array has one file per run.
+    Raises OptionError if a chunk is too large for the codec.
     """
     arrays: list[ArraySpec] = []
     elsewhere: list[ArraySpec] = []
@@ -91,12 +94,24 @@ def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], 
         options.codec,
         tuple(elsewhere),
     )
+    _check_chunks(payload)
     assert base == payload.header_base
     table.append((0, HEADER_SENT_BYTES, base))
     return ChunkLayout(payload, np.asarray(table, dtype=np.int64))
 
 
+def _check_chunks(payload: PayloadLayout) -> None:
+    """Raise OptionError if a full chunk, which has the rows of one layer in one file, is too large for the codec."""
+    for spec in payload.arrays:
+        most = CODECS[payload.codec].most_bytes // (spec.local_width * spec.itemsize)
+        if payload.chunk_tokens > most:
+            raise OptionError(
+                f"chunk_tokens: {payload.chunk_tokens} rows of {spec.name} are too large for a chunk with codec"
+                f" {payload.codec!r}; give at most {most}, or codec 'none'"
+            )
+
+
 def sent_bytes(context: CaptureContext) -> list[int]:
-    """Bytes of a row of all selected hooks in a payload, by rank."""
+    """Bytes of a row of all selected hooks in a payload, by rank. Raises OptionError as `chunk_layout` does."""
     hooks = context.selection.hooks
     return [chunk_layout(context, hooks, rank).payload.token_bytes for rank in range(context.ranks)]

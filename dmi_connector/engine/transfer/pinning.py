@@ -29,7 +29,7 @@ _CAPTURE_RELAXED = 2
 
 
 class PinnedRing:
-    """Pins a ring from its start. When the constructor returns, `least` bytes or the whole ring are pinned.
+    """Pins a ring from its start. When the constructor returns, at least `least` bytes or the whole ring are pinned.
 
     Raises RuntimeError if these bytes cannot be pinned. If later bytes cannot be pinned, an error is logged, and only
     the pinned part of the ring is used.

@@ -174,7 +174,7 @@ def share(store: str | os.PathLike[str]) -> int | None:
     try:
         if not os.path.samestat(os.stat(store), os.fstat(fd)):
             raise FileNotFoundError(f"{store} was removed just now")
-    except FileNotFoundError:
+    except OSError:
         os.close(fd)
         raise
     return fd

@@ -36,13 +36,8 @@ _NEEDED: dict[str, type | tuple[type, ...]] = {
     "files": dict,
 }
 """{attribute of every store: its types}."""
-_OPTIONAL: dict[str, type | tuple[type, ...]] = {
-    "num_layers": (int, type(None)),
-    "dims": dict,
-    "model": (str, type(None)),
-    "media": list,
-}
-"""{attribute that readers use if a store has it: its types}."""
+_MOST_TOKENS = (1 << 31) - 1
+"""Maximum of token counts and positions: the array `positions` is int32."""
 _MOST_LAYERS = 1 << 16
 """More layers than any model has. Some readers loop over all layers of the model."""
 _OF_ZARR_2 = (".zgroup", ".zarray", ".zmetadata")
@@ -92,43 +87,57 @@ def attrs_of(files: StoreFiles) -> dict[str, Any]:
 
 
 def invalid(attrs: object) -> list[str]:
-    """The needed attributes that a store lacks, and those that have another type."""
+    """The attributes with a value that readers cannot use, and the needed attributes that a store lacks."""
     known = attrs if isinstance(attrs, dict) else {}
-    there = {**_NEEDED, **{name: types for name, types in _OPTIONAL.items() if name in known}}
-    return [
-        name
-        for name, types in there.items()
-        if not (name in known and isinstance(known[name], types) and _INSIDE.get(name, _always)(known[name]))
-    ]
+    wrong = [name for name, types in _NEEDED.items() if name not in known or not isinstance(known[name], types)]
+    checked = [name for name in _FORMS if name in known and name not in wrong]
+    return wrong + [name for name in checked if not _FORMS[name](known[name])]
 
 
-def _always(_value: object) -> bool:
-    return True
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MOST_TOKENS
+
+
+def _are_pairs(value: object) -> bool:
+    """Whether a value is a list of [start, stop], in any order."""
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair)) for pair in value
+    )
 
 
 def _is_hook(hook: object) -> bool:
-    """Whether an entry of the attribute `hooks` has the types of this format. Its array is checked elsewhere."""
-    if not isinstance(hook, dict) or "array" not in hook or not isinstance(hook.get("reduce", {}), dict):
+    if not isinstance(hook, dict) or "array" not in hook or not isinstance(hook.get("reduce"), dict | None):
         return False
     layers = hook.get("layers")
-    return isinstance(layers, list) and all(type(n) is int and 0 <= n < _MOST_LAYERS for n in layers)
+    return isinstance(layers, list) and all(_is_count(layer) and layer < _MOST_LAYERS for layer in layers)
 
 
-def _are_ranges(ranges: object) -> bool:
-    """Whether a value is a list of [start, stop]."""
-    pairs = ranges if isinstance(ranges, list) else [None]
-    return all(isinstance(pair, list) and list(map(type, pair)) == [int, int] for pair in pairs)
+def _is_file(entry: object) -> bool:
+    """Whether a value is [bytes, checksum]."""
+    if not isinstance(entry, list) or len(entry) != 2:
+        return False
+    size, checksum = entry  # without a loop, because a long capture has thousands of files
+    return type(size) is int and type(checksum) is int and size >= 0 <= checksum
 
 
-_INSIDE: dict[str, Callable[[Any], bool]] = {
-    "start": lambda start: 0 <= start < 1 << 31,
-    "missing": _are_ranges,
+def _are_media(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) and _are_pairs(one.get("positions")) for one in value)
+
+
+_FORMS: dict[str, Callable[[Any], bool]] = {
+    "num_tokens": _is_count,
+    "prompt_len": _is_count,
+    "start": _is_count,
+    "missing": _are_pairs,
     "hooks": lambda hooks: all(map(_is_hook, hooks.values())),
-    "num_layers": lambda count: 0 <= (count or 0) <= _MOST_LAYERS,
-    "dims": lambda dims: all(type(size) is int and size >= 0 for size in dims.values()),
-    "media": lambda items: all(isinstance(item, dict) and _are_ranges(item.get("positions")) for item in items),
+    "files": lambda files: all(map(_is_file, files.values())),
+    "num_layers": lambda value: value is None or (_is_count(value) and value <= _MOST_LAYERS),
+    "dims": lambda dims: isinstance(dims, dict) and all(map(_is_count, dims.values())),
+    "model": lambda value: isinstance(value, str | None),
+    "media": _are_media,
+    **dict.fromkeys(("draft_tokens", "scores", "speculative"), lambda value: isinstance(value, dict)),
 }
-"""{attribute: whether a value of its type has parts of the right types}."""
+"""{attribute: whether its value, of the right type if the attribute is needed, has the form that readers expect}."""
 
 
 def check_arrays(files: StoreFiles, attrs: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -166,7 +175,7 @@ def read_array(files: StoreFiles, name: str) -> dict[str, Any]:
         return _checked(raw)
     except RemoteError:
         raise
-    except (OSError, RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{where} cannot be read ({error})") from error
     except _Fault as fault:
         raise ValueError(f"{where} {fault}") from None
@@ -195,5 +204,8 @@ def _check_codecs(codecs: object) -> None:
         if not isinstance(codec, dict) or codec.get("name") not in known:
             raise _Fault(f"has the codec {codec!r}; this format has {', '.join(known)}")
         if codec["name"] == "sharding_indexed":
+            inside = codec.get("configuration")
+            if not isinstance(inside, dict):
+                raise _Fault(f"has the codec {codec!r} without a configuration")
             for part in ("codecs", "index_codecs"):
-                _check_codecs(codec.get("configuration", {}).get(part))
+                _check_codecs(inside.get(part))

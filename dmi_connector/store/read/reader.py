@@ -168,7 +168,8 @@ class StoreReader:
     @property
     def media(self) -> np.ndarray:
         """Index in `attrs["media"]` of the image or other item of each row's embedding, int32 [tokens]; -1 for text."""
-        positions, found = self.positions, np.full(int(self.attrs["num_tokens"]), -1, np.int32)
+        positions = self.positions
+        found = np.full(len(positions), -1, np.int32)
         for number, item in enumerate(self.attrs.get("media", ())):
             for start, stop in item["positions"]:
                 found[(positions >= start) & (positions < stop)] = number

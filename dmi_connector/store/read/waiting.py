@@ -53,7 +53,7 @@ def wait_for(final: Place, seconds: float, there: Callable[[Place], bool] | None
         if watch is not None:
             watch.check()
         left = deadline - time.monotonic()
-        if left <= 0:
+        if not left > 0:  # also for NaN
             raise TimeoutError(f"capture {final} was not there after {seconds:g} s: {_seen(final)}")
         time.sleep(min(pause, left))
         pause = min(pause * 1.5, _LONGEST_PAUSE_S)

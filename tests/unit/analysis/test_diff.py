@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dmi_connector import open_capture, open_captures
-from dmi_connector.analysis.diff import diff, pairs
+from dmi_connector.analysis.diff import NothingToCompare, diff, pairs
 from dmi_connector.cli.main import main as cli
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
@@ -39,6 +39,7 @@ def write(tmp_path: Path) -> Write:
         ids: Sequence[int] | np.ndarray = IDS,
         arrays: Sequence[ArraySpec] = ARRAYS,
         losses: Sequence[Loss] = (),
+        about: dict[str, Any] | None = None,
         **names: Any,
     ) -> Path:
         rng = np.random.default_rng(0)
@@ -52,7 +53,7 @@ def write(tmp_path: Path) -> Write:
         owner = kit.Store(1 << 20)
         try:
             samples = 3 if any(spec.name == "logits" for spec in arrays) else 0
-            attrs = {"dtype": "float32", "num_layers": 2}
+            attrs = {"dtype": "float32", "num_layers": 2, **(about or {})}
             owner.write(
                 tmp_path / f"{name}.zarr",
                 arrays,
@@ -127,6 +128,34 @@ def test_whole_numbers_differ_by_their_share_and_choices_have_no_order(hook: str
     assert [(one.name, one.tolerance, one.unlike, one.position, one.worst) for one in found.hooks] == [
         *((f"{hook}@0", 0.0, 1, 6, 0.25), (f"{hook}@1", 0.0, 1, 3, 0.25))
     ]
+
+
+def test_a_position_that_only_one_indexer_chose_is_found_in_both_orders(tmp_path: Path) -> None:
+    """A row with fewer positions is filled up with -1, which is in both rows here."""
+    few, more = (np.array([[[1, 2, last, -1]]], np.int32).repeat(ROWS, 1) for last in (-1, 3))
+    arrays, owner = [ArraySpec("indexer_topk", "int32", (0,), 4)], kit.Store(1 << 20)
+    for name, values in (("few", few), ("more", more)):
+        owner.write(tmp_path / f"{name}.zarr", arrays, ROWS, values={"indexer_topk": values.view("u4")})
+    assert owner.shutdown(kit.PATIENCE)
+    for names in (("few", "more"), ("more", "few")):
+        (found,) = both(*(tmp_path / f"{name}.zarr" for name in names)).hooks
+        assert (found.unlike, found.worst) == (ROWS, 0.25)
+
+
+def test_logits_of_other_positions_are_not_compared(tmp_path: Path) -> None:
+    owner = kit.Store(1 << 20)
+    for name, prompt in (("a", 2), ("b", 8)):
+        record = owner.open(tmp_path / f"{name}.zarr", *ARRAYS[2:], attrs={"prompt_len": 4, "dtype": "float32"})
+        owner.feed(record, {"resid_final": np.ones((1, ROWS, WIDTH), "f4").view("u4")}, ROWS)
+        owner.put_rows(record, "logits", np.ones((2, 16), "f4").view("u4"), 0, prompt)
+        owner.close(record, ROWS, {"logits": 2})
+    assert owner.shutdown(kit.PATIENCE)
+    a, b = tmp_path / "a.zarr", tmp_path / "b.zarr"
+    found = both(a, b)
+    assert [hook.name for hook in found.hooks] == ["resid_final"]
+    assert found.left_out == {"logits": "no position has a row in both"}
+    with pytest.raises(NothingToCompare, match="logits: no position has a row in both"):
+        both(a, b, hooks="logits")
 
 
 def test_a_summary_beside_full_rows_is_not_compared(write: Write, tmp_path: Path) -> None:
@@ -248,6 +277,19 @@ def test_stores_that_share_a_key_are_paired_by_prompt(write: Write, tmp_path: Pa
     matched, alone = pairs(one, two)
     names = {(one.infos[a].store.stem, two.infos[b].store.stem) for a, b in matched}
     assert names == {("0", "0"), ("20", "20"), ("60", "60"), ("40", "80")} and alone == 0
+
+
+def test_captures_that_begin_later_are_paired_by_the_prompt_tokens_that_they_have(write: Write, tmp_path: Path) -> None:
+    """Generated tokens differ. A capture that begins after its prompt is not paired."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        ids = np.where(IDS < 4, IDS, IDS + (100 if name == "one" else 200))
+        write(f"{name}/later", ids=ids, about={"start": 10, "prompt_len": 14})
+        write(f"{name}/after", ids=ids, about={"start": 20, "prompt_len": 14})
+    one, two = open_captures(tmp_path / "one"), open_captures(tmp_path / "two")
+    matched, alone = pairs(one, two)
+    names = {(one.infos[a].store.stem, two.infos[b].store.stem) for a, b in matched}
+    assert names == {("later", "later")} and alone == 2
 
 
 def test_unknown_tokens_of_a_salvaged_store_are_no_other_tokens(write: Write) -> None:

@@ -51,11 +51,17 @@ def test_a_full_disk_names_the_settings(tmp_path: Path, monkeypatch: pytest.Monk
 
 WHOLE: dict[str, Any] = {"hooks": "q", "sampling": {}, "columns": {}}
 DAMAGED = [{}, {"hooks": "q", "sampling": {}}, {**WHOLE, "columns": None}, {**WHOLE, "hooks": 3}]
+NAMES: list[Any] = [5, "", "../x", "(x"]
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"format": 1}', *(json.dumps({"format": 1, "run": "a", "settings": one}) for one in DAMAGED)],
+    [
+        *("", "{", "[]", '{"format": 1}'),
+        *(json.dumps({"format": 1, "run": "a", "settings": one}) for one in DAMAGED),
+        *(json.dumps({"format": 1, "run": name, "settings": WHOLE}) for name in NAMES),
+        "[" * 100_000,
+    ],
 )
 def test_a_damaged_file_of_settings_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(text)

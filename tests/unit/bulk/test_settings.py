@@ -97,6 +97,7 @@ def test_options_of_servers_are_no_options_of_a_run(name: str) -> None:
         (["--limit", "0"], "'0' is not valid; give a whole number from 1 on"),
         (["--max-tokens", "-1"], "a whole number from 1 on"),
         (["--sampling", "[]"], "give a JSON object"),
+        (["--sampling", "[" * 100_000], "give a JSON object"),
         (["--sampling", '{"n": 2}'], "--sampling n: .* leave it out"),
         (["--sampling", '{"max_tokens": 2}'], "give --max-tokens"),
         (["--speculative-config", "{}"], "speculative-config: dmi run writes this flag itself"),
@@ -731,7 +732,7 @@ def test_an_engine_takes_as_many_gpus_as_its_flags_say(flags: list[str], gpus: i
     assert engine_gpus(flags) == gpus
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "two", ""])
+@pytest.mark.parametrize("value", ["0", "-1", "two", "", "²", "9" * 5000])
 @pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--pipeline-parallel-size"])
 def test_a_number_of_gpus_that_is_none_is_refused(flag: str, value: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{flag} {value!r} is not valid; give a whole")):

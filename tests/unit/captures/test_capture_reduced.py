@@ -409,7 +409,7 @@ def test_a_forged_entry_of_a_reduced_hook_is_refused(
     reduced = {name: value for name, value in reduced.items() if value is not ...}
     capture = topk_store(stores, tmp_path / "a.zarr")
     monkeypatch.setitem(capture.attrs["hooks"]["mlp_post"], "reduce", reduced)
-    with pytest.raises(ValueError, match=r"a\.zarr: the entry of a reduced hook is damaged"):
+    with pytest.raises(ValueError, match=r"a\.zarr: the reduction of 'mlp_post' is damaged"):
         capture.numpy("mlp_post", 0)
 
 

@@ -14,7 +14,7 @@ from dmi_connector import Capture, TokenDataset, open_captures
 from dmi_connector.analysis.logprobs import top_logprobs
 from dmi_connector.analysis.training.normalization import Normalization
 from dmi_connector.captures.captures import Captures
-from dmi_connector.captures.row_choice import Runs
+from dmi_connector.captures.row_choice import RowChoice, Runs
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.read.files.store_files import LocalFiles
@@ -115,12 +115,34 @@ def test_rows_are_chosen(captures: Captures, choice: dict[str, Any], keep: Any) 
 def test_a_choice_that_is_not_valid_is_refused(captures: Captures) -> None:
     for options, message in (
         ({"phase": "answer"}, "phase 'answer' is not valid; use 'prompt' or 'generated'"),
+        ({"phase": ["prompt"]}, r"phase \['prompt'\] is not valid; use 'prompt' or 'generated'"),
         ({"last": 0}, "last 0 is not valid"),
+        ({"last": 1.5}, r"last 1\.5 is not valid; use 1 row or more"),
+        ({"skip": 1.5}, r"skip 1\.5 is not valid; use 0 or more rows"),
+        ({"skip": "1"}, "skip '1' is not valid; use 0 or more rows"),
+        ({"after": "</think>"}, "after '</think>' is not valid; use a token id, or a list of token ids"),
+        ({"after": [1.5]}, r"after \[1\.5\] is not valid; use a token id"),
+        ({"after": True}, "after True is not valid; use a token id"),
         ({"mask": lambda cap: np.ones(3, bool)}, r"mask: it returned bool of shape \(3,\) for .*0.zarr; return"),
         ({"mask": lambda cap: cap.token_ids}, "mask: it returned int32 of shape"),
     ):
         with pytest.raises(ValueError, match=message):
             captures.rows("z", 1, **options)
+
+
+def test_a_store_with_other_numbers_of_rows_is_named(captures: Captures) -> None:
+    """As if the index listed other numbers of tokens than the stores have."""
+    for choice, counts, message in (
+        (RowChoice(phase="prompt"), [71, 9, 40], r"0\.zarr/phase is of 70 rows, the capture has 71"),
+        (RowChoice(), [70, 9, 41], r"2\.zarr/missing is of 40 rows, the capture has 41"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            choice.of(captures.infos, counts)
+
+
+def test_tokens_may_be_numpy_integers(captures: Captures) -> None:
+    for after in (np.int64(END), np.array([END]), {END}):
+        assert len(captures.rows("z", 1, after=after)) == len(captures.rows("z", 1, after=END)) > 0
 
 
 def test_each_row_comes_with_its_token(captures: Captures) -> None:

@@ -15,9 +15,10 @@ from dmi_connector.engine.context import CaptureContext, Drafting
 from dmi_connector.engine.model.architectures import ARCHITECTURES
 from dmi_connector.engine.owners import OWNERS
 from dmi_connector.engine.scheduler.quota import row_bytes
-from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
+from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout, sent_bytes
 from dmi_connector.hooks import ModelDims, parse_selection
 from dmi_connector.layout import row_layouts
+from dmi_connector.option_values import OptionError
 from dmi_connector.settings import ServerOptions
 
 KV_HEADS = 2
@@ -37,6 +38,28 @@ def written(layout: ChunkLayout, hook: str) -> list[int]:
     """The layers of a hook that a rank writes."""
     parts = [spec for spec in layout.payload.arrays if spec.name == hook]
     return [layer for spec in parts for layer in spec.layers[spec.first_layer :][: spec.local_layers]]
+
+
+def test_chunks_that_no_decoder_could_read_are_refused(tmp_path: Path) -> None:
+    """8,192 rows of 65,536 float32 logits are 2 GiB, which is too much for a Blosc frame."""
+    dims = ModelDims("Qwen3ForCausalLM", 2, 256, 8, KV_HEADS, 32, 512, 65536)
+    for chunk, codec, refused in (
+        (8192, "zstd", True),
+        (8192, "lz4", True),
+        (8191, "zstd", False),
+        (8192, "none", False),
+    ):
+        given = {"store_dir": str(tmp_path), "hooks": "logits,q", "chunk_tokens": chunk, "codec": codec}
+        options = ServerOptions.parse(given)
+        context = replace(make_context(tmp_path, "logits,q", 2, 1), options=options, dims=dims)
+        if not refused:
+            assert sent_bytes(context)[0] > 0
+            continue
+        said = (
+            f"chunk_tokens: 8192 rows of logits are too large for a chunk with codec '{codec}'; give at most 8191, or"
+        )
+        with pytest.raises(OptionError, match=said):
+            sent_bytes(context)
 
 
 @pytest.mark.parametrize(("tp", "layers"), [(4, 6), (8, 10)])

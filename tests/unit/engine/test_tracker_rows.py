@@ -392,6 +392,20 @@ def test_prompt_embeddings_and_options_that_break_are_refused(tmp_path: Path) ->
     assert tracker.refused["c"] == "\\ud800"
 
 
+def test_a_request_that_fails_after_its_admission_is_served_without_a_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes no part of the quota."""
+    tracker, ended = make_tracker(tmp_path), []
+    monkeypatch.setattr(tracker.scores, "arrived", lambda _tracked: 1 // 0)
+    monkeypatch.setattr(tracker.quota, "ended", lambda path, nothing: ended.append((Path(path).parent, nothing)))
+    request = ask({}, 20, "a")
+    tracker.on_new_request(request)  # type: ignore[arg-type]
+    assert tracker.refused["a"].startswith("kv_transfer_params: they could not be handled: ZeroDivisionError")
+    assert tracker.tracked == {} and ended == [(tmp_path, True)]
+    assert "dmi_error" in (tracker.finish(request, [])[1] or {}) and tracker.tracked == {}  # type: ignore[arg-type]
+
+
 BEAM = {"max_tokens": 1, "detokenize": False, "seed": None}
 """Sampling of one step of a beam, as vLLM's server asks for it."""
 

@@ -85,3 +85,11 @@ def test_a_frame_of_bfloat16_is_shorter_than_bloscs_own() -> None:
 def test_chunks_of_a_plane_or_more_have_our_frames(count: int, own: bool) -> None:
     chunk = np.arange(count, dtype="u2") * 7
     assert (CODECS["zstd"].encode(chunk) == zstd_frame(chunk)) == own
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+def test_a_chunk_that_no_decoder_could_read_is_refused(codec: str) -> None:
+    most = CODECS[codec].most_bytes
+    chunk = np.broadcast_to(np.zeros(1, "u2"), (1, most // 2 + 1))  # it takes no memory
+    with pytest.raises(ValueError, match=r"a chunk of \d+ bytes is larger than a Blosc frame; reduce chunk_tokens"):
+        CODECS[codec].encode(chunk)

@@ -192,6 +192,12 @@ def test_texts_are_cut_to_what_is_shown_and_to_what_is_searched(tmp_path: Path) 
     for words, found in ((["w2047", "a.zarr"], ["a.zarr"]), (["w2048"], []), (["w0", "w1"], ["a.zarr", "b.zarr"])):
         assert [info.store.name for info in index.search(pairs, words)[0]] == found
     assert len(asked) == 4, "each is read once"
+    about = {"model": "tiny", "prompt_len": 14, "start": 10}
+    owner = kit.Store(1 << 20)
+    owner.write(tmp_path / "later.zarr", [ArraySpec("q", "float32", (), 1)], 20, ids=ids[:20], attrs=about)
+    assert owner.shutdown()
+    later = next(info for info in Library.at(tmp_path)._found() if info.store.name == "later.zarr")
+    assert index.prompt(later) == "W0 W1 W2 W3", "the prompt ends at position 14, which is row 4"
     broken = texts_index.TextIndex(lambda _model: (_ for _ in ()).throw(ValueError("no tokenizer")))
     assert broken.prompt(infos["b.zarr"]) == "" and broken.search(pairs, ["w0"]) == ([], 0)
 
@@ -481,6 +487,8 @@ def test_a_word_keeps_its_space_where_decoders_drop_the_first_one(tmp_path: Path
     core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     core.save(str(tmp_path / "tokenizer.json"))
     assert Texts(tmp_path).of([0, 1, 2]) == [" a", " b", "c"]
+    damaged = np.array([-1, 2, -(2**31)], np.int32)
+    assert Texts(tmp_path).of(damaged) == ["", "c", ""] and Texts(tmp_path).whole(damaged.tolist()) == "c"
 
 
 @pytest.mark.parametrize(

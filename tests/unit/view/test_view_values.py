@@ -275,13 +275,15 @@ def test_texts_are_read_once_and_searched_with_what_else_is_known(monkeypatch: p
     monkeypatch.setattr(texts_index.time, "time", lambda: clock[0])
     monkeypatch.setattr(texts_index.time, "monotonic", lambda: now[0])
     ids = {"a": [1] * 3000, "b": [2, 3], "c": [4]}
+    prompts: dict[str, int] = {}
 
     def fields(store: Path, names: list[str], complete: bool) -> Any:
-        assert (names, complete) == (["token_ids"], True)
+        assert (names, complete) == (["token_ids", "phase"], True)
         read.append(store.stem)
         if store.stem in failing:
             raise OSError
-        return {"token_ids": np.array(ids[store.stem])}
+        rows = np.arange(len(ids[store.stem]))
+        return {"token_ids": np.array(ids[store.stem]), "phase": (rows >= prompts.get(store.stem, 1)).astype(np.uint8)}
 
     def whole(given: list[int]) -> str:
         return " ".join(f"W{i}\n" for i in given)
@@ -312,6 +314,7 @@ def test_texts_are_read_once_and_searched_with_what_else_is_known(monkeypatch: p
     monkeypatch.setattr(texts_index.time, "monotonic", lambda: next(times))
     assert slow.search(every, ["w1"]) == ([infos["a"]], 2)
     longer = replace(infos["a"], prompt_len=None)
+    prompts["a"] = 3000
     assert len(texts_index.TextIndex(lambda m: SimpleNamespace(whole=whole)).prompt(longer)) == 96  # type: ignore[arg-type,return-value]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -115,7 +116,7 @@ class HookArray:
             part,
             codec,
             complete,
-            tuple(document.get("attributes", {}).get("layers", ())),
+            tuple(map(operator.index, document.get("attributes", {}).get("layers", ()))),
             document.get("attributes", {}).get("reduce"),
         )
 

@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dmi_connector.dtypes import numpy_dtype
+from dmi_connector.dtypes import ITEMSIZE, numpy_dtype
 from dmi_connector.reduce import ReduceError, Reduction, from_settings
 from dmi_connector.reduce.fitted_file import FittedFile
 from dmi_connector.reduce.tally import Tally
 from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.fitted_files import find_fitted
-from dmi_connector.wording import show
 
 _OF_VALUES = ("dtype", "width")
 """Entries of a `reduce` attribute that describe the values before reduction."""
@@ -43,7 +43,7 @@ class StoredReduction:
     def of(cls, hook: Mapping[str, Any], store: Place) -> StoredReduction | None:
         """The reduction of an entry in the attribute `hooks`, or None.
 
-        Raises ReduceError, a ValueError, for an unknown reduction and for a damaged entry.
+        Raises ReduceError for an unknown reduction, and ValueError for a damaged entry.
         """
         settings = hook.get("reduce")
         if settings is None:
@@ -51,6 +51,8 @@ class StoredReduction:
         try:
             reduction = from_settings({k: v for k, v in settings.items() if k not in _OF_VALUES})
             shards = int(hook["shards"])
+            for dtype in (hook["dtype"], settings["dtype"]):
+                ITEMSIZE[dtype]  # raises KeyError or TypeError for an unknown one
             return cls(
                 reduction,
                 int(settings["width"]) // shards,
@@ -62,8 +64,8 @@ class StoredReduction:
             )
         except ReduceError:
             raise
-        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-            raise ReduceError(f"{store}: the entry of a reduced hook is damaged ({error!r}): {show(hook)}") from error
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"{store}: the reduction of {hook.get('array')!r} is damaged ({error!r})") from error
 
     def slices(self, rows: np.ndarray) -> list[np.ndarray]:
         """The parts of rows [..., stored width] that each tensor-parallel rank stored."""
@@ -73,7 +75,7 @@ class StoredReduction:
         """Decode stored rows [layers, tokens, stored width] to float32 [layers, tokens, decoded width].
 
         layers: the model's layer numbers, None for a hook that exists once. Raises FileNotFoundError if the file for
-        decoding is missing.
+        decoding is missing, and ValueError for damaged values.
         """
         decoded = self._decoded(rows)
         if not self.reduction.needs_file:
@@ -86,7 +88,8 @@ class StoredReduction:
 
     def tally(self, rows: np.ndarray, layer: int | None) -> Tally:
         """Sums of |x| over stored rows [tokens, stored width] of one layer. Raises like `decode`."""
-        return self.reduction.tally_slices(self.slices(rows), self.width, self.dtype, self._part(layer))
+        with self._named():
+            return self.reduction.tally_slices(self.slices(rows), self.width, self.dtype, self._part(layer))
 
     def check_files(self) -> None:
         """Raise the error of `decode` if the file for decoding is missing."""
@@ -103,8 +106,19 @@ class StoredReduction:
         return None if file is None else self.reduction.part(file, layer or 0)
 
     def _decoded(self, rows: np.ndarray) -> np.ndarray:
-        parts = [self.reduction.decode(part, self.width, self.dtype) for part in self.slices(rows)]
+        with self._named():
+            parts = [self.reduction.decode(part, self.width, self.dtype) for part in self.slices(rows)]
         return self.reduction.merge(parts).astype(np.float32, copy=False)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Turn the error of a stored index beyond the width into a ValueError that names the store."""
+        try:
+            yield
+        except (IndexError, ValueError) as error:
+            raise ValueError(
+                f"{self.store}: values of {self.reduction.kind} cannot be decoded ({error}); dmi verify says which"
+            ) from error
 
     @functools.cached_property
     def decoded_width(self) -> int:
