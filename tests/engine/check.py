@@ -36,13 +36,16 @@ def reference(oracle: Oracle, tokens: Sequence[int]) -> dict[str, np.ndarray]:
 
 
 def same(got: np.ndarray, want: np.ndarray, where: str, atol: float = ATOL) -> None:
-    """Fail unless shapes are the same and values are within `atol`; say where they differ most."""
+    """Fail unless shapes are the same and values are within `atol`, or `atol` of the largest magnitude if that is above
+    1; say where they differ most.
+    """
     assert got.shape == want.shape, f"{where}: shape {got.shape}, transformers has {want.shape}"
     if got.size == 0:
         return
     error = np.abs(got.astype(np.float64) - want.astype(np.float64))
     at = np.unravel_index(int(error.argmax()), error.shape)
-    assert error[at] <= atol, f"{where}: off by {error[at]:.2e} at {tuple(map(int, at))}: {got[at]} for {want[at]}"
+    most = atol * np.abs(want[np.isfinite(want)]).max(initial=1.0)
+    assert error[at] <= most, f"{where}: off by {error[at]:.2e} at {tuple(map(int, at))}: {got[at]} for {want[at]}"
 
 
 def check_header(

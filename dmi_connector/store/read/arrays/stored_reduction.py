@@ -115,6 +115,8 @@ class StoredReduction:
         """Turn the error of a stored index beyond the width into a ValueError that names the store."""
         try:
             yield
+        except ReduceError:  # names the fault of the store's settings
+            raise
         except (IndexError, ValueError) as error:
             raise ValueError(
                 f"{self.store}: values of {self.reduction.kind} cannot be decoded ({error}); dmi verify says which"
