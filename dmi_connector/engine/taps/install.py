@@ -226,6 +226,7 @@ def _reader(point: TapPoint, layer: LayerFacts) -> Read:
     if keep is Keep.PRODUCT:
         product = _written_by_product(_module(layer, "o_proj"))
         lasts = product and compilation.products_last and not (layer.mlp_taps and compilation.in_place)
+        lasts = lasts and not layer.arch.adds_in_place
     kept = _rename if lasts else copied
     return lambda facts, args, output: kept(read(facts, args, output))
 

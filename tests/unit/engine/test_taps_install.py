@@ -10,10 +10,11 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.model.architectures import Architecture
+from dmi_connector.engine.model.architectures import ARCHITECTURES, Architecture
 from dmi_connector.engine.model.coverage import Coverage
 from dmi_connector.engine.taps import install, points
 from dmi_connector.engine.taps.batches import ModelTaps, TapBatch
+from dmi_connector.engine.taps.compilation import Compilation
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import RowField, RowLayout
 from dmi_connector.reduce import parse
@@ -364,3 +365,22 @@ def test_a_filled_argument_and_a_sum_of_two_modules_are_values(written: dict[str
     added = block(x)
     torch.testing.assert_close(written["attn_out"], 3 * x)
     torch.testing.assert_close(written["mlp_out"], added)
+
+
+@pytest.mark.parametrize(("name", "kept"), [("LlamaForCausalLM", False), ("Step3p5ForCausalLM", True)])
+def test_the_output_of_attention_is_copied_where_the_model_adds_to_it_in_place(
+    name: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Step 3.5 `attn_out` of a compiled model would be the sum."""
+    copies: list[torch.Tensor] = []
+    monkeypatch.setattr(install, "copied", lambda value: copies.append(value) or value.clone())
+    monkeypatch.setattr(install, "_written_by_product", lambda linear: True)
+    module = SimpleNamespace(get_submodule=lambda path: None)
+    compilation = Compilation(in_place=False, stream_lasts=False)
+    layer: Any = SimpleNamespace(
+        arch=ARCHITECTURES[name], compilation=compilation, scale=1.0, experts=False, mlp_taps=False, module=module
+    )
+    [point] = [point for point in points.TAP_POINTS if (point.hook, point.module) == ("attn_out", "o_proj")]
+    value = torch.ones(2, 3)
+    read = install._reader(point, layer)(layer, (), (value, None))
+    assert torch.equal(read, value) and bool(copies) == kept

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from dmi_connector.hooks import HOOKS, USUAL, ModelDims
 
@@ -79,6 +79,9 @@ class Architecture:
         only: the hooks that can be captured; (): all. lacks: hooks that are not the input or output of any module.
         one_rank: hooks that tensor-parallel ranks divide in a way that capture does not support.
     """
+
+    adds_in_place: ClassVar[bool] = False
+    """Whether the model adds the residual stream to the output of attention in place."""
 
     name: str
     base: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, Architecture
 from dmi_connector.hooks import HOOKS, ModelDims
@@ -98,6 +98,8 @@ class MiMo(Mixed):
 
 class Step(Mixed):
     """Step 3.5: one type of layer may have other sizes. vLLM computes the final norm only for the rows of logits."""
+
+    adds_in_place: ClassVar[bool] = True
 
     def sizes(self, config: Any) -> list[Sizes | None]:
         usual = Sizes(config.num_attention_heads, config.num_attention_groups, config.head_dim)
