@@ -31,6 +31,9 @@ class DraftTokens:
     def __init__(self, slots: RowSlots, behind: int) -> None:
         self._slots, self._behind = slots, behind
         self._steps = 0  # steps with scheduled tokens
+        self._last: Mapping[str, int] = {}  # scheduled tokens of the last step, by request
+        self._before: Mapping[str, int] = {}  # of the step before it
+        self._began: set[str] = set()  # requests that began or resumed in the last step
 
     def begin(
         self, output: SchedulerOutput, tracked: Mapping[str, Tracked], logits: bool, metadata: StepMetadata
@@ -42,31 +45,35 @@ class DraftTokens:
         """
         scheduled, rows = output.num_scheduled_tokens, output.total_num_scheduled_tokens
         metadata.decided = max(0, self._steps - self._behind) if logits else self._steps
-        again = {new.req_id for new in output.scheduled_new_reqs} | set(output.scheduled_cached_reqs.resumed_req_ids)
-        for request_id, one in tracked.items():
+        for one in tracked.values():
             if not one.opened:
                 continue
             if logits and one.has_logits and one.turn_ended:
                 metadata.accepted += self._accepted(one, one.request.num_computed_tokens)
-            # The tokens of two steps arrive together if both were in flight and have ended, as in a pause.
-            rows += one.note_tokens(self._two_ended(one))
+            rows += one.note_tokens(self._behind > 0 and self._two_ended(one))
             if logits and one.has_logits:
                 metadata.accepted += self._accepted(one, one.request.num_tokens - 1)
-            now = request_id in scheduled
-            one.two_in_flight, one.in_flight = now and one.in_flight and request_id not in again, now
+        self._before, self._last = self._last, scheduled
+        self._began = {new.req_id for new in output.scheduled_new_reqs} | set(
+            output.scheduled_cached_reqs.resumed_req_ids
+        )
         self._steps += bool(scheduled)
         for request_id, drafts in output.scheduled_spec_decode_tokens.items():
             rows -= len(drafts)
-            if request_id in tracked:
-                tracked[request_id].scheduled += len(drafts)
+            if (drafted := tracked.get(request_id)) is not None:
+                drafted.scheduled += len(drafts)
         return rows
 
     def _two_ended(self, tracked: Tracked) -> bool:
-        """Whether two steps of a request were in flight, and both have ended."""
-        if not (self._behind and tracked.two_in_flight):
-            return False
+        """Whether the last two steps computed tokens of a request, and both have ended.
+
+        Their tokens then arrive together. Both were in flight with asynchronous scheduling, and ended in a pause.
+        """
         request = tracked.request
-        return not getattr(request, "num_in_flight_tokens", request.num_output_placeholders)
+        if getattr(request, "num_in_flight_tokens", request.num_output_placeholders):
+            return False
+        name = request.request_id
+        return name in self._last and name in self._before and name not in self._began
 
     def want_logits(self, tracked: Tracked, computed: int, metadata: StepMetadata) -> None:
         """Tell the workers to keep logits of this step from which a captured token may be sampled.
@@ -81,7 +88,7 @@ class DraftTokens:
 
     def close(self, tracked: Tracked, start: int, end: int, close: Close) -> None:
         """Add draft attributes and the remaining logits to the end of a capture of positions [start, end)."""
-        tracked.note_tokens(self._two_ended(tracked))
+        tracked.note_tokens(self._behind > 0 and self._two_ended(tracked))
         close.attrs["draft_tokens"] = {"scheduled": tracked.scheduled, "accepted": tracked.accepted}
         close.draft_index = tracked.draft_index(start, end)
         if tracked.has_logits:

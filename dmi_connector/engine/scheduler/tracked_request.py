@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _NUMBERS = bytes(range(1, DRAFT_UNKNOWN))
 """Values of `Close.draft_index` for the draft tokens of a step, in order."""
 _UNKNOWN = bytes([DRAFT_UNKNOWN])
+_STEPS = [_NUMBERS[:count] + b"\0" for count in range(16)]
+"""Values of `Close.draft_index` for the tokens of a step, by its number of accepted draft tokens."""
 
 
 @dataclass
@@ -37,10 +39,8 @@ class Tracked:
     why `stop_if` ended it.
 
     The next fields are for speculative decoding. last_step: the last step that computed its tokens. decided: position
-    up to which logits of accepted tokens were requested from the workers. drafted: `Close.draft_index` by position, up
-    to the last accepted draft token. accepted: number of accepted draft tokens. scheduled: number of draft tokens that
-    steps verified. in_flight: whether the last step computed its tokens. two_in_flight: whether the step before it did,
-    too.
+    up to which logits of accepted tokens were requested from the workers. drafted: `Close.draft_index` of the tokens
+    that `note_tokens` has seen. scheduled: number of draft tokens that steps verified.
     """
 
     request: Request
@@ -61,13 +61,9 @@ class Tracked:
     last_step: int = 0
     decided: int = 0
     drafted: bytearray = field(default_factory=bytearray)
-    accepted: int = 0
     scheduled: int = 0
-    in_flight: bool = False
-    two_in_flight: bool = False
     # Prompt lengths identify the turns of a session, because the prompt grows with each turn.
     turn: int = -1  # the turn that `note_tokens` last processed
-    _known: int = 0  # number of tokens at that time
     _samples: int = 0  # number of rows of logits that were requested
     _begun: int = -1  # the running turn
     _turn: int = -1  # the turn of the last sample
@@ -116,22 +112,22 @@ class Tracked:
         If a stop cuts the tokens after a draft token, the draft token counts as the sampled one, which has no row.
         mixed: whether the tokens may come from two steps. Returns the number of accepted draft tokens.
         """
-        request, known, before = self.request, self._known, self.accepted
-        turned = self.turn != request.num_prompt_tokens
-        inputs = request.num_computed_tokens if turned and self.turn_ended else request.num_tokens - 1
-        if inputs > known and self.turn >= 0:
-            count = inputs - known
-            self.accepted += count
-            if len(self.drafted) < known:
-                self.drafted += bytes(known - len(self.drafted))
-            self.drafted[known:inputs] = (b"" if mixed else _NUMBERS[:count]).ljust(count, _UNKNOWN)
-        if turned:
-            self.turn = self._known = request.num_prompt_tokens
-            self.decided = max(self.decided, request.num_prompt_tokens - 1)
-            if not self.turn_ended and request.num_tokens > self._known:
-                self.note_tokens(mixed)
-        self._known = max(self._known, request.num_tokens)
-        return self.accepted - before
+        request, drafted = self.request, self.drafted
+        if self.turn == request.num_prompt_tokens:  # most calls
+            count = request.num_tokens - 1 - len(drafted)
+            if count >= 0:
+                drafted += _STEPS[count] if count < len(_STEPS) and not mixed else _indexes(count, mixed) + b"\0"
+            return max(0, count)
+        count = max(0, request.num_computed_tokens - len(drafted)) if self.turn_ended else 0
+        self.turn = request.num_prompt_tokens
+        self.drafted = (drafted + _indexes(count, mixed))[: self.turn].ljust(self.turn, b"\0")
+        self.decided = max(self.decided, self.turn - 1)
+        return count + self.note_tokens(mixed)
+
+    @property
+    def accepted(self) -> int:
+        """Number of accepted draft tokens."""
+        return len(self.drafted) - self.drafted.count(0)
 
     def draft_index(self, start: int, end: int) -> np.ndarray:
         """uint8 [end - start]: `Close.draft_index` of positions [start, end)."""
@@ -160,3 +156,8 @@ class Tracked:
     def has_logits(self) -> bool:
         """Whether logits are captured."""
         return "logits" in self.selection.hooks
+
+
+def _indexes(count: int, mixed: bool) -> bytes:
+    """Values of `Close.draft_index` for `count` accepted draft tokens. mixed: see `Tracked.note_tokens`."""
+    return (b"" if mixed else _NUMBERS[:count]).ljust(count, _UNKNOWN)

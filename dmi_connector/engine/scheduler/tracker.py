@@ -172,7 +172,7 @@ class Tracker:
                 tracked.blocks = list(new.block_ids[self.slots.group])
                 tracked.begin_turn(new.num_computed_tokens)
                 if not tracked.opened:
-                    tracked.opened = tracked.in_flight = True
+                    tracked.opened = True
                     self._with_logits += tracked.has_logits
                     message = opening(tracked, self.slots.begin(tracked), self.context)
                     if tracked.scores is not None:
