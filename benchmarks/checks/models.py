@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares every hook of every family of models with transformers, and writes the table of docs/MODELS.md.
 
-    python -m benchmarks.checks.models
+    python -m benchmarks.checks.models [PYTEST ARGUMENT...]
 
 Runs tests/engine/test_models.py, test_multimodal.py and test_hybrids.py in full: eager and compiled, rows of each
-owner, two tensor-parallel ranks. Results go to benchmarks/results/models.json.
+owner, two tensor-parallel ranks. Results go to benchmarks/results/models.json. With arguments, such as -k, only some
+tests run, and the results of the others stay.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from benchmarks import common
 from benchmarks.checks.check_gpu import LEAST_COSINE_OF_ARCH
 
 RESULTS = common.ROOT / "benchmarks" / "results" / "models.json"
-"""`found`: a `summary`. `gpu`: what GPUs gave, by hand.
+"""`found`: a `summary`, with the `commit` that measured each model. `gpu`: what GPUs gave, by hand.
 
 `gpu["models"]` has, by architecture, `model`: which in the table. `cosine`: least of a row with float32. `rows_below`:
 in models with experts the largest part of a hook's rows below LEAST_COSINE_OF_ARCH, else None. `same_tokens`: requests
@@ -72,6 +73,17 @@ def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return models
 
 
+def merged(before: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The models of an earlier result, with what a later run of some tests found.
+
+    before: the earlier result. found: the models of the later run. A mode that it did not run keeps its error.
+    """
+    models = {one["model"]: {"commit": before["header"]["commit"], **one} for one in before["found"]}
+    for one in found:
+        models[one["model"]] = {**models.get(one["model"], {}), **one}
+    return list(models.values())
+
+
 def table(models: list[dict[str, Any]], gpu: dict[str, Any]) -> str:
     """A row for each model of a `summary`. gpu: by architecture, see RESULTS."""
     lines = [["model", "architecture", "hooks", "eager", "compiled", "two ranks", "GPU, bf16"]]
@@ -96,10 +108,13 @@ def _on_gpu(found: dict[str, Any], name: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     header = common.header("benchmarks.checks.models", argv)
-    found, status = run(argv)
-    gpu = json.loads(RESULTS.read_text())["gpu"]
-    common.save(RESULTS, {"header": header, "found": summary(found), "gpu": gpu})
-    common.write_table(PAGE, BEGIN, table(summary(found), gpu["models"]))
+    tests, status = run(argv)
+    before = json.loads(RESULTS.read_text())
+    found = [{**one, "commit": header["commit"]} for one in summary(tests)]
+    if argv:
+        found = merged(before, found)
+    common.save(RESULTS, {"header": header, "found": found, "gpu": before["gpu"]})
+    common.write_table(PAGE, BEGIN, table(found, before["gpu"]["models"]))
     return status
 
 

@@ -129,6 +129,15 @@ def test_the_table_of_models_says_what_a_gpu_gave() -> None:
     assert models.table(found, {}).count("not run") == 6
 
 
+def test_a_run_of_some_models_keeps_the_results_of_the_others() -> None:
+    found = [{"model": name, "hooks": 2, "eager": [1e-6, "q"], "compiled": [1e-6, "q"]} for name in ("a", "b")]
+    before = {"header": {"commit": "1"}, "found": found}
+    later = [{"model": name, "hooks": 3, "eager": [2e-6, "z"], "commit": "2"} for name in ("b", "c")]
+    kept = {**found[1], **later[0]}
+    assert models.merged(before, later) == [{**found[0], "commit": "1"}, kept, later[1]]
+    assert kept["compiled"] == [1e-6, "q"] and kept["commit"] == "2"
+
+
 def test_the_benchmark_of_indexes_finds_what_it_wrote(tmp_path: Path) -> None:
     from benchmarks import index
 
