@@ -132,6 +132,19 @@ def test_speculative_decoding_with_fewer_writers() -> None:
     assert all(loads[name].get("verified", True) and not loads[name].get("lost_rows") for name in names)
 
 
+def test_engines_with_32_cores() -> None:
+    text = page("PERFORMANCE.md").split("**With 32 cores**")[1].split("No row was lost")[0].replace("vLLM 0.33", "")
+    first, codecs = (BUSY[name]["engines"] for name in ("h200-32-cores", "h200-ngram-codecs"))
+    stock = [first["stock"]["loads"]["short256"], first["stock ngram"]["loads"]["short64"]]
+    same(" ".join(re.findall(r"\d\d,\d{3}", text)), *(end(one["tok_per_s"]) for one in stock for end in (min, max)))
+    found = [first[ZSTD]["loads"]["short256"]]
+    found += [first[f"{name} ngram"]["loads"]["short64"] for name in (ZSTD, "hidden-states null")]
+    shown = (f"{ZSTD} ngram", f"{ZSTD} ngram:none", "hidden-states null ngram:host")
+    found += [codecs[name]["loads"]["short64"] for name in shown]
+    same(" ".join(re.findall(r"\d\.\d\d", text)), *ratios(found))
+    assert all(one.get("verified", True) and not one.get("lost_rows") for one in found)
+
+
 def test_hybrid_models_in_a_pool() -> None:
     text = page("PERFORMANCE.md").split("**Hybrid models in a pool**")[1].split("\n- ")[0].replace("vLLM 0.33", "")
     engines = [BUSY[f"h200-pool-{name}"]["engines"] for name in ("qwen3.5", "nemotron-h")]
