@@ -359,6 +359,13 @@ def test_the_draft_with_pipeline_stages_is_refused(model: Path, tmp_path: Path) 
         capture_context(config)
 
 
+def test_a_draft_that_vllm_would_build_as_the_model_is_refused(model: Path, tmp_path: Path) -> None:
+    config = vllm_config(model, tmp_path, owner="draft")
+    config.speculative_config.draft_model_config.hf_config.architectures = ["MiMoV2OmniForCausalLM"]
+    with pytest.raises(ValueError, match=r"model: vLLM would build MiMoV2OmniForCausalLM as the draft.*owner='target'"):
+        capture_context(config)
+
+
 @pytest.mark.parametrize(
     ("where", "option", "value", "reason"),
     [

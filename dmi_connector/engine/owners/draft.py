@@ -57,6 +57,12 @@ class Draft(Paged):
                 "so that each request decodes one token per step (docs/FROM_VLLM.md); data parallelism turns the "
                 "schedule off, so use owner='target' there"
             )
+        built = vllm_config.speculative_config.draft_model_config.hf_config.architectures
+        if not set(built) <= set(self.models):  # MiMo V2 Omni: vLLM derives the class from its vision tower
+            raise ValueError(
+                f"model: vLLM would build {', '.join(built)} as the draft that holds the rows, because it renames the "
+                "classes of this model's config; use owner='target' or owner='pool'"
+            )
         self._check_whole_prompts(vllm_config)
 
     def _check_whole_prompts(self, vllm_config: VllmConfig) -> None:
