@@ -10,6 +10,7 @@ for both labels.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 import os
@@ -86,17 +87,24 @@ def read_labels(path: str | os.PathLike[str]) -> Labels:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, fields) of each line. Raises ValueError for a line that is not JSON."""
-    text = file.read_text()
+    """Yield (number, fields) of each line. Raises ValueError for text that is not UTF-8, CSV or JSON lines."""
+    try:
+        text = file.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--labels {file}: the text is not UTF-8 ({error}); save it as UTF-8") from error
     if not text.lstrip().startswith("{"):
-        for number, row in enumerate(csv.DictReader(text.splitlines()), 2):
-            yield number, {str(name).strip(): value for name, value in row.items()}
+        rows = csv.DictReader(io.StringIO(text))
+        try:
+            for row in rows:
+                yield rows.line_num, {str(name).strip(): value for name, value in row.items()}
+        except csv.Error as error:
+            raise ValueError(f"--labels {file}: line {rows.line_num + 1} is no CSV ({error}); correct it") from error
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 yield number, dict(json.loads(line))
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise ValueError(f"--labels {file}: line {number} is no JSON object ({error})") from error
 
 

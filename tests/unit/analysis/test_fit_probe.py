@@ -111,11 +111,16 @@ def test_rows_and_stores_that_do_not_count_are_left_out(
         ("name,label\na,1\n", "line 2 is .*'name'"),
         ('{"key": "a", "label": 1}\n{"key": "a"', "line 2 is no JSON object"),
         ('{"key": "a", "label": 1}\n{"key": "a", "label": false}', "key 'a' has both labels"),
+        (
+            "text,key,label\n" + 200_000 * "x" + ",a,1\n",
+            "line 2 is no CSV .*field larger than field limit",
+        ),
+        ("key,label\n\udce9,1\n", "the text is not UTF-8 .*save it as UTF-8"),
     ],
 )
 def test_labels_that_cannot_be_read_are_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "labels"
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=f"^--labels .*{message}"):
         read_labels(path)
 
@@ -124,6 +129,22 @@ def test_labels_are_lines_of_json_too(tmp_path: Path) -> None:
     path = tmp_path / "labels.jsonl"
     path.write_text('{"key": "a", "label": true}\n\n{"request_id": 3, "label": 0}\n{"store": "x.zarr", "label": "1"}\n')
     assert read_labels(path) == {("key", "a"): True, ("request_id", "3"): False, ("store", "x.zarr"): True}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'key,text,label\na,"two\nlines",1\nb,x\x0c\u2028,0\n',
+        '{"key": "a", "text": "x\u2028\x85", "label": 1}\n{"key": "b", "label": 0}\n',
+    ],
+    ids=["csv", "json"],
+)
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["", "byte order mark"])
+def test_lines_of_labels_end_only_at_line_feeds(text: str, mark: str, tmp_path: Path) -> None:
+    """Other separators of lines may be in texts. Spreadsheets begin UTF-8 files with a byte order mark."""
+    path = tmp_path / "labels"
+    path.write_text(mark + text, "utf-8")
+    assert read_labels(path) == {("key", "a"): True, ("key", "b"): False}
 
 
 def test_what_cannot_be_fitted_is_refused(stores: list[Path], tmp_path: Path) -> None:
