@@ -103,6 +103,24 @@ def test_rows_and_stores_that_do_not_count_are_left_out(
     assert "1 of 17 labels name no store" in caplog.text and "4 of 20 stores have no label" in caplog.text
 
 
+def test_rows_that_are_not_finite_are_left_out_of_the_fit_and_of_the_test(
+    stores: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner, spec = kit.Store(1 << 20), SPECS[1]
+    values = np.random.default_rng(1).standard_normal((1, ROWS, WIDTH)).astype("f4")
+    values[0, 7, 3], values[0, 9, 0] = np.nan, np.inf
+    bad = [tmp_path / f"{number}.zarr" for number in range(8)]  # so many that some are held out
+    for path in bad:
+        owner.write(path, [spec], ROWS, values={spec.name: values.view("u4")})
+    assert owner.shutdown(kit.PATIENCE)
+    every = [*stores, *bad]
+    labels = {("store", store.name): number % 2 == 0 for number, store in enumerate(every)}
+    found = fit_probe(every, labels, "resid_final", tmp_path / "p.safetensors", held_out=0.5)
+    assert found.rows + found.held_rows == len(every) * ROWS - 2 * len(bad)
+    assert 0 < found.held_rows < found.held_out * ROWS and abs(found.auc - 0.5) < 0.2
+    assert "row 7 of " in caplog.text and "such rows, in 8 stores, are left out" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
