@@ -2,7 +2,7 @@
 """Writes one file for each store, so that an interrupted export can continue.
 
 A note in the output directory records stores and options. A second run continues an export only if it has the same
-options, and gives each recorded store the same number.
+options, and gives each recorded store the same file.
 """
 
 from __future__ import annotations
@@ -108,22 +108,20 @@ def export_by_name(
     names = [f"{info.store.stem}{suffix}" for info in captures.infos]
     if len(set(names)) < len(names):
         raise ValueError("export: several stores have the same name; export their directories one by one")
-    numbers = list(range(len(names)))
-    noted = {**settings, "number_by": "order"}
-    return _export(captures, numbers, out, lambda number: Path(names[number]), write, progress, noted, finite)
+    return _export(captures, names, out, Path, write, progress, {**settings, "number_by": "name"}, finite)
 
 
 def _export(
     captures: Captures,
-    numbers: Sequence[int],
+    numbers: Sequence[int] | Sequence[str],
     out: Path,
-    path_of: Callable[[int], Path],
+    path_of: Callable[[Any], Path],
     write: Callable[[Capture, Path], None],
     progress: Progress,
     settings: Mapping[str, Any],
     finite: FiniteCheck,
 ) -> Done:
-    """Export capture i to the file with number `numbers[i]`."""
+    """Export capture i to the file `path_of(numbers[i])`. numbers: different numbers or names, one per capture."""
     make_directory(out)
     settings = {**settings, **finite.settings}
     noted = check_note(out, settings) or {"stores": {}}
@@ -242,14 +240,19 @@ def _not_finite_of(noted: Mapping[str, Any], captures: Captures) -> dict[str, in
     return {name: row for name, row in noted.get("not_finite", {}).items() if name in names}
 
 
-def _with_noted(out: Path, noted: Mapping[str, int], stores: dict[str, int]) -> dict[str, int]:
-    """{store: number} of this run and of earlier runs. Raises ValueError if the number of a store would change.
+def _with_noted(out: Path, noted: Mapping[str, Any], stores: dict[str, Any]) -> dict[str, Any]:
+    """{store: number or name of its file} of this run and of earlier runs. Raises ValueError if a file would change.
 
-    noted: the numbers in the note. stores: the numbers in this run.
+    noted: the entries of the note. stores: those of this run.
     """
     owners = {number: name for name, number in stores.items()}
     for name, number in noted.items():
-        if stores.get(name, number) != number or owners.get(number, name) != name:
+        owner = owners.get(number, name)
+        if isinstance(number, str) and owner != name:
+            raise ValueError(
+                f"export: {out} holds {name} as {number}, and {owner} has the same name; give another directory"
+            )
+        if stores.get(name, number) != number or owner != name:
             raise ValueError(
                 f"export: {out} holds {name} as number {number}, and its number would change; give another directory"
             )

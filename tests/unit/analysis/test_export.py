@@ -319,6 +319,17 @@ def test_another_run_into_the_same_directory_is_refused(stores: Path, tmp_path: 
     assert len(json.loads((out / NOTE).read_text())["stores"]) == 2
 
 
+def test_files_named_like_stores_are_written_in_any_order(stores: Path, tmp_path: Path, run: Run) -> None:
+    flags = ["--to", "numpy", "--hook", "final_ln", "-o", tmp_path / "out"]
+    assert run(stores / "b.zarr", *flags)[1].endswith("1 written\n")
+    assert run(stores, *flags)[1].endswith("2 written, 1 were there\n")
+    assert run(stores / "c.zarr", *flags)[1].endswith("0 written, 1 were there\n")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/b.zarr").symlink_to(stores / "b.zarr")
+    words = f"holds {stores / 'b.zarr'} as b.npz, and {tmp_path / 'other/b.zarr'} has the same name"
+    assert words in run(tmp_path / "other/b.zarr", *flags)[2]
+
+
 def test_stores_that_are_gone_keep_their_numbers(stores: Path, tmp_path: Path, run: Run) -> None:
     flags = ["--to", "speculators", "--number-by", "key", "-o", tmp_path / "hs"]
     assert run(stores / "a.zarr", *flags)[1].endswith("1 written\n")
