@@ -59,31 +59,29 @@ def export(
             progress(samples.stop, len(names))
             continue
         before = left
-        with whole(path) as partial, tarfile.open(partial, "w") as shard:
-            for i in samples:
-                try:
-                    with captures[i] as capture:
-                        files = _files(capture, columns, finite)
-                except NotFinite as error:
-                    if finite.policy == "fail":
-                        raise
-                    left, last = left + 1, error
-                else:
-                    _add(shard, names[i], files)
-                progress(i + 1, len(names))
+        with whole(path) as partial:
+            with tarfile.open(partial, "w") as shard:
+                for i in samples:
+                    try:
+                        with captures[i] as capture:
+                            files = _files(capture, columns, finite)
+                    except NotFinite as error:
+                        if finite.policy == "fail":
+                            raise
+                        left, last = left + 1, error
+                    else:
+                        _add(shard, names[i], files)
+                    progress(i + 1, len(names))
+            note_not_finite(out, finite)
         if left - before == len(samples):
             path.unlink()  # the shard holds no sample
         else:
             written += 1
-        note_not_finite(out, finite)
     if last is not None and not written + kept:
         raise NotFinite(f"export: no store is left: {last}")
-    warnings = [f"{left} left out: {WHAT}"] if left else []
-    if finite.policy == "keep" and finite.first:
-        warnings.append(f"{len(finite.first)} kept: {WHAT}")
-    return Done(
-        out, written, kept, (f"{written} shards written" + (f", {kept} were there" if kept else ""),), (*warnings,)
-    )
+    done = "kept" if finite.policy == "keep" else "left out"
+    warnings = (f"{len(finite.first)} {done}: {WHAT}",) if finite.first else ()
+    return Done(out, written, kept, (f"{written} shards written" + (f", {kept} were there" if kept else ""),), warnings)
 
 
 def _shards(captures: Captures, columns: Sequence[Column], most: int) -> Iterator[range]:
