@@ -293,6 +293,7 @@ def phases(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(directions, "of_one_model", lambda captures: captures)
     monkeypatch.setattr(directions, "check_one_layer", lambda *given: checked.append(given[1:]))
     monkeypatch.setattr(directions, "check_own_values", lambda *given: checked.append(given[1:]))
+    monkeypatch.setattr(directions, "other_values", lambda *_given: None)
     monkeypatch.setattr(directions, "hook_rows", lambda capture, hook, layer, wanted: rows[wanted] + 100 * layer)
     monkeypatch.setattr(directions, "present_rows", lambda capture: np.arange(8) != 1)
     capture.checked = checked
