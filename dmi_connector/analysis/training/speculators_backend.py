@@ -58,8 +58,12 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
         self._ids: list[int] | None = None  # layer ids of the first store
 
     def setup(self) -> None:
-        """Read the index of the directory, and number its stores. Raises ValueError as `number_captures` does."""
+        """Read the index of the directory, and number its stores.
+
+        Raises ValueError for stores of several models, and as `number_captures` does.
+        """
         captures = open_captures(self.store_dir)
+        captures.check_one_model()
         numbers = number_captures(captures, self.number_by)
         if self.number_by == "order" and (warning := order_is_no_row(captures)) is not None:
             logger.warning("dmi: --dmi-number-by order of %s: %s", self.store_dir, warning)

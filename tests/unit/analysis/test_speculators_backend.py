@@ -66,6 +66,15 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def test_stores_of_several_models_are_refused(backend: Any, tmp_path: Path) -> None:
+    owner = kit.Store(1 << 20)
+    for model in ("one", "two"):
+        owner.write(tmp_path / f"{model}.zarr", SPECS, ROWS, attrs={"num_layers": 2, "model": model})
+    assert owner.shutdown()
+    with pytest.raises(ValueError, match=r"two.zarr is of the model two, .*one.zarr of one: their rows do not belong"):
+        backend.StoreTransfer(str(tmp_path)).get_cached(0)
+
+
 def test_samples_are_found_by_their_number(backend: Any, stores: Path, caplog: pytest.LogCaptureFixture) -> None:
     """By key or by order. Layers come in the order of training, the last hidden state last."""
     by_key = backend.StoreTransfer(str(stores), number_by="key")
