@@ -439,6 +439,8 @@ MISTAKES = {
     "-o new --merge": "-o new is no file name; --merge writes one file: give -o NAME.safetensors",
     "-o new.safetensors": "-o new.safetensors is one file for 2 captures; give a directory, or --merge",
     "-o old.safetensors --merge": "old.safetensors exists; give a new name",
+    "-o old.txt": "-o old.txt is a file whose name does not end in .safetensors; give a directory, or NAME.safetensors",
+    "{captures}/a.zarr -o new": "-o new: several captures have the same name; sketch their directories one by one",
 }
 
 
@@ -447,10 +449,12 @@ def test_mistakes_are_answered_in_one_line(
     captures: Path, tmp_path: Path, options: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("old.safetensors").touch()
-    assert main(["sketch", str(captures), "--hooks", "q", *options.split()]) == 2
+    for name in ("old.safetensors", "old.txt"):
+        Path(name).touch()
+    given = options.format(captures=captures).split()
+    assert main(["sketch", str(captures), *given, "--hooks", "q"]) == 2
     assert capsys.readouterr().err == f"dmi: {MISTAKES[options]}\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["old.safetensors"]
+    assert {path.name for path in tmp_path.iterdir()} == {"old.safetensors", "old.txt"}
 
 
 def test_nothing_to_follow_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
