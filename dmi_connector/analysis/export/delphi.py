@@ -59,7 +59,7 @@ def export(
     settings = {"to": "delphi", "hook": rows.hook, "context_size": context_size}
     settings |= {"sae": os.path.abspath(sae), "sae_digest": encoder.digest}
     module = out / rows.name  # the only directory: Delphi reads each entry of `out` as a module
-    fix_stores(module, {**settings, "skip": skip, "splits": splits}, captures, finite)
+    fix_stores(module, {**settings, "skip": skip, "splits": splits}, captures, finite, "*.safetensors")
     note = f"contexts of {context_size} tokens, {encoder.latents} latents; {rows.left} tokens left over"
     if (module / "config.json").exists():
         there = int(json.loads((module / "config.json").read_bytes())["n_tokens"]) // context_size

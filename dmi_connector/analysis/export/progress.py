@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -85,9 +85,9 @@ def export_each(
     stores done, number of all stores). settings: the options on which the files depend. finite: the check that `write`
     uses. number_by: see `number_captures`.
 
-    Raises ValueError if the output directory was written with other settings, or if a store in it would change its
-    number. Raises ValueError as `number_captures` does, and if all stores are left out. Raises NotFinite with policy
-    "fail".
+    Raises ValueError if the output directory was written with other settings, if a store in it would change its number,
+    or if a file exists that no export wrote. Raises ValueError as `number_captures` does, and if all stores are left
+    out. Raises NotFinite with policy "fail".
     """
     numbers = number_captures(captures, number_by)
     done = _export(captures, numbers, out, path_of, write, progress, {**settings, "number_by": number_by}, finite)
@@ -125,7 +125,9 @@ def _export(
     make_directory(out)
     settings = {**settings, **finite.settings}
     noted = check_note(out, settings) or {"stores": {}}
-    stores = _with_noted(out, noted["stores"], dict(zip(_names(captures), numbers, strict=True)))
+    own = dict(zip(_names(captures), numbers, strict=True))
+    stores = _with_noted(out, noted["stores"], own)
+    _refuse_foreign(out / path_of(number) for name, number in own.items() if name not in noted["stores"])
     finite.recall(_not_finite_of(noted, captures))
     written, left = 0, Counter[str]()
     last: LeftOut | NotFinite | None = None
@@ -219,19 +221,27 @@ def note_not_finite(out: Path, finite: FiniteCheck) -> None:
     write_note(out, noted["settings"], noted["stores"], finite)
 
 
-def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures, finite: FiniteCheck) -> None:
+def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures, finite: FiniteCheck, files: str) -> None:
     """Write the note of an export whose files form one data set, so that its stores cannot change.
 
-    `finite` gets the results of earlier runs. Raises ValueError for a directory that was written with other settings or
-    from other stores.
+    `finite` gets the results of earlier runs. files: glob pattern of the files of the export. Raises ValueError for a
+    directory that was written with other settings or from other stores, and for one with such files but no note.
     """
     make_directory(out)
     settings = {**settings, **finite.settings}
     noted, names = check_note(out, settings), _names(captures)
     if noted is not None and noted["stores"] != names:
         raise ValueError(f"export: {out} was written from other stores; give another directory")
+    if noted is None:
+        _refuse_foreign(out.glob(files))
     finite.recall(_not_finite_of(noted or {}, captures))
     write_note(out, settings, names, finite)
+
+
+def _refuse_foreign(paths: Iterable[Path]) -> None:
+    """Raise ValueError if one of the paths exists. They are of files that no earlier run has written."""
+    if (path := next((path for path in paths if path.exists()), None)) is not None:
+        raise ValueError(f"export: {path} exists, and no export that {NOTE} records wrote it; give another directory")
 
 
 def _not_finite_of(noted: Mapping[str, Any], captures: Captures) -> dict[str, int]:

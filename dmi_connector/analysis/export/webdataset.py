@@ -49,7 +49,7 @@ def export(
     names = [info.store.stem.replace(".", "_") for info in captures.infos]
     if len(set(names)) < len(names):
         raise ValueError("export: several stores have the same name; export their directories one by one")
-    fix_stores(out, {"to": "webdataset", "hook": hook, "shard_size": shard_size}, captures, finite)
+    fix_stores(out, {"to": "webdataset", "hook": hook, "shard_size": shard_size}, captures, finite, "shard-*.tar")
     written, kept, left = 0, 0, 0
     last: NotFinite | None = None
     for number, samples in enumerate(_shards(captures, columns, shard_size)):

@@ -330,6 +330,22 @@ def test_files_named_like_stores_are_written_in_any_order(stores: Path, tmp_path
     assert words in run(tmp_path / "other/b.zarr", *flags)[2]
 
 
+@pytest.mark.parametrize(
+    ("to", "name"),
+    [("speculators", "hs_1.safetensors"), ("numpy", "b.npz"), ("webdataset", "shard-000007.tar")],
+)
+def test_files_of_other_programs_are_not_taken_for_files_of_an_export(
+    stores: Path, tmp_path: Path, run: Run, to: str, name: str
+) -> None:
+    """Such as hidden states that vLLM's own connector wrote for speculators."""
+    (tmp_path / name).write_text("of another program")
+    hook = [] if to == "speculators" else ["--hook", "final_ln"]
+    assert run(stores, "--to", to, *hook, "-o", tmp_path)[2] == (
+        f"dmi: export: {tmp_path / name} exists, and no export that {NOTE} records wrote it; give another directory\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_stores_that_are_gone_keep_their_numbers(stores: Path, tmp_path: Path, run: Run) -> None:
     flags = ["--to", "speculators", "--number-by", "key", "-o", tmp_path / "hs"]
     assert run(stores / "a.zarr", *flags)[1].endswith("1 written\n")
