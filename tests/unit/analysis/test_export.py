@@ -365,6 +365,7 @@ def test_rows_are_read_in_small_blocks(stores: Path, tmp_path: Path, run: Run, m
     ("flags", "words"),
     [
         (["--to", "speculators"], "needs -o DIR"),
+        (["--to", "zip", "-o", ""], "-o is empty; give a directory or a file"),  # as of a variable that is not set
         (["--to", "safetensors", "--gzip", "-o", "x"], "safetensors takes no --gzip"),
         (["--to", "speculators", "--layers", "1,x", "-o", "x"], "--layers '1,x' is not valid"),
         (["--to", "speculators", "--layers", "7", "-o", "x"], r"layer_ids [7] are not in"),
