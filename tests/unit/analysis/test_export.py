@@ -368,7 +368,7 @@ def test_rows_are_read_in_small_blocks(stores: Path, tmp_path: Path, run: Run, m
         (["--to", "zip", "-o", ""], "-o is empty; give a directory or a file"),  # as of a variable that is not set
         (["--to", "safetensors", "--gzip", "-o", "x"], "safetensors takes no --gzip"),
         (["--to", "speculators", "--layers", "1,x", "-o", "x"], "--layers '1,x' is not valid"),
-        (["--to", "speculators", "--layers", "7", "-o", "x"], r"layer_ids [7] are not in"),
+        (["--to", "speculators", "--layers", "7", "-o", "x"], r"layer ids [7] are not in"),
         (["--to", "speculators", "--key", "none", "-o", "x"], "no finished capture matches"),
     ],
 )

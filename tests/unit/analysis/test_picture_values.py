@@ -227,7 +227,7 @@ def test_layer_ids_are_read_in_as_many_threads_as_the_stores_allow(
 
 def test_an_empty_choice_of_layers_is_named() -> None:
     capture: Any = SimpleNamespace(path="a", attrs={"hooks": {"resid_pre": {"layers": [0, 1]}}})
-    with pytest.raises(ValueError, match=r"layer_ids names no layer; a has \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"layer ids: none is named; a has \[0, 1\]"):
         residual_stream.chosen_ids(capture, [])
 
 
