@@ -17,7 +17,7 @@ from dmi_connector.captures.capture import Capture
 from dmi_connector.captures.captures import Captures
 from dmi_connector.captures.finite import WHAT, FiniteCheck, NotFinite
 
-_SHARD_BYTES = 1 << 30
+_SHARD_BYTES = 10**9
 """Default of the approximate size of a tar shard, in bytes."""
 _TOKEN_BYTES = 9
 """Bytes of the arrays of `TOKENS` per row."""

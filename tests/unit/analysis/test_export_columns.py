@@ -16,6 +16,7 @@ import pytest
 from dmi_connector import open_capture
 from dmi_connector.analysis.export.columns import columns_of
 from dmi_connector.captures.captures import open_captures
+from dmi_connector.cli.export import FLAGS
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
@@ -170,6 +171,12 @@ def test_a_store_without_rows_becomes_an_empty_file(tmp_path: Path) -> None:
     with np.load(tmp_path / "numpy/a.npz") as found:
         assert found["q@0"].shape == (0, 8) and found["token_ids"].shape == (0,)
     assert pq.read_table(tmp_path / "parquet/a.parquet").num_rows == 0
+
+
+def test_the_default_size_of_a_shard_is_that_of_the_help(stores: Path, tmp_path: Path) -> None:
+    argv = ["export", str(stores), "--to", "webdataset", "--hook", HOOKS, "-o", str(tmp_path)]
+    assert FLAGS["shard_size"]["help"].endswith("(default: 1G)")
+    assert main(argv) == main([*argv, "--shard-size", "1G"]) == 0
 
 
 @pytest.mark.parametrize("to", ["numpy --hook q@0", "webdataset --hook q@0", "speculators", "zip"])
