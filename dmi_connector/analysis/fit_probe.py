@@ -88,11 +88,15 @@ def read_labels(path: str | os.PathLike[str]) -> Labels:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, fields) of each line. Raises ValueError for text that is not UTF-8, CSV or JSON lines."""
+    """Yield (number, fields) of each line. Raises ValueError for text that is not UTF-8, CSV or JSON lines, and OSError
+    that names the option.
+    """
     try:
         text = file.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"--labels {file}: the text is not UTF-8 ({error}); save it as UTF-8") from error
+    except OSError as error:
+        raise OSError(f"--labels {file} cannot be read ({error.strerror}); give a CSV file, or JSON lines") from error
     if not text.lstrip().startswith("{"):
         rows = csv.DictReader(io.StringIO(text))
         try:
