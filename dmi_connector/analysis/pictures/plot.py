@@ -202,15 +202,17 @@ def draw_attribution(
 ) -> Path:
     """Draw the result of `logit_attribution`, (shares, labels), by part and token.
 
-    Red is a positive share, and blue is a negative share.
+    Red is a positive share, and blue is a negative share. Shares that are not finite are crossed out.
     """
     canvas.check_rows([capture])
     figure = canvas.new_figure(
         canvas.token_width(len(capture.token_ids)) + 1.2, canvas.layer_height(len(labels)) + 0.7, out
     )
     panel = figure.add_subplot()
-    largest = float(np.nanmax(np.abs(shares), initial=0.0)) or 1.0
+    largest = float(np.abs(shares[np.isfinite(shares)]).max(initial=0.0)) or 1.0
     image = canvas.heat(panel, capture, shares, vmin=-largest, vmax=largest, cmap="RdBu_r")
+    if canvas.cross_cells(panel, capture, ~np.isfinite(shares)):
+        panel.set_title(canvas.CROSSED, fontsize=8, loc="right", pad=14)
     canvas.layer_axis(panel, labels, "part of the residual stream")
     canvas.token_axis(panel, capture, token_labels(capture, tokenizer))
     canvas.name_panel(panel, capture)

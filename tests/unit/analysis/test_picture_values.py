@@ -102,6 +102,10 @@ def test_words_on_the_axis_are_those_of_the_tokenizer_that_is_given(
     plot.draw_attention(capture, 1, out, "e")
     plot.draw_uncertainty(capture, Uncertainty(np.arange(3), values[0, :3], values[0, :3]), out, "f")
     assert given == ["a", "b", "c", "c", "d", "e", "f"] and len(figures) == 6
+    for bad in (np.inf, -np.inf, NAN):
+        plot.draw_attribution(capture, np.array([[0.25, bad, -0.5, 0.1]], "f4"), ["embed"], out)
+        panel = figures[-1].axes[0]
+        assert panel.images[0].get_clim() == (-0.5, 0.5) and panel.get_title("right") == canvas.CROSSED
     labels = [text.get_text() for text in figures[3].axes[0].get_xticklabels()]
     assert labels == list("abcd")
 
