@@ -140,7 +140,8 @@ def _export(
                     write(capture, partial)
                     # The note is written before the first file is renamed, and only if a file was written.
                     if not written or len(finite.first) > before:
-                        write_note(out, settings, stores, finite)
+                        now = check_note(out, settings) or noted  # another run may have written it meanwhile
+                        write_note(out, settings, {**now["stores"], **stores}, finite)
                 written += 1
             except NotFinite as one:
                 if finite.policy == "fail":

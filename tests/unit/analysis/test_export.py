@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from dmi_connector.analysis.export import progress, safetensors, specforge
+from dmi_connector.analysis.export import numpy, progress, safetensors, specforge
 from dmi_connector.analysis.export.progress import NOTE
 from dmi_connector.analysis.export.targets import TARGETS, export
 from dmi_connector.captures.capture import Capture, open_capture
@@ -344,6 +345,21 @@ def test_files_of_other_programs_are_not_taken_for_files_of_an_export(
         f"dmi: export: {tmp_path / name} exists, and no export that {NOTE} records wrote it; give another directory\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_note_keeps_the_stores_of_a_run_at_the_same_time(
+    stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags, write = ["--to", "numpy", "--hook", "final_ln", "-o", tmp_path], numpy._add
+
+    def begun(*args: Any) -> None:
+        monkeypatch.setattr(numpy, "_add", write)
+        assert run(stores / "b.zarr", *flags)[0] == 0
+        write(*args)
+
+    monkeypatch.setattr(numpy, "_add", begun)
+    assert run(stores / "a.zarr", *flags)[0] == 0
+    assert run(stores, *flags)[1].endswith("1 written, 2 were there\n")
 
 
 def test_stores_that_are_gone_keep_their_numbers(stores: Path, tmp_path: Path, run: Run) -> None:
