@@ -149,6 +149,8 @@ def fit_probe(
     """
     if not 0 < held_out < 1:
         raise ValueError(f"--held-out {held_out} is not valid; give a share of the captures between 0 and 1")
+    if seed < 0:
+        raise ValueError(f"--seed {seed} is not valid; give 0 or more")
     groups, layer, layered = _by_label(stores, labels, hook, layer)
     rng = np.random.default_rng(seed)
     fit: list[list[Given]] = []
