@@ -59,6 +59,7 @@ def test_bad_rows_are_listed_and_the_rest_goes_on(store: Path, out: Path, tmp_pa
     check_whole(out, [0, 2, 3, 5])
     found = {entry["line"]: entry for entry in rejects(out)}
     assert sorted(found) == [2, 5, 8, 9, 10, 11], "line 7 is blank"
+    assert outcome.counts.total == outcome.counts.done + outcome.counts.rejected, "it counts as no row"
     assert all(entry["row"] == line - 1 and entry["kind"] == "rejected" for line, entry in found.items())
     assert "no JSON" in found[2]["reason"] and found[5]["reason"] == "the prompt is too long"
     assert (found[5]["id"], found[8]["id"], found[9]["id"]) == ("id-4", "three", "4")
