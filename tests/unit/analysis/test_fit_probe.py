@@ -181,7 +181,7 @@ def test_what_cannot_be_fitted_is_refused(stores: list[Path], tmp_path: Path) ->
         fit_probe(stores, every, "resid_pre", out, 2)
     with pytest.raises(ValueError, match=r"--held-out 1\.0 is not valid"):
         fit_probe(stores, every, "resid_pre", out, 3, held_out=1.0)
-    with pytest.raises(ValueError, match="^--seed -1 is not valid; give 0 or more$"):
+    with pytest.raises(ValueError, match=r"^--seed -1 is not valid; give 0 or more$"):
         fit_probe(stores, every, "resid_pre", out, 3, seed=-1)
     out.touch()
     with pytest.raises(FileExistsError, match="exists; give a new name"):
