@@ -362,6 +362,10 @@ def test_a_note_keeps_the_stores_of_a_run_at_the_same_time(
     assert run(stores, *flags)[1].endswith("1 written, 2 were there\n")
 
 
+def test_a_store_that_is_named_twice_is_exported_once(stores: Path, tmp_path: Path, run: Run) -> None:
+    assert run(stores, stores / "b.zarr", "--to", "speculators", "-o", tmp_path)[1].endswith("3 written\n")
+
+
 def test_stores_that_are_gone_keep_their_numbers(stores: Path, tmp_path: Path, run: Run) -> None:
     flags = ["--to", "speculators", "--number-by", "key", "-o", tmp_path / "hs"]
     assert run(stores / "a.zarr", *flags)[1].endswith("1 written\n")
