@@ -103,7 +103,7 @@ def _begun(paths: Sequence[str]) -> list[Place]:
         if not inside:
             raise ValueError(f"--follow {path}: no capture has begun in it; give NAME.zarr, or wait for one")
         found += inside
-    return found
+    return places.once(found)
 
 
 def _groups(stores: Sequence[Place], out: Path, merge: bool) -> list[tuple[Path, Sequence[Place]]]:

@@ -440,7 +440,8 @@ MISTAKES = {
     "-o new.safetensors": "-o new.safetensors is one file for 2 captures; give a directory, or --merge",
     "-o old.safetensors --merge": "old.safetensors exists; give a new name",
     "-o old.txt": "-o old.txt is a file whose name does not end in .safetensors; give a directory, or NAME.safetensors",
-    "{captures}/a.zarr -o new": "-o new: several captures have the same name; sketch their directories one by one",
+    "{captures}/../copies/a.zarr -o new": "-o new: several captures have the same name; sketch their directories one by"
+    " one",
 }
 
 
@@ -451,10 +452,21 @@ def test_mistakes_are_answered_in_one_line(
     monkeypatch.chdir(tmp_path)
     for name in ("old.safetensors", "old.txt"):
         Path(name).touch()
+    if not (copies := captures.with_name("copies")).exists():
+        copies.symlink_to(captures)
     given = options.format(captures=captures).split()
     assert main(["sketch", str(captures), *given, "--hooks", "q"]) == 2
     assert capsys.readouterr().err == f"dmi: {MISTAKES[options]}\n"
     assert {path.name for path in tmp_path.iterdir()} == {"old.safetensors", "old.txt"}
+
+
+def test_a_store_that_is_named_twice_is_sketched_once(captures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new.safetensors"
+    given = [str(captures), str(captures / "a.zarr"), str(captures)]
+    for more in ([], ["--follow"]):
+        assert main(["sketch", *given, "--hooks", "q", "--merge", *more, "-o", str(out)]) == 0
+        assert Sketch.load(out).stores == ["a.zarr", "b.zarr"]
+        out.unlink()
 
 
 def test_nothing_to_follow_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
