@@ -577,6 +577,19 @@ def test_a_signal_ends_a_run_in_order(store: Path, out: Path, tmp_path: Path) ->
     check_whole(out, range(12))
 
 
+def test_a_signal_while_the_last_prompts_run_stops_nothing(store: Path, out: Path, tmp_path: Path) -> None:
+    class Told(FakeEngines):
+        def events(self, timeout: float) -> list[Any]:
+            run.stop("signal")
+            return super().events(timeout)
+
+    prompts = write_prompts(tmp_path / "p.jsonl", 3)
+    run = start_run(prompts, out, Told(store, out, window=9))
+    outcome = run.go()
+    assert outcome.all_done and outcome.stopped is None
+    check_whole(out, range(3))
+
+
 def test_the_second_signal_ends_a_run_at_once() -> None:
     """Whichever of the two it is."""
     stopped: list[str] = []
