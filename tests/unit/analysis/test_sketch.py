@@ -436,6 +436,10 @@ def test_a_capture_that_fails_is_named_and_the_others_are_sketched(
 
 MISTAKES = {
     "-k 0 -o new": "-k 0 is not valid; keep 1 row or more",
+    f"-k {10**14} -o new.safetensors --merge": f"k {10**14} needs {128 * 10**14} bytes of memory per layer; give a"
+    " smaller k",
+    f"-k {10**20} -o new.safetensors --merge": f"k {10**20} needs {128 * 10**20} bytes of memory per layer; give a"
+    " smaller k",
     "-o new --merge": "-o new is no file name; --merge writes one file: give -o NAME.safetensors",
     "-o new.safetensors": "-o new.safetensors is one file for 2 captures; give a directory, or --merge",
     "-o old.safetensors --merge": "old.safetensors exists; give a new name",
