@@ -51,7 +51,7 @@ def logit_attribution(
     tokens, layers = len(capture.token_ids), range(int(attribute(capture, "num_layers")))
     for hook in ("resid_pre", "attn_out", "mlp_out", "resid_final"):
         check_own_values(capture, hook, needs=Keeps.EVERY_VALUE)
-    blocks = _blocks(capture.attrs, layers)
+    blocks = output_blocks(capture.attrs, layers)
     labels = ["embed", *(f"{layer}.{_BLOCKS[hook]}" for hook, layer in blocks)]
     labels += ["visual"] * bool(capture.attrs.get("visual_layers")) + ["bias"]
     chosen = _targets(capture, unembedding, targets)
@@ -85,7 +85,7 @@ def logit_attribution(
     return shares, labels
 
 
-def _blocks(attrs: Mapping[str, Any], layers: range) -> list[tuple[str, int]]:
+def output_blocks(attrs: Mapping[str, Any], layers: range) -> list[tuple[str, int]]:
     """(hook, layer) of the output of each block, in order. A layer may have one block (attribute `mlp_layers`)."""
     one_block = attrs.get("mlp_layers")
     if one_block is not None:

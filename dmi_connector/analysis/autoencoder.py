@@ -52,7 +52,9 @@ class Autoencoder:
         try:
             found = parse_probe("sae", text)
         except ReduceError as error:
-            raise ValueError(str(error).replace("probes:", "--sae:", 1)) from error
+            words = str(error).replace("probes:", "--sae:", 1)
+            words = words.replace("give a file of a probe", "give the file or directory of an autoencoder")
+            raise ValueError(words) from error
         if not isinstance(found, Latents):
             raise ValueError(f"--sae: {text} is a probe; give the file or directory of an autoencoder")
         layer = found.layers[0] if found.layers else None

@@ -10,6 +10,7 @@ for both labels.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ import numpy as np
 from dmi_connector.analysis.directions import mean_difference, row_blocks
 from dmi_connector.analysis.new_file import new_file
 from dmi_connector.captures.capture import Capture, open_capture
+from dmi_connector.captures.finite import WHAT, FiniteCheck
 from dmi_connector.captures.one_model import OneModel
 from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.reduce import Keeps
@@ -86,17 +88,28 @@ def read_labels(path: str | os.PathLike[str]) -> Labels:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, fields) of each line. Raises ValueError for a line that is not JSON."""
-    text = file.read_text()
+    """Yield (number, fields) of each line. Raises ValueError for text that is not UTF-8, CSV or JSON lines, and OSError
+    that names the option.
+    """
+    try:
+        text = file.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--labels {file}: the text is not UTF-8 ({error}); save it as UTF-8") from error
+    except OSError as error:
+        raise OSError(f"--labels {file} cannot be read ({error.strerror}); give a CSV file, or JSON lines") from error
     if not text.lstrip().startswith("{"):
-        for number, row in enumerate(csv.DictReader(text.splitlines()), 2):
-            yield number, {str(name).strip(): value for name, value in row.items()}
+        rows = csv.DictReader(io.StringIO(text))
+        try:
+            for row in rows:
+                yield rows.line_num, {str(name).strip(): value for name, value in row.items()}
+        except csv.Error as error:
+            raise ValueError(f"--labels {file}: line {rows.line_num + 1} is no CSV ({error}); correct it") from error
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 yield number, dict(json.loads(line))
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise ValueError(f"--labels {file}: line {number} is no JSON object ({error})") from error
 
 
@@ -125,7 +138,8 @@ def fit_probe(
     """Fit a probe for one hook and layer, and write it to `out`, a new safetensors file. The probe's output is named
     after the file.
 
-    labels: labels of captures, see `read_labels`. Captures without a label are left out. layer: required if several
+    labels: labels of captures, see `read_labels`. Captures without a label are left out, as are rows with a NaN or
+    an infinity, both with a warning. layer: required if several
     layers were captured. rows: as in `mean_difference`. held_out: fraction of each label's captures in the test set.
     seed: seed of the random choice of these captures.
 
@@ -135,6 +149,8 @@ def fit_probe(
     """
     if not 0 < held_out < 1:
         raise ValueError(f"--held-out {held_out} is not valid; give a share of the captures between 0 and 1")
+    if seed < 0:
+        raise ValueError(f"--seed {seed} is not valid; give 0 or more")
     groups, layer, layered = _by_label(stores, labels, hook, layer)
     rng = np.random.default_rng(seed)
     fit: list[list[Given]] = []
@@ -146,7 +162,8 @@ def fit_probe(
         fit.append(order[count:])
     with new_file(local_path(out), "fit-probe") as partial:
         at = layer if layered else None
-        found = mean_difference(_Stores(fit[1]), _Stores(fit[0]), hook, at, rows)
+        finite = FiniteCheck()
+        found = mean_difference(_Stores(fit[1]), _Stores(fit[0]), hook, at, rows, finite)
         vector = found.first - found.second
         counts = [len(found.scores[1]), len(found.scores[0])]
         spread = sum(float(np.square(s - s.mean(dtype=np.float64)).sum()) for s in found.scores)
@@ -158,7 +175,11 @@ def fit_probe(
             )
         weight = vector / (vector @ vector) / variance
         bias = -(found.second @ weight) - 0.5 / variance + np.log(counts[1] / counts[0])
-        held = [_logits(test[label], hook, at, rows, weight, bias) for label in (0, 1)]
+        held = [_logits(test[label], hook, at, rows, weight, bias, finite) for label in (0, 1)]
+        if finite.first:
+            store, row = next(iter(finite.first.items()))
+            words = "fit-probe: row %d of %s holds %s; such rows, in %d stores, are left out"
+            logger.warning(words, row, store, WHAT, len(finite.first))
         result = _tested(counts, held, len(stores_of(fit)), len(stores_of(test)))
         facts = ProbeFacts(hook, (layer,) if layered else (), (local_path(out).stem,), output="sigmoid")
         about = {"fit": "difference of means", "rows": rows, "captures": str(result.captures)}
@@ -210,10 +231,16 @@ def _by_label(
 
 
 def _logits(
-    stores: Sequence[Given], hook: str, layer: int | None, rows: str, weight: np.ndarray, bias: float
+    stores: Sequence[Given],
+    hook: str,
+    layer: int | None,
+    rows: str,
+    weight: np.ndarray,
+    bias: float,
+    finite: FiniteCheck,
 ) -> np.ndarray:
     """The logits of the selected rows, [n]."""
-    found = [block @ weight + bias for block in row_blocks(_Stores(stores), hook, layer, rows)]
+    found = [block @ weight + bias for block in row_blocks(_Stores(stores), hook, layer, rows, finite)]
     return np.concatenate(found) if found else np.zeros(0)
 
 

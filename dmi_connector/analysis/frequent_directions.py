@@ -27,7 +27,7 @@ class FrequentDirections:
 
     k: maximum number of rows of B. width: number of values per row. count: number of rows of A. squared: |A|².
     not_finite: number of rows with a NaN or an infinity, which are not in A. The buffer takes 16 * k * width bytes
-    (float64). Raises ValueError for a k or a width below 1.
+    (float64). Raises ValueError for a k or a width below 1, and if there is not so much memory.
     """
 
     def __init__(self, k: int, width: int) -> None:
@@ -35,7 +35,10 @@ class FrequentDirections:
             raise ValueError(f"k {k}, width {width} are not valid; give 1 or more of each")
         self.k, self.width = k, width
         self.count, self.not_finite, self.squared = 0, 0, 0.0
-        self._buffer = np.empty((2 * k, width))
+        try:
+            self._buffer = np.empty((2 * k, width))
+        except (MemoryError, ValueError) as error:
+            raise ValueError(f"k {k} needs {16 * k * width} bytes of memory per layer; give a smaller k") from error
         self._held, self._removed = 0, 0.0
 
     @classmethod

@@ -50,10 +50,13 @@ def top_tokens(
     the order of the captures. Each store is read once, in blocks.
 
     Raises KeyError for a hook or layer that was not captured. Raises ValueError for a neuron that does not exist, for
-    captures of several models, for logits and projections, for several layers without `layer`, and for a count below 1.
+    captures of several models, for logits and projections, for several layers without `layer`, for a count below 1, and
+    for a context below 0.
     """
     if count < 1:
         raise ValueError(f"count {count} is not valid; use 1 or more")
+    if context < 0:
+        raise ValueError(f"context {context} is not valid; use 0 or more")
     sign, best = (-1.0 if lowest else 1.0), list[tuple[float, int, Activation]]()
     seen = 0
     for capture in of_one_model(captures):

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,8 @@ class Sketch:
     k: maximum number of rows of a sketch. hooks: {hook: {layer: its `FrequentDirections`}}; a hook that exists once has
     layer 0. row_bytes: {hook: bytes of a stored row before compression}. stores: names of the stores. model: their
     model; None if they do not name it. tokens: number of rows per hook and layer that were read. missing: number of
-    rows that the stores lack.
+    rows that the stores lack. projections: {hook: settings of its reduction}, for hooks that were stored as other
+    values than their own.
     """
 
     k: int
@@ -47,6 +48,7 @@ class Sketch:
     model: str | None
     tokens: int
     missing: int
+    projections: dict[str, Any] = field(default_factory=dict)
 
     def rows(self, hook: str) -> np.ndarray:
         """The sketches of a hook, float32 [layers, k, width]. Rows are 0 after the last one of a sketch."""
@@ -67,16 +69,16 @@ class Sketch:
         return self.error(hook) / np.where(squared > 0, squared, 1)
 
     def merge(self, other: Sketch) -> None:
-        """Add a sketch of other captures. Raises ValueError if k, model, hooks, layers or widths differ."""
-        first, second = (
-            {f"{hook}@{layer}": one.width for hook, own in which.hooks.items() for layer, one in own.items()}
-            for which in (self, other)
-        )
+        """Add a sketch of other captures.
+
+        Raises ValueError if k, model, hooks, layers, widths or projections differ.
+        """
+        first, second = (which._forms() for which in (self, other))
         if (self.k, first) != (other.k, second):
             odd = sorted(dict(first.items() ^ second.items()))
             raise ValueError(
                 f"sketches of {self.stores[0]} and {other.stores[0]} do not fit: k {self.k} and {other.k}, not in both:"
-                f" {', '.join(odd) or 'nothing'}; sketch both with the same k and hooks"
+                f" {', '.join(odd) or 'nothing'}; sketch both with the same k, hooks and reductions"
             )
         one = OneModel()
         for sketched in (self, other):
@@ -86,6 +88,11 @@ class Sketch:
                 own.merge(other.hooks[hook][layer])
         self.stores, self.model = [*self.stores, *other.stores], self.model or other.model
         self.tokens, self.missing = self.tokens + other.tokens, self.missing + other.missing
+
+    def _forms(self) -> dict[str, tuple[int, str]]:
+        """{HOOK@LAYER: (width, settings of the projection as text)}."""
+        told = {hook: json.dumps(self.projections.get(hook), sort_keys=True) for hook in self.hooks}
+        return {f"{hook}@{n}": (one.width, told[hook]) for hook, own in self.hooks.items() for n, one in own.items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file: a tensor [layers, k, width] for each hook. Raises OSError."""
@@ -97,6 +104,8 @@ class Sketch:
         for hook, layers in self.hooks.items():
             counts = {name: [getattr(one, name) for one in layers.values()] for name in _COUNTS}
             about["hooks"][hook] = {"layers": [*layers], "row_bytes": self.row_bytes[hook], **counts}
+            if hook in self.projections:
+                about["hooks"][hook]["projection"] = self.projections[hook]
         tensors = {hook: self.rows(hook) for hook in self.hooks}
         try:
             save_file(tensors, local_path(path), metadata={_METADATA: json.dumps(about)})
@@ -115,7 +124,9 @@ class Sketch:
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no sketch ({error!r}); give a file that dmi sketch made") from error
         sizes = {hook: own["row_bytes"] for hook, own in about["hooks"].items()}
-        return cls(about["k"], hooks, sizes, about["stores"], about["model"], about["tokens"], about["missing"])
+        counts = about["tokens"], about["missing"]
+        projections = {hook: own["projection"] for hook, own in about["hooks"].items() if "projection" in own}
+        return cls(about["k"], hooks, sizes, about["stores"], about["model"], *counts, projections)
 
 
 def _loaded(rows: np.ndarray, own: Mapping[str, Any]) -> dict[int, FrequentDirections]:
@@ -165,7 +176,14 @@ def sketch(capture: Capture | FollowedCapture[Capture], hooks: str, k: int = 64)
     stored = {hook: end.attrs["hooks"][HookTable.of(end.attrs).sources(hook)[0].array] for hook in layers}
     sizes = {hook: int(own["width"]) * ITEMSIZE[own["dtype"]] for hook, own in stored.items()}
     missing = sum(stop - start for start, stop in end.missing)
-    return Sketch(k, layers, sizes, [end.path.name], end.attrs.get("model"), end.attrs["num_tokens"] - missing, missing)
+    tokens = end.attrs["num_tokens"] - missing
+    projections = {hook: own["reduce"] for hook, own in stored.items() if _is_projection(own, end.path)}
+    return Sketch(k, layers, sizes, [end.path.name], end.attrs.get("model"), tokens, missing, projections)
+
+
+def _is_projection(facts: Mapping[str, Any], path: Place) -> bool:
+    reduced = StoredReduction.of(facts, path)
+    return reduced is not None and Keeps.VALUES not in reduced.reduction.keeps
 
 
 def _blocks(capture: Capture | FollowedCapture[Capture], names: list[str]) -> Iterator[tuple[str, np.ndarray]]:

@@ -55,13 +55,19 @@ class Order:
 
 
 class Rows:
-    """Iterates over the rows of a share. load: decodes a raw row, see `Source`. limit: see `Order`."""
+    """Iterates over the rows of a share. limit: see `Order`."""
 
     def __init__(self, order: Order, source: Source, shuffled: RandomAccess | None) -> None:
         self._order, self._source, self._shuffled = order, source, shuffled
-        self.load = source.load if shuffled is None else shuffled.load
+        self._load = source.load if shuffled is None else shuffled.load
         self.limit = order.limit
-        self._passed, self._ended = 0, False
+        self._passed, self._ended, self._blank = 0, False, 0
+
+    def load(self, raw: Any) -> object:
+        """Decode a raw row, see `Source.load`."""
+        row = self._load(raw)
+        self._blank += row is None
+        return row
 
     def __iter__(self) -> Iterator[Placed]:
         order = self._order
@@ -86,10 +92,15 @@ class Rows:
         return self._shuffled is None and self._source.count() is None and not self._ended
 
     def total(self) -> int | None:
-        """Number of rows of the share: exact if the source knows its length or was read to the end, else an estimate.
+        """Number of rows of the share, without blank ones that `load` got.
 
-        None if it is to be estimated from fewer than _SAMPLE rows.
+        It is exact if the source knows its length or was read to the end, else an estimate. None if it is to be
+        estimated from fewer than _SAMPLE rows.
         """
+        total = self._with_blank()
+        return None if total is None else total - self._blank
+
+    def _with_blank(self) -> int | None:
         known = len(self._shuffled) if self._shuffled is not None else self._source.count()
         order = self._order
         if known is not None:

@@ -6,9 +6,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from array import array
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from dmi_connector.bulk.manifest import Positions
 from dmi_connector.bulk.order import Order
@@ -43,9 +46,10 @@ def position_of(run: str, key: str) -> int | None:
 class Recovered:
     """The prompts of a share that earlier starts captured.
 
-    done: positions with a line in the manifest. found: position -> complete and undamaged store without a line. It is
-    the uploaded store if the local copy is gone. removed: number of removed stores, which were unfinished, incomplete,
-    damaged or duplicates. gone: number of positions in `done` whose stores do not exist any more.
+    done: positions with a line in the manifest, without those in `found`. found: position -> complete and undamaged
+    store that no line names. It is the uploaded store if the local copy is gone. removed: number of removed stores,
+    which were unfinished, incomplete, damaged or duplicates. gone: number of positions in `done` whose stores do not
+    exist any more.
     """
 
     done: Positions = field(default_factory=Positions)
@@ -63,10 +67,12 @@ def recover(out: Path, run: str, order: Order, manifest: Path, redo_missing: boo
     Raises OSError. Raises ValueError for a store that must be removed but that another process uses.
     """
     result = Recovered()
+    noted, held, names = array("q"), array("q"), array("q")  # hashes of the names in lines; positions, hashes of names
     for entry in read_manifest(manifest):
         position = position_of(run, entry["key"])
         if position is not None and order.holds(position):
             result.done.add(position)
+            noted.append(hash(str(entry.get("store"))))
     there, twice = Positions(), set()
     for position, name in _stores(out, run, order):
         path = out / name
@@ -75,15 +81,19 @@ def recover(out: Path, run: str, order: Order, manifest: Path, redo_missing: boo
             result.removed += 1
         elif not there.add(position):
             twice.add(position)
-        elif position not in result.done:
-            if is_sound(path):
-                result.found[position] = path
-            else:
-                _remove(path)
-                there.discard(position)
-                result.removed += 1
-    if twice:
-        result.removed += _keep_one(out, run, order, manifest, twice, result)
+        elif position in result.done:
+            held.append(position)
+            names.append(hash(name))
+        elif is_sound(path):
+            result.found[position] = path
+        else:
+            _remove(path)
+            there.discard(position)
+            result.removed += 1
+    # A run with `redo_missing` that is killed leaves stores that no line names.
+    unnamed = set(np.array(held)[~np.isin(names, noted)].tolist())
+    if several := twice | unnamed:
+        result.removed += _keep_one(out, run, order, manifest, several, result, there)
     record_ends(out)
     for position, url in _uploaded(out, run, order):
         if position in there:
@@ -200,25 +210,31 @@ def _is_whole(store: Place) -> bool:
     return bool(attrs["complete"]) and attrs["finish_reason"] in OWN_ENDS
 
 
-def _keep_one(out: Path, run: str, order: Order, manifest: Path, twice: set[int], result: Recovered) -> int:
-    """Keep one of several stores per position: the one in the manifest, else an undamaged one. Updates `result.found`.
+def _keep_one(
+    out: Path, run: str, order: Order, manifest: Path, positions: set[int], result: Recovered, there: Positions
+) -> int:
+    """Keep at most one store per position: the one in the manifest, else an undamaged one.
 
-    twice: positions with several stores. Returns the number of removed stores.
+    An undamaged store that the manifest does not name gets a line: its position moves from `result.done` to
+    `result.found`. Positions without a kept store are removed from `there`. Returns the number of removed stores.
     """
     noted = {}
     for entry in read_manifest(manifest):
-        if (position := position_of(run, entry["key"])) in twice:
+        if (position := position_of(run, entry["key"])) in positions:
             noted[position] = entry["store"]
-    names: dict[int, list[str]] = {position: [] for position in twice}
+    names: dict[int, list[str]] = {position: [] for position in positions}
     for position, name in _stores(out, run, order):
-        if position in twice:
+        if position in positions:
             names[position].append(name)
     removed = 0
     for position, several in names.items():
         wanted = noted.get(position)
         kept = wanted if wanted in several else next((name for name in several if is_sound(out / name)), None)
         result.found.pop(position, None)
-        if position not in result.done and kept is not None:
+        if kept is None:
+            there.discard(position)
+        elif kept != wanted:
+            result.done.discard(position)
             result.found[position] = out / kept
         for name in several:
             if name != kept:

@@ -112,9 +112,10 @@ class Run:
     def go(self) -> Outcome:
         """Capture all rows, or until something stops the run (`Outcome.stopped`). Raises OSError."""
         rows = iter(self._rows)
-        more = True
+        more, cut = True, False
         while more or self._flights or self._again or self._orphans:
             if self.outcome.stopped or not self._engines.alive():
+                cut |= more or bool(self._again)
                 more = False
                 self._again.clear()  # the next start of the run captures these
             handed = False
@@ -133,6 +134,8 @@ class Run:
         self._manifest.flush()
         self._clear_condemned()
         self._show(force=True)
+        if self.outcome.stopped == "signal" and not (cut or self.outcome.lost or self.outcome.counts.failed):
+            self.outcome.stopped = None  # the last prompts were in flight already
         return self.outcome
 
     # ---- prompts out ------------------------------------------------------------------------------------------------
@@ -240,9 +243,6 @@ class Run:
         self._progress.say(event, text)
         if not self._engines.alive():
             self.stop("engines")
-
-    def _unanswered(self) -> int:
-        return sum(flight.answer is None for flight in self._flights.values())
 
     # ---- stores -----------------------------------------------------------------------------------------------------
 
@@ -389,7 +389,7 @@ class Run:
         if counts.total is not None and counts.estimated:
             counts.total = max(counts.total, counts.done + counts.rejected + counts.failed)
         counts.starting = tuple(str(log) for log in self._engines.starting())
-        counts.engine = self._unanswered()
+        counts.engine = sum(flight.answer is None for flight in self._flights.values())
         counts.backlog = len(self._flights) - counts.engine
         self._progress.show(counts, force)
 

@@ -185,7 +185,7 @@ def captures_of(
 ) -> Captures:
     """The captures of stores (`NAME.zarr`, `NAME.zip`), in the given order, and of directories, sorted by start time.
 
-    paths: paths and URLs.
+    paths: paths and URLs. A store that several of them name is returned once.
 
     key, model: as in `open_captures`. incomplete: include stores of directories that lack rows. Raises
     CaptureIncomplete if a path names a store that lacks rows. Raises ValueError for a path that is neither a store nor
@@ -204,6 +204,7 @@ def captures_of(
             infos += found.infos
             why = why or found.why_empty
             directories += found.directories
+    infos = list({str(info.store.absolute()): info for info in infos}.values())
     kept = infos if model is None else [info for info in map(whole, infos) if is_named(info.model, model)]
     if infos and not kept:
         why = why_none(place_of(paths[0]), infos, {"model": model}, incomplete)

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from dmi_connector.reduce import Keeps, Reduction
 from dmi_connector.store.read.reader import StoreReader
 
@@ -23,3 +26,16 @@ def check_own_values(capture: StoreReader, hook: str, layer: int | None = None, 
     """
     for array in dict.fromkeys(source.array for source in capture.sources(hook, layer)):
         check_keeps(hook, capture.reduction(array), needs)
+
+
+def other_values(capture: StoreReader, hook: str, layer: int | None = None) -> Mapping[str, Any] | None:
+    """The settings of the reduction of a hook whose rows are not values of the hook, such as a projection; else None.
+
+    Rows of two stores can be compared only if the results are equal. layer: as in `StoreReader.reduction`. Raises
+    KeyError for a hook that was not captured.
+    """
+    reduction = capture.reduction(hook, layer)
+    if reduction is None or Keeps.VALUES in reduction.keeps:
+        return None
+    settings: Mapping[str, Any] = capture.attrs["hooks"][capture.sources(hook, layer)[0].array]["reduce"]
+    return settings

@@ -11,6 +11,8 @@ _MOST_UINT8 = 256
 """Maximum number of experts for which vLLM uses uint8."""
 _ROWS = 4096
 """Number of rows read at a time."""
+_FEW = 32
+"""With one expert per token, fewer tokens than this may all have expert 0."""
 
 
 def routed_experts(capture: StoreReader, prompt_start: int = 0, check: bool = True) -> np.ndarray:
@@ -22,7 +24,7 @@ def routed_experts(capture: StoreReader, prompt_start: int = 0, check: bool = Tr
 
     prompt_start: number of tokens to leave out at the start of the prompt, at most the whole prompt, as in
     `SamplingParams.routed_experts_prompt_start`. check: refuse a layer with experts if all expert numbers are 0, as
-    from a kernel that hides its routing.
+    from a kernel that hides its routing. With one expert per token, at least 32 tokens are needed for this check.
 
     Raises KeyError if `topk_ids` was not captured. Raises ValueError for a store that lacks layers or rows, for a store
     that is too old to have the number of experts, for an invalid prompt_start, and for a layer of zeros.
@@ -40,7 +42,7 @@ def routed_experts(capture: StoreReader, prompt_start: int = 0, check: bool = Tr
         rows = slice(start, min(start + _ROWS, tokens))
         found[rows.start - first : rows.stop - first, held] = capture.numpy("topk_ids", tokens=rows).swapaxes(0, 1)
     empty = [layer for layer in held if len(found) and not found[:, layer].any()]
-    if check and empty:
+    if check and empty and (top_k > 1 or len(found) >= _FEW):
         raise ValueError(
             f"{capture.path}: experts of layers {empty} are all 0, as of a kernel that hides its routing; check=False"
             " takes them as they are"

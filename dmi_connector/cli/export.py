@@ -124,6 +124,8 @@ def _out(options: argparse.Namespace) -> tuple[Path, bool]:
     one = bool(suffix) and len(options.stores) == 1 and is_store(store)
     if is_url(options.out):
         raise ValueError(f"export: -o {options.out}: a URL; give a directory on this machine, and upload it yourself")
+    if options.out == "":
+        raise ValueError("export: -o is empty; give a directory or a file")
     if options.out is not None:
         return Path(options.out), one and not options.out.endswith("/") and not Path(options.out).is_dir()
     if one:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from dmi_connector.cli import places
@@ -57,7 +59,7 @@ def run_fidelity(options: argparse.Namespace) -> int:
     found = fidelity(stores, options.reduce or DEFAULT, options.hooks, options.layer, labels, unembedding, sae)
     failed = [[] if bar is None else below(one.measures, bar) for one in found]
     if options.json:
-        listed = [asdict(one) for one in found]
+        listed = [{**asdict(one), "measures": _json(one.measures)} for one in found]
         if bar is not None:
             listed = [{**one, "below": names} for one, names in zip(listed, failed, strict=True)]
         print(json.dumps(listed, indent=1))
@@ -68,3 +70,8 @@ def run_fidelity(options: argparse.Namespace) -> int:
             print(f"\n{right} of {len(found)} reductions of a layer reach {bar:g} in each measure. Measures of which")
             print("a larger value is worse do not count.")
     return int(any(failed))
+
+
+def _json(measures: Mapping[str, float]) -> dict[str, float | None]:
+    """Measures with None for a value that is not finite, because JSON has neither NaN nor infinity."""
+    return {name: value if math.isfinite(value) else None for name, value in measures.items()}

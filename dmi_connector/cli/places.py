@@ -55,7 +55,7 @@ def refuse_many(found: Place) -> None:
 
 
 def stores(paths: Sequence[str], complete: bool = False) -> list[Place]:
-    """The stores that `paths` name, and all stores in the directories that they name.
+    """The stores that `paths` name, and all stores in the directories that they name, each once.
 
     complete: leave out incomplete stores of directories, and print how many. Stores that `paths` name are kept.
 
@@ -75,4 +75,9 @@ def stores(paths: Sequence[str], complete: bool = False) -> list[Place]:
         if len(kept) < len(inside):
             print(f"{one}: {len(inside) - len(kept)} left out: rows are missing (dmi ls says which)", file=sys.stderr)
         found += kept
-    return found
+    return once(found)
+
+
+def once(found: Sequence[Place]) -> list[Place]:
+    """The stores in their order, each once."""
+    return list({str(store.absolute()): store for store in found}.values())

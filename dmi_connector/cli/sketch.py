@@ -103,7 +103,7 @@ def _begun(paths: Sequence[str]) -> list[Place]:
         if not inside:
             raise ValueError(f"--follow {path}: no capture has begun in it; give NAME.zarr, or wait for one")
         found += inside
-    return found
+    return places.once(found)
 
 
 def _groups(stores: Sequence[Place], out: Path, merge: bool) -> list[tuple[Path, Sequence[Place]]]:
@@ -115,8 +115,13 @@ def _groups(stores: Sequence[Place], out: Path, merge: bool) -> list[tuple[Path,
         raise ValueError(f"-o {out} is one file for {len(stores)} captures; give a directory, or --merge")
     if is_file:
         return [(out, stores)]
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"-o {out} is a file whose name does not end in {_FILE}; give a directory, or NAME{_FILE}")
+    files = [out / f"{store.stem}{_FILE}" for store in stores]
+    if len(set(files)) < len(files):
+        raise ValueError(f"-o {out}: several captures have the same name; sketch their directories one by one")
     out.mkdir(parents=True, exist_ok=True)
-    return [(out / f"{store.stem}{_FILE}", [store]) for store in stores]
+    return [(file, [store]) for file, store in zip(files, stores, strict=True)]
 
 
 def _text(out: Path, found: Sketch) -> str:

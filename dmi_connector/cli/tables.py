@@ -14,7 +14,7 @@ from dmi_connector.captures.capture import Capture
 from dmi_connector.captures.captures import is_there
 from dmi_connector.dtypes import ITEMSIZE
 from dmi_connector.store.format.schema import layer_numbers
-from dmi_connector.store.read.index import CaptureInfo
+from dmi_connector.store.read.index import FINISHED, CaptureInfo
 from dmi_connector.store.read.metadata import read_array, read_attrs
 from dmi_connector.wording import cut, format_bytes
 
@@ -173,15 +173,16 @@ def stats(found: Sequence[CaptureInfo]) -> dict[str, Any]:
     is gone. bytes, tokens, missing_rows: sums over the stores that exist. reasons: {reason: number of captures}, with
     numbers in reasons replaced by "#". oldest, newest: start times of stores that exist, None without a store.
     """
-    present = [info for info in found if info.finished is not None and is_there(info)]
+    ended = [info for info in found if info.state in FINISHED]
+    present = [info for info in ended if is_there(info)]
     incomplete = [info for info in present if info.state == "incomplete"]
     missing = [read_attrs(info.store)["missing"] for info in incomplete]
     reasons = Counter(re.sub(r"\d+", "#", info.reason) for info in found if info.reason)
-    began = [info.started for info in present]
+    began = [info.started for info in present if info.started]
     return {
         "captures": len(found),
         "states": dict(Counter(info.state for info in found).most_common()),
-        "absent": sum(info.state in ("complete", "incomplete") for info in found) - len(present),
+        "absent": len(ended) - len(present),
         "bytes": sum(info.bytes or 0 for info in present),
         "tokens": sum(info.num_tokens or 0 for info in present),
         "missing_rows": sum(stop - start for ranges in missing for start, stop in ranges),

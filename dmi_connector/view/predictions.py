@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dmi_connector.analysis.attribution import logit_attribution
+from dmi_connector.analysis.attribution import logit_attribution, output_blocks
 from dmi_connector.analysis.lens import likeliest
 from dmi_connector.analysis.training.rows import known_tokens, present_rows
 from dmi_connector.analysis.unembedding import Outcomes, Unembedding, log_softmax, outcomes_of
@@ -171,7 +171,7 @@ def _distributions(
 def attribution_lacks(capture: Capture, model: Path | None) -> str | None:
     """Why direct logit attribution of a store cannot be computed; None if it can."""
     layers = range(int(capture.attrs.get("num_layers") or 0))
-    needs = [("resid_pre", 0), *((hook, layer) for hook in ("attn_out", "mlp_out") for layer in layers)]
+    needs = [("resid_pre", 0), *output_blocks(capture.attrs, layers)]
     whole = layers and "resid_final" in capture and all(f"{hook}@{layer}" in capture for hook, layer in needs)
     if not whole:
         return "Capture the hooks resid_pre@0, attn_out and mlp_out of all layers, and resid_final."

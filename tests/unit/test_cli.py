@@ -27,6 +27,7 @@ from dmi_connector.hooks import SelectionError
 from dmi_connector.layout import ArraySpec
 from dmi_connector.option_values import OptionError
 from dmi_connector.settings import ServerOptions
+from dmi_connector.store.read.index import CaptureInfo
 from tests import storekit as kit
 from tests.probekit import save_probe
 
@@ -449,6 +450,14 @@ def test_serve_does_not_replace_the_capture_options_of_a_config_file(tmp_path: P
 
 
 # ---- pieces ---------------------------------------------------------------------------------------------
+
+
+def test_totals_count_a_store_that_does_not_say_when_it_ended(tmp_path: Path) -> None:
+    """As of another program. One that is gone is counted alone."""
+    (tmp_path / "a.zarr").mkdir()
+    found = [CaptureInfo(tmp_path / f"{n}.zarr", None, None, "complete", None, "", None, 9, 5) for n in "ab"]
+    totals = tables.stats(found)
+    assert [totals[name] for name in ("captures", "absent", "bytes", "tokens", "oldest")] == [2, 1, 9, 5, None]
 
 
 def test_tables_format_layers_bytes_and_columns() -> None:

@@ -59,12 +59,13 @@ def export(
     settings = {"to": "delphi", "hook": rows.hook, "context_size": context_size}
     settings |= {"sae": os.path.abspath(sae), "sae_digest": encoder.digest}
     module = out / rows.name  # the only directory: Delphi reads each entry of `out` as a module
-    fix_stores(module, {**settings, "skip": skip, "splits": splits}, captures, finite)
+    fix_stores(module, {**settings, "skip": skip, "splits": splits}, captures, finite, "*.safetensors")
     note = f"contexts of {context_size} tokens, {encoder.latents} latents; {rows.left} tokens left over"
     if (module / "config.json").exists():
         there = int(json.loads((module / "config.json").read_bytes())["n_tokens"]) // context_size
         return Done(out, 0, splits, (f"{there} {note}",), rows.warnings(there))
-    parts = _Parts(module / f".parts{PARTIAL}", rows.contexts, _bounds(encoder.latents, splits), finite)
+    most = max(rows.contexts, context_size)
+    parts = _Parts(module / f".parts{PARTIAL}", most, _bounds(encoder.latents, splits), finite)
     step = max(1, min(rows.step, _STEP_VALUES // (context_size * encoder.latents)))
     for first in range(parts.contexts, rows.contexts, step):
         stop = min(first + step, rows.contexts)
@@ -111,13 +112,14 @@ class _Parts:
 
     A killed run may leave more entries than the count says. The next run truncates the files to the count.
 
-    contexts: number of contexts that were encoded, including those left out.
+    most: number of contexts, or of rows of a context if that is larger. contexts: number of contexts that were encoded,
+    including those left out.
     """
 
-    def __init__(self, folder: Path, contexts: int, bounds: list[tuple[int, int]], finite: FiniteCheck) -> None:
+    def __init__(self, folder: Path, most: int, bounds: list[tuple[int, int]], finite: FiniteCheck) -> None:
         self._folder, self._bounds, self._finite = folder, bounds, finite
         width = max(last - first for first, last in bounds)
-        self._dtype = np.dtype("<u2" if max(width, contexts) < 1 << 16 else "<u4")
+        self._dtype = np.dtype("<u2" if max(width, most) < 1 << 16 else "<u4")
         folder.mkdir(exist_ok=True)
         noted = folder / _COUNT
         known: dict[str, Any] = json.loads(noted.read_bytes()) if noted.exists() else {}

@@ -2,7 +2,7 @@
 """Writes one file for each store, so that an interrupted export can continue.
 
 A note in the output directory records stores and options. A second run continues an export only if it has the same
-options, and gives each recorded store the same number.
+options, and gives each recorded store the same file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -85,9 +85,9 @@ def export_each(
     stores done, number of all stores). settings: the options on which the files depend. finite: the check that `write`
     uses. number_by: see `number_captures`.
 
-    Raises ValueError if the output directory was written with other settings, or if a store in it would change its
-    number. Raises ValueError as `number_captures` does, and if all stores are left out. Raises NotFinite with policy
-    "fail".
+    Raises ValueError if the output directory was written with other settings, if a store in it would change its number,
+    or if a file exists that no export wrote. Raises ValueError as `number_captures` does, and if all stores are left
+    out. Raises NotFinite with policy "fail".
     """
     numbers = number_captures(captures, number_by)
     done = _export(captures, numbers, out, path_of, write, progress, {**settings, "number_by": number_by}, finite)
@@ -108,26 +108,26 @@ def export_by_name(
     names = [f"{info.store.stem}{suffix}" for info in captures.infos]
     if len(set(names)) < len(names):
         raise ValueError("export: several stores have the same name; export their directories one by one")
-    numbers = list(range(len(names)))
-    noted = {**settings, "number_by": "order"}
-    return _export(captures, numbers, out, lambda number: Path(names[number]), write, progress, noted, finite)
+    return _export(captures, names, out, Path, write, progress, {**settings, "number_by": "name"}, finite)
 
 
 def _export(
     captures: Captures,
-    numbers: Sequence[int],
+    numbers: Sequence[int] | Sequence[str],
     out: Path,
-    path_of: Callable[[int], Path],
+    path_of: Callable[[Any], Path],
     write: Callable[[Capture, Path], None],
     progress: Progress,
     settings: Mapping[str, Any],
     finite: FiniteCheck,
 ) -> Done:
-    """Export capture i to the file with number `numbers[i]`."""
+    """Export capture i to the file `path_of(numbers[i])`. numbers: different numbers or names, one per capture."""
     make_directory(out)
     settings = {**settings, **finite.settings}
     noted = check_note(out, settings) or {"stores": {}}
-    stores = _with_noted(out, noted["stores"], dict(zip(_names(captures), numbers, strict=True)))
+    own = dict(zip(_names(captures), numbers, strict=True))
+    stores = _with_noted(out, noted["stores"], own)
+    _refuse_foreign(out / path_of(number) for name, number in own.items() if name not in noted["stores"])
     finite.recall(_not_finite_of(noted, captures))
     written, left = 0, Counter[str]()
     last: LeftOut | NotFinite | None = None
@@ -140,7 +140,8 @@ def _export(
                     write(capture, partial)
                     # The note is written before the first file is renamed, and only if a file was written.
                     if not written or len(finite.first) > before:
-                        write_note(out, settings, stores, finite)
+                        now = check_note(out, settings) or noted  # another run may have written it meanwhile
+                        write_note(out, settings, {**now["stores"], **stores}, finite)
                 written += 1
             except NotFinite as one:
                 if finite.policy == "fail":
@@ -221,19 +222,27 @@ def note_not_finite(out: Path, finite: FiniteCheck) -> None:
     write_note(out, noted["settings"], noted["stores"], finite)
 
 
-def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures, finite: FiniteCheck) -> None:
+def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures, finite: FiniteCheck, files: str) -> None:
     """Write the note of an export whose files form one data set, so that its stores cannot change.
 
-    `finite` gets the results of earlier runs. Raises ValueError for a directory that was written with other settings or
-    from other stores.
+    `finite` gets the results of earlier runs. files: glob pattern of the files of the export. Raises ValueError for a
+    directory that was written with other settings or from other stores, and for one with such files but no note.
     """
     make_directory(out)
     settings = {**settings, **finite.settings}
     noted, names = check_note(out, settings), _names(captures)
     if noted is not None and noted["stores"] != names:
         raise ValueError(f"export: {out} was written from other stores; give another directory")
+    if noted is None:
+        _refuse_foreign(out.glob(files))
     finite.recall(_not_finite_of(noted or {}, captures))
     write_note(out, settings, names, finite)
+
+
+def _refuse_foreign(paths: Iterable[Path]) -> None:
+    """Raise ValueError if one of the paths exists. They are of files that no earlier run has written."""
+    if (path := next((path for path in paths if path.exists()), None)) is not None:
+        raise ValueError(f"export: {path} exists, and no export that {NOTE} records wrote it; give another directory")
 
 
 def _not_finite_of(noted: Mapping[str, Any], captures: Captures) -> dict[str, int]:
@@ -242,14 +251,19 @@ def _not_finite_of(noted: Mapping[str, Any], captures: Captures) -> dict[str, in
     return {name: row for name, row in noted.get("not_finite", {}).items() if name in names}
 
 
-def _with_noted(out: Path, noted: Mapping[str, int], stores: dict[str, int]) -> dict[str, int]:
-    """{store: number} of this run and of earlier runs. Raises ValueError if the number of a store would change.
+def _with_noted(out: Path, noted: Mapping[str, Any], stores: dict[str, Any]) -> dict[str, Any]:
+    """{store: number or name of its file} of this run and of earlier runs. Raises ValueError if a file would change.
 
-    noted: the numbers in the note. stores: the numbers in this run.
+    noted: the entries of the note. stores: those of this run.
     """
     owners = {number: name for name, number in stores.items()}
     for name, number in noted.items():
-        if stores.get(name, number) != number or owners.get(number, name) != name:
+        owner = owners.get(number, name)
+        if isinstance(number, str) and owner != name:
+            raise ValueError(
+                f"export: {out} holds {name} as {number}, and {owner} has the same name; give another directory"
+            )
+        if stores.get(name, number) != number or owner != name:
             raise ValueError(
                 f"export: {out} holds {name} as number {number}, and its number would change; give another directory"
             )

@@ -80,11 +80,11 @@ def chosen_ids(capture: Capture, wanted: Sequence[int] | None) -> list[int]:
         )
     ids = known if wanted is None else list(dict.fromkeys(wanted))
     if not ids:
-        raise ValueError(f"layer_ids names no layer; {capture.path} has {known} (hooks resid_pre, resid_final)")
+        raise ValueError(f"layer ids: none is named; {capture.path} has {known} (hooks resid_pre, resid_final)")
     lacking = [i for i in ids if i not in known]
     if lacking:
         raise ValueError(
-            f"layer_ids {lacking} are not in {capture.path}: it has {known} (hooks resid_pre, resid_final)"
+            f"layer ids {lacking} are not in {capture.path}: it has {known} (hooks resid_pre, resid_final)"
         )
     return ids
 

@@ -48,7 +48,7 @@ def export(
     """
     rows = PackedRows(captures, hook, context_size, skip, finite)
     settings = {"to": "saelens", "hook": rows.hook, "context_size": context_size, "skip": skip}
-    fix_stores(out, settings, captures, finite)
+    fix_stores(out, settings, captures, finite, "data-*.arrow")
     size = rows.step * _BATCHES
     starts = range(0, rows.contexts, size)
     names = [f"data-{i:05d}-of-{len(starts):05d}.arrow" for i in range(len(starts))]

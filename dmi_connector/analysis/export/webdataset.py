@@ -17,7 +17,7 @@ from dmi_connector.captures.capture import Capture
 from dmi_connector.captures.captures import Captures
 from dmi_connector.captures.finite import WHAT, FiniteCheck, NotFinite
 
-_SHARD_BYTES = 1 << 30
+_SHARD_BYTES = 10**9
 """Default of the approximate size of a tar shard, in bytes."""
 _TOKEN_BYTES = 9
 """Bytes of the arrays of `TOKENS` per row."""
@@ -49,7 +49,7 @@ def export(
     names = [info.store.stem.replace(".", "_") for info in captures.infos]
     if len(set(names)) < len(names):
         raise ValueError("export: several stores have the same name; export their directories one by one")
-    fix_stores(out, {"to": "webdataset", "hook": hook, "shard_size": shard_size}, captures, finite)
+    fix_stores(out, {"to": "webdataset", "hook": hook, "shard_size": shard_size}, captures, finite, "shard-*.tar")
     written, kept, left = 0, 0, 0
     last: NotFinite | None = None
     for number, samples in enumerate(_shards(captures, columns, shard_size)):
@@ -59,31 +59,29 @@ def export(
             progress(samples.stop, len(names))
             continue
         before = left
-        with whole(path) as partial, tarfile.open(partial, "w") as shard:
-            for i in samples:
-                try:
-                    with captures[i] as capture:
-                        files = _files(capture, columns, finite)
-                except NotFinite as error:
-                    if finite.policy == "fail":
-                        raise
-                    left, last = left + 1, error
-                else:
-                    _add(shard, names[i], files)
-                progress(i + 1, len(names))
+        with whole(path) as partial:
+            with tarfile.open(partial, "w") as shard:
+                for i in samples:
+                    try:
+                        with captures[i] as capture:
+                            files = _files(capture, columns, finite)
+                    except NotFinite as error:
+                        if finite.policy == "fail":
+                            raise
+                        left, last = left + 1, error
+                    else:
+                        _add(shard, names[i], files)
+                    progress(i + 1, len(names))
+            note_not_finite(out, finite)
         if left - before == len(samples):
             path.unlink()  # the shard holds no sample
         else:
             written += 1
-        note_not_finite(out, finite)
     if last is not None and not written + kept:
         raise NotFinite(f"export: no store is left: {last}")
-    warnings = [f"{left} left out: {WHAT}"] if left else []
-    if finite.policy == "keep" and finite.first:
-        warnings.append(f"{len(finite.first)} kept: {WHAT}")
-    return Done(
-        out, written, kept, (f"{written} shards written" + (f", {kept} were there" if kept else ""),), (*warnings,)
-    )
+    done = "kept" if finite.policy == "keep" else "left out"
+    warnings = (f"{len(finite.first)} {done}: {WHAT}",) if finite.first else ()
+    return Done(out, written, kept, (f"{written} shards written" + (f", {kept} were there" if kept else ""),), warnings)
 
 
 def _shards(captures: Captures, columns: Sequence[Column], most: int) -> Iterator[range]:

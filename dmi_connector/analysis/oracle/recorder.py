@@ -40,7 +40,10 @@ class Recorder(ExitStack):
         self.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
 
     def watch_end(self, layer: torch.nn.Module, index: int) -> None:
-        """Note which hooks have got rows of a layer, whose other forward hooks are there already."""
+        """Note that the rows which hooks get during the forward of `layer` are of layer number `index`.
+
+        Call it after the other forward hooks of the layer were registered.
+        """
 
         def hook(*_args: object) -> None:
             for name, parts in self.rows.items():

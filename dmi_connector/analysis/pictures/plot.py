@@ -202,15 +202,17 @@ def draw_attribution(
 ) -> Path:
     """Draw the result of `logit_attribution`, (shares, labels), by part and token.
 
-    Red is a positive share, and blue is a negative share.
+    Red is a positive share, and blue is a negative share. Shares that are not finite are crossed out.
     """
     canvas.check_rows([capture])
     figure = canvas.new_figure(
         canvas.token_width(len(capture.token_ids)) + 1.2, canvas.layer_height(len(labels)) + 0.7, out
     )
     panel = figure.add_subplot()
-    largest = float(np.nanmax(np.abs(shares), initial=0.0)) or 1.0
+    largest = float(np.abs(shares[np.isfinite(shares)]).max(initial=0.0)) or 1.0
     image = canvas.heat(panel, capture, shares, vmin=-largest, vmax=largest, cmap="RdBu_r")
+    if canvas.cross_cells(panel, capture, ~np.isfinite(shares)):
+        panel.set_title(canvas.CROSSED, fontsize=8, loc="right", pad=14)
     canvas.layer_axis(panel, labels, "part of the residual stream")
     canvas.token_axis(panel, capture, token_labels(capture, tokenizer))
     canvas.name_panel(panel, capture)
@@ -319,14 +321,17 @@ def draw_drift(
     panel = figure.add_subplot()
     many = len(captures) > _MOST_NAMED
     look: dict[str, Any] = {"linewidth": 0.5, "color": "tab:blue", "alpha": 0.25}
+    drawn = []
     for capture, values in zip(captures, lines, strict=True):
         named = {"markersize": 2, "linewidth": 1, "label": canvas.capture_name(capture)}
-        panel.plot(capture.positions, values, "-" if many else "o-", **(look if many else named))
+        drawn += panel.plot(capture.positions, values, "-" if many else "o-", **(look if many else named))
     if many:
         positions, mean = _mean_line(captures, lines)
-        panel.plot(positions, mean, color="black", linewidth=1.5, label=f"mean of {len(captures)} captures")
+        drawn = panel.plot(positions, mean, color="black", linewidth=1.5, label=f"mean of {len(captures)} captures")
     panel.set(xlabel="token position", ylabel="1 - cosine")
-    figure.legend(frameon=False, fontsize=8, loc="outside lower left", ncols=1 if many else 2)
+    # Labels are given, because matplotlib leaves out of a legend those that begin with "_".
+    names = [str(line.get_label()) for line in drawn]
+    figure.legend(drawn, names, frameon=False, fontsize=8, loc="outside lower left", ncols=1 if many else 2)
     where = hook if layer is None else f"{hook}, layer {layer}"
     other = "the prompt's mean row" if since == "prompt" else "the row before"
     canvas.title(figure, captures[0], f"drift of {where} from {other}")

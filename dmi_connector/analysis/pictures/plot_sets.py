@@ -109,7 +109,8 @@ def _write_contexts(
 def _pieces(one: Activation, texts: Texts, drawn: frozenset[int] | None) -> list[Piece]:
     """Lay out the tokens of a context on one line. The token of the activation begins in column 0.
 
-    Other tokens that do not fit are left out. drawn: code points that can be drawn; None: all.
+    Other tokens that do not fit are left out. If the token of the activation holds only combining marks, it is shown as
+    its id in brackets. drawn: code points that can be drawn; None: all.
     """
     known = texts.of(one.context)
     if known is None:
@@ -117,7 +118,10 @@ def _pieces(one: Activation, texts: Texts, drawn: frozenset[int] | None) -> list
     else:
         fit = [text if drawn is None or drawn.issuperset(map(ord, text)) else "" for text in known]
         looks = [shown(text, i)[0] for text, i in zip(fit, one.context, strict=True)]
-        pieces = lay_out([text.replace("\n", "↵").replace("\t", "→") for text in looks], _ONE_LINE)
+        pieces = _laid_out(looks)
+        if all(piece.token != one.before for piece in pieces):  # a mark, which is joined to the token before it
+            looks[one.before] = shown("", one.token_id)[0]
+            pieces = _laid_out(looks)
     start = next(piece.start for piece in pieces if piece.token == one.before)
     moved = [
         replace(
@@ -129,6 +133,11 @@ def _pieces(one: Activation, texts: Texts, drawn: frozenset[int] | None) -> list
         for piece in pieces
     ]
     return [p for p in moved if p.token == one.before or (p.start >= -_BEFORE and p.stop <= _AFTER)]
+
+
+def _laid_out(texts: Sequence[str]) -> list[Piece]:
+    """Lay out texts on one line, with visible line feeds and tabs."""
+    return lay_out([text.replace("\n", "↵").replace("\t", "→") for text in texts], _ONE_LINE)
 
 
 def draw_mean_difference(

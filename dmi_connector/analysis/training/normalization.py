@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dmi_connector.captures.finite import not_finite
@@ -21,6 +21,7 @@ from dmi_connector.store.format.remote_path import local_path
 
 KINDS = ("mean_norm", "whiten")
 _METADATA = "dmi_normalization"
+_GIVE = "give a file of save_normalization"
 _BLOCK = 4096
 """Rows read at a time."""
 _LEAST_STD = 1e-3
@@ -107,28 +108,29 @@ def save_normalizations(path: str | os.PathLike[str], known: Mapping[str, Normal
         if one.matrix is not None:
             tensors[f"{name}.matrix"] = np.ascontiguousarray(one.matrix)
     about = {name: {"kind": one.kind, "scale": one.scale} for name, one in known.items()}
-    save_file(tensors, local_path(path), metadata={_METADATA: json.dumps(about)})
+    try:
+        save_file(tensors, local_path(path), metadata={_METADATA: json.dumps(about)})
+    except SafetensorError as error:  # such as a full disk
+        raise OSError(f"normalize: {path} cannot be written ({error}); give another path") from error
 
 
 def load_normalizations(path: str | os.PathLike[str]) -> dict[str, Normalization]:
     """Read a file of `save_normalizations`. Returns {hook: normalisation}.
 
-    Raises ValueError for a safetensors file without normalisations, and FileNotFoundError without a file.
+    Raises ValueError for a file without normalisations, and FileNotFoundError without a file.
     """
-    with safe_open(local_path(path), framework="np") as file:
-        about = json.loads((file.metadata() or {}).get(_METADATA, "null"))
-        if about is None:
-            raise ValueError(f"normalize: {path} holds no normalisation; give a file of save_normalization")
-        names = set(file.keys())
-        return {
-            name: Normalization(
-                one["kind"],
-                file.get_tensor(f"{name}.mean"),
-                one["scale"],
-                file.get_tensor(f"{name}.matrix") if f"{name}.matrix" in names else None,
-            )
-            for name, one in about.items()
-        }
+    try:
+        with safe_open(local_path(path), framework="np") as file:
+            about = json.loads((file.metadata() or {}).get(_METADATA, "null"))
+            if about is None:
+                raise ValueError(f"normalize: {path} holds no normalisation; {_GIVE}")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"normalize: {path} is no safetensors file ({error}); {_GIVE}") from error
+    return {
+        name: Normalization(one["kind"], tensors[f"{name}.mean"], one["scale"], tensors.get(f"{name}.matrix"))
+        for name, one in about.items()
+    }
 
 
 Given = str | os.PathLike[str] | Mapping[str, Normalization] | Normalization

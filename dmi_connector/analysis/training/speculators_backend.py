@@ -58,11 +58,18 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
         self._ids: list[int] | None = None  # layer ids of the first store
 
     def setup(self) -> None:
-        """Read the index of the directory, and number its stores. Raises ValueError as `number_captures` does."""
+        """Read the index of the directory, and number its stores.
+
+        Raises ValueError for stores of several models, and as `number_captures` does.
+        """
         captures = open_captures(self.store_dir)
-        numbers = number_captures(captures, self.number_by)
+        captures.check_one_model()
+        try:
+            numbers = number_captures(captures, self.number_by)
+        except ValueError as error:
+            raise ValueError(_own_option(str(error).removeprefix("export: "))) from error
         if self.number_by == "order" and (warning := order_is_no_row(captures)) is not None:
-            logger.warning("dmi: --dmi-number-by order of %s: %s", self.store_dir, warning)
+            logger.warning("dmi: --dmi-number-by order of %s: %s", self.store_dir, _own_option(warning))
         self._stores = {n: info.store for n, info in zip(numbers, captures.infos, strict=True)}
 
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | SampleUnavailable | None:
@@ -115,6 +122,11 @@ class StoreTransfer(HiddenStatesTransfer):  # type: ignore[misc, unused-ignore]
             "hidden_states": as_torch(stream),
             "token_ids": torch.from_numpy(capture.token_ids.astype("i8")),
         }
+
+
+def _own_option(text: str) -> str:
+    """A message of `dmi export`, with the name that its option has here."""
+    return text.replace("--number-by", "--dmi-number-by")
 
 
 class StoreBackend(HiddenStatesBackend):  # type: ignore[misc, unused-ignore]

@@ -351,3 +351,15 @@ def test_an_export_of_other_weights_at_the_same_place_is_refused(
     save(b_enc=np.zeros(LATENTS, np.float32))
     assert main(export) == 2
     assert "sae_digest" in capsys.readouterr().err
+
+
+def test_rows_of_long_contexts_are_not_cut_to_16_bits(save: Save, tmp_path: Path) -> None:
+    owner, length = kit.Store(1 << 24), 65_600
+    owner.write(
+        tmp_path / "long/a.zarr", [ArraySpec("mlp_out", "float32", (), WIDTH)], length, chunk=4096, segment=8192
+    )
+    assert owner.shutdown()
+    flags = ["--hook", "mlp_out", "--sae", str(save()), "--context-size", str(length), "--splits", "1"]
+    assert main(["export", str(tmp_path / "long"), "--to", "delphi", *flags, "-o", str(tmp_path / "out")]) == 0
+    rows = load_file(next((tmp_path / "out").rglob("*.safetensors")))["locations"][:, 1]
+    assert rows.dtype == np.uint32 and rows.max() >= 1 << 16 and (np.diff(rows.astype(int)) >= 0).all()

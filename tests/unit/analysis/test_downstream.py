@@ -218,8 +218,15 @@ def test_a_bar_has_an_exit_status_and_a_column(
         (["--bar", "0"], "--bar 0.0 is not valid; give a number above 0, at most 1, as in --bar 0.95"),
         (["--bar", "95"], "--bar 95.0 is not valid"),
         (["--bar", "nan"], "--bar nan is not valid"),
-        (["--labels", "nowhere.csv"], "nowhere.csv"),
+        (
+            ["--labels", "nowhere.csv"],
+            "--labels nowhere.csv cannot be read (No such file or directory); give a CSV file",
+        ),
         (["--model", "nowhere"], "model: nowhere has no readable config.json"),
+        (
+            ["--sae", "nowhere"],
+            "--sae: nowhere cannot be read (No such file or directory); give the file or directory of",
+        ),
         (["--sae", "SAE"], "--sae: SAE does not say which hook it encodes; add hook=NAME, layer=NUMBER"),
         (["--sae", "SAE, hook=resid_mid"], "--sae: the autoencoder is of resid_mid and no layer; add layer=NUMBER"),
         (

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from dmi_connector.analysis.export import progress, safetensors, specforge
+from dmi_connector.analysis.export import numpy, progress, safetensors, specforge
 from dmi_connector.analysis.export.progress import NOTE
 from dmi_connector.analysis.export.targets import TARGETS, export
 from dmi_connector.captures.capture import Capture, open_capture
@@ -319,6 +320,52 @@ def test_another_run_into_the_same_directory_is_refused(stores: Path, tmp_path: 
     assert len(json.loads((out / NOTE).read_text())["stores"]) == 2
 
 
+def test_files_named_like_stores_are_written_in_any_order(stores: Path, tmp_path: Path, run: Run) -> None:
+    flags = ["--to", "numpy", "--hook", "final_ln", "-o", tmp_path / "out"]
+    assert run(stores / "b.zarr", *flags)[1].endswith("1 written\n")
+    assert run(stores, *flags)[1].endswith("2 written, 1 were there\n")
+    assert run(stores / "c.zarr", *flags)[1].endswith("0 written, 1 were there\n")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/b.zarr").symlink_to(stores / "b.zarr")
+    words = f"holds {stores / 'b.zarr'} as b.npz, and {tmp_path / 'other/b.zarr'} has the same name"
+    assert words in run(tmp_path / "other/b.zarr", *flags)[2]
+
+
+@pytest.mark.parametrize(
+    ("to", "name"),
+    [("speculators", "hs_1.safetensors"), ("numpy", "b.npz"), ("webdataset", "shard-000007.tar")],
+)
+def test_files_of_other_programs_are_not_taken_for_files_of_an_export(
+    stores: Path, tmp_path: Path, run: Run, to: str, name: str
+) -> None:
+    """Such as hidden states that vLLM's own connector wrote for speculators."""
+    (tmp_path / name).write_text("of another program")
+    hook = [] if to == "speculators" else ["--hook", "final_ln"]
+    assert run(stores, "--to", to, *hook, "-o", tmp_path)[2] == (
+        f"dmi: export: {tmp_path / name} exists, and no export that {NOTE} records wrote it; give another directory\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_note_keeps_the_stores_of_a_run_at_the_same_time(
+    stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags, write = ["--to", "numpy", "--hook", "final_ln", "-o", tmp_path], numpy._add
+
+    def begun(*args: Any) -> None:
+        monkeypatch.setattr(numpy, "_add", write)
+        assert run(stores / "b.zarr", *flags)[0] == 0
+        write(*args)
+
+    monkeypatch.setattr(numpy, "_add", begun)
+    assert run(stores / "a.zarr", *flags)[0] == 0
+    assert run(stores, *flags)[1].endswith("1 written, 2 were there\n")
+
+
+def test_a_store_that_is_named_twice_is_exported_once(stores: Path, tmp_path: Path, run: Run) -> None:
+    assert run(stores, stores / "b.zarr", "--to", "speculators", "-o", tmp_path)[1].endswith("3 written\n")
+
+
 def test_stores_that_are_gone_keep_their_numbers(stores: Path, tmp_path: Path, run: Run) -> None:
     flags = ["--to", "speculators", "--number-by", "key", "-o", tmp_path / "hs"]
     assert run(stores / "a.zarr", *flags)[1].endswith("1 written\n")
@@ -338,9 +385,10 @@ def test_rows_are_read_in_small_blocks(stores: Path, tmp_path: Path, run: Run, m
     ("flags", "words"),
     [
         (["--to", "speculators"], "needs -o DIR"),
+        (["--to", "zip", "-o", ""], "-o is empty; give a directory or a file"),  # as of a variable that is not set
         (["--to", "safetensors", "--gzip", "-o", "x"], "safetensors takes no --gzip"),
         (["--to", "speculators", "--layers", "1,x", "-o", "x"], "--layers '1,x' is not valid"),
-        (["--to", "speculators", "--layers", "7", "-o", "x"], r"layer_ids [7] are not in"),
+        (["--to", "speculators", "--layers", "7", "-o", "x"], r"layer ids [7] are not in"),
         (["--to", "speculators", "--key", "none", "-o", "x"], "no finished capture matches"),
     ],
 )

@@ -16,8 +16,10 @@ import pytest
 from dmi_connector import open_capture
 from dmi_connector.analysis.export.columns import columns_of
 from dmi_connector.captures.captures import open_captures
+from dmi_connector.cli.export import FLAGS
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
+from dmi_connector.reduce import parse
 from tests import snippets
 from tests import storekit as kit
 
@@ -53,6 +55,34 @@ def test_arrays_of_numpy_are_those_of_the_store(stores: Path, tmp_path: Path) ->
             assert np.array_equal(found["q@0"], capture.numpy("q", 0).reshape(ROWS, 8))
             assert np.array_equal(found["resid_final"], capture.numpy("resid_final"))
             assert found["resid_pre@1"].dtype == np.float32
+
+
+def test_stores_with_values_of_another_projection_or_width_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """int8 keeps the values of the hook, so it may be mixed with full rows."""
+    made = {"int8": "int8", "one": "rp(16,seed=1)", "other": "rp(16,seed=2)"}
+    specs = {name: ArraySpec("resid_final", "float32", (), width) for name, width in (("full", 32), ("narrow", 16))}
+    for name, reduction in ((name, parse(text)) for name, text in made.items()):
+        assert reduction is not None
+        settings = {**reduction.settings(), "dtype": "float32", "width": 32}
+        stored = reduction.stored_dtype("float32"), (), reduction.stored_width(32, "float32")
+        specs[name] = ArraySpec("resid_final", *stored, reduce=settings)
+    owner = kit.Store(1 << 22)
+    for name, spec in specs.items():
+        owner.write(tmp_path / f"{name}.zarr", [spec], 5)
+    assert owner.shutdown()
+
+    def exports(*names: str) -> int:
+        paths = [str(tmp_path / f"{name}.zarr") for name in names]
+        out = ["--hook", "resid_final", "-o", str(tmp_path / "-".join(names))]
+        return main(["export", *paths, "--to", "webdataset", *out])
+
+    assert exports("full", "int8") == exports("one") == exports("other") == exports("narrow") == 0
+    for names in (("one", "other"), ("narrow", "one"), ("full", "narrow")):
+        assert exports(*names) == 2
+        words = f"{names[1]}.zarr holds rows of 'resid_final' of another width or reduction; leave it out"
+        assert words in capsys.readouterr().err
 
 
 def test_hooks_may_have_spaces_between_them(stores: Path) -> None:
@@ -141,6 +171,12 @@ def test_a_store_without_rows_becomes_an_empty_file(tmp_path: Path) -> None:
     with np.load(tmp_path / "numpy/a.npz") as found:
         assert found["q@0"].shape == (0, 8) and found["token_ids"].shape == (0,)
     assert pq.read_table(tmp_path / "parquet/a.parquet").num_rows == 0
+
+
+def test_the_default_size_of_a_shard_is_that_of_the_help(stores: Path, tmp_path: Path) -> None:
+    argv = ["export", str(stores), "--to", "webdataset", "--hook", HOOKS, "-o", str(tmp_path)]
+    assert FLAGS["shard_size"]["help"].endswith("(default: 1G)")
+    assert main(argv) == main([*argv, "--shard-size", "1G"]) == 0
 
 
 @pytest.mark.parametrize("to", ["numpy --hook q@0", "webdataset --hook q@0", "speculators", "zip"])

@@ -242,6 +242,8 @@ def test_a_context_begins_left_of_its_token_and_leaves_out_what_does_not_fit() -
     assert drawn == [(0, -6, "⟨0⟩"), (1, -3, "⟨1⟩"), (2, 0, "ab↵"), (3, 3, "z" * 50)], "fonts lack x and y"
     (last,) = plot_sets._pieces(activation([0.0] * 5, 4), texts_of(*words), None)
     assert last == Piece(4, 0, 0, 2, ((0, "→q"),))
+    mark = plot_sets._pieces(activation([0.0] * 3, 1), texts_of("a", "\u0301", "z"), None)
+    assert [piece.words[0][1] for piece in mark] == ["a", "⟨1⟩", "z"] and mark[1].start == 0
     ids = plot_sets._pieces(activation([0.0] * 3, 1), texts_of(), None)
     assert [p.token for p in ids] == [0, 1, 2] and ids[1].start == 0 and ids[0].stop < 0 < ids[2].start
     edge = plot_sets._pieces(activation([0.0] * 3, 1), texts_of("x" * 46, "a", "z" * 53), None)

@@ -253,6 +253,14 @@ def test_dmi_fidelity_prints_a_table_or_json(stores: list[Path], capsys: pytest.
     assert "'int9' is unknown" in capsys.readouterr().err
 
 
+def test_measures_that_are_not_finite_are_null_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """JSON has no NaN, and other programs do not read Python's."""
+    store = spoilt(tmp_path / "nan.zarr", slice(3, 4), np.nan)
+    assert main(["fidelity", str(store), "--hooks", "resid_mid", "--layer", "0", "--reduce", "int8", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "NaN" not in out and json.loads(out)[0]["measures"]["error"] is None
+
+
 def test_stores_without_rows_are_left_out_or_named(
     stores: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

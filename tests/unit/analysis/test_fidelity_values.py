@@ -113,7 +113,7 @@ def test_an_autoencoder_is_of_one_place(hook: str, layer: int | None, layers: in
     [
         ("", []),
         ("key,label\n", []),
-        (" key , label\na,1\n\nb,0\n", [(2, {"key": "a", "label": "1"}), (3, {"key": "b", "label": "0"})]),
+        (" key , label\na,1\n\nb,0\n", [(2, {"key": "a", "label": "1"}), (4, {"key": "b", "label": "0"})]),
         ("key,label\na\n", [(2, {"key": "a", "label": None})]),
         ('key,label\n"{a",1', [(2, {"key": "{a", "label": "1"})]),
         (

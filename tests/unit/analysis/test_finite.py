@@ -20,7 +20,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from dmi_connector import TokenDataset, open_capture, open_captures
-from dmi_connector.analysis.export import delphi
+from dmi_connector.analysis.export import delphi, webdataset
 from dmi_connector.analysis.export.packed import PackedRows
 from dmi_connector.analysis.export.progress import NOTE
 from dmi_connector.analysis.export.targets import TARGETS
@@ -207,6 +207,19 @@ def test_every_export_names_them_and_leaves_them_out(
         rows = open_captures(stores / kind).rows("resid_pre", 1)[:].reshape(-1, 10, WIDTH)[[*range(8), *range(12, 18)]]
         want = np.argwhere(rows[..., [-1, 0]] > 1e-5)
         assert latents["locations"].tolist() == want.tolist(), "contexts are numbered without those left out"
+
+
+def test_a_killed_export_of_shards_forgets_none(
+    stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The note names them before the shard without them has its name."""
+    flags = [stores / "nan", "--shard-size", "1G", "-o", tmp_path]
+    with monkeypatch.context() as patch, pytest.raises(BaseException, match="killed"):
+        patch.setattr(webdataset, "note_not_finite", lambda *_args: pytest.fail("killed"))
+        run("webdataset", *flags)
+    for _ in range(2):
+        status, text, _ = run("webdataset", *flags)
+        assert status == 3 and text.endswith("; 1 left out: values that are not finite\n")
 
 
 @pytest.mark.parametrize("to", FORMATS)

@@ -103,6 +103,24 @@ def test_rows_and_stores_that_do_not_count_are_left_out(
     assert "1 of 17 labels name no store" in caplog.text and "4 of 20 stores have no label" in caplog.text
 
 
+def test_rows_that_are_not_finite_are_left_out_of_the_fit_and_of_the_test(
+    stores: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner, spec = kit.Store(1 << 20), SPECS[1]
+    values = np.random.default_rng(1).standard_normal((1, ROWS, WIDTH)).astype("f4")
+    values[0, 7, 3], values[0, 9, 0] = np.nan, np.inf
+    bad = [tmp_path / f"{number}.zarr" for number in range(8)]  # so many that some are held out
+    for path in bad:
+        owner.write(path, [spec], ROWS, values={spec.name: values.view("u4")})
+    assert owner.shutdown(kit.PATIENCE)
+    every = [*stores, *bad]
+    labels = {("store", store.name): number % 2 == 0 for number, store in enumerate(every)}
+    found = fit_probe(every, labels, "resid_final", tmp_path / "p.safetensors", held_out=0.5)
+    assert found.rows + found.held_rows == len(every) * ROWS - 2 * len(bad)
+    assert 0 < found.held_rows < found.held_out * ROWS and abs(found.auc - 0.5) < 0.2
+    assert "row 7 of " in caplog.text and "such rows, in 8 stores, are left out" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -111,11 +129,16 @@ def test_rows_and_stores_that_do_not_count_are_left_out(
         ("name,label\na,1\n", "line 2 is .*'name'"),
         ('{"key": "a", "label": 1}\n{"key": "a"', "line 2 is no JSON object"),
         ('{"key": "a", "label": 1}\n{"key": "a", "label": false}', "key 'a' has both labels"),
+        (
+            "text,key,label\n" + 200_000 * "x" + ",a,1\n",
+            "line 2 is no CSV .*field larger than field limit",
+        ),
+        ("key,label\n\udce9,1\n", "the text is not UTF-8 .*save it as UTF-8"),
     ],
 )
 def test_labels_that_cannot_be_read_are_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "labels"
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=f"^--labels .*{message}"):
         read_labels(path)
 
@@ -124,6 +147,22 @@ def test_labels_are_lines_of_json_too(tmp_path: Path) -> None:
     path = tmp_path / "labels.jsonl"
     path.write_text('{"key": "a", "label": true}\n\n{"request_id": 3, "label": 0}\n{"store": "x.zarr", "label": "1"}\n')
     assert read_labels(path) == {("key", "a"): True, ("request_id", "3"): False, ("store", "x.zarr"): True}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'key,text,label\na,"two\nlines",1\nb,x\x0c\u2028,0\n',
+        '{"key": "a", "text": "x\u2028\x85", "label": 1}\n{"key": "b", "label": 0}\n',
+    ],
+    ids=["csv", "json"],
+)
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["", "byte order mark"])
+def test_lines_of_labels_end_only_at_line_feeds(text: str, mark: str, tmp_path: Path) -> None:
+    """Other separators of lines may be in texts. Spreadsheets begin UTF-8 files with a byte order mark."""
+    path = tmp_path / "labels"
+    path.write_text(mark + text, "utf-8")
+    assert read_labels(path) == {("key", "a"): True, ("key", "b"): False}
 
 
 def test_what_cannot_be_fitted_is_refused(stores: list[Path], tmp_path: Path) -> None:
@@ -142,6 +181,8 @@ def test_what_cannot_be_fitted_is_refused(stores: list[Path], tmp_path: Path) ->
         fit_probe(stores, every, "resid_pre", out, 2)
     with pytest.raises(ValueError, match=r"--held-out 1\.0 is not valid"):
         fit_probe(stores, every, "resid_pre", out, 3, held_out=1.0)
+    with pytest.raises(ValueError, match=r"^--seed -1 is not valid; give 0 or more$"):
+        fit_probe(stores, every, "resid_pre", out, 3, seed=-1)
     out.touch()
     with pytest.raises(FileExistsError, match="exists; give a new name"):
         fit_probe(stores, every, "resid_pre", out, 3)

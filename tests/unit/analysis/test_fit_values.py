@@ -208,6 +208,11 @@ def test_what_is_given_becomes_a_normalisation_of_each_hook(tmp_path: Path) -> N
             ValueError, match=r"^normalize: .*x.safetensors holds no normalisation; give a file of save_n"
         ):
             load_normalizations(tmp_path / "x.safetensors")
+    (tmp_path / "text").write_text("no file of tensors")
+    with pytest.raises(ValueError, match=r"^normalize: .*text is no safetensors file .*; give a file of save_n"):
+        of_views(views, tmp_path / "text", 0)
+    with pytest.raises(OSError, match=r"^normalize: .*gone/x cannot be written .*; give another path"):
+        normalization.save_normalizations(tmp_path / "gone/x", {"k": one})
     for given in ("mean", tmp_path / "gone"):
         with pytest.raises(ValueError, match=rf"^normalize '{given}' is not valid; use one of mean_norm, whiten, or a"):
             of_views(views, given, 0)
@@ -288,6 +293,7 @@ def phases(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(directions, "of_one_model", lambda captures: captures)
     monkeypatch.setattr(directions, "check_one_layer", lambda *given: checked.append(given[1:]))
     monkeypatch.setattr(directions, "check_own_values", lambda *given: checked.append(given[1:]))
+    monkeypatch.setattr(directions, "other_values", lambda *_given: None)
     monkeypatch.setattr(directions, "hook_rows", lambda capture, hook, layer, wanted: rows[wanted] + 100 * layer)
     monkeypatch.setattr(directions, "present_rows", lambda capture: np.arange(8) != 1)
     capture.checked = checked

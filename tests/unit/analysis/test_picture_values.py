@@ -102,6 +102,10 @@ def test_words_on_the_axis_are_those_of_the_tokenizer_that_is_given(
     plot.draw_attention(capture, 1, out, "e")
     plot.draw_uncertainty(capture, Uncertainty(np.arange(3), values[0, :3], values[0, :3]), out, "f")
     assert given == ["a", "b", "c", "c", "d", "e", "f"] and len(figures) == 6
+    for bad in (np.inf, -np.inf, NAN):
+        plot.draw_attribution(capture, np.array([[0.25, bad, -0.5, 0.1]], "f4"), ["embed"], out)
+        panel = figures[-1].axes[0]
+        assert panel.images[0].get_clim() == (-0.5, 0.5) and panel.get_title("right") == canvas.CROSSED
     labels = [text.get_text() for text in figures[3].axes[0].get_xticklabels()]
     assert labels == list("abcd")
 
@@ -227,7 +231,7 @@ def test_layer_ids_are_read_in_as_many_threads_as_the_stores_allow(
 
 def test_an_empty_choice_of_layers_is_named() -> None:
     capture: Any = SimpleNamespace(path="a", attrs={"hooks": {"resid_pre": {"layers": [0, 1]}}})
-    with pytest.raises(ValueError, match=r"layer_ids names no layer; a has \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"layer ids: none is named; a has \[0, 1\]"):
         residual_stream.chosen_ids(capture, [])
 
 

@@ -83,6 +83,12 @@ def test_the_title_has_what_the_store_says(folder: Path, tmp_path: Path) -> None
     assert "Qwen3ForCausalLM: residual norms by layer and token" in svg_texts(tmp_path / "x.svg")
 
 
+def test_a_drift_has_a_name_that_begins_with_an_underscore(folder: Path, tmp_path: Path) -> None:
+    store = rewritten(folder / "one.zarr", tmp_path / "one.zarr", lambda a: a.update(key="_one"))
+    assert main(["plot", str(store), "--kind", "drift", "-o", str(tmp_path / "x.svg")]) == 0
+    assert "_one" in svg_texts(tmp_path / "x.svg")
+
+
 def test_many_drifts_have_a_mean_in_place_of_names(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

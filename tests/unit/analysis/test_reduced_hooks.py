@@ -19,6 +19,7 @@ from dmi_connector.analysis.heat import hook_heat
 from dmi_connector.analysis.lens import logit_lens, uncertainty
 from dmi_connector.analysis.patterns import attention_pattern, pattern_hooks
 from dmi_connector.analysis.residual import drift, residual_norms
+from dmi_connector.analysis.sketch import Sketch, sketch
 from dmi_connector.analysis.training.token_dataset import TokenDataset
 from dmi_connector.analysis.unembedding import Unembedding
 from dmi_connector.captures.capture import Capture, open_capture
@@ -137,3 +138,23 @@ def test_norms_and_directions_of_summaries_components_and_integers_are_refused(m
     for since in ("previous", "prompt"):
         with pytest.raises(ValueError, match="'topk_ids' holds integers, which have no direction"):
             drift(one, "topk_ids", 0, since)
+
+
+def test_rows_of_different_projections_are_not_compared_or_merged(make: Callable[..., Capture], tmp_path: Path) -> None:
+    """int8 keeps the values of the hook."""
+    one, other = (make(spec("resid_pre", f"rp({WIDTH},seed={seed})")) for seed in (1, 2))
+    full, int8 = make(spec("resid_pre", None)), make(spec("resid_pre", "int8"))
+    for first, second in ((one, other), (full, one)):
+        for sets in ((first, second), ([first, second], first)):
+            with pytest.raises(
+                ValueError, match=f"{second.path.name} holds 'resid_pre' in another projection than oth"
+            ):
+                mean_difference(*sets, "resid_pre", 0)
+        sketch(second, "resid_pre", 4).save(tmp_path / "second")
+        with pytest.raises(
+            ValueError, match="not in both: resid_pre@0, resid_pre@1; sketch both with the same k, hook"
+        ):
+            sketch(first, "resid_pre", 4).merge(Sketch.load(tmp_path / "second"))
+    mean_difference(full, int8, "resid_pre", 0)
+    for first, second in ((full, int8), (one, one)):
+        sketch(first, "resid_pre", 4).merge(sketch(second, "resid_pre", 4))

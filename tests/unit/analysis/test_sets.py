@@ -259,6 +259,7 @@ def test_bad_input_is_refused_with_the_fix(folder: Path, tmp_path: Path) -> None
             (lambda: drift(one, "logits"), "logits have a row for each sampled token"),
             (lambda: top_tokens(one, "mlp_post", WIDTH, 0), "neuron 16 does not exist: 'mlp_post' has 0 to 15"),
             (lambda: top_tokens(one, "mlp_post", 0, 0, count=0), "count 0 is not valid; use 1 or more"),
+            (lambda: top_tokens(one, "mlp_post", 0, 0, context=-1), "context -1 is not valid; use 0 or more"),
             (lambda: top_tokens(one, "mlp_post", 0), "name one of them"),
             (lambda: mean_difference(one, one, "mlp_post", 0, "first"), "rows 'first' is not valid; use 'all'"),
             (lambda: mean_difference(one, [], "mlp_post", 0), "a set of captures has no row of 'mlp_post'"),

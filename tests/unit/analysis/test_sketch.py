@@ -331,7 +331,9 @@ def test_sketches_that_do_not_fit_are_not_merged(captures: Path) -> None:
     with open_capture(captures / "a.zarr") as cap:
         one, narrow, other = sketch(cap, "q", 4), sketch(cap, "q", 3), sketch(cap, "q@0", 4)
         foreign = sketch(cap, "q", 4)
-    with pytest.raises(ValueError, match="k 4 and 3, not in both: nothing; sketch both with the same k and hooks"):
+    with pytest.raises(
+        ValueError, match="k 4 and 3, not in both: nothing; sketch both with the same k, hooks and reductions"
+    ):
         one.merge(narrow)
     with pytest.raises(ValueError, match="k 4 and 4, not in both: q@2;"):
         one.merge(other)
@@ -434,9 +436,16 @@ def test_a_capture_that_fails_is_named_and_the_others_are_sketched(
 
 MISTAKES = {
     "-k 0 -o new": "-k 0 is not valid; keep 1 row or more",
+    f"-k {10**14} -o new.safetensors --merge": f"k {10**14} needs {128 * 10**14} bytes of memory per layer; give a"
+    " smaller k",
+    f"-k {10**20} -o new.safetensors --merge": f"k {10**20} needs {128 * 10**20} bytes of memory per layer; give a"
+    " smaller k",
     "-o new --merge": "-o new is no file name; --merge writes one file: give -o NAME.safetensors",
     "-o new.safetensors": "-o new.safetensors is one file for 2 captures; give a directory, or --merge",
     "-o old.safetensors --merge": "old.safetensors exists; give a new name",
+    "-o old.txt": "-o old.txt is a file whose name does not end in .safetensors; give a directory, or NAME.safetensors",
+    "{captures}/../copies/a.zarr -o new": "-o new: several captures have the same name; sketch their directories one by"
+    " one",
 }
 
 
@@ -445,10 +454,23 @@ def test_mistakes_are_answered_in_one_line(
     captures: Path, tmp_path: Path, options: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("old.safetensors").touch()
-    assert main(["sketch", str(captures), "--hooks", "q", *options.split()]) == 2
+    for name in ("old.safetensors", "old.txt"):
+        Path(name).touch()
+    if not (copies := captures.with_name("copies")).exists():
+        copies.symlink_to(captures)
+    given = options.format(captures=captures).split()
+    assert main(["sketch", str(captures), *given, "--hooks", "q"]) == 2
     assert capsys.readouterr().err == f"dmi: {MISTAKES[options]}\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["old.safetensors"]
+    assert {path.name for path in tmp_path.iterdir()} == {"old.safetensors", "old.txt"}
+
+
+def test_a_store_that_is_named_twice_is_sketched_once(captures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new.safetensors"
+    given = [str(captures), str(captures / "a.zarr"), str(captures)]
+    for more in ([], ["--follow"]):
+        assert main(["sketch", *given, "--hooks", "q", "--merge", *more, "-o", str(out)]) == 0
+        assert Sketch.load(out).stores == ["a.zarr", "b.zarr"]
+        out.unlink()
 
 
 def test_nothing_to_follow_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,27 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def test_stores_of_several_models_are_refused(backend: Any, tmp_path: Path) -> None:
+    owner = kit.Store(1 << 20)
+    for model in ("one", "two"):
+        owner.write(tmp_path / f"{model}.zarr", SPECS, ROWS, attrs={"num_layers": 2, "model": model})
+    assert owner.shutdown()
+    with pytest.raises(ValueError, match=r"two.zarr is of the model two, .*one.zarr of one: their rows do not belong"):
+        backend.StoreTransfer(str(tmp_path)).get_cached(0)
+
+
+def test_messages_about_numbers_name_the_option_of_the_backend(
+    backend: Any, stores: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ValueError, match=r"^--dmi-number-by row: no manifest.* or use --dmi-number-by key$"):
+        backend.StoreTransfer(str(stores), number_by="row").setup()
+    monkeypatch.setattr(backend, "order_is_no_row", lambda _captures: "file 0 is of row 5; use --number-by row")
+    backend.StoreTransfer(str(stores)).setup()
+    assert caplog.messages == [
+        f"dmi: --dmi-number-by order of {stores}: file 0 is of row 5; use --dmi-number-by row",
+    ]
+
+
 def test_samples_are_found_by_their_number(backend: Any, stores: Path, caplog: pytest.LogCaptureFixture) -> None:
     """By key or by order. Layers come in the order of training, the last hidden state last."""
     by_key = backend.StoreTransfer(str(stores), number_by="key")

@@ -334,7 +334,7 @@ class Lines:
 def test_a_share_has_every_third_row(known: bool, limit: int | None, share: int, positions: list[int]) -> None:
     source: Any = Lines(9, known)
     rows = Order(None, limit, share, 3).rows(source, Path("x"))
-    assert rows.load is source.load and rows.limit == limit
+    assert rows.load("x") == source.load("x") and rows.limit == limit
     assert (rows.total(), rows.estimates()) == ((len(positions), False) if known else (None, True))
     assert list(rows) == [(n, n, f"row {n}") for n in positions]
     assert (rows.total(), rows.estimates()) == (len(positions), False)

@@ -267,6 +267,23 @@ def test_stores_that_were_removed_stay_done_unless_asked_for(prompts: Path, stor
     assert {path.name for path in tmp_path.glob("*.zarr")} == set(noted.values()), "the later line counts"
 
 
+@pytest.mark.parametrize("changes", [{}, {"complete": False, "missing": [[0, 1]], "reason": "a writer ended"}])
+def test_a_redone_prompt_whose_line_was_not_written_is_not_taken_for_done(
+    changes: dict[str, Any], prompts: Path, store: Path, tmp_path: Path
+) -> None:
+    """The start was killed before it wrote the line. The old line names the store that was removed."""
+    shutil.rmtree(some_done(prompts, tmp_path, store)[0])
+    redone = tmp_path / f"{RUN}-000000000--0-aaaaaaaaaaaa.zarr"
+    for _ in bulkkit.write_store(store, redone, f"{RUN}-000000000", **changes):
+        pass
+    engines = FakeEngines(store, tmp_path)
+    go(prompts, tmp_path, engines, redo_missing=True)
+    assert engines.submitted == ([0] if changes else [])
+    noted = {entry["key"]: entry["store"] for entry in read_manifest(tmp_path / "manifest.jsonl")}
+    assert {path.name for path in tmp_path.glob("*.zarr")} == set(noted.values())
+    assert redone.exists() == (not changes)
+
+
 def test_stores_of_others_and_of_other_shares_are_left_alone(prompts: Path, store: Path, tmp_path: Path) -> None:
     others = [
         tmp_path / "9999abcd-000000001--1-aaaaaaaaaaaa.zarr.partial",

@@ -59,6 +59,7 @@ def test_bad_rows_are_listed_and_the_rest_goes_on(store: Path, out: Path, tmp_pa
     check_whole(out, [0, 2, 3, 5])
     found = {entry["line"]: entry for entry in rejects(out)}
     assert sorted(found) == [2, 5, 8, 9, 10, 11], "line 7 is blank"
+    assert outcome.counts.total == outcome.counts.done + outcome.counts.rejected, "it counts as no row"
     assert all(entry["row"] == line - 1 and entry["kind"] == "rejected" for line, entry in found.items())
     assert "no JSON" in found[2]["reason"] and found[5]["reason"] == "the prompt is too long"
     assert (found[5]["id"], found[8]["id"], found[9]["id"]) == ("id-4", "three", "4")
@@ -574,6 +575,19 @@ def test_a_signal_ends_a_run_in_order(store: Path, out: Path, tmp_path: Path) ->
     assert outcome.counts.done < 12
     assert go(prompts, out, FakeEngines(store, out)).all_done
     check_whole(out, range(12))
+
+
+def test_a_signal_while_the_last_prompts_run_stops_nothing(store: Path, out: Path, tmp_path: Path) -> None:
+    class Told(FakeEngines):
+        def events(self, timeout: float) -> list[Any]:
+            run.stop("signal")
+            return super().events(timeout)
+
+    prompts = write_prompts(tmp_path / "p.jsonl", 3)
+    run = start_run(prompts, out, Told(store, out, window=9))
+    outcome = run.go()
+    assert outcome.all_done and outcome.stopped is None
+    check_whole(out, range(3))
 
 
 def test_the_second_signal_ends_a_run_at_once() -> None:

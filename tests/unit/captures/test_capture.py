@@ -237,7 +237,7 @@ def test_export_is_the_file_safetensors_would_write(
 def test_an_export_of_absent_layers_or_hooks_is_refused(
     stores: kit.Store, written: tuple[Capture, kit.Values], tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=r"layer_ids \[7\] are not in"):
+    with pytest.raises(ValueError, match=r"layer ids \[7\] are not in"):
         export_safetensors(written[0].path, tmp_path / "out", [1, 7])
     stores.write(tmp_path / "z.zarr", [ARRAYS[2]], 5)
     with pytest.raises(ValueError, match="resid_pre"):

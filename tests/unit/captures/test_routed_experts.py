@@ -98,6 +98,20 @@ def test_a_layer_of_zeros_is_an_error(write: Write) -> None:
     np.testing.assert_array_equal(capture.routed_experts(check=False)[:, 1], ids[0])
 
 
+def test_few_tokens_of_one_expert_each_may_all_have_expert_0(tmp_path: Path) -> None:
+    owner, spec = kit.Store(1 << 20), ArraySpec("topk_ids", "int32", (0,), 1)
+    attrs = {"num_layers": 1, "experts": {"count": 16, "layers": [0]}}
+    for tokens in (31, 32):
+        values = {"topk_ids": np.zeros((1, tokens, 1), "<u4")}
+        owner.write(tmp_path / f"{tokens}.zarr", [spec], tokens, values=values, attrs=attrs)
+    assert owner.shutdown()
+    with open_capture(tmp_path / "31.zarr") as few, open_capture(tmp_path / "32.zarr") as more:
+        assert not few.routed_experts().any()
+        with pytest.raises(ValueError, match=r"experts of layers \[0\] are all 0"):
+            more.routed_experts()
+        assert not more.routed_experts(prompt_start=1).any()
+
+
 def test_what_is_not_in_the_store_is_named(write: Write) -> None:
     with pytest.raises(ValueError, match=r"lacks topk_ids of layers \[3\]"):
         write((1,), name="one")[0].routed_experts()

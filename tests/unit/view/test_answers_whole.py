@@ -126,6 +126,19 @@ def test_a_capture_lacks_what_its_lens_or_predictions_need(plain: Capture, root:
     assert entry["rows"] == [[16, 28]]
 
 
+def test_attribution_needs_only_the_blocks_that_a_layer_has(tmp_path: Path) -> None:
+    """As in Nemotron-H, whose layers have one block each."""
+    owner = kit.Store(1 << 20)
+    layers = {"resid_pre": (0,), "attn_out": (0, 2), "mlp_out": (1,), "resid_final": ()}
+    specs = [ArraySpec(hook, "float32", numbers, 8) for hook, numbers in layers.items()]
+    for name, mlp in (("one", [1]), ("other", [1, 2])):
+        owner.write(tmp_path / f"{name}.zarr", specs, 4, attrs={"num_layers": 3, "mlp_layers": mlp})
+    assert owner.shutdown(kit.PATIENCE)
+    with open_capture(tmp_path / "one.zarr") as one, open_capture(tmp_path / "other.zarr") as other:
+        assert predictions.attribution_lacks(one, tmp_path) is None
+        assert (predictions.attribution_lacks(other, tmp_path) or "").startswith("Capture the hooks")
+
+
 def test_pooled_attention_has_at_most_so_many_cells() -> None:
     weights = np.arange(35, dtype="f4").reshape(5, 7)
     for most, rows, columns in ((7, range(5), range(7)), (8, range(5), range(7)), (4, (1, 3, 4), (1, 3, 5, 6))):
