@@ -288,6 +288,13 @@ def test_readers_refuse_metadata_of_other_types(sound: Path, kind: str) -> None:
     assert "q" in [p.where for p in verify_store(sound)]
 
 
+def test_readers_refuse_an_infinite_shape(sound: Path) -> None:
+    path = sound / "q" / "zarr.json"
+    path.write_bytes(path.read_bytes().replace(b"20,", b"1e400,", 1))  # Python's JSON reads it as infinity
+    with pytest.raises(ValueError, match="does not describe shards of this format"):
+        open_capture(sound, 0).numpy("q")
+
+
 @pytest.mark.parametrize("rows", [0, 20 << 40, 20 << 60])
 def test_readers_refuse_shards_that_no_file_has(sound: Path, rows: int) -> None:
     grid = json.loads((sound / "q" / "zarr.json").read_bytes())["chunk_grid"]
@@ -380,6 +387,16 @@ def test_readers_refuse_damaged_reductions(sound: Path, change: dict[str, Any]) 
     with pytest.raises(ValueError, match="the reduction of 'q' is damaged"):
         open_capture(sound, 0).numpy("q")
     assert "q" in [p.where for p in verify_store(sound)]
+
+
+def test_readers_refuse_settings_of_reductions_of_other_types(sound: Path) -> None:
+    attrs = json.loads((sound / "zarr.json").read_bytes())["attributes"]["dmi"]
+    hook = {**HOOK, "reduce": {"kind": "cs", "k": 1.5, "width": 16, "dtype": "float32"}}
+    forge(sound, "", {}, {"hooks": {**attrs["hooks"], "q": hook}})
+    with open_capture(sound, 0) as capture:
+        for read in (capture.numpy, capture.shape):
+            with pytest.raises(ValueError, match="values of cs cannot be decoded"):
+                read("q")
 
 
 def test_readers_refuse_indexes_beyond_the_width(tmp_path: Path) -> None:
