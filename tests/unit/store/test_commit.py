@@ -18,6 +18,7 @@ from dmi_connector.store.format.completeness import Cause, Loss, losses_to_json
 from dmi_connector.store.read.index import find_captures
 from dmi_connector.store.read.index_lines import read_index
 from dmi_connector.store.read.verify import verify_store
+from dmi_connector.store.write.finish import commit as commit_module
 from dmi_connector.store.write.finish.commit import Commit, append_index, rank_file
 from dmi_connector.store.write.finish.repair import repair
 from dmi_connector.store.write.messages import Message
@@ -117,6 +118,15 @@ def test_a_store_is_whole_without_its_line_in_the_index(commit: Message, tmp_pat
     line = list(read_index(final.parent))[-1]
     raw = VALUES["q"].nbytes
     assert (line["event"], line["state"], line["key"], line["bytes_raw"]) == ("finish", "complete", "k", raw)
+
+
+def test_every_file_and_directory_is_flushed(commit: Message, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    monkeypatch.setattr(commit_module, "fsync_path", flushed.append)
+    partial = Path(shutil.copytree(commit["partial"], tmp_path / "a.zarr.partial"))
+    Commit.start({**commit, "final": str(tmp_path / "a.zarr"), "partial": str(partial), "fsync": True}).run()
+    there = {partial / path.relative_to(tmp_path / "a.zarr") for path in (tmp_path / "a.zarr").rglob("*")}
+    assert there | {partial, tmp_path} == set(map(Path, flushed))
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["whole", "torn"])
