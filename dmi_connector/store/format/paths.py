@@ -34,6 +34,11 @@ def store_name(key: str | None, request_id: str) -> str:
     return f"{stem or 'request'}-{os.urandom(6).hex()}.zarr"
 
 
+def may_be_named(name: str, word: str) -> bool:
+    """Whether `word` may be the key or request id of a store with this name. `store_name` cuts long ones."""
+    return safe(word).lstrip(".-") in name or len(name) > _STEM_LENGTH
+
+
 def no_follow(path: str, flags: int) -> int:
     """An opener for `open()` that raises OSError for a symbolic link. New files get mode 0666 minus the umask."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

@@ -164,7 +164,15 @@ def test_stores_that_the_index_does_not_name_are_found(tmp_path: Path, monkeypat
     stores.write(named, [SPEC], 10, key="one", request_id="r1")
     foreign = tmp_path / "there" / store_name("a/b", "r2-0-77")
     stores.write(foreign, [SPEC], 11, key="a/b", request_id="r2-0-77")
+    others = {"-r3": None, "cmpl-" + "r" * 36: "k" * 128}  # neither name has the whole request id
+    for request_id, key in others.items():
+        store = tmp_path / "others" / store_name(key, request_id)
+        stores.write(store, [SPEC], 12, key=key, request_id=request_id)
     assert stores.shutdown(kit.PATIENCE)
+    shutil.copytree(named.parent, tmp_path / "more")
+    for store in (tmp_path / "others").glob("*.zarr"):
+        shutil.copytree(store, tmp_path / "more" / store.name)
+    assert [find_captures(tmp_path / "more", request_id=one)[0].key for one in others] == [*others.values()]
     copied = named.parent / foreign.name
     shutil.copytree(foreign, copied)
     assert [c.store for c in find_captures(named.parent)] == [named, copied]
