@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex
 
 from dmi_connector.captures.lens_names import ALL_NAMES, split_name, why_not_equal
 from dmi_connector.captures.names import holds
+from dmi_connector.captures.one_model import is_named
 from dmi_connector.hooks import HOOKS
 from dmi_connector.store.format.remote_path import Place, RemotePath
 from dmi_connector.store.read.files.thread_pool import in_fetch_threads, in_threads
@@ -81,10 +82,11 @@ def why_none(place: Place, found: Sequence[CaptureInfo], given: Mapping[str, Any
     known = {info.key for info in found if info.key}
     if not incomplete and any(info.state == "incomplete" and info.key in keys for info in found):
         return f"stores of {place} with {asked} lack rows; incomplete=True takes them too"
-    near = next(filter(None, (suggest(key, known - {key}) for key in keys)), "")
+    near = next(filter(None, (suggest(key, known) for key in keys if key not in known)), "")
     if not near and "model" in given:
         names = [model for info in found if (model := whole(info).model) is not None]
-        near = suggest(given["model"], [*names, *(PurePath(name).name for name in names)])
+        if not any(is_named(name, given["model"]) for name in names):  # else another filter leaves its stores out
+            near = suggest(given["model"], [*names, *(PurePath(name).name for name in names)])
     return f"none of {len(found)} stores of {place} passes {asked or 'the filters'}{near}"
 
 
