@@ -250,7 +250,7 @@ def _info(directory: Place, line: Mapping[str, Any]) -> CaptureInfo:
         request_id=line.get("request_id"),
         state=line.get("state", "started"),
         reason=line.get("reason"),
-        started=line.get("created", ""),
+        started=line.get("created") or "",
         finished=line.get("finished"),
         bytes=line.get("bytes"),
         num_tokens=line.get("num_tokens"),
