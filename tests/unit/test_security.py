@@ -295,6 +295,14 @@ def test_readers_refuse_an_infinite_shape(sound: Path) -> None:
         open_capture(sound, 0).numpy("q")
 
 
+def test_readers_refuse_a_token_array_with_neither_shape_nor_values(sound: Path) -> None:
+    path = sound / "token_ids" / "zarr.json"
+    path.write_bytes(schema.dump({k: v for k, v in json.loads(path.read_bytes()).items() if k != "shape"}))
+    (sound / "token_ids" / "c" / "0").unlink()
+    with pytest.raises(ValueError, match="token_ids: the file of its values is gone"):
+        _ = open_capture(sound, 0).token_ids
+
+
 @pytest.mark.parametrize("rows", [0, 20 << 40, 20 << 60])
 def test_readers_refuse_shards_that_no_file_has(sound: Path, rows: int) -> None:
     grid = json.loads((sound / "q" / "zarr.json").read_bytes())["chunk_grid"]
@@ -362,7 +370,13 @@ MALFORMED: list[tuple[str, object]] = [
     ("media", 5),
     ("media", [5]),
     ("draft_tokens", 1.5),
+    ("draft_tokens", {"scheduled": "x"}),
+    ("files", {"q/zarr.json": [1 << 63, 5]}),
     ("scores", [5]),
+    ("scores", {"risk": 5}),
+    ("experts", {"count": 4}),
+    *((name, "x") for name in ("last_prompt_len", "visual_layers", "mlp_layers")),
+    *((name, 5) for name in ("key", "request_id", "created", "finished")),
     ("speculative", None),
 ]
 
