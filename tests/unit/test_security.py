@@ -295,6 +295,15 @@ def test_readers_refuse_an_infinite_shape(sound: Path) -> None:
         open_capture(sound, 0).numpy("q")
 
 
+@pytest.mark.parametrize("left", [0, 4])
+@pytest.mark.parametrize("name", ["token_ids", "logits_positions"])
+def test_readers_refuse_a_file_of_values_that_is_cut_short(sound: Path, name: str, left: int) -> None:
+    """As a file system may leave a new file after a power failure."""
+    (sound / name / "c" / "0").write_bytes(bytes(left))
+    with open_capture(sound, 0) as capture, pytest.raises(ValueError, match=f"{name}: the file of its values is cut"):
+        getattr(capture, name)
+
+
 def test_readers_refuse_a_token_array_with_neither_shape_nor_values(sound: Path) -> None:
     path = sound / "token_ids" / "zarr.json"
     path.write_bytes(schema.dump({k: v for k, v in json.loads(path.read_bytes()).items() if k != "shape"}))
