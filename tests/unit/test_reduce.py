@@ -413,6 +413,8 @@ DIGESTS = ["955a41009337fc32", "2961c6e7fcac72b7", "078c1c37c0023d58"]
     ("spec", "message"),
     [
         ("int4", "'int4' is unknown; use one of none, int8"),
+        ("none(3)", r"'none\(3\)' is not valid; none takes no brackets, write 'none'"),
+        ("full8()", "full8 takes no brackets, write 'full8'"),
         ("topk", None),
         ("topk(0)", "keep 1 value or more"),
         ("topk(k)", r"'k' in 'topk\(k\)' is unknown; topk takes exact, int8, a number \(k\), sample=NUMBER"),
