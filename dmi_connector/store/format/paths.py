@@ -29,7 +29,7 @@ def leaves_store(path: str) -> bool:
 
 
 def store_name(key: str | None, request_id: str) -> str:
-    """A new, unique name for the store of a request: one path component of at most 182 bytes."""
+    """A new, unique name for the store of a request: one path component of at most 178 bytes."""
     stem = safe(f"{key}--{request_id}" if key else request_id)[:_STEM_LENGTH].lstrip(".-")
     return f"{stem or 'request'}-{os.urandom(6).hex()}.zarr"
 

@@ -42,10 +42,8 @@ class Uploader:
         self._prefix, self._retry_s, self._remove = prefix, retry_seconds, remove_local
         self._answers = answers
         self._locks: dict[Path, int | None] = {}
-        self._lock, self._index_lock = (
-            threading.Lock(),
-            threading.Lock(),
-        )  # separate, so that answers wait for no server
+        self._lock = threading.Lock()  # of the answers
+        self._index_lock = threading.Lock()  # another one, so that no answer waits for a server
         self._part, self._told = RemoteIndexPart(prefix, uuid.uuid4().hex[:12]), 0.0
         self._dirty, self._noted = False, ""
         self._pool = ThreadPoolExecutor(STORES_AT_ONCE, "dmi-upload")
