@@ -22,7 +22,7 @@ from dmi_connector.store.read.arrays.shard_reader import decode_plain
 from dmi_connector.store.read.arrays.stored_reduction import StoredReduction
 from dmi_connector.store.read.files.open_files import files_of, zarr_store_of
 from dmi_connector.store.read.hook_names import HookTable, Layers, Source
-from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.store.read.metadata import NotACapture, read_attrs
 from dmi_connector.store.read.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -54,7 +54,12 @@ def finished_store(
     """
     final = place_of(path)
     wait_for(final, WAIT_S if timeout is None else timeout)
-    attrs = read_attrs(final)
+    try:
+        attrs = read_attrs(final)
+    except NotACapture as error:
+        if isinstance(final, Path) and not final.exists():
+            raise FileNotFoundError(f"{final} was removed just now") from error
+        raise
     if not attrs["complete"] and not allow_incomplete:
         raise CaptureIncomplete(final, attrs["reason"], attrs["missing"])
     return final, attrs
