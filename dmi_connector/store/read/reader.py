@@ -16,7 +16,7 @@ from dmi_connector.layout import DRAFT_INDEX
 from dmi_connector.reduce import Reduction
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.locks import share
-from dmi_connector.store.format.remote_path import Given, Place, place_of
+from dmi_connector.store.format.remote_path import Given, Place, is_gone, place_of
 from dmi_connector.store.read.arrays.hook_values import HookValues, Tokens
 from dmi_connector.store.read.arrays.shard_reader import decode_plain
 from dmi_connector.store.read.arrays.stored_reduction import StoredReduction
@@ -57,7 +57,7 @@ def finished_store(
     try:
         attrs = read_attrs(final)
     except NotACapture as error:
-        if isinstance(final, Path) and not final.exists():
+        if is_gone(final):
             raise FileNotFoundError(f"{final} was removed just now") from error
         raise
     if not attrs["complete"] and not allow_incomplete:
