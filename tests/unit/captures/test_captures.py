@@ -226,8 +226,9 @@ def test_a_store_that_is_removed_while_it_is_opened_is_not_there(
 
 def test_stores_that_were_removed_by_hand_are_left_out(directory: Path, tmp_path: Path) -> None:
     shutil.copytree(directory, tmp_path / "some")
+    before = open_captures(tmp_path / "some")
     shutil.rmtree(tmp_path / "some" / "1.zarr")
-    assert names(open_captures(tmp_path / "some")) == ["0.zarr", "2.zarr"]
+    assert names(open_captures(tmp_path / "some")) == names(before.filter(hooks="resid_final")) == ["0.zarr", "2.zarr"]
     with pytest.raises(ValueError, match="is no directory; give a directory of stores"):
         open_captures(tmp_path / "none")
 
