@@ -121,13 +121,28 @@ def test_a_store_is_whole_without_its_line_in_the_index(commit: Message, tmp_pat
     assert (line["event"], line["state"], line["key"], line["bytes_raw"]) == ("finish", "complete", "k", raw)
 
 
-def test_every_file_and_directory_is_flushed(commit: Message, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("repaired", [False, True])
+def test_every_file_and_directory_is_flushed(
+    commit: Message, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repaired: bool
+) -> None:
+    """By a commit, and by a repair that only has to rename the store."""
     flushed: list[str] = []
     monkeypatch.setattr(commit_module, "fsync_path", flushed.append)
     partial = Path(shutil.copytree(commit["partial"], tmp_path / "a.zarr.partial"))
-    Commit.start({**commit, "final": str(tmp_path / "a.zarr"), "partial": str(partial), "fsync": True}).run()
+    message = {**commit, "final": str(tmp_path / "a.zarr"), "partial": str(partial), "fsync": not repaired}
+    if repaired:
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(commit_module, "remove_notes", dies)
+            Commit.start(message).run()
+        assert [outcome.state for outcome in repair(tmp_path)] == ["published"]
+    else:
+        Commit.start(message).run()
     there = {partial / path.relative_to(tmp_path / "a.zarr") for path in (tmp_path / "a.zarr").rglob("*")}
     assert there | {partial, tmp_path} == set(map(Path, flushed))
+
+
+def dies(_partial: str) -> None:
+    raise Killed
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["whole", "torn"])

@@ -199,7 +199,7 @@ def _repair(partial: Path, remove_empty: bool) -> Outcome:
         return outcome
     if _is_whole(partial):
         attrs = read_attrs(partial)
-        publish(str(partial), str(final), attrs)
+        publish(str(partial), str(final), attrs, fsync=True)
         append_finish(str(final), attrs, raw_bytes(str(final), attrs))
         outcome.state = "published"
     else:
