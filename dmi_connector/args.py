@@ -55,7 +55,7 @@ def capture_args(
     """
     if owner not in OWNERS:
         raise OptionError(f"owner: {owner!r} is unknown; choose one of {', '.join(OWNERS)}")
-    selection = hooks if isinstance(hooks, str) else list(hooks)
+    selection = list(hooks) if isinstance(hooks, Iterable) and not isinstance(hooks, str) else hooks
     extra = {"hooks": selection, "store_dir": os.path.abspath(store_dir), **options}
     if isinstance(given := options.get("probes"), dict):
         extra["probes"] = {n: os.fspath(file) if isinstance(file, os.PathLike) else file for n, file in given.items()}

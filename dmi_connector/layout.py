@@ -97,9 +97,8 @@ class RowField:
 class RowLayout:
     """The fields of the rows of one rank.
 
-    fields: in the order of their offsets. row_bytes: bytes per row, the same on each
-    rank: the length of the longest row. writer: (hook, layer) -> the rank that writes it. It holds only replicated
-    hooks, or with pipeline stages all hooks.
+    fields: in the order of their offsets. row_bytes: bytes of the longest row of any rank; all ranks use it.
+    writer: (hook, layer) -> the rank that writes it. It has only replicated hooks, or with pipeline stages all hooks.
     """
 
     fields: tuple[RowField, ...]
@@ -148,7 +147,10 @@ def hook_reductions(rules: Sequence[tuple[str, str]], selection: Selection, dims
         reduction = parse(spec)
         only = reduction.only if reduction is not None else frozenset()
         fitting = [n for n in able if (n in only if only else n not in summarised)]
-        for pattern in filter(None, (p.strip() for p in patterns.split(","))):
+        wanted = [p.strip() for p in patterns.split(",") if p.strip()]
+        if not wanted:
+            raise ReduceError(f"reduce: {patterns!r} names no hook; give a pattern of hooks, as in 'resid_*'")
+        for pattern in wanted:
             name = ALIASES.get(pattern, pattern)
             names = fnmatch.filter(fitting, name)
             if not names and set(name) & set("*?["):

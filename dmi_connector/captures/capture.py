@@ -56,9 +56,10 @@ def open_capture(
     Raises TimeoutError, with a message about what exists instead of the store. Raises CaptureFailed (a
     FileNotFoundError) at once if there will be no store: the directory's index says that the capture failed, was
     aborted or was removed, or no process writes it any more. Raises FileNotFoundError for a bucket or a directory that
-    does not exist, and CaptureIncomplete for a store that lacks rows. Raises ValueError for a directory that is not a
-    store of this format, or has unknown dtypes or codecs. Raises RemoteError (an OSError) if an object store refuses a
-    request or does not answer, and ImportError if obstore is needed but not installed.
+    does not exist, and for a store that is removed while it is opened. Raises CaptureIncomplete for a store that lacks
+    rows. Raises ValueError for a directory that is not a store of this format, or has unknown dtypes or codecs. Raises
+    RemoteError (an OSError) if an object store refuses a request or does not answer, and ImportError if obstore is
+    needed but not installed.
     """
     if follow:
         return follow_capture(path, timeout, lambda final: Capture(*finished_store(final, 0, allow_incomplete=True)))

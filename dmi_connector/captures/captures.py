@@ -278,9 +278,9 @@ class Captures:
 
         where: function of a `CaptureInfo`. hooks: one name or several, such as "resid_pre@3" (hook@layer), "q" (in any
         layer) or "blocks.3.attn.hook_z". A store is left out if a TransformerLens name means another tensor in its
-        model. With `hooks`, the root document of each store that `where` accepts is read once. Raises ValueError if a
-        document cannot be read, and for an invalid layer. Raises KeyError for a hook or layer that none of these stores
-        has.
+        model, or if it was removed meanwhile. With `hooks`, the root document of each store that `where` accepts is
+        read once. Raises ValueError if a document cannot be read, and for an invalid layer. Raises KeyError for a hook
+        or layer that none of these stores has.
         """
         kept = [info for info in map(whole, self.infos) if where(info)] if where is not None else self.infos
         found, why = kept if hooks is None else holding(kept, hooks), self.why_empty

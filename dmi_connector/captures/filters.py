@@ -12,12 +12,13 @@ from typing import Any, SupportsIndex
 
 from dmi_connector.captures.lens_names import ALL_NAMES, split_name, why_not_equal
 from dmi_connector.captures.names import holds
+from dmi_connector.captures.one_model import is_named
 from dmi_connector.hooks import HOOKS
-from dmi_connector.store.format.remote_path import Place, RemotePath
+from dmi_connector.store.format.remote_path import Place, RemotePath, is_gone
 from dmi_connector.store.read.files.thread_pool import in_fetch_threads, in_threads
 from dmi_connector.store.read.hook_names import HookTable
 from dmi_connector.store.read.index import CaptureInfo
-from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.store.read.metadata import NotACapture, read_attrs
 from dmi_connector.wording import suggest
 
 Time = str | datetime.date
@@ -33,14 +34,19 @@ def whole(info: CaptureInfo) -> CaptureInfo:
 
 
 def holding(infos: Sequence[CaptureInfo], hooks: str | Collection[str]) -> list[CaptureInfo]:
-    """The stores that have all of these hooks. Raises KeyError for a name that no store has."""
+    """The stores that have all of these hooks, without removed stores. Raises KeyError for a name that no store has."""
     wanted = [hooks] if isinstance(hooks, str) else list(hooks)
     held: dict[int, set[str]] = {}
     layers: dict[str, set[int]] = {}
     reasons: dict[str, str] = {}
 
     def look(number: int) -> None:
-        attrs = read_attrs(infos[number].store)
+        try:
+            attrs = read_attrs(infos[number].store)
+        except NotACapture:
+            if not is_gone(infos[number].store):
+                raise
+            return
         held[number] = {name for name in wanted if holds(name, attrs)}
         for name in wanted:
             if why := _other_tensor(name, attrs):
@@ -54,7 +60,7 @@ def holding(infos: Sequence[CaptureInfo], hooks: str | Collection[str]) -> list[
     for name in wanted:
         if infos and not any(name in names for names in held.values()):
             raise KeyError(f"{name!r} is in none of {len(infos)} stores{reasons.get(name) or _lacking(name, layers)}")
-    return [info for number, info in enumerate(infos) if held[number] == {*wanted}]
+    return [info for number, info in enumerate(infos) if held.get(number) == {*wanted}]
 
 
 def _other_tensor(name: str, attrs: Mapping[str, Any]) -> str:
@@ -81,10 +87,11 @@ def why_none(place: Place, found: Sequence[CaptureInfo], given: Mapping[str, Any
     known = {info.key for info in found if info.key}
     if not incomplete and any(info.state == "incomplete" and info.key in keys for info in found):
         return f"stores of {place} with {asked} lack rows; incomplete=True takes them too"
-    near = next(filter(None, (suggest(key, known - {key}) for key in keys)), "")
+    near = next(filter(None, (suggest(key, known) for key in keys if key not in known)), "")
     if not near and "model" in given:
         names = [model for info in found if (model := whole(info).model) is not None]
-        near = suggest(given["model"], [*names, *(PurePath(name).name for name in names)])
+        if not any(is_named(name, given["model"]) for name in names):  # else another filter leaves its stores out
+            near = suggest(given["model"], [*names, *(PurePath(name).name for name in names)])
     return f"none of {len(found)} stores of {place} passes {asked or 'the filters'}{near}"
 
 

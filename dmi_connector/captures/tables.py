@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.captures.capture import open_capture
-from dmi_connector.captures.filters import whole
+from dmi_connector.captures.filters import parse_time, whole
 from dmi_connector.captures.token_fields import rows_present
 from dmi_connector.store.read.index import CaptureInfo
 from dmi_connector.store.read.run_manifest import MANIFESTS, read_manifest
@@ -43,6 +44,7 @@ def of_captures(infos: Sequence[CaptureInfo], directories: Iterable[Path], to: s
     rows = [{**vars(whole(info)), "store": str(info.store)} for info in infos]
     names = [name for name in CaptureInfo.__dataclass_fields__ if name != "scores"]  # see `Captures.scores`
     columns = {name: [row[name] for row in rows] for name in names}
+    columns |= {name: list(map(_time, columns[name])) for name in _TIMES}
     columns["name"] = [info.store.name for info in infos]
     entries = run_entries(infos, directories)
     of_run = [entries.get(info.store.stem, {}) for info in infos]
@@ -58,6 +60,15 @@ def of_captures(infos: Sequence[CaptureInfo], directories: Iterable[Path], to: s
     kinds = dict.fromkeys(counts, library.Int64) | dict.fromkeys(_FLAGS, library.Boolean)
     made = library.DataFrame(columns, schema={name: kinds.get(name, library.String) for name in columns})
     return made.with_columns(library.col(*_TIMES).str.to_datetime(time_zone="UTC", time_unit="us"))
+
+
+def _time(text: str | None) -> str | None:
+    """A time of the index in one form, since polars infers the form of all from the first. None for an invalid time."""
+    try:
+        at = parse_time("started", text or None)
+    except ValueError:
+        return None
+    return None if at is None else at.astimezone(datetime.UTC).isoformat(timespec="microseconds")
 
 
 def _prompt(info: CaptureInfo, text: Decode) -> str | None:

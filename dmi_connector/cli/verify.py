@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from dmi_connector.cli import places
-from dmi_connector.store.format.remote_path import Place
+from dmi_connector.store.format.remote_path import Place, is_gone
 from dmi_connector.store.read.index import is_store
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import Problem, begun_stores, stores_of, unseen, verify_store
@@ -41,7 +41,7 @@ def run_verify(options: argparse.Namespace) -> int:
     found = [places.place(path, kind) for path in options.paths]
     stores = [store for place in found for store in ([place] if is_store(place) else stores_of(place))]
     begun = {parent: begun_stores(parent) for parent in {store.absolute().parent for store in stores}}
-    damaged, not_finite, incomplete, old = 0, 0, 0, 0
+    damaged, not_finite, incomplete, old, gone = 0, 0, 0, 0, 0
     every = options.verbose or (len(stores) <= _FEW and not options.quiet)
     if options.jobs < 1:
         raise ValueError(f"--jobs {options.jobs} is not valid; use 1 or more")
@@ -49,6 +49,9 @@ def run_verify(options: argparse.Namespace) -> int:
     work = [(store, _line_of(store, begun)) for store in stores]
     for number, (store, problems) in enumerate(zip(stores, _checked(work, options.jobs), strict=True)):
         show(f"{number + 1} of {len(stores)} checked, {damaged} damaged")
+        if is_gone(store):  # retention or dmi prune removed it meanwhile
+            gone += 1
+            continue
         harmed = any(problem.damage for problem in problems)
         damaged, not_finite = damaged + harmed, not_finite + (bool(problems) and not harmed)
         lines = list(map(str, problems))
@@ -63,7 +66,8 @@ def run_verify(options: argparse.Namespace) -> int:
             show.clear()
             print("\n".join(lines))
     show.clear()
-    counts = [f"{len(stores)} checked", f"{damaged} damaged"]
+    counts = [f"{len(stores) - gone} checked", f"{damaged} damaged"]
+    counts += [f"{gone} removed meanwhile"] if gone else []
     counts += [f"{not_finite} not finite"] if not_finite else []
     if not every:
         counts += [f"{incomplete} incomplete"] if incomplete else []

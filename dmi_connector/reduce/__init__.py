@@ -66,10 +66,10 @@ def parse(spec: str) -> Reduction | None:
     if match is None:
         raise ReduceError(f"reduce: {spec!r} is not valid; write one of none, {', '.join(KINDS)}, as in 'topk(64)'")
     kind, inside = match[1], match[2]
-    if kind in MODES and inside is None:
-        return MODES[kind]
-    if kind == "none" and inside is None:
-        return None
+    if kind == "none" or kind in MODES:
+        if inside is not None:
+            raise ReduceError(f"reduce: {spec!r} is not valid; {kind} takes no brackets, write {kind!r}")
+        return MODES.get(kind)
     if kind not in KINDS:
         refuse_sketch(spec)
         raise ReduceError(f"reduce: {kind!r} is unknown; use one of none, {', '.join([*KINDS, *MODES])}")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dmi_connector.reduce.fitted_file import FittedFile
 
 
-_MOST_DIGITS = 18
+MOST_DIGITS = 18
 """Maximum number of digits of a number in a setting."""
 
 
@@ -129,7 +129,7 @@ class Reduction:
             value: Any
             if item in cls.flags:
                 name, value = cls.flags[item]
-            elif number.isdecimal() and len(number) <= _MOST_DIGITS and name in ("", cls.number, *cls.named):
+            elif number.isdecimal() and len(number) <= MOST_DIGITS and name in ("", cls.number, *cls.named):
                 if not (name or cls.number):
                     raise ReduceError(f"reduce: {cls.kind} takes no number, but {spec!r} gives {item!r}; leave it out")
                 name, value = name or cls.number, int(number)

@@ -75,9 +75,8 @@ class CountSketch(SeededProjection):
         return self.before(values)
 
     def scratch(self, width: int, dtype: str) -> int:
-        return (
-            8 * (width + -width % self.k) + 4 * self.k
-        )  # the gathered values, their product with the signs, and the sums
+        padded = width + -width % self.k
+        return 8 * padded + 4 * self.k  # the gathered values and their product with the signs; the sums
 
     def stored_width(self, width: int, dtype: str) -> int:
         return 4 * self.k if self.exact else super().stored_width(width, dtype)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from dmi_connector.reduce.base import Keeps
+from dmi_connector.reduce.base import MOST_DIGITS, Keeps
 from dmi_connector.reduce.basis import Basis, LayerBasis
 from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.fitted import FittedReduction
@@ -53,7 +53,7 @@ class Pca(FittedReduction):
         """Make the reduction from "FILE" or "FILE, k=64". Raises ReduceError."""
         path, _, rest = inside.partition(",")
         name, _, number = rest.replace(" ", "").partition("=")
-        if rest and not (name == "k" and number.isdecimal() and int(number) > 0):
+        if rest and not (name == "k" and number.isdecimal() and len(number) <= MOST_DIGITS and int(number) > 0):
             raise ReduceError(f"reduce: {rest.strip()!r} in 'pca({inside})' is unknown; pca takes a file and k=NUMBER")
         basis = Basis.load(path.strip())
         return cls(basis.sha256, "", basis.path, int(number or 0))

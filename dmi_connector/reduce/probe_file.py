@@ -116,8 +116,13 @@ def _metadata(path: Path) -> dict[str, str]:
     """The metadata of a safetensors file. Raises OSError, ValueError."""
     with path.open("rb") as raw:
         size = int.from_bytes(raw.read(8), "little")
-        header = json.loads(raw.read(min(size, os.stat(path).st_size)))
-    return header.get("__metadata__") or {} if isinstance(header, dict) else {}
+        text = raw.read(min(size, os.stat(path).st_size))
+    try:
+        header = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("its header is nested too deep") from error
+    found = header.get("__metadata__") if isinstance(header, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 @lru_cache(maxsize=64)
@@ -153,6 +158,8 @@ def _facts(path: str, text: str) -> ProbeFacts:
         raise ReduceError(
             f"probes: {path}: its {METADATA} {show(text)} is not valid ({error!r}); make it again"
         ) from error
+    if not isinstance(facts.hook, str):
+        raise ReduceError(f"probes: {path}: hook {show(facts.hook)} is not valid; give the name of a hook")
     for name, choices in (("kind", KINDS), ("activation", ACTIVATIONS), ("output", OUTPUTS), ("norm", NORMS)):
         if (value := getattr(facts, name)) not in choices:
             raise ReduceError(f"probes: {path}: {name} {show(value)} is unknown; choose one of {', '.join(choices)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 
+from dmi_connector.reduce.base import MOST_DIGITS
 from dmi_connector.reduce.errors import ReduceError
 from dmi_connector.reduce.latents import Latents
 from dmi_connector.reduce.probe import Probe
@@ -40,7 +41,7 @@ def parse_probe(name: str, text: str) -> Probe | Latents:
     given: dict[str, str] = {}
     for part in rest:
         key, equals, value = part.partition("=")
-        if not equals or key not in known or (key in _NUMBERS and not value.isdecimal()):
+        if not equals or key not in known or (key in _NUMBERS and not _is_number(value)):
             raise ReduceError(
                 f"probes: {part!r} in {text!r} of {name!r} is not valid; this file may be followed by "
                 + ", ".join(f"{key}={_VALUES[key]}" for key in known)
@@ -54,3 +55,7 @@ def parse_probe(name: str, text: str) -> Probe | Latents:
             " this hash"
         )
     return probe
+
+
+def _is_number(value: str) -> bool:
+    return value.isdecimal() and len(value) <= MOST_DIGITS

@@ -220,8 +220,8 @@ class RandomProjection(SeededProjection):
         return products.transpose(0, 1)
 
     def scratch(self, width: int, dtype: str) -> int:
+        products = 4 * self.projected(width)
         if dtype == "bfloat16":
-            return 4 * self.projected(width) + (2 * width if self.group else 0)
-        return (
-            4 * self.projected(width) + 4 * width + (2 * width if dtype == "float16" else 4 * width)
-        )  # one copy to join layers
+            return products + (2 * width if self.group else 0)
+        joined = (2 if dtype == "float16" else 4) * width  # a copy that joins the layers
+        return products + 4 * width + joined

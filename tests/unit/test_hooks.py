@@ -360,6 +360,7 @@ def test_the_first_rule_that_matches_a_hook_gives_its_reduction() -> None:
     [
         ([("residd", "int8")], "'residd' is not captured: did you mean 'resid_"),
         ([("resid_x*", "int8")], r"pattern 'resid_x\*' matches no hook"),
+        ([(" ,", "int8")], "reduce: ' ,' names no hook; give a pattern of hooks"),
         ([("logits", "int8")], "logits cannot have the reduction"),
         ([("topk_ids", "topk(1)")], "topk_ids cannot have the reduction"),
         ([("q", "topk(100000)")], "keeps more than the"),

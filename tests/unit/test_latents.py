@@ -104,6 +104,7 @@ def test_hook_and_layer_come_from_the_settings_or_the_option(tmp_path: Path) -> 
         (("hook=resid_pre", "layer=4"), "does not exist in layer 4"),
         (("hook=mlp_post", "layer=1"), "of mlp_post with 32 values, but here it has 64"),
         (("hook=q", "layer=one"), "'layer=one' in .* is not valid; .* sha256=HASH, hook=NAME, layer=NUMBER, k=NUMBER"),
+        (("hook=q", f"layer={'9' * 5000}"), "'layer=9+' in .* is not valid"),
         (("hook=q", "layer=1", "k=101"), "k=101 of .* the encoder keeps 100 latents of a row, give 1 to 100"),
         (("hook=q", "layer=1", "k=0"), "k=0 of .* is not valid"),
     ],

@@ -21,7 +21,7 @@ from dmi_connector.probes import check_alerts, with_probes
 from dmi_connector.reduce import ReduceError, from_settings
 from dmi_connector.reduce.largest import check, over_rows
 from dmi_connector.reduce.probe import Probe
-from dmi_connector.reduce.probe_file import ACTIVATIONS, METADATA, ProbeFacts, load, save
+from dmi_connector.reduce.probe_file import ACTIVATIONS, METADATA, ProbeFacts, is_probe, load, save
 from dmi_connector.settings import ServerOptions
 from tests.probekit import matrices, save_probe, scores
 
@@ -66,6 +66,7 @@ GOOD: dict[str, Any] = {"hook": "resid_pre", "layers": [1], "outputs": ["a", "b"
     [
         ({"kind": "forest"}, tensors(8, 2), "kind 'forest' is unknown; choose one of linear, mlp"),
         ({"norm": "batch"}, tensors(8, 2), "norm 'batch' is unknown"),
+        ({"hook": ["resid_pre"]}, tensors(8, 2), r"hook \['resid_pre'\] is not valid"),
         ({"outputs": []}, tensors(8, 2), r"outputs \[\] is not valid; give different names"),
         ({"outputs": ["a", ""]}, tensors(8, 2), r"outputs \['a', ''\] is not valid; give different names"),
         ({"outputs": ["a", 5]}, tensors(8, 2), r"outputs \['a', 5\] is not valid; give different names"),
@@ -99,6 +100,11 @@ def test_what_is_no_file_of_a_probe_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(ReduceError, match="is no safetensors file"):
         load(path)
+    for header in (b'{"__metadata__": 5}', b"[" * 100_000):
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+        assert not is_probe(path)
+        with pytest.raises(ReduceError, match="is no safetensors file"):
+            load(path)
 
 
 def test_a_file_reads_back_as_it_was_written(tmp_path: Path) -> None:

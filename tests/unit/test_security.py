@@ -288,6 +288,30 @@ def test_readers_refuse_metadata_of_other_types(sound: Path, kind: str) -> None:
     assert "q" in [p.where for p in verify_store(sound)]
 
 
+def test_readers_refuse_an_infinite_shape(sound: Path) -> None:
+    path = sound / "q" / "zarr.json"
+    path.write_bytes(path.read_bytes().replace(b"20,", b"1e400,", 1))  # Python's JSON reads it as infinity
+    with pytest.raises(ValueError, match="does not describe shards of this format"):
+        open_capture(sound, 0).numpy("q")
+
+
+@pytest.mark.parametrize("left", [0, 4])
+@pytest.mark.parametrize("name", ["token_ids", "logits_positions"])
+def test_readers_refuse_a_file_of_values_that_is_cut_short(sound: Path, name: str, left: int) -> None:
+    """As a file system may leave a new file after a power failure."""
+    (sound / name / "c" / "0").write_bytes(bytes(left))
+    with open_capture(sound, 0) as capture, pytest.raises(ValueError, match=f"{name}: the file of its values is cut"):
+        getattr(capture, name)
+
+
+def test_readers_refuse_a_token_array_with_neither_shape_nor_values(sound: Path) -> None:
+    path = sound / "token_ids" / "zarr.json"
+    path.write_bytes(schema.dump({k: v for k, v in json.loads(path.read_bytes()).items() if k != "shape"}))
+    (sound / "token_ids" / "c" / "0").unlink()
+    with pytest.raises(ValueError, match="token_ids: the file of its values is gone"):
+        _ = open_capture(sound, 0).token_ids
+
+
 @pytest.mark.parametrize("rows", [0, 20 << 40, 20 << 60])
 def test_readers_refuse_shards_that_no_file_has(sound: Path, rows: int) -> None:
     grid = json.loads((sound / "q" / "zarr.json").read_bytes())["chunk_grid"]
@@ -355,7 +379,13 @@ MALFORMED: list[tuple[str, object]] = [
     ("media", 5),
     ("media", [5]),
     ("draft_tokens", 1.5),
+    ("draft_tokens", {"scheduled": "x"}),
+    ("files", {"q/zarr.json": [1 << 63, 5]}),
     ("scores", [5]),
+    ("scores", {"risk": 5}),
+    ("experts", {"count": 4}),
+    *((name, "x") for name in ("last_prompt_len", "visual_layers", "mlp_layers")),
+    *((name, 5) for name in ("key", "request_id", "created", "finished")),
     ("speculative", None),
 ]
 
@@ -380,6 +410,16 @@ def test_readers_refuse_damaged_reductions(sound: Path, change: dict[str, Any]) 
     with pytest.raises(ValueError, match="the reduction of 'q' is damaged"):
         open_capture(sound, 0).numpy("q")
     assert "q" in [p.where for p in verify_store(sound)]
+
+
+def test_readers_refuse_settings_of_reductions_of_other_types(sound: Path) -> None:
+    attrs = json.loads((sound / "zarr.json").read_bytes())["attributes"]["dmi"]
+    hook = {**HOOK, "reduce": {"kind": "cs", "k": 1.5, "width": 16, "dtype": "float32"}}
+    forge(sound, "", {}, {"hooks": {**attrs["hooks"], "q": hook}})
+    with open_capture(sound, 0) as capture:
+        for read in (capture.numpy, capture.shape):
+            with pytest.raises(ValueError, match="values of cs cannot be decoded"):
+                read("q")
 
 
 def test_readers_refuse_indexes_beyond_the_width(tmp_path: Path) -> None:

@@ -315,6 +315,8 @@ def test_capture_args_refuses_unknown_owners_and_options() -> None:
         capture_args(owner="me")
     with pytest.raises(OptionError, match="did you mean 'codec'"):
         capture_args(codecs="lz4")
+    with pytest.raises(OptionError, match="hooks: 5 is not valid; give hook names"):
+        capture_args(5)  # type: ignore[arg-type]
 
 
 def test_the_docs_name_all_of_the_contract() -> None:

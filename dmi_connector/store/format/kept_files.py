@@ -23,10 +23,13 @@ def check_sha256(sha256: str, store: Place) -> None:
 
 
 def keep_copy(source: str, sha256: str, folder: str, store_dir: str, file_mode: str) -> None:
-    """Copy a file next to the stores of `store_dir`, atomically. folder: BASES or PROBES. Raises OSError."""
+    """Copy a file next to the stores of `store_dir`, atomically. folder: BASES or PROBES. Raises OSError.
+
+    An existing copy is kept, unless its size differs, as after a power failure.
+    """
     folder = os.path.join(store_dir, folder)
     final = os.path.join(folder, f"{sha256}.safetensors")
-    if os.path.exists(final):
+    if os.path.exists(final) and os.path.getsize(final) == os.path.getsize(source):
         return
     make_directory(folder, file_mode)
     own = os.path.join(folder, f".{sha256}.{os.getpid()}")

@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 try:
     import fcntl
@@ -178,6 +179,20 @@ def share(store: str | os.PathLike[str]) -> int | None:
         os.close(fd)
         raise
     return fd
+
+
+@contextlib.contextmanager
+def hold_shared(store: object) -> Iterator[None]:
+    """Hold the lock of `share` within the block if `store` is a directory that can be opened; otherwise no lock."""
+    try:
+        fd = share(store) if isinstance(store, Path) and store.is_dir() else None
+    except OSError:  # it was removed just now, or cannot be read: the reader in the block says so
+        fd = None
+    try:
+        yield
+    finally:
+        if fd is not None:
+            os.close(fd)
 
 
 def hold_source(final: str) -> int:

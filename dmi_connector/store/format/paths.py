@@ -29,9 +29,14 @@ def leaves_store(path: str) -> bool:
 
 
 def store_name(key: str | None, request_id: str) -> str:
-    """A new, unique name for the store of a request: one path component of at most 182 bytes."""
+    """A new, unique name for the store of a request: one path component of at most 178 bytes."""
     stem = safe(f"{key}--{request_id}" if key else request_id)[:_STEM_LENGTH].lstrip(".-")
     return f"{stem or 'request'}-{os.urandom(6).hex()}.zarr"
+
+
+def may_be_named(name: str, word: str) -> bool:
+    """Whether `word` may be the key or request id of a store with this name. `store_name` cuts long ones."""
+    return safe(word).lstrip(".-") in name or len(name) > _STEM_LENGTH
 
 
 def no_follow(path: str, flags: int) -> int:

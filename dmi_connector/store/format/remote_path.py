@@ -67,3 +67,8 @@ def place_of(path: Given, option: str = "path") -> Place:
         return path
     text = os.fspath(path)
     return RemotePath(*parse_url(option, text)) if is_url(text) else local_path(text)
+
+
+def is_gone(place: Place) -> bool:
+    """Whether a local path does not exist. False for a path in an object store."""
+    return isinstance(place, Path) and not place.exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dmi_connector.store.format.locks import is_abandoned
-from dmi_connector.store.format.paths import safe
+from dmi_connector.store.format.paths import may_be_named
 from dmi_connector.store.format.remote_path import Given, Place, RemotePath, local_path, place_of
 from dmi_connector.store.format.schema import INDEX_NAME, PARTIAL_SUFFIX, listed_bytes
 from dmi_connector.store.read.index_lines import LineTail, merge_line, read_index
@@ -190,8 +190,8 @@ def _wanted(found: Iterable[CaptureInfo | None], key: str | None, request_id: st
 
 
 def _unnamed(directory: Path, word: str = "") -> list[Path]:
-    """Finished stores of a directory, by name. word: only stores whose names contain `safe(word)`."""
-    return sorted(store for store in directory.glob("*.zarr") if safe(word) in store.name)
+    """Finished stores of a directory, by name. word: only stores that may have this key or request id."""
+    return sorted(store for store in directory.glob("*.zarr") if may_be_named(store.name, word))
 
 
 def _scanned(store: Path) -> CaptureInfo | None:
@@ -250,7 +250,7 @@ def _info(directory: Place, line: Mapping[str, Any]) -> CaptureInfo:
         request_id=line.get("request_id"),
         state=line.get("state", "started"),
         reason=line.get("reason"),
-        started=line.get("created", ""),
+        started=line.get("created") or "",
         finished=line.get("finished"),
         bytes=line.get("bytes"),
         num_tokens=line.get("num_tokens"),

@@ -19,6 +19,17 @@ _PLAIN = re.compile(r"[A-Za-z0-9._-]+")
 """Keys and request ids that are written the same way in JSON and in the name of a store."""
 
 
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("event", "state"), str),
+    **dict.fromkeys(("key", "request_id", "reason", "created", "finished", "model"), (str, type(None))),
+    **dict.fromkeys(("upload", "upload_reason", "url"), (str, type(None))),
+    **dict.fromkeys(("bytes", "num_tokens", "prompt_len"), (int, type(None))),
+    **dict.fromkeys(("draft_tokens_scheduled", "draft_tokens_accepted"), int),
+    "scores": dict,
+}
+"""{field of a line: its types}."""
+
+
 def read_index(directory: Given, word: str | None = None) -> Iterable[dict[str, Any]]:
     """The whole lines of the index, one by one; no lines without an index. Torn and foreign lines are skipped.
 
@@ -63,8 +74,16 @@ def _parse(raws: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             line = json.loads(raw)
         except (ValueError, RecursionError):  # a line that is being written, was truncated by a full disk, or is forged
             continue
-        if isinstance(line, dict) and isinstance(line.get("store"), str) and "event" in line:
+        if isinstance(line, dict) and isinstance(line.get("store"), str) and "event" in line and _is_sound(line):
             yield line
+
+
+def _is_sound(line: dict[str, Any]) -> bool:
+    """Whether the fields of a line have the types that readers expect, and its store is a name without a directory."""
+    for name, value in line.items():  # a loop, because an index may have a million lines
+        if name in _TYPES and not isinstance(value, _TYPES[name]):
+            return False
+    return "/" not in line["store"]
 
 
 def uploaded_stores(directory: Path) -> Iterator[tuple[str, str]]:

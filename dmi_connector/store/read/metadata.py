@@ -124,18 +124,40 @@ def _are_media(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(one, dict) and _are_pairs(one.get("positions")) for one in value)
 
 
+def _are_files(files: dict[str, Any]) -> bool:
+    """Whether all values are [bytes, checksum], and the bytes of all files fit an int64, as in tables."""
+    return all(map(_is_file, files.values())) and sum(entry[0] for entry in files.values()) < 1 << 63
+
+
+def _are_layers(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
+
+
+def _are_experts(value: object) -> bool:
+    return isinstance(value, dict) and _is_count(value.get("count")) and _are_layers(value.get("layers"))
+
+
+def _is_dict_of(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(is_value, value.values()))
+
+
 _FORMS: dict[str, Callable[[Any], bool]] = {
     "num_tokens": _is_count,
     "prompt_len": _is_count,
     "start": _is_count,
     "missing": _are_pairs,
     "hooks": lambda hooks: all(map(_is_hook, hooks.values())),
-    "files": lambda files: all(map(_is_file, files.values())),
+    "files": _are_files,
     "num_layers": lambda value: value is None or (_is_count(value) and value <= _MOST_LAYERS),
-    "dims": lambda dims: isinstance(dims, dict) and all(map(_is_count, dims.values())),
-    "model": lambda value: isinstance(value, str | None),
+    "dims": _is_dict_of(_is_count),
     "media": _are_media,
-    **dict.fromkeys(("draft_tokens", "scores", "speculative"), lambda value: isinstance(value, dict)),
+    "experts": lambda value: value is None or _are_experts(value),
+    "mlp_layers": lambda value: value is None or _are_layers(value),
+    "draft_tokens": _is_dict_of(_is_count),
+    "scores": _is_dict_of(lambda one: isinstance(one, dict)),
+    "speculative": lambda value: isinstance(value, dict),
+    **dict.fromkeys(("last_prompt_len", "visual_layers"), _is_count),
+    **dict.fromkeys(("model", "key", "request_id", "created", "finished"), lambda value: isinstance(value, str | None)),
 }
 """{attribute: whether its value, of the right type if the attribute is needed, has the form that readers expect}."""
 

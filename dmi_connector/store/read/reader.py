@@ -16,13 +16,13 @@ from dmi_connector.layout import DRAFT_INDEX
 from dmi_connector.reduce import Reduction
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.locks import share
-from dmi_connector.store.format.remote_path import Given, Place, place_of
+from dmi_connector.store.format.remote_path import Given, Place, is_gone, place_of
 from dmi_connector.store.read.arrays.hook_values import HookValues, Tokens
 from dmi_connector.store.read.arrays.shard_reader import decode_plain
 from dmi_connector.store.read.arrays.stored_reduction import StoredReduction
 from dmi_connector.store.read.files.open_files import files_of, zarr_store_of
 from dmi_connector.store.read.hook_names import HookTable, Layers, Source
-from dmi_connector.store.read.metadata import read_attrs
+from dmi_connector.store.read.metadata import NotACapture, read_attrs
 from dmi_connector.store.read.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -54,7 +54,12 @@ def finished_store(
     """
     final = place_of(path)
     wait_for(final, WAIT_S if timeout is None else timeout)
-    attrs = read_attrs(final)
+    try:
+        attrs = read_attrs(final)
+    except NotACapture as error:
+        if is_gone(final):
+            raise FileNotFoundError(f"{final} was removed just now") from error
+        raise
     if not attrs["complete"] and not allow_incomplete:
         raise CaptureIncomplete(final, attrs["reason"], attrs["missing"])
     return final, attrs

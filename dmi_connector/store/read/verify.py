@@ -17,8 +17,9 @@ from dmi_connector.hooks import ALWAYS
 from dmi_connector.layout import DRAFT_INDEX, DRAFT_UNKNOWN, ArraySpec
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c, file_checksum
+from dmi_connector.store.format.locks import hold_shared
 from dmi_connector.store.format.paths import leaves_store
-from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
+from dmi_connector.store.format.remote_path import Given, Place, RemotePath, is_gone, place_of
 from dmi_connector.store.format.schema import Grid
 from dmi_connector.store.format.shard_index import EMPTY
 from dmi_connector.store.read.arrays.hook_array import HookArray, Slot
@@ -68,10 +69,10 @@ def stores_of(directory: Given) -> list[Place]:
 
 
 def verify_dir(directory: Given) -> list[Problem]:
-    """Verify all finished stores of a directory. Returns [] if all are intact. Raises ValueError without a store."""
-    stores = stores_of(directory)
-    begun = begun_stores(directory)
-    return [problem for store in stores for problem in verify_store(store, begun)]
+    """Problems of the finished stores of a directory, except those removed meanwhile. Raises ValueError without any."""
+    stores, begun = stores_of(directory), begun_stores(directory)
+    found = [(store, verify_store(store, begun)) for store in stores]
+    return [problem for store, problems in found if not is_gone(store) for problem in problems]
 
 
 def verify_store(path: Given, begun: Mapping[str, dict[str, Any]] | None = None) -> list[Problem]:
@@ -88,8 +89,9 @@ def verify_store(path: Given, begun: Mapping[str, dict[str, Any]] | None = None)
     place = place_of(path)
     if begun is None:
         begun = begun_stores(place.absolute().parent)
-    files = files_of(place)
-    return list(_Check(place, FetchedFiles(files) if files.remote else files).run(begun))
+    with hold_shared(place):
+        files = files_of(place)
+        return list(_Check(place, FetchedFiles(files) if files.remote else files).run(begun))
 
 
 def begun_stores(directory: Given) -> dict[str, dict[str, Any]]:

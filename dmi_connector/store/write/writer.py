@@ -3,7 +3,7 @@
 
 It maps the ring of the engine, reads messages on standard input and answers on standard output (see messages.py). It
 answers every `chunk` and `rows` message, even after an error, because ring memory is reused only after the answer. At
-the end of input it stops and leaves partial directories as they are.
+the end of input it finishes the commits that wait for other ranks, and leaves other partial directories as they are.
 
 messages    layout, forget (a layout); open, chunk, borrow, rows, close, drop (of a capture's arrays); commit, rankdone,
             remove (of a capture); line (for the index), giveup, mark

@@ -29,6 +29,7 @@ from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.schema import INDEX_NAME
+from dmi_connector.store.read import reader
 from dmi_connector.store.read.index import find_captures, indexed_captures
 from dmi_connector.store.write.finish.repair import repair
 from tests import storekit as kit
@@ -214,10 +215,20 @@ def test_an_index_of_an_older_version_is_filled_up_from_the_stores(two_models: P
     assert open_captures(tmp_path / "old").table()["prompt_len"].tolist() == [150, 3, 64]
 
 
+def test_a_store_that_is_removed_while_it_is_opened_is_not_there(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by retention, between the look whether it exists and the look at its document."""
+    monkeypatch.setattr(reader, "wait_for", lambda _final, _seconds: None)
+    with pytest.raises(FileNotFoundError, match=r"gone\.zarr was removed just now"):
+        open_capture(directory / "gone.zarr", 0)
+
+
 def test_stores_that_were_removed_by_hand_are_left_out(directory: Path, tmp_path: Path) -> None:
     shutil.copytree(directory, tmp_path / "some")
+    before = open_captures(tmp_path / "some")
     shutil.rmtree(tmp_path / "some" / "1.zarr")
-    assert names(open_captures(tmp_path / "some")) == ["0.zarr", "2.zarr"]
+    assert names(open_captures(tmp_path / "some")) == names(before.filter(hooks="resid_final")) == ["0.zarr", "2.zarr"]
     with pytest.raises(ValueError, match="is no directory; give a directory of stores"):
         open_captures(tmp_path / "none")
 

@@ -179,7 +179,8 @@ def test_several_directories_below_are_counted(parent: Path, tmp_path: Path) -> 
         ({"request_id": "r9"}, "none of 3 stores of {} passes request_id='r9'"),
         ({"model": "Tony"}, "none of 3 stores of {} passes model='Tony': did you mean 'Tiny'?"),
         ({"after": "2100-01-01"}, "none of 3 stores of {} passes after='2100-01-01'"),
-        ({"prompt_len": 7, "key": "run-0"}, "none of 3 stores of {} passes key='run-0', prompt_len=7: did you mean"),
+        ({"prompt_len": 7, "key": "run-0"}, "none of 3 stores of {} passes key='run-0', prompt_len=7"),
+        ({"prompt_len": 7, "model": "Tiny"}, "none of 3 stores of {} passes model='Tiny', prompt_len=7"),
         ({"where": lambda info: False}, "none of 3 stores of {} passes where"),
     ],
 )
@@ -191,6 +192,7 @@ def test_filters_that_let_no_store_pass_are_warned_of(
     with caplog.at_level(logging.WARNING):
         found = open_captures(directory, **filters)
     assert len(found) == 0 and f"open_captures: {why}" in caplog.text and why in repr(found)
+    assert ("did you mean" in caplog.text) == ("did you mean" in why), "a name that is there is not mended"
     with pytest.raises(ValueError) as refused:
         found.rows("q", 1)
     assert str(refused.value).startswith(f"no store to read 'q' from; {why}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,6 +75,17 @@ def test_the_table_has_the_rows_of_the_run(captures: Captures, library: str, tmp
     (tmp_path / "d/manifest.jsonl").unlink()
     plain = open_captures(tmp_path / "d").table(library)  # type: ignore[call-overload]
     assert not {"row", "id", "prompt"} & {*plain.columns}
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_a_time_that_is_none_is_null_in_the_table(captures: Captures, library: str) -> None:
+    times = ("", "yesterday", "2026-01-02T03:04:05+01:00", "2026-01-02T02:04:05.5+00:00")
+    infos = tuple(replace(captures.infos[0], started=time, finished=time or None) for time in times)
+    frame: Any = replace(captures, infos=infos).table(library)  # type: ignore[call-overload]
+    for column in ("started", "finished"):
+        empty = frame[column].isna() if library == "pandas" else frame[column].is_null()
+        assert [*empty] == [True, True, False, False]
+        assert (frame[column][3] - frame[column][2]).total_seconds() == 0.5
 
 
 def test_a_prompt_with_missing_rows_has_no_text(tmp_path: Path) -> None:

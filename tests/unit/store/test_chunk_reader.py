@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -228,6 +229,19 @@ def test_threads_can_be_set_and_must_be_one_or_more() -> None:
     assert read_threads() == len(os.sched_getaffinity(0))
     with pytest.raises(ValueError, match="threads 0 is not valid"):
         set_read_threads(0)
+
+
+def test_threads_can_be_set_while_another_thread_reads() -> None:
+    pool = thread_pool._Pool("dmi-test", 2)
+    executor = pool.executor()  # the other thread has it, and hands it work now
+    pool.resize(3)
+    assert list(executor.map(abs, [-1, -2])) == [1, 2]
+    threads = {thread for thread in threading.enumerate() if thread.name.startswith("dmi-test")}
+    assert threads and pool.executor() is not executor
+    del executor
+    for thread in threads:
+        thread.join(kit.PATIENCE)
+        assert not thread.is_alive()
 
 
 def test_a_forked_process_reads_with_threads_of_its_own(written: tuple[Capture, kit.Values]) -> None:

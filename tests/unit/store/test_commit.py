@@ -18,6 +18,8 @@ from dmi_connector.store.format.completeness import Cause, Loss, losses_to_json
 from dmi_connector.store.read.index import find_captures
 from dmi_connector.store.read.index_lines import read_index
 from dmi_connector.store.read.verify import verify_store
+from dmi_connector.store.write.arrays.source import SourceStore
+from dmi_connector.store.write.finish import commit as commit_module
 from dmi_connector.store.write.finish.commit import Commit, append_index, rank_file
 from dmi_connector.store.write.finish.repair import repair
 from dmi_connector.store.write.messages import Message
@@ -117,6 +119,44 @@ def test_a_store_is_whole_without_its_line_in_the_index(commit: Message, tmp_pat
     line = list(read_index(final.parent))[-1]
     raw = VALUES["q"].nbytes
     assert (line["event"], line["state"], line["key"], line["bytes_raw"]) == ("finish", "complete", "k", raw)
+
+
+@pytest.mark.parametrize("repaired", [False, True])
+def test_every_file_and_directory_is_flushed(
+    commit: Message, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repaired: bool
+) -> None:
+    """By a commit, and by a repair that only has to rename the store."""
+    flushed: list[str] = []
+    monkeypatch.setattr(commit_module, "fsync_path", flushed.append)
+    partial = Path(shutil.copytree(commit["partial"], tmp_path / "a.zarr.partial"))
+    message = {**commit, "final": str(tmp_path / "a.zarr"), "partial": str(partial), "fsync": not repaired}
+    if repaired:
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(commit_module, "remove_notes", dies)
+            Commit.start(message).run()
+        assert [outcome.state for outcome in repair(tmp_path)] == ["published"]
+    else:
+        Commit.start(message).run()
+    there = {partial / path.relative_to(tmp_path / "a.zarr") for path in (tmp_path / "a.zarr").rglob("*")}
+    assert there | {partial, tmp_path} == set(map(Path, flushed))
+
+
+def dies(_partial: str) -> None:
+    raise Killed
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["whole", "torn"])
+def test_rows_are_borrowed_at_any_step_of_a_commit(commit: Message, tmp_path: Path, torn: bool) -> None:
+    steps = 0
+    while killed(commit, to := tmp_path / str(steps), steps + 1, torn):
+        steps += 1
+        if torn and len([*to.glob("a.zarr.partial/.*")]) < 3:
+            break  # the document was written in full before journals were removed
+        with SourceStore(str(to / "a.zarr"), ROWS, ROWS) as source:
+            for rank in (0, 1):
+                [chunk] = source.chunk(replace(Q, shards=2, rank=rank, part_layers=1), 0)
+                assert np.array_equal(np.frombuffer(bytes(chunk.body), "u4"), VALUES["q"][rank].ravel())
+    assert steps > 5
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["whole", "torn"])

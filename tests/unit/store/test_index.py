@@ -78,6 +78,24 @@ def test_torn_lines_of_the_index_are_skipped(tmp_path: Path) -> None:
     assert [c.store.name for c in find_captures(tmp_path, key="k")] == ["a.zarr", "b.zarr"]
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("store", name) for name in ("../b.zarr", "/b.zarr")),
+        *((name, 5) for name in ("event", "state", "key", "request_id", "created", "finished", "model", "url")),
+        *((name, "x") for name in ("bytes", "num_tokens", "prompt_len", "draft_tokens_accepted", "scores")),
+    ],
+)
+def test_lines_with_values_of_other_types_are_skipped(tmp_path: Path, field: str, value: object) -> None:
+    start(tmp_path, "a.zarr", "1", key="k", request_id="r")
+    line = {"event": "finish", "store": "b.zarr", "state": "complete", "key": "k", "request_id": "r", "created": "2"}
+    append_index(tmp_path, {**line, "finished": "3", "num_tokens": 5, "prompt_len": 5, "model": "m", field: value})
+    for given in ({}, {"key": "k"}, {"request_id": "r"}):
+        assert [info.store.name for info in find_captures(tmp_path, **given)] == ["a.zarr"]
+    append_index(tmp_path, {**line, "created": None})
+    assert [info.started for info in find_captures(tmp_path)] == ["", "1"]
+
+
 def test_the_index_gives_the_state_of_each_capture(tmp_path: Path) -> None:
     stores = kit.Store(1 << 20)
     stores.write(tmp_path / "a.zarr", [SPEC], 10, key="mine", request_id="r1")
@@ -164,7 +182,15 @@ def test_stores_that_the_index_does_not_name_are_found(tmp_path: Path, monkeypat
     stores.write(named, [SPEC], 10, key="one", request_id="r1")
     foreign = tmp_path / "there" / store_name("a/b", "r2-0-77")
     stores.write(foreign, [SPEC], 11, key="a/b", request_id="r2-0-77")
+    others = {"-r3": None, "cmpl-" + "r" * 36: "k" * 128}  # neither name has the whole request id
+    for request_id, key in others.items():
+        store = tmp_path / "others" / store_name(key, request_id)
+        stores.write(store, [SPEC], 12, key=key, request_id=request_id)
     assert stores.shutdown(kit.PATIENCE)
+    shutil.copytree(named.parent, tmp_path / "more")
+    for store in (tmp_path / "others").glob("*.zarr"):
+        shutil.copytree(store, tmp_path / "more" / store.name)
+    assert [find_captures(tmp_path / "more", request_id=one)[0].key for one in others] == [*others.values()]
     copied = named.parent / foreign.name
     shutil.copytree(foreign, copied)
     assert [c.store for c in find_captures(named.parent)] == [named, copied]

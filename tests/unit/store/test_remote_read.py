@@ -22,6 +22,7 @@ from dmi_connector.store.format import object_store
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.object_store import RemoteDenied, RemoteError
 from dmi_connector.store.format.remote_path import RemotePath, place_of
+from dmi_connector.store.format.shard_index import index_bytes
 from dmi_connector.store.read.index import find_captures
 from dmi_connector.store.read.reader import CaptureIncomplete
 from dmi_connector.store.read.verify import verify_store
@@ -248,6 +249,20 @@ def test_verify_finds_damage(s3: s3kit.Proxy, stores: Path, tmp_path: Path) -> N
     assert there == [(p.where, p.what) for p in verify_store(tmp_path / "bad.zarr")] and len(there) >= 3
     damaged = pytest.raises(ValueError, match=r"bad\.zarr/z/c/0/1/0: the chunk does not match its crc32c")
     with open_capture(f"{URL}/damaged/bad.zarr", 0) as capture, damaged:
+        capture.numpy("z")
+
+
+@pytest.mark.parametrize("offset", [1 << 20, 1 << 62])
+def test_a_chunk_beyond_the_end_of_an_object_is_damage(
+    s3: s3kit.Proxy, stores: Path, tmp_path: Path, offset: int
+) -> None:
+    shutil.copytree(stores / "a.zarr", tmp_path / "a.zarr")
+    shard, index = tmp_path / "a.zarr/z/c/0/1/0", np.full((2, 4, 2), offset, "<u8")
+    index[..., 1] = 32 * 32 * 4 + 4
+    shard.write_bytes(shard.read_bytes()[: -16 * 8 - 4] + index_bytes(index))
+    s3kit.copy_up(tmp_path / "a.zarr", f"beyond/{offset}/a.zarr")
+    damaged = pytest.raises(ValueError, match=r"a\.zarr/z/c/0/1/0: the file ends before its chunks do")
+    with open_capture(f"{URL}/beyond/{offset}/a.zarr", 0) as capture, damaged:
         capture.numpy("z")
 
 

@@ -217,6 +217,25 @@ def test_a_repair_of_many_stores_goes_on_after_a_failure(tmp_path: Path) -> None
     assert all(verify_store(tmp_path / f"{name}.zarr") == [] for name in values)
 
 
+def test_a_damaged_store_does_not_keep_others_out_of_the_index(tmp_path: Path) -> None:
+    """Their writers were killed before the last line of each."""
+    stores = kit.Store(1 << 20)
+    for name in ("a", "b", "c"):
+        stores.write(tmp_path / f"{name}.zarr", [kit.Q], 10)
+    assert stores.shutdown(kit.PATIENCE)
+    index = tmp_path / "index.jsonl"
+    index.write_text("".join(line for line in index.read_text().splitlines(True) if '"start"' in line))
+    (tmp_path / "a.zarr/q/zarr.json").unlink()
+    (tmp_path / "b.zarr/q/zarr.json").write_text("{}")
+    outcomes = repair.repair(tmp_path)
+    assert [(Path(o.store or o.partial).name, o.state) for o in outcomes] == [
+        ("a.zarr", "failed"),
+        ("b.zarr", "failed"),
+        ("c.zarr", "recorded"),
+    ]
+    assert "FileNotFoundError" in outcomes[0].notes[0] and "KeyError" in outcomes[1].notes[0]
+
+
 def test_a_whole_store_damaged_since_is_neither_published_nor_removed(
     writer: Writing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

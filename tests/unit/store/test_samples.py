@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from dmi_connector.captures.capture import open_capture
-from dmi_connector.layout import ArraySpec
+from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.read.verify import verify_store
+from dmi_connector.store.write.arrays.array_writer import ArrayWriter
+from dmi_connector.store.write.arrays.shard_writer import FileCache
 from tests import storekit as kit
 
 Q = ArraySpec("q", "float32", (0,), 4)
@@ -84,3 +86,15 @@ def test_a_missing_sample_makes_the_capture_incomplete(tmp_path: Path) -> None:
     assert stores.shutdown(kit.PATIENCE)
     capture = open_capture(path, timeout=0, allow_incomplete=True)
     assert not capture.complete and "logits" in str(capture.reason)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sample_that_one_rank_lacks_is_recorded(tmp_path: Path, rank: int) -> None:
+    """Rank 0 marks the sample. Another rank does not write positions, so all rows count as missing."""
+    spec = ArraySpec("logits", "float32", (), 6, 2, rank)
+    writer = ArrayWriter(str(tmp_path), PayloadLayout((spec,), codec="none"), [0], FileCache(16))
+    for sample in (0, 2):
+        writer.rows(np.zeros(12, "u1"), "logits", sample, [5 + sample])
+    writer.close(10, {"logits": 3})
+    [loss] = writer.losses
+    assert (loss.rows, "1 of 3 samples" in loss.words) == (((0, 10),) if rank else (), True)

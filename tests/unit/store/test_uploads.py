@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 
 from dmi_connector.store.format.object_store import _words
+from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.write.finish import upload as upload_module
 from dmi_connector.store.write.finish import uploads as uploads_module
+from dmi_connector.store.write.finish.uploader import Uploader
 from dmi_connector.store.write.finish.uploads import Uploads
+from dmi_connector.store.write.messages import Decoder
 from dmi_connector.store.write.settings import UploadSettings
 
 
@@ -183,6 +187,20 @@ def test_the_uploader_is_given_the_settings(remove: bool, monkeypatch: pytest.Mo
 )
 def test_an_error_of_the_object_store_is_told_in_a_few_words(error: str, words: str) -> None:
     assert _words(OSError(error)) == words
+
+
+def test_a_directory_that_is_gone_does_not_end_the_uploader(tmp_path: Path) -> None:
+    """A client removed the directory of its stores. Stores of other directories wait in the same process."""
+    answers, end = os.pipe()
+    uploader = Uploader(RemotePath("bucket", "x"), 0, False, end)
+    for kind in ("upload", "skip"):
+        uploader.handle({"type": kind, "store": str(tmp_path / "gone/a.zarr"), "reason": ""})
+    uploader.finish()
+    told = list(Decoder().feed(os.read(answers, 1 << 16)))
+    assert [m["failed"] for m in told if "failed" in m] == [str(tmp_path / "gone/a.zarr")]
+    assert len([m for m in told if "note" in m]) == 4, "two of the directory, and one of each store"
+    os.close(answers)
+    os.close(end)
 
 
 @pytest.mark.parametrize(("remove", "removed", "kept"), [(False, True, True), (True, True, False), (True, False, True)])

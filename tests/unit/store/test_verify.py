@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from dmi_connector.cli import verify as verify_command
 from dmi_connector.cli.main import main
 from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.layout import ArraySpec
@@ -26,9 +28,11 @@ from dmi_connector.store.format.checksum import crc32c, file_checksum
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.format.schema import INDEX_NAME
 from dmi_connector.store.format.shard_index import EMPTY, index_bytes, read_index, shard_content
+from dmi_connector.store.read import verify
 from dmi_connector.store.read.files import store_files
 from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import damaged_files, verify_dir, verify_store
+from dmi_connector.store.write.finish.retention import remove_store
 from tests import storekit as kit
 
 ARRAYS = (
@@ -413,6 +417,30 @@ def test_verify_finds_a_copy_in_the_place_of_any_other_file(pair_of_ranks: Path,
             assert verify_store(store), f"{first} in the place of {path.relative_to(root)}"
             path.write_bytes(own)
         assert verify_store(store) == []
+
+
+def test_a_store_is_not_removed_while_it_is_verified(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[bool] = []
+    run = verify._Check.run
+
+    def removing(check: verify._Check, begun: Any) -> Any:
+        removed.append(remove_store(pair / "a.zarr"))
+        return run(check, begun)
+
+    monkeypatch.setattr(verify._Check, "run", removing)
+    assert verify_store(pair / "a.zarr") == [] and removed == [False]
+
+
+def test_a_store_that_is_removed_meanwhile_is_not_damaged(
+    pair: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is listed, and retention removes it before it is read."""
+    listed = [*verify.stores_of(pair), pair / "gone.zarr"]
+    for module in (verify, verify_command):
+        monkeypatch.setattr(module, "stores_of", lambda _place: listed)
+    assert verify_dir(pair) == []
+    assert main(["verify", str(pair)]) == 0
+    assert capsys.readouterr().out.endswith("2 checked, 0 damaged, 1 removed meanwhile\n")
 
 
 def test_a_finished_store_has_no_journal_and_no_file_of_a_rank(pair_of_ranks: Path) -> None:

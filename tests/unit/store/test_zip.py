@@ -146,6 +146,17 @@ def test_other_zip_files_are_refused(stores: Path, tmp_path: Path) -> None:
         open_capture(tmp_path / "cut.zip", 0).numpy("z")
 
 
+@pytest.mark.parametrize("forged", [{"file_size": 1 << 40}, {"header_offset": (1 << 64) - 10}, {"filename": ""}])
+def test_an_entry_that_no_zip_file_has_is_refused(tmp_path: Path, forged: dict[str, object]) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("zarr.json", b"{}")
+        info = archive.infolist()[0]  # what the directory at the end of the file will say
+        for name, value in forged.items():
+            setattr(info, name, value)
+    with pytest.raises(ValueError, match=r"x\.zip"):
+        open_capture(tmp_path / "x.zip", 0)
+
+
 def test_two_entries_of_one_name_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.zip"
     with zipfile.ZipFile(path, "w") as archive, pytest.warns(UserWarning, match="Duplicate name"):

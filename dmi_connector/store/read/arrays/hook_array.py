@@ -77,7 +77,7 @@ class HookArray:
         """Make the geometry from a zarr.json. Raises ValueError for chunks that this format does not have."""
         try:
             return cls._parsed(files, name, document, complete)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{files}: the metadata of array {name!r} does not describe shards of this format ({error!r})"
             ) from error

@@ -112,12 +112,14 @@ class StoredReduction:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Turn the error of a stored index beyond the width into a ValueError that names the store."""
+        """Turn the error of a stored index beyond the width, or of a damaged setting, into a ValueError that names the
+        store.
+        """
         try:
             yield
         except ReduceError:  # names the fault of the store's settings
             raise
-        except (IndexError, ValueError) as error:
+        except (IndexError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{self.store}: values of {self.reduction.kind} cannot be decoded ({error}); dmi verify says which"
             ) from error

@@ -11,6 +11,8 @@ from dmi_connector.store.format.object_store import RemoteError, bucket_store, r
 from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.read.files.store_files import Buffer, StoredFile, StoreFiles
 
+_BEYOND = "status 416"
+"""Part of the error message for a range that begins at or after the end of an object."""
 _BLOCK_BYTES = 8 << 20
 """Number of bytes per read when an object is copied."""
 
@@ -39,10 +41,15 @@ class RemoteFile(StoredFile):
 
     def fetch(self, offset: int, nbytes: int) -> memoryview:
         """`nbytes` bytes from `offset` on, or fewer at the end of the object, without a copy."""
-        with requests_for(self._place) as obstore:
-            return memoryview(
-                obstore.get_range(bucket_store(self._place), self._place.key, start=offset, length=nbytes)
-            )
+        try:
+            with requests_for(self._place) as obstore:
+                return memoryview(
+                    obstore.get_range(bucket_store(self._place), self._place.key, start=offset, length=nbytes)
+                )
+        except RemoteError as error:
+            if _BEYOND not in str(error):
+                raise
+            return memoryview(b"")
 
 
 def look(place: RemotePath) -> tuple[int, str | None]:

@@ -44,8 +44,7 @@ class _Pool:
         if threads is not None and threads < 1:
             raise ValueError(f"threads {threads} is not valid; use 1 or more, or None for one per core")
         with self._lock:
-            if self._executor is not None:
-                self._executor.shutdown(wait=False)
+            # No shutdown: another thread may be handing it work. Its threads end when it is no longer referenced.
             self._wanted, self._executor = threads, None
 
     def executor(self) -> ThreadPoolExecutor:

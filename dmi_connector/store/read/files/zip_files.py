@@ -127,7 +127,7 @@ def _whole(place: Place) -> StoredFile:
 def _entries(place: Place, file: io.BufferedIOBase) -> dict[str, _Entry]:
     try:
         with zipfile.ZipFile(file) as archive:
-            infos = [info for info in archive.infolist() if not info.is_dir()]
+            infos = [info for info in archive.infolist() if not info.filename.endswith("/")]
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise ValueError(f"{place} is no zip file that can be read ({error})") from error
     packed = next((info.filename for info in infos if info.compress_type or info.flag_bits & 1), None)
@@ -136,6 +136,10 @@ def _entries(place: Place, file: io.BufferedIOBase) -> dict[str, _Entry]:
             f"{place}: {packed!r} is compressed or encrypted in it, so no part of it can be read alone; write the zip"
             " file with dmi export --to zip, or with zip -0"
         )
+    size = file.seek(0, os.SEEK_END)
+    outside = next((i.filename for i in infos if i.header_offset < 0 or i.header_offset + i.file_size > size), None)
+    if outside is not None:
+        raise ValueError(f"{place}: the zip file is damaged: its entry {outside!r} lies outside it")
     found = {info.filename: _Entry(info.header_offset, info.file_size) for info in infos}
     if len(found) != len(infos):
         raise ValueError(f"{place} has several entries of one name; write the zip file with dmi export --to zip")

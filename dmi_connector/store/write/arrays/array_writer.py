@@ -307,6 +307,9 @@ class ArrayWriter:
             if schema.shard_path(spec, segment) in self._shards:
                 self._finish(spec, segment, slots)
         if metadata_elsewhere(spec, self._leads):
+            lost = length - len(self._positions.get(spec.name, {})) if spec.per_sample else 0
+            if lost:  # rank 0 writes the positions of samples, and may have these
+                raise ValueError(f"{spec.name}: {lost} of {length} samples were not written")
             return
         if spec.per_sample:
             self._close_samples(spec, length)

@@ -48,14 +48,20 @@ class SourceStore:
         os.close(self._fd)
 
     def _load(self) -> None:
-        """Find the chunks: in the journals of an unfinished store, or in the metadata of a finished one."""
+        """Find the chunks: in the metadata of a finished store, or in the journals of an unfinished one."""
+        # A commit removes the journals one by one, after it has written the root document. So journals are only used if
+        # there is no whole root document after they were read.
         try:
             self._read_journals()
         except FileNotFoundError:
-            self._journals.clear()  # a journal was removed: the store has just been finished
-        if self._journals:
-            return
-        attrs = attrs_of(self._files)
+            self._journals.clear()
+        try:
+            attrs = attrs_of(self._files)
+        except ValueError:
+            if self._journals:
+                return
+            raise
+        self._journals.clear()
         for name in {hook["array"] for hook in attrs["hooks"].values()}:
             document = json.loads(self._files.read(f"{name}/zarr.json"))
             self._finished[name] = HookArray.parse(self._files, name, document, complete=False)

@@ -232,11 +232,8 @@ class Borrowing:
         """Ask the writers of a capture to copy its borrowed rows. Rows that the source lacks are recorded as losses."""
         record = known.record
         known.posted = True
-        if record.state not in (
-            State.OPEN,
-            State.CLOSING,
-        ):  # its writers died, so it is committed without these rows
-            known.release()
+        if record.state not in (State.OPEN, State.CLOSING):
+            known.release()  # its writers died, so it is committed without these rows
             return
         known.hold()
         losses = self._lacks(known)

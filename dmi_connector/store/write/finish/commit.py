@@ -118,12 +118,13 @@ def finished_attrs(final: str, request_id: str | None, key: str | None) -> dict[
 def publish(partial: str, final: str, attrs: dict[str, Any], fsync: bool = False) -> None:
     """Rename a partial directory to its final name. Raises OSError.
 
-    attrs: the root attributes, of which the root document is written already. fsync: flush all files first.
+    attrs: the root attributes, of which the root document is written already. fsync: flush all files and directories
+    first.
     """
     expect_free(final)
     if fsync:
         paths = [os.path.join(partial, path) for path in ("zarr.json", *attrs["files"])]
-        for path in paths + sorted({os.path.dirname(path) for path in paths}):
+        for path in paths + [folder for folder, *_ in os.walk(partial)]:
             fsync_path(path)
     remove_notes(partial)  # a store with a root document does not need them
     os.rename(partial, final)

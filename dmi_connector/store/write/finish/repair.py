@@ -103,21 +103,29 @@ def repair(path: str | os.PathLike[str], remove_empty: bool = False) -> list[Out
 def record_ends(directory: Path) -> list[Outcome]:
     """Append the missing last lines of finished stores to the index.
 
-    Raises OSError, and ValueError or KeyError for a damaged store. A store that a process has open is skipped, because
-    that process may be the writer, which is about to append the line. Readers find such a store without the line.
+    A store that a process has open is skipped, because that process may be the writer, which is about to append the
+    line. Readers find such a store without the line. A damaged store becomes a failed outcome. Raises OSError.
     """
     outcomes = []
     for store in unrecorded_stores(directory):
         try:
             with claim(store) as alone, umask_of(directory):
                 if alone:
-                    attrs = read_attrs(store)
-                    append_finish(str(store), attrs, raw_bytes(str(store), attrs))
-                    outcomes.append(_outcome(store, "recorded", attrs))
+                    outcomes.append(_record_end(store))
         except FileNotFoundError:
             if store.exists():
                 raise  # otherwise it was just removed
     return outcomes
+
+
+def _record_end(store: Path) -> Outcome:
+    try:
+        attrs = read_attrs(store)
+        raw = raw_bytes(str(store), attrs)
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
+        return Outcome(str(store), "failed", notes=[f"index: {type(error).__name__}: {error}"])
+    append_finish(str(store), attrs, raw)
+    return _outcome(store, "recorded", attrs)
 
 
 def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_seconds) -> list[Outcome]:
@@ -191,7 +199,7 @@ def _repair(partial: Path, remove_empty: bool) -> Outcome:
         return outcome
     if _is_whole(partial):
         attrs = read_attrs(partial)
-        publish(str(partial), str(final), attrs)
+        publish(str(partial), str(final), attrs, fsync=True)
         append_finish(str(final), attrs, raw_bytes(str(final), attrs))
         outcome.state = "published"
     else:

@@ -5,8 +5,8 @@ It reads messages on standard input and answers on standard output (see messages
 all uploads. It holds a shared lock on each directory with such stores until it exits, and one on each store that is not
 uploaded yet, so that a repair does not upload the store too.
 
-messages upload, skip (record in the index that a store is not uploaded) answers ready, uploaded (store, bytes), failed
-(store, reason), note
+messages    upload, skip (record in the index that a store is not uploaded)
+answers     ready, uploaded (store, bytes), failed (store, reason), note
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ class Uploader:
         self._prefix, self._retry_s, self._remove = prefix, retry_seconds, remove_local
         self._answers = answers
         self._locks: dict[Path, int | None] = {}
-        self._lock, self._index_lock = (
-            threading.Lock(),
-            threading.Lock(),
-        )  # separate, so that answers wait for no server
+        self._lock = threading.Lock()  # of the answers
+        self._index_lock = threading.Lock()  # another one, so that no answer waits for a server
         self._part, self._told = RemoteIndexPart(prefix, uuid.uuid4().hex[:12]), 0.0
         self._dirty, self._noted = False, ""
         self._pool = ThreadPoolExecutor(STORES_AT_ONCE, "dmi-upload")
@@ -54,7 +52,7 @@ class Uploader:
         """Act on one message."""
         store = Path(message["store"])
         if store.parent not in self._locks:
-            self._locks[store.parent] = share(store.parent)
+            self._share(store.parent)
         if message["type"] == "upload":
             self._pool.submit(self._upload, store, self._hold(store))
         else:
@@ -76,6 +74,12 @@ class Uploader:
             write_all(self._answers, pack(message))
         except BrokenPipeError:
             return
+
+    def _share(self, directory: Path) -> None:
+        try:
+            self._locks[directory] = share(directory)
+        except OSError as error:  # it was removed, with its stores: their uploads say so
+            self._answer({"note": f"{directory}: {error}"})
 
     def _hold(self, store: Path) -> int | None:
         try:
