@@ -335,8 +335,8 @@ def random_tokens(rng: np.random.Generator, vocab: int, shape: int | tuple[int, 
     return rng.integers(SPECIAL_TOKENS, vocab - SPECIAL_TOKENS, shape).tolist()
 
 
-def store_problems(path: str | Path) -> list[str]:
-    """The problems that `dmi verify` finds in a store."""
+def store_problems(path: str | Path, threads: int = 1) -> list[str]:
+    """The problems that `dmi verify` finds in a store. threads: number of threads that check it."""
     from dmi_connector.store.read.verify import verify_store
 
-    return [f"{Path(path).name}: {problem.where}: {problem.what}" for problem in verify_store(path)]
+    return [f"{Path(path).name}: {problem.where}: {problem.what}" for problem in verify_store(path, threads=threads)]

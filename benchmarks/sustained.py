@@ -199,7 +199,8 @@ class Busy(Bench):
     def _verify(self, kept: Path, load: Load) -> dict[str, Any]:
         """Check the stores that the consumer kept."""
         paths = sorted(str(path) for path in kept.glob("*.zarr"))
-        jobs = [self.pool.submit(check_kept, path, load.rows) for path in paths]
+        threads = max(1, self.args.processes // max(1, len(paths)))
+        jobs = [self.pool.submit(check_kept, path, load.rows, threads) for path in paths]
         problems = [problem for job in jobs for problem in job.result()]
         shutil.rmtree(kept)
         return {"verified": not problems, **({"problems": problems[:5]} if problems else {})}
@@ -220,11 +221,11 @@ def flow(samples: list[tuple[float, dict[str, float]]], tok_per_s: float) -> dic
     return result
 
 
-def check_kept(path: str, most_rows: int) -> list[str]:
-    """The problems with a store, which must be complete and have at most `most_rows` rows."""
+def check_kept(path: str, most_rows: int, threads: int = 1) -> list[str]:
+    """The problems with a store, which must be complete and have at most `most_rows` rows. threads: that check it."""
     from dmi_connector import open_capture
 
-    problems = common.store_problems(path)
+    problems = common.store_problems(path, threads)
     capture = open_capture(path, timeout=0, allow_incomplete=True)
     if not capture.complete:
         problems.append(f"{Path(path).name}: it is incomplete: {capture.reason}")

@@ -31,7 +31,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
         "--verbose", action="store_true", help=f"print a line for each store, also for more than {_FEW} stores"
     )
     output.add_argument("--quiet", action="store_true", help="print only problems: no progress, no counts")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of processes (default: 1)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of cores to use (default: 1)")
     parser.set_defaults(run=run_verify)
 
 
@@ -83,17 +83,19 @@ def _line_of(store: Place, begun: dict[Place, dict[str, dict[str, Any]]]) -> dic
     return {store.name: lines[store.name]} if store.name in lines else {}
 
 
-def _check(work: tuple[Place, dict[str, dict[str, Any]]]) -> list[Problem]:
-    return verify_store(*work)
-
-
 def _checked(work: Sequence[tuple[Place, dict[str, dict[str, Any]]]], jobs: int) -> Iterator[list[Problem]]:
-    """Yield the problems of each store, in the order of `work`. work: arguments of `verify_store`."""
-    if jobs == 1 or len(work) < 2:
-        yield from map(_check, work)
+    """Yield the problems of each store, in the order of `work`. work: arguments of `verify_store`.
+
+    jobs: number of cores. Each process checks one store, with several threads if there are fewer stores than cores.
+    """
+    processes = min(jobs, len(work))
+    threads = [jobs // processes] * len(work)
+    arguments = *zip(*work, strict=True), threads
+    if processes == 1:
+        yield from map(verify_store, *arguments)
         return
-    with ProcessPoolExecutor(min(jobs, len(work)), multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(_check, work)
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(verify_store, *arguments)
 
 
 class _Progress:

@@ -91,7 +91,7 @@ PROTOCOL = ("NotImplementedError", "AttributeError", "DataTypeValidationError")
 REASONS = ("engine/scheduler/", "store/write/arrays/", "store/write/finish/commit.py")
 """Modules whose exceptions become the `reason` of a store, or the `dmi_error` of a response."""
 
-PROBLEMS = ("store/read/arrays/shard_reader.py", "store/read/residual_sums.py")
+PROBLEMS = ("store/read/arrays/shard_reader.py", "store/read/chunk_checks.py", "store/read/residual_sums.py")
 """Modules whose exceptions and results become a problem that `dmi verify` prints."""
 
 EXPLAINED = ("self.problem", "self.refused.add", "self.failed", "self._failed")
@@ -193,7 +193,7 @@ class Source:
         if isinstance(node, ast.Return) and node.value is not None:
             mine = self.owner.get(node)
             return self.texts(node.value) if isinstance(mine, ast.FunctionDef) and mine.name == "why_empty" else []
-        if isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple) and len(node.value.elts) == 2:
+        if isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple) and len(node.value.elts) in (2, 3):
             return self.texts(node.value.elts[1])
         return self._called(node) if isinstance(node, ast.Call) else []
 

@@ -18,7 +18,7 @@ for text tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from dmi_connector.store.format import schema
 from dmi_connector.store.format.shard_index import EMPTY
 from dmi_connector.store.read.arrays.hook_array import HookArray
 from dmi_connector.store.read.arrays.shard_reader import ShardReader
+from dmi_connector.store.read.files.thread_pool import each_of
 
 TOLERANCE = {"bfloat16": 2 * 2.0**-8, "float16": 2 * 2.0**-11, "float32": 1e-5, "float64": 1e-12}
 """Maximum error of a sum of two terms, relative to the largest magnitude in the row. For bfloat16 and float16 this
@@ -74,50 +75,68 @@ def _text_rows(attrs: Mapping[str, Any]) -> np.ndarray:
     return text
 
 
-def check_identities(attrs: Mapping[str, Any], arrays: Mapping[str, HookArray]) -> Iterator[tuple[str, str]]:
-    """Check every sum on every stored token. Yields (where, what) for each sum and chunk of tokens with an error.
+def check_identities(
+    attrs: Mapping[str, Any], arrays: Mapping[str, HookArray], threads: int = 1
+) -> list[tuple[str, str]]:
+    """Check every sum on every stored token. Returns (where, what) for each sum and chunk of tokens with an error.
 
-    Rows with a NaN or an infinity are skipped.
+    Rows with a NaN or an infinity are skipped. threads: number of threads that check segments.
     """
     wanted = equations(attrs, arrays)
     if not wanted:
-        return
-    any_array = arrays[wanted[0][0][0]]
-    text = _text_rows(attrs)
-    for segment in range(any_array.segments):
-        rows: dict[tuple[str, int, int], np.ndarray | None] = {}
-        spans = sorted({(slot[-1], first, stop) for slot, first, stop in any_array.chunks(segment, 0)})
-        readers = {
-            (name, shard): ShardReader.open(arrays[name], segment, shard)
-            for name in {name for equation in wanted for name, _ in equation}
-            for shard in range(arrays[name].shards)
-            if arrays[name].path(segment, shard) in attrs["files"]
-        }
-        for n, first, stop in spans:
-            rows.clear()  # so that memory holds only one chunk of tokens of all layers
-            for equation in wanted:
-                for name, layer in equation:
-                    if (name, layer, n) not in rows:
-                        rows[name, layer, n] = _rows(arrays[name], readers, layer, n, stop - first)
-                terms = [found for name, layer in equation if (found := rows[name, layer, n]) is not None]
-                if len(terms) < len(equation):
-                    continue  # missing rows, which an incomplete store lists
-                scale = np.max([np.abs(term).max(axis=1) for term in terms], axis=0)
-                with np.errstate(invalid="ignore", over="ignore"):
-                    error = np.abs(terms[0] - sum(terms[1:])).max(axis=1)
-                error[~np.isfinite(scale)] = 0
-                if for_text(attrs, equation):
-                    error *= text[first:stop]
-                most = TOLERANCE[arrays[equation[0][0]].dtype.name] * (len(equation) - 1) / 2
-                bad = np.flatnonzero(error > most * scale)
-                if len(bad):
-                    worst = int(np.argmax(error))
-                    total, parts = equation[0], " + ".join(name for name, _ in equation[1:])
-                    yield (
-                        f"{total[0]} layer {total[1]} token {first + int(bad[0])}",
-                        f"it is not {parts} of layer {equation[1][1]}: {len(bad)} of tokens {first}-{stop - 1}"
-                        f" are off, at most by {error[worst]:.3g} at magnitude {scale[worst]:.3g}",
-                    )
+        return []
+    text, segments = _text_rows(attrs), arrays[wanted[0][0][0]].segments
+
+    def check(segment: int) -> list[tuple[str, str]]:
+        return list(_check_segment(attrs, arrays, wanted, text, segment))
+
+    return [problem for found in each_of(check, range(segments), threads) for problem in found]
+
+
+def _check_segment(
+    attrs: Mapping[str, Any],
+    arrays: Mapping[str, HookArray],
+    wanted: Sequence[tuple[Term, ...]],
+    text: np.ndarray,
+    segment: int,
+) -> Iterator[tuple[str, str]]:
+    """Check the sums of one segment. wanted: the sums. text: whether each row of the store is a text token."""
+    spans = sorted({(slot[-1], first, stop) for slot, first, stop in arrays[wanted[0][0][0]].chunks(segment, 0)})
+    readers = {
+        (name, shard): ShardReader.open(arrays[name], segment, shard)
+        for name in {name for equation in wanted for name, _ in equation}
+        for shard in range(arrays[name].shards)
+        if arrays[name].path(segment, shard) in attrs["files"]
+    }
+    for n, first, stop in spans:
+        rows: dict[Term, np.ndarray | None] = {}
+        for equation in wanted:
+            # A term is in consecutive sums only, so memory holds the chunks of one sum.
+            rows = {
+                (name, layer): rows[name, layer]
+                if (name, layer) in rows
+                else _rows(arrays[name], readers, layer, n, stop - first)
+                for name, layer in equation
+            }
+            terms = [found for found in rows.values() if found is not None]
+            if len(terms) < len(equation):
+                continue  # missing rows, which an incomplete store lists
+            scale = np.max([np.abs(term).max(axis=1) for term in terms], axis=0)
+            with np.errstate(invalid="ignore", over="ignore"):
+                error = np.abs(terms[0] - sum(terms[1:])).max(axis=1)
+            error[~np.isfinite(scale)] = 0
+            if for_text(attrs, equation):
+                error *= text[first:stop]
+            most = TOLERANCE[arrays[equation[0][0]].dtype.name] * (len(equation) - 1) / 2
+            bad = np.flatnonzero(error > most * scale)
+            if len(bad):
+                worst = int(np.argmax(error))
+                total, parts = equation[0], " + ".join(name for name, _ in equation[1:])
+                yield (
+                    f"{total[0]} layer {total[1]} token {first + int(bad[0])}",
+                    f"it is not {parts} of layer {equation[1][1]}: {len(bad)} of tokens {first}-{stop - 1}"
+                    f" are off, at most by {error[worst]:.3g} at magnitude {scale[worst]:.3g}",
+                )
 
 
 def _rows(

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from dmi_connector.dtypes import FLOATS
-from dmi_connector.hooks import ALWAYS
 from dmi_connector.layout import DRAFT_INDEX, DRAFT_UNKNOWN, ArraySpec
 from dmi_connector.store.format import schema
 from dmi_connector.store.format.checksum import crc32c, file_checksum
@@ -21,10 +19,10 @@ from dmi_connector.store.format.locks import hold_shared
 from dmi_connector.store.format.paths import leaves_store
 from dmi_connector.store.format.remote_path import Given, Place, RemotePath, is_gone, place_of
 from dmi_connector.store.format.schema import Grid
-from dmi_connector.store.format.shard_index import EMPTY
-from dmi_connector.store.read.arrays.hook_array import HookArray, Slot
-from dmi_connector.store.read.arrays.shard_reader import ShardReader, decode_plain
+from dmi_connector.store.read.arrays.hook_array import HookArray
+from dmi_connector.store.read.arrays.shard_reader import decode_plain
 from dmi_connector.store.read.arrays.stored_reduction import StoredReduction
+from dmi_connector.store.read.chunk_checks import ChunkChecks, is_old, shards_of
 from dmi_connector.store.read.files.fetched_files import FetchedFiles
 from dmi_connector.store.read.files.open_files import files_of
 from dmi_connector.store.read.files.remote_index import finished_below, list_prefix
@@ -75,7 +73,7 @@ def verify_dir(directory: Given) -> list[Problem]:
     return [problem for store, problems in found if not is_gone(store) for problem in problems]
 
 
-def verify_store(path: Given, begun: Mapping[str, dict[str, Any]] | None = None) -> list[Problem]:
+def verify_store(path: Given, begun: Mapping[str, dict[str, Any]] | None = None, threads: int = 1) -> list[Problem]:
     """Verify one store. Returns its problems, [] for an intact store.
 
     This checks the file list, sizes and checksums, shard indexes, every inner chunk, metadata against shapes, and token
@@ -84,14 +82,15 @@ def verify_store(path: Given, begun: Mapping[str, dict[str, Any]] | None = None)
     directory's index has the same request for the name of the store. An incomplete store may lack the rows that it
     lists as missing.
 
-    begun: the result of `begun_stores` for the directory, so that the index is read once for many stores.
+    begun: the result of `begun_stores` for the directory, so that the index is read once for many stores. threads:
+    number of threads that check segments.
     """
     place = place_of(path)
     if begun is None:
         begun = begun_stores(place.absolute().parent)
     with hold_shared(place):
         files = files_of(place)
-        return list(_Check(place, FetchedFiles(files) if files.remote else files).run(begun))
+        return list(_Check(place, FetchedFiles(files) if files.remote else files, threads).run(begun))
 
 
 def begun_stores(directory: Given) -> dict[str, dict[str, Any]]:
@@ -110,26 +109,21 @@ def damaged_files(path: str | os.PathLike[str], attrs: dict[str, Any]) -> list[P
 
 def unseen(attrs: dict[str, Any]) -> str | None:
     """The damage that cannot be detected in a store of an old format version; None if all can."""
-    if not _old(attrs):
+    if not is_old(attrs):
         return None
     return f"format {attrs['format_version']}: files of equal size that changed places are not seen"
 
 
-def _old(attrs: dict[str, Any]) -> bool:
-    """Whether the checksum of a file is the crc32c of all its bytes, which for most files depends only on the size."""
-    return str(attrs["format_version"]) == "1.0"
-
-
-_FED_BY = {"attn_out": ("v", "z"), "mlp_out": ("mlp_pre", "mlp_pre_linear", "mlp_post")}
-"""{output of a block: hooks that are zero together with it if the weights of the layer are zero}."""
-
-
 class _Check:
-    def __init__(self, store: Place, files: StoreFiles) -> None:
-        self.store, self.files = store, files
-        self.constant: dict[tuple[str, int], bytes | None] = {}  # by hook and layer: its only value, or None
+    """Checks one store. arrays: the hook arrays that could be opened. chunks: checks their chunks.
+
+    threads: number of threads that check chunks and sums.
+    """
+
+    def __init__(self, store: Place, files: StoreFiles, threads: int = 1) -> None:
+        self.store, self.files, self.threads = store, files, threads
         self.arrays: dict[str, HookArray] = {}
-        self.reduced: dict[str, StoredReduction | None] = {}
+        self.chunks = ChunkChecks(threads)
 
     def problem(self, where: str, what: str, damage: bool = True) -> Problem:
         return Problem(self.store, where, what, damage)
@@ -156,10 +150,11 @@ class _Check:
         yield from problems
         # The sums of damaged data would only repeat the problems found so far.
         summed = stated(attrs) and not any(problem.damage for problem in problems)
-        sums = list(check_identities(attrs, self.arrays)) if summed else []
+        sums = check_identities(attrs, self.arrays, self.threads) if summed else []
         yield from (self.problem(where, what) for where, what in sums)
         right = equations(attrs, self.arrays) if summed and not sums else []
-        yield from self._constant({term for e in right if not for_text(attrs, e) for term in e})
+        confirmed = {term for equation in right if not for_text(attrs, equation) for term in equation}
+        yield from (self.problem(where, what) for where, what in self.chunks.constant_layers(self.arrays, confirmed))
 
     def contents(self, attrs: dict[str, Any]) -> Iterator[Problem]:
         """Yield the problems of the listed files."""
@@ -180,12 +175,10 @@ class _Check:
             except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 yield self.problem(name, f"the array cannot be read: {error}")
                 continue
-            self.arrays[name], self.reduced[name] = array, reduced
-            places = [(array.path(n, shard), n, shard) for n in range(array.segments) for shard in range(array.shards)]
-            for path, segment, shard in places:
-                yield from self._shard(attrs, array, path, segment, shard)
+            self.arrays[name] = array
+            yield from (self.problem(*found) for found in self.chunks.of_array(attrs, array, reduced))
             of_array = {path for path in in_shards if path.split("/")[0] == name}
-            for path in sorted(of_array - {path for path, *_ in places}):
+            for path in sorted(of_array - {array.path(*place) for place in shards_of(array)}):
                 yield self.problem(path, "the file lies outside its array")
 
     def _place(self, attrs: dict[str, Any], begun: Mapping[str, dict[str, Any]]) -> Iterator[Problem]:
@@ -196,19 +189,6 @@ class _Check:
                 what = f"{name} is {attrs.get(name)!r}, but the directory's index has {line[name]!r}"
                 yield self.problem("zarr.json", what)
                 return
-
-    def _constant(self, summed: set[tuple[str, int]]) -> Iterator[Problem]:
-        """Yield layers with only one value. summed: hooks and layers that sums of the residual stream confirm."""
-        excused = {(hook, layer) for output, layer in summed for hook in (output, *_FED_BY.get(output, ()))}
-        for (hook, layer), value in self.constant.items():
-            if value is None or (not any(value) and (hook, layer) in excused):
-                continue
-            array = self.arrays[hook]
-            where = f"{hook} layer {layer}" if array.layers else hook
-            shown = np.frombuffer(value, array.dtype)[0]
-            if array.dtype.name in FLOATS and not np.isfinite(shown):
-                continue  # reported for each chunk
-            yield self.problem(where, f"suspect: every value is {shown}, as in memory that no tap wrote")
 
     @staticmethod
     def _attributes(raw: bytes | np.ndarray | None) -> dict[str, Any] | None:
@@ -246,7 +226,7 @@ class _Check:
                 yield self.problem(path, "the file is missing")
             elif len(data) != size:
                 yield self.problem(path, f"the file has {len(data)} bytes, {size} were written")
-            elif _old(attrs):
+            elif is_old(attrs):
                 if crc32c(data) != checksum:
                     yield self.problem(path, "the file does not match its checksum")
             elif path not in in_shards and file_checksum(path, data[:-4] if path in chunks else data) != checksum:
@@ -311,90 +291,3 @@ class _Check:
             if positions != schema.plain_document("int32", length, "sample"):
                 raise ValueError(f"zarr.json of {plain} is not that of {length} samples")
         return HookArray.parse(self.files, name, document, complete=True)
-
-    def _shard(self, attrs: dict[str, Any], array: HookArray, path: str, segment: int, shard: int) -> Iterator[Problem]:
-        if path not in attrs["files"]:
-            first = segment * array.segment_rows
-            if not self._excused(attrs, array, first, min(array.shape[1], first + array.segment_rows)):
-                yield self.problem(path, "the shard was never written")
-            return
-        try:
-            reader = ShardReader.open(array, segment, shard)
-            if not _old(attrs) and file_checksum(path, reader.content()) != attrs["files"][path][1]:
-                yield self.problem(path, "the file does not match its checksum")
-        except (OSError, ValueError) as error:
-            yield self.problem(path, str(error))
-            return
-        chunks = list(array.chunks(segment, shard))
-        for slot, first, stop in chunks:
-            where = self._where(array, shard, slot, first, stop)
-            if reader.index[slot][0] == EMPTY:
-                if not self._excused(attrs, array, first, stop):
-                    yield self.problem(where, f"the chunk is missing in {path}")
-                continue
-            try:
-                values = reader.chunk(slot)
-            except ValueError as error:
-                yield self.problem(where, f"{error} in {path}")
-                continue
-            self._note(array, array.first_layer(shard) + slot[0], values[: stop - first])
-            try:
-                bad = _not_finite(array, self.reduced[array.name], values[: stop - first])
-            except (ValueError, IndexError, TypeError) as error:
-                yield self.problem(where, f"the values cannot be decoded ({error})")
-                continue
-            if bad:
-                yield self.problem(where, f"{bad} values are not finite (the model computed them)", damage=False)
-        yield from self._surplus(path, reader, {slot for slot, *_ in chunks})
-
-    def _surplus(self, path: str, reader: ShardReader, known: set[tuple[int, ...]]) -> Iterator[Problem]:
-        """Check chunks past the array's end: the engine may sample once more before it learns of a request's end."""
-        for slot in np.ndindex(reader.index.shape[:-1]):
-            if slot not in known and reader.index[slot][0] != EMPTY:
-                try:
-                    reader.chunk(slot)
-                except ValueError as error:
-                    yield self.problem(path, str(error))
-
-    def _note(self, array: HookArray, index: int, values: np.ndarray) -> None:
-        """Record whether all values of a layer are equal; for integers and experts' weights, whether all are 0.
-
-        index: index along the layer axis.
-        """
-        if array.per_sample or not values.size:
-            return
-        key = array.name, array.layers[index] if array.layers else 0
-        one = values.reshape(-1)[0].tobytes()
-        before = self.constant.get(key, one)
-        wide = array.columns > 1 and array.name not in ALWAYS  # M-RoPE positions of a first token are all 0
-        wide &= not any(one) or (array.dtype.name in FLOATS and array.name != "topk_weights")
-        self.constant[key] = one if before == one and wide and bool((values == values.flat[0]).all()) else None
-
-    @staticmethod
-    def _excused(attrs: dict[str, Any], array: HookArray, first: int, stop: int) -> bool:
-        if attrs["complete"]:
-            return False
-        return array.per_sample or any(a < stop and first < b for a, b in attrs["missing"])
-
-    @staticmethod
-    def _where(array: HookArray, shard: int, slot: Slot, first: int, stop: int) -> str:
-        if array.per_sample:
-            return f"{array.name} sample {first}"
-        layer = f" layer {array.layers[array.first_layer(shard) + slot[0]]}" if array.layers else ""
-        return f"{array.name}{layer} tokens {first} to {stop - 1}"
-
-
-def _not_finite(array: HookArray, reduced: StoredReduction | None, values: np.ndarray) -> int:
-    """Number of values that are not finite; for a reduced hook, of decoded values.
-
-    A logit of minus infinity is allowed: it is a masked token. Raises ValueError, IndexError or TypeError for values
-    that cannot be decoded.
-    """
-    if reduced is not None:
-        with np.errstate(invalid="ignore", over="ignore"):
-            values = reduced.reduction.decode(values, reduced.width, reduced.dtype)
-    elif array.dtype.name not in FLOATS:
-        return 0
-    wide: np.ndarray = values.astype(np.float64 if values.dtype == np.float64 else np.float32)
-    bad = np.isnan(wide) | (wide == np.inf) if array.per_sample else ~np.isfinite(wide)
-    return int(bad.sum())

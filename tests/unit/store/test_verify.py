@@ -118,6 +118,19 @@ def test_verify_names_the_tokens_of_a_flipped_bit(sound: Path, tmp_path: Path) -
     assert "q layer 0 tokens 256 to 299" in [p.where for p in verify_store(path)]
 
 
+def test_threads_find_what_one_thread_finds(sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = copy(sound, tmp_path)
+    for segment in "01":
+        shard = path / f"q/c/0/{segment}/0"
+        data = bytearray(shard.read_bytes())
+        data[5] ^= 4
+        shard.write_bytes(data)
+    found = verify_store(path)
+    assert len(found) == 2 and verify_store(path, threads=4) == found
+    assert main(["verify", "--jobs", "4", str(path)]) == 1
+    assert capsys.readouterr().out.splitlines() == [*map(str, found), "1 checked, 1 damaged"]
+
+
 @pytest.mark.parametrize(
     "victim", ["q/c/0/1/0", "q/zarr.json", "token_ids/c/0", "zarr.json", "logits_positions/zarr.json"]
 )

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 _PREFIX = "dmi-read"
 FETCH_THREADS = 32
 """Number of concurrent requests to an object store. Their threads mostly wait, so they may outnumber the cores."""
@@ -77,6 +78,14 @@ def in_threads(work: Callable[[Item], object], items: Iterable[Item]) -> None:
     pool. Raises the first error.
     """
     _share(_pool, work, items)
+
+
+def each_of(work: Callable[[Item], Result], items: Sequence[Item], threads: int) -> list[Result]:
+    """The results of `work` for `items`, in order, by `threads` threads of their own. Raises the first error."""
+    if threads == 1 or len(items) < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(min(threads, len(items))) as pool:
+        return list(pool.map(work, items))
 
 
 def in_fetch_threads(work: Callable[[Item], object], items: Iterable[Item]) -> None:
