@@ -67,7 +67,7 @@ _COHERE: dict[str, Any] = {
 
 DENSE: tuple[Architecture, ...] = (
     Architecture("Qwen3ForCausalLM", f"{MODELS}.qwen3:Qwen3ForCausalLM", **QK_NORM),
-    Architecture("Qwen2ForCausalLM", f"{MODELS}.qwen2:Qwen2ForCausalLM"),
+    MayNorm("Qwen2ForCausalLM", f"{MODELS}.qwen2:Qwen2ForCausalLM", **QK_NORM),
     Architecture("LlamaForCausalLM", f"{MODELS}.llama:LlamaForCausalLM"),
     *(Architecture(name, f"{MODELS}.llama:LlamaForCausalLM") for name in _LLAMA),
     Architecture("MistralForCausalLM", f"{MODELS}.mistral:MistralForCausalLM"),
@@ -106,7 +106,11 @@ DENSE: tuple[Architecture, ...] = (
         **ungated("mlp.up_proj"),
     ),
     Architecture("TeleFLMForCausalLM", f"{MODELS}.teleflm:TeleFLMForCausalLM"),
-    Architecture("PanguEmbeddedForCausalLM", f"{MODELS}.openpangu:PanguEmbeddedForCausalLM"),
+    MayNorm(
+        "PanguEmbeddedForCausalLM",
+        f"{MODELS}.openpangu:PanguEmbeddedForCausalLM",
+        float16_divisor="routed_scaling_factor",
+    ),
     Architecture("OrionForCausalLM", f"{MODELS}.orion:OrionForCausalLM"),
     Architecture("StableLmForCausalLM", f"{MODELS}.stablelm:StablelmForCausalLM"),
     MiniCPM("MiniCPMForCausalLM", f"{MODELS}.minicpm:MiniCPMForCausalLM"),
