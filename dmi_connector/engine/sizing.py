@@ -74,9 +74,10 @@ def buffer_sizes(
         ("staging_bytes", options.staging_bytes if gpu else 0, chunks),
     ):
         if 0 < asked < least:
+            logits, fix = (" and the logits of two steps", ", or lower max_num_seqs") if least > chunks else ("", "")
             raise OptionError(
-                f"{name}: {asked} holds less than two chunks of this selection; give at least {least}, "
-                "choose fewer hooks or reduce chunk_tokens"
+                f"{name}: {asked} holds less than two chunks of this selection{logits}; give at least {least}, "
+                f"choose fewer hooks or reduce chunk_tokens{fix}"
             )
     if options.sink == "null":
         return BufferSizes(_SLACK_BYTES, _SLACK_BYTES, 0)
