@@ -64,10 +64,11 @@ def _check_connector(vllm_config: VllmConfig) -> None:
 
 def _check_parallel(parallel: ParallelConfig) -> None:
     """Refuses parallelism in which ranks lack tokens of a request or name different stores, or a batch is split."""
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise ValueError(
-            "context parallelism spreads a request's tokens over ranks, which capture does not support; set it to 1"
-        )
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, name)) > 1:
+            raise ValueError(
+                f"{name}: {size} spreads a request's tokens over ranks, which capture does not support; set it to 1"
+            )
     if getattr(parallel, "enable_fault_tolerance", False):  # vLLM 0.33
         raise ValueError(
             "enable_fault_tolerance: True continues after a rank has failed, which was not tested with capture; remove "

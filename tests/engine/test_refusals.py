@@ -436,8 +436,8 @@ def test_a_stage_without_layers_is_refused(model: Path, tmp_path: Path, monkeypa
     [
         ("enable_dbo", True, r"enable_dbo: True .*remove --enable-dbo"),
         ("ubatch_size", 3, r"ubatch_size: 3 .*remove --ubatch-size"),
-        ("decode_context_parallel_size", 2, r"context parallelism .*set it to 1"),
-        ("prefill_context_parallel_size", 2, r"context parallelism .*set it to 1"),
+        ("decode_context_parallel_size", 2, r"decode_context_parallel_size: 2 spreads .*set it to 1"),
+        ("prefill_context_parallel_size", 2, r"prefill_context_parallel_size: 2 spreads .*set it to 1"),
     ],
 )
 def test_an_option_that_splits_a_batch_is_refused(
