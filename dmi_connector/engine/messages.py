@@ -178,13 +178,14 @@ class Report(KVConnectorWorkerMetadata):
     """A worker's message to the scheduler, in a step that asks for it.
 
     gathered: number of rows gathered since the start. lost: rows that were dropped or could not be borrowed since the
-    last report, by capture. staged: whether gathered rows are in staging memory, reported only by an engine that may
-    sleep. stored: path of each finished store -> whether it has all rows.
+    last report, by capture. leaving: whether the captures of ended requests have not all ended, or in an engine that
+    may sleep, whether gathered rows are in staging memory. stored: path of each finished store -> whether it has all
+    rows.
     """
 
     gathered: int = 0
     lost: dict[int, list[Loss]] = field(default_factory=dict)
-    staged: bool = False
+    leaving: bool = False
     stored: dict[str, bool] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
@@ -196,4 +197,4 @@ class Report(KVConnectorWorkerMetadata):
             **self.stored,
             **{path: whole and self.stored.get(path, True) for path, whole in other.stored.items()},
         }
-        return Report(min(self.gathered, other.gathered), lost, self.staged or other.staged, stored)
+        return Report(min(self.gathered, other.gathered), lost, self.leaving or other.leaving, stored)

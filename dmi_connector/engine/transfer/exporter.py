@@ -193,7 +193,9 @@ class Exporter:
     def take_report(self) -> Report:
         """The next report to the scheduler."""
         report = self.progress.report()
-        report.staged = self.context.may_sleep and self.lane is not None and self.lane.staged
+        staged = self.context.may_sleep and self.lane is not None and self.lane.staged
+        # The lane's thread may have gathered the last rows since `after_forward`. The next step ends their captures.
+        report.leaving = staged or bool(self.ending)
         if self.client is not None:
             ended, losses = self.client.take_news()
             report.stored = ended if self.rank == 0 else {}  # rank 0 commits the store once all ranks have finished

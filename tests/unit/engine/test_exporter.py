@@ -586,6 +586,22 @@ def test_a_capture_whose_blocks_are_kept_ends_once_its_rows_are_gathered(gpu: An
     assert b.chunks == [(8, 4, payload(exporter, 8))] and exporter.ending == [] and a.closed == []
 
 
+def test_a_report_says_that_captures_have_not_ended_although_their_rows_are_gathered(gpu: Any) -> None:
+    """The lane's thread gathers after the step has looked for such captures. With a pool, vLLM runs another step only
+    for what the report says.
+    """
+    exporter = gpu()
+    _, b = fill(exporter, 1, 2)
+    step(exporter, StepMetadata(closes=[closing(2, 12, stays=True)]))
+    Event.link.set()
+    kit.until(lambda: not exporter.lane.waiting)
+    report = exporter.take_report()
+    assert report.gathered == 4 * CHUNK and report.leaving and len(exporter.ending) == 1
+    exporter.after_forward(StepMetadata())
+    kit.until(lambda: b.closed)
+    assert not exporter.take_report().leaving
+
+
 def test_a_capture_whose_blocks_are_free_is_gathered_before_the_forward(gpu: Any) -> None:
     exporter = gpu("drop")
     _, b = fill(exporter, 1, 2)
