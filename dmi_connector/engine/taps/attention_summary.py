@@ -42,6 +42,7 @@ def check(attn: nn.Module, layer: int) -> None:
         "attention sinks": impl.sinks is not None,
         "a quantized KV cache": impl.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
         "keys and values of different widths": attn.head_size_v != attn.head_size,
+        "tokens that attend to later tokens": impl.attn_type != "decoder",
         "image tokens that attend to later tokens": getattr(attn, "use_mm_prefix", False)
         and attn.attn_backend.supports_mm_prefix(),  # type: ignore[operator, union-attr]
         "keys of another layer": impl.kv_sharing_target_layer_name is not None,

@@ -50,6 +50,7 @@ def attention_layer(
         "logits_soft_cap": None,
         "sinks": None,
         "kv_sharing_target_layer_name": None,
+        "attn_type": "decoder",
     }
     return SimpleNamespace(
         impl=SimpleNamespace(**{**plain, **impl}),
@@ -71,6 +72,7 @@ def attention_layer(
         ({"sinks": [0.0]}, "attention sinks"),
         ({"kv_cache_dtype": "fp8"}, "a quantized KV cache"),
         ({"values": 128}, "keys and values of different widths"),
+        ({"attn_type": "encoder_only"}, "tokens that attend to later tokens"),
         ({"images": True}, "image tokens that attend to later tokens"),
         ({"kv_sharing_target_layer_name": "layers.0"}, "keys of another layer"),
     ],
