@@ -125,9 +125,9 @@ class StepMetadata(KVConnectorMetadata):
     opens: executed before the forward. closes: executed before the forward, which may overwrite freed blocks, unless
     their blocks are kept. chunks: full chunks that are pending after the forward. preempted: captures whose blocks were
     freed since the last step. leaving: full chunks that are pending before the forward: those of preempted captures,
-    and with a pool also those of others. idle: whether nothing is computed; no further step may follow. gather: whether
-    all pending rows are exported now, including those of this step. report: whether each rank reports. release: whether
-    kept blocks were freed; all pending rows are then exported before the forward.
+    and with a pool also those of others. idle: whether nothing is computed; then it may be the last step for a long
+    time. gather: whether all pending rows are exported now, including those of this step. report: whether each rank
+    reports. release: whether kept blocks were freed; all pending rows are then exported before the forward.
 
     The next fields are for a pool. table: (entries, pages) of the table that change before the forward, int64 [2,
     entries]; None without a change. need: number of rows, since the start, to gather before that change, because their

@@ -28,7 +28,7 @@ MOST_HOST_SHARE, ALL_HOSTS_SHARE = 1 / 8, 1 / 4
 """Default host buffers with GPUs, as shares of the machine's memory: maximum for one GPU, and total for all GPUs."""
 
 MOST_GPU_WRITERS, MOST_CPU_WRITERS, CPU_CORES_A_WRITER = 64, 4, 4
-"""Maximum default number of writers per GPU, and on a CPU; cores per writer on a CPU, which the model also uses."""
+"""Maximum default number of writers per GPU, and on a CPU. On a CPU, which also runs the model: cores per writer."""
 
 _DEVICES = "/dev/nvidia[0-9]*"
 """GPUs of this machine or container, including those that CUDA_VISIBLE_DEVICES hides."""

@@ -330,7 +330,7 @@ def test_rows_of_later_turns_of_a_session_come_from_their_own_blocks(make: Make)
 
 @pytest.mark.parametrize("pages", [0, 60])
 def test_a_session_without_generated_tokens_has_those_of_earlier_turns(make: Make, pages: int) -> None:
-    """They are in its next prompt. A pool does not keep their rows until then, so it takes those of the last turn too."""
+    """They are in its next prompt. A pool does not keep their rows so long, and stores those of the last turn too."""
     engine = make(pages=pages, tokens=lambda: 9)
     name = engine.add(range(5, 15), 30, outputs=False, resumable=True)
     engine.turn(name, range(40, 60), 30)
