@@ -652,9 +652,10 @@ def test_an_option_of_inductor_that_changes_values_is_refused(model: Path, tmp_p
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, item: str) -> None:
-    """Let a name of the contract be missing, as in a vLLM that removed it."""
+    """Let a name of the contract be missing from its module, as in a version that removed it."""
     names = next(names for names in NAMES.values() if item in names)
-    monkeypatch.setitem(names, item, names[item]._replace(places="vllm.config:ModelConfig.no_such_name"))
+    module = names[item].places.partition(":")[0]
+    monkeypatch.setitem(names, item, names[item]._replace(places=f"{module}:no_such_name"))
 
 
 ITEMS = [(feature, item) for feature, names in NAMES.items() for item in names]
