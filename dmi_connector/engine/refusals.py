@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 def check(vllm_config: VllmConfig) -> None:
     """Raises ValueError for configurations in which rows could not be captured. Raises NeedsLinux without Linux."""
     check_linux("kv_connector: capture")
+    _check_owner(vllm_config)
     contract.check_version()
     contract.check_names(["always"])  # first, because `features_of` uses these names
     contract.check_names(features_of(vllm_config))
@@ -43,6 +44,15 @@ def check(vllm_config: VllmConfig) -> None:
     _check_compilation(vllm_config)
     owner_of(vllm_config).check(vllm_config)
     _check_sleep(vllm_config)
+
+
+def _check_owner(vllm_config: VllmConfig) -> None:
+    """Checks the option `owner`, which is read before the other options."""
+    if (owner := asked(vllm_config)) not in ("", POOL):
+        raise ValueError(
+            f"owner: {owner!r} is not valid in kv_connector_extra_config; set it to {POOL!r}, or leave it out: whether "
+            "the owner is 'draft' or 'target' follows from speculative_config, which capture_args() returns"
+        )
 
 
 def _check_connector(vllm_config: VllmConfig) -> None:

@@ -66,6 +66,7 @@ def test_a_good_configuration_is_accepted(model: Path, tmp_path: Path) -> None:
         ({"shared_storage_path": "/x"}, ["'shared_storage_path'", "did you mean 'store_dir'?", "docs/FROM_VLLM.md"]),
         ({"num_writer_threads": 8}, ["'num_writer_threads'", "did you mean 'writers'?", "docs/FROM_VLLM.md"]),
         ({"use_synchronization_lock": True}, ["'use_synchronization_lock'", "leave it out", "docs/FROM_VLLM.md"]),
+        ({"owner": "target"}, ["owner: 'target'", "set it to 'pool', or leave it out", "capture_args()"]),
         ({"store_dir": ""}, ["store_dir", "''", "directory where stores are written"]),
         ({"store_dir": "/dev/null/x"}, ["store_dir", "'/dev/null/x'", "choose another"]),
     ],
