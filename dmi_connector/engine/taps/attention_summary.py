@@ -37,6 +37,7 @@ def check(attn: nn.Module, layer: int) -> None:
         )
     special = {
         "a sliding window": impl.sliding_window not in (None, -1, (-1, -1), [-1, -1]),
+        "chunks": getattr(attn, "attention_chunk_size", None) is not None,  # vLLM then counts positions in the chunk
         "ALiBi": impl.alibi_slopes is not None,
         "a logits soft cap": bool(impl.logits_soft_cap),
         "attention sinks": impl.sinks is not None,
