@@ -132,6 +132,16 @@ def test_layers_with_experts_of_k_exaone_are_those_of_vllm() -> None:
         assert ARCHITECTURES[name].dims(known).moe_layers == (0, 3)
 
 
+def test_old_opt_has_no_final_norm() -> None:
+    """As in vLLM, which builds none then. The stream is read at the last layer."""
+    known = {"do_layer_norm_before": True, "word_embed_proj_dim": 64}
+    row = ARCHITECTURES["OPTForCausalLM"]
+    assert row.fit(config(**known)).final_norm == "model.decoder.final_layer_norm"
+    old = config(**known, _remove_final_layer_norm=True)
+    assert row.fit(old).final_norm == "" and not row.fit(old).dims(old).layers_of(HOOKS["final_ln"])
+    assert row.fit(old).dims(old).layers_of(HOOKS["resid_final"])
+
+
 def test_layers_with_different_numbers_of_heads_lack_the_hooks_of_these() -> None:
     row = ARCHITECTURES["LagunaForCausalLM"]
     assert row.fit(config(num_attention_heads_per_layer=[4, 4, 4, 4])).lacks == ()

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, Architecture, MayNorm, ungated
 
 
 class Opt(Architecture):
-    """OPT, except OPT-350m, in which the output of a norm becomes the residual stream."""
+    """OPT, except OPT-350m, in which the output of a norm becomes the residual stream. Some old models lack the final
+    norm.
+    """
 
     def fit(self, config: Any) -> Architecture:
         if not config.do_layer_norm_before:
@@ -18,7 +21,8 @@ class Opt(Architecture):
                 "model: OPT with do_layer_norm_before=False is not supported, because outputs of its norms become the "
                 "residual stream; use another size"
             )
-        return self
+        old = getattr(config, "_remove_final_layer_norm", False)
+        return replace(self, final_norm="", lacks=("final_ln",)) if old else self
 
 
 class Bloom(Architecture):
