@@ -281,15 +281,23 @@ class Engine:
 
         self.exporter._open = opened  # type: ignore[method-assign]
 
-    def add(self, prompt: Sequence[int], max_tokens: int, dmi: Any = None, **more: Any) -> str:
-        """Begin a request that wants its generated tokens too. Returns its id."""
+    def add(self, prompt: Sequence[int], max_tokens: int, dmi: Any = None, outputs: bool = True, **more: Any) -> str:
+        """Begin a request. outputs: whether it wants its generated tokens too. Returns its id."""
         name = more.pop("name", f"r{len(self.requests)}")
-        wanted = {"include_output_tokens": True, **({"dmi": dmi} if dmi else {})}
+        wanted = {"include_output_tokens": outputs, **({"dmi": dmi} if dmi else {})}
         sampling = SamplingParams(max_tokens=max_tokens, extra_args={"kv_transfer_params": wanted})
         sampling.update_from_generation_config({}, STOP)
         self.requests[name] = Request(name, list(prompt), sampling, None, block_hasher=self.hasher, **more)
         self.scheduler.add_request(self.requests[name])
         return name
+
+    def turn(self, name: str, prompt: Sequence[int], max_tokens: int) -> None:
+        """Step until a turn of a session has ended, and begin its last one."""
+        while self.requests[name].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+            self.step()
+        more = {"block_hasher": self.hasher, "resumable": True}
+        self.scheduler.add_request(Request(name, list(prompt), SamplingParams(max_tokens=max_tokens), None, **more))
+        self.scheduler.add_request(Request(name, [0], SamplingParams(max_tokens=1), None))
 
     def abort(self, name: str) -> None:
         self.aborted.add(name)

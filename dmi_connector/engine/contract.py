@@ -98,7 +98,7 @@ def check_names(features: Iterable[str]) -> None:
             try:
                 find(name)
             except AttributeError as error:
-                package = name.places.partition(".")[0]
+                package = name.places.partition(":")[0].partition(".")[0]
                 version = importlib.import_module(package).__version__
                 raise ValueError(
                     f"{package}: {name.places} is missing in version {version} ({name.why}); install vllm{SUPPORTED}"

@@ -125,9 +125,9 @@ class StepMetadata(KVConnectorMetadata):
     opens: executed before the forward. closes: executed before the forward, which may overwrite freed blocks, unless
     their blocks are kept. chunks: full chunks that are pending after the forward. preempted: captures whose blocks were
     freed since the last step. leaving: full chunks that are pending before the forward: those of preempted captures,
-    and with a pool also those of others. idle: whether nothing is computed; no further step may follow. gather: whether
-    all pending rows are exported now, including those of this step. report: whether each rank reports. release: whether
-    kept blocks were freed; all pending rows are then exported before the forward.
+    and with a pool also those of others. idle: whether nothing is computed; then it may be the last step for a long
+    time. gather: whether all pending rows are exported now, including those of this step. report: whether each rank
+    reports. release: whether kept blocks were freed; all pending rows are then exported before the forward.
 
     The next fields are for a pool. table: (entries, pages) of the table that change before the forward, int64 [2,
     entries]; None without a change. need: number of rows, since the start, to gather before that change, because their
@@ -178,13 +178,14 @@ class Report(KVConnectorWorkerMetadata):
     """A worker's message to the scheduler, in a step that asks for it.
 
     gathered: number of rows gathered since the start. lost: rows that were dropped or could not be borrowed since the
-    last report, by capture. staged: whether gathered rows are in staging memory, reported only by an engine that may
-    sleep. stored: path of each finished store -> whether it has all rows.
+    last report, by capture. leaving: whether the captures of ended requests have not all ended, or in an engine that
+    may sleep, whether gathered rows are in staging memory. stored: path of each finished store -> whether it has all
+    rows.
     """
 
     gathered: int = 0
     lost: dict[int, list[Loss]] = field(default_factory=dict)
-    staged: bool = False
+    leaving: bool = False
     stored: dict[str, bool] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
@@ -196,4 +197,4 @@ class Report(KVConnectorWorkerMetadata):
             **self.stored,
             **{path: whole and self.stored.get(path, True) for path, whole in other.stored.items()},
         }
-        return Report(min(self.gathered, other.gathered), lost, self.staged or other.staged, stored)
+        return Report(min(self.gathered, other.gathered), lost, self.leaving or other.leaving, stored)

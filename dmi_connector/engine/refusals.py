@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 def check(vllm_config: VllmConfig) -> None:
     """Raises ValueError for configurations in which rows could not be captured. Raises NeedsLinux without Linux."""
     check_linux("kv_connector: capture")
+    _check_owner(vllm_config)
     contract.check_version()
     contract.check_names(["always"])  # first, because `features_of` uses these names
     contract.check_names(features_of(vllm_config))
@@ -43,6 +44,15 @@ def check(vllm_config: VllmConfig) -> None:
     _check_compilation(vllm_config)
     owner_of(vllm_config).check(vllm_config)
     _check_sleep(vllm_config)
+
+
+def _check_owner(vllm_config: VllmConfig) -> None:
+    """Checks the option `owner`, which is read before the other options."""
+    if (owner := asked(vllm_config)) not in ("", POOL):
+        raise ValueError(
+            f"owner: {owner!r} is not valid in kv_connector_extra_config; set it to {POOL!r}, or leave it out: whether "
+            "the owner is 'draft' or 'target' follows from speculative_config, which capture_args() returns"
+        )
 
 
 def _check_connector(vllm_config: VllmConfig) -> None:
@@ -64,10 +74,11 @@ def _check_connector(vllm_config: VllmConfig) -> None:
 
 def _check_parallel(parallel: ParallelConfig) -> None:
     """Refuses parallelism in which ranks lack tokens of a request or name different stores, or a batch is split."""
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise ValueError(
-            "context parallelism spreads a request's tokens over ranks, which capture does not support; set it to 1"
-        )
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, name)) > 1:
+            raise ValueError(
+                f"{name}: {size} spreads a request's tokens over ranks, which capture does not support; set it to 1"
+            )
     if getattr(parallel, "enable_fault_tolerance", False):  # vLLM 0.33
         raise ValueError(
             "enable_fault_tolerance: True continues after a rank has failed, which was not tested with capture; remove "

@@ -28,7 +28,7 @@ MOST_HOST_SHARE, ALL_HOSTS_SHARE = 1 / 8, 1 / 4
 """Default host buffers with GPUs, as shares of the machine's memory: maximum for one GPU, and total for all GPUs."""
 
 MOST_GPU_WRITERS, MOST_CPU_WRITERS, CPU_CORES_A_WRITER = 64, 4, 4
-"""Maximum default number of writers per GPU, and on a CPU; cores per writer on a CPU, which the model also uses."""
+"""Maximum default number of writers per GPU, and on a CPU. On a CPU, which also runs the model: cores per writer."""
 
 _DEVICES = "/dev/nvidia[0-9]*"
 """GPUs of this machine or container, including those that CUDA_VISIBLE_DEVICES hides."""
@@ -74,9 +74,10 @@ def buffer_sizes(
         ("staging_bytes", options.staging_bytes if gpu else 0, chunks),
     ):
         if 0 < asked < least:
+            logits, fix = (" and the logits of two steps", ", or lower max_num_seqs") if least > chunks else ("", "")
             raise OptionError(
-                f"{name}: {asked} holds less than two chunks of this selection; give at least {least}, "
-                "choose fewer hooks or reduce chunk_tokens"
+                f"{name}: {asked} holds less than two chunks of this selection{logits}; give at least {least}, "
+                f"choose fewer hooks or reduce chunk_tokens{fix}"
             )
     if options.sink == "null":
         return BufferSizes(_SLACK_BYTES, _SLACK_BYTES, 0)

@@ -159,7 +159,6 @@ SHORT = [
     ("olmo", "eager", "target"),
     ("exaone4", "eager", "target"),
     ("laguna-heads", "eager", "draft"),
-    ("bailing_moe_v2", "eager", "target"),
     ("gemma4-shared", "eager", "pool"),
     ("minicpm", "eager", "draft"),
     ("glm_moe_dsa", "eager", "target"),

@@ -66,6 +66,7 @@ def test_a_good_configuration_is_accepted(model: Path, tmp_path: Path) -> None:
         ({"shared_storage_path": "/x"}, ["'shared_storage_path'", "did you mean 'store_dir'?", "docs/FROM_VLLM.md"]),
         ({"num_writer_threads": 8}, ["'num_writer_threads'", "did you mean 'writers'?", "docs/FROM_VLLM.md"]),
         ({"use_synchronization_lock": True}, ["'use_synchronization_lock'", "leave it out", "docs/FROM_VLLM.md"]),
+        ({"owner": "target"}, ["owner: 'target'", "set it to 'pool', or leave it out", "capture_args()"]),
         ({"store_dir": ""}, ["store_dir", "''", "directory where stores are written"]),
         ({"store_dir": "/dev/null/x"}, ["store_dir", "'/dev/null/x'", "choose another"]),
     ],
@@ -436,8 +437,8 @@ def test_a_stage_without_layers_is_refused(model: Path, tmp_path: Path, monkeypa
     [
         ("enable_dbo", True, r"enable_dbo: True .*remove --enable-dbo"),
         ("ubatch_size", 3, r"ubatch_size: 3 .*remove --ubatch-size"),
-        ("decode_context_parallel_size", 2, r"context parallelism .*set it to 1"),
-        ("prefill_context_parallel_size", 2, r"context parallelism .*set it to 1"),
+        ("decode_context_parallel_size", 2, r"decode_context_parallel_size: 2 spreads .*set it to 1"),
+        ("prefill_context_parallel_size", 2, r"prefill_context_parallel_size: 2 spreads .*set it to 1"),
     ],
 )
 def test_an_option_that_splits_a_batch_is_refused(
@@ -652,9 +653,10 @@ def test_an_option_of_inductor_that_changes_values_is_refused(model: Path, tmp_p
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, item: str) -> None:
-    """Let a name of the contract be missing, as in a vLLM that removed it."""
+    """Let a name of the contract be missing from its module, as in a version that removed it."""
     names = next(names for names in NAMES.values() if item in names)
-    monkeypatch.setitem(names, item, names[item]._replace(places="vllm.config:ModelConfig.no_such_name"))
+    module = names[item].places.partition(":")[0]
+    monkeypatch.setitem(names, item, names[item]._replace(places=f"{module}:no_such_name"))
 
 
 ITEMS = [(feature, item) for feature, names in NAMES.items() for item in names]

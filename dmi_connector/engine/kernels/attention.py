@@ -86,9 +86,9 @@ def summaries_torch(
         length = lengths[request] if stop > start else 0
         if not length:
             continue
-        blocks = keys_of(block_table[request])
-        block = blocks.shape[2]
-        keys = blocks[: -(-length // block)].permute(1, 0, 2, 3).reshape(blocks.shape[1], -1, size)[:, :length].float()
+        block = keys_of(block_table[request, :1]).shape[2]
+        blocks = keys_of(block_table[request, : -(-length // block)])  # the table may be far longer
+        keys = blocks.permute(1, 0, 2, 3).reshape(blocks.shape[1], -1, size)[:, :length].float()
         group = heads // keys.shape[0]
         for first in range(start, stop, _QUERIES):
             last = min(first + _QUERIES, stop)

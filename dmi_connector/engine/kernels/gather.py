@@ -63,21 +63,27 @@ def gather_rows_triton(rows: torch.Tensor, index: torch.Tensor, table: torch.Ten
     assert rows.dtype == payload.dtype == torch.uint8 and rows.is_contiguous() and payload.is_contiguous()
     assert index.dtype == table.dtype == torch.int64 and index.is_contiguous() and table.is_contiguous()
     unit = torch.int32  # each field has a multiple of 4 bytes, and Triton vectorises copies of int32 to 16 bytes
-    grid = (table.shape[0], -(-index.shape[0] // _TOKENS))
+    fields, count = table.shape[0], index.shape[0]
+    grid = (fields * -(-count // _TOKENS),)  # one axis: CUDA allows no more than 65,535 programs on each other one
     gather_rows_kernel[grid](
-        rows.view(unit), index, table, payload.view(unit), index.shape[0], rows.shape[1] // 4,
+        rows.view(unit), index, table, payload.view(unit), fields, count, rows.shape[1] // 4,
         TOKENS=_TOKENS, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count"])
-def gather_rows_kernel(rows, index, table, payload, count, row_units, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (fields, rows / TOKENS): one program copies one field of TOKENS rows, in units of 4 bytes."""
-    line = table + tl.program_id(0) * 3
+@triton.jit(do_not_specialize=["fields", "count"])
+def gather_rows_kernel(
+    rows, index, table, payload, fields, count, row_units, TOKENS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Grid (rows / TOKENS x fields). A program copies one field of TOKENS rows, in units of 4 bytes.
+
+    Adjacent programs copy the fields of the same rows.
+    """
+    line = table + tl.program_id(0) % fields * 3
     source = tl.load(line) // 4
     units = tl.load(line + 1) // 4
     base = tl.load(line + 2) // 4
-    first = tl.program_id(1) * TOKENS
+    first = tl.program_id(0) // fields * TOKENS
     for row in range(first, min(first + TOKENS, count)):
         entry = index + row * 4
         data = rows + tl.load(entry) * row_units + source

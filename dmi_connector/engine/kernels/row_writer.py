@@ -13,7 +13,7 @@ from dmi_connector.engine.kernels.reduce import ReduceRows, Target, as_words, re
 from dmi_connector.reduce import Reduction
 
 MAX_VALUES = 13
-"""Maximum number of values per launch. A layer has this many if all its hooks are selected."""
+"""Maximum number of values per launch. A layer has no more if the hooks of `vllm-full` are selected."""
 
 
 class RowWriter:

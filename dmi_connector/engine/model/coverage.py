@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import RowField
 
 TOKEN_IDS = RowField("token_ids", 0, "int32", 1, 0)
@@ -87,7 +88,7 @@ class Coverage:
             for offset in offsets:
                 self._written.setdefault(start + offset, []).append(tokens)
         elif tokens != self.tokens and self._forward() is forward:
-            names = ", ".join(_name(self._fields[start + offset]) for offset in offsets)
+            names = ", ".join(_name([self._fields[start + offset]]) for offset in offsets)
             raise RuntimeError(
                 f"hooks: {names} got values of {tokens} tokens in a forward of {self.tokens}; "
                 "leave these hooks out, or turn off the feature that splits the batch"
@@ -134,10 +135,12 @@ class Coverage:
             what = f"was written {len(seen)} times"
         else:
             what = f"got values of {seen[0]} tokens"
-        layers = sorted({f.layer for f in fields})
-        where = f" of layer {', '.join(map(str, layers))}" if len(self._fields) > 2 and fields[0].offset > 4 else ""
-        return f"hooks: {fields[0].hook}{where} {what} in a forward of {tokens} tokens; it is tapped at {module}"
+        return f"hooks: {_name(fields)} {what} in a forward of {tokens} tokens; it is tapped at {module}"
 
 
-def _name(row_field: RowField) -> str:
-    return f"{row_field.hook} of layer {row_field.layer}"
+def _name(fields: Sequence[RowField]) -> str:
+    """A hook, with the layers of `fields` unless it exists once in the model."""
+    hook = HOOKS.get(fields[0].tapped)
+    if hook is None or hook.scope == "once":
+        return fields[0].hook
+    return f"{fields[0].hook} of layer {', '.join(str(layer) for layer in sorted({f.layer for f in fields}))}"

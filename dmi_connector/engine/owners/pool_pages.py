@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -242,6 +242,8 @@ class PoolSlots(RowSlots):
 
     def arrived(self, tracked: Captured) -> None:
         request, first = tracked.request, tracked.params.start // self.size
+        if request.resumable:  # the next prompt includes the generated tokens, whose rows do not stay until then
+            tracked.params = replace(tracked.params, include_output_tokens=True)
         reads_cache, reads = not request.skip_reading_prefix_cache, self.borrowing.arrived(tracked)
         self._rows[request.request_id] = _Rows(tracked, first, *self._room(tracked), reads_cache, reads)
         self._waiting += 1

@@ -48,8 +48,9 @@ class DraftTokens:
         for one in tracked.values():
             if not one.opened:
                 continue
-            if logits and one.has_logits and one.turn_ended:
-                metadata.accepted += self._accepted(one, one.request.num_computed_tokens)
+            if logits and one.has_logits and one.turn_ended:  # `limit` is that of the next turn already
+                outputs = one.params.include_output_tokens
+                metadata.accepted += self._accepted(one, one.request.num_computed_tokens if outputs else one.turn)
             rows += one.note_tokens(self._behind > 0 and self._two_ended(one))
             if logits and one.has_logits:
                 metadata.accepted += self._accepted(one, one.request.num_tokens - 1)

@@ -72,7 +72,7 @@ class Tracker:
         self._waited = 0  # steps in which rows waited for an order to gather
         self._unreported = 0  # steps since the workers last reported
         self.gathered = 0  # rows that the slowest worker has gathered since the start
-        self._staged = False  # whether rows lie in a worker's staging memory
+        self._leaving = False  # `Report.leaving` of the last report
         self.lost: dict[int, list[Loss]] = {}
         self._captures = 0
         self.scores = ProbeScores(context, slots, behind)
@@ -290,7 +290,7 @@ class Tracker:
 
     def on_report(self, report: Report) -> None:
         """Process a report of the workers."""
-        self.gathered, self._staged = report.gathered, report.staged
+        self.gathered, self._leaving = report.gathered, report.leaving
         for path, whole in report.stored.items():
             self.slots.stored(path, whole)
         self.slots.lost(report.lost)
@@ -301,8 +301,8 @@ class Tracker:
 
     @property
     def leaving(self) -> bool:
-        """Whether rows are still on their way off the GPU, according to the workers' last report."""
-        return self._staged or self.handed > self.gathered
+        """Whether rows are on their way off the GPU, or captures have yet to end, by the workers' last report."""
+        return self._leaving or self.handed > self.gathered
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 

@@ -37,11 +37,13 @@ def check(attn: nn.Module, layer: int) -> None:
         )
     special = {
         "a sliding window": impl.sliding_window not in (None, -1, (-1, -1), [-1, -1]),
+        "chunks": getattr(attn, "attention_chunk_size", None) is not None,  # vLLM then counts positions in the chunk
         "ALiBi": impl.alibi_slopes is not None,
         "a logits soft cap": bool(impl.logits_soft_cap),
         "attention sinks": impl.sinks is not None,
         "a quantized KV cache": impl.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
         "keys and values of different widths": attn.head_size_v != attn.head_size,
+        "tokens that attend to later tokens": impl.attn_type != "decoder",
         "image tokens that attend to later tokens": getattr(attn, "use_mm_prefix", False)
         and attn.attn_backend.supports_mm_prefix(),  # type: ignore[operator, union-attr]
         "keys of another layer": impl.kv_sharing_target_layer_name is not None,

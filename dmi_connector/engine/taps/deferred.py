@@ -50,8 +50,9 @@ class _Hook:
 class DeferredReductions:
     """The buffer for the deferred values of one model, and their reductions.
 
-    tokens: maximum number of tokens of a step that uses the buffer; 0 if no hook is reduced at the end. buffer: uint8
-    [tokens, bytes], allocated before vLLM measures the memory that is left for the cache. Sleep frees it.
+    tokens: maximum number of tokens of a step that uses the buffer; 0 if no hook is reduced at the end, or if one token
+    would need more than MOST_BYTES or SCRATCH. buffer: uint8 [tokens, bytes], allocated before vLLM measures the memory
+    that is left for the cache. Sleep frees it.
     """
 
     def __init__(self, fields: Sequence[RowField], device: torch.device, may_sleep: bool = False) -> None:

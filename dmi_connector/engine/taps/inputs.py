@@ -29,15 +29,13 @@ def install_inputs(taps: ModelTaps) -> None:
     """Register the taps of the row header and of `embed`."""
     context, header, embedding = taps.context, taps.once, taps.once.again()
     embed, arch, coverage = context.layout.taking("embed", 0), context.arch, context.coverage
+    scale = context.embed_scale
 
     def at_embed(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not arch.language:
             header.add(TOKEN_IDS, args[0])
         if embed:
-            as_is = (
-                context.embed_scale == 1.0 and not arch.in_transformers
-            )  # an embedding module of transformers may apply the factor itself
-            embedding.add_all(embed, copied(output if as_is else output * context.embed_scale))
+            embedding.add_all(embed, copied(output if scale == 1.0 else output * scale))
             embedding.write()
         if arch.positions == FORWARD:
             header.write()

@@ -12,7 +12,7 @@ import numpy as np
 from dmi_connector.codecs import CODECS
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.hooks import hook_dtype
-from dmi_connector.layout import HEADER_SENT_BYTES, ArraySpec, PayloadLayout
+from dmi_connector.layout import HEADER_SENT_BYTES, ArraySpec, PayloadLayout, RowField
 from dmi_connector.option_values import OptionError
 from dmi_connector.ranks import shard_of
 
@@ -46,7 +46,7 @@ def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], 
     """The layout for a capture of `hooks` on rank `rank`.
 
     Fields that another rank writes are omitted. If ranks divide the layers of a hook, its array has one file per run.
-    Raises OptionError if a chunk is too large for the codec.
+    Raises OptionError if a chunk is too large for the codec, or if a field has no multiple of 4 bytes.
     """
     arrays: list[ArraySpec] = []
     elsewhere: list[ArraySpec] = []
@@ -80,7 +80,7 @@ def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], 
             spec = replace(spec, shards=len(writers[::size]), rank=0, part_layers=size)
         for part in parts:
             for row_field in fields[part * size : (part + 1) * size]:
-                assert row_field.nbytes % 4 == 0, f"{name}: {row_field.nbytes} bytes; the gather would cut the row"
+                _check_words(row_field, dtype)
                 table.append((row_field.offset, row_field.nbytes, base))
                 base += row_field.nbytes
             arrays.append(spec if whole else replace(spec, rank=part))
@@ -98,6 +98,15 @@ def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], 
     assert base == payload.header_base
     table.append((0, HEADER_SENT_BYTES, base))
     return ChunkLayout(payload, np.asarray(table, dtype=np.int64))
+
+
+def _check_words(row_field: RowField, dtype: str) -> None:
+    """Raise OptionError for a field that does not consist of words of 4 bytes, in which rows are gathered."""
+    if row_field.nbytes % 4:
+        raise OptionError(
+            f"hooks: {row_field.hook} has {row_field.stored[1]} values per token on a rank, and an odd number of "
+            f"{dtype} values cannot be copied; leave it out, reduce it to int8, or set dtype to float32"
+        )
 
 
 def _check_chunks(payload: PayloadLayout) -> None:

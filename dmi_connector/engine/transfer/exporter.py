@@ -36,6 +36,8 @@ logger = init_logger("vllm.dmi_connector")
 
 FIRST_CAPTURES = 16
 """On an untested vLLM, the check for values that no tap wrote ends after this many captures."""
+_CHECK_S = 1.0
+"""Seconds after which a wait for ring memory checks whether the lane has failed."""
 LAYOUTS_KEPT = 64
 """Maximum number of layouts that are kept. Requests choose hooks and layers, so there may be any number."""
 
@@ -191,7 +193,9 @@ class Exporter:
     def take_report(self) -> Report:
         """The next report to the scheduler."""
         report = self.progress.report()
-        report.staged = self.context.may_sleep and self.lane is not None and self.lane.staged
+        staged = self.context.may_sleep and self.lane is not None and self.lane.staged
+        # The lane's thread may have gathered the last rows since `after_forward`. The next step ends their captures.
+        report.leaving = staged or bool(self.ending)
         if self.client is not None:
             ended, losses = self.client.take_news()
             report.stored = ended if self.rank == 0 else {}  # rank 0 commits the store once all ranks have finished
@@ -268,11 +272,17 @@ class Exporter:
         parcel.deliver()
 
     def room(self, nbytes: int) -> Extent | None:
-        """Allocate ring memory. If there is no room, policy block waits for it, and policy drop returns None."""
+        """Allocate ring memory. If there is no room, policy block waits for it, and policy drop returns None.
+
+        Raises RuntimeError if the lane has failed, because memory that it should fill is then never freed.
+        """
         extent = self.ring.alloc(nbytes, 0.0)
         if extent is None and self.context.options.policy == "block":
             began = time.perf_counter()
-            extent = self.ring.alloc(nbytes, None)
+            while extent is None and self.ring.fd >= 0:
+                if self.lane is not None:
+                    self.lane.check()
+                extent = self.ring.alloc(nbytes, None if self.lane is None else _CHECK_S)
             self.progress.counts["blocked_seconds"] += time.perf_counter() - began
         return extent
 
@@ -349,7 +359,10 @@ class Exporter:
     def shutdown(self) -> None:
         """Export pending rows, finish the stores and stop the writers, all within `shutdown_seconds`."""
         deadline = time.monotonic() + self.context.options.shutdown_seconds
-        self._export_due()
+        try:
+            self._export_due()
+        except RuntimeError:  # the lane has failed
+            logger.exception("pending rows are not exported")
         if self.lane is not None:
             self.lane.finish_gathers(deadline - time.monotonic())
             self._end_gathered()

@@ -112,7 +112,7 @@ class DeviceLane:
     def send(self, transfers: Sequence[ChunkTransfer]) -> None:
         """Gather transfers for which there is room, on the current stream. The lane's thread gathers the others."""
         with self._changed:
-            self._check()
+            self.check()
             self.stream = torch.cuda.current_stream(self.device)
             issued = 0 if self.waiting else self._issue(transfers)
             if issued < len(transfers):
@@ -145,7 +145,7 @@ class DeviceLane:
             if drop and not issued:
                 transfers.popleft().lose(Cause.FELL_BEHIND)
             elif not issued:
-                self._check()
+                self.check()
                 self._changed.wait(_BATCH_S)
 
     def send_tensor(self, source: torch.Tensor, offset: int, deliver: Callable[[], None]) -> None:
@@ -168,9 +168,9 @@ class DeviceLane:
         """Wait until the rows of all transfers have left the GPU. It does not wait for tensors of `send_tensor`."""
         with self._changed:
             self._changed.wait_for(lambda: self._failed is not None or not (self.waiting or self.staged))
-            self._check()
+            self.check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise RuntimeError if the lane's thread has ended by an error."""
         if self._failed is not None:
             raise RuntimeError(f"rows can no longer be copied off {self.device}: {self._failed}") from self._failed
@@ -332,9 +332,12 @@ class DeviceLane:
         return nbytes / begin.elapsed_time(end) * 1e3
 
     def finish_gathers(self, seconds: float) -> None:
-        """Wait up to `seconds` until everything that was sent is gathered. Nothing may be sent after this."""
+        """Wait up to `seconds` until everything that was sent is gathered. Nothing may be sent after this.
+
+        It does not wait for a lane that has failed.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: not self.waiting, seconds)
+            self._changed.wait_for(lambda: self._failed is not None or not self.waiting, seconds)
 
     def shutdown(self, seconds: float) -> None:
         """Finish copies and deliveries, then stop the thread, within `seconds`. Call `finish_gathers` before."""

@@ -56,7 +56,8 @@ class Staging:
 
     def cancel(self, staged: Staged) -> None:
         """Free the memory that was reserved last."""
-        assert self.used.pop() is staged
+        last = self.used.pop()
+        assert last is staged
         self._head = staged.start
 
 

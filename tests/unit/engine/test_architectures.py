@@ -8,17 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GlmMoeDsaConfig
+from torch import nn
+from transformers import ExaoneMoeConfig, GlmMoeDsaConfig
 
 pytest.importorskip("vllm")
+from vllm.model_executor.models.openpangu import OpenPanguDecoderLayer
+
 from dmi_connector.engine.model.architectures import ARCHITECTURES
 from dmi_connector.engine.taps.install import TAP_POINTS
+from dmi_connector.engine.taps.values import norm_outputs
 from dmi_connector.hooks import HOOKS, SelectionError, parse_selection
 
 
 def config(**fields: Any) -> Any:
     """A text config of 4 layers."""
-    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 32}
+    sizes = {"model_type": "any", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 32}
     return SimpleNamespace(**{**sizes, "intermediate_size": 96, **fields})
 
 
@@ -73,12 +77,69 @@ def test_a_hook_that_no_module_has_is_refused_by_its_name() -> None:
 
 
 def test_norms_that_a_config_turns_off_are_not_tapped() -> None:
-    for name, field in (("HYV3ForCausalLM", "qk_norm"), ("BailingMoeV2ForCausalLM", "use_qk_norm")):
+    for name, field in (
+        ("HYV3ForCausalLM", "qk_norm"),
+        ("BailingMoeV2ForCausalLM", "use_qk_norm"),
+        ("Qwen2ForCausalLM", "qk_norm"),
+    ):
         row = ARCHITECTURES[name]
         assert row.fit(config(**{field: True})).q_norm and not row.fit(config(**{field: False})).q_norm
         assert not row.fit(config()).k_norm, "vLLM norms only where the config says so"
     row = ARCHITECTURES["HyperCLOVAXForCausalLM"]
     assert row.fit(config(use_post_norm=True)).attn_norm and not row.fit(config(use_post_norm=False)).mlp_norm
+
+
+class Doubles(nn.Module):
+    """Stands for a norm, or for a norm that first adds its second argument, the residual stream."""
+
+    def forward(self, values: torch.Tensor, stream: torch.Tensor | None = None) -> Any:
+        return values * 2 if stream is None else ((values + stream) * 2, values + stream)
+
+
+class Attention(nn.Module):
+    def forward(self, positions: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+
+@pytest.mark.parametrize(
+    ("sandwich", "dtype", "middle"),
+    [(False, torch.float32, 1 + 2), (True, torch.float32, 1 + 2 * 2), (False, torch.float16, (1 + 2) / 4)],
+)
+def test_the_stream_of_pangu_is_read_where_vllm_adds_to_it(sandwich: bool, dtype: torch.dtype, middle: float) -> None:
+    """A stream of 1 enters vLLM's layer, and attention returns 2, which `sandwich_norm` doubles here. In float16 vLLM
+    divides both by the field of the config that the row names.
+    """
+    row = ARCHITECTURES["PanguEmbeddedForCausalLM"].fit(config(sandwich_norm=sandwich))
+    assert bool(row.attn_norm) == bool(row.mlp_norm) == sandwich
+    layer: Any = nn.Module()
+    for name in ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"):
+        setattr(layer, name, Doubles())
+    layer.self_attn, layer.mlp = Attention(), nn.Identity()
+    layer.sandwich_norm, layer.layer_idx = sandwich, 0
+    setattr(layer, row.float16_divisor, 4.0)
+    seen: list[torch.Tensor] = []
+    tap = lambda _module, args, output: seen.append(norm_outputs(row, args, output)[1])  # noqa: E731
+    layer.get_submodule(row.ln2).register_forward_hook(tap)
+    OpenPanguDecoderLayer.forward(layer, None, torch.ones(2, 4, dtype=dtype), None)
+    assert [value.unique().tolist() for value in seen] == [[middle]]
+
+
+def test_layers_with_experts_of_k_exaone_are_those_of_vllm() -> None:
+    """vLLM reads the list, also if it contradicts the number of dense layers, which is 1 by default."""
+    kinds = ["sparse", "dense", "dense", "sparse"]
+    known = ExaoneMoeConfig(num_hidden_layers=4, mlp_layer_types=kinds, layer_types=["full_attention"] * 4)
+    for name in ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"):
+        assert ARCHITECTURES[name].dims(known).moe_layers == (0, 3)
+
+
+def test_old_opt_has_no_final_norm() -> None:
+    """As in vLLM, which builds none then. The stream is read at the last layer."""
+    known = {"do_layer_norm_before": True, "word_embed_proj_dim": 64}
+    row = ARCHITECTURES["OPTForCausalLM"]
+    assert row.fit(config(**known)).final_norm == "model.decoder.final_layer_norm"
+    old = config(**known, _remove_final_layer_norm=True)
+    assert row.fit(old).final_norm == "" and not row.fit(old).dims(old).layers_of(HOOKS["final_ln"])
+    assert row.fit(old).dims(old).layers_of(HOOKS["resid_final"])
 
 
 def test_layers_with_different_numbers_of_heads_lack_the_hooks_of_these() -> None:

@@ -37,12 +37,19 @@ def test_packed_keys_are_unpacked_in_order(dtype: torch.dtype) -> None:
 
 
 def attention_layer(
-    backend: str = "FLASH_ATTN", values: int = 64, images: bool = False, blocks: bool = True, **impl: object
+    backend: str = "FLASH_ATTN",
+    values: int = 64,
+    images: bool = False,
+    blocks: bool = True,
+    chunk: int | None = None,
+    **impl: object,
 ) -> SimpleNamespace:
     """What `check` reads of vLLM's Attention.
 
-    images: whether tokens of an image may see each other. blocks: whether the backend lets them.
+    images: whether tokens of an image may see each other. blocks: whether the backend lets them. chunk: tokens of a
+    chunk, beyond which a token sees none, as in layers of Llama 4.
     """
+    chunked = {} if chunk is None else {"attention_chunk_size": chunk}
     plain = {
         "kv_cache_dtype": "auto",
         "sliding_window": (-1, -1),
@@ -50,6 +57,7 @@ def attention_layer(
         "logits_soft_cap": None,
         "sinks": None,
         "kv_sharing_target_layer_name": None,
+        "attn_type": "decoder",
     }
     return SimpleNamespace(
         impl=SimpleNamespace(**{**plain, **impl}),
@@ -57,6 +65,7 @@ def attention_layer(
         use_mm_prefix=images,
         head_size=64,
         head_size_v=values,
+        **chunked,
     )
 
 
@@ -66,11 +75,13 @@ def attention_layer(
         ({"backend": "FLASHINFER"}, "attention backend FLASHINFER; choose one of CPU_ATTN, FLASH_ATTN, TRITON_ATTN"),
         ({"sliding_window": (4095, 0)}, "pattern of layer 3 cannot be summarised: its attention has a sliding window"),
         ({"sliding_window": 4096}, "a sliding window"),
+        ({"chunk": 8192}, "its attention has chunks"),
         ({"alibi_slopes": [0.5]}, "ALiBi"),
         ({"logits_soft_cap": 30.0}, "a logits soft cap"),
         ({"sinks": [0.0]}, "attention sinks"),
         ({"kv_cache_dtype": "fp8"}, "a quantized KV cache"),
         ({"values": 128}, "keys and values of different widths"),
+        ({"attn_type": "encoder_only"}, "tokens that attend to later tokens"),
         ({"images": True}, "image tokens that attend to later tokens"),
         ({"kv_sharing_target_layer_name": "layers.0"}, "keys of another layer"),
     ],

@@ -19,6 +19,7 @@ from dmi_connector.engine.transfer.chunk_layout import ChunkLayout, chunk_layout
 from dmi_connector.hooks import ModelDims, parse_selection
 from dmi_connector.layout import row_layouts
 from dmi_connector.option_values import OptionError
+from dmi_connector.reduce.int8 import Int8
 from dmi_connector.settings import ServerOptions
 
 KV_HEADS = 2
@@ -59,6 +60,20 @@ def test_chunks_that_no_decoder_could_read_are_refused(tmp_path: Path) -> None:
             f"chunk_tokens: 8192 rows of logits are too large for a chunk with codec '{codec}'; give at most 8191, or"
         )
         with pytest.raises(OptionError, match=said):
+            sent_bytes(context)
+
+
+def test_an_odd_number_of_16_bit_values_is_refused(tmp_path: Path) -> None:
+    """Rows are gathered in words of 4 bytes."""
+    context = make_context(tmp_path, "mlp_post", 2, 1)
+    odd = replace(context.dims, intermediate=97)
+    for dtype, reductions in (("float32", {}), ("bfloat16", {"mlp_post": Int8()}), ("bfloat16", {})):
+        layouts = row_layouts(context.selection, odd, dtype, 1, reductions)
+        context = replace(context, dims=odd, dtype=dtype, layouts=layouts)
+        if dtype == "float32" or reductions:
+            assert sent_bytes(context)[0] > 0
+            continue
+        with pytest.raises(OptionError, match=r"hooks: mlp_post has 97 values .* reduce it to int8, or set dtype to"):
             sent_bytes(context)
 
 

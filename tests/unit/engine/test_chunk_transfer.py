@@ -81,10 +81,10 @@ def test_losses_of_ended_requests_are_not_kept(tmp_path: Path) -> None:
 
 def test_reports_of_ranks_are_joined(tmp_path: Path) -> None:
     both = Report(5, {1: [dropped([0, 4])], 2: [dropped([8, 9])]}).aggregate(
-        Report(9, {1: [dropped([4, 8])], 3: [dropped([1, 2])]}, staged=True)
+        Report(9, {1: [dropped([4, 8])], 3: [dropped([1, 2])]}, leaving=True)
     )
     assert both == Report(
-        5, {1: [dropped([0, 4]), dropped([4, 8])], 2: [dropped([8, 9])], 3: [dropped([1, 2])]}, staged=True
+        5, {1: [dropped([0, 4]), dropped([4, 8])], 2: [dropped([8, 9])], 3: [dropped([1, 2])]}, leaving=True
     )
 
 

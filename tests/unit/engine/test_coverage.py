@@ -105,7 +105,7 @@ def test_token_ids_must_be_as_many_as_the_forward_has_tokens() -> None:
 
 
 def test_without_any_write_every_hook_is_named() -> None:
-    with pytest.raises(ValueError, match=r"token_ids was .* positions was .* embed .* q of layer 0, 1 .* z of"):
+    with pytest.raises(ValueError, match=r"token_ids was .* positions was .* embed was .* q of layer 0, 1 .* z of"):
         covered().check(TOKENS)
 
 

@@ -495,6 +495,46 @@ def test_a_shutdown_exports_the_rows_that_wait_for_others(roomy: Exporter) -> No
     assert a.chunks == [(0, 4, payload(roomy, 0))] and len(a.closed) == 1
 
 
+@pytest.fixture
+def broken(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Exporter]:
+    """An exporter with capture 1, whose lane has failed, as after an error of the GPU. Its ring is full."""
+    exporter = gpu(hooks="q,logits")
+    begin(exporter, 1, 20)
+    monkeypatch.setattr(exporter.lane.copier, "copy", lambda *_: (_ for _ in ()).throw(RuntimeError("no GPU")))
+    exporter.after_forward(StepMetadata(chunks=[rows(1, n) for n in (0, 4, 8)], gather=True))
+    exporter.lane._thread.join(kit.PATIENCE)
+    assert exporter.ring.alloc(exporter.ring.nbytes - exporter.ring.used, 0) is not None
+    yield exporter
+    exporter.lane.waiting.clear()
+
+
+def test_nothing_waits_for_a_ring_that_a_failed_lane_will_not_empty(
+    broken: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alloc = broken.ring.alloc
+
+    def bounded(nbytes: int, timeout: float | None = None) -> Extent | None:
+        assert timeout is not None, "it waits for ever"
+        return alloc(nbytes, timeout)
+
+    monkeypatch.setattr(broken.ring, "alloc", bounded)
+    with pytest.raises(RuntimeError, match=r"^rows can no longer be copied off cpu: no GPU$"):
+        broken.room(100)
+
+
+def test_after_a_failure_a_shutdown_ends_the_writers_at_once(
+    broken: Exporter, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended: list[float] = []
+    broken.client = SimpleNamespace(shutdown=ended.append)  # type: ignore[assignment]
+    broken.after_forward(StepMetadata(chunks=[rows(1, 12)]))
+    began = time.monotonic()
+    broken.shutdown()
+    assert len(ended) == 1 and ended[0] > broken.context.options.shutdown_seconds / 2
+    assert time.monotonic() - began < broken.context.options.shutdown_seconds / 2, "for copies that never come"
+    assert "rows can no longer be copied off cpu" in caplog.text and broken.ring.fd < 0
+
+
 @pytest.mark.parametrize("preempted", [[2], [3], [3, 2], [9, 3]])
 def test_waiting_rows_of_preempted_captures_are_moved_first(gpu: Any, preempted: list[int]) -> None:
     """Their blocks are overwritten by the next forward. Captures that are not preempted go on waiting."""
@@ -544,6 +584,22 @@ def test_a_capture_whose_blocks_are_kept_ends_once_its_rows_are_gathered(gpu: An
     assert exporter.take_finished() == {"r2"} and exporter.take_finished() == set()
     kit.until(lambda: b.closed)
     assert b.chunks == [(8, 4, payload(exporter, 8))] and exporter.ending == [] and a.closed == []
+
+
+def test_a_report_says_that_captures_have_not_ended_although_their_rows_are_gathered(gpu: Any) -> None:
+    """The lane's thread gathers after the step has looked for such captures. With a pool, vLLM runs another step only
+    for what the report says.
+    """
+    exporter = gpu()
+    _, b = fill(exporter, 1, 2)
+    step(exporter, StepMetadata(closes=[closing(2, 12, stays=True)]))
+    Event.link.set()
+    kit.until(lambda: not exporter.lane.waiting)
+    report = exporter.take_report()
+    assert report.gathered == 4 * CHUNK and report.leaving and len(exporter.ending) == 1
+    exporter.after_forward(StepMetadata())
+    kit.until(lambda: b.closed)
+    assert not exporter.take_report().leaving
 
 
 def test_a_capture_whose_blocks_are_free_is_gathered_before_the_forward(gpu: Any) -> None:

@@ -6,13 +6,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("vllm")
-from dmi_connector.engine.transfer import gpu_lane
+from dmi_connector.engine.transfer import gpu_lane, staging
 from dmi_connector.engine.transfer.staging import Index, Staged, Staging
 from tests import storekit as kit
 from tests.lanekit import BEHIND, CHUNK, Engine, Event, Lane, lost, simulate
@@ -398,6 +400,15 @@ def test_staging_memory_is_given_out_in_a_ring_of_whole_units() -> None:
     assert f and (f.start, f.end) == (0, 1024) and list(staging.used) == [f]
     with pytest.raises(ValueError, match="2049 bytes do not fit the staging buffer of 2048 bytes"):
         staging.reserve(2049)
+
+
+def test_staging_memory_is_taken_back_without_assertions_too() -> None:
+    """As with PYTHONOPTIMIZE, which leaves statements with `assert` out."""
+    optimised: dict[str, Any] = {"__name__": "optimised"}
+    exec(compile(Path(staging.__file__).read_text(), "optimised", "exec", optimize=1), optimised)
+    memory = optimised["Staging"](2 * 512, torch.device("cpu"))
+    memory.cancel(memory.reserve(512))
+    assert memory.reserve(1024) is not None
 
 
 def test_the_speed_of_the_link_is_that_of_its_second_copy(

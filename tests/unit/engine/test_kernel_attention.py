@@ -133,7 +133,9 @@ def test_the_torch_twin_equals_dense_attention(
     heads: int, kv_heads: int, size: int, spans: Spans, dtype: str, m: int
 ) -> None:
     query, keys, table, starts, lengths = scene(heads, kv_heads, size, spans, dtype)
-    words = summaries_torch(query, lambda n: keys[n.long()], starts, lengths, table, m, size**-0.5)
+    beyond = torch.full_like(table, len(keys))  # no block: keys of entries that no token has are not read
+    wide = torch.cat([table, beyond], 1)
+    words = summaries_torch(query, lambda n: keys[n.long()], starts, lengths, wide, m, size**-0.5)
     summary = AttentionSummary(m)
     raw = words.numpy().view(np.uint8)
     assert raw.shape[1] == summary.stored_width(heads, dtype)

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
+from dmi_connector.engine.kernels import gather
 from dmi_connector.engine.kernels.gather import gather_index, gather_rows_torch, gather_rows_triton
 from tests import kernelkit as kit
 
@@ -52,3 +56,21 @@ def test_gathered_payloads_equal_those_of_the_torch_twin(itemsize: int, widths: 
             block = found[start + at * len(picked) :][: nbytes * len(picked)].view(len(picked), nbytes)
             assert torch.equal(block, rows[picked, source : source + nbytes])
     assert (found[token_bytes * cut : second] == 9).all() and (found[-64:] == 9).all()
+
+
+def test_a_launch_has_no_more_programs_on_an_axis_than_cuda_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a few bytes, such as scores of a probe, may be gathered by the million."""
+    grids: list[tuple[int, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *_arguments, **_options: None
+
+    monkeypatch.setattr(gather, "gather_rows_kernel", Kernel())
+    index, table = torch.zeros(1 << 20, 4, dtype=torch.int64), torch.tensor([[64, 4, 0], [0, 8, 4]])
+    rows, payload = torch.zeros(1, 128, dtype=torch.uint8), torch.zeros(12, dtype=torch.uint8)
+    gather_rows_triton(rows, index, table, payload)
+    [grid] = grids
+    assert math.prod(grid) == 2 * (1 << 20) // 8
+    assert all(programs <= most for programs, most in zip(grid, (2**31 - 1, 65535, 65535), strict=False))

@@ -328,28 +328,37 @@ def test_rows_of_later_turns_of_a_session_come_from_their_own_blocks(make: Make)
     assert engine.faults() == []
 
 
+@pytest.mark.parametrize("pages", [0, 60])
+def test_a_session_without_generated_tokens_has_those_of_earlier_turns(make: Make, pages: int) -> None:
+    """They are in its next prompt. A pool does not keep their rows so long, and stores those of the last turn too."""
+    engine = make(pages=pages, tokens=lambda: 9)
+    name = engine.add(range(5, 15), 30, outputs=False, resumable=True)
+    engine.turn(name, range(40, 60), 30)
+    engine.drain()
+    request = engine.requests[name]
+    assert engine.faults() == [] and request.num_prompt_tokens == 10 + 29 + 20
+    assert engine.stored[name].ends[0][0] == (request.num_tokens - 1 if pages else request.num_prompt_tokens)
+
+
+@pytest.mark.parametrize("outputs", [False, True])
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_logits_of_every_turn_of_a_session_are_stored_beside_drafts(make: Make, on_gpu: bool) -> None:
+def test_logits_of_every_turn_of_a_session_are_stored_beside_drafts(make: Make, on_gpu: bool, outputs: bool) -> None:
     """No step lies between the last one of a turn and the next prompt."""
     numbers = count(5)
     engine = make(ahead=False, on_gpu=on_gpu, drafts=3, hooks="q,logits", tokens=lambda: next(numbers))
-    name = engine.add(range(5, 15), 12, resumable=True)
+    name = engine.add(range(5, 15), 12, outputs=outputs, resumable=True)
     request = engine.requests[name]
     while request.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
         engine.step()
-    first = list(range(9, request.num_computed_tokens))
-    more: Any = Request(
-        name, list(range(40, 60)), SamplingParams(max_tokens=20), None, block_hasher=engine.hasher, resumable=True
-    )
-    engine.scheduler.add_request(more)
-    request.resumable = False
+    first = list(range(9, request.num_computed_tokens if outputs else 10))
+    engine.turn(name, range(40, 60), 20)
     second = request.num_prompt_tokens - 1
     engine.drain()
     engine.exporter.shutdown()
     stored, tokens = engine.stored[name], list(request.all_token_ids)
-    length, samples, *_ = stored.ends[0]
+    length, samples, *_, losses = stored.ends[0]
     positions = [*first, *range(second, length)]
-    assert samples == {"logits": len(positions)} and len(first) > 9
+    assert samples == {"logits": len(positions)} and len(first) > 9 * outputs and losses == []
     assert [stored.logits[index] for index in range(len(positions))] == [(tokens[at], at) for at in positions]
 
 

@@ -87,6 +87,13 @@ def test_the_scheduler_takes_the_least_sizes_that_the_worker_names(tmp_path: Pat
         sizing.keep_rows(replace(options, **{option: least - 1}), token_bytes, True)
 
 
+def test_a_host_buffer_that_is_too_small_for_logits_alone_says_so() -> None:
+    options = ServerOptions(store_dir="captures", host_buffer_bytes=4 << 20)
+    assert sizing.buffer_sizes(options, 1000, False).least_host < 4 << 20
+    with pytest.raises(OptionError, match=r"two chunks of this selection and the logits of two steps;.*max_num_seqs$"):
+        sizing.buffer_sizes(options, 1000, False, step_bytes=4 << 20)
+
+
 def test_the_rank_with_the_longest_rows_fills_its_staging_memory_first() -> None:
     options = ServerOptions(store_dir="captures", staging_bytes=1 << 24)
     assert sizing.keep_rows(options, [100, 4000, 8], True) == (1 << 24) // 4000 // 2

@@ -224,11 +224,17 @@ class Architecture:
 
 
 class MayNorm(Architecture):
-    """Architectures whose models have norms of q and k only if their config says so."""
+    """Architectures whose models have some norms only if their config says so.
+
+    These are the norms of q and k, and with `sandwich_norm` (openPangu) norms after attention and after the MLP.
+    """
 
     def fit(self, config: Any) -> Architecture:
         normed = getattr(config, "use_qk_norm", False) or getattr(config, "qk_norm", False)
-        return self if normed else replace(self, q_norm="", k_norm="")
+        row = self if normed else replace(self, q_norm="", k_norm="")
+        if getattr(config, "sandwich_norm", False):
+            row = replace(row, attn_norm=row.ln2, ln2="pre_mlp_layernorm", mlp_norm="post_mlp_layernorm")
+        return row
 
 
 _INTERMEDIATE = ("prefix_dense_intermediate_size", "intermediate_size_mlp", "intermediate_size", "ffn_dim", "n_inner")
@@ -245,7 +251,9 @@ def _moe_layers(config: Any, layers: int) -> tuple[int, ...]:
     if listed := getattr(config, "moe_layers", None):  # Llama 4
         return tuple(listed)
     types = getattr(config, "mlp_layer_types", None)
-    if types and getattr(config, "first_k_dense_replace", None) is None:  # vLLM ignores the types if this field is set
+    # If this field is set, vLLM ignores the types, except for K-EXAONE.
+    counted = getattr(config, "first_k_dense_replace", None) is not None and config.model_type != "exaone_moe"
+    if types and not counted:
         return tuple(i for i, name in enumerate(types) if name == "sparse")
     dense = set(getattr(config, "mlp_only_layers", None) or ())
     step = _first(config, "decoder_sparse_step", "moe_layer_interval") or 1  # Qwen, ERNIE

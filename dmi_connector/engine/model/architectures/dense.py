@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from dmi_connector.engine.model.architectures.base import MODELS, QK_NORM, Architecture, MayNorm, ungated
 
 
 class Opt(Architecture):
-    """OPT, except OPT-350m, in which the output of a norm becomes the residual stream."""
+    """OPT, except OPT-350m, in which the output of a norm becomes the residual stream. Some old models lack the final
+    norm.
+    """
 
     def fit(self, config: Any) -> Architecture:
         if not config.do_layer_norm_before:
@@ -18,7 +21,8 @@ class Opt(Architecture):
                 "model: OPT with do_layer_norm_before=False is not supported, because outputs of its norms become the "
                 "residual stream; use another size"
             )
-        return self
+        old = getattr(config, "_remove_final_layer_norm", False)
+        return replace(self, final_norm="", lacks=("final_ln",)) if old else self
 
 
 class Bloom(Architecture):
@@ -67,7 +71,7 @@ _COHERE: dict[str, Any] = {
 
 DENSE: tuple[Architecture, ...] = (
     Architecture("Qwen3ForCausalLM", f"{MODELS}.qwen3:Qwen3ForCausalLM", **QK_NORM),
-    Architecture("Qwen2ForCausalLM", f"{MODELS}.qwen2:Qwen2ForCausalLM"),
+    MayNorm("Qwen2ForCausalLM", f"{MODELS}.qwen2:Qwen2ForCausalLM", **QK_NORM),
     Architecture("LlamaForCausalLM", f"{MODELS}.llama:LlamaForCausalLM"),
     *(Architecture(name, f"{MODELS}.llama:LlamaForCausalLM") for name in _LLAMA),
     Architecture("MistralForCausalLM", f"{MODELS}.mistral:MistralForCausalLM"),
@@ -106,7 +110,11 @@ DENSE: tuple[Architecture, ...] = (
         **ungated("mlp.up_proj"),
     ),
     Architecture("TeleFLMForCausalLM", f"{MODELS}.teleflm:TeleFLMForCausalLM"),
-    Architecture("PanguEmbeddedForCausalLM", f"{MODELS}.openpangu:PanguEmbeddedForCausalLM"),
+    MayNorm(
+        "PanguEmbeddedForCausalLM",
+        f"{MODELS}.openpangu:PanguEmbeddedForCausalLM",
+        float16_divisor="routed_scaling_factor",
+    ),
     Architecture("OrionForCausalLM", f"{MODELS}.orion:OrionForCausalLM"),
     Architecture("StableLmForCausalLM", f"{MODELS}.stablelm:StablelmForCausalLM"),
     MiniCPM("MiniCPMForCausalLM", f"{MODELS}.minicpm:MiniCPMForCausalLM"),
