@@ -106,6 +106,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 POOLED = ("gemma4-shared", "gemma4")
 """Models that need a pool."""
+NO_DRAFT = ("mimo_v2_omni",)
+"""Models of which vLLM builds the model itself in place of the draft."""
 CACHED = {
     name: 272 if name.endswith("-odd") or arch in INDEXED else 0
     for name, (arch, _) in MODELS.items()
@@ -175,7 +177,7 @@ OWNERS = ("draft", "target")
 
 
 def owners(name: str) -> tuple[str, ...]:
-    if name == "mimo_v2_omni":  # vLLM builds the model itself in place of the draft
+    if name in NO_DRAFT:
         return ("target",)
     return ("pool",) if name in POOLED else (*OWNERS, "pool") if name in INDEXED else OWNERS
 

@@ -160,6 +160,8 @@ def test_each_row_has_a_model_that_make_models_starts() -> None:
 def owners(name: str) -> tuple[str, ...]:
     if name in test_models.INDEXED:
         return ("draft", "target", "pool")
+    if name in test_models.NO_DRAFT:
+        return ("target",)
     return (
         ("pool",)
         if name in (*test_hybrids.MODELS, *test_multimodal.HYBRID, *test_models.POOLED)
