@@ -168,11 +168,11 @@ def test_a_summary_beside_full_rows_is_not_compared(write: Write, tmp_path: Path
     assert found.left_out["mlp_out"] == why
 
 
-def test_rows_of_other_widths_are_not_compared(tmp_path: Path) -> None:
+def test_rows_of_other_widths_are_not_compared_and_stores_need_no_dtype(tmp_path: Path) -> None:
     owner = kit.Store(1 << 20)
     for name, width in (("a", WIDTH), ("b", WIDTH // 2)):
         spec = ArraySpec("mlp_out", "float32", (0,), width)
-        both_have, attrs = ArraySpec("q", "float32", (0,), WIDTH), {"dtype": "float32", "num_layers": 2}
+        both_have, attrs = ArraySpec("q", "float32", (0,), WIDTH), {"num_layers": 2}
         owner.write(tmp_path / f"{name}.zarr", [spec, both_have], ROWS, ids=IDS, attrs=attrs)
     assert owner.shutdown(kit.PATIENCE)
     found = both(tmp_path / "a.zarr", tmp_path / "b.zarr")
