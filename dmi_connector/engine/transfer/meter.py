@@ -15,7 +15,7 @@ _OF_EVERY_RANK = ("bytes_raw", "bytes_stored")
 class Meter:
     """Computes the changes on one worker. The engine's thread calls it in steps in which ranks report.
 
-    client: None if no store is written (sink null).
+    client: None if no store is written (sinks host and null).
     """
 
     def __init__(self, progress: Progress, client: StoreClient | None, ring: Ring, rank: int) -> None:
