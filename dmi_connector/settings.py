@@ -34,8 +34,8 @@ CHECKS = ("none", "poison")
 CUDA_GRAPHS = ("auto", "vllm")
 FILE_MODES = ("private", "group", "world")
 POOL = "pool"
-OWNERS = ("", POOL)
-"""Values of the option `owner`. With "", vLLM's options decide whether the owner is "draft" or "target"."""
+_OF_CACHE = ("draft", "target")
+"""Owners that `--owner` and `capture_args` name, but not the option `owner`: options of vLLM decide between them."""
 _OF_VLLM = {
     "shared_storage_path": "did you mean 'store_dir'?",
     "num_writer_threads": "did you mean 'writers'?",
@@ -54,6 +54,18 @@ def _path(option: str, value: object) -> str:
             os.fsencode(value)
             return os.path.abspath(value)
     raise refuse(option, value, "is not valid; give the directory where stores are written")
+
+
+def _owner(value: object) -> str:
+    """POOL, or "" for the owner that vLLM's options determine. Raises OptionError."""
+    if value in _OF_CACHE:
+        raise refuse(
+            "owner",
+            value,
+            "is not set here; leave owner out: rows are in the draft's cache with speculative_config of "
+            "method extract_hidden_states, and otherwise in the target's",
+        )
+    return "" if value == "" else one_of("owner", value, (POOL,))
 
 
 def _roots(value: object) -> tuple[str, ...]:
@@ -226,7 +238,7 @@ class ServerOptions:
                 True,
                 "needs an upload, and there is none; give upload, as in s3://bucket/captures",
             )
-        owner = one_of("owner", extra.get("owner", cls.owner), OWNERS)
+        owner = _owner(extra.get("owner", cls.owner))
         pool_bytes = integer("pool_bytes", extra.get("pool_bytes", 0), 0, _MOST_BYTES)
         if pool_bytes and owner != POOL:
             raise refuse("pool_bytes", pool_bytes, f"is the size of a pool, and there is none; give owner {POOL!r}")

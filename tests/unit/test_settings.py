@@ -53,6 +53,8 @@ def test_server_options_left_out_have_their_defaults() -> None:
         ("writers", -1, "whole number from 0 to 256"),
         ("host_buffer_bytes", -1, "whole number"),
         ("staging_bytes", 1 << 50, "whole number"),
+        ("owner", "target", "leave owner out"),
+        ("owner", "pools", "did you mean 'pool'? choose one of pool"),
         ("policy", "wait", "block, drop"),
         ("sink", "tape", "disk, host, null"),
         ("fsync", 1, "true or false"),
