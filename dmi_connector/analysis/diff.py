@@ -244,7 +244,7 @@ def _unlike_forms(a: Capture, b: Capture, hook: str, layer: int | None) -> str:
 def _tolerance(a: Capture, b: Capture, hook: str, layer: int | None) -> float:
     if hook in HOOKS and HOOKS[hook].dtype == "int32":
         return 0.0
-    dtypes = [TOLERANCES.get(capture.attrs.get("dtype"), max(TOLERANCES.values())) for capture in (a, b)]
+    dtypes = [TOLERANCES.get(capture.attrs.get("dtype", ""), max(TOLERANCES.values())) for capture in (a, b)]
     reduced = any(capture.reduction(hook, layer) is not None for capture in (a, b))
     return max(*dtypes, ROUNDED if reduced else 0.0)
 
