@@ -8,21 +8,21 @@ prefix-cache hits. It records:
 
 - how many requests got the tokens of an engine without our connector. Where a greedy request did not, the logits in its
   store must say that rounding explains it. Seeded requests are counted apart (`same_tokens.py` says why);
-- how many tokens the scheduler had computed against how many were needed: one a step once the prompt is in, no drafts;
+- how many tokens the scheduler scheduled, and how many were needed. After the prompt, a step has one token per request;
 - rows missing;
 - for each hook the least cosine of a row and the largest error relative to the row's largest value, against
   transformers in float32.
 
-Of reduced hooks (engine "reduced") it compares what a store gives with what the reduction keeps of transformers'
-values; attention summaries, with the patterns that the same store's q_rot and k_rot give. Engine "pca" reduces some
-hooks by a basis that is fitted on the stores of the engine before it. Both name hooks of Qwen3.
-With --drafts the engines draft tokens (`benchmarks.drafts`), stock too, and prompts repeat themselves. Then a step
-computes several tokens of a request: steps are recorded, not judged, but for a draft that was never accepted. With
-"eagle3" vLLM accepts drafts by chance, so tokens are counted, not judged.
+Engine "reduced" reduces all hooks. Decoded rows are compared with transformers' values after the same reduction, and
+attention summaries with the patterns that q_rot and k_rot of the same store give. Engine "pca" reduces some hooks by a
+basis that is fitted on the stores of the engine before it. Both work only with hooks that Qwen3 has.
+With --drafts all engines use speculative decoding (`benchmarks.drafts`), stock too, and prompts repeat themselves. Then
+a step computes several tokens of a request. Their number is recorded. The run fails if no draft token was scheduled or
+accepted, or if a step has more tokens than 1 + K. With "eagle3" vLLM accepts draft tokens at random, so tokens are
+counted, not judged.
 
-Exit status 1: tokens differ by more than rounding, more was computed than needed, rows are missing, a store has
-problems or values are off: a row's cosine below LEAST_COSINES, a larger value left out by top k than rounding explains,
-an attention weight.
+The exit status is 1 if an engine fails, tokens differ by more than rounding, another number of tokens was computed than
+needed, rows are missing, a store has problems, or values are off (limits below).
 
 On a CPU add `--engine-args '{"max_num_batched_tokens": 2048}'`: there vLLM cannot split a seeded prompt over steps.
 """
@@ -45,7 +45,7 @@ from dmi_connector.cli.tiny_hybrids import ON_CPU
 
 MODULE = "benchmarks.checks.check_gpu"
 HOOKS = "vllm-full,attention,mlp_pre*"
-"""Presets and wildcards leave out what a family lacks. Together they name every hook but `pattern`."""
+"""Every hook but `pattern` and `indexer_topk`. Presets and wildcards leave out what a family lacks."""
 LENGTHS = (5, 16, 31, 64, 127, 128, 129, 200, 300, 400)
 SIZES: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 4}
 SIZES_OF_ARCH: dict[str, dict[str, Any]] = {
@@ -53,19 +53,19 @@ SIZES_OF_ARCH: dict[str, dict[str, Any]] = {
     "nemotron_h": {"head_dim": 64, "mamba_head_dim": 64, "ssm_state_size": 128},
     "qwen3_5_text": {"head_dim": 64, **ON_CPU},
 }
-"""Of --arch, where a GPU's kernels take no others."""
+"""Sizes for families whose GPU kernels do not support the default ones."""
 ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 320, "gpu_memory_utilization": 0.5}
 """Some prompts are prefilled in several steps, and steps have more and fewer tokens than `deferred.MOST_TOKENS`."""
 LEAST_COSINES, LEAST_COSINE_OF_ARCH = {"qwen3": 0.998, "nemotron_h": 0.96, "gemma4_text": 0.96}, 0.99
-"""Of a row with transformers' in float32, of these families and of others. bfloat16 alone gives 0.9994, 0.960, 0.963
-and, in a Gemma 3, whose residual stream is large, 0.996."""
+"""Minimum cosine of a row with the float32 row of transformers: of these families, and of others. transformers in
+bfloat16 reaches 0.9994, 0.960 and 0.963, and 0.996 for a Gemma 3, whose residual stream is large."""
 MOST_FLIPPED = 0.05
-"""Part of a hook's rows that may be below these in models with experts: rounding changes some rows' experts.
+"""Maximum fraction of a hook's rows below the limit in models with experts, because rounding changes chosen experts.
 
-In transformers bfloat16 alone changes 0.5 to 3.8 % of the rows of logits so, by family (docs/ENGINEERING.md).
+With transformers in bfloat16, 0.5 to 3.8 % of the rows of logits are below it (docs/ENGINEERING.md).
 """
 MOST_GAP = 0.1
-"""By which a value that top k left out may exceed one it kept, in parts of the row's largest (bfloat16 rounds)."""
+"""Maximum by which a value that top k left out may exceed a kept one, relative to the row's largest value."""
 MOST_ATTENTION_ERROR = 1e-4
 REDUCE = {
     "resid_*": "rp(64)",
@@ -83,7 +83,7 @@ REDUCE = {
 PERIOD = 12
 """Tokens after which prompts repeat themselves with --drafts."""
 MOST_THREADS = 8
-"""Of transformers on the CPU: a model this small is slower on all 64 cores of a node."""
+"""Maximum number of CPU threads for transformers. A model this small runs slower on all 64 cores of a node."""
 PCA_HOOKS = ("resid_mid", "q", "mlp_post")
 PCA_RANK = 32
 
@@ -95,7 +95,7 @@ def sizes_of(arch: str, head_dim: int = SIZES["head_dim"], heads: int = 0) -> di
 
 
 def _prompts(period: int = 0) -> list[dict[str, list[int]]]:
-    """period: 0, or each prompt repeats its first tokens."""
+    """period: number of tokens after which each prompt repeats itself; 0: prompts are random."""
     rng = np.random.default_rng(0)
     return [{"prompt_token_ids": np.resize(rng.integers(10, 500, period or n), n).tolist()} for n in LENGTHS]
 
@@ -137,7 +137,7 @@ def _generate(llm: Any, period: int) -> tuple[list[Any], list[bool]]:
 
 
 def child(args: argparse.Namespace) -> None:
-    """One engine, "stock..." or an owner of rows, whose scheduler runs in this process: answers all prompts."""
+    """Run one engine, `args.child`, on all prompts. Its scheduler runs in this process."""
     from vllm import LLM
 
     from dmi_connector import capture_args, open_capture
@@ -177,7 +177,7 @@ def child(args: argparse.Namespace) -> None:
     }
     common.save(f"{args.out}.{args.child}", found)
     for _ in range(3):
-        llm.llm_engine.step()  # an engine in its own process takes these steps by itself; the last rows go with them
+        llm.llm_engine.step()  # exports the last rows; an engine in its own process runs these steps by itself
     for store in found["stores"] if ours else []:
         open_capture(store, timeout=60, allow_incomplete=True)
     llm.llm_engine.engine_core.shutdown()
@@ -189,8 +189,9 @@ def _basis(args: argparse.Namespace) -> str:
 
 
 def _kept(reduction: Any, values: np.ndarray, got: np.ndarray, basis: str) -> tuple[np.ndarray, float]:
-    """What decoded rows `got` [layers, n, ...] of a reduction are of float32 values [layers, n, ..., width], but for
-    rounding, and the gap (see MOST_GAP) of top k, else 0.
+    """(expected decoded rows of float32 `values` [layers, n, ..., width], gap of top k (see MOST_GAP) or 0).
+
+    got: the decoded rows of the store, [layers, n, ...].
     """
     from dmi_connector.reduce.basis import Basis
     from dmi_connector.reduce.pca import Pca
@@ -211,8 +212,8 @@ def _kept(reduction: Any, values: np.ndarray, got: np.ndarray, basis: str) -> tu
 
 
 def _attention_error(capture: Any) -> float:
-    """Largest difference of a stored attention weight from that at its place in the pattern of stored q_rot and k_rot,
-    and of the least weight kept from the largest left out.
+    """The larger of two errors: of a stored weight from the weight at its position in the pattern that q_rot and k_rot
+    give, and the amount by which a weight that was left out exceeds the smallest kept one.
     """
     worst = 0.0
     reduction = capture.reduction("pattern")
@@ -305,21 +306,20 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--owners",
         default="draft,target",
-        help="also stock2: the plain engine again (has no logits: any other greedy token fails); reduced: REDUCE; pca, "
-        "after one of these",
+        help="also stock2, a second stock engine; reduced, with REDUCE; pca, after an engine that captures",
     )
-    p.add_argument("--hooks", default=HOOKS, help="(default: %(default)s, every hook of the family)")
+    p.add_argument("--hooks", default=HOOKS, help="(default: %(default)s)")
     p.add_argument("--arch", default="qwen3", help="a family of dmi_connector.cli.tiny_models (default: %(default)s)")
-    p.add_argument("--heads", type=int, default=0, help="of Qwen3: a multiple of the ranks (0: four)")
-    p.add_argument("--head-dim", type=int, default=SIZES["head_dim"], help="with 128 steps run as one CUDA graph each")
-    p.add_argument("--drafts", choices=drafts.METHODS, help="draft tokens in all engines; of ours, owner target alone")
-    p.add_argument("--least-cosine", type=float, default=0.0, help="of a row, where caches are quantised")
+    p.add_argument("--heads", type=int, default=0, help="attention heads of Qwen3 (0: 4)")
+    p.add_argument("--head-dim", type=int, default=SIZES["head_dim"], help="with 128, each step is one CUDA graph")
+    p.add_argument("--drafts", choices=drafts.METHODS, help="use speculative decoding, with owner target only")
+    p.add_argument("--least-cosine", type=float, default=0.0, help="minimum cosine of a row (0: that of the family)")
     p.add_argument("--eager", action="store_true")
     return p
 
 
 def _failures(found: dict[str, Any]) -> list[str]:
-    """What of one engine's findings is not as it should be."""
+    """The failures in the findings of one engine, as messages."""
     steps = found["steps"]
     wrong = list(found.get("problems", []))
     if found.get("drafts_of"):
@@ -336,7 +336,7 @@ def _failures(found: dict[str, Any]) -> list[str]:
     most = MOST_FLIPPED if found.get("experts") else 0.0
     wrong += [f"{hook}: {part:.2%} of rows have a lower cosine" for hook, part in below.items() if not part <= most]
     if not found.get("top_k_gap", 0.0) <= MOST_GAP:
-        wrong.append(f"top k left out values {found['top_k_gap']} of the row's largest above what it kept")
+        wrong.append(f"top k left out a value larger than a kept one, by {found['top_k_gap']} of the row's largest")
     if not (found.get("attention_error") or 0.0) <= MOST_ATTENTION_ERROR:
         wrong.append(f"attention weights are off by {found['attention_error']}")
     if found.get("rows_missing"):
@@ -386,7 +386,7 @@ def main(argv: list[str] | None = None) -> int:
         results[name] |= {"drafts_of": args.drafts} if args.drafts else {}
         if name != "stock":
             results[name] |= _tokens(args, name, found, stock)
-        common.save(args.out, results)  # transformers may take longer than there is time
+        common.save(args.out, results)  # now, in case a time limit ends the comparison with transformers
         if not name.startswith("stock"):
             results[name] |= compare(args, found)
         print(name, json.dumps(results[name], indent=1), flush=True)

@@ -4,7 +4,7 @@ one of k buckets. The value of a bucket is the sum of its dimensions.
 
 The sums are stored as int8 with a row scale (see int8.py), or with `exact` as k float32 values. numpy's Philox
 generator computes buckets and signs from the seed. A permutation assigns dimensions to buckets, so the sizes of buckets
-differ by at most one. The rows of the sketch matrix are orthogonal, like those of `rp`. The sketch y of a row x has
+differ by at most one. The columns of the sketch matrix [width, k] are orthogonal. The sketch y of a row x has
 E|y|^2 = |x|^2 over random signs.
 """
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 _LEAST_STD, _TINY = 1e-6, 1e-30
-"""Minimum standard deviation for divisions, relative to the largest one, and minimum of the largest one."""
+"""Smallest standard deviation to divide by, relative to the largest of its group; lower bound of the largest."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Pca(FittedReduction):
         return self.restore(rows.decoded, self.own_part(rows.layer))
 
     def project(self, direction: np.ndarray, basis: LayerBasis | None = None, shards: int = 1) -> np.ndarray:
-        """Project a direction [width] in the hook's space to the space of the scores, float32 [k].
+        """Project a direction [width] in the hook's space to scores, float32 [k], with groups [groups * k].
 
         `decoded rows @ result` approximates `(rows - mean) @ direction`.
         """
@@ -152,7 +152,7 @@ class Pca(FittedReduction):
         return np.asarray((parts @ components)[:, 0] * _floor(std)).ravel()
 
     def restore(self, decoded: np.ndarray, basis: LayerBasis) -> np.ndarray:
-        """Map decoded rows [..., k] back to float32 [..., width]: the mean plus the kept components."""
+        """Map decoded rows [..., k] or [..., groups * k] to float32 [..., width]: the mean plus the kept components."""
         components, std = basis.of_groups
         scores = decoded.reshape(-1, *std.shape) * _floor(std)
         rows = (scores.swapaxes(0, 1) @ components.swapaxes(1, 2)).swapaxes(0, 1)
@@ -171,7 +171,7 @@ def fit(blocks: Iterable[np.ndarray], rank: int, group: int = 0) -> tuple[LayerB
     """Fit principal components to float rows in blocks [n, width]. Returns (basis, total variance).
 
     rank: number of components per basis. group: number of dimensions per basis, 0 for one basis of all. The memory is
-    about 48 x width x group bytes for any number of rows.
+    about 48 x width x group bytes (48 x width^2 without groups) for any number of rows.
 
     Raises ValueError for fewer than `rank` + 1 rows, for a group that is smaller than `rank` or does not divide the
     width, and for values that are not finite.

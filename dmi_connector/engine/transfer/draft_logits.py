@@ -61,7 +61,7 @@ class DraftLogits:
         """(rows [n, vocab], whether each was found, bool [n]) of accepted tokens. None if no step is kept.
 
         slots: slot of each token. last: for each token, the last step that may have computed it. The position of a
-        rejected token is computed again, so the newest of these steps that has the slot has the row.
+        rejected token is computed again. So the row is in the newest of these steps that has the slot.
         """
         rows: torch.Tensor | None = None
         found = torch.zeros(0)

@@ -59,7 +59,11 @@ def config(
     """What owners look at in a configuration. method: the speculative one, with a schedule of no drafts. owner: the
     option of the connector.
     """
-    speculative = SimpleNamespace(method=method, num_speculative_tokens_per_batch_size=[[1, 8, 0]])
+    draft = SimpleNamespace(hf_config=SimpleNamespace(architectures=["ExtractHiddenStatesModel"]))
+    schedule = [[1, 8, 0]]
+    speculative = SimpleNamespace(
+        method=method, num_speculative_tokens_per_batch_size=schedule, draft_model_config=draft
+    )
     scheduler = SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=64, enable_chunked_prefill=True)
     sleeps = {"enable_sleep_mode": sleep, "enable_cumem_allocator": False}
     model = SimpleNamespace(

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=NO_CHROMIUM)
 SPECS = (ArraySpec("resid_pre", "float32", (0, 1), viewkit.HIDDEN), ArraySpec("q_rot", "float32", (0, 1), 8))
 SPECS += (ArraySpec("k_rot", "float32", (0, 1), 4), ArraySpec("topk_ids", "int32", (0, 1), 2))
-ABOUT = {"num_layers": 2, "experts": {"count": 4}, "rotary": True, "dims": {"heads": 2, "kv_heads": 1, "head_dim": 4}}
+ABOUT = {
+    "num_layers": 2,
+    "experts": {"count": 4, "layers": [0, 1]},
+    "rotary": True,
+    "dims": {"heads": 2, "kv_heads": 1, "head_dim": 4},
+}
 VALUES = {spec.name: kit.random_bits(spec, 256) for spec in SPECS}
 VALUES["topk_ids"] %= 4
 

@@ -119,8 +119,9 @@ class RemoteRing(RingBase):
         """Add the extent that the engine calls `number`. It has one user, the caller."""
         extent = Extent(offset, nbytes)
         with self._changed:
-            # The extent did not fit at the end of the ring, so it is larger than the gap there. The gap may end before
-            # `nbytes`, because the engine may not use the whole ring yet (`Ring.allow`).
+            # The engine continues at the beginning of the ring: the extent did not fit into the gap at the end, or the
+            # ring was empty. The gap may end before `nbytes`, because the engine may not use the whole ring yet
+            # (`Ring.allow`).
             if offset < self._end:
                 self._taken += min(self.nbytes - self._end, extent.size)
             self._out[extent] = number, self._taken
@@ -133,7 +134,7 @@ class RemoteRing(RingBase):
 
 
 class Coordinator:
-    """Handles the engine's messages one at a time. Messages name captures and layouts by numbers of the engine.
+    """Handles the engine's messages one at a time. They name captures and layouts by numbers that the engine assigns.
 
     writers: number of writer processes. life_fd: a descriptor that writers keep open until they exit.
     """
