@@ -23,7 +23,7 @@ ADAPTERS = ("first", "second")
 REQUESTS = {"none": None, "first": "first", "second": "second", "first-long": "first", "none-long": None}
 """One batch: the adapter of each request."""
 LEAST_COSINE = 0.995
-"""Of a row in bfloat16 with transformers' in float32. In transformers, bfloat16 alone gives 0.9976 (`attn_out`)."""
+"""Minimum cosine of a bfloat16 row with the float32 row of transformers. In bfloat16 transformers reaches 0.9976."""
 SLOTS = 3
 """One is empty: on a CPU vLLM takes the last slot for tokens that have no adapter."""
 ENGINES = [
@@ -35,7 +35,7 @@ ENGINES = [
     pytest.param("llama", "compiled", "pool", marks=pytest.mark.soak),
     pytest.param("llama", "eager", "target beside n-gram", marks=pytest.mark.soak),
 ]
-"""Each architecture, mode and owner; in the long part each pair of mode and owner, and draft tokens."""
+"""Each architecture and mode, owners draft and target. In the long part also owner pool, and draft tokens."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Adapters:
 def adapters(
     tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Adapters]:
-    """adapters(arch): of ADAPTERS and "reloaded", made once a session."""
+    """adapters(arch): the adapters named in ADAPTERS, and "reloaded". They are made once per session."""
     made: dict[str, Adapters] = {}
 
     def get(arch: str) -> Adapters:
@@ -111,4 +111,4 @@ def test_each_request_of_a_batch_has_the_values_of_its_adapter(
     assert open_capture(run.store("reloaded")).attrs["adapter"] == "first", "the new weights have the old name"
     names = ("none", "first", "second", "reloaded")
     streams = [open_capture(run.store(name)).numpy("q", layer=0)[:40] for name in names]
-    assert all(abs(a - b).max() > 0.1 for a, b in combinations(streams, 2)), "adapters that change little show less"
+    assert all(abs(a - b).max() > 0.1 for a, b in combinations(streams, 2)), "a smaller change of q could hide a mix-up"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts small bugs into the code, one at a time, and counts those that the fast tests find: `make mutants`.
 
-mutmut makes the bugs and runs the tests, in a copy of the tree below .mutants/ (setup.cfg, hits.py). It keeps all
-mutants of a file in that file, and each process that starts reads them. So a run takes a part of them: here they are
-chosen, and the result is written. What was decided in an earlier run of the same part stays decided; `--again` takes
-the survivors once more, which is what a new test needs.
+mutmut makes the bugs and runs the tests, in a copy of the tree below .mutants/ (setup.cfg, hits.py). It writes all
+mutants of a file into that file, and every process imports them. So one run makes only a part of the mutants. This
+module chooses the part and writes the result. Results of earlier runs of the same part are kept. `--again` runs the
+survivors again, for example after a test was added.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ COPIED += ("docs/*.md", "CONTRIBUTING.md")
 REASONS = json.loads((ROOT / "tests/mutants/survivors.json").read_text())
 """Why each survivor may live."""
 FOUND = ("killed", "timeout", "segfault")
-"""What mutmut calls a mutant that the tests found."""
+"""Statuses of mutmut for mutants that the tests detected."""
 
 
 def copy_tree(tree: Path) -> None:
-    """Bring a copy of the tree up to date. mutmut makes the mutants of a file anew where its time has changed."""
+    """Bring a copy of the tree up to date. mutmut makes mutants of a file again if its mtime has changed."""
     listed = subprocess.check_output(
         ["git", "ls-files", "-co", "--exclude-standard", "-z", *COPIED], cwd=ROOT, text=True
     )
@@ -55,16 +55,17 @@ def copy_tree(tree: Path) -> None:
 
 
 def only_code(node: Any) -> Any:
-    """mutmut's mutants of a string, but of a sentence: what messages say is left out."""
+    """mutmut's mutants of a string. None for a string with a space: texts of messages are not mutated."""
     from mutmut.mutation import mutators
 
     return [] if " " in getattr(node, "value", "") else mutators.operator_string(node)
 
 
 def choose(part: int, parts: int, seed: int, only: list[str]) -> None:
-    """Let mutmut make one of `parts` equal parts of the mutants of each file, chosen at random; at least one mutant.
+    """Limit mutmut to one part of each file's mutants: number `part` of `parts` equal random parts, at least one.
 
-    Of files whose path has none of `only`, no mutant. Writes how many there are of each other file below made/.
+    Files whose path contains none of `only` get no mutants. For every other file, the number of all its mutants is
+    written to made/.
     """
     from mutmut.mutation import file_mutation, mutators
 
@@ -89,13 +90,13 @@ def choose(part: int, parts: int, seed: int, only: list[str]) -> None:
 def main() -> int:
     """Entry point. Exits with 1 where fewer than 90 % of the mutants were found."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", type=int, default=18, help="in how many parts the mutants are taken")
-    parser.add_argument("--part", type=int, default=0, help="which part this is, from 0")
-    parser.add_argument("--seed", type=int, default=0, help="how they are shared out")
-    parser.add_argument("--jobs", type=int, default=2 * (os.cpu_count() or 1), help="mutants at a time; most wait")
+    parser.add_argument("--parts", type=int, default=18, help="number of parts of the mutants (default: 18)")
+    parser.add_argument("--part", type=int, default=0, help="the part of this run, from 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the division into parts")
+    parser.add_argument("--jobs", type=int, default=2 * (os.cpu_count() or 1), help="mutants to test at the same time")
     parser.add_argument("--again", action="store_true", help="try survivors of an earlier run once more")
     parser.add_argument("--only", nargs="+", default=[""], help="only files with one of these in their path")
-    parser.add_argument("--tests", nargs="+", help="only these tests, in place of those in setup.cfg")
+    parser.add_argument("--tests", nargs="+", help="tests to run instead of those in setup.cfg")
     parser.add_argument("--result", type=Path, help="where the counts go, as JSON")
     args = parser.parse_args()
     began = time.monotonic()

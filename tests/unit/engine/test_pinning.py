@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ring's memory is pinned in the background, and given out only once it is pinned. CUDA only takes notes here."""
+"""The ring's memory is pinned in the background, and given out once it is pinned. A fake CUDA records the calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEVICE = torch.device("cuda")
 
 
 class Cuda:
-    """Notes what is pinned. `go` lets the thread that pins in the background pin; `fails` makes that fail."""
+    """Records what is pinned. go: the background thread waits for it. fails: pinning returns an error."""
 
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}
@@ -118,7 +118,7 @@ def test_memory_that_cannot_be_pinned_later_leaves_a_smaller_ring(
     memory._thread.join(kit.PATIENCE)
     assert ring.usable == SLICE
     with pytest.raises(ValueError, match=f"do not fit in the {SLICE} bytes of the ring: raise the limit of pinned"):
-        ring.alloc(SLICE + 1)  # which would wait for ever
+        ring.alloc(SLICE + 1)  # without the error, the call would wait forever
     assert [line.partition(" bytes could")[2] for line in lines] == [
         " not be pinned (2); give a smaller size or raise the limit. The ring stays at its first 0 MiB"
     ]
@@ -183,7 +183,7 @@ def test_an_engine_that_ends_early_stops_pinning(cuda: Cuda, ring: Ring) -> None
 
 
 class Library:
-    """Stands for a C library: notes the calls of its functions. answers: what these give, one after the other."""
+    """A fake C library that records the calls of its functions. answers: their return values, in order."""
 
     def __init__(self, *answers: int) -> None:
         self.answers, self.calls = list(answers), list[tuple[Any, ...]]()
@@ -214,7 +214,7 @@ UNIT = 16 << 20
 def test_memory_is_taken_from_the_system_in_parts(
     nbytes: int, answers: list[int], sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until the kernel refuses it: pinning then takes the rest."""
+    """If the kernel refuses madvise, populating stops, and pinning populates the remaining pages."""
     library = Library(*answers)
     monkeypatch.setattr(pinning.ctypes, "CDLL", lambda name: library if name is None else None)
     pinning._populate(4096, nbytes, threading.Event())

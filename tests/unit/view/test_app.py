@@ -401,7 +401,7 @@ def test_attention_is_that_of_the_reader(real: Path) -> None:
 
 
 def test_of_keys_with_equal_weights_the_first_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And none that has no weight."""
+    """Keys with weight 0 are left out."""
     weights = np.zeros((1, 1000), "f4")
     weights[0, 5::2] = 0.25
     weights[0, 900] = 0.5
@@ -613,7 +613,7 @@ def test_the_command_serves_on_loopback_alone(stores: Path) -> None:
 def test_the_server_listens_on_loopback_and_says_where(
     stores: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the port that is given, or a free one; without a log of requests, and without websockets."""
+    """It uses the given port, or a free one. It logs no requests and has no websockets."""
     made: list[Any] = []
 
     class Server:
@@ -731,7 +731,10 @@ ASKED = (
 
 
 def test_answers_are_those_of_before(stores: Path, model: Path) -> None:
-    """data/answers.json has them: the page reads their keys. Of arrays there are the shape and the mean size."""
+    """data/answers.json has the recorded answers, whose keys the page reads.
+
+    For arrays it has the shape, the number of NaN values and the mean magnitude.
+    """
     asking = client(stores, model=model, tokenizer=model)
     for query in ASKED:
         asked = asking.get(f"api/{query}")
@@ -749,7 +752,10 @@ def test_answers_are_those_of_before(stores: Path, model: Path) -> None:
 
 
 def without_times(answer: dict[str, Any]) -> dict[str, Any]:
-    """Without sizes of files either, which hold paths of this run. Of floats in base64 there is the mean size."""
+    """The answer without times, and without the model and sizes of files, which depend on paths of this run.
+
+    Floats in base64 are replaced by their mean magnitude.
+    """
     kept = {key: value for key, value in answer.items() if key not in ("started", "created", "model", "bytes")}
     if isinstance(values := kept.get("values"), str):
         kept["values"] = float(np.abs(np.frombuffer(base64.b64decode(values), "<f4")).mean())
