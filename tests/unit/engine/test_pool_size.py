@@ -87,5 +87,5 @@ def test_chunks_of_large_rows_are_short_unless_they_are_given() -> None:
 def test_the_size_of_a_pool_needs_a_pool() -> None:
     with pytest.raises(OptionError, match="pool_bytes: 5 is the size of a pool, and there is none; give owner 'pool'"):
         ServerOptions.parse({"store_dir": "/x", "pool_bytes": 5})
-    with pytest.raises(OptionError, match="owner: 'target' is unknown"):
+    with pytest.raises(OptionError, match="owner: 'target' is not set here; leave owner out"):
         ServerOptions.parse({"store_dir": "/x", "owner": "target"})
