@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the notebooks of examples/. As a program, it stores their outputs: `python -m tests.notebookkit [NAME ...]`."""
+"""Runs the notebooks of examples/. As a program, it also stores their outputs: `python -m tests.notebookkit [NAME
+...]`.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ NAMES = tuple(sorted(path.stem for path in EXAMPLES.glob("*.ipynb")))
 
 
 def stored(name: str) -> nbformat.NotebookNode:
-    """A notebook of examples/ as it is stored, with its outputs."""
+    """A notebook of examples/ with its stored outputs."""
     return nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
 
 
 def read(name: str) -> nbformat.NotebookNode:
-    """A notebook of examples/ without its outputs, to be run."""
+    """A notebook of examples/ without outputs."""
     notebook = stored(name)
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -38,15 +40,16 @@ def read(name: str) -> nbformat.NotebookNode:
 
 
 def fingerprint(notebook: nbformat.NotebookNode) -> str:
-    """SHA-256 of the code. Stored outputs name the code that they are of."""
+    """SHA-256 of the code cells. A notebook's stored outputs name the fingerprint of the code that printed them."""
     code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     return hashlib.sha256(code.encode()).hexdigest()
 
 
 class Mistake(NamedTuple):
-    """Wrong code, which later cells have to find: behind the cell that holds `after`, the rest is run once more.
+    """Wrong code that the checks in later cells must detect. It runs after the cell that contains `after`, then the
+    later cells run again.
 
-    quick: (text of later cells, what stands for it), so that they take less time, or are wrong too.
+    quick: (text in later cells, its replacement), to make them faster or to change them too.
     """
 
     after: str
@@ -56,7 +59,7 @@ class Mistake(NamedTuple):
 
 
 def shorter(notebook: nbformat.NotebookNode, text: str, instead: str) -> nbformat.NotebookNode:
-    """The notebook with another value in the one place that has `text`: it trains for fewer steps."""
+    """The notebook with `text`, which must occur in one cell, replaced by `instead`, so that it trains for fewer steps."""
     [cell] = [cell for cell in notebook.cells if text in cell.source]
     cell.source = cell.source.replace(text, instead)
     return notebook
@@ -65,9 +68,10 @@ def shorter(notebook: nbformat.NotebookNode, text: str, instead: str) -> nbforma
 def execute(
     notebook: nbformat.NotebookNode, monkeypatch: pytest.MonkeyPatch, mistakes: Sequence[Mistake] = (), **env: str
 ) -> tuple[str, int]:
-    """(Text that the cells print, number of pictures). env: of the kernel. Raises CellExecutionError.
+    """Run a notebook. Returns (printed text, number of pictures). env: environment variables of the kernel. Raises
+    CellExecutionError.
 
-    mistakes: made one after another in the same kernel, when all cells have run. Fails where one is not found.
+    mistakes: run one after another in the same kernel, after all cells. Fails if a mistake is not detected.
     """
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -89,12 +93,12 @@ def execute(
 
 
 def refresh(name: str) -> None:
-    """Run a notebook with its own engine, and store it with what its cells print and draw. Raises CellExecutionError.
+    """Run a notebook in a new kernel, and store it with its printed text and pictures. Raises CellExecutionError.
 
-    What goes to standard error is left out: progress bars, and warnings with paths of this machine.
+    Standard error is left out, because it has progress bars and warnings with paths of this machine.
     """
     notebook = read(name)
-    about = copy.deepcopy(notebook.metadata)  # running adds the version of Python
+    about = copy.deepcopy(notebook.metadata)  # a run adds the version of Python
     with pytest.MonkeyPatch.context() as monkeypatch, tempfile.TemporaryDirectory(prefix="n") as folder:
         for own in ("DMI_STORE", "DMI_CAPTURES"):
             monkeypatch.delenv(own, raising=False)

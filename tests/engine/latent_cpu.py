@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent attention of other shapes than 512 + 64 on a CPU, in an engine of this process.
+"""Latent attention of shapes other than 512 + 64 on a CPU, in an engine of this process.
 
-vLLM's own decode kernel there takes that one shape, and its platform turns prefix caching and chunked prefill off.
-`stand_in` replaces the kernel and the merge of two parts of the keys by the functions below, and leaves both features
-on. So rows, taps and stores meet every kind of step. The rest is vLLM's: the model, its modules and their order, the
-cache, the decode over latents, the prefill over keys of heads.
+vLLM's CPU decode kernel supports only that shape, and its CPU platform disables prefix caching and chunked prefill.
+`stand_in` replaces the kernel and the function that merges attention over two parts of the keys, and keeps both
+features enabled. So rows, taps and stores are tested with every kind of step. The rest is vLLM's: the model, the order
+of its modules, the cache, the decode over latents, the prefill over keys of heads.
 
 `docs/HOOKS.md` says which of these options a user needs.
 """
@@ -55,8 +55,10 @@ def decode(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
 ) -> None:
-    """One query a request over its paged latents: out [requests, heads, latent], query [requests, heads, latent +
-    rotary], kv_cache [blocks, block, latent + rotary].
+    """Decode one query per request over its paged latents.
+
+    out: [requests, heads, latent]. query: [requests, heads, latent + rotary]. kv_cache: [blocks, block, latent +
+    rotary].
     """
     for i, length in enumerate(seq_lens.tolist()):
         blocks = block_tables[i, : -(-length // kv_cache.shape[1])].long()
@@ -71,6 +73,6 @@ def merge(
     suffix_output: torch.Tensor,
     suffix_lse: torch.Tensor,
 ) -> None:
-    """Attention over two parts of the keys: outputs [tokens, heads, size], log-sum-exps [heads, tokens]."""
+    """Merge attention over two parts of the keys. Outputs: [tokens, heads, size]. Log-sum-exps: [heads, tokens]."""
     weights = torch.softmax(torch.stack([prefix_lse, suffix_lse]), 0).mT[..., None]
     output.copy_(weights[0] * prefix_output + weights[1] * suffix_output)
