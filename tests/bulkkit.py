@@ -222,7 +222,9 @@ def write_prompts(path: Path, count: int, bad: Sequence[int] = ()) -> Path:
 
 
 def check_whole(out: Path, positions: Sequence[int], ids: Mapping[int, str] | None = None, suffix: str = "") -> None:
-    """Check that each of `positions` has exactly one complete, valid store and one manifest line that names the store."""
+    """Check that each of `positions` has exactly one complete, valid store and one manifest line that names the
+    store.
+    """
     assert not list(out.glob("*.partial"))
     keys = [f"{RUN}-{position:09d}" for position in positions]
     stores = sorted(out.glob("*.zarr"))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration shared by all tests: the environment in which vLLM starts, tiny models and their transformers oracles."""
+"""Configuration shared by all tests: the environment in which vLLM starts, tiny models and their transformers
+oracles.
+"""
 
 from __future__ import annotations
 
@@ -171,7 +173,9 @@ def engine_log() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="session")
 def known_models(vllm_cache_root: Path, pytestconfig: pytest.Config) -> None:
-    """Fill vLLM's cache of model information (see modelinfos.py). The first test process does so, and the others wait."""
+    """Fill vLLM's cache of model information (see modelinfos.py). The first test process does so, and the others
+    wait.
+    """
     done = pytestconfig.cache.mkdir("modelinfos") / "done"
     with FileLock(done.with_suffix(".lock")):
         if not done.exists():

@@ -169,7 +169,9 @@ def ask(
     group: bool,
     directory: Path | None = None,
 ) -> tuple[socket.socket, int]:
-    """Ask the server `module` to fork a process. Returns the socket that receives the exit status, and the process id."""
+    """Ask the server `module` to fork a process. Returns the socket that receives the exit status, and the process
+    id.
+    """
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.connect(_server(module))
     request = {"command": command, "env": dict(env), "group": group, "fds": list(fds), "umask": _umask()}

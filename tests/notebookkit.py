@@ -59,7 +59,9 @@ class Mistake(NamedTuple):
 
 
 def shorter(notebook: nbformat.NotebookNode, text: str, instead: str) -> nbformat.NotebookNode:
-    """The notebook with `text`, which must occur in one cell, replaced by `instead`, so that it trains for fewer steps."""
+    """The notebook with `text`, which must occur in one cell, replaced by `instead`, so that it trains for fewer
+    steps.
+    """
     [cell] = [cell for cell in notebook.cells if text in cell.source]
     cell.source = cell.source.replace(text, instead)
     return notebook

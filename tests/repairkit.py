@@ -124,7 +124,9 @@ def only(outcomes: list[Outcome]) -> Outcome:
 
 
 def notes_of(outcome: Outcome) -> list[str]:
-    """The notes of an outcome, without the note that all captures get whose writer was killed before they were closed."""
+    """The notes of an outcome, without the note that all captures get whose writer was killed before they were
+    closed.
+    """
     return [note for note in outcome.notes if not note.startswith("how many rows the request had is not known")]
 
 

@@ -35,7 +35,9 @@ def until(condition: Callable[[], Any]) -> None:
 
 
 class Store:
-    """The coordinator's `Captures` in this process, with its own ring. The writers are real, and no engine is needed."""
+    """The coordinator's `Captures` in this process, with its own ring. The writers are real, and no engine is
+    needed.
+    """
 
     def __init__(
         self,

@@ -150,7 +150,9 @@ def _exaone(weights: Weights, _config: dict[str, Any]) -> Weights:
 
 
 def _plamo3(weights: Weights, config: dict[str, Any]) -> Weights:
-    """PLaMo 3, made from Gemma 3. It adds other constants to the weights of its norms, and does not scale embeddings."""
+    """PLaMo 3, made from Gemma 3. It adds other constants to the weights of its norms, and does not scale
+    embeddings.
+    """
     weights = fused(weights, r"model\.layers\.\d+\.self_attn", ("q_proj", "k_proj", "v_proj"), "qkv_proj")
     weights = fused(weights, r"model\.layers\.\d+\.mlp", ("gate_proj", "up_proj"), "gate_up_proj")
     added = {"post_attention_layernorm": 0.2, "post_feedforward_layernorm": 5**-1.5}
