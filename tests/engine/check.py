@@ -175,7 +175,8 @@ def cosines(
         value = capture.numpy(hook)
         expected = want[hook][..., at, :].reshape(value.shape)
         norms = np.linalg.norm(value, axis=-1) * np.linalg.norm(expected, axis=-1)
-        least[hook] = float(((value * expected).sum(-1) / norms).min())
+        # NaN counts as -1, because `min` over hooks may skip NaN.
+        least[hook] = float(np.nan_to_num(((value * expected).sum(-1) / norms).min(), nan=-1.0))
     return least
 
 
