@@ -81,7 +81,7 @@ def commit(root: Path = ROOT, variable: str = "DMI_COMMIT") -> str | None:
             changes = _git(root, "status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
             return _git(root, "rev-parse", "--short", "HEAD") + (DIRTY if changes else "")
     except (OSError, subprocess.CalledProcessError):
-        pass  # no git, no repository, or no commit yet
+        pass  # git is missing, or there is no repository or no commit yet
     return os.environ.get(variable) or None
 
 

@@ -249,10 +249,11 @@ def downstream(
 
 
 def weights_kept(weights: Sequence[np.ndarray], spec: str) -> dict[str, float]:
-    """What a reduction of `pattern` keeps of causal attention weights: of each capture [heads, queries, keys].
+    """The part of causal attention weights that a reduction of `pattern` keeps. weights: [heads, queries, keys] of each
+    capture.
 
-    Returns "mass", the share of all weight, as a mean over heads and queries, and "least_head", the mass of the head
-    that keeps the least. Only queries that see more than MOST_KEPT keys count.
+    Returns "mass", the mean share over heads and queries, and "least_head", the share of the head that keeps the least.
+    Only queries that see more than MOST_KEPT keys count.
     """
     reduction = parse(spec)
     assert isinstance(reduction, AttentionSummary)
@@ -329,7 +330,7 @@ def main(argv: list[str] | None = None) -> None:
         if kind == "trained":
             encoders, analyses["autoencoders"] = autoencoders(encoded, measured, options.out / "autoencoders")
             more = downstream(Path(about["model"]), fitted, measured, encoders, options.out / "fitted")
-        else:  # tokens and latents that a random model finds have no meaning, nor has a fit to its rows
+        else:  # tokens and latents of a random model have no meaning, and neither has a fit to its rows
             more = fidelity(measured, COMPARED, labels="tokens")
         print(f"\nwhat analyses find\n\n{markdown(more, 0.95)}", flush=True)
         analyses[kind] = [asdict(one) for one in more]

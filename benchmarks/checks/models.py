@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares every hook of every family of models with transformers, and writes the table of docs/MODELS.md.
+"""Compares every hook of every model family with transformers, and writes the table of docs/MODELS.md.
 
     python -m benchmarks.checks.models [PYTEST ARGUMENT...]
 
-Runs tests/engine/test_models.py, test_multimodal.py and test_hybrids.py in full: eager and compiled, rows of each
-owner, two tensor-parallel ranks. Results go to benchmarks/results/models.json. With arguments, such as -k, only some
-tests run, and the results of the others stay.
+The program runs tests/engine/test_models.py, test_multimodal.py and test_hybrids.py in full: eager and compiled, with
+each owner, and on two tensor-parallel ranks. Results are written to benchmarks/results/models.json. With arguments,
+such as -k, only some tests run, and the results of the others are kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODES = ("eager", "compiled", "eager, two ranks")
 
 
 def run(argv: list[str]) -> tuple[list[dict[str, Any]], int]:
-    """(what the tests found, pytest's exit status)."""
+    """(results of the tests, exit status of pytest)."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.jsonl"
         tests = [
@@ -56,9 +56,9 @@ def run(argv: list[str]) -> tuple[list[dict[str, Any]], int]:
 
 
 def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each model: its architecture, the number of its hooks and, in each mode, the largest error and its hook.
+    """For each model: its architecture, the number of its hooks, and in each mode the largest error and its hook.
 
-    An error is a part of the hook's largest value. found: what the tests found.
+    An error is relative to the hook's largest value. found: results of the tests.
     """
     models = []
     for name in dict.fromkeys(one["model"] for one in found):
@@ -74,9 +74,10 @@ def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def merged(before: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The models of an earlier result, with what a later run of some tests found.
+    """The models of an earlier result, updated by a later run of some tests.
 
-    before: the earlier result. found: the models of the later run. A mode that it did not run keeps its error.
+    before: the earlier result. found: the models of the later run. Modes that the later run did not test keep their
+    error.
     """
     models = {one["model"]: {"commit": before["header"]["commit"], **one} for one in before["found"]}
     for one in found:
@@ -85,7 +86,7 @@ def merged(before: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str
 
 
 def table(models: list[dict[str, Any]], gpu: dict[str, Any]) -> str:
-    """A row for each model of a `summary`. gpu: by architecture, see RESULTS."""
+    """A table with a row for each model of a `summary`. gpu: results by architecture, see RESULTS."""
     lines = [["model", "architecture", "hooks", "eager", "compiled", "two ranks", "GPU, bf16"]]
     for one in models:
         name, architecture = one["model"], one["architecture"]
@@ -96,7 +97,7 @@ def table(models: list[dict[str, Any]], gpu: dict[str, Any]) -> str:
 
 
 def _on_gpu(found: dict[str, Any], name: str) -> str:
-    """What a GPU gave for the model `name` of an architecture."""
+    """The result on a GPU for the model `name` of an architecture."""
     if found.get("model") != name:
         return "not run"
     values = f"cosine {found['cosine']:.5f}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every course that a request may take, with each owner: its store has exactly its own rows.
+"""Request lifecycles with each owner: every store has exactly the rows of its own request.
 
 An engine of each owner gets the same requests: prompts in uneven pieces, prefix hits, all ways to end, aborts at every
 stage, and a crowd of mixed requests. During the crowd, two engines of one program run in turn. Preemption is in
