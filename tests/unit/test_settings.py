@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of server and request: what is accepted, how the rest is refused, that the docs know them all."""
+"""Options of servers and requests: accepted values, refusals, and the pages that describe the options."""
 
 from __future__ import annotations
 
