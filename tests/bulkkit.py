@@ -141,7 +141,7 @@ class FakeEngines:
         return 0 if self.dead else self.window - len(self.work)
 
     def submit(self, position: int, key: str, prompt: Mapping[str, Any]) -> None:
-        assert self.started and self.room() > 0, "the run asked for no room"
+        assert self.started and self.room() > 0, "the run submitted a prompt without room"
         self.submitted.append(position)
         final = self.out / f"{key}--{position}-{len(self.submitted):012d}.zarr"
         changes = self.faults.pop(position, {})
@@ -234,7 +234,7 @@ def check_whole(out: Path, positions: Sequence[int], ids: Mapping[int, str] | No
         assert attrs["complete"] and attrs["finish_reason"] == "length" and verify_store(store, begun={}) == [], store
     path = out / f"manifest{suffix}.jsonl"
     entries = list(read_manifest(path))
-    assert path.read_bytes().count(b"\n") == len(entries), "every line is whole"
+    assert path.read_bytes().count(b"\n") == len(entries), "every line must be complete"
     assert sorted((e["key"], e["store"]) for e in entries) == sorted((s.name.split("--")[0], s.name) for s in stores)
     for entry in entries:
         position = int(entry["key"].split("-")[1])

@@ -86,7 +86,7 @@ def _rank(item: pytest.Item) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of FIRST come first, the others as they were."""
+    """Run the files of FIRST first, and the others in their original order."""
     items.sort(key=_rank)
 
 

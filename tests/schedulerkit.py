@@ -100,7 +100,7 @@ class Stored:
             stored.borrow()
             payload = self.ring.view(extent)[offset : offset + stored.token_bytes * count]
             for row, (token, position) in enumerate(payload[-8 * count :].view(np.int32).reshape(count, 2).tolist()):
-                assert first + row not in stored.rows, f"row {first + row} came twice"
+                assert first + row not in stored.rows, f"row {first + row} was stored twice"
                 stored.rows[first + row] = token, position
         self.ring.release(extent)
 
@@ -109,7 +109,9 @@ class Stored:
         if self.source is not None:
             source, self.source = self.source, None
             source.borrow()
-            assert len(source.rows.keys() & range(self.borrowed)) == self.borrowed, "rows that have not come"
+            assert len(source.rows.keys() & range(self.borrowed)) == self.borrowed, (
+                "the source does not have these rows yet"
+            )
             self.rows.update((row, source.rows[row]) for row in range(self.borrowed))
 
     def close(self, *what: Any, draft_index: np.ndarray | None = None) -> None:
@@ -231,7 +233,8 @@ class Engine:
             self.pool = self.exporter.layer = Pool(self.exporter.rows, blocks)  # type: ignore[assignment]
         self.tracker = Tracker(self.exporter.context, slots, keep_rows, behind=int(ahead))
         SchedulerHalf.tracker_given = self.tracker
-        self._copies = deque[tuple[list[int], list[int]]]()  # slots and scores of steps, not yet in the host's memory
+        # slots and scores of steps that are not copied to the host yet
+        self._copies = deque[tuple[list[int], list[int]]]()
         if scored:
             kept = TOKENS if pages else 0
             scores = HostScores(self.exporter.context.layout, blocks * BLOCK, kept, torch.device("cpu"))
@@ -259,10 +262,10 @@ class Engine:
         self.replies: dict[str, Any] = {}
         self.aborted: set[str] = set()
         self.samples: list[tuple[int, int]] = []
-        self.grown: dict[str, list[int]] = {}  # tokens that each request was given, step by step
+        self.grown: dict[str, list[int]] = {}  # {request: number of new tokens in each step}
         self._late, self._drafts = late, drafts
         self._ahead, self._queue = ahead, deque[tuple[Any, Any]]()
-        self._batch: dict[str, dict[str, Any]] = {}  # what a runner knows of its requests
+        self._batch: dict[str, dict[str, Any]] = {}  # the runner's state of its requests
         self._free = self.free
 
     @property
@@ -360,7 +363,7 @@ class Engine:
         for stored, _, index, position, offset in rows:
             token, at = self.exporter.ring.view(extent)[offset : offset + 8].view(np.float32).astype(int).tolist()
             assert index not in stored.logits and at == position, f"sample {index} is of {at}, not of {position}"
-            assert not stored.ends, f"sample {index} came behind the end of its store, which drops it"
+            assert not stored.ends, f"sample {index} came after the end of its store, which drops it"
             stored.logits[index] = token, position
         self.exporter.ring.release(extent)
 

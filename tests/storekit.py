@@ -30,7 +30,7 @@ def until(condition: Callable[[], Any]) -> None:
     """Wait for a condition."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < deadline, f"it did not happen within {PATIENCE} s"
+        assert time.monotonic() < deadline, f"the condition was not met within {PATIENCE} s"
         time.sleep(0.01)
 
 

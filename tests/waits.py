@@ -22,7 +22,9 @@ def sleep_while_waiting(patch: pytest.MonkeyPatch) -> None:
 
     if hasattr(shm_broadcast, "SHM_READER_RECHECK_INTERVAL_MS"):  # vLLM 0.32 and later
         patch.setattr(shm_broadcast, "SHM_READER_RECHECK_INTERVAL_MS", RECHECK_MS)
-        assert shm_broadcast.SpinCondition.__init__.__defaults__ == (1,), "seconds that a reader spins"
+        assert shm_broadcast.SpinCondition.__init__.__defaults__ == (1,), (
+            "the default must be the seconds that a reader spins"
+        )
         patch.setattr(shm_broadcast.SpinCondition.__init__, "__defaults__", (0,))
         # Use torch's collectives over sockets, as if the ranks did not share memory.
         patch.setattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda _self: False)

@@ -119,7 +119,7 @@ def child(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     p = common.engine_parser(MODULE, __doc__, "benchmarks/results/last.json", "/dev/shm/dmi-check-experts")
-    p.add_argument("--model", default="/tmp/dmi-check-experts-model", help="where the small model is made")
+    p.add_argument("--model", default="/tmp/dmi-check-experts-model", help="directory of the small model")
     p.add_argument("--owners", default="draft,target")
     p.add_argument("--arch", choices=MODELS, default="qwen3_moe", help="family of the model (default: %(default)s)")
     p.add_argument("--quantized", choices=QUANTIZED, help="the format of its checkpoint, with weights that vLLM draws")

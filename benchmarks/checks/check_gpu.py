@@ -48,7 +48,7 @@ from dmi_connector.cli.tiny_hybrids import ON_CPU
 
 MODULE = "benchmarks.checks.check_gpu"
 HOOKS = "vllm-full,attention,mlp_pre*"
-"""Every hook but `pattern` and `indexer_topk`. Presets and wildcards leave out what a family lacks."""
+"""Every hook except `pattern` and `indexer_topk`. Presets and wildcards leave out hooks that a family lacks."""
 LENGTHS = (5, 16, 31, 64, 127, 128, 129, 200, 300, 400)
 SIZES: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 4}
 SIZES_OF_ARCH: dict[str, dict[str, Any]] = {
@@ -60,8 +60,11 @@ SIZES_OF_ARCH: dict[str, dict[str, Any]] = {
 ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 320, "gpu_memory_utilization": 0.5}
 """Some prompts are prefilled in several steps, and steps have more and fewer tokens than `deferred.MOST_TOKENS`."""
 LEAST_COSINES, LEAST_COSINE_OF_ARCH = {"qwen3": 0.998, "nemotron_h": 0.96, "gemma4_text": 0.96}, 0.99
-"""Minimum cosine of a row with the float32 row of transformers: of these families, and of others. transformers in
-bfloat16 reaches 0.9994, 0.960 and 0.963, and 0.996 for a Gemma 3, whose residual stream is large."""
+"""Minimum cosine of a row with the float32 row of transformers, for these families and for all others.
+
+transformers in bfloat16 reaches 0.9994, 0.960 and 0.963 for these families, and 0.996 for a Gemma 3, whose residual
+stream is large.
+"""
 MOST_FLIPPED = 0.05
 """Maximum fraction of a hook's rows below the limit in models with experts, because rounding changes chosen experts.
 
@@ -222,8 +225,9 @@ def _kept(reduction: Any, values: np.ndarray, got: np.ndarray, basis: str) -> tu
 
 
 def _attention_error(capture: Any) -> float:
-    """The larger of two errors: of a stored weight from the weight at its position in the pattern that q_rot and k_rot
-    give, and the amount by which a weight that was left out exceeds the smallest kept one.
+    """The larger of two errors. One is the difference of a stored weight from the weight at its position in the pattern
+    that q_rot and k_rot give. The other one is the amount by which a weight that was left out exceeds the smallest kept
+    one.
     """
     worst = 0.0
     reduction = capture.reduction("pattern")
@@ -312,7 +316,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     p = common.engine_parser(MODULE, __doc__, "benchmarks/results/check_gpu.json", "/dev/shm/dmi-check")
-    p.add_argument("--model", default="/tmp/dmi-check-model", help="where the small model is made")
+    p.add_argument("--model", default="/tmp/dmi-check-model", help="directory of the small model")
     p.add_argument(
         "--owners",
         default="draft,target",
@@ -385,7 +389,8 @@ def main(argv: list[str] | None = None) -> int:
         if name == "pca":
             Path(_basis(args)).unlink(missing_ok=True)
             fit_pca(found["stores"], PCA_HOOKS, PCA_RANK, _basis(args))
-        if status := common.run_child(MODULE, argv, name, VLLM_ENABLE_V1_MULTIPROCESSING="0"):  # to watch the scheduler
+        # so that the scheduler can be watched
+        if status := common.run_child(MODULE, argv, name, VLLM_ENABLE_V1_MULTIPROCESSING="0"):
             print(f"{name}: the engine ended with status {status}", file=sys.stderr)
             return 1
         part = Path(f"{args.out}.{name}")
@@ -396,7 +401,7 @@ def main(argv: list[str] | None = None) -> int:
         results[name] |= {"drafts_of": args.drafts} if args.drafts else {}
         if name != "stock":
             results[name] |= _tokens(args, name, found, stock)
-        common.save(args.out, results)  # now, in case a time limit ends the comparison with transformers
+        common.save(args.out, results)  # save now, because a time limit may end the comparison with transformers
         if not name.startswith("stock"):
             results[name] |= compare(args, found)
         print(name, json.dumps(results[name], indent=1), flush=True)

@@ -54,8 +54,8 @@ CORE = {
 }
 """{model runner: its core tests}.
 
-These test hooks and routing of all architectures, eager and compiled, with owners draft and target, and all courses of
-a request. V1 also tests tokens, the check at start, a server, and the unit tests. V2 runs in Triton's interpreter,
+These test hooks and routing of all architectures, eager and compiled, with owners draft and target, and all lifecycles
+of a request. V1 also tests tokens, the check at start, a server, and the unit tests. V2 runs in Triton's interpreter,
 without graphs. GPU tests what needs a real device; `benchmarks.checks.check_gpu` compares hooks and graphs.
 """
 NOT_HERE = tuple(
@@ -247,10 +247,10 @@ def main(argv: list[str] | None = None) -> int:
     p = common.parser("benchmarks.checks.compat", __doc__)
     names = [environment.name for environment in CPU_ENVIRONMENTS]
     p.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    p.add_argument("--runner", choices=["V1", "V2"], help="of vLLM's model runners; without it both")
-    p.add_argument("--jobs", type=int, default=3, help="tests at a time")
+    p.add_argument("--runner", choices=["V1", "V2"], help="one of vLLM's model runners (default: both)")
+    p.add_argument("--jobs", type=int, default=3, help="number of test processes")
     p.add_argument("--gpu", action="store_true", help="run on the GPU of this machine, with the vLLM that is installed")
-    p.add_argument("--out", type=Path, default=RESULTS, help="of --gpu: another result file, and no table")
+    p.add_argument("--out", type=Path, default=RESULTS, help="with --gpu: another result file, and no table")
     args = p.parse_args(argv)
     if args.gpu:
         return run_here(args.out, args.jobs)

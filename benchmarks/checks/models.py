@@ -22,15 +22,16 @@ from benchmarks import common
 from benchmarks.checks.check_gpu import LEAST_COSINE_OF_ARCH
 
 RESULTS = common.ROOT / "benchmarks" / "results" / "models.json"
-"""`found`: a `summary`, with the `commit` that measured each model. `gpu`: what GPUs gave, by hand.
+"""The result file.
 
-`gpu["models"]` has, by architecture, `model`: which in the table. `cosine`: least of a row with float32. `rows_below`:
-in models with experts the largest part of a hook's rows below LEAST_COSINE_OF_ARCH, else None. `same_tokens`: requests
-with stock vLLM's tokens. `gpu["speed"]` has how fast larger shapes decode.
+`found`: a `summary`, with the `commit` that measured each model. `gpu`: results on GPUs, added by hand. `gpu["models"]`
+has for each architecture: `model`: its name in the table. `cosine`: minimum cosine of a row with float32. `rows_below`:
+for models with experts, the largest fraction of a hook's rows below LEAST_COSINE_OF_ARCH, else None. `same_tokens`:
+requests with the tokens of stock vLLM. `gpu["speed"]` has the decode speed of larger shapes.
 """
 PAGE = common.ROOT / "docs" / "MODELS.md"
 BEGIN = "<!-- written by make models -->"
-"""Before the table in PAGE."""
+"""The mark before the table in PAGE."""
 MODES = ("eager", "compiled", "eager, two ranks")
 
 

@@ -18,21 +18,24 @@ from typing import Any
 import numpy as np
 
 UNIT = 2.0**-8
-"""What one rounding to bfloat16 changes at most, in parts of the value."""
+"""Maximum relative error of one rounding to bfloat16."""
 MOST_TIE = 12 * UNIT
-"""Largest gap of two tokens that rounding explains, in parts of the row's largest absolute logit.
+"""Largest gap of two tokens that rounding explains, relative to the row's largest absolute logit.
 
-Transformers in bfloat16 takes another token than in float32 over gaps of up to 8.2 units (docs/ENGINEERING.md).
-In a small Qwen3 the second largest logit of a row lies so near in 38 of 100 rows, any other one in 1 of 900.
+transformers in bfloat16 chooses another token than in float32 for gaps of up to 8.2 units (docs/ENGINEERING.md). In a
+small Qwen3, the second largest logit is within this gap in 38 of 100 rows, and any other logit in 1 of 900 rows.
 """
 MOST_TIE_OF_ARCH = {arch: 24 * UNIT for arch in ("gemma2", "gemma3_text", "gemma4_text", "bloom")}
-"""The same for families whose residual stream is large: up to 19.3 units there, 35.5 in Gemma 4."""
+"""The same for families with a large residual stream: up to 19.3 units, and 35.5 in Gemma 4."""
 LEAST_SEEDED = 0.5
-"""Part of the seeded requests that must have stock's tokens. Two stock engines had 26 of 30 on an H100, 10 of them
-seeded: 6 of 10 at least. Wrong logits or a wrong seed leave none."""
+"""Minimum fraction of seeded requests with the tokens of stock. Two stock engines had 26 of 30 requests in common on an
+H100; 10 of the 30 had seeds, so at least 6 of these 10 did. With wrong logits or a wrong seed, none have.
+"""
 MOST_BEYOND_OF_EXPERTS = 0.25
-"""Part of the greedy requests of a model with experts that may differ by more than a tie: where rounding changes the
-experts of a row, its logits change by far more. On an H100 at most 2 of 30 requests of such a model differed at all."""
+"""Maximum fraction of greedy requests that may differ by more than a tie in a model with experts. If rounding changes
+the experts of a row, its logits change by far more. On an H100, at most 2 of 30 requests of such a model differed at
+all.
+"""
 
 
 def first_difference(ours: Sequence[int], stock: Sequence[int]) -> int | None:

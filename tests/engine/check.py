@@ -55,7 +55,7 @@ def check_header(
     missing: Sequence[list[int]] = (),
 ) -> None:
     """Check token ids, positions, phase, lengths and missing rows of a capture of rows [start, stop) of `tokens`."""
-    assert capture.missing == list(missing), f"{name}: it lacks {capture.missing}: {capture.reason}"
+    assert capture.missing == list(missing), f"{name}: it misses {capture.missing}: {capture.reason}"
     assert capture.complete == (not missing) == (capture.reason is None), f"{name}: {capture.reason}"
     assert capture.prompt_len == prompt_len, f"{name}: prompt_len {capture.prompt_len}, not {prompt_len}"
     assert capture.token_ids.tolist() == list(tokens[start:stop]), f"{name}: token_ids differ"

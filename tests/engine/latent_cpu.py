@@ -17,15 +17,21 @@ import pytest
 import torch
 
 KERNEL: dict[str, Any] = {"attention_config": {"backend": "CPU_MLA"}}
-"""Options of an engine that takes vLLM's kernel in float32 on any CPU; with AMX it would take another, in bfloat16."""
+"""Options of an engine that uses vLLM's float32 kernel on any CPU. With AMX, vLLM would use another kernel, in
+bfloat16.
+"""
 WHOLE: dict[str, Any] = {"max_num_batched_tokens": 512}
-"""For the draft beside that kernel, with which vLLM splits no prompt over steps: max_model_len of these engines."""
+"""Options for owner draft with that kernel. vLLM then cannot split prompts over steps, so a step has max_model_len
+tokens.
+"""
 ROTARY = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
-"""For an eager engine: vLLM 0.32's own CPU kernel rotates heads wrongly that lie side by side with another part."""
+"""Options of an eager engine. vLLM 0.32's own CPU kernel rotates heads incorrectly if they are adjacent to other
+values.
+"""
 ODD = {"kv_lora_rank": 280, "qk_rope_head_dim": 40, "qk_nope_head_dim": 20, "v_head_dim": 28}
 """Sizes without a kernel on a CPU. vLLM checks their sum: 320, 512 or 576."""
 HEADS = {"kv_lora_rank": 40, "qk_rope_head_dim": 24, "qk_nope_head_dim": 40, "v_head_dim": 28}
-"""Sizes with keys of 64 values, which vLLM's CPU attention over heads takes (VLLM_MLA_DISABLE=1)."""
+"""Sizes with keys of 64 values, which vLLM's CPU attention by head supports (VLLM_MLA_DISABLE=1)."""
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def test_a_long_prompt_is_prefilled_in_several_steps(run: Run) -> None:
 @pytest.mark.parametrize("name", ["again", "shared"])
 def test_prefix_cache_hits_export_the_shared_rows(run: Run, twin: Oracle, arch: str, name: str) -> None:
     """A pool borrows these rows from the capture that computed them."""
-    assert run.replies[name].num_cached_tokens == 2 * BLOCK, "no prefix-cache hit: this test shows nothing"
+    assert run.replies[name].num_cached_tokens == 2 * BLOCK, "no prefix-cache hit"
     check(run, name, twin, arch)
 
 

@@ -107,7 +107,7 @@ def test_each_stage_writes_the_layers_that_it_has(run: Run) -> None:
     for name, hook in attrs["hooks"].items():
         files = [path.split("/") for path in attrs["files"] if path.startswith(f"{name}/c/")]
         parts = {"0", "1"} if HOOKS[name].scope == "layer" else {"0"}
-        assert {path[2] for path in files} == parts, f"{name} lies in {files}"
+        assert {path[2] for path in files} == parts, f"{name} is in {files}"
         assert hook.get("part_layers", 0) == (2 if HOOKS[name].scope == "layer" else 0), name
 
 

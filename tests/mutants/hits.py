@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 FOLDER = os.environ.get("MUTANTS_HITS", "")
-"""Where children leave what they reach: a file for each process. `test` grows by one byte with each test."""
+"""Directory of the records of child processes, a file per process. Its file `test` grows by one byte per test."""
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

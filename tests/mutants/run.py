@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("dmi_connector", "tests", "pyproject.toml", "README.md")
 COPIED += ("docs/*.md", "CONTRIBUTING.md")
 REASONS = json.loads((ROOT / "tests/mutants/survivors.json").read_text())
-"""Why each survivor may live."""
+"""{mutant: why it may survive}."""
 FOUND = ("killed", "timeout", "segfault")
 """Statuses of mutmut for mutants that the tests detected."""
 

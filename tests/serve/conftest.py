@@ -33,7 +33,7 @@ OWNERS = {"draft": [], "target": _TWO_ENGINES, "pool": _TWO_ENGINES}
 
 
 SERVERS: list[subprocess.Popen[bytes] | Program] = []
-"""All that were started."""
+"""All servers that were started."""
 
 
 @pytest.hookimpl(trylast=True)

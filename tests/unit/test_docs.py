@@ -83,7 +83,7 @@ def test_no_page_loads_anything_from_the_network(site: Path) -> None:
         assert not re.search(r"(?i)(href|src)=['\"](https?:)?//", picture.read_text()), picture.name
 
 
-# ---- messages: what the code can say --------------------------------------------------------------------------------
+# ---- messages in the code -------------------------------------------------------------------------------------------
 
 PROTOCOL = ("NotImplementedError", "AttributeError", "DataTypeValidationError")
 """Exceptions that protocols of Python and zarr need: abstract methods, missing module attributes, a data type for
@@ -181,7 +181,7 @@ class Source:
             return function.endswith(".notes.append") or function in EXPLAINED
         return not isinstance(node, ast.Raise | ast.ClassDef) or self.name.startswith((*REASONS, *PROBLEMS))
 
-    # ---- where messages are -----------------------------------------------------------------------------------------
+    # ---- nodes with messages ----------------------------------------------------------------------------------------
 
     def _texts_at(self, node: ast.AST) -> list[str]:
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
@@ -233,7 +233,7 @@ class Source:
             return self._first([inner for arg in args for inner in (arg.args if isinstance(arg, ast.Call) else [arg])])
         return []
 
-    # ---- what they say ----------------------------------------------------------------------------------------------
+    # ---- texts of messages ------------------------------------------------------------------------------------------
 
     def _first(self, args: Sequence[ast.expr]) -> list[str]:
         """The first argument that is a text. The first argument of `OSError` may be a number."""

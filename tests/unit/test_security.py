@@ -38,7 +38,7 @@ from tests.trackerkit import ask, generate, make_tracker
 Q = ArraySpec("q", "float32", (0, 1), 16)
 ROOT = Path(__file__).parents[2]
 
-# ---- a client cannot choose where its store goes ----------------------------------------------------------------
+# ---- paths of stores --------------------------------------------------------------------------------------------
 
 HOSTILE = ["../../etc/x", "/etc/passwd", "a/../../b", "a\0b", "..", ".", "", "-rf", "x" * 5000, "é\ud800\u202e", "a\nb"]
 
@@ -172,7 +172,7 @@ def test_a_missing_save_path_root_is_refused_when_the_engine_starts(tmp_path: Pa
     )
 
 
-# ---- who may read stores ----------------------------------------------------------------------------------------
+# ---- permissions of stores --------------------------------------------------------------------------------------
 
 
 def modes(directory: Path) -> list[tuple[Path, int]]:
@@ -213,7 +213,7 @@ def test_the_ring_has_no_file() -> None:
     ring.close()
 
 
-# ---- what a reader accepts --------------------------------------------------------------------------------------
+# ---- stores that a reader refuses -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -330,7 +330,7 @@ def test_what_is_measured_and_what_fits() -> None:
     assert reduction is not None and _unfit(reduction, 96) == "" and "64" in _unfit(reduction, 32)
 
 
-# ---- what analyses find ---------------------------------------------------------------------------------------------
+# ---- measures of analyses -------------------------------------------------------------------------------------------
 
 
 def test_scores_of_concepts_are_those_of_a_ridge_regression_on_unit_rows() -> None:

@@ -173,7 +173,7 @@ def test_a_row_that_is_no_prompt_says_why(row: Any, why: str) -> None:
     assert str(error.value) == why
 
 
-# ---- stores that are looked for -------------------------------------------------------------------------------------
+# ---- stores whose line is late --------------------------------------------------------------------------------------
 
 
 def written(source: Path, final: Path, key: str, **changes: Any) -> Path:

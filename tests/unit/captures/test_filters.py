@@ -233,7 +233,7 @@ def test_commands_say_which_key_is_near(parent: Path, run: Run, tmp_path: Path) 
     assert status == 2 and "passes model='Tony': did you mean 'Tiny'?" in err, err
 
 
-# ---- what is no capture ---------------------------------------------------------------------------------------------
+# ---- paths that are not captures ------------------------------------------------------------------------------------
 
 
 def test_other_zarr_stores_beside_captures_are_passed_over(parent: Path, tmp_path: Path) -> None:

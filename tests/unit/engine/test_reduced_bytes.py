@@ -69,11 +69,13 @@ def test_reduced_bytes_fall_by_the_nominal_factor(case: str, tmp_path: Path) -> 
     hooks, reduce = CASES[case]
     (row, plain), (reduced_row, reduced) = layouts(hooks, {}), layouts(hooks, reduce)
     factor = nominal(hooks, reduce)
-    assert row / reduced_row == pytest.approx(factor, rel=0.03), "cache"
-    assert plain.payload.token_bytes / reduced.payload.token_bytes == pytest.approx(factor, rel=0.03), "link"
+    assert row / reduced_row == pytest.approx(factor, rel=0.03), "bytes in the cache"
+    assert plain.payload.token_bytes / reduced.payload.token_bytes == pytest.approx(factor, rel=0.03), (
+        "bytes on the link"
+    )
     small = "resid_pre,q,mlp_post" if "vllm-full" in hooks else hooks
     (_, plain), (_, reduced) = layouts(small, {}), layouts(small, reduce)
     for name in ("raw", "reduced"):
         (tmp_path / name).mkdir()
     found = file_bytes(tmp_path / "raw", plain) / file_bytes(tmp_path / "reduced", reduced)
-    assert found == pytest.approx(nominal(small, reduce), rel=0.03), "disk"
+    assert found == pytest.approx(nominal(small, reduce), rel=0.03), "bytes on disk"

@@ -160,7 +160,7 @@ def test_layouts_for_a_coordinator_that_is_not_replaced_take_no_memory(
     assert client._child._queue.qsize() == waiting and client._layouts == {}
 
 
-# ---- what the processes keep ----------------------------------------------------------------------------------------
+# ---- memory of the processes ----------------------------------------------------------------------------------------
 
 
 def test_coordinator_and_writers_keep_few_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

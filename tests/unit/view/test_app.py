@@ -57,7 +57,7 @@ def floats(response: Any) -> np.ndarray:
     return np.frombuffer(response.content, "<f4").reshape([int(n) for n in response.headers["x-shape"].split(",")])
 
 
-# ---- who is answered ------------------------------------------------------------------------------------------------
+# ---- access ---------------------------------------------------------------------------------------------------------
 
 PLACES = ["", "api/captures", "api/capture/story.zarr", "api/heat/story.zarr", "static/main.js", "nothing"]
 

@@ -93,7 +93,7 @@ def refused(page: TestClient, action: str, store: str, **query: Any) -> str:
     return str(response.json()["error"])
 
 
-# ---- what a capture says --------------------------------------------------------------------------------------------
+# ---- attributes of a capture ----------------------------------------------------------------------------------------
 
 
 def test_a_capture_says_all_that_the_page_reads(page: TestClient) -> None:
