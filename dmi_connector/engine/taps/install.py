@@ -125,8 +125,8 @@ def _unfuse_norms(attention: Any) -> None:
 def _choose_in_every_step(indexer: Any) -> None:
     """Let an indexer choose tokens in every step.
 
-    On a GPU vLLM skips the choice in steps whose prompts have at most index_topk tokens. The buffer of all indexers then
-    keeps choices of an earlier step or layer. Raises ValueError if this vLLM does not say where it decides that.
+    On a GPU vLLM skips the choice in steps whose prompts have at most index_topk tokens. The buffer of all indexers
+    then keeps choices of an earlier step or layer. Raises ValueError if the indexer lacks the attribute that allows it.
     """
     if not hasattr(indexer.indexer_op, "dense_mha_metadata_layer_name"):
         raise ValueError(
