@@ -35,7 +35,7 @@ HOOKS = "vllm-full,attention,indexer_topk,mlp_pre*"
 LENGTHS = (5, 64, 129, 300, 450, 600, 900, 1200)
 OUTPUT_TOKENS = 40
 TOPK = 512
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
@@ -77,7 +77,7 @@ def child(args: argparse.Namespace) -> None:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     outputs += llm.generate(prompts[:2], params, use_tqdm=False)  # steps with few tokens, after steps with many
     graphs = str(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode)
-    found = {
+    found: dict[str, Any] = {
         "cudagraph_mode": graphs,
         "prompts": [list(output.prompt_token_ids) for output in outputs],
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
