@@ -52,7 +52,7 @@ def _path(option: str, value: object) -> str:
     if isinstance(value, str) and value and "\0" not in value:
         with contextlib.suppress(UnicodeEncodeError):
             os.fsencode(value)
-            return os.path.abspath(value)
+            return os.path.abspath(os.path.expanduser(value))
     raise refuse(option, value, "is not valid; give the directory where stores are written")
 
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, DeepseekV3Config
+from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.models import deepseek_v2
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
@@ -44,6 +45,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepseek_v2, "DeepseekV32IndexerCache", Cache)
     monkeypatch.setattr(deepseek_v2, "per_token_group_quant_fp8", unquantised)
     monkeypatch.setattr(SparseAttnIndexer, "forward_cpu", choose)
+    monkeypatch.setattr(MultiHeadLatentAttentionWrapper, "__init__", may_skip)
 
 
 class Cache(deepseek_v2.DeepseekV32IndexerCache):
@@ -75,6 +77,10 @@ class Steps:
     num_prefills: int = 0
     prefill: Any = None
     decode: Any = None
+
+    def all_fit(self, places: int) -> bool:
+        """Whether every token of the step attends to all earlier ones, because these are at most `places`."""
+        return int(self.positions[: self.num_actual_tokens].max()) < places
 
     def slots(self, token: int, block: int) -> torch.Tensor:
         """Cache slots of a request's tokens up to this token, int64 [n]. block: tokens per block."""
@@ -134,11 +140,22 @@ class Impl(CPUMLAImpl):
         q = torch.cat(q, -1) if isinstance(q, tuple) else q
         block, out = kv_c_and_k_pe_cache.shape[1], q.new_zeros(*q.shape[:2], self.kv_lora_rank)
         entries = kv_c_and_k_pe_cache.reshape(-1, kv_c_and_k_pe_cache.shape[-1])
+        every = attn_metadata.all_fit(self.chosen.shape[1])
         for token in range(len(q)):
-            chosen = self.chosen[token].long()
-            keys = entries[attn_metadata.slots(token, block)[chosen[chosen >= 0]]]
+            chosen, keys = self.chosen[token].long(), entries[attn_metadata.slots(token, block)]
+            keys = keys if every else keys[chosen[chosen >= 0]]
             out[token] = torch.softmax(q[token] @ keys.T * self.scale, -1) @ keys[:, : self.kv_lora_rank]
         return out, None
+
+
+_build = MultiHeadLatentAttentionWrapper.__init__
+
+
+def may_skip(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Build the attention of a layer, and let its indexer skip short prompts, as vLLM does on a GPU."""
+    _build(self, *args, **kwargs)
+    if self.indexer is not None and not self.skip_topk:
+        self.indexer.indexer_op.dense_mha_metadata_layer_name = self.mla_attn.layer_name
 
 
 def choose(
@@ -148,6 +165,7 @@ def choose(
 
     A score is the sum over heads of weight * relu(query @ key). q_quant: [tokens, heads, size]. k: [tokens, size].
     weights: [tokens, heads]. Unused entries of a row are -1. Returns the buffer, int32 [tokens of a step, index_topk].
+    If no token attends to more than index_topk tokens, the buffer may keep the values of an earlier step or layer.
     """
     from vllm.forward_context import get_forward_context
 
@@ -159,6 +177,8 @@ def choose(
     cache, tokens = self.k_cache.kv_cache, steps.num_actual_tokens
     block, entries = cache.shape[1], cache.view(-1, cache.shape[-1])
     entries[steps.slot_mapping[:tokens].long()] = k[:tokens]
+    if self.dense_mha_metadata_layer_name and steps.all_fit(self.topk_tokens):
+        return chosen
     chosen[: len(hidden_states)] = -1
     for token in range(tokens):
         keys = entries[steps.slots(token, block)]

@@ -3,8 +3,8 @@
 
 mutmut makes the bugs and runs the tests in a copy of the tree below .mutants/ (setup.cfg, hits.py). It writes all
 mutants of a file into that file, and every process imports them. So one run makes only a part of the mutants. This
-module chooses the part and writes the result. Results of earlier runs of the same part are kept. `--again` tests the
-surviving mutants again, for example after a test was added.
+module chooses the part and writes the result. Results of earlier runs of the same part, with the same --only and
+--tests, are kept. `--again` tests the surviving mutants again, for example after a test was added.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def main() -> int:
     parser.add_argument("--result", type=Path, help="where the counts go, as JSON")
     args = parser.parse_args()
     began = time.monotonic()
-    rooms = "".join("-" + part.strip("/").replace("/", ".") for part in args.only if part)
+    names = [*args.only, *(args.tests or ())]
+    rooms = "".join("-" + name.strip("/").replace("/", ".") for name in names if name)
     tree = ROOT / ".mutants" / f"part-{args.part}-of-{args.parts}-seed-{args.seed}{rooms}"
     (tree / "mutants").mkdir(parents=True, exist_ok=True)
     (tree / "made").mkdir(exist_ok=True)
@@ -131,6 +132,8 @@ def main() -> int:
         shutil.rmtree("mutants")  # mutmut would take half-written files for complete ones
         raise
     known, _ = mutmut.collect_source_file_mutation_data(mutant_names=[])
+    if not known:
+        parser.error(f"--only: no file with mutants has {' or '.join(args.only)} in its path")
     open_ = [n for _, n, code in known if code is None or (args.again and status_by_exit_code[code] not in FOUND)]
     everything = sum(int(path.read_text()) for path in Path("made").iterdir())
     print(f"{everything} mutants, {len(known)} in this part, {len(open_)} to be run", flush=True)

@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import (
@@ -27,7 +28,7 @@ from benchmarks import (
     stores,
     summary,
 )
-from benchmarks.checks import check_gpu, models
+from benchmarks.checks import check_gpu, check_indexer, models
 from dmi_connector import find_captures, open_capture
 from dmi_connector.cli.main import main as cli
 
@@ -233,6 +234,25 @@ def test_the_check_on_a_gpu_has_no_limit_that_holds_for_nan() -> None:
     assert check_gpu._failures({"steps": steps}) == []
     for name in ("attention_error", "top_k_gap"):
         assert len(check_gpu._failures({"steps": steps, name: float("nan")})) == 1, name
+
+
+def test_a_choice_of_an_indexer_has_every_place_filled_once_with_earlier_tokens() -> None:
+    good = np.array([[0, -1], [1, 0], [2, 0]], np.int32)
+    mask, wrong = check_indexer.chosen(good)
+    assert wrong == 0 and mask.tolist() == [[True, False, False], [True, True, False], [True, False, True]]
+    for row, line in ((0, [1, -1]), (1, [1, 1]), (1, [-1, 1]), (2, [-1, -1])):  # later, twice, missing, stale
+        bad = good.copy()
+        bad[row] = line
+        assert check_indexer.chosen(bad)[1] == 1, (row, line)
+
+
+def test_the_check_of_an_indexer_fails_for_values_that_are_not_numbers() -> None:
+    good = {"problems": [], "rows_missing": 0, "rows_without_a_choice": 0, "least_cosine_of_z": 1.0}
+    good |= {"chosen_in_common": {0: 0.9, 1: 0.1}, "rows_below": {"z": 0.0}}
+    assert check_indexer.failures(good) == []
+    nan = float("nan")
+    for name, value in (("least_cosine_of_z", nan), ("chosen_in_common", {0: nan}), ("rows_below", {"z": nan})):
+        assert len(check_indexer.failures({**good, name: value})) == 1, name
 
 
 def test_a_summary_has_a_run_for_each_result_and_no_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

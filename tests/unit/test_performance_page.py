@@ -156,6 +156,16 @@ def test_hybrid_models_in_a_pool() -> None:
     assert all(one["verified"] and not one["lost_rows"] for one in found)
 
 
+def test_prompts_of_16000_tokens_in_a_pool() -> None:
+    text = page("PERFORMANCE.md").split("**Prompts of 16,000 tokens in a pool**")[1].split("\n- ")[0]
+    engine = BUSY["h200-pool-16000"]["engines"]["int8 none pool"]
+    found = engine["loads"]["long32"]
+    same(re.findall(r"([\d.]+) GB per store", text)[0], engine["bytes_per_token"] * 16_000 / 1e9)
+    same(re.findall(r"([\d.]+) GB/s", text)[0], *found["exported_GB_per_s"])
+    same(re.findall(r"All (\d+) stores", text)[0], found["stores"])
+    assert found["verified"] and not found["lost_rows"] and not found["vanished"]
+
+
 def test_rows_in_a_pool() -> None:
     text = page("PERFORMANCE.md").split("**Rows in a pool**")[1].split("No row was lost")[0]
     h100, h200 = BUSY["h100-pool"]["engines"], BUSY["h200-pool"]["engines"]

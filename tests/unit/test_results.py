@@ -99,6 +99,17 @@ def test_models_with_rows_in_a_pool_on_a_gpu() -> None:
     assert all(one["rows"] == 5610 and not one["rows_missing"] and not one["problems"] for one in checks.values())
 
 
+def test_attention_with_an_indexer_on_a_gpu() -> None:
+    target, pool = results("compat.json")["indexer_of_0.33"]["checks"].values()
+    (_, of_z), (_, wrong), (_, shared), (_, near) = table("MODELS.md", "| what | result |")
+    for one in (target, pool):
+        same(of_z, one["least_cosine_of_z"])
+        same(shared, *one["chosen_in_common"].values())
+        same(near, 1 - one["most_rows_below"][0])
+        assert int(wrong) == one["rows_without_a_choice"] == one["rows_missing"] == len(one["problems"])
+        assert f"{one['rows']:,} each" in page("MODELS.md")
+
+
 @pytest.mark.parametrize(
     ("row", "name"),
     [

@@ -26,6 +26,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 def test_server_options_left_out_have_their_defaults() -> None:
     options = ServerOptions.parse({"store_dir": "captures"})
     assert options == ServerOptions(store_dir=os.path.abspath("captures"))
+    assert ServerOptions.parse({"store_dir": "~/captures"}).store_dir == os.path.expanduser("~/captures")
     assert ServerOptions.parse({"store_dir": "/x", "hooks": "q, k"}).hooks == ("q", "k")
     assert ServerOptions.parse({"store_dir": "/x", "hooks": ["q", "k@1"]}).hooks == ("q", "k@1")
     large = ServerOptions.parse({"store_dir": "/x", "chunk_tokens": 4096})

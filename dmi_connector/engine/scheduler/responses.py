@@ -26,7 +26,7 @@ def response(
     lost: rows that the workers dropped or could not borrow. warning: part of all responses.
     """
     store = tracked.path if options.sink == "disk" else None
-    said = {**dropped(tracked), "dmi_store": store}
+    said = {**dropped(tracked, warning), "dmi_store": store}
     if store is not None and options.upload:
         said["dmi_url"] = f"{options.upload}/{os.path.basename(store)}"
     if losses := [*lost, *close.losses]:
@@ -35,12 +35,14 @@ def response(
             said["dmi_missing"] = missing
     if not close.length and not close.losses:
         said["dmi_reason"] = tracked.why_empty()
-    if warnings := [text for text in (warning, tracked.ignored) if text]:
-        said["dmi_warning"] = "; ".join(warnings)
     return said
 
 
-def dropped(tracked: Tracked) -> dict[str, Any]:
-    """The `kv_transfer_params` of a response without a store."""
-    key = {} if tracked.params.key is None else {"dmi_key": tracked.params.key}
-    return {"dmi_store": None, "dmi_request_id": tracked.request.request_id, **key}
+def dropped(tracked: Tracked, warning: str) -> dict[str, Any]:
+    """The `kv_transfer_params` of a response without a store. warning: part of all responses."""
+    said: dict[str, Any] = {"dmi_store": None, "dmi_request_id": tracked.request.request_id}
+    if tracked.params.key is not None:
+        said["dmi_key"] = tracked.params.key
+    if warnings := [text for text in (warning, tracked.ignored) if text]:
+        said["dmi_warning"] = "; ".join(warnings)
+    return said

@@ -331,7 +331,7 @@ class Tracker:
         if why:
             self.slots.forget(tracked)
             self._counts["not_kept"] += 1
-            return False, self._scored(tracked, {**dropped(tracked), "dmi_reason": why})
+            return False, self._scored(tracked, {**dropped(tracked, self.warning), "dmi_reason": why})
         if tracked.opening is not None:
             self.pending_opens.append(tracked.opening)
         close = self._close(tracked)

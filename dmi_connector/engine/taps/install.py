@@ -86,6 +86,8 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
     sizes = _sizes(attn, context.dims.qk_rope_head_dim) if arch.attn else (0, 0, 0, 0)
     if arch.gated and arch.attn and {"q", "k"} & {point.hook for point, _ in points}:
         _unfuse_norms(module.get_submodule(arch.attn.rpartition(".")[0]))
+    if any(point.hook == "indexer_topk" for point, _ in points):
+        _choose_in_every_step(module.get_submodule(arch.indexer))
     mlp_taps = any(point.stage in (MLP_IN, EXPERTS_IN, MLP_OUT) for point, _ in points)
     layer = LayerFacts(module, arch, compilation, *sizes, experts, mlp_taps, context.block_scale)
     ends = {_end_of(arch, stage, points): stage for stage in STAGES if any(point.stage is stage for point, _ in points)}
@@ -118,6 +120,20 @@ def _unfuse_norms(attention: Any) -> None:
     """Disable vLLM's fused kernel of gated attention. Taps need the norms of q and k to run as modules."""
     if hasattr(attention, "use_fused_qk_norm_rope_gate"):
         attention.use_fused_qk_norm_rope_gate = False
+
+
+def _choose_in_every_step(indexer: Any) -> None:
+    """Let an indexer choose tokens in every step.
+
+    On a GPU vLLM skips the choice in steps whose prompts have at most index_topk tokens. The buffer of all indexers
+    then keeps choices of an earlier step or layer. Raises ValueError if the indexer lacks the attribute that allows it.
+    """
+    if not hasattr(indexer.indexer_op, "dense_mha_metadata_layer_name"):
+        raise ValueError(
+            "hooks: indexer_topk needs dense_mha_metadata_layer_name of vLLM's SparseAttnIndexer, which this version "
+            "lacks; leave indexer_topk out"
+        )
+    indexer.indexer_op.dense_mha_metadata_layer_name = ""
 
 
 Points = Sequence[tuple[TapPoint, Sequence[RowField]]]

@@ -298,6 +298,7 @@ def test_only_requests_whose_condition_holds_are_kept_in_random_lives(make: Make
 
 def test_a_request_that_is_not_kept_says_so_and_is_counted(make: Make) -> None:
     engine = make(tokens=lambda: 9)
+    engine.tracker.warning = "layer ids are ignored"
     taken: dict[str, Any] = {}
     take = engine.tracker.take_counts
     engine.tracker.take_counts = lambda: taken.update(take()) or {}  # type: ignore[func-returns-value,method-assign]
@@ -308,6 +309,7 @@ def test_a_request_that_is_not_kept_says_so_and_is_counted(make: Make) -> None:
         "dmi_store": None,
         "dmi_request_id": "r0",
         "dmi_key": "mine",
+        "dmi_warning": "layer ids are ignored",
         "dmi_reason": "dmi.keep_if: count(risk > 8999) > 3 does not hold (count is 2), so nothing is stored",
     }
     assert taken["not_kept"] == 1 and engine.tracker.handed == 0

@@ -290,6 +290,18 @@ def test_gated_attention_calls_its_norms_where_these_are_tapped(hook: str, fused
     assert block.inner.use_fused_qk_norm_rope_gate == fused
 
 
+def test_an_indexer_chooses_in_every_step_where_its_choice_is_captured() -> None:
+    block = torch.nn.Module()
+    block.indexer = torch.nn.Identity()
+    block.indexer.indexer_op = SimpleNamespace(dense_mha_metadata_layer_name="model.layers.0.self_attn.attn")
+    field = RowField("indexer_topk", 0, "int32", 4, 0)
+    tap(block, kit.batch(False), [field], indexer="indexer")
+    assert block.indexer.indexer_op.dense_mha_metadata_layer_name == ""
+    del block.indexer.indexer_op.dense_mha_metadata_layer_name
+    with pytest.raises(ValueError, match="indexer_topk needs dense_mha_metadata_layer_name"):
+        tap(block, kit.batch(False), [field], indexer="indexer")
+
+
 def test_values_of_gated_attention_lie_behind_the_gates() -> None:
     layer: Any = SimpleNamespace(arch=Architecture("Gated", "", gated=True), q_size=8, kv_size=4)
     qkv = torch.arange(24.0)[None]
