@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.checks.check_gpu import LEAST_COSINE_OF_ARCH
+from benchmarks.checks.check_gpu import LEAST_COSINE
 
 RESULTS = common.ROOT / "benchmarks" / "results" / "models.json"
 """The result file.
 
 `found`: a `summary`, with the `commit` that measured each model. `gpu`: results on GPUs, added by hand. `gpu["models"]`
 has for each architecture: `model`: its name in the table. `cosine`: minimum cosine of a row with float32. `rows_below`:
-for models with experts, the largest fraction of a hook's rows below LEAST_COSINE_OF_ARCH, else None. `same_tokens`:
+for models with experts, the largest fraction of a hook's rows below LEAST_COSINE, else None. `same_tokens`:
 requests with the tokens of stock vLLM. `gpu["speed"]` has the decode speed of larger shapes.
 """
 PAGE = common.ROOT / "docs" / "MODELS.md"
@@ -103,7 +103,7 @@ def _on_gpu(found: dict[str, Any], name: str) -> str:
         return "not run"
     values = f"cosine {found['cosine']:.5f}"
     if found["rows_below"] is not None:
-        values = f"{1 - found['rows_below']:.1%} of rows ≥ {LEAST_COSINE_OF_ARCH}".replace("%", " %")
+        values = f"{1 - found['rows_below']:.1%} of rows ≥ {LEAST_COSINE}".replace("%", " %")
     return f"{values}, tokens {found['same_tokens']}"
 
 
