@@ -18,9 +18,7 @@ TARGETS = (*_ATTENTION, *_MLP, *_MIXER)
 
 
 def make_adapter(model: Path, folder: Path, merged: Path, seed: int) -> None:
-    """Write a random adapter for all linear layers of `model` to `folder` in PEFT's format, and write the merged
-    model.
-    """
+    """Write a random adapter for all linear layers of `model` in PEFT's format, and write the merged model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     generator, tensors = torch.Generator().manual_seed(seed), {}

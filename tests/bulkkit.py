@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bulk captures without an engine. Stores are copies of a template, and a test may kill the run at each step of
-writing.
-"""
+"""Bulk captures without an engine. Stores are copies of a template. A test may kill the run at each step of writing."""
 
 from __future__ import annotations
 
@@ -90,9 +88,7 @@ def template(path: Path) -> Path:
 
 
 def write_store(source: Path, final: Path, key: str, **changes: Any) -> Iterator[None]:
-    """Write a copy of a store in the order of a real writer, one piece before each `yield`. changes: other root
-    attributes.
-    """
+    """Write a copy of a store like a writer, one piece before each `yield`. changes: other root attributes."""
     partial = final.with_name(final.name + ".partial")
     os.mkdir(partial)
     yield
@@ -222,9 +218,7 @@ def write_prompts(path: Path, count: int, bad: Sequence[int] = ()) -> Path:
 
 
 def check_whole(out: Path, positions: Sequence[int], ids: Mapping[int, str] | None = None, suffix: str = "") -> None:
-    """Check that each of `positions` has exactly one complete, valid store and one manifest line that names the
-    store.
-    """
+    """Check that each of `positions` has exactly one complete, valid store and one manifest line with its name."""
     assert not list(out.glob("*.partial"))
     keys = [f"{RUN}-{position:09d}" for position in positions]
     stores = sorted(out.glob("*.zarr"))

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration shared by all tests: the environment in which vLLM starts, tiny models and their transformers
-oracles.
-"""
+"""Configuration shared by all tests: the environment of vLLM, tiny models and their transformers oracles."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ settings.load_profile("suite")
 _PROGRAMS = "engine/test_bulk serve/test_faults serve/test_owners serve/test_serve soak/test_bulk_kills"
 _PROGRAMS += " unit/engine/test_plugin"
 _ALONE = "engine/test_tp2 engine/test_stages engine/test_faults"
-"""These tests kill the only worker process below the test process. They run before servers that live until the session
-ends.
-"""
+"""These tests kill the only worker process below the test process, so they run before servers that stay up."""
 _FORKED = "engine/test_hybrids_tp2 engine/test_lives engine/test_modes engine/test_tokens_and_steps soak/test_soak"
 _COMPILED = "reduce attention bf16 compile_hash coverage hooks_vs_transformers lora"
 _COMPILED_TOO = "compiled_tokens speculative"
@@ -173,9 +169,7 @@ def engine_log() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="session")
 def known_models(vllm_cache_root: Path, pytestconfig: pytest.Config) -> None:
-    """Fill vLLM's cache of model information (see modelinfos.py). The first test process does so, and the others
-    wait.
-    """
+    """Fill vLLM's cache of model information (see modelinfos.py). The first test process does so, others wait."""
     done = pytestconfig.cache.mkdir("modelinfos") / "done"
     with FileLock(done.with_suffix(".lock")):
         if not done.exists():

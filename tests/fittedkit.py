@@ -43,9 +43,7 @@ def write(
     shards: int = 1,
     copy: bool = True,
 ) -> None:
-    """Write a store of a hook with a bound reduction. copy: whether to keep a copy of the fitted file beside the
-    store.
-    """
+    """Write a store of a hook with a bound reduction. copy: whether to copy the fitted file next to the store."""
     stored = encoded(reduction, values, layers, shards)
     settings = {**reduction.settings(), "dtype": "float32", "width": values.shape[-1]}
     spec = ArraySpec(reduction.hook, "uint8", tuple(layers), stored.shape[-1], reduce=settings)

@@ -169,9 +169,7 @@ def ask(
     group: bool,
     directory: Path | None = None,
 ) -> tuple[socket.socket, int]:
-    """Ask the server `module` to fork a process. Returns the socket that receives the exit status, and the process
-    id.
-    """
+    """Ask the server `module` to fork a process. Returns the socket for its exit status, and the process id."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.connect(_server(module))
     request = {"command": command, "env": dict(env), "group": group, "fds": list(fds), "umask": _umask()}
@@ -241,9 +239,7 @@ def main(life: int) -> None:
 
 
 def serve(life: int, be: Callable[[Sequence[str]], int]) -> None:
-    """Fork a process for each request, until the process that started the server ends. be: the function that a child
-    runs.
-    """
+    """Fork a process per request until the process that started the server ends. be: what a child runs."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind("")  # the kernel chooses an abstract address
     listener.listen(64)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the notebooks of examples/. As a program, it also stores their outputs: `python -m tests.notebookkit [NAME
-...]`.
-"""
+"""Runs the notebooks of examples/. As a program, it stores their outputs: `python -m tests.notebookkit [NAME ...]`."""
 
 from __future__ import annotations
 
@@ -59,9 +57,7 @@ class Mistake(NamedTuple):
 
 
 def shorter(notebook: nbformat.NotebookNode, text: str, instead: str) -> nbformat.NotebookNode:
-    """The notebook with `text`, which must occur in one cell, replaced by `instead`, so that it trains for fewer
-    steps.
-    """
+    """The notebook with `text`, which must be in one cell, replaced by `instead`, for fewer training steps."""
     [cell] = [cell for cell in notebook.cells if text in cell.source]
     cell.source = cell.source.replace(text, instead)
     return notebook

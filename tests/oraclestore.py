@@ -34,9 +34,7 @@ def specs_of(values: dict[str, np.ndarray], oracle: Oracle) -> list[ArraySpec]:
 
 
 def attributes(oracle: Oracle, attention: dict[str, Any] | None) -> dict[str, Any]:
-    """The attributes that an engine would write for the model, without versions. attention: the attention settings of
-    its layers.
-    """
+    """The attributes that an engine would write, without versions. attention: attention settings of the layers."""
     row = ARCHITECTURES[oracle.config.architectures[0]].fit(oracle.config)
     dims = row.dims(oracle.config)
     sizes = {name: getattr(dims, name) for name in ("hidden", "heads", "kv_heads", "head_dim", "vocab")}
@@ -53,9 +51,7 @@ def write(
     hooks: Sequence[str] | None = None,
     **options: Any,
 ) -> Capture:
-    """Write the store of one request of these tokens, and open it. hooks: only these. options: arguments of
-    `Store.write`.
-    """
+    """Write the store of one request of these tokens, and open it. hooks: only these. options: of `Store.write`."""
     with _owner() as owner:
         _write(owner, oracle, path, tokens, attention, hooks, **options)
     return open_capture(path, timeout=0)

@@ -108,9 +108,7 @@ def check_neurons(said: dict[str, Any], want: np.ndarray, k: int, first: int) ->
 
 
 def save_encoder(folder: Path, width: int, latents: int, shift: float = 0.5, **config: Any) -> Path:
-    """Write an autoencoder with random weights in SAELens's format. shift: how far latents are below 0 for an input of
-    0.
-    """
+    """Write a random autoencoder in SAELens's format. shift: how far latents are below 0 for an input of 0."""
     rng = np.random.default_rng(0)
     sizes = {"W_enc": (width, latents), "b_dec": (width,)}
     sizes |= {name: (latents,) for name in ("b_enc", "b_gate", "b_mag", "r_mag", "threshold")}

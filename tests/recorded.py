@@ -24,9 +24,7 @@ def _lines(value: Any) -> str:
 
 
 def recorded(file: str, name: str, found: Any) -> Any:
-    """The value of `name` in data/FILE. found: the new value, as JSON, which RECORDED=write writes to the file
-    first.
-    """
+    """The value of `name` in data/FILE. found: the new value, which RECORDED=write writes to the file first."""
     path = DATA / file
     if os.environ.get("RECORDED") == "write":
         every = json.loads(path.read_text()) if path.exists() else {}

@@ -124,9 +124,7 @@ def only(outcomes: list[Outcome]) -> Outcome:
 
 
 def notes_of(outcome: Outcome) -> list[str]:
-    """The notes of an outcome, without the note that all captures get whose writer was killed before they were
-    closed.
-    """
+    """The notes of an outcome, except the note of all captures that were killed before they were closed."""
     return [note for note in outcome.notes if not note.startswith("how many rows the request had is not known")]
 
 

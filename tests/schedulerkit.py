@@ -313,9 +313,7 @@ class Engine:
         return self.scheduler.has_requests() or bool(self._queue)
 
     def step(self) -> None:
-        """Run one step like vLLM's engine core. With `ahead`, the next step is scheduled before this step's result
-        arrives.
-        """
+        """Run one step like vLLM's engine core. With `ahead`, the next one is scheduled before its result arrives."""
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
             self._queue.append((output, self._execute(output)))
@@ -480,9 +478,7 @@ class Engine:
         )
 
     def faults(self) -> list[str]:
-        """Problems after all requests have ended: rows that are wrong, stored twice or missing, and resources that were
-        not released.
-        """
+        """Problems after all requests have ended: wrong, repeated or missing rows, and unreleased resources."""
         self.exporter.shutdown()
         found = [] if self.free == self._free else [f"{self._free - self.free} blocks are not free"]
         held = getattr(self.tracker.slots, "held", ())

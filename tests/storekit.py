@@ -35,9 +35,7 @@ def until(condition: Callable[[], Any]) -> None:
 
 
 class Store:
-    """The coordinator's `Captures` in this process, with its own ring. The writers are real, and no engine is
-    needed.
-    """
+    """The coordinator's `Captures` in this process, with its own ring and real writers. No engine is needed."""
 
     def __init__(
         self,
@@ -233,9 +231,7 @@ def local(spec: ArraySpec, values: np.ndarray) -> np.ndarray:
 
 
 def shard_specs(specs: Sequence[ArraySpec], ranks: int, rank: int) -> list[ArraySpec]:
-    """The arrays of `specs` that tensor-parallel rank `rank` writes: its shards, and on rank 0 also the unsharded
-    arrays.
-    """
+    """The arrays of `specs` that tensor-parallel rank `rank` writes: its shards, and on rank 0 the unsharded ones."""
     return [replace(s, rank=rank) for s in specs if s.shards == ranks] + [
         s for s in specs if s.shards == 1 and rank == 0
     ]

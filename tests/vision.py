@@ -31,9 +31,7 @@ PLACEHOLDERS = {
 
 
 def use_standin() -> None:
-    """Make the stand-in for torchvision importable in this process and its children. Call it before transformers is
-    imported.
-    """
+    """Make the stand-in for torchvision importable, also in children. Call it before transformers is imported."""
     if importlib.util.find_spec("torchvision") is None:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (STANDIN, os.environ.get("PYTHONPATH"))))
         sys.path.insert(0, STANDIN)

@@ -85,9 +85,7 @@ async def _replies(args: argparse.Namespace, extra: dict[str, Any]) -> list[Any]
 
 
 def child(args: argparse.Namespace) -> None:
-    """Run one engine, "stock" or an owner of rows. Returns its tokens, and the comparison of stores with the returned
-    experts.
-    """
+    """Run one engine, "stock" or an owner of rows. Returns its tokens, and its stores compared with the experts."""
     from dmi_connector import capture_args, open_capture
 
     extra: dict[str, Any] = {}

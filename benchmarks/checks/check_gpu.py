@@ -95,9 +95,7 @@ PCA_RANK = 32
 
 
 def sizes_of(arch: str, head_dim: int = SIZES["head_dim"], heads: int = 0) -> dict[str, Any]:
-    """The sizes of the small model of a family, if they differ from those of tiny_models. head_dim, heads: for
-    Qwen3.
-    """
+    """The sizes of the small model of a family, if they are not those of tiny_models. head_dim, heads: for Qwen3."""
     more = {"num_attention_heads": heads} if heads else {}
     return {**SIZES, "head_dim": head_dim, **more} if arch == "qwen3" else SIZES_OF_ARCH.get(arch, {})
 

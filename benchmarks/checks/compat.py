@@ -88,9 +88,7 @@ class Environment:
 
     @property
     def overrides(self) -> Path:
-        """The path of the pins that replace those of the lock files. No such file exists for the vLLM of the lock
-        files.
-        """
+        """Path of the pins that replace those of the lock files. The vLLM of the lock files has no such file."""
         return common.ROOT / "requirements" / "compat" / f"vllm-{self.vllm}.txt"
 
 
@@ -189,9 +187,7 @@ def name_vllm(environment: Environment) -> Path:
 
 
 def counts(report: str) -> dict[str, Any]:
-    """The numbers of passed, failed and skipped tests in a report of pytest (JUnit XML), and the names of the failed
-    ones.
-    """
+    """The numbers of passed, failed and skipped tests in a report of pytest (JUnit XML), and the failed tests."""
     cases = list(ET.fromstring(report).iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = sum(case.find("skipped") is not None for case in cases)
@@ -226,9 +222,7 @@ def kind(found: dict[str, Any]) -> tuple[str, str]:
 
 
 def run_here(out: Path, jobs: int) -> int:
-    """Run the core tests on the GPU of this machine, in this environment. Writes results to `out`. Returns the exit
-    status.
-    """
+    """Run the core tests on the GPU of this machine. Writes results to `out`. Returns the exit status."""
     import torch
     import vllm
 

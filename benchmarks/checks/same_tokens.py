@@ -39,9 +39,7 @@ all.
 
 
 def first_difference(ours: Sequence[int], stock: Sequence[int]) -> int | None:
-    """Index of the first token that differs; None if none differs. Raises ValueError if one list is a prefix of the
-    other.
-    """
+    """Index of the first token that differs, or None. Raises ValueError if one list is a prefix of the other."""
     return next((i for i, (a, b) in enumerate(zip(ours, stock, strict=True)) if a != b), None)
 
 

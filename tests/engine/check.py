@@ -164,9 +164,7 @@ def relative_errors(
 def cosines(
     path: Path, oracle: Oracle, tokens: Sequence[int], prompt_len: int, hooks: Sequence[str]
 ) -> dict[str, float]:
-    """{hook: minimum cosine of a row with the oracle's} of a whole store, for models with rounded or quantised
-    values.
-    """
+    """{hook: minimum cosine of a row with the oracle's} of a whole store, for rounded or quantised values."""
     capture = open_capture(path, timeout=300)
     check_header(capture, tokens, prompt_len, 0, len(tokens) - 1, path.name)
     want, least = reference(oracle, tokens), {}

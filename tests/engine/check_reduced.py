@@ -137,9 +137,7 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray, noise
 
 
 def check_summaries(capture: Capture, want: Sequence[np.ndarray], m: int) -> None:
-    """Check that `pattern` has the m largest of the transformers weights `want`: for each layer [heads, queries,
-    keys].
-    """
+    """Check that `pattern` has the m largest weights of transformers, `want`: per layer [heads, queries, keys]."""
     reduction = capture.reduction("pattern")
     assert isinstance(reduction, AttentionSummary) and reduction.m == m
     near = {"rtol": 0.001 if reduction.half else 0, "atol": 1e-5}  # tolerance for float16

@@ -37,9 +37,7 @@ def borrowers_wait() -> None:
 
 
 def core_requests(run: Run, llm: object) -> None:
-    """The requests that run on every architecture: edge cases, prefix hits, prompt logprobs, n = 3, prompt only, a stop
-    token.
-    """
+    """The requests that run on every architecture: edge cases, prefix hits, prompt logprobs, n = 3, a stop token."""
     generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})
     stop = run.replies["len33"].outputs[0].token_ids[4]
     generate(

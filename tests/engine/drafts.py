@@ -26,9 +26,7 @@ RANDOM = ("eagle", "eagle3", "mtp", "dflash")
 
 @dataclass(frozen=True)
 class Pair:
-    """A target model and its draft. model: directory. arch: architecture of `tiny_model`. config: the
-    `speculative_config`.
-    """
+    """A target model and its draft. model: directory. arch: architecture. config: the `speculative_config`."""
 
     arch: str
     model: Path

@@ -78,9 +78,7 @@ class Disk:
 
     @contextmanager
     def full(self, writers: Sequence[psutil.Process]) -> Iterator[None]:
-        """Let no more bytes be written during the `with` block. Without a mount, this only affects files of these
-        writers.
-        """
+        """Let no more bytes be written during the `with` block; without a mount, not by these writers."""
         limits = [process.rlimit(psutil.RLIMIT_FSIZE) for process in writers]
         if self.mounted:
             with open(self.path / "ballast", "wb", buffering=0) as ballast:
@@ -125,9 +123,7 @@ class Live:
         self.llm, self.run, self.oracle = llm, run, oracle
 
     def _submit(self, asks: dict[str, Ask]) -> Future[None]:
-        """Submit requests on a daemon thread, because vLLM's offline client waits forever for an engine core that was
-        killed.
-        """
+        """Submit requests on a daemon thread, because vLLM's client waits forever for a killed engine core."""
         future: Future[None] = Future()
 
         def work() -> None:
@@ -216,9 +212,7 @@ def check_rows(capture: Capture, oracle: Oracle, tokens: Sequence[int] | None = 
 
 
 def group_of(process: psutil.Process) -> list[psutil.Process]:
-    """A process, its descendants, and the coordinators that serve them (which are not descendants) with their
-    descendants.
-    """
+    """A process, its descendants, and the coordinators that serve them, which are no descendants, with theirs."""
     family = [process, *process.children(recursive=True)]
     engines = {p.pid for p in family}
     for other in psutil.process_iter():

@@ -17,17 +17,11 @@ import pytest
 import torch
 
 KERNEL: dict[str, Any] = {"attention_config": {"backend": "CPU_MLA"}}
-"""Options of an engine that uses vLLM's float32 kernel on any CPU. With AMX, vLLM would use another kernel, in
-bfloat16.
-"""
+"""Options of an engine that uses vLLM's float32 kernel on any CPU. With AMX, vLLM would use one in bfloat16."""
 WHOLE: dict[str, Any] = {"max_num_batched_tokens": 512}
-"""Options for owner draft with that kernel. vLLM then cannot split prompts over steps, so a step has max_model_len
-tokens.
-"""
+"""For owner draft with that kernel. vLLM does not split prompts then, so a step must hold max_model_len tokens."""
 ROTARY = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
-"""Options of an eager engine. vLLM 0.32's own CPU kernel rotates heads incorrectly if they are adjacent to other
-values.
-"""
+"""Options of an eager engine. vLLM 0.32's CPU kernel rotates heads incorrectly if they are next to other values."""
 ODD = {"kv_lora_rank": 280, "qk_rope_head_dim": 40, "qk_nope_head_dim": 20, "v_head_dim": 28}
 """Sizes without a kernel on a CPU. vLLM checks their sum: 320, 512 or 576."""
 HEADS = {"kv_lora_rank": 40, "qk_rope_head_dim": 24, "qk_nope_head_dim": 40, "v_head_dim": 28}

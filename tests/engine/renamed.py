@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that transformers lacks, made from a model that computes the same. Only the config and the names of the
-weights differ.
-"""
+"""Models that transformers lacks, made from a model that computes the same, with another config and other names."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ class Renamed:
     files: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Convert the checkpoint in `path` to this architecture. The checkpoint for transformers is then at
-        `twin(path)`.
-        """
+        """Convert the checkpoint in `path` to this architecture. Its original is then at `twin(path)`."""
         config = json.loads((path / "config.json").read_text())
         if self.weights is not None:
             shutil.copytree(path, path / "twin")
@@ -150,9 +146,7 @@ def _exaone(weights: Weights, _config: dict[str, Any]) -> Weights:
 
 
 def _plamo3(weights: Weights, config: dict[str, Any]) -> Weights:
-    """PLaMo 3, made from Gemma 3. It adds other constants to the weights of its norms, and does not scale
-    embeddings.
-    """
+    """PLaMo 3, made from Gemma 3. It adds other constants to weights of norms, and does not scale embeddings."""
     weights = fused(weights, r"model\.layers\.\d+\.self_attn", ("q_proj", "k_proj", "v_proj"), "qkv_proj")
     weights = fused(weights, r"model\.layers\.\d+\.mlp", ("gate_proj", "up_proj"), "gate_up_proj")
     added = {"post_attention_layernorm": 0.2, "post_feedforward_layernorm": 5**-1.5}

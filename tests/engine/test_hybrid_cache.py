@@ -26,9 +26,7 @@ UNCAPTURED: dict[str, Any] = {"include_output_tokens": True, "dmi": {"enabled": 
 _GROUPS = ["SlidingWindowSpec", "FullAttentionSpec"]
 STEP = 80
 BLOCKS = {False: 15, True: 7}
-"""Number of cache blocks, too few for all of CROWD at once. With the manager, two groups of layers have their own
-blocks.
-"""
+"""Number of cache blocks, too few for all of CROWD. With the manager, each of two groups has its own blocks."""
 CROWD = {f"crowd{n}": Ask(prompt(n, 1), sampling={"max_tokens": 80}) for n in (90, 100, 110, 200)}
 
 

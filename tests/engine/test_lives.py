@@ -154,9 +154,7 @@ def processors(llm: LLM, run: Run) -> None:
 
 
 def refusals(llm: LLM, run: Run) -> None:
-    """The refusals of these processors with a speculative config. Custom processors are refused only on the V1
-    runner.
-    """
+    """The refusals of these processors with a speculative config. Only the V1 runner refuses custom processors."""
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.sample.logits_processor import build_logitsprocs
 
@@ -184,9 +182,7 @@ def refusals(llm: LLM, run: Run) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """An engine in this process for each owner. While the first one runs, another one ("beside") runs in its own
-    processes.
-    """
+    """An engine in this process for each owner. Beside the first one, another one runs in its own processes."""
     runs = {name: Run(tmp_path_factory.mktemp(f"lives-{name}")) for name in (*OWNERS, "beside")}
 
     def start(name: str, owner: str, in_process: bool = True) -> LLM:

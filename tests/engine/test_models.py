@@ -35,9 +35,7 @@ FOUND = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_final"
 """Hooks of models that have no entry in ARCHITECTURES. They are found from the structure of the layers."""
 RESULT = os.environ.get("MODELS_RESULT", "")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-"""Families with latent attention, on vLLM's CPU kernel. "-odd" uses a stand-in for it, "-heads" keys and values by
-head.
-"""
+"""Families with latent attention, on vLLM's CPU kernel; "-odd" on a stand-in; "-heads" with keys by head."""
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
 """Families with latent attention over tokens that an indexer chooses. vLLM has no CPU kernels for them."""
 KEYLESS = (*LATENT, *INDEXED)

@@ -36,9 +36,7 @@ HOOKS_OF = {
     "topk8": ("attn_out", "mlp_pre_linear", "k_rot"),
     "summary": ("resid_mid",),
 }
-"""{mode: its hooks}. `compact` reduces all other hooks. `mlp_post` is reduced by `summary` on one rank and by `compact`
-on two.
-"""
+"""{mode: its hooks}. `compact` reduces the others. `summary` reduces `mlp_post` on one rank, `compact` on two."""
 SKETCHED = {"final_ln": "cs(48,seed=5)", "v": "cs(20)"}
 """Hooks that are stored whole, and in slices with two ranks."""
 CHOSEN = {

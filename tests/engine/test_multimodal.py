@@ -74,9 +74,7 @@ class Served:
 
 
 def limit(arch: str, images: int) -> dict[str, int]:
-    """The maximum number of images per prompt. With 0, vLLM loads no vision tower, and the language model embeds token
-    ids.
-    """
+    """The maximum number of images per prompt. With 0, vLLM loads no vision tower, and embeds token ids."""
     return {"image": images, **({"video": 0} if arch.startswith(("qwen", "glm", "intern")) else {})}
 
 
@@ -129,9 +127,7 @@ def errors_of(served: Served, name: str) -> dict[str, float]:
 
 
 def worst(served: Served, names: Sequence[str]) -> dict[str, float]:
-    """{hook: largest error} of the hooks of these requests whose error exceeds MOST. Appends all errors to the file
-    RESULT.
-    """
+    """{hook: largest error} where it exceeds MOST. Appends all errors of these requests to the file RESULT."""
     found = largest(errors_of(served, name) for name in names)
     if RESULT and served.configuration:
         arch, mode, owner = served.configuration

@@ -60,9 +60,7 @@ BESIDE = {"beside": Ask(prompt(200, 7), sampling={"max_tokens": 80})}
 
 
 def storm(llm: LLM, run: Run) -> None:
-    """Abort most of many requests, most of them still in the queue. Three requests have the same id at the same
-    time.
-    """
+    """Abort most of many requests, most of them in the queue. Three requests have the same id at once."""
     tracker, counts = llm.llm_engine.engine_core.engine_core.scheduler.connector.tracker, Counter[str]()
     take = tracker.take_counts
 

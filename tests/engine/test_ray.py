@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi run --ray` on clusters on this machine. Workers and nodes are killed, and every prompt ends up in exactly one
-store.
-"""
+"""`dmi run --ray` on clusters on this machine. Workers and nodes are killed, and every prompt has one store."""
 
 from __future__ import annotations
 
@@ -30,18 +28,14 @@ pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="Ray is not installe
 
 @dataclass
 class Ray:
-    """Starts processes with Ray. env: their environment. folder: Ray's files; its path is short, because sockets are in
-    it.
-    """
+    """Starts processes with Ray. env: their environment. folder: Ray's files; a short path, for its sockets."""
 
     env: dict[str, str]
     folder: Path
 
     @contextlib.contextmanager
     def run(self, model: Path, prompts: Path, out: Path, *more: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-        """Start `dmi run`. Yields the process and its log file. Kills all its processes at the end of the `with`
-        block.
-        """
+        """Start `dmi run`. Yields the process and its log file. Kills all its processes at the end."""
         asked = command(model, prompts, out, "--max-num-seqs", "4", "--json", *more)
         log = out.with_name(f"{out.name}.log")
         with open(log, "ab") as file:
@@ -121,9 +115,7 @@ def stores(out: Path) -> int:
 def engine_with(
     process: subprocess.Popen[bytes], out: Path, log: Path, number: int, count: int = 0, but: int = 0
 ) -> psutil.Process:
-    """Wait until a worker has an engine and `count` stores are finished. but: process id of an earlier engine of the
-    worker.
-    """
+    """Wait until a worker has an engine and `count` stores are finished. but: process id of an earlier engine."""
     found: list[psutil.Process] = []
 
     def there() -> bool:
@@ -184,9 +176,7 @@ def test_a_worker_that_is_killed_halfway_leaves_every_prompt_in_one_store(
 
 
 def test_the_only_worker_is_started_again(ray: Ray, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """All its processes are killed, including the writers. Their unfinished stores are removed, and the prompts run
-    again.
-    """
+    """All its processes are killed. Unfinished stores are removed, and their prompts run again."""
     out = tmp_path / "out"
     prompts = write_ids(tmp_path / "p.jsonl", 300)
     with ray.run(tiny_model("qwen3"), tmp_path / "p.jsonl", out, "--ray", "local") as (process, log):
@@ -205,9 +195,7 @@ def test_the_only_worker_is_started_again(ray: Ray, tiny_model: Callable[..., Pa
 def test_a_node_that_is_lost_and_a_run_that_is_killed_lose_no_prompt(
     ray: Ray, cluster: str, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """A cluster with an address. The other node runs the prompts of the lost one. The next command runs those of the
-    killed run.
-    """
+    """The cluster has an address. The other node runs the prompts of the lost node, the next run those of the first."""
     out, model, path = tmp_path / "out", tiny_model("qwen3"), tmp_path / "p.jsonl"
     prompts = write_ids(path, 1000)
     asked = ("--ray", cluster, "--workers", "2")

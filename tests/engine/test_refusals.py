@@ -266,9 +266,7 @@ def latent_model(folder: Path, arch: str = "deepseek_v3", **fields: Any) -> Path
 def test_latent_attention_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, owner: str
 ) -> None:
-    """A config of Kimi K2 changes the type of transformers' V3 class for the process. Other tests need the original
-    type.
-    """
+    """A config of Kimi K2 changes the type of transformers' V3 class. Other tests need the original type."""
     monkeypatch.setattr(DeepseekV3Config, "model_type", "deepseek_v3")
     model = latent_model(tmp_path, model_type=model_type)
     args = {"owner": owner, "max_num_batched_tokens": 512}

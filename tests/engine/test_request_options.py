@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of a request in kv_transfer_params: names, selections, requests without capture, and refusals with their
-reasons.
-"""
+"""Options of a request in kv_transfer_params: names, selections, requests without capture, and refusals."""
 
 from __future__ import annotations
 

@@ -73,9 +73,7 @@ def _wait(process: subprocess.Popen[bytes] | Program, url: str, log: Path) -> No
 
 
 def _cause(log: Path) -> str:
-    """The first errors in the log, which an engine process prints long before the server gives up, and the end of the
-    log.
-    """
+    """The first errors in the log, which come long before the server gives up, and the end of the log."""
     text = log.read_text()
     errors = [line for line in text.splitlines() if "Error" in line or "error" in line]
     return "\n".join([*errors[:20], "...", text[-1500:]])

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latents of stores, cached in Delphi's format, compared with the encoders of SAELens and sparsify, and read by
-Delphi.
-"""
+"""Latents of stores in Delphi's format, compared with the encoders of SAELens and sparsify, and read by Delphi."""
 
 from __future__ import annotations
 

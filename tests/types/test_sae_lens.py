@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores exported as cached activations for SAELens and as latents for Delphi, read by these libraries: `make
-types`.
-"""
+"""Stores as cached activations for SAELens and latents for Delphi, read by these libraries: `make types`."""
 
 from __future__ import annotations
 

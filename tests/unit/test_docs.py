@@ -86,9 +86,7 @@ def test_no_page_loads_anything_from_the_network(site: Path) -> None:
 # ---- messages in the code -------------------------------------------------------------------------------------------
 
 PROTOCOL = ("NotImplementedError", "AttributeError", "DataTypeValidationError")
-"""Exceptions that protocols of Python and zarr need: abstract methods, missing module attributes, a data type for
-zarr.
-"""
+"""Exceptions of protocols of Python and zarr: abstract methods, missing module attributes, data types for zarr."""
 
 REASONS = ("engine/scheduler/", "store/write/arrays/", "store/write/finish/commit.py")
 """Modules whose exceptions become the `reason` of a store, or the `dmi_error` of a response."""
@@ -443,9 +441,7 @@ def test_each_name_of_the_api_reference_is_in_the_module_that_its_heading_names(
 
 
 def test_results_that_pages_cite_exist() -> None:
-    """A page cites a file, or a run of a summary. docs/ENGINEERING.md may cite files that are only in the git
-    history.
-    """
+    """A page cites a file, or a run of a summary. docs/ENGINEERING.md may cite files of the git history."""
     folder = ROOT / "benchmarks" / "results"
     there = {path.name for path in folder.iterdir()} - {"last.json"}  # the default output of programs
     runs = {run for path in folder.glob("*.json") for run in json.loads(path.read_text()).get("runs", ()) if "-" in run}

@@ -25,9 +25,7 @@ MEDIA = [{"modality": "image", "hash": "a", "positions": [[7, 71]]}]
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Captures of three requests of 1,500 tokens with the key "run-1" and an image, and of one request with another
-    key.
-    """
+    """Captures of three requests of 1,500 tokens with the key "run-1" and an image, and one with another key."""
     folder = tmp_path_factory.mktemp("page")
     owner = kit.Store(16 << 20)
     for i in range(4):

@@ -40,9 +40,7 @@ SPECS = [
 ]
 """Every kind of reduction that needs no file and no specific hook."""
 IN_PART = ("int8(32)", "round", "topk", "cs(16,exact")
-"""Reductions that do not decode the whole row as NaN if one value is not finite, but only the value, its group or its
-bucket.
-"""
+"""Reductions that decode only the value, its group or its bucket as NaN if a value is not finite, not the row."""
 
 
 def rows(tokens: int = 9, width: int = 50, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -244,9 +242,7 @@ def test_topk_keeps_the_largest_values_and_a_sample_of_the_row(width: int, exact
 
 
 def test_the_sample_takes_each_place_equally_often() -> None:
-    """This also holds if all rows are equal, or if the same neurons are always the largest. Means from samples are then
-    correct.
-    """
+    """This also holds if all rows are equal, or if the same neurons are always the largest. Means are then correct."""
     tokens, width = 20_000, 96
     same = torch.randn(1, width, generator=torch.Generator().manual_seed(4)).bfloat16().expand(tokens, width)
     places, _ = TopK(8, sample=4).sampled(TopK(8, sample=4).encode(same).numpy(), width, "bfloat16")
@@ -326,9 +322,7 @@ def test_projections_nearly_keep_angles_and_lengths(distribution: str) -> None:
 
 
 def test_a_projection_of_heads_keeps_each_head_by_itself() -> None:
-    """It keeps norms of heads, and products of heads of two rows. Several ranks project their heads as one rank
-    does.
-    """
+    """It keeps norms of heads, and products of heads of two rows. Several ranks project as one rank does."""
     reduction, heads, size = RandomProjection(48, group=64), 6, 64
     x = torch.randn(40, heads * size, generator=torch.Generator().manual_seed(0))
     x.view(40, heads, size)[:, 2] *= 10

@@ -30,9 +30,7 @@ from tests import storekit
 pytestmark = pytest.mark.soak
 
 ROWS = np.array([[4.0, 1.0, -8.0, 0.0], [1.0, 3.0, 2.8125, -4.0], [0.0, 2.0, 1.0, 0.0]], np.float32)
-"""Logits of three tokens. Greedy decoding gives 0, 1, 1. In row 1, tokens 1 and 2 differ by 12 units of the rounding of
-4.
-"""
+"""Logits of three tokens. Greedy decoding gives 0, 1, 1. In row 1, tokens 1 and 2 differ by 12 units of 4."""
 OURS = [0, 1, 1]
 FIELDS = {**ARCHS, **FAMILIES}
 

@@ -413,9 +413,7 @@ def test_labels_of_tokens_are_short_and_can_be_printed() -> None:
 
 @pytest.mark.parametrize(("sections", "given"), [((1, 2, 1), "three"), ((1, 2, 1), "four"), ((1, 2, 1), ""), ((), "")])
 def test_the_oracle_notes_the_positions_of_each_axis(sections: tuple[int, ...], given: str) -> None:
-    """transformers may put text positions before the positions of the axes. Without positions, all axes count
-    tokens.
-    """
+    """transformers may put text positions before those of the axes. Without positions, all axes count tokens."""
     base, tokens = torch.nn.Identity(), 5
     base.forward = lambda **_inputs: None  # type: ignore[method-assign]
     parameters = {"mrope_section": sections} if sections else None

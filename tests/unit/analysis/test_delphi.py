@@ -274,17 +274,13 @@ main({argv!r})
     ],
 )
 def test_files_begin_and_end_where_delphis_do(latents: int, edges: list[int]) -> None:
-    """edges: torch.linspace(0, latents, splits + 1).long(), the boundaries of Delphi's files (torch 2.13, AVX2 and
-    AVX-512).
-    """
+    """edges: torch.linspace(0, latents, splits + 1).long(), Delphi's boundaries (torch 2.13, AVX2 and AVX-512)."""
     bounds = delphi._bounds(latents, len(edges) - 1)
     assert [first for first, _ in bounds] == edges[:-1] and [last + 1 for _, last in bounds] == edges[1:]
 
 
 def test_of_many_files_the_middle_ones_begin_where_delphis_do() -> None:
-    """Compares with torch.linspace(0, 24576, 124).long()[[40, 41, 42]] and torch.linspace(0, 100, 91).long()[[44, 45,
-    46]].
-    """
+    """torch.linspace(0, 24576, 124).long()[[40, 41, 42]] and torch.linspace(0, 100, 91).long()[[44, 45, 46]]."""
     assert [delphi._bounds(24576, 123)[i][0] for i in (40, 41, 42)] == [7992, 8191, 8391]
     assert [delphi._bounds(100, 90)[i][0] for i in (44, 45, 46)] == [48, 49, 51]
 

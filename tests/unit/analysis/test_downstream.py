@@ -29,9 +29,7 @@ LOUD = 5
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Stores whose rows have directions for their token and for the label of their store, which is its number
-    modulo 2.
-    """
+    """Stores whose rows have directions for their token and for the label of the store, its number modulo 2."""
     folder, owner, rng = tmp_path_factory.mktemp("stores"), kit.Store(4 << 20), np.random.default_rng(0)
     of_token, of_label = rng.normal(size=(5, WIDTH)), rng.normal(size=WIDTH)
     for number in range(STORES):
@@ -129,9 +127,7 @@ def sae(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_latents_and_the_reconstruction_of_restored_rows_are_compared(stores: list[Path], sae: Path) -> None:
-    """The expected values are computed with explicit sums. Other layers, other hooks and projections have no such
-    measure.
-    """
+    """The expected values are explicit sums. Other layers, other hooks and projections have no such measure."""
     encoder = Autoencoder.load(f"{sae}, hook=resid_mid, layer=1")
     rows = np.concatenate([open_capture(store, 0).numpy("resid_mid", 1) for store in stores])
     scale = np.abs(rows).max(1, keepdims=True) / 127

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi export`: the files for other programs, and runs that end early. tests/types reads the files with these
-programs.
-"""
+"""`dmi export`: files for other programs, and runs that end early. tests/types reads them with these programs."""
 
 from __future__ import annotations
 
@@ -64,9 +62,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def stream(capture: Capture, *ids: int) -> torch.Tensor:
-    """The residual stream of these layer ids, [tokens, layers, width]. Layer id 3 is the stream after the last
-    layer.
-    """
+    """The residual stream of these layer ids, [tokens, layers, width]. Id 3 is the stream after the last layer."""
     return torch.stack([capture.torch("resid_final") if i == 3 else capture.torch("resid_pre", i) for i in ids], 1)
 
 

@@ -270,9 +270,7 @@ class Panel:
 def test_tokens_around_a_neuron_have_the_colours_of_their_values(
     low: float, limits: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The token itself has a frame. A value that is not finite has no colour and a cross. A missing value has no
-    cross.
-    """
+    """The token itself has a frame. Values that are not finite have no colour and a cross, missing ones no cross."""
     crossed: list[Any] = []
     monkeypatch.setattr(plot_sets.canvas, "cross_out", lambda on, cells: crossed.extend((on, cell) for cell in cells))
     nan, inf = float("nan"), float("inf")

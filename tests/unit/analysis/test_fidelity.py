@@ -76,9 +76,7 @@ def test_a_fitted_basis_finds_the_directions_of_the_rows(basis: Path) -> None:
 
 
 def test_groups_have_bases_of_their_own(stores: list[Path], tmp_path: Path) -> None:
-    """All groups of these rows have the same few directions, so a basis per group keeps as much as one for all
-    groups.
-    """
+    """All groups have the same few directions, so a basis per group keeps as much as one for all groups."""
     out = tmp_path / "heads.safetensors"
     words = ["--hook", "resid_mid", "--rank", "8", "--group", "24", "-o", str(out)]
     assert main(["fit-pca", *map(str, stores[:2]), *words]) == 0

@@ -32,9 +32,7 @@ ENCODER = SparseEncoder(EYE, np.zeros(2, "f4"), np.zeros(2, "f4"))
 
 
 def test_an_autoencoder_finds_the_latents_that_stay_active() -> None:
-    """Rows without an active latent do not count. The variance of the rows is 30. The decoder leaves -1, or -1 and
-    4.
-    """
+    """Rows without an active latent do not count. The rows' variance is 30. The decoder leaves -1, or -1 and 4."""
     rows = np.array([[1, 2], [5, 0], [-1, -1], [3, 3]], "f8")
     restored = np.array([[1, -2], [4, 5], [1, 1], [3, 3]], "f8")
     whole = Autoencoder("resid_pre", 0, ENCODER, (EYE, np.zeros(2, "f4")))

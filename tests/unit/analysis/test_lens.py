@@ -37,7 +37,7 @@ from tests.recorded import check_recorded
 TOKENS, PROMPT = 24, 10
 IDS = np.random.default_rng(0).integers(5, 512, TOKENS)
 FAMILIES = ("qwen3", "llama", "gpt2", "gemma2", "granite", "cohere2", "glm4", "opt", "bloom", "phi")
-"""Families with RMSNorm, LayerNorm, tied and untied heads, a bias of the head, gains of 1 + weight, scaled and capped
+"""Families with RMSNorm, LayerNorm, tied and untied heads, a head bias, gains of 1 + weight, scaled and capped
 logits.
 """
 
@@ -284,9 +284,7 @@ def test_the_end_of_models_that_transformers_does_not_have_is_found(name: str, t
 def test_configs_of_published_models_give_the_norm_of_vllm(
     config: dict[str, Any], norm: str, gain: float, tmp_path: Path
 ) -> None:
-    """Tiny models of these families are made from other ones, whose configs have other names for epsilon and model
-    type.
-    """
+    """Tiny models of these families are made from others, whose configs name epsilon and type differently."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(
         {"lm_head.weight": np.eye(3, dtype="f4"), f"{norm}.weight": np.full(3, 0.5, "f4")}, tmp_path / "a.safetensors"

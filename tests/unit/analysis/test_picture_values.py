@@ -31,9 +31,7 @@ def linear(c: float) -> float:
 
 @pytest.mark.parametrize(("red", "blue"), [(0.0, 0.0), (0.04, 0.04), (0.041, 0.03), (0.3, 0.9), (0.8, 0.05)])
 def test_ink_is_black_on_light_colours_and_white_on_dark_ones(red: float, blue: float) -> None:
-    """The threshold is a relative luminance of 0.179 in sRGB. Without a background the ink is black, because the paper
-    is white.
-    """
+    """The threshold is a relative luminance of 0.179 in sRGB. Without a background, the paper is white."""
     for luminance, ink in ((0.17902, "#000000"), (0.17898, "#ffffff")):
         green = 1.055 * ((luminance - 0.2126 * linear(red) - 0.0722 * linear(blue)) / 0.7152) ** (1 / 2.4) - 0.055
         assert green > 0.04045 and ink_on(np.array([red, green, blue, 1.0])) == ink
@@ -153,9 +151,7 @@ def test_the_mean_of_lines_is_over_those_that_have_a_value() -> None:
 
 
 def test_the_error_of_each_row_is_its_own() -> None:
-    """Equal rows have the error 0, even if they are not finite. Other rows that are not finite have an infinite
-    error.
-    """
+    """Equal rows have the error 0, even if not finite. Other rows that are not finite have an infinite error."""
     inf = float("inf")
     a = np.array([[3, 4], [3, 4], [NAN, inf], [NAN, 1], [inf, 1], [0, 0], [1, NAN]], "f4")
     b = np.array([[3, 4], [0, 0], [NAN, inf], [NAN, 2], [-inf, 1], [0, 0], [1, 2]], "f4")

@@ -181,9 +181,7 @@ def captures(store: kit.Store, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def same(one: Sketch, other: Sketch) -> bool:
-    """Whether two sketches have equal counts and equal norms of rows. Rows in a file are float32, with an arbitrary
-    sign.
-    """
+    """Whether two sketches have equal counts and norms of rows. Rows in a file are float32, with any sign."""
     parts = [
         {
             (hook, layer): (own.error, own.squared, own.count, own.not_finite, own.rows.shape)

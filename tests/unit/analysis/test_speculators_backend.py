@@ -88,9 +88,7 @@ def test_messages_about_numbers_name_the_option_of_the_backend(
 
 
 def test_samples_are_found_by_their_number(backend: Any, stores: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Numbers are keys or the order of captures. Layers are in the order of training, with the last hidden state at the
-    end.
-    """
+    """Numbers are keys or positions. Layers are in the order of training, with the last hidden state at the end."""
     by_key = backend.StoreTransfer(str(stores), number_by="key")
     found = by_key.get_cached(3)
     with open_capture(stores / "3.zarr") as capture:

@@ -202,9 +202,7 @@ def test_an_indexer_chooses_some_earlier_tokens(name: str, tmp_path: Path, monke
 
 
 def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, d: int) -> None:
-    """Check that z is causal attention over q, k, v, and that weights are not uniform, which could hide a wrong
-    mask.
-    """
+    """Check that z is causal attention over q, k, v. Uniform weights could hide a wrong mask, so they fail."""
     q, k = (x.unflatten(-1, (-1, d)).transpose(0, 1) for x in (q, k))
     v = v.unflatten(-1, (k.shape[0], -1)).transpose(0, 1)
     k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], dim=0) for x in (k, v))
@@ -304,9 +302,7 @@ def test_a_saved_tokenizer_decodes_what_it_encodes(arch: str, tmp_path: Path) ->
 
 
 def store_of(path: Path, arrays: dict[str, np.ndarray], oracle: Oracle, *more: ArraySpec, **options: Any) -> Capture:
-    """A store of IDS with these float32 values, [layers, tokens, width], of layers 0, 1, ... more: specs of reduced
-    arrays.
-    """
+    """A store of IDS with float32 values [layers, tokens, width] of layers 0, 1, ... more: reduced arrays."""
     owner = kit.Store(1 << 22)
     reduced = {spec.name: spec for spec in more}
     specs = [reduced.get(n) or ArraySpec(n, "float32", tuple(range(len(v))), v.shape[-1]) for n, v in arrays.items()]

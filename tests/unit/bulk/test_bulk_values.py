@@ -228,9 +228,7 @@ LONG_AGO, FAR = -1e6, 1e6
 def test_a_store_whose_line_is_late_is_looked_for(
     there: str, came: float | None, gone: bool, looks: int, wanted: str, store: Path, tmp_path: Path
 ) -> None:
-    """A partial store that no process writes in two looks has failed. If no engine is left, prompts without a store are
-    lost.
-    """
+    """A partial store without a writer in two looks has failed. Without an engine, its prompt is lost."""
     out = tmp_path / "out"
     out.mkdir()
     run: Run = start_run(write_prompts(tmp_path / "p.jsonl", 3), out, FakeEngines(store, out))

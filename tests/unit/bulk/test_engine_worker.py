@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actor of an engine process on a Ray cluster: the process it starts and the messages it passes on. The process is
-fake.
-"""
+"""The actor of an engine process on a Ray cluster: its start, its messages and its end. The process is fake."""
 
 from __future__ import annotations
 

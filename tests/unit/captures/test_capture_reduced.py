@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that a reader computes: attention from queries and keys, attention summaries, rows from principal
-components.
-"""
+"""Values that a reader computes: attention, attention summaries, rows from principal components."""
 
 from __future__ import annotations
 

@@ -293,9 +293,7 @@ def test_the_table_has_a_row_for_each_store(directory: Path) -> None:
 
 
 def test_the_table_counts_draft_tokens(directory: Path, tmp_path: Path) -> None:
-    """The counts come from the index, or from the stores if there is no index. Requests without speculative decoding
-    have none.
-    """
+    """The index has the counts, or the stores do. Requests without speculative decoding have none."""
     shutil.copytree(directory, tmp_path / "drafts")
     stores, counts = kit.Store(), {"scheduled": 12, "accepted": 7}
     stores.write(tmp_path / "drafts" / "drafted.zarr", [kit.Q], 20, attrs={"draft_tokens": counts})

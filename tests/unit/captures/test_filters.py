@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Misspelt names do not give an empty result: hooks, filters and directories. Neither do paths that are not
-captures.
-"""
+"""Misspelt hooks, filters and directories do not give an empty result, nor do paths that are not captures."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with two subdirectories: `captures` has three stores, and rows of the last one are missing; `empty`
-    has none.
-    """
+    """Two directories: `captures` has three stores, with missing rows in the last one; `empty` has none."""
     root, owner = tmp_path_factory.mktemp("home"), kit.Store(1 << 20)
     for number, name in enumerate("abc"):
         specs = [*SPECS, ArraySpec("z", "float32", (1,), 8)] if name == "b" else SPECS

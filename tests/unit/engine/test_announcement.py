@@ -38,9 +38,7 @@ def said(
     tp: int = 1,
     **options: Any,
 ) -> list[str]:
-    """The logged lines. link: bytes per second of a lane; None: no lane. patterns: number of layers with attention
-    summaries.
-    """
+    """The logged lines. link: bytes per second of a lane, or None. patterns: layers with attention summaries."""
     exporter = make_exporter(tmp_path, 64, sink="null")
     given = {"store_dir": str(tmp_path), "hooks": "q", "codec": "zstd", "policy": "drop", **options}
     context = replace(exporter.context, options=ServerOptions.parse(given), tp=tp)
@@ -101,9 +99,7 @@ def test_without_stores_nothing_is_said_of_buffers_and_limits(tmp_path: Path, mo
 def test_the_cost_of_attention_summaries_is_that_of_a_rank(
     tp: int, flop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The expected cost is a multiplication and an addition per value, for three layers, 16 heads of 64 and 1,000
-    keys.
-    """
+    """The cost is two operations per value, for three layers, 16 heads of 64 and 1,000 keys."""
     first, summaries = said(tmp_path, monkeypatch, sink="null", patterns=3, tp=tp)
     assert first == FIRST.replace("4 hooks", "7 hooks")
     assert summaries == (

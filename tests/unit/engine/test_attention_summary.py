@@ -98,9 +98,7 @@ def test_full_attention_is_accepted() -> None:
 
 
 def test_a_batch_behind_a_replayed_graph_is_summarised_and_a_split_one_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replayed forwards write the header without Python, so the last recorded number of tokens belongs to another
-    forward.
-    """
+    """Replayed forwards write the header without Python, so the recorded number of tokens is that of another one."""
     field = RowField("pattern", 0, "int32", 8, 64, AttentionSummary(4))
     coverage, context = Coverage([field]), Context()
     coverage.checked = True

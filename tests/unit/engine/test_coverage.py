@@ -31,9 +31,7 @@ class Context:
 
 
 def forward(coverage: Coverage, tokens: int = TOKENS, **counts: int) -> None:
-    """Simulate the writes of one forward: embedding, header, layers. counts: tokens of some hooks; 0 leaves the hook
-    out.
-    """
+    """Simulate one forward: embedding, header, layers. counts: tokens of some hooks; 0 leaves a hook out."""
     now = Context()
     coverage.wrote(0, [64], tokens, now)
     coverage.wrote(0, [0, 4], tokens, now)

@@ -428,9 +428,7 @@ def gpu(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def fill(exporter: Exporter, *numbers: int) -> list[Noted]:
-    """Open captures and export a chunk of each. Before that, two more chunks of the first capture fill the staging
-    memory.
-    """
+    """Open captures and export a chunk of each, after two chunks of the first one that fill staging memory."""
     found = [begin(exporter, number, 20) for number in numbers]
     exporter.after_forward(StepMetadata(chunks=[rows(numbers[0], 0), rows(numbers[0], 4)], gather=True))
     exporter.after_forward(StepMetadata(chunks=[rows(number, 8) for number in numbers], gather=True))

@@ -112,9 +112,7 @@ def test_chunks_without_room_wait_in_the_cache(make: Callable[[int, int], Lane],
 def test_what_the_engine_sent_in_inference_mode_is_gathered_by_the_lane_too(
     make: Callable[[int, int], Lane], launches: list[int]
 ) -> None:
-    """vLLM runs in inference mode. Tensors created in it cannot be written by the lane's thread, which runs outside of
-    it.
-    """
+    """vLLM runs in inference mode. The lane's thread does not, and cannot write tensors that were created in it."""
     Event.link.clear()
     lane = make(3, 32)
     chunks = [lane.chunk(n) for n in range(11)]

@@ -36,9 +36,7 @@ def memory(values: int) -> torch.Tensor:
 def test_scores_of_a_step_come_to_the_lines_of_their_slots(
     monkeypatch: pytest.MonkeyPatch, places: list[int], most: int, tokens: int
 ) -> None:
-    """most: number of scores that a program copies. Lines of other slots do not change. The torch twin gives the
-    same.
-    """
+    """most: scores per program. Lines of other slots do not change. The torch twin gives the same."""
     monkeypatch.setattr(kernel, "_BLOCK", most)
     rng = np.random.default_rng(tokens)
     rows = torch.randn(kit.ROWS, 32, device=kit.DEVICE)

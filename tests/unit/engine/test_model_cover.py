@@ -92,9 +92,7 @@ def model(name: str) -> tuple[Architecture, Any, dict[str, Any]]:
 
 
 def kinds(name: str) -> set[Kind]:
-    """The features that a model has: fields of its architecture, their combination in a block, options of its
-    config.
-    """
+    """The features of a model: fields of its architecture, their combination in a block, options of its config."""
     row, config, given = model(name)
     text = config.get_text_config()
     dims = row.dims(text)

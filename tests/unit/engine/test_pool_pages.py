@@ -395,9 +395,7 @@ class Model:
         self.gathered += len(rows.slots)
 
     def check_opens(self, message: StepMetadata) -> None:
-        """Borrowed rows were passed to the worker before, belong to a request with the same first tokens, and still
-        exist.
-        """
+        """Check that borrowed rows exist, were passed to the worker, and belong to the same first tokens."""
         resets = self.slots.borrowing.sources.age
         for opened in message.opens:
             life, borrow = self.by_capture[opened.capture], opened.borrow

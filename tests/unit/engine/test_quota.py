@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits refuse captures and give a reason while requests continue. Retention removes old stores that are not in
-use.
-"""
+"""Limits refuse captures with a reason while requests continue. Retention removes old stores that are not in use."""
 
 from __future__ import annotations
 
@@ -131,9 +129,7 @@ def test_a_request_that_is_refused_for_another_reason_takes_no_bytes(tmp_path: P
 
 
 def test_a_capture_beyond_max_total_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts stores that exist when the engine starts, captures admitted since then, and the coordinator's
-    measurements.
-    """
+    """It counts stores from before the start, captures admitted since then, and the coordinator's measurements."""
     monkeypatch.setattr("dmi_connector.engine.scheduler.quota.REFRESH_S", 3600)
     stores = tmp_path / "stores"
     (stores / "old.zarr").mkdir(parents=True)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of reduced rows in the cache, on the link and on disk equal those of the reductions, for the sizes of
-Qwen3-4B.
-"""
+"""Bytes of reduced rows in the cache, on the link and on disk match the reductions, for the sizes of Qwen3-4B."""
 
 from __future__ import annotations
 

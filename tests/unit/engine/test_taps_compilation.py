@@ -45,9 +45,7 @@ ONLY_NATIVE: dict[str, Any] = {"priority": ["native"], "splitting_ops": ATTENTIO
 def test_what_lasts_depends_on_how_vllm_compiles(
     config: dict[str, Any], in_place: bool, stream_lasts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Norms keep their inputs only if Inductor compiles them. The residual stream persists only between piecewise
-    graphs.
-    """
+    """Norms keep their inputs only if Inductor compiles them. The stream persists only between piecewise graphs."""
     get = config.get
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(get("invariant", False))))
     passes = PassConfig(**{name: get(name, False) for name in ("fuse_norm_quant", "fuse_allreduce_rms")})

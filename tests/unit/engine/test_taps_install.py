@@ -269,9 +269,7 @@ def test_the_shared_key_of_latent_attention_is_found_beside_the_latent_and_in_ke
 
 
 class Gated(torch.nn.Module):
-    """Attention whose projection returns a gate next to the queries of two heads of size four. Other widths are those
-    of one head.
-    """
+    """Attention with a gate next to the queries of two heads of size four. Other widths are those of one head."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -55,9 +55,7 @@ def test_an_op_waits_for_the_branch_of_the_one_before(monkeypatch: pytest.Monkey
     token = torch.zeros(1, dtype=torch.int32)
 
     def forward(*besides: bool, end: bool = True, join: bool = False) -> list[list[bool]]:
-        """Run a forward. Returns, after each op, which of the values still exist. join: let something wait after each
-        op.
-        """
+        """Run a forward. Returns which values still exist after each op. join: let something wait after each op."""
         context = ForwardContext(no_compile_layers={"rows": RowMemory(rows, slots)})
         in_forward(monkeypatch, context)
         values: list[weakref.ref[torch.Tensor]] = []

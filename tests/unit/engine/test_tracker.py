@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tracker that looks for whole chunks every few steps tells workers of the same rows as one that looks in every
-step.
-"""
+"""A tracker that looks for chunks every few steps reports the same rows as one that looks in every step."""
 
 from __future__ import annotations
 
@@ -272,7 +270,7 @@ def test_the_rows_of_a_prompt_only_request_end_with_its_prompt(tmp_path: object)
         (95, "block", 2, [3]),
         (96, "block", 2, [3, 3]),
         (96, "drop", 2, [3, 3]),
-        (96, "block", 1, [3]),  # the last request: another step may never follow
+        (96, "block", 1, [3]),  # the second request is the last one: no further step may follow
     ],
 )
 def test_blocks_of_ended_requests_are_kept_while_others_run(

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames of compressed planes: Blosc decodes them. They are never longer than plain frames, and shorter than Blosc's
-own.
-"""
+"""Frames of compressed planes: Blosc decodes them. They are shorter than its own, and no longer than plain frames."""
 
 from __future__ import annotations
 

@@ -103,9 +103,7 @@ def computed(stores: kit.Store, tmp_path: Path, length: int, arrays: tuple[Array
 
 
 def check_equal(found: Path, expected: Path) -> None:
-    """Check that both stores are valid and complete, and have equal file sizes and values. Chunks may have another
-    order.
-    """
+    """Check that both stores are valid and complete, and have equal file sizes and values in any chunk order."""
     assert verify_store(found) == []
     ours, theirs = read_attrs(found), read_attrs(expected)
     assert ours["complete"] and {p: n for p, (n, _) in ours["files"].items()} == {
@@ -196,9 +194,7 @@ def test_a_source_is_not_finished_before_its_rows_are_copied(stores: kit.Store, 
 
 
 def test_rows_are_taken_from_where_the_source_takes_them(stores: kit.Store, tmp_path: Path) -> None:
-    """Otherwise each copy would wait for the copy of the source, which takes longer with each borrower if writing is
-    behind.
-    """
+    """Otherwise each copy would wait for that of the source, longer with each borrower if writing is behind."""
     source = open_source(stores, tmp_path)
     first = open_borrower(stores, tmp_path, name="b")
     of_first = {"final": str(tmp_path / "b.zarr"), "request_id": "b"}

@@ -35,9 +35,7 @@ LENGTH, SAMPLES = 300, 70
 
 
 def write(path: Path, codec: str, skip: tuple[int, ...] = (), length: int = LENGTH) -> kit.Values:
-    """Write a store of ARRAYS from two ranks, without the chunks that begin at the rows in `skip`. Returns its
-    values.
-    """
+    """Write a store of ARRAYS from two ranks, without the chunks that begin at `skip`. Returns its values."""
     values = {s.name: kit.random_bits(s, SAMPLES if s.per_sample else length) for s in ARRAYS}
     parts = [kit.Store(4 << 20) for _ in range(2)]
     names = {"chunk": 32, "segment": 128, "codec": codec, "ranks": 2, "attrs": {"num_layers": 4}}

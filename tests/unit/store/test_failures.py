@@ -249,9 +249,7 @@ def test_a_killed_writer_costs_only_its_unwritten_chunks(
 def test_a_killed_writer_makes_all_rows_missing_where_another_rank_writes_the_metadata(
     stores: kit.Store, tmp_path: Path, part_layers: int, files: tuple[int, int], dies: int
 ) -> None:
-    """The rank with the first file writes the metadata, so the slices or layers of the other rank would be read as
-    zeros.
-    """
+    """The rank with the first file writes the metadata, so the data of the other one would be read as zeros."""
     wide = [replace(SPEC, shards=2, rank=file, part_layers=part_layers) for file in files]
     values = {"q": kit.random_bits(SPEC, 300)}
     other = kit.Store()

@@ -94,8 +94,8 @@ def others(path: Path, spec: ArraySpec) -> list[np.ndarray]:
 
 
 class Machine:
-    """A simulated writer that follows its `Costs`. Speeds are in MB/s of raw bytes (compresses) and of stored bytes
-    (writes).
+    """A simulated writer that follows its `Costs`. Speeds are in MB/s of raw bytes, and for `writes` of stored
+    bytes.
     """
 
     def __init__(self, compresses: float, writes: float, ratio: float = 0.66) -> None:

@@ -225,9 +225,7 @@ def test_the_slices_of_two_ranks_read_as_one_array(stores: kit.Store, tmp_path: 
 def test_a_rank_may_write_several_runs_of_the_layers(
     stores: kit.Store, tmp_path: Path, length: int, first: int
 ) -> None:
-    """A request may select layers that the server's runs do not divide evenly. first: the rank that writes the first
-    run.
-    """
+    """A request may select layers that the server's runs do not divide. first: the rank that writes the first run."""
     runs = [replace(PARTS, shards=3, part_layers=1, rank=rank) for rank in range(3)]
     other, values = kit.Store(), {PARTS.name: kit.random_bits(PARTS, length)}
     mine, theirs = (runs[:1], runs[1:]) if first == 0 else (runs[1:], runs[:1])

@@ -108,7 +108,7 @@ def test_small_segments_and_parts_on_several_writers_stay_where_they_are(
 def test_a_writer_that_dies_costs_only_its_unwritten_chunks(
     stores: kit.Store, tmp_path: Path, values: kit.Values, segment: int
 ) -> None:
-    """If a segment is lost, the commit rebuilds the array from the journals of all writers."""
+    """The commit rebuilds the array from the segments of all writers, with the help of their journals."""
     record = stores.open(tmp_path / "a.zarr", SPEC, LOGITS)
     late = 256 * segment
     stores.feed(record, values, ROWS, skip=[late])

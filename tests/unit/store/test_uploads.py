@@ -67,9 +67,7 @@ def die(uploads: Uploads) -> Dying:
 
 
 def test_an_upload_between_deaths_of_the_process_keeps_the_backlog(dying: tuple[Uploads, Told]) -> None:
-    """Uploads are given up only after several deaths without an upload between them, also if they were given up
-    before.
-    """
+    """Only several deaths without an upload in between give up waiting stores, also after an earlier time."""
     uploads, told = dying
     for number in range(4):
         die(uploads)

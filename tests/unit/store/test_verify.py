@@ -384,9 +384,7 @@ def pair_of_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 @contextmanager
 def exchanged(root: Path, first: str, one: str, second: str, other: str) -> Iterator[set[Path]]:
-    """Exchange file `one` of store `first` and file `other` of store `second` during the `with` block. Yields these
-    stores.
-    """
+    """Exchange file `one` of store `first` with file `other` of store `second` during the block. Yields the stores."""
 
     def exchange() -> None:
         a, b, aside = root / f"{first}.zarr" / one, root / f"{second}.zarr" / other, root.parent / f"{root.name}-aside"
@@ -508,9 +506,7 @@ def test_verify_finds_where_the_residual_stream_does_not_add_up(stores: kit.Stor
 def test_sums_without_all_their_rows_are_not_checked_and_the_others_are(
     stores: kit.Store, tmp_path: Path, lacking: str
 ) -> None:
-    """In an incomplete store, a chunk of one hook may be missing. The same tokens of another layer are still
-    compared.
-    """
+    """An incomplete store may lack a chunk of one hook. The same tokens of another layer are still compared."""
     values = residual_stream("float32", 200)
     values["resid_mid"][2, 150, 3] ^= 1 << 24  # in the chunk that is missing in layer 0
     specs = [ArraySpec(n, "float32", (0, 1, 2), 32) for n in RESIDUAL]

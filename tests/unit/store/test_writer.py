@@ -15,9 +15,7 @@ from dmi_connector.store.write.writer import RingPages, serve
 
 
 class Notes:
-    """A fake writer that records its messages. pages: of the ring. stdin: closed when `last` bytes or fewer are left to
-    map.
-    """
+    """A fake writer that records messages. pages: of the ring. stdin: closed when at most `last` bytes are left."""
 
     def __init__(self, pages: RingPages, stdin: int, last: int) -> None:
         self.commits: list[Any] = []

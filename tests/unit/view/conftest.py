@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures for tests of the page: stores, and for each file servers and a browser, which take CPU time while they are
-open.
-"""
+"""Fixtures for tests of the page: stores, and servers and a browser per file, which take CPU time while open."""
 
 from __future__ import annotations
 

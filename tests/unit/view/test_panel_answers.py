@@ -33,9 +33,7 @@ START, VOCABULARY = 3, 30
 """Position of the first row of the store "late", and the size of its vocabulary."""
 LATE_IDS = np.arange(24, dtype="<i4") + 9
 ROWS, HOLE, BAD = 300, slice(64, 96), 100
-"""Of the store "lossy": number of rows, which is more than are encoded at a time; missing rows; a row that is not
-finite.
-"""
+"""Of the store "lossy": number of rows, more than are encoded at a time; missing rows; a row that is not finite."""
 STREAM = np.random.default_rng(3).standard_normal((2, ROWS, viewkit.HIDDEN)).astype("f4")
 STREAM[1, BAD, 5] = np.nan
 

@@ -138,9 +138,7 @@ def test_every_statistic_of_rows_under_way_is_answered(store: kit.Store, tmp_pat
 
 
 def test_rows_wait_for_their_logits(store: kit.Store, tmp_path: Path) -> None:
-    """The last eight samples may be replaced. A row whose logits have not arrived would look like a row without
-    logits.
-    """
+    """The last eight samples may be replaced. A row without its logits would look as if it had none."""
     page, record, values = client(tmp_path), begin(store, tmp_path / "a.zarr", LOGITS), kit.random_bits(LOGITS, 40)
     store.feed(record, VALUES, 32, ids=IDS)
     has(page, 9)  # the last row of the prompt is the first with logits

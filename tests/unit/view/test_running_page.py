@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of `dmi view` in headless Chromium while a store is being written: it grows, ends and fails without a
-reload.
-"""
+"""The page of `dmi view` in headless Chromium during a capture: it grows, ends and fails without a reload."""
 
 from __future__ import annotations
 

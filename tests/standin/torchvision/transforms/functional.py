@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of torchvision.transforms.functional that transformers calls. Images are tensors [..., channels,
-height, width].
-"""
+"""The functions of torchvision that transformers calls. Images are tensors [..., channels, height, width]."""
 
 from __future__ import annotations
 
@@ -58,9 +56,7 @@ def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool = False) -
 
 
 def pad(image: torch.Tensor, padding: Sequence[int], fill: Any = 0, padding_mode: str = "constant") -> torch.Tensor:
-    """Pad the image by (left, top, right, bottom) pixels. If there are fill values per channel, the first one is
-    used.
-    """
+    """Pad the image by (left, top, right, bottom) pixels. Only the first fill value per channel is used."""
     left, top, right, bottom = padding
     value = fill[0] if isinstance(fill, Sequence) else fill
     return torch.nn.functional.pad(image, (left, right, top, bottom), padding_mode, value or 0)
