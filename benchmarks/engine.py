@@ -204,7 +204,7 @@ class Bench:
         return ProcessPoolExecutor(self.args.processes, get_context("spawn"))
 
     def generate(self, case: Case) -> float:
-        """Run one round of `case`. Returns its seconds. Prompts are random, so that there is no prefix-cache hit."""
+        """Run one round of `case`. Returns its seconds. Random prompts prevent prefix-cache hits."""
         from vllm import SamplingParams
 
         self._seed += 1

@@ -163,7 +163,7 @@ def rows_of(stores: Sequence[Path], hook: str, layer: int) -> np.ndarray:
 def train_autoencoder(rows: np.ndarray, folder: Path) -> dict[str, Any]:
     """Train a top-k autoencoder on `rows` [n, width], on the CPU with a fixed seed. Returns facts about it.
 
-    Latents are relu((x - b_dec) W_enc + b_enc), of which the ACTIVE largest are kept. The decoder's output is latents
+    Latents are relu((x - b_dec) W_enc + b_enc). The ACTIVE largest are kept. The decoder's output is latents
     W_dec + b_dec. Training scales the rows; the weights that are written to `folder`, as SAELens writes them, include
     the scale.
     """

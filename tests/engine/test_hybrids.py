@@ -56,7 +56,7 @@ USUAL: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("mix_proj", "mix_core", "mix_z"), (0, 2, 3)),
     **dict.fromkeys(("resid_pre", "ln1", "attn_out", "resid_mid", "ln2", "mlp_out"), _EVERY),
 }
-"""{hook: its layers} for four layers, of which the second has attention."""
+"""{hook: its layers} for four layers. The second has attention."""
 _PATTERNS = ("nemotron_h", "nemotron_vl", "nemotron_omni")
 _NEMOTRON: dict[str, tuple[int, ...]] = {
     "q": (2,),

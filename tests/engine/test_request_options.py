@@ -14,7 +14,7 @@ from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from tests.engine.check import check_store, hooks_of
 from tests.engine.harness import ALL_HOOKS, CHUNK, SEGMENT, Ask, Run, engine, generate, prompt
 
-LENGTH, TOTAL = 40, 52  # prompt tokens; prompt and generated tokens, of which 51 have rows
+LENGTH, TOTAL = 40, 52  # prompt tokens; prompt and generated tokens (51 rows)
 SERVED = [hook for hook in hooks_of("qwen3") if hook != "ln1"]  # this server does not capture ln1
 
 

@@ -38,7 +38,7 @@ LENGTHS = (1, 33, 128, 300)
 HOOKS_OF_STAGES = f"{ALL_HOOKS},-pattern"
 ALL = {"include_output_tokens": True}
 LATE = [1, 2]
-"""Layers of which each stage has one."""
+"""One layer of each stage."""
 ONE_STAGE = {"first": {"hooks": "embed"}, "second": {"hooks": "resid_final"}, "layer": {"hooks": "q", "layers": [0]}}
 """{request: its options}. One stage has nothing to write for these requests."""
 CAPTURED = ("len1", "len33", "len128", "len300", "again")

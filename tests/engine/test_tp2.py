@@ -28,7 +28,7 @@ ONE_RANK = ("resid_pre", "resid_final")
 """Hooks that one rank writes alone. The other rank writes nothing for a request that selects only these."""
 ALL = {"include_output_tokens": True}
 LATE = [1, 2]
-"""Layers of which each rank has one if the ranks divide the layers of a hook. The first rank also has layer 0."""
+"""Layers, one on each rank if the ranks divide the layers of a hook. The first rank also has layer 0."""
 SELECTIONS = {
     "all": (ALL_HOOKS, hooks_of("qwen3"), "draft"),
     "all, target": (ALL_HOOKS, hooks_of("qwen3"), "target"),

@@ -30,7 +30,7 @@ def label(number: int) -> int:
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Stores, a quarter of which has label 1. Only layer 3 depends on the label; layer 1 and resid_final do not."""
+    """Stores. A quarter has label 1. Only layer 3 depends on the label; layer 1 and resid_final do not."""
     folder = tmp_path_factory.mktemp("captures")
     owner, rng = kit.Store(1 << 22), np.random.default_rng(0)
     for number in range(STORES):

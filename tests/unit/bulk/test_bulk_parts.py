@@ -79,7 +79,7 @@ def test_recovery_counts_each_store_that_it_removes(folder: Folder) -> None:
     folder.add(2, "a", bad=True)  # damaged
     folder.add(3, "a", ending=".partial")
     folder.add(1, "z", ending=".partial")
-    folder.add(4, "a", bad=True)  # two stores, one of which is valid
+    folder.add(4, "a", bad=True)  # two stores, one valid
     folder.add(7, "b")  # two stores, and the manifest names the other one
     folder.uploads = {
         0: "s3://bucket/0",

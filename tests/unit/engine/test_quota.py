@@ -101,7 +101,7 @@ def test_a_prompt_beyond_max_request_bytes_is_refused(tmp_path: Path) -> None:
 def test_generated_tokens_beyond_max_request_bytes_are_missing_rows(tmp_path: Path) -> None:
     """Rows up to the limit are captured, the others are missing, in the store and in the response."""
     tracker = make_tracker(tmp_path, max_request_bytes=50 * ROW + 11 * LOGITS + ROW)
-    steps, response = run(tracker, {"include_output_tokens": True}, 40, 30)  # 40 + 30 tokens, of which 69 have rows
+    steps, response = run(tracker, {"include_output_tokens": True}, 40, 30)  # 40 + 30 tokens, 69 rows
     close = tracker.pending_closes[0]
     rows = [c for step in steps for c in step.chunks] + close.rows
     assert sorted(r for c in rows for r in range(c.first, c.first + len(c.slots))) == list(range(50))

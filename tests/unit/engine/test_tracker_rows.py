@@ -109,7 +109,7 @@ def pairs(rows: list[Rows]) -> list[tuple[int, int]]:
 def test_each_wanted_row_and_sample_is_told_once_from_its_own_slot(
     tmp_path: Path, hooks: str, start: int, stop: int | None, output: bool
 ) -> None:
-    """A prompt of 40 tokens takes two steps. Then 20 tokens are generated, the last of which has no row."""
+    """A prompt of 40 tokens takes two steps. Then 20 tokens are generated. The last has no row."""
     tracker = make_tracker(tmp_path, hooks)
     run = Run(tracker, ask({"include_output_tokens": output, "dmi": {"tokens": [start, stop]}}, 40))
     run.step(21)

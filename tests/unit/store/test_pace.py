@@ -220,7 +220,7 @@ def test_generated_rows_take_only_a_share_of_the_writers_time(paced: kit.Store, 
     record = begin(paced, tmp_path / "a.zarr", attrs={"prompt_len": 1})
     worked, began = cpu_seconds(pid), time.monotonic()
     for number in range(chunks):
-        kit.until(lambda: paced.ring.used < RING // 4)  # so that there is always room
+        kit.until(lambda: paced.ring.used < RING // 4)  # there is always room
         send(paced, record, number * CHUNK)
     kit.until(lambda: paced.ring.used == 0)
     lasted, worked = time.monotonic() - began, cpu_seconds(pid) - worked
@@ -249,7 +249,7 @@ def test_writers_rest_before_each_chunk_for_the_work_on_the_last_one(tmp_path: P
 
 
 def test_prompt_rows_are_paced_while_the_ring_can_hold_all_that_may_come(paced: kit.Store, tmp_path: Path) -> None:
-    """The ring has room for 15 chunks, one of which is kept free. Rows that have arrived are no longer expected, and
+    """The ring has room for 15 chunks. One is kept free. Rows that have arrived are no longer expected, and
     neither are those of an ended capture.
     """
     pid = paced.pool.processes[0].pid
