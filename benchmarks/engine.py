@@ -33,7 +33,7 @@ from benchmarks.worker import (
 )
 
 DRAIN_S = 300
-"""Seconds in which all captures must reach their sink after the last token."""
+"""Maximum seconds until all captures reach their sink after the last token."""
 _SLOW_ROUNDS = 2
 """Maximum number of rounds of a case with a slow sink, whose rounds take many times as long."""
 _SLOW_BYTES = 1 << 20

@@ -45,7 +45,7 @@ MORE = ("rp(1024)", "rp(1280)")
 COMPARED = ("int8", "int8(32)", "fp8", "rp(512)", "cs(512)", "topk(64)")
 """Reductions without a file that `downstream` measures, beside those of fitted files."""
 PROJECTED = 512
-"""Number of values per row of the projection for which scales are fitted."""
+"""Values per row of the projection whose scales are fitted."""
 OF_HEADS, HEAD_RANK = ("q", "k", "v", "z", "q_rot", "k_rot"), 16
 """Hooks whose heads are reduced one by one, and the number of values to which the 64 values of a head are reduced."""
 SUBVECTOR = 4

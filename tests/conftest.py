@@ -60,7 +60,7 @@ SHARE_ENGINES = {
     **{f"tests/engine/test_{name}.py": "compiled too" for name in _COMPILED_TOO.split()},
 }
 """{file: group}. The files of a group run in one test process, because they share something: servers of a fixture, the
-process from which programs are forked (programs.py), or what the first compiled engine of a process prepares, such as
+process from which programs are forked (programs.py), or preparations of the first compiled engine of a process, such as
 the imports of the compiler.
 """
 _LONG = [f"tests/unit/{name}.py" for name in ("view/test_browser", "view/test_panels", "test_notebooks")]

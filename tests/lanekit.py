@@ -128,7 +128,7 @@ def chosen(stream: object) -> Iterator[None]:
 
 
 def simulate(patch: pytest.MonkeyPatch) -> list[int]:
-    """Replace CUDA by CPU memory. Returns a list to which each gather appends its number of rows."""
+    """Replace CUDA by CPU memory. Returns a list. Each gather appends its number of rows."""
     found: list[int] = []
     gather = gpu_lane.gather_rows
     cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)

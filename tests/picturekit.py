@@ -29,7 +29,7 @@ _SHOWN = 4
 
 
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """A list to which every saved figure is appended."""
+    """A list of every saved figure."""
     found: list[Figure] = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: found.append(self) or save(self, *args, **kw))

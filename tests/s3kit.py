@@ -232,7 +232,7 @@ def _put(url: str) -> bool:
 
 
 def environment(proxy: Proxy) -> dict[str, str]:
-    """The environment variables with which programs find the server."""
+    """The environment variables that lead programs to the server."""
     return {
         "AWS_ENDPOINT_URL": proxy.url,
         "AWS_ACCESS_KEY_ID": KEY,

@@ -16,7 +16,7 @@ While readers spin, this does no harm.
 
 
 def sleep_while_waiting(patch: pytest.MonkeyPatch) -> None:
-    """Call this in the process from which an engine's processes are forked."""
+    """Call this in the process that forks an engine's processes."""
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 

@@ -63,7 +63,7 @@ def renamed(weights: Weights, names: Mapping[str, str]) -> Weights:
 
 
 def fused(weights: Weights, prefix: str, parts: tuple[str, ...], whole: str) -> Weights:
-    """Weights in which the `parts` of each module `prefix` are concatenated along dimension 0 as `whole`."""
+    """Weights with the `parts` of each module `prefix` concatenated along dimension 0 as `whole`."""
     rest = dict(weights)
     for name in weights:
         if match := re.fullmatch(rf"({prefix})\.{parts[0]}\.(weight|bias)", name):

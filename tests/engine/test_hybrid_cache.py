@@ -41,7 +41,7 @@ def requests(llm: Any, run: Run) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Gemma 3, in which every second layer attends only to the last 32 tokens."""
+    """Gemma 3. Every second layer attends only to the last 32 tokens."""
     return make_model("gemma3_text", tmp_path_factory.mktemp("gemma3"))
 
 

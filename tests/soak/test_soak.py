@@ -146,7 +146,7 @@ def run_soak(model: Path, folder: Path, total: int, parts: int, touch: bool = Fa
 def check(soak: Soak, warm: int, mib: float, worker_mib: float) -> None:
     """Check that nothing grows between figure `warm` and the last one.
 
-    mib: MiB by which the anonymous memory of a role may grow. worker_mib: the same for vLLM's worker.
+    mib: maximum growth of a role's anonymous memory in MiB. worker_mib: the same for vLLM's worker.
     """
     first, last = soak.figures[warm], soak.figures[-1]
     assert set(soak.stores) <= {"complete", "incomplete"}, soak.stores

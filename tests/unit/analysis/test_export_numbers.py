@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of exported files, by which trainers pair them with the rows of a data set."""
+"""The numbers of exported files. Trainers use them to pair files with the rows of a data set."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.probekit import scores
 
 STORES, ROWS, WIDTH = 20, 30, 16
 AXIS = 5
-"""The value in which rows of the two labels differ: by 2, with a standard deviation of 1."""
+"""Column that separates the two labels. Their means differ by 2, with a standard deviation of 1."""
 SPECS = (ArraySpec("resid_pre", "float32", (1, 3), WIDTH), ArraySpec("resid_final", "float32", (), WIDTH))
 
 

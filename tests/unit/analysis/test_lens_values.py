@@ -35,7 +35,7 @@ LOGITS = normal(len(SAMPLED), VOCABULARY)
 
 
 class Held:
-    """A fake capture in which rows 5 and 6 are missing. attrs: root attributes in addition to the number of layers."""
+    """A fake capture without rows 5 and 6. attrs: root attributes in addition to the number of layers."""
 
     def __init__(self, layers: list[int] = LAYERS, **attrs: Any) -> None:
         self.path, self.token_ids, self.logits_positions = "a.zarr", IDS, SAMPLED

@@ -53,7 +53,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stores with keys 7, 3 and 5, in the order in which they began. Row 2 of key 5 is not finite."""
+    """Stores with keys 7, 3 and 5, in order of their beginning. Row 2 of key 5 is not finite."""
     root, owner = tmp_path_factory.mktemp("stores"), kit.Store(1 << 20)
     for key in ("7", "3", "5"):
         values = {"resid_pre": np.full((2, ROWS, 8), int(key), "f4"), "resid_final": np.ones((1, ROWS, 8), "f4")}

@@ -16,7 +16,7 @@ from dmi_connector.bulk.settings import settle
 from tests.bulkkit import FakeEngines, start_run, template, write_prompts
 
 FULL = Path("/dev/full")
-"""A device on which every write fails with ENOSPC."""
+"""A device whose writes all fail with ENOSPC."""
 
 
 def test_a_full_disk_names_the_manifest(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lane with CPU memory instead of CUDA: when it gathers, in which order it delivers, and which chunks are lost."""
+"""The lane with CPU memory instead of CUDA: when it gathers, the order of delivery, and which chunks are lost."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_drained_lane_needs_no_memory_of_the_gpu(make: Callable[[int, int], La
 
 
 def test_slices_of_copies_lie_as_those_of_the_ring(make: Callable[[int, int], Lane]) -> None:
-    """The copier gets the address of the ring, from which it counts slices."""
+    """The copier gets the address of the ring as its base, so a slice never crosses a slice boundary of the ring."""
     lane = make(2, 8)
     assert lane.lane.copier.given == (gpu_lane._SLICE_BYTES, lane.rows.device, lane.lane.ring.data_ptr())
 
@@ -351,7 +351,7 @@ def test_gathered_rows_are_reported_when_their_gather_is_issued(make: Callable[[
 
 
 def test_a_chunk_that_has_room_waits_behind_those_that_have_none(make: Callable[[int, int], Lane]) -> None:
-    """Chunks are gathered in the order in which they were sent, even if a later one is smaller."""
+    """Chunks are gathered in the order they were sent, even if a later one is smaller."""
     Event.link.clear()
     lane = make(3, 32)
     capture = lane.capture()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The captures from which others may borrow rows, and how a prefix hit is cut to these rows."""
+"""Captures that lend rows to others, and the truncation of a prefix hit to these rows."""
 
 from __future__ import annotations
 

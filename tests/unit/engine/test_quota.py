@@ -330,7 +330,7 @@ def test_a_burst_leaves_min_free_bytes(tmp_path: Path, monkeypatch: pytest.Monke
         os, "statvfs", lambda path: SimpleNamespace(f_bavail=free[path], f_frsize=1, f_fsid=list(free).index(path) + 7)
     )
     options = ServerOptions.parse({"store_dir": str(tmp_path), "min_free_bytes": 1000})
-    assert write_settings(options, 0, False).keep["measure"], "the coordinator must measure what is written"
+    assert write_settings(options, 0, False).keep["measure"], "the coordinator must measure the written bytes"
     quota, keeper = Quota(options), Keeper(str(tmp_path), measure=True)
     burst(tmp_path, quota, 4)
     with pytest.raises(OptionError) as refused:
