@@ -430,7 +430,7 @@ class Engine:
             self._copy_scores(0)
         self.worker.handle_preemptions(message)
         self.worker.bind_connector_metadata(message)
-        headers, sampled = self.exporter.rows.view(torch.int32), {}
+        sampled: dict[str, list[int]] = {}
         copied: tuple[list[int], list[int]] = [], []
         counts: list[tuple[int, int]] = []
         slots: list[int] = []
@@ -441,13 +441,7 @@ class Engine:
             drafts = known["drafts"][: len(proposed)] if -1 in proposed else list(proposed)
             inputs = known["tokens"] + drafts
             for position in range(known["at"], known["at"] + count):
-                slot = known["blocks"][position // BLOCK] * BLOCK + position % BLOCK
-                row = slot if self.pool is None else self.pool.places([slot])[0]
-                if row >= 0:
-                    headers[row, 0], headers[row, 1] = inputs[position], position
-                    copied[0].append(slot)
-                    copied[1].append(score(inputs[position], position))
-                slots.append(slot)
+                slots.append(known["blocks"][position // BLOCK] * BLOCK + position % BLOCK)
                 tokens.append((inputs[position], position))
             last = known["at"] + count >= len(inputs)
             accepted = next((i for i, _ in enumerate(drafts) if self.random.random() < 0.3), len(drafts))
@@ -455,6 +449,12 @@ class Engine:
             counts.append((count, 1 + len(drafts) if last else 1))
             known["at"] += count - (len(drafts) - accepted if last else 0)
             known["tokens"], known["drafts"] = known["tokens"] + sampled[name], self._draft() if self._drafts else []
+        headers = self.exporter.rows.view(torch.int32).numpy()
+        for row, slot, header in zip(self.pool.places(slots) if self.pool else slots, slots, tokens, strict=True):
+            if row >= 0:
+                headers[row, :2] = header
+                copied[0].append(slot)
+                copied[1].append(score(*header))
         if self._scored:
             self._copies.append(copied)
             if self.random.random() < 0.5:
