@@ -2,8 +2,9 @@
 """Two real servers for all tests of this directory, one after the other: rows of the draft, then rows of the target.
 They end before other tests, as idle workers of two engines take a tenth of a core.
 
-The first is started as a user does. The second is forked (tests/programs.py): it runs two data-parallel engines and a
-logits processor, which vLLM takes with rows of the target only.
+The first is started as a user does, but for its worker, which is forked. All processes of the second are forked
+(tests/programs.py): it runs two data-parallel engines and a logits processor, which vLLM takes with rows of the target
+only.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
+from tests.forking.fork_engines import environment as forking
 from tests.ports import free_port
 from tests.programs import Program
 
@@ -100,7 +102,8 @@ def server(
     with log.open("wb") as out:
         # In a group of its own, so that the engine's processes can be ended with it if it hangs.
         if owner == "draft":
-            process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, process_group=0)
+            started = {**environment, **forking("workers")}
+            process = subprocess.Popen(command, stdout=out, stderr=out, env=started, process_group=0)
         else:
             process = Program(command, stdout=out, stderr=out, env=environment, group=True)
     SERVERS.append(process)
