@@ -47,7 +47,7 @@ settings.load_profile("suite")
 
 
 _PROGRAMS = "engine/test_bulk serve/test_faults serve/test_owners serve/test_serve soak/test_bulk_kills"
-_PROGRAMS += " unit/engine/test_plugin"
+_PROGRAMS += " unit/engine/test_plugin engine/test_examples unit/test_notebooks"
 _ALONE = "engine/test_tp2 engine/test_stages engine/test_faults"
 """They kill the only worker below the test process, and so come before servers that live on to the end."""
 _FORKED = "engine/test_hybrids_tp2 engine/test_lives engine/test_modes engine/test_tokens_and_steps soak/test_soak"
@@ -63,7 +63,7 @@ SHARE_ENGINES = {
 forked from (programs.py), or what the first compiled engine of a process prepares for all, such as the compiler's
 imports.
 """
-_LONG = [f"tests/unit/{name}.py" for name in ("view/test_browser", "view/test_panels", "test_notebooks")]
+_LONG = [f"tests/unit/{name}.py" for name in ("view/test_browser", "view/test_panels")]
 _PROCESSES = [f"tests/{name}.py" for name in f"{_ALONE} {_PROGRAMS} {_FORKED}".split()]
 FIRST = tuple(dict.fromkeys((*_PROCESSES, *SHARE_ENGINES, *_LONG)))
 """Files that come before all others: what takes longest, so that no test process is idle at the end. Engines in forked

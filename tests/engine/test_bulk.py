@@ -22,7 +22,7 @@ from tests import bulkprocess
 from tests.bulkprocess import TOKENS, check_whole, told, why
 from tests.engine.faults import check_rows
 from tests.engine.harness import prompt
-from tests.forking.fork_engines import environment
+from tests.forking.fork_workers import environment
 
 MASK = [0, 0, 1, 1, 0, 0, 0, 1, 1]
 CHOICES = ["what", "no"]
@@ -147,7 +147,7 @@ def test_prompts_alone(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     prompts, out = bulkprocess.write_ids(tmp_path / "p.jsonl", 12), tmp_path / "out"
     asked = bulkprocess.command(tiny_model("qwen3"), tmp_path / "p.jsonl", out, "--shuffle", "3")
     del asked[asked.index("--max-tokens") : asked.index("--max-tokens") + 2]
-    env = {**os.environ, **environment("workers")}
+    env = {**os.environ, **environment()}
     result = subprocess.run(asked, cwd=bulkprocess.ROOT, env=env, capture_output=True, text=True)
     assert result.returncode == 0, why(out, result.stderr)
     entries = list(read_manifest(out / "manifest.jsonl"))

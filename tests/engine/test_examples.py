@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notebooks with their own engines, and baselines that lose.
 
-In `make soak` as a user runs them. Otherwise their engines are forked, which are spawned for a user.
+In `make soak` as a user runs them. Otherwise kernels and engines are forked (programs.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import pytest
 
 from dmi_connector import open_captures
 from tests import notebookkit
-from tests.forking.fork_engines import environment
 from tests.notebookkit import Mistake
 
 
@@ -27,8 +26,8 @@ def test_the_probe_beats_its_baselines_and_keeps_what_it_finds(
         Mistake("response = np.array", "offline = 1 - offline"),
         Mistake("CLASSES = (", f"random.seed(1); {here}", quick=(labels, "random.choice([-1, 1])")),
     )
-    options = {"TMPDIR": str(directory), **environment()}
-    text, pictures = notebookkit.execute(notebookkit.read("probes"), monkeypatch, mistakes, **options)
+    notebookkit.fork_kernels(monkeypatch)
+    text, pictures = notebookkit.execute(notebookkit.read("probes"), monkeypatch, mistakes, TMPDIR=str(directory))
     (stores,) = directory.glob("*/captures")
     assert len(open_captures(stores)) == 200 and "200 captures, 100 of them of 'answer'" in text, text
     right, embedding, shuffled = map(float, re.findall(r"(\d\.\d\d) right; embedding (\S+), shuffled (\S+)", text)[0])

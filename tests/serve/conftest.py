@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from tests.forking.fork_engines import environment as forking
+from tests.forking.fork_workers import environment as forking
 from tests.ports import free_port
 from tests.programs import Program
 
@@ -102,7 +102,7 @@ def server(
     with log.open("wb") as out:
         # In a group of its own, so that the engine's processes can be ended with it if it hangs.
         if owner == "draft":
-            started = {**environment, **forking("workers")}
+            started = {**environment, **forking()}
             process = subprocess.Popen(command, stdout=out, stderr=out, env=started, process_group=0)
         else:
             process = Program(command, stdout=out, stderr=out, env=environment, group=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plugin of vLLM for programs that tests start as a user does: processes of their engines are forked, not spawned.
+"""A plugin of vLLM for programs that tests start as a user does: workers of their engines are forked, not spawned.
 
 Each that is spawned imports vLLM for twelve seconds of a core. On a GPU all are spawned: see runner.py.
 """
@@ -14,22 +14,22 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 
 
-def environment(which: str = "all") -> Mapping[str, str]:
-    """Variables of a program that loads this plugin. which: "all" processes of an engine, or its "workers" alone."""
+def environment() -> Mapping[str, str]:
+    """Variables of a program that loads this plugin."""
     from tests.runner import GPU
 
     paths = (str(FOLDER), str(FOLDER.parents[1]), os.environ.get("PYTHONPATH"))
-    return {} if GPU else {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "FORK_ENGINES": which}
+    return {} if GPU else {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def register() -> None:
-    """vLLM calls this in each process before it starts others."""
+    """vLLM calls this in each process, before that starts others."""
+    if multiprocessing.parent_process() is None:
+        return  # this process starts the engine, which starts the workers
     import pytest
 
     from tests.waits import sleep_while_waiting
 
-    if os.environ["FORK_ENGINES"] == "workers" and multiprocessing.parent_process() is None:
-        return  # this process starts the engine, which starts the workers
     forked = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _method=None: forked  # type: ignore[assignment]
     sleep_while_waiting(pytest.MonkeyPatch())
