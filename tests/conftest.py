@@ -47,7 +47,7 @@ settings.load_profile("suite")
 
 
 _PROGRAMS = "engine/test_bulk serve/test_faults serve/test_owners serve/test_serve soak/test_bulk_kills"
-_PROGRAMS += " unit/engine/test_plugin"
+_PROGRAMS += " unit/engine/test_plugin engine/test_examples unit/test_notebooks"
 _ALONE = "engine/test_tp2 engine/test_stages engine/test_faults"
 """These tests kill the only worker process below the test process, so they run before servers that stay up."""
 _FORKED = "engine/test_hybrids_tp2 engine/test_lives engine/test_modes engine/test_tokens_and_steps soak/test_soak"
@@ -63,7 +63,7 @@ SHARE_ENGINES = {
 process from which programs are forked (programs.py), or preparations of the first compiled engine of a process, such as
 the imports of the compiler.
 """
-_LONG = [f"tests/unit/{name}.py" for name in ("view/test_browser", "view/test_panels", "test_notebooks")]
+_LONG = [f"tests/unit/{name}.py" for name in ("view/test_browser", "view/test_panels")]
 _PROCESSES = [f"tests/{name}.py" for name in f"{_ALONE} {_PROGRAMS} {_FORKED}".split()]
 FIRST = tuple(dict.fromkeys((*_PROCESSES, *SHARE_ENGINES, *_LONG)))
 """Files that run before all others, because they take longest. Otherwise most test processes are idle at the end. Files

@@ -225,6 +225,8 @@ def _fork(data: bytes, received: Sequence[int], be: Callable[[Sequence[str]], in
         os.sched_setaffinity(0, request["cores"])
         fds = dict(zip(request["fds"], received, strict=True))
         _run(request["command"], fds, request["env"], request["group"], be)
+    if request["group"]:
+        os.setpgid(pid, pid)  # the child does the same, but may come to it after the answer
     for fd in received:
         os.close(fd)
     return pid

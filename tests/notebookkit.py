@@ -8,15 +8,18 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import nbformat
 import pytest
+from jupyter_client.provisioning import local_provisioner
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell
+
+from tests.programs import Program
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -61,6 +64,17 @@ def shorter(notebook: nbformat.NotebookNode, text: str, instead: str) -> nbforma
     [cell] = [cell for cell in notebook.cells if text in cell.source]
     cell.source = cell.source.replace(text, instead)
     return notebook
+
+
+def fork_kernels(patch: pytest.MonkeyPatch) -> None:
+    """Fork kernels, and the engines that notebooks start, from the process of programs.py, which has imported vLLM."""
+
+    def launch(command: list[str], env: Mapping[str, str], cwd: str | None = None, **_: Any) -> Any:
+        own = {**env, "JPY_PARENT_PID": str(os.getpid())}  # with it a kernel ends when its parent has ended
+        directory = Path(cwd) if cwd else None
+        return Program(command, stdout=sys.__stdout__, stderr=sys.__stderr__, env=own, cwd=directory, group=True)
+
+    patch.setattr(local_provisioner, "launch_kernel", launch)
 
 
 def execute(

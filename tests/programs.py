@@ -39,6 +39,7 @@ _IMPORTS = (
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
     "dmi_connector.cli.main",
+    "ipykernel.kernelapp",
     ENGINE,
 )
 
@@ -49,6 +50,9 @@ class Program:
     command: [sys.executable, "-m", module, arguments...] or [sys.executable, "-c", code]. On a GPU the program is
     started as usual, because a process that has imported vLLM there may not be forked.
     """
+
+    stdin = stdout = stderr = None
+    """No pipes. They are named where a notebook's kernel ends."""
 
     def __new__(cls, command: Sequence[str], *, group: bool = False, **options: Any) -> Any:
         return subprocess.Popen(command, process_group=0 if group else None, **options) if GPU else super().__new__(cls)
@@ -145,6 +149,7 @@ def _be(command: Sequence[str]) -> int:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in paths if path and path not in sys.path]
     importlib.invalidate_caches()
+    tempfile.tempdir = None  # TMPDIR may be another one
     try:
         if command[1] == "-c":
             exec(compile(command[2], "<string>", "exec"), {"__name__": "__main__"})

@@ -2,8 +2,8 @@
 """Two real servers for all tests of this directory, one after the other: first with owner draft, then with owner
 target. They stop before other tests, because idle workers of two engines take a tenth of a core.
 
-The first server is started as by a user. The second one is forked (tests/programs.py). It has two data-parallel engines
-and a logits processor, which vLLM supports only with owner target.
+The first server is started as by a user, except that its worker is forked. All processes of the second one are forked
+(tests/programs.py). It has two data-parallel engines and a logits processor, which vLLM supports only with owner target.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
+from tests.forking.fork_workers import environment as forking
 from tests.ports import free_port
 from tests.programs import Program
 
@@ -102,7 +103,8 @@ def server(
     with log.open("wb") as out:
         # A process group of its own, so that the engine's processes can be killed with it if it hangs.
         if owner == "draft":
-            process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, process_group=0)
+            started = {**environment, **forking()}
+            process = subprocess.Popen(command, stdout=out, stderr=out, env=started, process_group=0)
         else:
             process = Program(command, stdout=out, stderr=out, env=environment, group=True)
     SERVERS.append(process)
