@@ -3,7 +3,8 @@
 target. They stop before other tests, because idle workers of two engines take a tenth of a core.
 
 The first server is started as by a user, except that its worker is forked. All processes of the second one are forked
-(tests/programs.py). It has two data-parallel engines and a logits processor, which vLLM supports only with owner target.
+(tests/programs.py). It has two data-parallel engines and a logits processor, which vLLM supports only with owner
+target.
 """
 
 from __future__ import annotations
