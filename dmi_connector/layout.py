@@ -136,17 +136,17 @@ def hook_reductions(rules: Sequence[tuple[str, str]], selection: Selection, dims
     rules: (comma-separated patterns, reduction) pairs. The first pattern that matches a hook decides. Wildcards skip
     integer hooks, logits and probes. tp: tensor-parallel size.
 
-    Raises ReduceError for a rule that names an integer hook, logits, a probe, or a hook that is not captured. It is
-    also raised for a captured hook that needs a reduction and has none.
+    Raises ReduceError for a rule that reduces an integer hook, logits or a probe by name, or names a hook that is not
+    captured. It is also raised for a captured hook that needs a reduction and has none.
     """
     found: dict[str, Reduction | None] = {}
-    known = {n: dims.hooks[n] for n in selection.row_hooks}
-    able = [n for n, hook in known.items() if hook.dtype != "int32" and not hook.source]
+    able = [n for n in selection.row_hooks if dims.hooks[n].dtype != "int32" and not dims.hooks[n].source]
     summarised = summaries()
     for patterns, spec in rules:
         reduction = parse(spec)
         only = reduction.only if reduction is not None else frozenset()
-        fitting = [n for n in able if (n in only if only else n not in summarised)]
+        there = able if reduction is not None else selection.hooks
+        fitting = [n for n in there if (n in only if only else n not in summarised)]
         wanted = [p.strip() for p in patterns.split(",") if p.strip()]
         if not wanted:
             raise ReduceError(f"reduce: {patterns!r} names no hook; give a pattern of hooks, as in 'resid_*'")
@@ -167,7 +167,7 @@ def hook_reductions(rules: Sequence[tuple[str, str]], selection: Selection, dims
                 raise ReduceError(f"reduce: {pattern!r} is not captured{near}; captured: {', '.join(selection.hooks)}")
             for hook in names:
                 if hook not in found:
-                    shard = shard_of(known[hook], dims, tp, 0)
+                    shard = shard_of(dims.hooks[hook], dims, tp, 0)
                     layers = selection.hooks[hook]
                     found[hook] = reduction and reduction.bind(hook, layers, shard.width, shard.shards)
     for hook, kind in summarised.items():

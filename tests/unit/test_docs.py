@@ -22,8 +22,11 @@ import pytest
 import dmi_connector
 from dmi_connector.engine.model.architectures import ARCHITECTURES, Architecture
 from dmi_connector.hooks import HOOKS, PRESETS
+from dmi_connector.layout import ArraySpec
 from dmi_connector.request_options import CaptureParams
 from dmi_connector.settings import ServerOptions
+from dmi_connector.store.format import schema
+from dmi_connector.store.format.checksum import file_checksum
 from dmi_connector.store.format.completeness import LABELS, Cause
 
 ROOT = Path(__file__).parents[2]
@@ -420,6 +423,20 @@ def test_compatibility_has_each_refused_option_and_names_tests_that_exist() -> N
     tests = "".join(code[path].read_text() for path in code if any(path.endswith(name) for name in named))
     untested = {name for name in refused if name not in tests}
     assert not untested, f"no test that the page names has {sorted(untested)}"
+
+
+def test_the_worked_example_of_the_format_is_what_a_writer_writes() -> None:
+    """The document of its array, with its size and checksum."""
+    array, root = map(json.loads, re.findall(r"```json\n(.*?)```", (DOCS / "FORMAT.md").read_text(), re.DOTALL))
+    attrs = root["attributes"]["dmi"]
+    grid = schema.effective_grid(attrs["num_tokens"], 128, 1024)
+    spec = ArraySpec("q", "bfloat16", (0, 1), 128)
+    document = schema.hook_document(spec, attrs["num_tokens"], grid, attrs["codec"])
+    assert array == document
+    assert attrs["hooks"]["q"] == schema.hooks_attribute([spec])["q"]
+    assert (attrs["chunk_tokens"], attrs["segment_tokens"]) == (grid.chunk, grid.segment)
+    written = schema.dump(document)
+    assert attrs["files"]["q/zarr.json"] == [len(written), file_checksum("q/zarr.json", written)]
 
 
 def test_the_api_reference_has_every_public_name() -> None:

@@ -426,6 +426,17 @@ def test_the_hook_pattern_must_be_named_and_reduced_to_a_summary() -> None:
             hook_reductions(rules, selection, DENSE, 1)
 
 
+def test_a_hook_that_cannot_be_reduced_may_be_named_with_none() -> None:
+    selection = parse_selection("q,topk_ids,logits", MIXED)
+    for rules in ([("topk_ids,logits", "none"), ("*", "int8")], [("*", "int8"), ("topk_ids,logits", "none")]):
+        assert {name: one.kind for name, one in hook_reductions(rules, selection, MIXED, 1).items()} == {"q": "int8"}
+    for name in ("topk_ids", "logits"):
+        with pytest.raises(
+            ReduceError, match=f"{name} cannot have the reduction 'int8'; leave it out or give it 'none'"
+        ):
+            hook_reductions([("*", "none"), (name, "int8")], selection, MIXED, 1)
+
+
 def test_a_request_narrows_layers_and_keeps_hooks_that_exist_once() -> None:
     served = parse_selection("q@1-6,mlp_post,embed,logits", DENSE)
     assert narrow(served, None, None, DENSE) is served
