@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frequent Directions: a sketch of at most k rows that approximates the Gram matrix of a stream of rows.
+"""Frequent Directions: a sketch B of at most k rows. B^T B approximates A^T A, where A is a stream of rows.
 
 Liberty, "Simple and deterministic matrix sketching", KDD 2013. Ghashami, Liberty, Phillips, Woodruff, "Frequent
 Directions: simple and deterministic matrix sketching", SIAM Journal on Computing 45 (2016).
@@ -27,7 +27,7 @@ class FrequentDirections:
 
     k: maximum number of rows of B. width: number of values per row. count: number of rows of A. squared: |A|².
     not_finite: number of rows with a NaN or an infinity, which are not in A. The buffer takes 16 * k * width bytes
-    (float64). Raises ValueError for a k or a width below 1, and if there is not so much memory.
+    (float64). Raises ValueError for a k or a width below 1, and if the buffer cannot be allocated.
     """
 
     def __init__(self, k: int, width: int) -> None:
@@ -69,8 +69,8 @@ class FrequentDirections:
         """
         if (self.k, self.width) != (other.k, other.width):
             raise ValueError(
-                f"a sketch of k {other.k}, width {other.width} does not fit one of {self.k}, {self.width}; give equal"
-                " ones"
+                f"a sketch of k {other.k}, width {other.width} cannot be merged into one of k {self.k}, width "
+                f"{self.width}; give sketches of the same k and width"
             )
         self.count, self.squared = self.count + other.count, self.squared + other.squared
         self.not_finite += other.not_finite
@@ -84,7 +84,10 @@ class FrequentDirections:
 
     @property
     def error(self) -> float:
-        """The sum of what each rotation of the buffer subtracted from the squared singular values."""
+        """The sum of the squares that were subtracted, one for each rotation of the buffer.
+
+        It includes the rotation that reduces the buffer to `rows`.
+        """
         return self._removed + self._shrunk()[1]
 
     def _append(self, rows: np.ndarray) -> None:
@@ -100,8 +103,8 @@ class FrequentDirections:
     def _shrunk(self) -> tuple[np.ndarray, float]:
         """(the buffer reduced to at most k rows, float64 [n, width]; what that subtracts from squared singular values).
 
-        The eigenvalues of the Gram matrix of the buffer's rows are the squared singular values, and the eigenvectors
-        are the left singular vectors. The Gram matrix has at most 2k rows, so this is faster than an SVD.
+        With H the rows in the buffer, the eigenvalues of H H^T are the squared singular values of H, and the
+        eigenvectors are the left singular vectors. H H^T is at most 2k x 2k, so this is faster than an SVD.
         """
         held = self._buffer[: self._held]
         squares, vectors = np.linalg.eigh(held @ held.T)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Next-token predictions of each layer and of the model: logit lens, entropy and surprise."""
+"""Next-token predictions of each layer and of the model: logit lens, entropy and surprisal."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Lens:
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """The entropy and surprise of each next token. `uncertainty` makes it.
+    """The entropy and surprisal of each next token. `uncertainty` makes it.
 
     rows: int64 [n], the rows of the store whose next token is predicted. entropy: float32 [n], of the predicted
-    distribution at temperature 1, in nats. surprise: float32 [n], -log of the probability of the token that came next,
+    distribution at temperature 1, in nats. surprise: float32 [n], surprisal, -log p of the actual next token,
     in nats; NaN if that token is not in the store, or has no logit.
     """
 
@@ -104,7 +104,7 @@ def likeliest(log_probabilities: np.ndarray, count: int) -> tuple[np.ndarray, np
 
 
 def uncertainty(capture: Capture, unembedding: Unembedding | None = None) -> Uncertainty:
-    """Entropy of the next token's distribution, and surprise of the actual next token, for each row.
+    """Entropy of the next token's distribution, and surprisal of the actual next token, for each row.
 
     Without `unembedding`, the captured `logits` are read, and the result has a row for each captured sample. With
     `unembedding`, the logits are computed from `resid_final`, and the result has each row that is not missing.

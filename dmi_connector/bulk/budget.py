@@ -10,8 +10,8 @@ from pathlib import Path
 
 from dmi_connector.store.write.finish.retention import StoreSizes, measure
 
-_LEAST_S, _SHARE = 1.0, 10.0
-"""Minimum time between two measurements of `allows`: in seconds, and as a multiple of the duration of the last one."""
+_LEAST_S, _LEAST_MULTIPLE = 1.0, 10.0
+"""Minimum time between measurements by `allows`: in seconds, and as a multiple of the duration of the last one."""
 _BASE = 4096
 """Approximate bytes of a store's root document, which the index does not count."""
 
@@ -58,9 +58,10 @@ class Budget:
         return False
 
     def is_full(self) -> bool:
-        """Whether nothing fits while no prompt is in flight, after a new measurement. Raises OSError.
+        """Measure the stores. Returns whether there is no room for even one prompt. Raises OSError.
 
-        Between two measurements, stores that were in flight at the first one are counted twice.
+        Call it while no prompt is in flight. It measures, because a store that was being written at the last
+        measurement has been counted twice: there, and by `stored`.
         """
         if self.max_bytes:
             self._measure()
@@ -78,4 +79,4 @@ class Budget:
         began = self._clock()
         self._used = measure(str(self._out), sizes=self._sizes).nbytes
         ended = self._clock()
-        self._next = ended + max(_LEAST_S, _SHARE * (ended - began))
+        self._next = ended + max(_LEAST_S, _LEAST_MULTIPLE * (ended - began))

@@ -164,7 +164,7 @@ def _spelled(word: str) -> str:
 
 
 def leave_graphs(given: dict[str, Any], flags: Sequence[str]) -> None:
-    """Set `cuda_graphs` in `given`, the server options, to "vllm" if a flag of vLLM configures CUDA graphs."""
+    """Set `cuda_graphs` in `given` to "vllm" if a flag of vLLM configures CUDA graphs, unless it is set there."""
     if any(_GRAPHS.match(flag) for flag in flags):
         given.setdefault("cuda_graphs", "vllm")
 

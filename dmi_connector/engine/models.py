@@ -85,8 +85,8 @@ class Tapped:
             self.requires_raw_input_tokens = True  # in addition to embeddings
         if isinstance(context.arch, Generic) and get_tensor_model_parallel_rank() == 0:
             logger.warning(
-                "dmi_connector: %s has no row of hooks. Found by its structure: %s%s. Other hooks need a row: see "
-                "docs/HOOKS.md",
+                "dmi_connector: %s has no row in the table of architectures. Hooks found by its structure: %s%s. To "
+                "get other hooks, add a row: see docs/HOOKS.md",
                 context.arch.name,
                 ", ".join(context.arch.only),
                 context.arch.why and f"; attn_out and mlp_out are missing: {context.arch.why}",

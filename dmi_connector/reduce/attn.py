@@ -75,7 +75,7 @@ class AttentionSummary(Reduction):
         return 4 * self.stored_words * width
 
     def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:
-        raise ReduceError("reduce: attn(m) summarises attention as it runs; stored values cannot be reduced so")
+        raise ReduceError("reduce: attn(m) is computed in the forward pass only; stored values cannot be reduced by it")
 
     def decode(self, stored: np.ndarray, width: int, dtype: str) -> np.ndarray:
         heads = (*stored.shape[:-1], width)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
 ALL_HOOKS = "vllm-full,attention,mlp_pre*,indexer*"
-"""Every hook that a model has. Presets and wildcards leave out hooks that the model lacks."""
+"""Every hook that a model has, except `pattern`. Presets and wildcards leave out hooks that the model lacks."""
 
 USUAL_HOOKS = {name for name, hook in HOOKS.items() if hook.only in (None, "dense", *USUAL)}
 """The hooks of a model like Llama."""

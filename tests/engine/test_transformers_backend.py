@@ -48,7 +48,8 @@ def test_the_hooks_that_its_structure_tells_are_those_of_transformers(model: Pat
 
 def test_the_store_names_the_model_and_the_log_says_what_was_found(run: Run, said: list[str]) -> None:
     assert open_capture(run.store("len5")).attrs["architecture"] == "Qwen3ForCausalLM"
-    assert [line for line in said if "has no row of hooks" in line] == [
-        "dmi_connector: Qwen3ForCausalLM has no row of hooks. Found by its structure: " + ", ".join(FOUND) + ". Other "
-        "hooks need a row: see docs/HOOKS.md"
+    assert [line for line in said if "has no row in the table" in line] == [
+        "dmi_connector: Qwen3ForCausalLM has no row in the table of architectures. Hooks found by its structure: "
+        + ", ".join(FOUND)
+        + ". To get other hooks, add a row: see docs/HOOKS.md"
     ]

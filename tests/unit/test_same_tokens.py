@@ -30,7 +30,9 @@ from tests import storekit
 pytestmark = pytest.mark.soak
 
 ROWS = np.array([[4.0, 1.0, -8.0, 0.0], [1.0, 3.0, 2.8125, -4.0], [0.0, 2.0, 1.0, 0.0]], np.float32)
-"""Logits of three tokens. Greedy decoding gives 0, 1, 1. In row 1, tokens 1 and 2 differ by 12 units of 4."""
+"""Logits of three tokens. Greedy decoding gives 0, 1, 1. In row 1, tokens 1 and 2 differ by 12 * UNIT * 4, where 4 is
+the largest magnitude.
+"""
 OURS = [0, 1, 1]
 FIELDS = {**ARCHS, **FAMILIES}
 
@@ -50,7 +52,7 @@ def test_the_first_other_token_counts() -> None:
 def test_a_gap_is_a_part_of_the_largest_logit_of_either_sign() -> None:
     assert gap(ROWS[0], 0, 1) == 3 / 8
     assert gap(ROWS[1], 1, 2) == 0.1875 / 4 == MOST_TIE
-    assert gap(ROWS[1], 2, 2) == MOST_TIE, "a token of ours that is not the largest must count as a gap"
+    assert gap(ROWS[1], 2, 2) == MOST_TIE, "if both tokens are 2, the gap must still be counted from the largest logit"
 
 
 def test_a_tie_is_explained_and_a_wrong_token_is_not() -> None:
@@ -121,8 +123,8 @@ def test_the_logits_come_from_the_store_of_the_request(tmp_path: Path) -> None:
     assert stores.shutdown()
     found = check_gpu.stored_logits(str(path), 3)
     assert found is not None and np.array_equal(found, values["logits"])
-    assert check_gpu.stored_logits(str(path), 4) is None, "a row must be missing"
-    assert check_gpu.stored_logits(str(tmp_path / "b.zarr"), 3) is None, "logits must not be captured"
+    assert check_gpu.stored_logits(str(path), 4) is None, "a store with 3 rows of logits must not count for 4 tokens"
+    assert check_gpu.stored_logits(str(tmp_path / "b.zarr"), 3) is None, "a store without logits must give None"
 
 
 @pytest.mark.parametrize("arch", [arch for arch in FIELDS if CLASSES[arch] in ARCHITECTURES])
@@ -130,5 +132,5 @@ def test_the_default_hooks_are_those_of_the_family(arch: str) -> None:
     row = ARCHITECTURES[CLASSES[arch]]
     config = AutoConfig.for_model(arch, **{"num_hidden_layers": 3, "vocab_size": 512, **FIELDS[arch]})
     dims = row.fit(config).dims(config)
-    every = {name for name, hook in HOOKS.items() if dims.layers_of(hook)} - {"pattern"}
+    every = {name for name, hook in HOOKS.items() if dims.layers_of(hook)} - {"pattern", "indexer_topk"}
     assert set(parse_selection(check_gpu.parser().get_default("hooks"), dims).hooks) == every

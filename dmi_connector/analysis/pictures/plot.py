@@ -279,7 +279,7 @@ def _label_square(panel: Axes, labels: Sequence[str]) -> None:
 
 
 def draw_uncertainty(capture: Capture, found: Uncertainty, out: PathLike, tokenizer: PathLike | None = None) -> Path:
-    """Draw the result of `uncertainty`: entropy and surprise of the next token, at each token.
+    """Draw the result of `uncertainty`: entropy and surprisal of the next token, at each token.
 
     The axis spans the tokens with values. Raises ValueError if no token has a value.
     """
@@ -291,7 +291,7 @@ def draw_uncertainty(capture: Capture, found: Uncertainty, out: PathLike, tokeni
     panel = figure.add_subplot()
     positions = found.rows + int(capture.attrs["start"])
     panel.plot(positions, found.entropy, "o-", markersize=3, label="entropy")
-    panel.plot(positions, found.surprise, "s--", markersize=3, label="surprise at the token that came")
+    panel.plot(positions, found.surprise, "s--", markersize=3, label="surprisal of the actual next token")
     panel.set_ylim(bottom=0)
     panel.set_ylabel("nats")
     panel.legend(frameon=False, fontsize=8)

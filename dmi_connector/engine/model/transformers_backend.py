@@ -70,15 +70,16 @@ def row_of(model: ModelConfig) -> Architecture:
             return ARCHITECTURES[name]
         if model._get_transformers_backend_cls() not in TRANSFORMERS_CLASSES:
             raise ValueError(
-                f"model: architecture {name!r} has no row of hooks, and a row can be derived for text models only; "
-                "use another model, or add a row (docs/HOOKS.md)"
+                f"model: architecture {name!r} has no row in the table of architectures, and a row can be "
+                "derived for text models only; use another model, or add a row (docs/HOOKS.md)"
             )
         return generic(name, model.hf_text_config, model.trust_remote_code)
     if model.architecture in ARCHITECTURES:
         return ARCHITECTURES[model.architecture]
     raise ValueError(
-        f"model: architecture {model.architecture!r} has no row of hooks; set model_impl='transformers' and "
-        "owner='target', with which a row is derived for most text models, or add a row (docs/HOOKS.md)"
+        f"model: architecture {model.architecture!r} has no row in the table of architectures; set "
+        "model_impl='transformers' and owner='target', with which a row is derived for most text models, or add a row "
+        "(docs/HOOKS.md)"
     )
 
 
@@ -98,8 +99,8 @@ def generic(name: str, config: Any, trust_remote_code: bool = False) -> Generic:
         blocks, why = _blocks(model.get_submodule(layers), attention)
     except _NotFound as error:
         raise ValueError(
-            f"model: architecture {name!r} has no row of hooks, and none could be derived from its structure: {error}; "
-            "use another model, or add a row (docs/HOOKS.md)"
+            f"model: architecture {name!r} has no row in the table of architectures, and none could be derived from "
+            f"its structure: {error}; use another model, or add a row (docs/HOOKS.md)"
         ) from error
     hooks = [hook for hook in ("attn_out", "resid_mid", "mlp_out") if blocks and (hook != "resid_mid" or blocks.middle)]
     return Generic(

@@ -166,7 +166,7 @@ class Quota:
             make_directory(directory, self.options.file_mode)
             stat = os.statvfs(directory)
         except OSError as error:
-            raise OptionError(f"min_free_bytes: the file system of {directory} cannot be asked: {error}") from error
+            raise OptionError(f"min_free_bytes: the free space of {directory} cannot be read: {error}") from error
         return stat.f_bavail * stat.f_frsize, stat.f_fsid
 
     def _refresh(self) -> None:

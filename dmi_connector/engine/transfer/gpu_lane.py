@@ -355,4 +355,4 @@ def _deliver(arrived: deque[_Copy]) -> None:
         try:
             arrived.popleft().deliver()
         except Exception:  # its capture never completes; later ones must still be delivered
-            logger.exception("a delivery failed")
+            logger.exception("handling a finished copy failed")

@@ -120,7 +120,7 @@ class JournalTail:
             _read_record(self.content, record)
             return
         if record[:1] != HEADER:
-            raise ValueError("it has no sound header")
+            raise ValueError("it has no valid header")
         header = json.loads(record[1:])
         arrays = [JournalArray(ArraySpec(**spec)) for spec in header.pop("arrays")]
         content = JournalContent(arrays, **header)
@@ -134,7 +134,7 @@ def read_journal(path: Path) -> JournalContent:
     tail = JournalTail(path)
     tail.read()
     if tail.content is None:
-        raise ValueError("it has no sound header")
+        raise ValueError("it has no valid header")
     return tail.content
 
 

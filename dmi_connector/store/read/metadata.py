@@ -212,7 +212,7 @@ def _checked(raw: bytes) -> dict[str, Any]:
     """Parse and check a document. Cached, because stores of equal length have equal documents. Raises _Fault."""
     document = json.loads(raw)
     if not isinstance(document, dict) or not document.keys() <= _KEYS or document.get("storage_transformers"):
-        raise _Fault("has more than this format knows; refused")
+        raise _Fault("has keys or storage transformers that this format does not have")
     dtype = document.get("data_type")
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise _Fault(f"has the data type {dtype!r}; this format has {', '.join(ITEMSIZE)}")

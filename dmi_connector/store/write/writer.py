@@ -133,7 +133,7 @@ class Writer:
 
     def _data(self, m: Message, write: Callable[[ArrayWriter, np.ndarray], None], rows: tuple[int, int] | None) -> None:
         """Write a payload, then answer so that its memory is freed. rows: the rows that are lost if the write fails."""
-        # Rest before the write, not after it, so that writers do not all start at once.
+        # Rest before the write, not after it. Otherwise all writers would start at once when payloads arrive.
         self._pace.rest(self._worked, m["generated"], m["sent"])
         began = time.process_time()
         arrays = self._writers.get(m["id"])
@@ -350,7 +350,7 @@ def _only_idle_time() -> None:
     try:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     except OSError as error:  # a sandbox may forbid it; the nice level still applies
-        print(f"dmi-writer: not in the scheduling class for idle time: {error}", file=sys.stderr, flush=True)
+        print(f"dmi-writer: the scheduling class SCHED_IDLE cannot be set: {error}", file=sys.stderr, flush=True)
 
 
 def _keep_memory() -> None:

@@ -49,7 +49,7 @@ WORDS = {
     "lens": ["Qwen3ForCausalLM: logit lens (float32, vLLM 0.32.0)", "layer input"],
     "attribution": ["share of the logit", "embed", "bias"],
     "attention": ["head 0", "head 3", "attention weight (square root scale)"],
-    "uncertainty": ["entropy", "surprise at the token that came", "nats"],
+    "uncertainty": ["entropy", "surprisal of the actual next token", "nats"],
     "drift": ["1 - cosine", "one", "two"],
     "neuron": ["mlp_post, layer 0, neuron 3"],
     "difference": ["stores (8 rows)", "against (8 rows)", "share of rows"],

@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match=r"do not fit; give rows of \[n, 8\]"):
             found.update(rows)
     for other in (FrequentDirections(2, 9), FrequentDirections(3, 8)):
-        with pytest.raises(ValueError, match="does not fit one of 2, 8"):
+        with pytest.raises(ValueError, match="cannot be merged into one of k 2, width 8; give"):
             found.merge(other)
 
 

@@ -377,7 +377,7 @@ def test_what_is_no_row_of_a_view_is_refused(view: RowView) -> None:
         (np.zeros((435, 8), bool), r"has 435 rows, the mask of tokens has shape \(435, 8\)"),
         ("5", "has no row 5;"),
         (np.array([2**64 - 1], np.uint64), "row 18446744073709551615 does not exist"),
-        (2.9, "has no row 2.9; give whole numbers, a slice or a mask"),
+        (2.9, "has no row 2.9; give integers, a slice or a mask"),
         ([1.9], "has no row 1.9"),
         (np.array([0, 1.5]), "has no row 0.0"),
         (None, "has no row None"),

@@ -161,7 +161,9 @@ def test_a_model_of_any_language_model_has_the_row_of_that_one() -> None:
     assert (named.name, named.base) == (row.name, row.base) and named.language == "language_model"
     assert (named.layers, named.q_norm) == ("language_model.model.layers", "self_attn.q_norm")
     assert row.fit(config(model_type="qwen2")).q_norm == "", "transformers' class is used if none is named"
-    with pytest.raises(ValueError, match=r"InternVL.*'FalconH1ForCausalLM', which has no row of hooks"):
+    with pytest.raises(
+        ValueError, match=r"InternVL.*'FalconH1ForCausalLM', which has no row in the table of architectures"
+    ):
         row.fit(config(architectures=["FalconH1ForCausalLM"]))
 
 

@@ -22,13 +22,13 @@ from dmi_connector.store.write.messages import pack, write_all
 if os.fork():
     os._exit(0)
 write_all(1, pack({sys.argv[1]: os.getpid()}))
-signal.pause()  # also after the end of input
+signal.pause()  # it does not exit at the end of input
 """
 
 
 @pytest.fixture(params=["ready", "begun"])
 def detached(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Child, queue.Queue[str]]]:
-    """A forked child, and how it died. It has sent `ready`, or another message before."""
+    """A child that has detached, and how it died. Its one message was `ready`, or one of another name."""
     (tmp_path / "detached.py").write_text(DETACHED)
     answers: queue.Queue[dict[str, Any]] = queue.Queue()
     deaths: queue.Queue[str] = queue.Queue()

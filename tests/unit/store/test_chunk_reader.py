@@ -132,7 +132,7 @@ def test_a_mask_picks_tokens_and_one_of_another_length_is_refused(written: tuple
 def test_a_row_that_does_not_exist_is_refused(written: tuple[Capture, kit.Values], row: int) -> None:
     with pytest.raises(IndexError, match=f"resid_pre has 300 rows, row {row} does not exist"):
         written[0].numpy("resid_pre", 0, [0, row])
-    with pytest.raises(IndexError, match=f"resid_pre has no row {row}.5; give whole numbers, a slice or a mask"):
+    with pytest.raises(IndexError, match=f"resid_pre has no row {row}.5; give integers, a slice or a mask"):
         written[0].numpy("resid_pre", 0, [row + (0.5 if row > 0 else -0.5)])
 
 

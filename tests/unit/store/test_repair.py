@@ -82,7 +82,7 @@ def test_rows_without_token_ids_are_salvaged_with_ids_of_0(writer: Writing, tmp_
     writer.open(tmp_path / "a.zarr", SPECS, "zstd", facts(SPECS))
     writer.chunk(SPECS, values, 0, CHUNK, ids=False)
     writer.kill()
-    assert notes_of(only(repair.repair(tmp_path))) == ["token ids are not known for all rows: those are 0"]
+    assert notes_of(only(repair.repair(tmp_path))) == ["token ids are not known for all rows: unknown ones are 0"]
     check(tmp_path / "a.zarr", values, CHUNK, ids=False)
 
 

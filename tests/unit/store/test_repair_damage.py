@@ -189,7 +189,7 @@ def test_a_journal_is_read_up_to_any_damage(journal: Journal, tmp_path: Path, da
         path.write_bytes(changed)
         before = [record for record in whole if record.stop <= at]
         if not before:
-            with pytest.raises(ValueError, match="no sound header"):
+            with pytest.raises(ValueError, match="no valid header"):
                 read_journal(path)
             continue
         samples = max(SAMPLES[: len(before) + 1])  # samples after the end record are excluded by its `samples`

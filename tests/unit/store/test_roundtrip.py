@@ -122,7 +122,7 @@ def test_a_writer_that_may_not_run_at_idle_time_says_so_and_goes_on(
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     writer._only_idle_time()
-    assert "not in the scheduling class for idle time: [Errno 1]" in capsys.readouterr().err
+    assert "the scheduling class SCHED_IDLE cannot be set: [Errno 1]" in capsys.readouterr().err
 
 
 def test_writers_are_paced_only_on_a_gpu_with_policy_block() -> None:

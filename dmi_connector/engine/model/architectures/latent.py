@@ -17,7 +17,7 @@ class Latent(Architecture):
         if not getattr(config, "kv_lora_rank", None) or not getattr(config, "qk_rope_head_dim", None):
             raise ValueError(
                 f"model: {self.name} without kv_lora_rank or qk_rope_head_dim in its config has no latent attention, "
-                "which its row of hooks requires; use another model"
+                "which its row in the table of architectures requires; use another model"
             )
         queries = "q_proj" if getattr(config, "q_lora_rank", None) is None else "q_b_proj"
         row = self._in("self_attn.mla_attn", queries, "mla_attn")

@@ -55,7 +55,8 @@ class AnyText(Architecture):
         row = next((row for row in self.text if row.name == names[0]), None)
         if row is None:
             raise ValueError(
-                f"model: {self.name} with the language model {names[0]!r}, which has no row of hooks; use another model"
+                f"model: {self.name} with the language model {names[0]!r}, which has no row in the table of "
+                "architectures; use another model"
             )
         module, _, class_name = self.base.rpartition(".")[2].partition(":")
         return _wrapper(self.name, module, row.fit(config), class_name)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 Numbers = slice | np.ndarray
-"""Places along an axis: a slice with step 1, or int64 [n]."""
+"""Indices along an axis: a slice with step 1, or int64 [n]."""
 _ROWS = {"row": "token"}
 """{axis: name of its elements in messages about masks}."""
 
@@ -39,10 +39,11 @@ def _listed(numbers: np.ndarray, length: int, whose: str, what: str) -> np.ndarr
             )
         return np.flatnonzero(numbers)
     if numbers.size and numbers.dtype.kind not in "iu":
-        raise IndexError(f"{whose} has no {what} {numbers.flat[0]}; give whole numbers, a slice or a mask")
+        raise IndexError(f"{whose} has no {what} {numbers.flat[0]}; give integers, a slice or a mask")
     if numbers.ndim != 1:
         raise IndexError(
-            f"{whose} takes a list of {what}s, not numbers of shape {numbers.shape}; give a list, of one for one {what}"
+            f"{whose} takes a list of {what}s, not numbers of shape {numbers.shape}; for one {what}, give a list of "
+            "length 1"
         )
     beyond = numbers[(numbers < -length) | (numbers >= length)]
     if len(beyond):
@@ -57,10 +58,10 @@ def each_of(numbers: Numbers) -> np.ndarray:
 
 
 def split_index(index: Any, axes: Mapping[str, int], whose: str) -> tuple[list[Numbers], tuple[Any, ...]]:
-    """Split an index of an array [*axes, width] into the rows to read, and an index into these rows.
+    """Split an index of an array [*axes, width] into the indices to read from the files, and an index into the result.
 
-    axes: name and length of each axis except the last. Returns (places along each of these axes, index into the array
-    that is read at these places). Both steps together give the same result as `index` on the whole array.
+    axes: name and length of each axis except the last. Returns (indices to read along each of these axes, index to
+    apply to the array that was read). The result is that of `index` on the whole array.
 
     Raises IndexError like `row_numbers`, and for None, for masks over several axes, for a single boolean, and for too
     many parts.
@@ -73,7 +74,7 @@ def split_index(index: Any, axes: Mapping[str, int], whose: str) -> tuple[list[N
     at = dots[0] if dots else len(parts)
     parts[at : at + 1] = [slice(None)] * (len(axes) + 1 - len(parts) + len(dots))
     if parts[-1] is None or (np.ndim(parts[-1]) == 0 and np.asarray(parts[-1]).dtype == bool):  # adds a dimension
-        raise IndexError(f"{whose} has no column {parts[-1]}; give whole numbers, a slice or a mask")
+        raise IndexError(f"{whose} has no column {parts[-1]}; give integers, a slice or a mask")
     wanted: list[Numbers] = []
     rest: list[Any] = []
     for (name, length), part in zip(axes.items(), parts[:-1], strict=True):
@@ -83,14 +84,16 @@ def split_index(index: Any, axes: Mapping[str, int], whose: str) -> tuple[list[N
     rest.append(parts[-1])
     listed = [at for at, part in enumerate(rest) if not isinstance(part, slice)]
     if len(listed) == 1 and listed[0] < len(axes) and np.ndim(rest[listed[0]]) == 1:
-        rest[listed[0]] = slice(None)  # with a single list, the array that was read is the result, without a copy
+        rest[listed[0]] = slice(None)  # a single list: the array that was read has its order, and a slice avoids a copy
     if dots:
-        rest.insert(at, Ellipsis)  # it separates lists, also without a dimension, and numpy then moves their axes
+        rest.insert(
+            at, Ellipsis
+        )  # numpy moves the axes of lists to the front if an ellipsis is between them, even an empty one
     return wanted, tuple(rest)
 
 
 def _along(part: Any, length: int, whose: str, what: str) -> tuple[Numbers, int | slice | np.ndarray]:
-    """(places along one axis, index into the array that is read at these places)."""
+    """(indices to read along one axis, index to apply to the array that was read)."""
     if isinstance(part, slice):
         return row_numbers(part, length, whose, what), slice(None)
     given = np.asarray(part)

@@ -67,7 +67,7 @@ class Captures:
         self._counts = dict.fromkeys((*ENDS, "writers_died", "bytes_raw", "bytes_stored"), 0)
         self._errors: deque[str] = deque(maxlen=ERRORS_KEPT)
         self._stopping = False
-        self._over = False  # set at the end: no more processes are started
+        self._over = False  # the processes are ending: a dead one is not replaced
         with self._lock:
             self.pool = WriterPool(writers, ring, settings, pass_fds, self._on_message, self._on_death)
             self._ends = CaptureEnds(self.pool, settings)
@@ -105,7 +105,7 @@ class Captures:
     ) -> CaptureRecord:
         """Begin a capture.
 
-        final: path of the store, NAME.zarr. attrs: facts for the root attribute (docs/FORMAT.md, section 5);
+        final: path of the store, NAME.zarr. attrs: root attributes (docs/FORMAT.md, section 5);
         `prompt_len` is required on rank 0, `start` defaults to 0. rank, ranks: rank and number of ranks. most_rows:
         maximum number of rows, None if unknown. borrow: see `check_borrow`. Raises ValueError for invalid arguments,
         KeyError for an unknown layout, and RuntimeError after `shutdown`.
@@ -120,7 +120,7 @@ class Captures:
                 raise RuntimeError("the coordinator is shut down: no capture can be opened")
             payload = self.pool.layout(layout)
             check_borrow(borrow, payload)
-            # One payload holds the logits of all requests of a step, so the bytes to come are unknown.
+            # How many payload bytes come for samples is unknown: all requests of a step share one payload.
             known = most_rows is not None and not payload.has_samples
             to_come = (most_rows or 0) * payload.token_bytes if known else _UNKNOWN_BYTES
             assignments, start = self.pool.assign_writers(payload), int(attrs.get("start", 0))
@@ -375,7 +375,7 @@ class Captures:
             if not self._stopping or unread:
                 self._counts["writers_died"] += 1
                 self._note(loss.words)
-            for record in [] if self._over else list(self._records.values()):  # if over, dmi repair ends them later
+            for record in [] if self._over else list(self._records.values()):  # dmi repair finishes what is left
                 self._ends.on_death(record, process, loss)
                 if record.state in ENDS:
                     self._end(record)

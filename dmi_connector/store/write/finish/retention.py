@@ -269,7 +269,7 @@ class Keeper:
             try:
                 self.round()
             except OSError as error:
-                logger.error("dmi: looking after %s failed: %s", self.directory, error)
+                logger.error("dmi: retention or measuring of %s failed: %s", self.directory, error)
             time.sleep(max(self.interval_s, 10 * (time.monotonic() - began)))  # at most a tenth of a core
 
 
