@@ -86,9 +86,8 @@ def split_index(index: Any, axes: Mapping[str, int], whose: str) -> tuple[list[N
     if len(listed) == 1 and listed[0] < len(axes) and np.ndim(rest[listed[0]]) == 1:
         rest[listed[0]] = slice(None)  # a single list: the array that was read has its order, and a slice avoids a copy
     if dots:
-        rest.insert(
-            at, Ellipsis
-        )  # numpy moves the axes of lists to the front if an ellipsis is between them, even an empty one
+        # Numpy moves the axes of lists to the front if an ellipsis is between them, even one for no axis.
+        rest.insert(at, Ellipsis)
     return wanted, tuple(rest)
 
 
