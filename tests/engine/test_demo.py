@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi demo` as a user runs it, and the notebook on one of its stores."""
+"""`dmi demo` as a user runs it, except that its worker is forked, and the notebook on one of its stores."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dmi_connector.cli import demo
 from dmi_connector.hooks import PRESETS
 from tests import notebookkit
 from tests.engine.harness import USUAL_HOOKS
+from tests.forking.fork_workers import environment as forking
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Result:
 def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
     directory = tmp_path_factory.mktemp("demo") / "demo"
     command = [sys.executable, "-m", "dmi_connector.cli", "demo", "--dir", str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    env = {**os.environ, **forking()}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env)
     log = (directory / "engine.log").read_text() if (directory / "engine.log").exists() else "no log"
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{log[-5000:]}"
     return Result(directory, done.stdout)
