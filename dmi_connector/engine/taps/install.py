@@ -90,6 +90,8 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
         _choose_in_every_step(module.get_submodule(arch.indexer))
     mlp_taps = any(point.stage in (MLP_IN, EXPERTS_IN, MLP_OUT) for point, _ in points)
     layer = LayerFacts(module, arch, compilation, *sizes, experts, mlp_taps, context.block_scale)
+    if any(point.module == "down_proj" for point, _ in points) and (down_proj := _module(layer, "down_proj")):
+        _pass_unquantised(down_proj)
     ends = {_end_of(arch, stage, points): stage for stage in STAGES if any(point.stage is stage for point, _ in points)}
     for name in MODULES:
         mine = [(point, fields) for point, fields in points if point.module == name]
@@ -134,6 +136,15 @@ def _choose_in_every_step(indexer: Any) -> None:
             "lacks; leave indexer_topk out"
         )
     indexer.indexer_op.dense_mha_metadata_layer_name = ""
+
+
+def _pass_unquantised(linear: Any) -> None:
+    """Let vLLM pass the input of a linear layer to it unquantised.
+
+    On a GPU vLLM may fuse the activation before a quantised layer with the quantisation of the layer's input. The input
+    is then no tensor, and has quantised values.
+    """
+    linear.requires_unquantized_input = True
 
 
 Points = Sequence[tuple[TapPoint, Sequence[RowField]]]

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What taps turn off in a layer, so that vLLM computes the values of hooks where they are read."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation, get_input_quant_key
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+
+from dmi_connector.engine.taps.batches import TapBatch
+from dmi_connector.layout import RowField
+from tests import tapkit as kit
+
+
+class Attention(torch.nn.Module):
+    """Attention of two query heads of four elements. The other widths are those of one head."""
+
+    head_size, num_heads, num_kv_heads = 4, 2, 1
+
+
+class Gated(torch.nn.Module):
+    """Attention whose queries come beside a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Module()
+        self.inner.attn, self.inner.qkv = Attention(), torch.nn.Identity()
+        self.inner.q_norm, self.inner.k_norm = torch.nn.Identity(), torch.nn.Identity()
+        self.inner.use_fused_qk_norm_rope_gate = True
+
+
+@pytest.mark.parametrize(("hook", "fused"), [("v", True), ("q", False), ("k", False)])
+def test_gated_attention_calls_its_norms_where_these_are_tapped(hook: str, fused: bool) -> None:
+    block = Gated()
+    paths: Any = {name: f"inner.{name}" for name in ("attn", "qkv", "q_norm", "k_norm")}
+    kit.tap(block, kit.batch(False), [RowField(hook, 0, "float32", 4, 0)], **paths, gated=True)
+    assert block.inner.use_fused_qk_norm_rope_gate == fused
+
+
+def test_an_indexer_chooses_in_every_step_where_its_choice_is_captured() -> None:
+    block = torch.nn.Module()
+    block.indexer = torch.nn.Identity()
+    block.indexer.indexer_op = SimpleNamespace(dense_mha_metadata_layer_name="model.layers.0.self_attn.attn")
+    field = RowField("indexer_topk", 0, "int32", 4, 0)
+    kit.tap(block, kit.batch(False), [field], indexer="indexer")
+    assert block.indexer.indexer_op.dense_mha_metadata_layer_name == ""
+    del block.indexer.indexer_op.dense_mha_metadata_layer_name
+    with pytest.raises(ValueError, match="indexer_topk needs dense_mha_metadata_layer_name"):
+        kit.tap(block, kit.batch(False), [field], indexer="indexer")
+
+
+class Quantising(torch.nn.Module):
+    """An MLP whose last layer takes quantised input, as vLLM's Llama has it on a GPU (`maybe_fused_act_quant`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = torch.nn.Identity(), torch.nn.Identity()
+        self.down_proj._input_quant_key = kFp8StaticTensorSym
+
+    def forward(self, x: torch.Tensor) -> Any:
+        value = self.up_proj(x).relu()
+        if get_input_quant_key(self.down_proj) is None:
+            return self.down_proj(value)
+        scale, data = torch.ones(1), value.to(torch.float8_e4m3fn)
+        return self.down_proj(QuantizedActivation(data, scale, value.dtype, value.shape, kFp8StaticTensorSym))
+
+
+@pytest.mark.parametrize("hook", ["mlp_post", "mlp_pre"])
+def test_neurons_enter_a_quantised_layer_as_a_tensor_where_they_are_captured(
+    hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, torch.Tensor] = {}
+
+    def write(batch: TapBatch, _beside: bool = True) -> None:
+        found.update({f.hook: value.clone() for f, value in zip(batch.fields, batch.values, strict=True)})
+
+    monkeypatch.setattr(TapBatch, "write", write)
+    block, x = torch.nn.Module(), torch.randn(3, 4)
+    block.mlp = Quantising()
+    paths: Any = {"mlp": "mlp", "up_proj": "mlp.up_proj", "down_proj": "mlp.down_proj", "gated_mlp": False}
+    kit.tap(block, kit.batch(), [RowField(hook, 0, "float32", 4, 0)], **paths)
+    out = block.mlp(x)
+    assert torch.equal(found[hook], x.relu() if hook == "mlp_post" else x)
+    assert isinstance(out, QuantizedActivation) == (hook == "mlp_pre"), "vLLM may fuse what is not captured"
