@@ -88,6 +88,7 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
         _unfuse_norms(module.get_submodule(arch.attn.rpartition(".")[0]))
     if any(point.hook == "indexer_topk" for point, _ in points):
         _choose_in_every_step(module.get_submodule(arch.indexer))
+    _use_one_stream(module)
     mlp_taps = any(point.stage in (MLP_IN, EXPERTS_IN, MLP_OUT) for point, _ in points)
     layer = LayerFacts(module, arch, compilation, *sizes, experts, mlp_taps, context.block_scale)
     if any(point.module == "down_proj" for point, _ in points) and (down_proj := _module(layer, "down_proj")):
@@ -136,6 +137,16 @@ def _choose_in_every_step(indexer: Any) -> None:
             "lacks; leave indexer_topk out"
         )
     indexer.indexer_op.dense_mha_metadata_layer_name = ""
+
+
+def _use_one_stream(layer: Any) -> None:
+    """Let a layer run its MLP after attention, and on the model's stream.
+
+    On a GPU vLLM 0.33 runs the MLPs of Cohere 2 with experts in an opaque op, beside attention. A compiled layer writes
+    all its values after the MLP. It would then have no tap of the MLP, and write nothing.
+    """
+    if getattr(layer, "dual_stream", None) is not None:
+        layer.dual_stream = None
 
 
 def _pass_unquantised(linear: Any) -> None:

@@ -88,3 +88,40 @@ def test_neurons_enter_a_quantised_layer_as_a_tensor_where_they_are_captured(
     out = block.mlp(x)
     assert torch.equal(found[hook], x.relu() if hook == "mlp_post" else x)
     assert isinstance(out, QuantizedActivation) == (hook == "mlp_pre"), "vLLM may fuse what is not captured"
+
+
+class Beside(torch.nn.Module):
+    """A layer that runs its MLP in an opaque op beside attention, as vLLM's Cohere 2 with experts does on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dual_stream, self.o_proj, self.mlp = object(), torch.nn.Identity(), torch.nn.Identity()
+
+    @torch.compiler.disable
+    def fork(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.dual_stream is None:
+            return self.o_proj(x) + self.mlp(x)
+        added = self.fork(x)
+        return self.o_proj(x) + added
+
+
+def test_a_compiled_layer_has_the_taps_of_an_mlp_that_vllm_runs_beside_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kit.without_cache(monkeypatch)
+    block = Beside()
+    fields = [RowField(hook, 0, "float32", 4, 16 * i) for i, hook in enumerate(("attn_out", "mlp_out"))]
+    kit.tap(block, kit.batch(), fields, o_proj="o_proj", mlp="mlp", parallel=True)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(block, backend=backend)(torch.randn(3, 4))
+    taps = [node for graph in graphs for node in graph.graph.nodes if node.target is torch.ops.dmi.tap]
+    assert [len(node.args[0]) for node in taps] == [2], "one op of the layer writes both values"
