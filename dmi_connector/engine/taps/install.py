@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +88,8 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
         _unfuse_norms(module.get_submodule(arch.attn.rpartition(".")[0]))
     if any(point.hook == "indexer_topk" for point, _ in points):
         _choose_in_every_step(module.get_submodule(arch.indexer))
+    if arch.attn:
+        _check_inputs(module.get_submodule(arch.attn.rpartition(".")[0]), arch, {point.hook for point, _ in points})
     _use_one_stream(module)
     mlp_taps = any(point.stage in (MLP_IN, EXPERTS_IN, MLP_OUT) for point, _ in points)
     layer = LayerFacts(module, arch, compilation, *sizes, experts, mlp_taps, context.block_scale)
@@ -137,6 +139,21 @@ def _choose_in_every_step(indexer: Any) -> None:
             "lacks; leave indexer_topk out"
         )
     indexer.indexer_op.dense_mha_metadata_layer_name = ""
+
+
+def _check_inputs(attention: Any, arch: Architecture, hooks: Set[str]) -> None:
+    """Raise ValueError for hooks of queries and keys that a fused kernel computes.
+
+    With the attention backend HPC_ATTN, vLLM's HunYuan V3 computes norms and rotary embeddings in the kernel that
+    writes keys to the cache. The keys among the arguments of attention are those before both.
+    """
+    hidden = sorted(hooks & {"q", "k", "q_rot", "k_rot"})
+    if hidden and getattr(attention, "hpc_rope_norm", None) is not None:
+        raise ValueError(
+            f"hooks: {', '.join(hidden)} of {arch.name} are not read right with the attention backend HPC_ATTN, which "
+            "computes norms and rotary embeddings in its own kernel; choose another backend (--attention-backend), or "
+            "leave these hooks out"
+        )
 
 
 def _use_one_stream(layer: Any) -> None:

@@ -43,6 +43,21 @@ def test_gated_attention_calls_its_norms_where_these_are_tapped(hook: str, fused
     assert block.inner.use_fused_qk_norm_rope_gate == fused
 
 
+@pytest.mark.parametrize("hook", ["q", "k", "q_rot", "k_rot", "v"])
+def test_queries_and_keys_of_a_kernel_that_writes_the_cache_are_refused(hook: str) -> None:
+    """vLLM's HunYuan V3 with HPC_ATTN gives attention keys without norm and rotary embedding."""
+    paths: Any = {name: f"inner.{name}" for name in ("attn", "qkv", "q_norm", "k_norm")}
+    block, fields = Gated(), [RowField(hook, 0, "float32", 4, 0)]
+    block.inner.hpc_rope_norm = None
+    kit.tap(block, kit.batch(), fields, **paths)
+    block.inner.hpc_rope_norm = torch.nn.Identity()
+    if hook == "v":
+        kit.tap(block, kit.batch(), fields, **paths)
+        return
+    with pytest.raises(ValueError, match=rf"hooks: {hook} of Block are not read right with .* HPC_ATTN.*leave these"):
+        kit.tap(block, kit.batch(), fields, **paths)
+
+
 def test_an_indexer_chooses_in_every_step_where_its_choice_is_captured() -> None:
     block = torch.nn.Module()
     block.indexer = torch.nn.Identity()
