@@ -95,6 +95,7 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
     layer = LayerFacts(module, arch, compilation, *sizes, experts, mlp_taps, context.block_scale)
     if any(point.module == "down_proj" for point, _ in points) and (down_proj := _module(layer, "down_proj")):
         _pass_unquantised(down_proj)
+    _check_sums(layer, points)
     ends = {_end_of(arch, stage, points): stage for stage in STAGES if any(point.stage is stage for point, _ in points)}
     for name in MODULES:
         mine = [(point, fields) for point, fields in points if point.module == name]
@@ -154,6 +155,27 @@ def _check_inputs(attention: Any, arch: Architecture, hooks: Set[str]) -> None:
             "computes norms and rotary embeddings in its own kernel; choose another backend (--attention-backend), or "
             "leave these hooks out"
         )
+
+
+def _check_sums(layer: LayerFacts, points: Points) -> None:
+    """Raise ValueError for outputs of blocks that vLLM sums over tensor-parallel ranks only after their modules."""
+    mlp = _module(layer, "mlp")
+    later = {
+        "o_proj": _is_part(_module(layer, "o_proj")),
+        "mlp": _is_part(_module(layer, "down_proj")) or not getattr(mlp, "output_is_reduced", True),
+    }
+    outputs = {"attn_proj", "attn_out", "mlp_proj", "mlp_out"}
+    hooks = sorted({point.hook for point, _ in points if later.get(point.module) and point.hook in outputs})
+    if hooks:
+        raise ValueError(
+            f"tensor_parallel_size: a rank has only a part of {', '.join(hooks)} of {layer.arch.name}, because vLLM "
+            f"sums over ranks later; set it to 1, or take them out of the hooks, as in 'vllm-full,-{hooks[0]}'"
+        )
+
+
+def _is_part(linear: nn.Module | None) -> bool:
+    """Whether the output of a linear layer is one of several ranks' terms of a sum."""
+    return getattr(linear, "tp_size", 1) > 1 and not getattr(linear, "reduce_results", True)
 
 
 def _use_one_stream(layer: Any) -> None:

@@ -105,6 +105,33 @@ def test_neurons_enter_a_quantised_layer_as_a_tensor_where_they_are_captured(
     assert isinstance(out, QuantizedActivation) == (hook == "mlp_pre"), "vLLM may fuse what is not captured"
 
 
+class Terms(torch.nn.Module):
+    """A layer whose attention and MLP give terms of a sum over ranks, as vLLM 0.33 has it in Cohere 2 with experts."""
+
+    def __init__(self, ranks: int, reduced: bool, dense: bool) -> None:
+        super().__init__()
+        self.o_proj, self.mlp = torch.nn.Identity(), torch.nn.Module()
+        for linear in (self.o_proj, self.mlp):
+            linear.tp_size, linear.reduce_results = ranks, reduced
+        if dense:
+            self.mlp.down_proj = self.o_proj
+        else:
+            self.mlp.output_is_reduced = reduced or ranks == 1
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize(("ranks", "reduced"), [(1, False), (2, False), (2, True)])
+def test_terms_of_a_sum_over_ranks_are_refused(ranks: int, reduced: bool, dense: bool) -> None:
+    for hook in ("z", "attn_out", "mlp_out"):
+        fields = [RowField(hook, 0, "float32", 4, 0)]
+        paths: Any = {"o_proj": "o_proj", "mlp": "mlp", "down_proj": "mlp.down_proj"}
+        if hook == "z" or ranks == 1 or reduced:
+            kit.tap(Terms(ranks, reduced, dense), kit.batch(), fields, **paths)
+            continue
+        with pytest.raises(ValueError, match=rf"tensor_parallel_size: a rank has only a part of {hook} of Block"):
+            kit.tap(Terms(ranks, reduced, dense), kit.batch(), fields, **paths)
+
+
 class Beside(torch.nn.Module):
     """A layer that runs its MLP in an opaque op beside attention, as vLLM's Cohere 2 with experts does on a GPU."""
 
