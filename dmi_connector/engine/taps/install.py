@@ -34,7 +34,7 @@ from dmi_connector.engine.taps.points import (
     added,
 )
 from dmi_connector.engine.taps.routing import install_routing
-from dmi_connector.engine.taps.values import copied, first
+from dmi_connector.engine.taps.values import as_built, copied, first
 from dmi_connector.layout import RowField, RowLayout
 
 
@@ -79,7 +79,8 @@ def joined_before_attention(fields: Sequence[RowField]) -> set[int]:
 def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatch, more: bool = False) -> None:
     """Register the taps of layer `index`. module: the layer. more: whether later layers share the batch."""
     context, compilation = taps.context, taps.compilation
-    arch, path = context.arch.of_layer(index, context.dims), f"{context.arch.layers}.{index}"
+    arch = as_built(context.arch.of_layer(index, context.dims), module)
+    path = f"{context.arch.layers}.{index}"
     experts = index in context.dims.moe_layers
     points = _points(arch, context.layout, index, experts)
     attn: Any = module.get_submodule(arch.attn) if arch.attn else None
