@@ -144,10 +144,11 @@ def _choose_in_every_step(indexer: Any) -> None:
 
 
 def _check_inputs(attention: Any, arch: Architecture, hooks: Set[str]) -> None:
-    """Raise ValueError for hooks of queries and keys that a fused kernel computes.
+    """Raise ValueError for hooks of queries and keys that are not where they are read.
 
     With the attention backend HPC_ATTN, vLLM's HunYuan V3 computes norms and rotary embeddings in the kernel that
-    writes keys to the cache. The keys among the arguments of attention are those before both.
+    writes keys to the cache. The keys among the arguments of attention are those before both. In vLLM 0.33, a
+    projection of MiMo V2 with FP8 weights may return keys and values chunk by chunk.
     """
     hidden = sorted(hooks & {"q", "k", "q_rot", "k_rot"})
     if hidden and getattr(attention, "hpc_rope_norm", None) is not None:
@@ -155,6 +156,11 @@ def _check_inputs(attention: Any, arch: Architecture, hooks: Set[str]) -> None:
             f"hooks: {', '.join(hidden)} of {arch.name} are not read right with the attention backend HPC_ATTN, which "
             "computes norms and rotary embeddings in its own kernel; choose another backend (--attention-backend), or "
             "leave these hooks out"
+        )
+    if "k" in hooks and getattr(attention, "kv_chunk_rows", None):
+        raise ValueError(
+            f"hooks: k of {arch.name} is not read right with these weights and this tensor_parallel_size, with which "
+            "the projection returns keys and values chunk by chunk; leave k out"
         )
 
 

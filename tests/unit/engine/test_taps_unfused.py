@@ -58,6 +58,19 @@ def test_queries_and_keys_of_a_kernel_that_writes_the_cache_are_refused(hook: st
         kit.tap(block, kit.batch(), fields, **paths)
 
 
+@pytest.mark.parametrize(("hook", "rows"), [("k", 0), ("k", 384), ("q", 384)])
+def test_keys_that_lie_between_values_are_refused(hook: str, rows: int) -> None:
+    """vLLM 0.33 may have them so in the projection of MiMo V2 with FP8 weights."""
+    paths: Any = {name: f"inner.{name}" for name in ("attn", "qkv", "q_norm", "k_norm")}
+    block, fields = Gated(), [RowField(hook, 0, "float32", 4, 0)]
+    block.inner.kv_chunk_rows = rows
+    if hook == "q" or not rows:
+        kit.tap(block, kit.batch(), fields, **paths)
+        return
+    with pytest.raises(ValueError, match=r"hooks: k of Block is not read right with these weights .*leave k out"):
+        kit.tap(block, kit.batch(), fields, **paths)
+
+
 def test_an_indexer_chooses_in_every_step_where_its_choice_is_captured() -> None:
     block = torch.nn.Module()
     block.indexer = torch.nn.Identity()
