@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks import common
 
 COUNTS = "chunks"
-"""Last word of the names of figures that count what was read. The other figures are speeds and times."""
+"""Last word of the names of figures that count chunks. The other figures are speeds and times."""
 _COLUMNS = ("before", "after", "ratio", "least", "most")
 
 

@@ -116,7 +116,7 @@ class Bulk:
 
         class Kept(EngineProcesses):
             def finish(self) -> None:
-                """Keep the engines: the next round has more prompts."""
+                """Does nothing: the engines stay for the next round."""
 
         self.args, self.directory = args, Path(args.store_dir) / "dmi-run"
         self.directory.mkdir(parents=True)

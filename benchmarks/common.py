@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 DIRTY = "-dirty"
 """Suffix of a commit whose tree has uncommitted changes."""
 CLOSE_S = 60
-"""Seconds after which a child process that was asked to end is killed."""
+"""Seconds that a child process has to end before it is killed."""
 _PACKAGES = ("vllm", "torch", "triton", "numpy", "zarr", "numcodecs")
 """Packages whose versions are in the header of a result."""
 WIDTHS = {
@@ -81,7 +81,7 @@ def commit(root: Path = ROOT, variable: str = "DMI_COMMIT") -> str | None:
             changes = _git(root, "status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
             return _git(root, "rev-parse", "--short", "HEAD") + (DIRTY if changes else "")
     except (OSError, subprocess.CalledProcessError):
-        pass  # no git, no repository, or no commit yet
+        pass  # git is missing, or there is no repository or no commit yet
     return os.environ.get(variable) or None
 
 
@@ -138,7 +138,7 @@ def save(path: str | Path, results: dict[str, Any]) -> None:
 
 
 def _dumps(value: Any, indent: int = 0) -> str:
-    """JSON in which each value that fits on a line is on one line."""
+    """JSON with one line for each value that fits on a line."""
     flat = json.dumps(value)
     if len(flat) + indent < _LINE or not value or not isinstance(value, dict | list):
         return flat

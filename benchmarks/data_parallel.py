@@ -39,7 +39,7 @@ from benchmarks.sustained import check_kept
 
 MODULE = "benchmarks.data_parallel"
 START_S = 900
-"""Seconds in which a server must start."""
+"""Maximum start-up time of a server in seconds."""
 _TOKENS = "vllm:generation_tokens_total"
 _PAUSE_S = 0.2
 _ENDING_S = 60

@@ -33,7 +33,7 @@ from benchmarks.worker import (
 )
 
 DRAIN_S = 300
-"""Seconds in which all captures must reach their sink after the last token."""
+"""Maximum seconds until all captures reach their sink after the last token."""
 _SLOW_ROUNDS = 2
 """Maximum number of rounds of a case with a slow sink, whose rounds take many times as long."""
 _SLOW_BYTES = 1 << 20
@@ -204,7 +204,7 @@ class Bench:
         return ProcessPoolExecutor(self.args.processes, get_context("spawn"))
 
     def generate(self, case: Case) -> float:
-        """Run one round of `case`. Returns its seconds. Prompts are random, so that there is no prefix-cache hit."""
+        """Run one round of `case`. Returns its seconds. Random prompts prevent prefix-cache hits."""
         from vllm import SamplingParams
 
         self._seed += 1

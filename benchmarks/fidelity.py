@@ -45,7 +45,7 @@ MORE = ("rp(1024)", "rp(1280)")
 COMPARED = ("int8", "int8(32)", "fp8", "rp(512)", "cs(512)", "topk(64)")
 """Reductions without a file that `downstream` measures, beside those of fitted files."""
 PROJECTED = 512
-"""Number of values per row of the projection for which scales are fitted."""
+"""Values per row of the projection whose scales are fitted."""
 OF_HEADS, HEAD_RANK = ("q", "k", "v", "z", "q_rot", "k_rot"), 16
 """Hooks whose heads are reduced one by one, and the number of values to which the 64 values of a head are reduced."""
 SUBVECTOR = 4
@@ -163,7 +163,7 @@ def rows_of(stores: Sequence[Path], hook: str, layer: int) -> np.ndarray:
 def train_autoencoder(rows: np.ndarray, folder: Path) -> dict[str, Any]:
     """Train a top-k autoencoder on `rows` [n, width], on the CPU with a fixed seed. Returns facts about it.
 
-    Latents are relu((x - b_dec) W_enc + b_enc), of which the ACTIVE largest are kept. The decoder's output is latents
+    Latents are relu((x - b_dec) W_enc + b_enc). The ACTIVE largest are kept. The decoder's output is latents
     W_dec + b_dec. Training scales the rows; the weights that are written to `folder`, as SAELens writes them, include
     the scale.
     """
@@ -249,10 +249,11 @@ def downstream(
 
 
 def weights_kept(weights: Sequence[np.ndarray], spec: str) -> dict[str, float]:
-    """What a reduction of `pattern` keeps of causal attention weights: of each capture [heads, queries, keys].
+    """The part of causal attention weights that a reduction of `pattern` keeps. weights: [heads, queries, keys] of each
+    capture.
 
-    Returns "mass", the share of all weight, as a mean over heads and queries, and "least_head", the mass of the head
-    that keeps the least. Only queries that see more than MOST_KEPT keys count.
+    Returns "mass", the mean share over heads and queries, and "least_head", the share of the head that keeps the least.
+    Only queries that see more than MOST_KEPT keys count.
     """
     reduction = parse(spec)
     assert isinstance(reduction, AttentionSummary)
@@ -329,7 +330,7 @@ def main(argv: list[str] | None = None) -> None:
         if kind == "trained":
             encoders, analyses["autoencoders"] = autoencoders(encoded, measured, options.out / "autoencoders")
             more = downstream(Path(about["model"]), fitted, measured, encoders, options.out / "fitted")
-        else:  # tokens and latents that a random model finds have no meaning, nor has a fit to its rows
+        else:  # tokens and latents of a random model have no meaning, and neither has a fit to its rows
             more = fidelity(measured, COMPARED, labels="tokens")
         print(f"\nwhat analyses find\n\n{markdown(more, 0.95)}", flush=True)
         analyses[kind] = [asdict(one) for one in more]

@@ -40,7 +40,7 @@ ENCODINGS = {
 """{name of an encoding: reduction or mode of every hook}. {} is replaced by the path that `fitted_file` returns."""
 PROBES = ("one", "layers", "latents", "keep")
 """Kinds of probes. "one": a linear probe of 16 outputs on one layer. "layers": such a probe on each layer. "latents":
-an autoencoder of 16,384 latents, of which 32 are stored. "keep": a linear probe of one output, with which `dmi.keep_if`
+an autoencoder of 16,384 latents (32 stored). "keep": a linear probe of one output, with which `dmi.keep_if`
 keeps every hundredth request.
 """
 OUTPUTS, LATENTS, KEPT_OF = 16, 16384, 100

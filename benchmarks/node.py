@@ -55,7 +55,7 @@ n tensor-parallel ranks. All are compared with the first.
 """
 SHORT_ROWS = 4
 """Number of rows of a short store. It has as many chunks as a store of STORE_ROWS, but each chunk is one row of one
-layer. So a short store shows what a store costs beside its bytes.
+layer. So a short store shows the fixed cost per store.
 """
 THOROUGH, QUICK = (STORE_ROWS, 96, 0.5, 5, CODECS, 20), (130, 4, 0.0, 1, ("zstd",), 1)
 """(rows per store, number of short stores, GB written at a time, rounds, codecs, effort). At least one store is written
@@ -100,7 +100,7 @@ def short(layout: PayloadLayout) -> PayloadLayout:
     return PayloadLayout(arrays, 1, SHORT_ROWS, layout.codec, elsewhere)
 
 
-# ---- what a rank does, in a process of its own -------------------------------------------------------------------
+# ---- the process of a rank ---------------------------------------------------------------------------------------
 
 client: StoreClient
 
@@ -206,7 +206,7 @@ def write(ranks: Ranks, directory: Path, layout: str, sent: list[PayloadLayout],
 
 
 def problems(directory: Path, count: int) -> list[str]:
-    """The problems with `count` stores and with their index, in which each key must begin once and end once."""
+    """The problems with `count` stores and their index. Each key must begin once and end once in the index."""
     lines = Counter((line["event"], line["key"], line["state"]) for line in read_index(directory))
     ends = ("start", "started"), ("finish", "complete")
     lines.subtract((event, str(i), state) for i in range(count) for event, state in ends)

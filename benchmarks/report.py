@@ -24,7 +24,7 @@ from benchmarks.summary import base_of, runs
 
 Results = dict[str, Any]
 SLOW_BASE = "full null"
-"""The setup with which setups with a slow sink are also compared. It has no sink."""
+"""The setup without a sink. Setups with a slow sink are also compared with it."""
 _MEDIANS = {"first token p50, median": "first_token_p50", "between tokens p99, median": "between_tokens_p99"}
 """{column of `busy_rounds`: figure of a summary}."""
 
@@ -66,7 +66,7 @@ def cell(results: Results, setup: str, case: str) -> str:
 def table(files: dict[str, Results]) -> str:
     """A table with a line for each setup of each file, and a column for each case. files: {name: results}.
 
-    Notes follow: what was not run or failed, commits and machines, and how steady the cores were.
+    Notes follow: missing and failed runs, commits and machines, and variation of the cores' speed.
     """
     setups = [(f, name, s) for f, r in files.items() for e in r["engines"].values() for name, s in e["setups"].items()]
     cases = [case for case in CASES if any(case in s for _, _, s in setups)]

@@ -173,7 +173,7 @@ def split_layout(layout: str) -> tuple[bool, int]:
 
 
 def node_limits(found: Numbers, case: str, codec: str, layout: str, node: Machine) -> dict[str, float]:
-    """{limit: tokens per second of the whole node at which it is reached}. found: a result of `benchmarks.node`."""
+    """{limit: tokens per second of the whole node that reach it}. found: a result of `benchmarks.node`."""
     tensor, n = split_layout(layout)
     row, store, cost = found["rows"][case][layout], found["costs"][case]["store"], found["costs"][case][codec][layout]
     GB, share = row["bytes"] / 1e9, row["largest_share"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases and setups of the capture benchmark, and the order in which they are measured."""
+"""The cases and setups of the capture benchmark, and their order."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _CHECK = ("same_tokens_as_stock", "greedy_same", "seeded_same", "largest_tie", "
 
 
 def base_of(setup: str) -> str:
-    """The setup of stock with which a setup of `benchmarks.sustained` is compared. setup: a name, or `NAME:LABEL`."""
+    """The stock setup that a setup of `benchmarks.sustained` is compared with. setup: a name, or `NAME:LABEL`."""
     name = setup.split(":")[0]
     return next((f"stock {last}" for last in ("pieces", *METHODS) if name.endswith(f" {last}")), "stock")
 

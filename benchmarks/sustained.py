@@ -250,7 +250,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--seconds", type=float, default=20.0, help="length of a measurement (default: %(default)s)")
     p.add_argument("--warm", type=float, default=6.0, help="seconds of load before a measurement (%(default)s)")
-    p.add_argument("--profile", type=float, default=0.0, help="seconds after a measurement in which steps are timed")
+    p.add_argument("--profile", type=float, default=0.0, help="seconds after a measurement while steps are timed")
     p.add_argument("--repeat", type=int, default=1, help="rounds (default: %(default)s)")
     p.add_argument("--shrink", type=int, default=1, help="divide requests and tokens of all loads, for small machines")
     p.add_argument("--dtype", default="bfloat16")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters of tiny models, and models with an adapter merged into their weights."""
+"""LoRA adapters of tiny models, and models whose weights include a merged adapter."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "input_linear", "output_linear")
 _MIXER = ("in_proj", "out_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 TARGETS = (*_ATTENTION, *_MLP, *_MIXER)
-"""Linear layers of all models that get an adapter."""
+"""Names of the linear layers that get an adapter, over all models."""
 
 
 def make_adapter(model: Path, folder: Path, merged: Path, seed: int) -> None:
-    """Write a random adapter of all linear layers of `model` to `folder`, as PEFT does, and the merged model."""
+    """Write a random adapter for all linear layers of `model` in PEFT's format, and write the merged model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     generator, tensors = torch.Generator().manual_seed(seed), {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores of what transformers computes for tiny random models: captures with known values, without an engine."""
+"""Stores with the activations of tiny random models, computed by transformers. No engine is needed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def write_store(
     losses: Sequence[Loss] = (),
     **names: Any,
 ) -> Path:
-    """Write a float32 store of one sequence, with logits from the prompt's last token on. Returns `path`.
+    """Write a float32 store of one sequence. Logits begin at the last token of the prompt. Returns `path`.
 
-    names: key and request id, of `storekit.Store.open`.
+    names: key and request id, passed to `storekit.Store.open`.
     """
     values = {name: rows for name, rows in oracle.run(ids).items() if name in hooks}
     config, arrays, stored = oracle.config, [], {}

@@ -38,7 +38,7 @@ class Page:
 
     def __init__(self, browser: Chrome, url: str) -> None:
         self.browser = browser
-        browser.get("about:blank")  # else an address that differs behind # alone does not load the page
+        browser.get("about:blank")  # otherwise Chromium does not reload the page if only the part after # differs
         browser.get(url)
 
     def all(self, css: str) -> list[WebElement]:
@@ -69,7 +69,7 @@ class Page:
             ActionChains(self.browser).send_keys(key).perform()
 
     def pixels(self, css: str) -> str:
-        """What a canvas shows."""
+        """The pixels of a canvas."""
         return str(self.run("return document.querySelector(arguments[0]).toDataURL()", css))
 
     def colours(self) -> list[str]:
@@ -80,11 +80,11 @@ class Page:
         return None if found is None else int(found)
 
     def drawn(self) -> None:
-        """Wait until the text has colours."""
+        """Wait until the text is highlighted in colour."""
         self.until(lambda: self.colours() and all(self.colours()), "the text has no colours")
 
     def emulate(self, theme: str | None, width: int | None) -> None:
-        """Show the page in a theme and a window of this width; None: as it was."""
+        """Show the page in a theme and with a window width. None restores the default."""
         features = [] if theme is None else [{"name": "prefers-color-scheme", "value": theme}]
         self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         if width is None:
@@ -115,8 +115,8 @@ window.fetch = async (url, options) => {
   return new Response(body, answer);
 };
 """
-"""Holds back the answers to questions of one kind, a pattern of their address, until `release()`. held: those that the
-page does not have yet.
+"""Hold back the server's responses whose address matches a pattern, until `release()`. held: the addresses of responses
+that are held back.
 """
 CONTRAST = """
 const parts = (c) => c.match(/[\\d.]+/g).map(Number);
@@ -137,11 +137,11 @@ for (const e of document.querySelectorAll("body *")) {
 }
 return worst;
 """
-"""The lowest contrast of text to what lies under it (WCAG 2), and where."""
+"""The lowest contrast ratio (WCAG 2) of text to its background, and the element that has it."""
 
 
 def picture(png: bytes, path: Path) -> None:
-    """Write a screenshot with few colours, so that it is small."""
+    """Write a screenshot with few colours, to keep the file small."""
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)

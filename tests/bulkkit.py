@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bulk captures without an engine: stores are copies of one, made in steps at each of which a test may kill the run."""
+"""Bulk captures without an engine. Stores are copies of a template. A test may kill the run at each step of writing."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ PROMPT, ROWS = 10, 17
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing may handle it."""
+    """Simulates SIGKILL. No code may catch it."""
 
 
 class Kills:
-    """Kills the run in the middle of its nth write, or just before its nth flush, renaming or copying."""
+    """Kills the run in the middle of write number n, or just before flush, rename or copy number n."""
 
     def __init__(self, at: int | None = None) -> None:
         self.at, self.steps = at, 0
 
     def step(self) -> bool:
-        """Whether the run dies here."""
+        """Whether to kill the run at this step."""
         self.steps += 1
         return self.steps == self.at
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Every write, flush, renaming and copy of a file within the block is a step."""
+        """Count every write, flush, rename and copy of a file during the `with` block as a step."""
         write = os.write
 
         def torn(fd: int, data: Any) -> int:
@@ -88,7 +88,7 @@ def template(path: Path) -> Path:
 
 
 def write_store(source: Path, final: Path, key: str, **changes: Any) -> Iterator[None]:
-    """Write a copy of a store as a writer does, a piece before each `yield`. changes: other root attributes."""
+    """Write a copy of a store like a writer, one piece before each `yield`. changes: other root attributes."""
     partial = final.with_name(final.name + ".partial")
     os.mkdir(partial)
     yield
@@ -108,10 +108,10 @@ def write_store(source: Path, final: Path, key: str, **changes: Any) -> Iterator
 
 
 class FakeEngines:
-    """Writes a store for each prompt, all that it has at a time, piece by piece.
+    """Writes a store for each prompt, piece by piece, for all prompts in flight at the same time.
 
-    faults: {position: changes of root attributes of its first store}. refuses: {position: why}. dies_with: positions at
-    which the whole engine dies.
+    faults: {position: changes of the root attributes of its first store}. refuses: {position: reason}. dies_with:
+    positions at which the whole engine dies.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class FakeEngines:
         return 0 if self.dead else self.window - len(self.work)
 
     def submit(self, position: int, key: str, prompt: Mapping[str, Any]) -> None:
-        assert self.started and self.room() > 0, "the run asked for no room"
+        assert self.started and self.room() > 0, "the run submitted a prompt without room"
         self.submitted.append(position)
         final = self.out / f"{key}--{position}-{len(self.submitted):012d}.zarr"
         changes = self.faults.pop(position, {})
@@ -184,7 +184,7 @@ def start_run(
     end_when_full: bool = False,
     progress: Progress | None = None,
 ) -> Run:
-    """A run as `dmi run` makes it, with other engines."""
+    """Start a run like `dmi run`, with fake engines."""
     order = order or Order()
     manifest = out / f"manifest{order.suffix}.jsonl"
     recovered = recover(out, RUN, order, manifest, redo_missing)
@@ -211,14 +211,14 @@ def go(prompts: Path, out: Path, engines: Any, **options: Any) -> Outcome:
 
 
 def write_prompts(path: Path, count: int, bad: Sequence[int] = ()) -> Path:
-    """JSON lines with an id each; lines `bad` are torn."""
+    """Write JSON lines, each with an id. The lines in `bad` are torn."""
     lines = [json.dumps({"prompt": f"text {i}", "id": f"id-{i}"}) for i in range(count)]
     path.write_text("".join(("{" if i in bad else line) + "\n" for i, line in enumerate(lines)))
     return path
 
 
 def check_whole(out: Path, positions: Sequence[int], ids: Mapping[int, str] | None = None, suffix: str = "") -> None:
-    """Each of `positions` has one store, which is complete and sound, and one line, which names it."""
+    """Check that each of `positions` has exactly one complete, valid store and one manifest line with its name."""
     assert not list(out.glob("*.partial"))
     keys = [f"{RUN}-{position:09d}" for position in positions]
     stores = sorted(out.glob("*.zarr"))
@@ -228,7 +228,7 @@ def check_whole(out: Path, positions: Sequence[int], ids: Mapping[int, str] | No
         assert attrs["complete"] and attrs["finish_reason"] == "length" and verify_store(store, begun={}) == [], store
     path = out / f"manifest{suffix}.jsonl"
     entries = list(read_manifest(path))
-    assert path.read_bytes().count(b"\n") == len(entries), "every line is whole"
+    assert path.read_bytes().count(b"\n") == len(entries), "every line must be complete"
     assert sorted((e["key"], e["store"]) for e in entries) == sorted((s.name.split("--")[0], s.name) for s in stores)
     for entry in entries:
         position = int(entry["key"].split("-")[1])

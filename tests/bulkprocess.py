@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi run` as a process on a tiny model, and what must hold of the stores that it leaves."""
+"""Runs `dmi run` as a process on a tiny model, and checks the stores that it leaves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def start(model: Path, prompts: Path, out: Path, log: Path, *more: str) -> progr
 
 
 def write_ids(path: Path, count: int, seed: int = 0) -> dict[int, list[int]]:
-    """A file of `count` prompts of 1 to 199 tokens. Gives their ids by row."""
+    """Write a file of `count` prompts of 1 to 199 tokens. Returns {row: token ids}."""
     rng = np.random.default_rng(seed)
     prompts = {i: rng.integers(5, 500, rng.integers(1, 200)).tolist() for i in range(count)}
     path.write_text("".join(json.dumps({"prompt_token_ids": p, "id": i}) + "\n" for i, p in prompts.items()))
@@ -50,14 +50,14 @@ def told(text: str) -> list[dict[str, Any]]:
 
 
 def why(out: Path, *texts: str) -> str:
-    """What happened, for a failed assertion."""
+    """A description of the process's output, for a failed assertion."""
     return "\n".join([*texts, *(path.read_text()[-3000:] for path in sorted(out.glob("engine*.log")))])
 
 
 def check_whole(
     out: Path, prompts: Mapping[int, Sequence[int]], manifests: Sequence[str] = ("manifest.jsonl",)
 ) -> None:
-    """Each prompt is in exactly one store, which is complete and sound, and has exactly one line, which names it."""
+    """Check that each prompt has exactly one complete, valid store and one manifest line that names the store."""
     assert not list(out.glob("*.partial"))
     entries = [entry for name in manifests for entry in read_manifest(out / name)]
     assert sorted(entry["row"] for entry in entries) == sorted(prompts), "lost or doubled lines"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: the environment vLLM starts in, tiny models and their oracles."""
+"""Configuration shared by all tests: the environment of vLLM, tiny models and their transformers oracles."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from tests import runner, vision
 if TYPE_CHECKING:
     from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 
-# Modules and tests are made of a million objects that stay. While they are made, Python would look through them for
-# garbage again and again, a fifth of the time that importing vLLM takes: see `pytest_collection_finish`.
+# Importing modules and collecting tests allocates about a million long-lived objects. Scanning them repeatedly would
+# take a fifth of the time of importing vLLM, so garbage collection is off until `pytest_collection_finish`.
 gc.disable()
-# vLLM reads these when it is first imported, so they are set before any test module is.
+# vLLM reads these variables when it is first imported, so set them before any test module is imported.
 for _name, _value in ENV.items():
     os.environ.setdefault(_name, _value)
-# Several engines run at once, and tiny models gain nothing from threads, which spin while they wait for each other.
+# Several engines run at once. Tiny models gain nothing from threads, and idle OpenMP threads spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# vLLM looks for n-grams with numba, which sets its own number of threads for OpenMP, and torch, until the process ends.
+# vLLM's n-gram lookup uses numba, which sets the thread count of OpenMP, and so of torch, for the rest of the process.
 os.environ.setdefault("NUMBA_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
-# Inductor would try the compiler's vector instructions in every process anew, which takes eight seconds.
+# Otherwise Inductor tests the compiler's vector instructions in every process, which takes eight seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 runner.choose()
 vision.use_standin()
-# As long as a busy machine takes for examples, and the same ones in each run; in `make soak` others each time.
+# No deadline, because the machine may be busy. Examples are the same in each run; `make soak` draws new ones.
 _patient: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("random", **_patient)
 settings.register_profile("suite", **_patient, derandomize=True)
@@ -47,31 +47,31 @@ settings.load_profile("suite")
 
 
 _PROGRAMS = "engine/test_bulk serve/test_faults serve/test_owners serve/test_serve soak/test_bulk_kills"
-_PROGRAMS += " unit/engine/test_plugin"
+_PROGRAMS += " unit/engine/test_plugin engine/test_examples unit/test_notebooks"
 _ALONE = "engine/test_tp2 engine/test_stages engine/test_faults"
-"""They kill the only worker below the test process, and so come before servers that live on to the end."""
+"""These tests kill the only worker process below the test process, so they run before servers that stay up."""
 _FORKED = "engine/test_hybrids_tp2 engine/test_lives engine/test_modes engine/test_tokens_and_steps soak/test_soak"
 _COMPILED = "reduce attention bf16 compile_hash coverage hooks_vs_transformers lora"
 _COMPILED_TOO = "compiled_tokens speculative"
-"""In a process of their own: one with all of them would be the last to end."""
+"""Files that run in a process of their own. One process with all compiled engines would be the last to end."""
 SHARE_ENGINES = {
     **{f"tests/{name}.py": "programs" for name in _PROGRAMS.split()},
     **{f"tests/engine/test_{name}.py": "compiled" for name in _COMPILED.split()},
     **{f"tests/engine/test_{name}.py": "compiled too" for name in _COMPILED_TOO.split()},
 }
-"""Files that stay in one test process, and what they share: servers of a fixture and the process that programs are
-forked from (programs.py), or what the first compiled engine of a process prepares for all, such as the compiler's
-imports.
+"""{file: group}. The files of a group run in one test process, because they share something: servers of a fixture, the
+process from which programs are forked (programs.py), or preparations of the first compiled engine of a process, such as
+the imports of the compiler.
 """
-_LONG = [f"tests/unit/{name}.py" for name in ("view/test_browser", "view/test_panels", "test_notebooks")]
+_LONG = [f"tests/unit/{name}.py" for name in ("view/test_browser", "view/test_panels")]
 _PROCESSES = [f"tests/{name}.py" for name in f"{_ALONE} {_PROGRAMS} {_FORKED}".split()]
 FIRST = tuple(dict.fromkeys((*_PROCESSES, *SHARE_ENGINES, *_LONG)))
-"""Files that come before all others: what takes longest, so that no test process is idle at the end. Engines in forked
-processes come before those that are compiled in this one, which may not be forked any more then.
+"""Files that run before all others, because they take longest. Otherwise most test processes are idle at the end. Files
+that fork engines come before files that compile a model in the test process, which may not fork afterwards.
 """
 SAME_SERVERS = {"tests/serve/test_serve.py": "tests/serve/test_owners.py"}
-"""A file, and the one whose place in FIRST it shares: pytest has put tests of both that have the same server side by
-side, so that each server starts once.
+"""{file: the file whose rank in FIRST it shares}. pytest puts tests of both files that use the same server next to each
+other, so that each server starts once.
 """
 
 
@@ -82,26 +82,26 @@ def _rank(item: pytest.Item) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of FIRST come first, the others as they were."""
+    """Run the files of FIRST first, and the others in their original order."""
     items.sort(key=_rank)
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage from now on, among what tests make alone."""
+    """Turn garbage collection on again, only for objects that tests create."""
     gc.freeze()
     gc.enable()
-    atexit.register(gc.unfreeze)  # libraries that count their objects at the end find none left
+    atexit.register(gc.unfreeze)  # libraries that count their objects at exit must not find frozen ones
 
 
 def scope_of(nodeid: str) -> str:
-    """What stays in one test process with this test."""
+    """The group of tests that run in one process with this test."""
     path = nodeid.split("::")[0]
     return SHARE_ENGINES.get(path, path)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several test processes (-n), a file stays in one of them, and so do files that share engines."""
+    """With several test processes (-n), keep the tests of a file in one process, and files that share engines too."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByEngine(LoadScopeScheduling):
@@ -116,13 +116,13 @@ NOT_LOOKED_AT = {
     "no Chromium": "the page of dmi view in a browser",
     "Ray is not installed": "dmi run --ray",
 }
-"""How the reason of a skipped test begins -> what no test looked at then."""
+"""{start of the reason of a skipped test: what was not tested}."""
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: Any) -> Generator[None]:
-    """Say at the end which programs were missing: without them faults pass that the suite knows to find."""
-    yield  # the list of skipped tests comes first
+    """List missing programs at the end of the report, because the tests that need them were skipped."""
+    yield  # print the list of skipped tests first
     reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])]
     for missing, what in NOT_LOOKED_AT.items():
         same = [reason for reason in reasons if reason.startswith(missing)]
@@ -133,10 +133,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> Generator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def vllm_cache_root(pytestconfig: pytest.Config) -> Iterator[Path]:
-    """One directory of compiled graphs for the whole session: every engine of the tests shares it.
+    """One cache directory of compiled graphs, which all engines of the session share.
 
-    What vLLM notes of model classes is kept between sessions: the notes carry the hash of the class's source, and are
-    written atomically.
+    vLLM's cached information about model classes is kept between sessions. Its files carry the hash of the class's
+    source, and vLLM writes them atomically.
     """
     root = Path(tempfile.mkdtemp(prefix="dmi-test-cache-"))
     (root / "modelinfos").symlink_to(pytestconfig.cache.mkdir("modelinfos"))
@@ -152,8 +152,9 @@ def vllm_cache_root(pytestconfig: pytest.Config) -> Iterator[Path]:
 
 @pytest.fixture
 def engine_log() -> Iterator[list[str]]:
-    """Messages of the package's logger inside vLLM, each once: with `caplog` their number depends on whether vLLM has
-    configured its logger yet."""
+    """Messages of the package's logger inside vLLM, each once. With `caplog` a message may appear twice, depending on
+    whether vLLM has configured its logger.
+    """
     messages: list[str] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -168,7 +169,7 @@ def engine_log() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="session")
 def known_models(vllm_cache_root: Path, pytestconfig: pytest.Config) -> None:
-    """vLLM's notes of model classes are there (see modelinfos.py): the first test process makes them, others wait."""
+    """Fill vLLM's cache of model information (see modelinfos.py). The first test process does so, others wait."""
     done = pytestconfig.cache.mkdir("modelinfos") / "done"
     with FileLock(done.with_suffix(".lock")):
         if not done.exists():
@@ -178,7 +179,7 @@ def known_models(vllm_cache_root: Path, pytestconfig: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory, known_models: None) -> Callable[..., Path]:
-    """tiny_model(arch, dtype="float32"): directory of a tiny model, made once a session."""
+    """tiny_model(arch, dtype="float32"): the directory of a tiny model, made once per session."""
     from dmi_connector.cli.tiny_models import make_model
 
     made: dict[tuple[str, str], Path] = {}
@@ -193,7 +194,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, known_models: None) -> 
 
 @pytest.fixture(scope="session")
 def oracle(tiny_model: Callable[..., Path]) -> Callable[..., Oracle]:
-    """oracle(arch, dtype="float32"): the transformers twin of `tiny_model(arch, dtype)`."""
+    """oracle(arch, dtype="float32"): the transformers oracle of `tiny_model(arch, dtype)`."""
     import torch
 
     from dmi_connector.analysis.oracle.transformers_oracle import Oracle

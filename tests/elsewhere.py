@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads stores without what Windows or macOS lack: `python tests/elsewhere.py SYSTEM STORES MODEL OUT`.
+"""Reads stores without the modules and functions that Windows or macOS lack: `python tests/elsewhere.py SYSTEM STORES
+MODEL OUT`.
 
-The other libraries are imported before: they have ways of their own on each system.
+Other libraries are imported first, because they have their own code for each system.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ SIGNALS = "SIGHUP SIGKILL SIGUSR1 SIGUSR2 SIGALRM SIGCHLD SIGPIPE SIGQUIT SIGSTO
 
 
 class Missing(importlib.abc.MetaPathFinder):
-    """Modules that this system lacks."""
+    """Raises ModuleNotFoundError for modules that this system lacks."""
 
     def __init__(self, names: set[str]) -> None:
         self.names = names
@@ -66,7 +67,7 @@ class Missing(importlib.abc.MetaPathFinder):
 
 
 def remove(system: str) -> None:
-    """Remove modules and functions that `system` lacks."""
+    """Remove the modules and functions that `system` lacks."""
     windows = system == "windows"
     sys.meta_path.insert(0, Missing(MODULES[system]))
     for name in MODULES[system]:
@@ -74,7 +75,7 @@ def remove(system: str) -> None:
     for name in [*ONLY_LINUX.split(), *(ONLY_POSIX.split() if windows else [])]:
         if hasattr(os, name):
             delattr(os, name)
-    if hasattr(os, "process_cpu_count"):  # Python 3.13 defines it so where sched_getaffinity does not exist
+    if hasattr(os, "process_cpu_count"):  # Python 3.13 defines it as `cpu_count` on systems without sched_getaffinity
         os.process_cpu_count = os.cpu_count
     for name in SIGNALS.split() if windows else []:
         if hasattr(signal, name):
@@ -82,7 +83,7 @@ def remove(system: str) -> None:
 
 
 def read(stores: Path, expected: dict[str, np.ndarray]) -> None:
-    """Every way to read values gives those that were written."""
+    """Check that every way of reading returns the values that were written."""
     from dmi_connector import TokenDataset, find_captures, importance, open_capture, open_captures
     from dmi_connector.store.read.verify import verify_dir
     from dmi_connector.store.read.waiting import wait_for
@@ -107,7 +108,7 @@ def read(stores: Path, expected: dict[str, np.ndarray]) -> None:
 
 
 def run(*argv: object, status: int = 0) -> None:
-    """Run a `dmi` command."""
+    """Run a `dmi` command, and check its exit status."""
     from dmi_connector.cli.main import main
 
     found = main([str(part) for part in argv])
@@ -115,7 +116,7 @@ def run(*argv: object, status: int = 0) -> None:
 
 
 def command_line(stores: Path, model: Path, out: Path) -> None:
-    """Commands that read."""
+    """Run the commands that read stores."""
     store = stores / "a.zarr"
     for argv in (["ls"], ["ls", "--stats"], ["ls", "--json"], ["tail", "--once"], ["verify"], ["verify", store]):
         run(argv[0], stores, *argv[1:])
@@ -150,13 +151,13 @@ def command_line(stores: Path, model: Path, out: Path) -> None:
 
 
 def refused(stores: Path, model: Path) -> None:
-    """Commands that need Linux say so."""
+    """Check that commands that need Linux are refused with a message that says so."""
     for argv in (["repair", stores], ["prune", stores, "--older-than", "0"], ["run"], ["serve", model], ["demo"]):
         run(*argv, status=2)
 
 
 def page(stores: Path, model: Path) -> None:
-    """The page of `dmi view`."""
+    """Check the page of `dmi view`."""
     from dmi_connector.view.app import make_app
     from dmi_connector.view.data import Library
     from dmi_connector.view.server import _listen
@@ -180,17 +181,17 @@ def page(stores: Path, model: Path) -> None:
 
 
 def main(system: str, *paths: str) -> None:
-    """Do it all."""
+    """Run all checks."""
     stores, model, out = map(Path, paths)
     (out / "a.png").parent.mkdir(exist_ok=True)
-    matplotlib.figure.Figure().savefig(out / "first.png")  # loads what it needs
+    matplotlib.figure.Figure().savefig(out / "first.png")  # imports the modules that savefig needs
     expected: dict[str, Any] = dict(np.load(stores / "expected.npz"))
     remove(system)
-    # Windows reads and writes text as cp1252 where no encoding is given.
+    # Windows reads and writes text as cp1252 if no encoding is given.
     warnings.simplefilter("ignore", EncodingWarning)
     warnings.filterwarnings("error", category=EncodingWarning, module="dmi_connector")
     read(stores, expected)
-    if system == "windows":  # which lacks all that macOS lacks
+    if system == "windows":  # Windows lacks everything that macOS lacks
         command_line(stores, model, out)
     refused(stores, model)
     page(stores, model)

@@ -27,7 +27,7 @@ SMALL = ModelDims("Qwen3ForCausalLM", 2, 8, 2, 2, 4, 16, 33)
 def make_exporter(
     store_dir: object, tokens: int, dims: ModelDims = DIMS, rank: int = 0, tp: int = 1, **options: Any
 ) -> Exporter:
-    """An exporter over `tokens` slots, whose rows carry their slot as token id and position."""
+    """Make an exporter over `tokens` slots. The token id and position of each row are its slot number."""
     extra = {"store_dir": str(store_dir), "hooks": "q", "codec": "none", "writers": 1, **options}
     parsed = ServerOptions.parse(extra)
     dims, probes = with_probes(dims, parsed.probes, tp)
@@ -58,9 +58,9 @@ def make_exporter(
 
 @dataclass
 class Noted:
-    """Stands for an `OpenCapture`: notes what it is given, and keeps the ring memory.
+    """Fake `OpenCapture` that records its calls and does not release ring memory.
 
-    chunks: (first row, rows, payload).
+    chunks: (first row, number of rows, payload).
     """
 
     ring: Ring
@@ -80,7 +80,7 @@ class Noted:
 
 
 def begin(exporter: Exporter, number: int, prompt: int, start: int = 0) -> Noted:
-    """Open a capture of all hooks, whose rows go to a `Noted`."""
+    """Open a capture of all hooks whose rows go to a `Noted`."""
     hooks = dict(exporter.context.selection.hooks)
     opened = Open(number, f"/x/{number}.zarr", hooks, f"r{number}", None, start, prompt, {"prompt_len": prompt})
     exporter.before_forward(StepMetadata(opens=[opened]))
@@ -91,6 +91,6 @@ def begin(exporter: Exporter, number: int, prompt: int, start: int = 0) -> Noted
 
 
 def closing(number: int, length: int, **more: Any) -> Close:
-    """The end of a capture of `length` rows."""
+    """The end message of a capture of `length` rows."""
     given = {"rows": [], "samples": 0, "token_ids": list(range(length)), "attrs": {}, "losses": [], **more}
     return Close(capture=number, length=length, **given)

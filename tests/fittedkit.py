@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores of hooks that were reduced with a fitted file, as servers write them."""
+"""Stores of hooks that are reduced with a fitted file, in the form that servers write."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests import storekit as kit
 
 
 def basis_tensors(place: str, basis: LayerBasis) -> dict[str, np.ndarray]:
-    """The tensors of a basis in its file, whose variance is that of the components. place: "HOOK.LAYER"."""
+    """The tensors of a basis file, whose variance is that of the components. place: "HOOK.LAYER"."""
     tensors = {"mean": basis.mean, "components": basis.components, "std": basis.std}
     tensors["variance"] = (basis.std**2).sum(keepdims=True)
     return {f"{place}.{name}": tensor for name, tensor in tensors.items()}
 
 
 def encoded(reduction: FittedReduction, values: np.ndarray, layers: Sequence[int], shards: int = 1) -> np.ndarray:
-    """What the ranks store of [layers, tokens, width], side by side."""
+    """The values that the ranks store for [layers, tokens, width], concatenated."""
     parts = []
     for shard, part in enumerate(np.split(values, shards, -1)):
         for layer in layers:
@@ -43,7 +43,7 @@ def write(
     shards: int = 1,
     copy: bool = True,
 ) -> None:
-    """A store of the hook that a reduction is bound to. copy: of its file beside the store."""
+    """Write a store of a hook with a bound reduction. copy: whether to copy the fitted file next to the store."""
     stored = encoded(reduction, values, layers, shards)
     settings = {**reduction.settings(), "dtype": "float32", "width": values.shape[-1]}
     spec = ArraySpec(reduction.hook, "uint8", tuple(layers), stored.shape[-1], reduce=settings)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of the store, forked from one that has imported their code: half a second of a core less for each.
+"""Forks processes of the store from a process that has imported their code. Each fork saves half a CPU second.
 
-`forked` puts `Served` in the place of `subprocess.Popen` where the store starts a process. It asks a server, which is
-this module as a program and has one thread, so that it may fork. A coordinator forks its own children: they stay its
-children. The fixture `own_interpreters` lets a test start processes as an engine does.
+`forked` replaces `subprocess.Popen` by `Served` in the modules of the store that start processes. `Served` asks a
+server process to fork. The server is this module run as a program; it has one thread, so it may fork. Processes that a
+coordinator starts are forked from the coordinator, and remain its children. The fixture `own_interpreters` lets a test
+start processes as an engine does.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MODULE = "tests.forks"
 MODULES = (COORDINATOR, WRITER, UPLOADER)
 _REQUEST_BYTES = 1 << 18
 _OUT_OF_THE_WAY = 1000
-"""Descriptors that children are given have lower numbers."""
+"""Lowest number of the temporary copies of a child's descriptors, above the numbers that the child uses."""
 
 
 def main_of(command: Sequence[str]) -> int:
@@ -54,10 +55,10 @@ def _run(
     group: bool,
     be: Callable[[Sequence[str]], int] = main_of,
 ) -> NoReturn:
-    """Be what `command` would start, in a process just forked. fds: {number there: descriptor of this process}."""
+    """Run `command` in a process that was just forked. fds: {number in the child: descriptor of this process}."""
     code = 1
     try:
-        gc.freeze()  # what the parent has must not close descriptors of this process
+        gc.freeze()  # finalizers of the parent's objects must not close descriptors of this process
         high = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, _OUT_OF_THE_WAY) for number, fd in fds.items()}
         for name in os.listdir("/proc/self/fd"):
             if int(name) not in high.values():
@@ -83,7 +84,7 @@ def _run(
 
 
 class _Pipes:
-    """Standard input and output of a child, as `subprocess.Popen` has them, and the numbers of its descriptors."""
+    """Standard input and output of a child, as in `subprocess.Popen`, and the numbers of the child's descriptors."""
 
     def __init__(self, pass_fds: Sequence[int]) -> None:
         stdin, own_stdin = os.pipe()
@@ -92,13 +93,13 @@ class _Pipes:
         self.fds = {0: stdin, 1: stdout, 2: 2, **{fd: fd for fd in pass_fds}}
 
     def close(self) -> None:
-        """Close the child's ends here."""
+        """Close the child's ends in this process."""
         os.close(self.fds[0])
         os.close(self.fds[1])
 
 
 class Forked(_Pipes):
-    """Stands for `subprocess.Popen` in processes that were forked themselves. be: what the process does."""
+    """Replaces `subprocess.Popen` in processes that were forked. be: the function that the child runs."""
 
     be = staticmethod(main_of)
 
@@ -125,7 +126,7 @@ class Forked(_Pipes):
 
 
 class Served(_Pipes):
-    """Stands for `subprocess.Popen` in the test process: asks the server. Other programs are started as ever."""
+    """Replaces `subprocess.Popen` in the test process, and asks the server to fork. Other programs start as usual."""
 
     def __new__(cls, command: Sequence[str], **options: Any) -> Any:
         if command[1:3] != ["-P", "-m"] or command[3] not in (*MODULES, "tests.plainwriter"):
@@ -168,7 +169,7 @@ def ask(
     group: bool,
     directory: Path | None = None,
 ) -> tuple[socket.socket, int]:
-    """Have the server `module` fork a process. Returns where its exit status will be told, and its process id."""
+    """Ask the server `module` to fork a process. Returns the socket for its exit status, and the process id."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.connect(_server(module))
     request = {"command": command, "env": dict(env), "group": group, "fds": list(fds), "umask": _umask()}
@@ -185,7 +186,7 @@ def _umask() -> int:
 
 
 _started: dict[tuple[int, str], str] = {}
-"""Address of each server, by the process that has started it, and its module."""
+"""{(process that started the server, module): address of the server}."""
 
 
 def _server(module: str) -> str:
@@ -205,7 +206,7 @@ _lives: list[socket.socket] = []
 
 @contextlib.contextmanager
 def forked() -> Iterator[None]:
-    """Let the store's processes be forked, not started, meanwhile."""
+    """Fork the processes of the store instead of starting interpreters, during the `with` block."""
     with mock.patch.object(child_process, "subprocess", SimpleNamespace(Popen=Served, PIPE=subprocess.PIPE)):
         yield
 
@@ -224,13 +225,15 @@ def _fork(data: bytes, received: Sequence[int], be: Callable[[Sequence[str]], in
         os.sched_setaffinity(0, request["cores"])
         fds = dict(zip(request["fds"], received, strict=True))
         _run(request["command"], fds, request["env"], request["group"], be)
+    if request["group"]:
+        os.setpgid(pid, pid)  # the child does the same, but may come to it after the answer
     for fd in received:
         os.close(fd)
     return pid
 
 
 def main(life: int) -> None:
-    """Be a server of the store's processes."""
+    """Entry point of the server process."""
     for module in MODULES:
         importlib.import_module(module)
     child_process.subprocess = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)  # type: ignore[assignment]
@@ -238,7 +241,7 @@ def main(life: int) -> None:
 
 
 def serve(life: int, be: Callable[[Sequence[str]], int]) -> None:
-    """Fork a process for each request until the process that started the server has ended. be: what it does."""
+    """Fork a process per request until the process that started the server ends. be: what a child runs."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind("")  # the kernel chooses an abstract address
     listener.listen(64)

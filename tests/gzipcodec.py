@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A codec that is not in the package: Zarr's "gzip". It is no Blosc, and cannot mark a chunk as uncompressed."""
+"""A codec that is not in the package: Zarr's "gzip". It is not Blosc, so it cannot mark a chunk as uncompressed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of kernels share. Kernels run in Triton's interpreter, or compiled on a GPU with TEST_RUNNER=GPU."""
+"""Helpers for tests of kernels. Kernels run in Triton's interpreter, or compiled on a GPU with TEST_RUNNER=GPU."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tests import runner
 
 DEVICE = torch.device("cuda:0" if runner.GPU else "cpu")
 NARROW = "bfloat16" if runner.GPU else "float16"
-"""The float of 16 bits for kernels that compute: the interpreter computes nothing in bfloat16."""
+"""The 16-bit float type for kernels that compute. Triton's interpreter does not compute in bfloat16."""
 ROWS = 41
-"""Rows of a small buffer. Row 0 is the null block: there the torch twins write padding."""
+"""Number of rows of a small buffer. Row 0 is the null block, where the torch twins write padding."""
 UNTOUCHED = 7
-"""Each byte of rows that nothing was written to."""
+"""The fill byte of rows that were not written."""
 
 
 def side_by_side(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """(byte of a row where each value of these bytes begins, bytes of the row)."""
+    """(byte offset of each value in a row, bytes of the row) for adjacent values of these sizes."""
     offsets, end = [], HEADER_BYTES
     for size in sizes:
         offsets.append(end)
@@ -29,10 +29,10 @@ def side_by_side(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def random_slots(tokens: int) -> torch.Tensor:
-    """int64 [tokens]: different rows of ROWS, none of them the null block."""
+    """Distinct random slots, int64 [tokens]. Slot 0, the null block, is not among them."""
     return torch.randperm(ROWS - 1, device=DEVICE)[:tokens] + 1
 
 
 def untouched(count: int, row_bytes: int) -> torch.Tensor:
-    """uint8 [count, row_bytes]."""
+    """Rows filled with UNTOUCHED, uint8 [count, row_bytes]."""
     return torch.full((count, row_bytes), UNTOUCHED, dtype=torch.uint8, device=DEVICE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `DeviceLane` with CPU memory in place of CUDA, the chunks sent to it and what became of them."""
+"""A `DeviceLane` with CPU memory instead of CUDA, which records the chunks that are sent and their results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BEHIND = Cause.FELL_BEHIND.value[1]
 
 
 class Event:
-    """Happened at once, unless the link is held up."""
+    """Fake CUDA event. It is complete at once, except for copies over the link while the link is blocked."""
 
     link = threading.Event()
 
@@ -48,7 +48,7 @@ class Event:
 
 
 class Copier:
-    """Copies when it is asked; the events say so when the link goes on."""
+    """Copies at once. The event of a copy completes when the link is unblocked."""
 
     def __init__(self, *given: Any) -> None:
         self.given = given
@@ -66,7 +66,7 @@ class Copier:
 
 
 class Lane:
-    """A lane, the chunks sent to it and what became of them."""
+    """A lane, its ring, and the payloads that it has delivered."""
 
     def __init__(self, chunks_in_staging: int, chunks_in_ring: int) -> None:
         self.rows = torch.randint(0, 255, (ROWS * 8, ROW_BYTES), dtype=torch.uint8)
@@ -77,7 +77,7 @@ class Lane:
         self.lane = DeviceLane(self.ring, chunks_in_staging * CHUNK, self.rows)
 
     def capture(self, table: np.ndarray = TABLE) -> CaptureExport:
-        """A capture of some fields of the rows, which notes what is delivered. It keeps the ring memory."""
+        """A capture of some fields of the rows, which records delivered payloads. It does not release ring memory."""
 
         def parcel(extent: Extent, parts: list[tuple[Any, int, int, int]]) -> None:
             self.extents.append(extent)
@@ -92,7 +92,7 @@ class Lane:
         return CaptureExport(1, layout, out, 0, self.ring, self.progress)
 
     def chunk(self, number: int, capture: CaptureExport | None = None) -> ChunkTransfer:
-        """Rows 2 * number and the one after."""
+        """A chunk of the rows 2 * number and 2 * number + 1."""
         return ChunkTransfer(capture or self.capture(), 2 * number, np.array([2 * number, 2 * number + 1]))
 
     def wanted(self, number: int) -> tuple[int, bytes]:
@@ -100,13 +100,13 @@ class Lane:
 
 
 def lost(*transfers: ChunkTransfer) -> list[tuple[int, str]]:
-    """(number, reason) of chunks that were given up."""
+    """(number, reason) of each lost chunk."""
     found = {loss.rows: loss.words for t in transfers for loss in t.capture.losses}
     return [(start // 2, words) for rows, words in found.items() for start, _ in rows]
 
 
 class Engine:
-    """The stream that the engine's thread works on; other threads have theirs."""
+    """The stream of the engine's thread. Every call from another thread returns a new stream."""
 
     stream: ClassVar[object] = object()
 
@@ -128,7 +128,7 @@ def chosen(stream: object) -> Iterator[None]:
 
 
 def simulate(patch: pytest.MonkeyPatch) -> list[int]:
-    """Put CPU memory in place of CUDA. Returns a list that gets the number of rows of each gather."""
+    """Replace CUDA by CPU memory. Returns a list. Each gather appends its number of rows."""
     found: list[int] = []
     gather = gpu_lane.gather_rows
     cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)

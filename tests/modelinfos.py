@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Note what vLLM wants to know of the model classes that tests serve: `python -m tests.modelinfos`, with the directory
-of the notes below VLLM_CACHE_ROOT.
+"""Fills vLLM's cache of model information for the classes that tests serve: `python -m tests.modelinfos`.
+VLLM_CACHE_ROOT must name the directory of the cache.
 
-vLLM looks at each class it meets first in a process of its own, which takes ten seconds for importing vLLM. One process
-looks at all of them here; vLLM then finds its notes and looks at whatever has none by itself.
+vLLM inspects each new model class in a process of its own, which takes ten seconds to import vLLM. This program
+inspects all classes in one process. vLLM still inspects a class that is not in the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REFUSED = (
     "Gemma3nForCausalLM",
     "Gemma4ForCausalLM",
 )
-"""Of test_refusals.py."""
+"""Architectures that test_refusals.py serves."""
 
 
 def main() -> None:

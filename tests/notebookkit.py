@@ -8,15 +8,18 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import nbformat
 import pytest
+from jupyter_client.provisioning import local_provisioner
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell
+
+from tests.programs import Program
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -24,12 +27,12 @@ NAMES = tuple(sorted(path.stem for path in EXAMPLES.glob("*.ipynb")))
 
 
 def stored(name: str) -> nbformat.NotebookNode:
-    """A notebook of examples/ as it is stored, with its outputs."""
+    """A notebook of examples/ with its stored outputs."""
     return nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
 
 
 def read(name: str) -> nbformat.NotebookNode:
-    """A notebook of examples/ without its outputs, to be run."""
+    """A notebook of examples/ without outputs."""
     notebook = stored(name)
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -38,15 +41,16 @@ def read(name: str) -> nbformat.NotebookNode:
 
 
 def fingerprint(notebook: nbformat.NotebookNode) -> str:
-    """SHA-256 of the code. Stored outputs name the code that they are of."""
+    """SHA-256 of the code cells. A notebook's stored outputs name the fingerprint of the code that printed them."""
     code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     return hashlib.sha256(code.encode()).hexdigest()
 
 
 class Mistake(NamedTuple):
-    """Wrong code, which later cells have to find: behind the cell that holds `after`, the rest is run once more.
+    """Wrong code that the checks in later cells must detect. It runs after the cell that contains `after`, then the
+    later cells run again.
 
-    quick: (text of later cells, what stands for it), so that they take less time, or are wrong too.
+    quick: (text in later cells, its replacement), to make them faster or to change them too.
     """
 
     after: str
@@ -56,18 +60,30 @@ class Mistake(NamedTuple):
 
 
 def shorter(notebook: nbformat.NotebookNode, text: str, instead: str) -> nbformat.NotebookNode:
-    """The notebook with another value in the one place that has `text`: it trains for fewer steps."""
+    """The notebook with `text`, which must be in one cell, replaced by `instead`, for fewer training steps."""
     [cell] = [cell for cell in notebook.cells if text in cell.source]
     cell.source = cell.source.replace(text, instead)
     return notebook
 
 
+def fork_kernels(patch: pytest.MonkeyPatch) -> None:
+    """Fork kernels, and the engines that notebooks start, from the process of programs.py, which has imported vLLM."""
+
+    def launch(command: list[str], env: Mapping[str, str], cwd: str | None = None, **_: Any) -> Any:
+        own = {**env, "JPY_PARENT_PID": str(os.getpid())}  # with it a kernel ends when its parent has ended
+        directory = Path(cwd) if cwd else None
+        return Program(command, stdout=sys.__stdout__, stderr=sys.__stderr__, env=own, cwd=directory, group=True)
+
+    patch.setattr(local_provisioner, "launch_kernel", launch)
+
+
 def execute(
     notebook: nbformat.NotebookNode, monkeypatch: pytest.MonkeyPatch, mistakes: Sequence[Mistake] = (), **env: str
 ) -> tuple[str, int]:
-    """(Text that the cells print, number of pictures). env: of the kernel. Raises CellExecutionError.
+    """Run a notebook. Returns (printed text, number of pictures). env: environment variables of the kernel. Raises
+    CellExecutionError.
 
-    mistakes: made one after another in the same kernel, when all cells have run. Fails where one is not found.
+    mistakes: run one after another in the same kernel, after all cells. Fails if a mistake is not detected.
     """
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -89,12 +105,12 @@ def execute(
 
 
 def refresh(name: str) -> None:
-    """Run a notebook with its own engine, and store it with what its cells print and draw. Raises CellExecutionError.
+    """Run a notebook in a new kernel, and store it with its printed text and pictures. Raises CellExecutionError.
 
-    What goes to standard error is left out: progress bars, and warnings with paths of this machine.
+    Standard error is left out, because it has progress bars and warnings with paths of this machine.
     """
     notebook = read(name)
-    about = copy.deepcopy(notebook.metadata)  # running adds the version of Python
+    about = copy.deepcopy(notebook.metadata)  # a run adds the version of Python
     with pytest.MonkeyPatch.context() as monkeypatch, tempfile.TemporaryDirectory(prefix="n") as folder:
         for own in ("DMI_STORE", "DMI_CAPTURES"):
             monkeypatch.delenv(own, raising=False)

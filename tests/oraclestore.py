@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores of tiny models without an engine: what transformers computes, written by our writers.
+"""Stores of tiny models without an engine: the activations of transformers, written by the package's writers.
 
-Engine tests compare captures with the same values (`transformers_oracle`), so what holds for these holds for captures.
+Engine tests compare captures with the same oracle (`transformers_oracle`), so results on these stores apply to
+captures.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests import storekit as kit
 
 
 def specs_of(values: dict[str, np.ndarray], oracle: Oracle) -> list[ArraySpec]:
-    """The arrays of all hooks that exist for each token, with the layers that have them."""
+    """The arrays of all hooks that have a row per token, with their layers."""
     dims = ARCHITECTURES[oracle.config.architectures[0]].dims(oracle.config)
     specs = []
     for name, hook in HOOKS.items():
@@ -33,7 +34,7 @@ def specs_of(values: dict[str, np.ndarray], oracle: Oracle) -> list[ArraySpec]:
 
 
 def attributes(oracle: Oracle, attention: dict[str, Any] | None) -> dict[str, Any]:
-    """Those that an engine would write for the model, but for versions. attention: how its layers attend."""
+    """The attributes that an engine would write, without versions. attention: attention settings of the layers."""
     row = ARCHITECTURES[oracle.config.architectures[0]].fit(oracle.config)
     dims = row.dims(oracle.config)
     sizes = {name: getattr(dims, name) for name in ("hidden", "heads", "kv_heads", "head_dim", "vocab")}
@@ -57,7 +58,7 @@ def write(
 
 
 def write_many(oracle: Oracle, folder: Path, requests: Sequence[Sequence[int]], hooks: Sequence[str]) -> Path:
-    """Write a store of each request's tokens, whose key is its number, with these hooks. Returns the folder."""
+    """Write a store with these hooks for each request. Its key is the number of the request. Returns the folder."""
     with _owner() as owner:
         for i, tokens in enumerate(requests):
             _write(owner, oracle, folder / f"{i:04}.zarr", tokens, None, hooks, key=str(i))

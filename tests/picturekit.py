@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a picture consists of, in words: sizes, places, colours, texts. `check` compares it with data/pictures.json.
+"""Describes a picture as text: sizes, positions, colours and labels. `check` compares it with data/pictures.json.
 
-recorded.py says how that file is written anew after a picture was changed on purpose.
+recorded.py explains how to write that file again after an intended change of a picture.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from matplotlib.text import Annotation, Text
 from tests.recorded import recorded
 
 _SHOWN = 4
-"""Artists of one kind in one panel that are described: the first ones, and the last."""
+"""Maximum number of described artists of one kind per panel: the first ones and the last one."""
 
 
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """A list that will hold each figure that is saved."""
+    """A list of every saved figure."""
     found: list[Figure] = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: found.append(self) or save(self, *args, **kw))
@@ -37,7 +37,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 
 def check(name: str, figure: Figure) -> None:
-    """Fail unless the figure has all that the file says of the picture `name`, numbers to a thousandth."""
+    """Fail unless the figure equals the recorded picture `name`. Numbers may differ by a thousandth."""
     found = list(_figure(figure))
     wanted = recorded("pictures.json", name, found)
     assert [_split(line)[0] for line in found] == [_split(line)[0] for line in wanted], name
@@ -48,7 +48,7 @@ def check(name: str, figure: Figure) -> None:
 
 
 def _split(line: str) -> tuple[list[str], list[float]]:
-    """The words between numbers, and the numbers. Those of texts and colours are words."""
+    """(text between the numbers, numbers). Numbers within labels and colours count as text."""
     words, numbers = [], []
     for part in re.split(r"('(?:[^'\\]|\\.)*'|#\w+)", line):
         if part[:1] in ("'", "#"):
@@ -110,14 +110,14 @@ def _numbers(values: Any) -> str:
 
 
 def _shown(values: Any) -> str:
-    """The first three, the last, and the sum of values. Those that are not finite are left out."""
+    """The first three values, the last one, and the sum. Values that are not finite are left out."""
     values = np.ma.filled(np.ma.asarray(values, dtype=float), np.nan).ravel()
     finite = values[np.isfinite(values)]
     return f"{len(finite)} of {len(values)}: {_numbers([*finite[:3], *finite[-1:], finite.sum()])}"
 
 
 def _text(text: Text, placed: bool = True) -> str:
-    """placed: whether its place is part of the picture. That of an axis' name depends on the sizes of letters."""
+    """placed: whether to describe the position. The position of an axis label depends on the font."""
     place = f" at {_numbers(text.get_position())}" if placed else ""
     moved = f", by {_numbers(text.get_position())} from {_numbers(text.xy)}" if isinstance(text, Annotation) else place
     look = f"{text.get_fontsize():.4g} points, {text.get_fontfamily()}, {to_hex(text.get_color(), True)}"
@@ -146,7 +146,7 @@ def _collection(some: Collection) -> str:
     boxes = np.array([path.get_extents().bounds for path in some.get_paths()]).reshape(-1, 4)
     kind = type(some).__name__
     scale = f"{colours[0]}"
-    if some.get_array() is not None:  # colours of numbers, which may differ in their last digits
+    if some.get_array() is not None:  # a colour map: its colours may differ in the last digit
         scale = f"{some.get_cmap().name!r} {_numbers(some.get_clim())}, {_shown(some.get_array())}"
     where = f"{len(boxes)} at {_numbers(boxes[0])}" if len(boxes) else "none"
     return f"{kind} {where}, {scale} {colours[1]}, {some.get_hatch()!r}, width {_numbers(some.get_linewidth())}"

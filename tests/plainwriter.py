@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A writer that leaves two of three chunks as they are."""
+"""A writer that leaves two of three chunks uncompressed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dmi_connector.store.write.pace import Pace
 
 
 def main(argv: list[str]) -> int:
-    """Entry point of the process."""
+    """Entry point of the writer process."""
     turns = itertools.cycle([True, True, False])
     Costs.plain_next = lambda self: next(turns)  # type: ignore[method-assign]
     Pace.behind = property(lambda self: True)  # type: ignore[assignment]

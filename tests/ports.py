@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports for servers, which bind theirs long after it was chosen."""
+"""Chooses ports for servers that bind them later."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _numbers = count(os.getpid() * 101)
 
 
 def free_port() -> int:
-    """A free port that nobody is given by the system meanwhile: below those it gives to whoever asks for any."""
+    """A free port below the kernel's ephemeral range, so that the kernel gives it to no other process meanwhile."""
     while True:
         port = 20000 + next(_numbers) % 10000
-        with socket.socket() as probe, suppress(OSError):  # somebody has it
+        with socket.socket() as probe, suppress(OSError):  # the port is in use
             probe.bind(("127.0.0.1", port))
             return port

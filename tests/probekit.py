@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of probes, and what they compute, in float64."""
+"""Files of probes, and their expected scores in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dmi_connector.reduce.probe_file import NORM_EPS, Matrices, ProbeFacts, load
 
 
 def matrices(*sizes: int, seed: int = 0) -> Matrices:
-    """Random ones from sizes[0] values to sizes[-1]."""
+    """Random weights and biases of the layers of a network from sizes[0] values to sizes[-1]."""
     rng = np.random.default_rng(seed)
     return [
         ((rng.standard_normal((n, m)) / m**0.5).astype(np.float32), rng.standard_normal(n).astype(np.float32))
@@ -25,7 +25,7 @@ def matrices(*sizes: int, seed: int = 0) -> Matrices:
 
 
 def save_probe(path: Path, hook: str, layers: tuple[int, ...], *sizes: int, seed: int = 0, **facts: Any) -> Path:
-    """A file with random matrices of these sizes for each layer."""
+    """Write a probe file with random matrices of these sizes for each layer."""
     outputs = tuple(f"out{number}" for number in range(sizes[-1]))
     kind = "linear" if len(sizes) == 2 else "mlp"
     stacks = {layer: matrices(*sizes, seed=layer + seed) for layer in layers or (0,)}
@@ -34,7 +34,7 @@ def save_probe(path: Path, hook: str, layers: tuple[int, ...], *sizes: int, seed
 
 
 def scores(path: Path, rows: np.ndarray, layer: int = 0) -> np.ndarray:
-    """What a probe makes of rows [n, width] of one of its layers, by numpy alone: relu is the only activation."""
+    """The scores of a probe for rows [n, width] of one of its layers, computed with numpy. The activation is relu."""
     file = load(path)
     found = rows.astype(np.float64)
     if file.facts.norm == "unit":
@@ -51,13 +51,14 @@ def scores(path: Path, rows: np.ndarray, layer: int = 0) -> np.ndarray:
 
 
 def check_scores(capture: Capture, probes: dict[str, Path], want: dict[str, np.ndarray]) -> None:
-    """Fail unless a capture holds what `probes` make of rows `want` of transformers, within 1e-5. Its last row is that
-    of the token before the last.
+    """Fail unless the scores in a capture equal those of `probes` for the transformers rows `want`, within 1e-5. The
+    capture's last row belongs to the token before the last.
     """
     rows = len(capture.token_ids)
     for name, path in probes.items():
         facts, got = load(path).facts, capture.numpy(f"probe.{name}")
-        hook = "resid_final" if facts.hook == "resid_post" else facts.hook  # probes here are behind the last layer
+        # these probes read resid_post of the last layer, which is resid_final
+        hook = "resid_final" if facts.hook == "resid_post" else facts.hook
         every = want[hook].reshape(-1, *want[hook].shape[-2:])
         exact = every if hook == "resid_final" else every[list(facts.layers or (0,))]
         shape = (rows, len(facts.outputs)) if len(exact) == 1 else (len(exact), rows, len(facts.outputs))
@@ -67,8 +68,8 @@ def check_scores(capture: Capture, probes: dict[str, Path], want: dict[str, np.n
 
 
 def check_inline(capture: Capture, name: str, found: dict[str, Any]) -> None:
-    """Fail unless `found`, which a response says of a probe (max and mean asked), is what its store holds. Rows that it
-    has borrowed do not count.
+    """Fail unless `found`, the scores of a probe in a response (max and mean), equals what the store holds. Borrowed
+    rows do not count.
     """
     borrowed = capture.attrs.get("borrowed_tokens", 0)
     stored = capture.numpy(f"probe.{name}")[..., borrowed:, :]
@@ -82,8 +83,8 @@ def check_inline(capture: Capture, name: str, found: dict[str, Any]) -> None:
 
 
 def check_largest(found: np.ndarray, want: np.ndarray, k: int) -> None:
-    """Fail unless `found` [layers, tokens, 2 k] has the k largest values of rows `want` [layers, tokens, width] of
-    transformers, within 1e-5, by falling magnitude, each with its index.
+    """Fail unless `found` [layers, tokens, 2 k] has the k largest values of the transformers rows `want` [layers,
+    tokens, width], within 1e-5, in order of decreasing magnitude, each with its index.
     """
     assert found.shape == (*want.shape[:2], 2 * k) and found.dtype == np.float32
     ids, values = found[..., :k].astype(int), found[..., k:]
@@ -94,8 +95,8 @@ def check_largest(found: np.ndarray, want: np.ndarray, k: int) -> None:
 
 
 def check_neurons(said: dict[str, Any], want: np.ndarray, k: int, first: int) -> None:
-    """Fail unless a summary says of a hook its k neurons with the largest values in rows `want` [layers, tokens, width]
-    of transformers, of positions from `first` on. Values have four digits.
+    """Fail unless a summary lists the k neurons of a hook with the largest values in the transformers rows `want`
+    [layers, tokens, width], from position `first` on. Values have four digits.
     """
     neurons, values, at = (np.array(said[what]).reshape(len(want), k) for what in ("neuron", "value", "at"))
     assert ((at >= first) & (at < first + want.shape[1])).all()
@@ -107,7 +108,7 @@ def check_neurons(said: dict[str, Any], want: np.ndarray, k: int, first: int) ->
 
 
 def save_encoder(folder: Path, width: int, latents: int, shift: float = 0.5, **config: Any) -> Path:
-    """An autoencoder as SAELens saves it, with random weights. shift: how far below 0 its latents are without input."""
+    """Write a random autoencoder in SAELens's format. shift: how far latents are below 0 for an input of 0."""
     rng = np.random.default_rng(0)
     sizes = {"W_enc": (width, latents), "b_dec": (width,)}
     sizes |= {name: (latents,) for name in ("b_enc", "b_gate", "b_mag", "r_mag", "threshold")}

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that import vLLM, forked from one process that has imported it: nine seconds of a core less for each.
+"""Forks programs that import vLLM from a process that has imported it. Each fork saves nine CPU seconds.
 
-`Program` and `run` stand for `subprocess.Popen` and `subprocess.run`. All processes of such a program are forked: those
-of an engine too, as vLLM does on a GPU, and the engines of `dmi run`. Only the store's are started as ever. This module
-as a program is the server: see forks.py. `own_interpreters` starts the same command as a user does.
+`Program` and `run` replace `subprocess.Popen` and `subprocess.run`. All processes of such a program are forked: the
+processes of an engine, as vLLM does on a GPU, and the engines of `dmi run`. Only the processes of the store are started
+as usual. This module run as a program is the server, see forks.py. `own_interpreters` starts the same command as a user
+does.
 """
 
 from __future__ import annotations
@@ -38,15 +39,20 @@ _IMPORTS = (
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
     "dmi_connector.cli.main",
+    "ipykernel.kernelapp",
     ENGINE,
 )
 
 
 class Program:
-    """`command`: sys.executable, -m, a module, and its arguments, or sys.executable, -c, and code.
+    """A process with the interface of `subprocess.Popen`.
 
-    On a GPU it is started as ever: what has imported vLLM there may not be forked.
+    command: [sys.executable, "-m", module, arguments...] or [sys.executable, "-c", code]. On a GPU the program is
+    started as usual, because a process that has imported vLLM there may not be forked.
     """
+
+    stdin = stdout = stderr = None
+    """No pipes. They are named where a notebook's kernel ends."""
 
     def __new__(cls, command: Sequence[str], *, group: bool = False, **options: Any) -> Any:
         return subprocess.Popen(command, process_group=0 if group else None, **options) if GPU else super().__new__(cls)
@@ -68,11 +74,11 @@ class Program:
             self._server, self.pid = forks.ask(MODULE, command, env or os.environ, fds, group, cwd)
 
     def poll(self) -> int | None:
-        """Its exit status, None while it runs."""
+        """The exit status; None while the process runs."""
         return self._look(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its exit status. Raises TimeoutExpired."""
+        """Wait for the exit status. Raises TimeoutExpired."""
         if (code := self._look(timeout)) is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0)
         return code
@@ -84,16 +90,16 @@ class Program:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, if it still runs."""
+        """Send a signal if the process still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Send it SIGTERM."""
+        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send it SIGKILL."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -117,7 +123,7 @@ def run(command: Sequence[str], cwd: Path | None = None, timeout: float | None =
 
 
 def _engine(command: Sequence[str]) -> int:
-    setproctitle(" ".join(command))  # the command line by which tests find it
+    setproctitle(" ".join(command))  # tests find the process by this command line
     return forks.main_of(command)
 
 
@@ -126,7 +132,7 @@ class _Engine(forks.Forked):
 
 
 def _popen(command: Sequence[str], **options: Any) -> Any:
-    """A process that a `Child` starts: an engine of `dmi run` is forked."""
+    """Start a process of a `Child`. The engines of `dmi run` are forked."""
     return (_Engine if command[3] == ENGINE else subprocess.Popen)(command, **options)
 
 
@@ -135,14 +141,15 @@ def _execv(_path: str, command: Sequence[str]) -> None:
 
 
 def _be(command: Sequence[str]) -> int:
-    """Do what `python [-P] -m MODULE ARGUMENTS...` does, or `python -c CODE`."""
+    """Run the equivalent of `python [-P] -m MODULE ARGUMENTS...` or `python -c CODE`. Returns the exit status."""
     from vllm.logger import _configure_vllm_root_logger
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _configure_vllm_root_logger()  # its level is in the environment
+    _configure_vllm_root_logger()  # the log level is in the environment
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in paths if path and path not in sys.path]
     importlib.invalidate_caches()
+    tempfile.tempdir = None  # TMPDIR may be another one
     try:
         if command[1] == "-c":
             exec(compile(command[2], "<string>", "exec"), {"__name__": "__main__"})
@@ -159,7 +166,7 @@ def _be(command: Sequence[str]) -> int:
 
 
 def main(life: int) -> None:
-    """Be a server of programs that import vLLM."""
+    """Entry point of the server of programs that import vLLM."""
     from dmi_connector.store.write import child_process
 
     gc.disable()  # as in conftest.py
@@ -167,7 +174,7 @@ def main(life: int) -> None:
         importlib.import_module(module)
     gc.freeze()
     gc.enable()
-    getproctitle()  # it looks for the place of the title, and finds it only while the environment is as it was
+    getproctitle()  # the first call locates the title in memory, and needs the unchanged environment to do so
     forked = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda _method=None: forked  # type: ignore[assignment]
     child_process.subprocess = SimpleNamespace(Popen=_popen, PIPE=subprocess.PIPE)  # type: ignore[assignment]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints with quantised weights, made of a tiny model, and the same model with the weights that they stand for."""
+"""Quantised checkpoints of a tiny model, and the same model with dequantised weights."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 GROUP = 64
-"""Inputs that share a scale."""
+"""Number of inputs that share a scale."""
 PACKED = 8
-"""4-bit values in an int32."""
+"""Number of 4-bit values per int32."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The column of each 4-bit value of AWQ's int32."""
+"""The column of each 4-bit value in an int32 of AWQ."""
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Tensors = dict[str, torch.Tensor]
 
 
 def _pack(values: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(PACKED))) -> torch.Tensor:
-    """4-bit values, eight of dimension `dim` in an int32."""
+    """Pack 4-bit values, eight along dimension `dim` per int32."""
     parts = values.to(torch.int64).unflatten(dim, (-1, PACKED)).unbind(dim + 1)
     whole = sum(parts[column] << (4 * place) for place, column in enumerate(order))
     assert isinstance(whole, torch.Tensor)
@@ -31,12 +31,12 @@ def _pack(values: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(P
 
 
 def _groups(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [out, in] as [groups, GROUP, out]."""
+    """Reshape a weight [out, in] to [groups, GROUP, out]."""
     return weight.T.unflatten(0, (-1, GROUP))
 
 
 def gptq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Symmetric 4-bit values around 8."""
+    """Quantise to symmetric 4-bit values, stored with an offset of 8."""
     grouped = _groups(weight)
     scales = (grouped.abs().amax(1) / 7).half()
     q = (grouped / scales.float()[:, None]).round().clamp(-8, 7) + 8
@@ -48,7 +48,7 @@ def gptq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """4-bit values with a zero point for each group."""
+    """Quantise to 4-bit values with a zero point per group."""
     grouped = _groups(weight)
     low, high = grouped.amin(1).clamp(max=0), grouped.amax(1).clamp(min=0)
     scales = ((high - low) / 15).half()
@@ -72,7 +72,7 @@ def fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def _compressed(kind: str, layout: str) -> dict[str, Any]:
-    """The config of compressed-tensors: a scale for each output and, worked out as it goes, for each token."""
+    """The config of compressed-tensors: weights have a scale per output, activations a dynamic scale per token."""
     common = {"num_bits": 8, "type": kind, "symmetric": True}
     weights, inputs = {"strategy": "channel", "dynamic": False}, {"strategy": "token", "dynamic": True}
     group = {"targets": ["Linear"], "weights": common | weights, "input_activations": common | inputs}
@@ -90,7 +90,7 @@ SCHEMES: dict[str, tuple[Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]],
 
 
 def quantise(model: Path, scheme: str, quantised: Path, plain: Path) -> None:
-    """Write `model` with its linear layers quantised, and with the weights that the quantised ones stand for."""
+    """Write `model` with quantised linear layers to `quantised`, and with the dequantised weights to `plain`."""
     make, config = SCHEMES[scheme]
     tensors: Tensors = {}
     kept: Tensors = {}

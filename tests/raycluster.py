@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster of a head without CPUs and two nodes with one each, on this machine. Run by the Python that has Ray.
+"""A Ray cluster on this machine: a head without CPUs, and two nodes with one CPU each. Run it with a Python that has
+Ray.
 
-It prints its address, and ends when its standard input does.
+It prints its address, and stops when its standard input is closed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that are kept in tests/data, to see when they change. RECORDED=write in the environment writes them anew.
+"""Expected results in tests/data, which reveal changes. RECORDED=write in the environment writes them again.
 
     RECORDED=write .venv/bin/python -m pytest tests/unit/analysis -k "plot or family"
 
-Look at what changed in the file before you commit it.
+Check the changes of the file before you commit it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ DATA = Path(__file__).parent / "data"
 
 
 def _lines(value: Any) -> str:
-    """A list has a line for each of its members, anything else one line."""
+    """A list has one line per member. Any other value has one line."""
     if not isinstance(value, list):
         return json.dumps(value, ensure_ascii=False)
     return "[\n" + ",\n".join(f" {json.dumps(one, ensure_ascii=False)}" for one in value) + "\n]"
 
 
 def recorded(file: str, name: str, found: Any) -> Any:
-    """What data/FILE has under `name`. found: what it should have, as JSON; it is written where that is asked for."""
+    """The value of `name` in data/FILE. found: the new value, which RECORDED=write writes to the file first."""
     path = DATA / file
     if os.environ.get("RECORDED") == "write":
         every = json.loads(path.read_text()) if path.exists() else {}
@@ -34,7 +34,7 @@ def recorded(file: str, name: str, found: Any) -> Any:
 
 
 def check_recorded(file: str, name: str, found: Any) -> None:
-    """Fail unless `found` is what data/FILE has under `name`, its numbers to a thousandth."""
+    """Fail unless `found` equals the value of `name` in data/FILE. Numbers may differ by a thousandth."""
     _compare(found, recorded(file, name, found), name)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writers that are killed, and what a repair has to make of what they leave."""
+"""Writers that are killed, and the expected results of a repair of their stores."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _RING_BYTES = 1 << 20
 
 
 class Writing:
-    """A writer process, and the messages that make it write captures. pid: of the process."""
+    """A writer process, and methods that send it the messages of captures. pid: its process id."""
 
     def __init__(self) -> None:
         fd, self.pace = os.memfd_create("ring"), Pace()
@@ -48,7 +48,7 @@ class Writing:
         self.ring = np.frombuffer(mmap.mmap(fd, _RING_BYTES), np.uint8)
         command = [sys.executable, "-P", "-m", WRITER, "--ring-fd", str(fd)]
         command += ["--ring-bytes", str(_RING_BYTES), "--pace-fd", str(self.pace.fd)]
-        start = child_process.subprocess.Popen  # in tests/unit another one, see forks.py
+        start = child_process.subprocess.Popen  # in tests/unit, this is the replacement of forks.py
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0, "process_group": None}
         self._process = start(command, pass_fds=[fd, self.pace.fd], env=child_process.with_package(os.environ), **pipes)
         os.close(fd)
@@ -70,7 +70,7 @@ class Writing:
         return answer
 
     def open(self, final: Path, specs: Sequence[ArraySpec], codec: str = "zstd", about: Message | None = None) -> None:
-        """Begin a capture whose chunk payloads hold these arrays one after another."""
+        """Open a capture whose chunk payloads hold these arrays in order."""
         self.send("layout", number=0, layout=PayloadLayout(tuple(specs), CHUNK, SEGMENT, codec).to_json())
         self.send("open", partial=f"{final}.partial", layout=0, arrays=list(range(len(specs))), about=about, leads=True)
 
@@ -107,7 +107,7 @@ def make_values(specs: Sequence[ArraySpec], rows: int = 160, samples: int = 100)
 
 
 def write(writer: Writing, final: Path, chunks: int, codec: str = "zstd", tail: int = 0) -> kit.Values:
-    """A capture of SPECS with some chunks, the last one of `tail` rows, whose writer is then killed."""
+    """Write a capture of SPECS with `chunks` full chunks and one of `tail` rows, then kill the writer."""
     values = make_values(SPECS)
     writer.open(final, SPECS, codec, facts(SPECS))
     for n in range(chunks):
@@ -124,14 +124,14 @@ def only(outcomes: list[Outcome]) -> Outcome:
 
 
 def notes_of(outcome: Outcome) -> list[str]:
-    """Its notes, but for the one that all captures get that were killed before they were closed."""
+    """The notes of an outcome, except the note of all captures that were killed before they were closed."""
     return [note for note in outcome.notes if not note.startswith("how many rows the request had is not known")]
 
 
 def check(
     final: Path, values: kit.Values, length: int, missing: Sequence[Sequence[int]] = (), ids: bool = True
 ) -> None:
-    """The salvaged store is sound, says what is missing, and holds the rest as it was sent."""
+    """Check that the salvaged store is valid, lists its missing rows, and holds all other rows as they were sent."""
     assert verify_store(final) == []
     assert not final.with_name(final.name + ".partial").exists()
     with pytest.raises(CaptureIncomplete, match=SALVAGED):
@@ -153,7 +153,7 @@ def check(
 
 
 class Killed(BaseException):
-    """Ends a repair the way a signal would: nothing catches it."""
+    """Ends a repair like a signal: no code catches it."""
 
 
 def killed(*args: Any, **options: Any) -> None:
@@ -165,12 +165,12 @@ def close(writer: Writing, final: Path, length: int, samples: int) -> tuple[kit.
     writer.open(final, (*SPECS, LOGITS), "zstd", facts((*SPECS, LOGITS)))
     for first in range(0, length, CHUNK):
         writer.chunk(SPECS, values, first, min(CHUNK, length - first))
-    writer.rows(LOGITS, values, 0, samples + 1)  # one more than the request turns out to have
+    writer.rows(LOGITS, values, 0, samples + 1)  # one row more than the request will have
     return values, writer.ask("close", length=length, samples={"logits": samples})
 
 
 def engine(final: str) -> None:
-    """Stands for an engine: two writers with an array each, chunk after chunk until it is killed."""
+    """Simulates an engine: two writers with an array each, which write chunks until the process is killed."""
     writers, values = [Writing(), Writing()], make_values(SPECS, 4096)
     for i, spec in enumerate(SPECS):
         writers[i].open(Path(final), [spec], "lz4", None if i else facts(SPECS))

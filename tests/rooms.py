@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws which room (package) imports which, from the imports, into CONTRIBUTING.md: `python -m tests.rooms`."""
+"""Draws the imports between rooms (packages) into CONTRIBUTING.md: `python -m tests.rooms`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ PACKAGE = "dmi_connector"
 PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
 BEGIN, END = "<!-- rooms: written by `make rooms` -->", "<!-- end of rooms -->"
 Edges = dict[str, set[str]]
-"""Room -> rooms that it imports."""
+"""{room: rooms that it imports}."""
 
 
 def read_imports() -> grimp.ImportGraph:
-    """Every import of the package, those under TYPE_CHECKING and inside functions too."""
+    """All imports of the package, including those under TYPE_CHECKING and inside functions."""
     return grimp.build_graph(PACKAGE, exclude_type_checking_imports=False, cache_dir=None)
 
 
 def _rooms(graph: grimp.ImportGraph, parent: str) -> list[str]:
-    """The rooms in a package. One that has no files of its own is replaced by the rooms in it."""
+    """The rooms in a package. A room without files of its own is replaced by its inner rooms."""
     found: list[str] = []
     for child in sorted(graph.find_children(parent)):
         inner = graph.find_children(child)
@@ -33,7 +33,7 @@ def _rooms(graph: grimp.ImportGraph, parent: str) -> list[str]:
 
 
 def _edges(graph: grimp.ImportGraph, rooms: list[str]) -> Edges:
-    """The direct imports between rooms, files of their inner rooms included."""
+    """The direct imports between rooms. The files of a room include those of its inner rooms."""
     files = {room: graph.find_descendants(room) | {room} for room in rooms}
     imported = {
         room: set().union(*map(graph.find_modules_directly_imported_by, inside)) for room, inside in files.items()
@@ -42,12 +42,12 @@ def _edges(graph: grimp.ImportGraph, rooms: list[str]) -> Edges:
 
 
 def _reach(edges: Edges, room: str) -> set[str]:
-    """Rooms that a room imports, also through others."""
+    """All rooms that a room imports, directly or through other rooms."""
     return edges[room].union(*(_reach(edges, each) for each in edges[room]))
 
 
 def _drawn(edges: Edges) -> Edges:
-    """Without the imports of rooms that are also imported through another room."""
+    """The edges to draw: without imports that are also made through another room."""
     return {
         room: {each for each in direct if not any(each in _reach(edges, other) for other in direct)}
         for room, direct in edges.items()
@@ -55,7 +55,7 @@ def _drawn(edges: Edges) -> Edges:
 
 
 def _lines(graph: grimp.ImportGraph, parent: str, indent: str) -> list[str]:
-    """The rooms in a package, importing rooms first, then their imports."""
+    """The lines of the drawing: the rooms in a package, importing rooms first, then their imports."""
     edges = _edges(graph, _rooms(graph, parent))
     order = [*TopologicalSorter(edges).static_order()][::-1]
     lines: list[str] = []
@@ -72,12 +72,12 @@ def _lines(graph: grimp.ImportGraph, parent: str, indent: str) -> list[str]:
 
 
 def _node(room: str) -> str:
-    """A name for Mermaid, whose reserved words have no underscore."""
+    """The name of a room in Mermaid. Names with an underscore cannot clash with reserved words."""
     return room.removeprefix(f"{PACKAGE}.").replace(".", "_") + "_"
 
 
 def draw(graph: grimp.ImportGraph) -> str:
-    """The drawing, as Markdown with Mermaid."""
+    """The drawing as Markdown with Mermaid."""
     return "\n".join(
         [
             "`A --> B`: files of A import files of B. An arrow is left out if other arrows lead from A to B.",
@@ -91,14 +91,14 @@ def draw(graph: grimp.ImportGraph) -> str:
 
 
 def drawing() -> str:
-    """The drawing that the page has. Raises ValueError without the two marks."""
+    """The drawing in the page. Raises ValueError if one of its two marks is missing."""
     text = PAGE.read_text()
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     return text[begin:end].strip()
 
 
 def write() -> None:
-    """Put the drawing of today's imports between the two marks of the page."""
+    """Write the drawing of the current imports between the two marks of the page."""
     text = PAGE.read_text()
     before, rest = text.split(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n\n{draw(read_imports())}\n\n{END}{rest.split(END)[1]}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of vLLM's model runners the engine tests run on.
+"""Selects the model runner of vLLM for engine tests.
 
-TEST_RUNNER=V1 (the default here, as vLLM's own on a CPU), V2, V2-async: with asynchronous scheduling, as on a GPU; or
-GPU: the V2 runner with it on a GPU, where vLLM has its CUDA build. TEST_GRAPHS=1: with CUDA graphs there, which take a
-minute more for each engine.
+TEST_RUNNER=V1 is the default here, as it is vLLM's on a CPU. V2 is the V2 runner, V2-async adds asynchronous
+scheduling, as on a GPU. GPU is the V2 runner with asynchronous scheduling on a GPU, with vLLM's CUDA build. There,
+TEST_GRAPHS=1 adds CUDA graphs, which take a minute more per engine.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ GPU = RUNNER == "GPU"
 V2 = RUNNER in ("V2", "V2-async", "GPU")
 ASYNC = RUNNER in ("V2-async", "GPU")
 ENGINE: dict[str, Any] = {}
-"""Arguments that every engine takes."""
+"""Arguments of every engine."""
 ATOL = 1e-5
-"""Absolute, in float32: two programs differ by rounding only."""
+"""Absolute tolerance in float32, for the rounding differences of two programs."""
 if GPU:
-    # The block size vLLM chooses on a CPU, which tests count on; room for two engines; an attention that takes float32.
+    # The default block size of the CPU, which tests rely on, and an attention backend that supports float32.
     ENGINE |= {"block_size": 128, "attention_backend": "TRITON_ATTN"}
-    # Given, not found by measuring, which other processes on the GPU would disturb.
+    # Fixed sizes, with room for two engines. vLLM's measurement would depend on other processes on the GPU.
     ENGINE |= {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1_500_000_000}
-    ATOL = 5e-3  # of attention; in TF32, from which `choose` keeps it, it was 7e-3
+    ATOL = 5e-3  # errors of attention. They were 7e-3 with TF32, which `choose` turns off
     if os.environ.get("TEST_GRAPHS"):
         ENGINE["enforce_eager"] = False
 INTERPRETED = str(Path(__file__).parent / "interpreted")
 
 
 def choose() -> None:
-    """Set the environment of this process and those it starts. Call it before anything imports Triton."""
+    """Set the environment of this process and of processes that it starts. Call it before Triton is imported."""
     if RUNNER not in ("V1", "V2", "V2-async", "GPU"):
         raise ValueError(f"TEST_RUNNER={RUNNER}: choose V1, V2, V2-async or GPU")
     if GPU:
-        # A parent in which something has asked for the GPU cannot be forked; float32 is to be float32.
+        # A process that has initialised CUDA cannot be forked. Triton uses TF32 for float32 by default.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         os.environ["TRITON_F32_DEFAULT"] = "ieee"
         return
     assert "triton" not in sys.modules, "Triton has looked for its backends already"
-    # Kernels run in Triton's interpreter. On the V1 runner vLLM sees no backend, and uses no Triton of its own.
+    # Kernels run in Triton's interpreter. With the V1 runner, vLLM finds no Triton backend, and uses no kernels of its
+    # own.
     os.environ["TRITON_INTERPRET"] = "1"
     if V2:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"

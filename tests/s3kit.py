@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An S3 server in a process of its own, and a proxy before it that counts requests and injects failures.
+"""An S3 server in a process of its own, and a proxy that counts requests and injects faults.
 
-The server is moto's, in the environment `.s3` (`make s3`): it wants other versions than vLLM.
+The server is moto. It is in the environment `.s3` (`make s3`), because its dependencies conflict with those of vLLM.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tests.ports import free_port
 ROOT = Path(__file__).parents[1]
 PYTHON = Path(os.environ.get("S3_PYTHON", ROOT / ".s3/bin/python"))
 KEY, SECRET = "AKIAFORTESTSONLY0042", "sEcReTfOrTeStSoNlY/0123456789+abcdefABCDE"
-"""Credentials that must occur nowhere: tests look for them."""
+"""Credentials that must not occur in any output or file. Tests search for them."""
 BUCKET = "captures"
 NOT_THERE = "no S3 server: run `make s3`, or name a Python that has moto and flask in S3_PYTHON"
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request that reached the server. path: without the bucket. sent: bytes of the answer's body."""
+    """One request that reached the server. path: without the bucket. sent: bytes of the response's body."""
 
     method: str
     path: str
@@ -46,17 +46,17 @@ class Request:
 
 
 Fault = Callable[[str, str, int], str | None]
-"""(method, path with query, number of the request) -> what goes wrong, None for nothing: "500", "slow", "break" (in the
-middle of the answer), "cut" (before anything is done), "deny", "bad" (status 400), "flip" (a bit of what is sent),
-"hold" (until `gate` is set).
+"""(method, path with query, number of the request) -> the fault: "500", "slow", "break" (in the middle of the
+response), "cut" (before the request is handled), "deny", "bad" (status 400), "flip" (a flipped bit in the response),
+"hold" (until `gate` is set), or None.
 """
 
 
 @dataclass
 class Proxy:
-    """A server before the server. log: requests since `clear`. fault: decides what goes wrong.
+    """A proxy of the server. log: requests since `clear`. fault: decides which requests fail.
 
-    keys: access keys that signed requests. together: the first requests wait until so many are there.
+    keys: access keys that signed requests. together: hold the first requests until this many have arrived.
     """
 
     server: int
@@ -76,11 +76,11 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL of the proxy."""
         return f"http://127.0.0.1:{self.port}"
 
     def clear(self) -> None:
-        """Forget what was logged, and let nothing go wrong."""
+        """Clear the log, and inject no more faults."""
         with self._lock:
             self.log.clear()
             self.keys.clear()
@@ -89,18 +89,18 @@ class Proxy:
             self.fault, self.faults, self.most_at_once, self._count, self.together = None, 0, 0, 0, 0
 
     def gets(self, part: str = "") -> list[Request]:
-        """Reads of objects whose names contain `part`."""
+        """The reads of objects whose names contain `part`."""
         return [r for r in self.log if r.method == "GET" and part in r.path and "list-type" not in r.query]
 
     def start(self) -> ThreadingHTTPServer:
-        """Begin to listen."""
+        """Start to listen."""
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Nothing is printed."""
+                """Print nothing."""
 
             def _pass(self) -> None:
                 proxy.answer(self)
@@ -112,14 +112,14 @@ class Proxy:
             request_queue_size = 128
 
             def handle_error(self, request: Any, client_address: Any) -> None:
-                """Clients break connections in these tests."""
+                """Ignore the error: clients break connections in these tests."""
 
         server = Quiet(("127.0.0.1", self.port), Handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         return server
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
-        """Pass one request on, or let it fail."""
+        """Forward one request, or inject a fault."""
         body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
         signed = re.search(r"Credential=(\w+)/", handler.headers.get("Authorization", ""))
         with self._lock:
@@ -150,7 +150,7 @@ class Proxy:
         if what == "deny":
             text = f"<Error><Code>AccessDenied</Code><AWSAccessKeyId>{KEY}</AWSAccessKeyId></Error>"
             return _send(handler, 403, text.encode())
-        if what == "cut":  # before anything is done
+        if what == "cut":  # before the request is handled
             return _close(handler)
         if what == "flip" and body:
             body = body[:-1] + bytes([body[-1] ^ 1])
@@ -195,12 +195,12 @@ def _send(handler: BaseHTTPRequestHandler, status: int, body: bytes) -> None:
 def _close(handler: BaseHTTPRequestHandler) -> None:
     handler.wfile.flush()
     handler.close_connection = True
-    handler.connection.shutdown(socket.SHUT_RDWR)  # a close alone would leave it open in processes that were forked
+    handler.connection.shutdown(socket.SHUT_RDWR)  # `close` would leave the connection open in forked processes
 
 
 @contextmanager
 def s3_server() -> Iterator[Proxy]:
-    """A running server with an empty bucket, behind a proxy. Skips the test where it is not installed."""
+    """A running server with an empty bucket, behind a proxy. Skips the test if the server is not installed."""
     if not PYTHON.exists():
         pytest.skip(NOT_THERE)
     port = free_port()
@@ -232,7 +232,7 @@ def _put(url: str) -> bool:
 
 
 def environment(proxy: Proxy) -> dict[str, str]:
-    """The variables with which programs find the server."""
+    """The environment variables that lead programs to the server."""
     return {
         "AWS_ENDPOINT_URL": proxy.url,
         "AWS_ACCESS_KEY_ID": KEY,
@@ -243,7 +243,7 @@ def environment(proxy: Proxy) -> dict[str, str]:
 
 
 def copy_up(store: Path, key: str) -> None:
-    """Put a directory or file into the bucket, by obstore alone."""
+    """Upload a directory or file to the bucket with obstore, without the package."""
     import obstore
 
     from dmi_connector.store.format.object_store import bucket_store
@@ -256,7 +256,7 @@ def copy_up(store: Path, key: str) -> None:
 
 
 def objects(prefix: str = "") -> dict[str, bytes]:
-    """Every object below a prefix, and its bytes."""
+    """{name: bytes} of all objects below a prefix."""
     import obstore
 
     from dmi_connector.store.format.object_store import bucket_store
@@ -268,6 +268,6 @@ def objects(prefix: str = "") -> dict[str, bytes]:
 
 
 def holds_secret(text: str | bytes, names: Mapping[str, str] | None = None) -> list[str]:
-    """Which credentials occur in a text."""
+    """The credentials that occur in a text."""
     text = text.decode("latin1") if isinstance(text, bytes) else text
     return [secret for secret in (KEY, SECRET, *(names or {}).values()) if re.search(re.escape(secret), text)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler with the real connector, tracker and exporter. Only the model is played: it writes row headers.
+"""vLLM's scheduler with the real connector, tracker and exporter. Only the model is simulated: it writes row headers.
 
-It goes through hundreds of steps a second, so tests can look for orders of events that an engine seldom meets.
+It runs hundreds of steps per second, so tests can find orders of events that are rare in an engine.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ from tests.storekit import PATIENCE
 
 BLOCK = 16
 TOKENS = 64
-"""Maximum tokens of a step."""
+"""Maximum number of tokens of a step."""
 STOP = 2
-"""The token that ends a request."""
+"""The id of the token that ends a request."""
 
 
 class Held:
-    """Holds of stores that are not on a disk: all of them are there."""
+    """Replaces holds on stores. These stores are not on a disk, and all of them exist."""
 
     @staticmethod
     def hold(store: str) -> str:
-        """The store itself."""
+        """Return the store itself."""
         return store
 
     @staticmethod
     def release(held: str) -> None:
-        """There is nothing to remove."""
+        """Nothing needs to be removed."""
 
 
 class SchedulerHalf(DMIConnector):
-    """The scheduler half over a given tracker: vLLM makes it itself, with other arguments."""
+    """The scheduler half with a given tracker. vLLM creates the connector with arguments of its own."""
 
     tracker_given: ClassVar[Tracker]
 
@@ -79,9 +79,10 @@ class SchedulerHalf(DMIConnector):
 
 
 class Stored:
-    """Stands for an `OpenCapture`. rows: (token, position) that each row came with.
+    """Fake `OpenCapture`. rows: {row: (token, position) in its header}.
 
-    source, borrowed: so many of its first rows are those of another, which has them when the first other row comes.
+    source, borrowed: the first `borrowed` rows come from the capture `source`. `source` must have them when the first
+    other row arrives.
     """
 
     def __init__(
@@ -99,16 +100,18 @@ class Stored:
             stored.borrow()
             payload = self.ring.view(extent)[offset : offset + stored.token_bytes * count]
             for row, (token, position) in enumerate(payload[-8 * count :].view(np.int32).reshape(count, 2).tolist()):
-                assert first + row not in stored.rows, f"row {first + row} came twice"
+                assert first + row not in stored.rows, f"row {first + row} was stored twice"
                 stored.rows[first + row] = token, position
         self.ring.release(extent)
 
     def borrow(self) -> None:
-        """Take the rows that are borrowed."""
+        """Copy the borrowed rows."""
         if self.source is not None:
             source, self.source = self.source, None
             source.borrow()
-            assert len(source.rows.keys() & range(self.borrowed)) == self.borrowed, "rows that have not come"
+            assert len(source.rows.keys() & range(self.borrowed)) == self.borrowed, (
+                "the source does not have these rows yet"
+            )
             self.rows.update((row, source.rows[row]) for row in range(self.borrowed))
 
     def close(self, *what: Any, draft_index: np.ndarray | None = None) -> None:
@@ -118,7 +121,7 @@ class Stored:
 
 
 class Pool:
-    """Stands for a `RowPool`. table: page of each block of vLLM's cache."""
+    """Fake `RowPool`. table: the page of each block of vLLM's cache."""
 
     row_dtype, step, poisons, unpoisoned, scores = torch.float32, None, False, None, None
 
@@ -139,18 +142,19 @@ class Pool:
 
 
 def score(token: int, position: int) -> int:
-    """The score of a row here: exact in float32, and different for each row of a request."""
+    """The simulated score of a row. It is exact in float32, and differs between the rows of a request."""
     return 1000 * token + position
 
 
 class Engine:
-    """An engine of one rank. Use it as vLLM's: `add`, `step`, `abort`.
+    """An engine of one rank with the interface of vLLM's: `add`, `step`, `abort`.
 
-    on_gpu: rows leave by the lane, over CPU memory (lanekit.py). sleeps: whether it may sleep. tokens: each next token,
-    random without it. drafts: draft tokens per request in a step; most are accepted. pages: of a pool for the rows; 0
-    for rows in vLLM's blocks. borrows: whether requests borrow rows from earlier ones, whose stores all stay. scored:
-    whether rows have a score of the probe "risk" (`score`). Requests ask for it in `dmi`. alerts: the option
-    `probe_alerts`.
+    ahead: whether the next step is scheduled before the result of the current one. on_gpu: export rows by the lane,
+    with CPU memory instead of CUDA (lanekit.py). sleeps: whether the engine may sleep. tokens: returns the next sampled
+    token; None: random tokens. drafts: draft tokens per request and step; most are accepted. pages: number of pages of
+    the pool; 0: rows are in vLLM's blocks. borrows: whether requests borrow rows from earlier ones, whose stores all
+    stay. scored: whether rows have a score of the probe "risk" (`score`), which requests ask for in `dmi`. alerts: the
+    option `probe_alerts`.
     """
 
     def __init__(
@@ -229,7 +233,8 @@ class Engine:
             self.pool = self.exporter.layer = Pool(self.exporter.rows, blocks)  # type: ignore[assignment]
         self.tracker = Tracker(self.exporter.context, slots, keep_rows, behind=int(ahead))
         SchedulerHalf.tracker_given = self.tracker
-        self._copies = deque[tuple[list[int], list[int]]]()  # slots and scores of steps, not yet in the host's memory
+        # slots and scores of steps that are not copied to the host yet
+        self._copies = deque[tuple[list[int], list[int]]]()
         if scored:
             kept = TOKENS if pages else 0
             scores = HostScores(self.exporter.context.layout, blocks * BLOCK, kept, torch.device("cpu"))
@@ -257,15 +262,15 @@ class Engine:
         self.replies: dict[str, Any] = {}
         self.aborted: set[str] = set()
         self.samples: list[tuple[int, int]] = []
-        self.grown: dict[str, list[int]] = {}  # tokens that each request was given, step by step
+        self.grown: dict[str, list[int]] = {}  # {request: number of new tokens in each step}
         self._late, self._drafts = late, drafts
         self._ahead, self._queue = ahead, deque[tuple[Any, Any]]()
-        self._batch: dict[str, dict[str, Any]] = {}  # what a runner knows of its requests
+        self._batch: dict[str, dict[str, Any]] = {}  # the runner's state of its requests
         self._free = self.free
 
     @property
     def free(self) -> int:
-        """Blocks that are free."""
+        """The number of free blocks."""
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     def _note_opened(self) -> None:
@@ -282,7 +287,7 @@ class Engine:
         self.exporter._open = opened  # type: ignore[method-assign]
 
     def add(self, prompt: Sequence[int], max_tokens: int, dmi: Any = None, outputs: bool = True, **more: Any) -> str:
-        """Begin a request. outputs: whether it wants its generated tokens too. Returns its id."""
+        """Begin a request. outputs: whether to capture its generated tokens too. Returns its id."""
         name = more.pop("name", f"r{len(self.requests)}")
         wanted = {"include_output_tokens": outputs, **({"dmi": dmi} if dmi else {})}
         sampling = SamplingParams(max_tokens=max_tokens, extra_args={"kv_transfer_params": wanted})
@@ -292,7 +297,7 @@ class Engine:
         return name
 
     def turn(self, name: str, prompt: Sequence[int], max_tokens: int) -> None:
-        """Step until a turn of a session has ended, and begin its last one."""
+        """Run steps until a turn of a session has ended, and begin its last turn."""
         while self.requests[name].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
             self.step()
         more = {"block_hasher": self.hasher, "resumable": True}
@@ -308,7 +313,7 @@ class Engine:
         return self.scheduler.has_requests() or bool(self._queue)
 
     def step(self) -> None:
-        """One step, as vLLM's engine core takes it. With `ahead` the next one is planned before its result is seen."""
+        """Run one step like vLLM's engine core. With `ahead`, the next one is scheduled before its result arrives."""
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
             self._queue.append((output, self._execute(output)))
@@ -318,7 +323,7 @@ class Engine:
             self._finish_step()
 
     def _finish_step(self) -> None:
-        """The result of the oldest step in flight is there."""
+        """Process the result of the oldest step in flight."""
         output, result = self._queue.popleft()
         self._copy_scores(len(self._queue))
         before = {name: self.requests[name].num_tokens for name in output.num_scheduled_tokens}
@@ -333,18 +338,18 @@ class Engine:
                 self.replies[answer.request_id] = answer.kv_transfer_params
 
     def settle(self) -> None:
-        """Let all steps in flight end, as the engine core may before it plans another."""
+        """Finish all steps in flight, as the engine core may do before it schedules another step."""
         while self._queue:
             self._finish_step()
 
     def _copy_scores(self, left: int) -> None:
-        """The scores of all steps but the last `left` come to the host's memory."""
+        """Copy the scores of all steps except the last `left` to host memory."""
         while len(self._copies) > left:
             slots, scores = self._copies.popleft()
             self._lines[slots] = torch.tensor(scores, dtype=torch.float32)[:, None]
 
     def _propose(self, names: list[str]) -> None:
-        """What a drafter proposes behind a step: sometimes nothing."""
+        """Propose draft tokens after a step. Sometimes there are none."""
         drafts = [self._draft() if self.random.random() < 0.8 else [] for _ in names]
         self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
 
@@ -352,19 +357,21 @@ class Engine:
         return [self._token() for _ in range(self._drafts)]
 
     def _post(self, extent: Extent, rows: Sequence[tuple[Stored, str, int, int, int]]) -> None:
-        """Rows of logits of a store: each says of which token it is."""
+        """Store rows of logits. Each row names its token and position."""
         for stored, _, index, position, offset in rows:
             token, at = self.exporter.ring.view(extent)[offset : offset + 8].view(np.float32).astype(int).tolist()
             assert index not in stored.logits and at == position, f"sample {index} is of {at}, not of {position}"
-            assert not stored.ends, f"sample {index} came behind the end of its store, which drops it"
+            assert not stored.ends, f"sample {index} came after the end of its store, which drops it"
             stored.logits[index] = token, position
         self.exporter.ring.release(extent)
 
     def _logits(
         self, counts: Sequence[tuple[int, int]], slots: Sequence[int], tokens: Sequence[tuple[int, int]]
     ) -> None:
-        """What the model computes behind a forward. counts: of each request its tokens, and those with logits. slots,
-        tokens: of each token its slot, and what it is, at which position.
+        """Compute the logits of a step.
+
+        counts: for each request, its number of tokens and how many of them have logits. slots, tokens: slot, and (token
+        id, position), of each token.
         """
         ends = np.cumsum([0, *(tokens for tokens, _ in counts)])
         of = [end - n + i for end, (_, n) in zip(ends[1:], counts, strict=True) for i in range(n)]
@@ -376,22 +383,22 @@ class Engine:
         self.exporter.logits.export(logits)
 
     def drain(self) -> None:
-        """Go on until nothing is left to do."""
+        """Run steps until all requests have ended and all rows are exported."""
         deadline = time.monotonic() + PATIENCE
         while self.busy:
             held = list(getattr(self.tracker.slots, "held", ()))
             assert time.monotonic() < deadline, f"held {held}, {len(self.scheduler.running)} run"
             self.step()
             if not self.scheduler.running:
-                time.sleep(0.001)  # for the lane's thread
+                time.sleep(0.001)  # let the lane's thread run
 
     def pause(self) -> None:
-        """A pause that keeps the requests. It ends when nothing is left to do but their steps."""
+        """Pause the engine, but keep its requests. Only steps that are already scheduled are finished."""
         self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         self.drain()
 
     def sleep(self) -> None:
-        """What vLLM does between the pause of an engine and its next step."""
+        """Do what vLLM does between the pause of an engine and its next step."""
         assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         self.exporter.rows.zero_()
         if self.exporter.lane is not None:
@@ -399,7 +406,7 @@ class Engine:
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _execute(self, output: Any) -> ModelRunnerOutput:
-        """What worker and runner do in a step."""
+        """Run the worker and the runner for one step."""
         batch, message = self._batch, output.kv_connector_metadata
         for name in output.finished_req_ids:
             batch.pop(name, None)
@@ -416,14 +423,14 @@ class Engine:
             elif blocks is not None:
                 known["blocks"] += blocks[0]
             if self._drafts and name not in cached.resumed_req_ids and known["at"] >= len(known["tokens"]) - 1:
-                continue  # a runner knows what was accepted, and with `ahead` vLLM's scheduler does not yet
+                continue  # the runner knows what was accepted. With `ahead`, vLLM's scheduler does not know it yet
             known["at"] = at
         self.samples += [(sample.capture, sample.position) for sample in message.samples]
-        if message.kept_scores:  # what is copied then precedes it on the stream
+        if message.kept_scores:  # the copies of earlier steps are complete, as on the stream
             self._copy_scores(0)
         self.worker.handle_preemptions(message)
         self.worker.bind_connector_metadata(message)
-        headers, sampled = self.exporter.rows.view(torch.int32), {}
+        sampled: dict[str, list[int]] = {}
         copied: tuple[list[int], list[int]] = [], []
         counts: list[tuple[int, int]] = []
         slots: list[int] = []
@@ -434,13 +441,7 @@ class Engine:
             drafts = known["drafts"][: len(proposed)] if -1 in proposed else list(proposed)
             inputs = known["tokens"] + drafts
             for position in range(known["at"], known["at"] + count):
-                slot = known["blocks"][position // BLOCK] * BLOCK + position % BLOCK
-                row = slot if self.pool is None else self.pool.places([slot])[0]
-                if row >= 0:
-                    headers[row, 0], headers[row, 1] = inputs[position], position
-                    copied[0].append(slot)
-                    copied[1].append(score(inputs[position], position))
-                slots.append(slot)
+                slots.append(known["blocks"][position // BLOCK] * BLOCK + position % BLOCK)
                 tokens.append((inputs[position], position))
             last = known["at"] + count >= len(inputs)
             accepted = next((i for i, _ in enumerate(drafts) if self.random.random() < 0.3), len(drafts))
@@ -448,6 +449,12 @@ class Engine:
             counts.append((count, 1 + len(drafts) if last else 1))
             known["at"] += count - (len(drafts) - accepted if last else 0)
             known["tokens"], known["drafts"] = known["tokens"] + sampled[name], self._draft() if self._drafts else []
+        headers = self.exporter.rows.view(torch.int32).numpy()
+        for row, slot, header in zip(self.pool.places(slots) if self.pool else slots, slots, tokens, strict=True):
+            if row >= 0:
+                headers[row, :2] = header
+                copied[0].append(slot)
+                copied[1].append(score(*header))
         if self._scored:
             self._copies.append(copied)
             if self.random.random() < 0.5:
@@ -471,7 +478,7 @@ class Engine:
         )
 
     def faults(self) -> list[str]:
-        """After the end: rows that are wrong, twice or nowhere, and whatever was not given back."""
+        """Problems after all requests have ended: wrong, repeated or missing rows, and unreleased resources."""
         self.exporter.shutdown()
         found = [] if self.free == self._free else [f"{self._free - self.free} blocks are not free"]
         held = getattr(self.tracker.slots, "held", ())
@@ -497,7 +504,7 @@ class Engine:
         return found
 
     def _faults_of_drafts(self, name: str, stored: Stored) -> list[str]:
-        """What a store says of drafts, and its logits, against the tokens that the scheduler took."""
+        """Problems with the drafts and logits of a store, compared with the tokens that the scheduler accepted."""
         length, samples, *_ = stored.ends[0]
         request, end = self.requests[name], stored.start + length
         numbers = [n for grown in self.grown.get(name, []) for n in (*range(1, grown), 0)]
@@ -508,7 +515,8 @@ class Engine:
         first = max(request.num_prompt_tokens - 1, stored.start)
         tokens = list(request.all_token_ids)
         want = {i: (tokens[p], p) for i, p in enumerate(range(first, end))}
-        there = {i: row for i, row in stored.logits.items() if i < samples.get("logits", 0)}  # a store drops the others
+        # the store drops the other rows
+        there = {i: row for i, row in stored.logits.items() if i < samples.get("logits", 0)}
         if samples and (samples["logits"] != len(want) or there != want):
             found.append(f"{name}: {samples} logits are {stored.logits}, not {want}")
         return found

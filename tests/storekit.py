@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes captures with known values for the tests of dmi_connector.store."""
+"""Captures with known values, for the tests of dmi_connector.store."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from dmi_connector.store.write.settings import WriteSettings
 
 Values = dict[str, np.ndarray]
 PATIENCE = int(os.environ.get("TEST_PATIENCE", 120))
-"""Seconds that tests wait for processes: these may have to start, on a machine whose cores have other work."""
+"""Timeout in seconds for processes, which may start slowly on a busy machine."""
 
 
 def until(condition: Callable[[], Any]) -> None:
     """Wait for a condition."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < deadline, f"it did not happen within {PATIENCE} s"
+        assert time.monotonic() < deadline, f"the condition was not met within {PATIENCE} s"
         time.sleep(0.01)
 
 
 class Store:
-    """The coordinator's `Captures` in this process, with a ring of its own: writers without an engine."""
+    """The coordinator's `Captures` in this process, with its own ring and real writers. No engine is needed."""
 
     def __init__(
         self,
@@ -74,8 +74,9 @@ class Store:
         ids: np.ndarray | None = None,
         positions: np.ndarray | None = None,
     ) -> None:
-        """Send rows [first, first + count) of `values` as one chunk. ids: token ids of all rows, by default their
-        numbers. positions: of these rows.
+        """Send rows [first, first + count) of `values` as one chunk.
+
+        ids: token ids of all rows; default: the row numbers. positions: positions of the rows that are sent.
         """
         rows = np.arange(first, first + count)
         ids = rows if ids is None else np.asarray(ids)[first : first + count]
@@ -86,7 +87,7 @@ class Store:
         with_extent(self.ring, parts, lambda extent: self.captures.chunk(record, extent, first, count))
 
     def put_payload(self, record: CaptureRecord, payload: bytes, first: int, count: int) -> None:
-        """Send a chunk as an exporter made it."""
+        """Send a chunk with a payload made by an exporter."""
         bits = np.frombuffer(payload, np.uint8)
         with_extent(self.ring, [bits], lambda extent: self.captures.chunk(record, extent, first, count))
 
@@ -98,14 +99,14 @@ class Store:
         skip: Sequence[int] = (),
         ids: np.ndarray | None = None,
     ) -> None:
-        """Send all chunks of `length` rows but those whose first row is in `skip`."""
+        """Send all chunks of `length` rows except those whose first row is in `skip`."""
         chunk = record.layout.chunk_tokens
         for first in range(0, length, chunk):
             if first not in skip:
                 self.put(record, values, first, min(chunk, length - first), ids)
 
     def put_rows(self, record: CaptureRecord, name: str, rows: np.ndarray, first: int, at: int) -> None:
-        """Send per-sample rows whose first token position is `at`."""
+        """Send per-sample rows. at: the token position of the first one."""
         positions = range(at, at + len(rows))
         with_extent(self.ring, [rows], lambda extent: self.captures.rows(record, name, extent, first, positions))
 
@@ -117,7 +118,7 @@ class Store:
         ids: Sequence[int] | np.ndarray | None = None,
         losses: Sequence[Loss] = (),
     ) -> None:
-        """Close a capture. ids: token ids, by default the numbers of the rows."""
+        """Close a capture. ids: token ids; default: the row numbers."""
         ids = np.arange(length) if ids is None else ids
         self.captures.close(record, length, samples, ids, losses=losses)
 
@@ -135,7 +136,7 @@ class Store:
         ids: np.ndarray | None = None,
         **options: Any,
     ) -> Values:
-        """Write one capture, half of whose rows are a prompt. Returns its values by array name."""
+        """Write one capture, half of whose rows belong to the prompt. Returns its values by array name."""
         values = values or {s.name: random_bits(s, samples if s.per_sample else length) for s in arrays}
         record = self.open(path, *arrays, attrs={"prompt_len": length // 2, **(attrs or {})}, codec=codec, **options)
         ids = np.arange(length) % 97 if ids is None else ids
@@ -150,7 +151,7 @@ class Store:
         return values
 
     def shutdown(self, timeout: float = PATIENCE) -> bool:
-        """End the writers. Returns whether all was committed."""
+        """Stop the writers. Returns whether all captures were committed."""
         done = self.captures.shutdown(timeout)
         os.close(self.ring.fd)
         return done
@@ -168,7 +169,7 @@ def begin(client: StoreClient, path: Path, arrays: tuple[ArraySpec, ...] = (Q,),
 
 
 def send(client: StoreClient, capture: OpenCapture, first: int, start: int = 0, ids: np.ndarray | None = None) -> None:
-    """Send one chunk of VALUES. ids: of all tokens, by default IDS."""
+    """Send one chunk of VALUES. ids: the ids of all tokens; default: IDS."""
     payload = chunk_payload(first, start, ids)
     extent = client.ring.alloc(payload.nbytes, PATIENCE)
     assert extent is not None
@@ -177,7 +178,7 @@ def send(client: StoreClient, capture: OpenCapture, first: int, start: int = 0, 
 
 
 def chunk_payload(first: int, start: int = 0, ids: np.ndarray | None = None) -> np.ndarray:
-    """The bytes of one chunk of VALUES and its header; see `send`."""
+    """The payload of one chunk of VALUES with its header, see `send`."""
     count, ids = min(128, 300 - first), IDS if ids is None else ids
     header = np.stack([ids[first : first + count], np.arange(first, first + count, dtype="<i4") + start], axis=1)
     block = np.ascontiguousarray(VALUES[:, first : first + count]).view("u1").ravel()
@@ -188,7 +189,7 @@ def chunk_payload(first: int, start: int = 0, ids: np.ndarray | None = None) -> 
 
 
 def with_extent(ring: Ring, parts: Sequence[np.ndarray], send: Callable[[Extent], None]) -> None:
-    """Copy `parts` to the ring and send them."""
+    """Copy `parts` to an extent of the ring, and send it."""
     payload = np.concatenate([np.ascontiguousarray(p).view("u1").ravel() for p in parts])
     extent = ring.alloc(payload.nbytes, timeout=PATIENCE)
     assert extent is not None, "the ring did not drain"
@@ -211,12 +212,12 @@ def random_bits(spec: ArraySpec, count: int, seed: int = 0) -> np.ndarray:
 
 
 def bits(values: np.ndarray) -> np.ndarray:
-    """Any array as unsigned integers of the same size."""
+    """An array as unsigned integers of the same size."""
     return np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}")
 
 
 def to_float(raw: np.ndarray, dtype: str) -> np.ndarray:
-    """The float32 values of random_bits (integers keep their type)."""
+    """The float32 values of random_bits. Integers keep their type."""
     if dtype == "bfloat16":
         return (raw.astype("u4") << 16).view("f4")
     return raw.view(dtype).astype("f4") if dtype in FLOATS else raw.view(dtype)
@@ -230,13 +231,13 @@ def local(spec: ArraySpec, values: np.ndarray) -> np.ndarray:
 
 
 def shard_specs(specs: Sequence[ArraySpec], ranks: int, rank: int) -> list[ArraySpec]:
-    """What tensor-parallel rank `rank` writes of `specs`: its shards, and on rank 0 the rest."""
+    """The arrays of `specs` that tensor-parallel rank `rank` writes: its shards, and on rank 0 the unsharded ones."""
     return [replace(s, rank=rank) for s in specs if s.shards == ranks] + [
         s for s in specs if s.shards == 1 and rank == 0
     ]
 
 
 VALUES = random_bits(Q, 300)
-"""Of `send`."""
+"""The values that `send` sends."""
 IDS = (np.arange(300) % 97).astype("<i4")
-"""Token ids of `send`."""
+"""The default token ids of `send`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of taps share: taps without a model, and a forward context that has no cache."""
+"""Helpers for tests of taps: taps without a model, and a forward context without a cache."""
 
 from __future__ import annotations
 
@@ -40,18 +40,19 @@ def batch(
 
 
 def fields(*layers: int, width: int = 2560, hooks: tuple[str, ...] = ("resid_pre",)) -> list[RowField]:
-    """Fields of these hooks and layers in bfloat16, one after the other."""
+    """Adjacent fields of these hooks and layers in bfloat16."""
     names = [(hook, layer) for layer in layers for hook in hooks]
     return [RowField(hook, layer, "bfloat16", width, 2 * width * i) for i, (hook, layer) in enumerate(names)]
 
 
 class ForwardContext(SimpleNamespace):
-    """Stands for vLLM's forward context, which others reference weakly."""
+    """Fake forward context of vLLM. Unlike SimpleNamespace, it can be weakly referenced."""
 
 
 class RowMemory:
-    """Stands for an owner's memory of rows, over rows and slots as they are. step: metadata of the batch. scores: what
-    copies scores, and vLLM's slots of the tokens.
+    """Fake memory of an owner, with given rows and slots.
+
+    step: metadata of the batch. scores: (the object that copies scores, vLLM's slots of the tokens).
     """
 
     def __init__(self, rows: torch.Tensor, slots: torch.Tensor, step: object = None, scores: Any = None) -> None:
@@ -66,12 +67,12 @@ class RowMemory:
 
 
 def without_cache(patch: pytest.MonkeyPatch) -> None:
-    """Let ops run as in vLLM's profiling run, when there is no cache: they write nothing."""
+    """Run ops as in vLLM's profiling run, which has no cache. They write nothing."""
     in_forward(patch, ForwardContext(no_compile_layers={}, slot_mapping={}))
 
 
 def in_forward(patch: pytest.MonkeyPatch, context: Any) -> None:
-    """Let `context` be vLLM's forward context."""
+    """Make `context` vLLM's forward context."""
     patch.setattr("vllm.forward_context.get_forward_context", lambda: context)
     patch.setattr("vllm.forward_context.is_forward_context_available", lambda: True)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Tracker on a context of a small model, and requests as the scheduler shows them, without an engine."""
+"""A Tracker for a small model, and requests with the attributes that the scheduler passes. No engine is needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIMS = ModelDims("Qwen3ForCausalLM", 3, 64, 4, 2, 32, 192, 512)
 def make_tracker(
     store_dir: object, hooks: str = "resid_pre,mlp_out,logits", blocks: int = 0, **options: Any
 ) -> Tracker:
-    """A tracker of a float32 model with chunks of 16 tokens and blocks of 16 slots. blocks: of the whole cache."""
+    """A tracker of a float32 model with chunks of 16 tokens and blocks of 16 slots. blocks: size of the cache."""
     parsed = ServerOptions.parse({"store_dir": str(store_dir), "hooks": hooks, "chunk_tokens": 16, **options})
     dims, probes = with_probes(DIMS, parsed.probes, 1)
     selection = parse_selection(parsed.hooks, dims)
@@ -36,7 +36,9 @@ def make_tracker(
 
 @dataclass
 class FakeRequest:
-    """What the tracker reads of vLLM's Request. tokens: all token ids, the first `num_prompt_tokens` the prompt."""
+    """The attributes of vLLM's Request that the tracker reads. tokens: all token ids; the first `num_prompt_tokens` are
+    the prompt.
+    """
 
     request_id: str
     kv_transfer_params: object
@@ -68,7 +70,7 @@ class FakeRequest:
 
 
 def dropped(*rows: list[int]) -> Loss:
-    """The loss of these [start, stop) ranges of rows under policy "drop"."""
+    """The loss of these row ranges [start, stop) under policy "drop"."""
     return Loss.of(Cause.FELL_BEHIND, rows)
 
 
@@ -80,9 +82,9 @@ def ask(kv: object, prompt: int = 40, request_id: str = "cmpl-1") -> FakeRequest
 def generate(
     tracker: Tracker, request: FakeRequest, count: int, ended: bool = True
 ) -> tuple[list[Any], dict[str, Any] | None]:
-    """Run a request to its end, one prefill step and `count` tokens. Returns (all step metadata, its response).
+    """Run a request to its end: one prefill step and `count` tokens. Returns (all step metadata, its response).
 
-    ended: False leaves its end to the caller.
+    ended: with False, the request stays unfinished.
     """
     blocks = list(range(1, (request.num_tokens + count) // 16 + 2))
     cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores with made-up values for the tests of `dmi view` and its pictures: no engine writes them."""
+"""Stores with made-up values for the tests of `dmi view` and its pictures. No engine is needed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DATA = Path(__file__).parent / "data" / "stores-1.2.tar.xz"
 
 
 def unpack(root: Path) -> Path:
-    """The stores that an engine wrote for tests/data, side by side in one directory without an index."""
+    """Unpack the stores in tests/data, which an engine wrote, into one directory without an index."""
     with tarfile.open(DATA) as archive:
         archive.extractall(root / "tar", filter="data")
     for store in (root / "tar").glob("*/*.zarr"):
@@ -38,17 +38,17 @@ def unpack(root: Path) -> Path:
 
 
 def make_lens_model(folder: Path) -> Path:
-    """A tiny random model with a tokenizer, as wide as the stores here."""
+    """A tiny random model with a tokenizer. Its hidden size is that of the stores here."""
     make_model("qwen3", folder, num_hidden_layers=LAYERS)
     weights = load_file(folder / "model.safetensors")
-    weights["model.norm.weight"] = np.full_like(weights["model.norm.weight"], 4)  # so that some tokens are likely
+    weights["model.norm.weight"] = np.full_like(weights["model.norm.weight"], 4)  # some tokens get a high probability
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
 def write_stores(root: Path, model: Path, many: int = 3) -> None:
-    """Stores named story (text, attention, lens), long (3,000 tokens), lossy (lacks rows), bare (q alone), and `many`
-    small ones.
+    """Write the stores story (text, attention, lens), long (3,000 tokens), lossy (with missing rows), bare (only q),
+    and `many` small ones.
     """
     owner = kit.Store(1 << 24)
     ids = np.array(Tokenizer.from_file(str(model / "tokenizer.json")).encode(STORY).ids, "<i4")
@@ -69,8 +69,8 @@ def write_stores(root: Path, model: Path, many: int = 3) -> None:
 
 
 def write_spoilt(root: Path) -> None:
-    """A store "spoilt" of 40 tokens and two layers. It lacks rows 4 to 7. Row 10 of layer 1 is not finite, nor is the
-    query 2 of layer 0. There are logits of rows 20 to 29.
+    """Write a store "spoilt" of 40 tokens and two layers. Rows 4 to 7 are missing. Row 10 of layer 1 and query 2 of
+    layer 0 are not finite. Rows 20 to 29 have logits.
     """
     rng, owner = np.random.default_rng(1), kit.Store(1 << 22)
     widths = {"resid_pre": 8, "q_rot": 4, "k_rot": 4, "logits": 30}
@@ -78,7 +78,7 @@ def write_spoilt(root: Path) -> None:
     specs = [ArraySpec(name, "float32", layers[name], width) for name, width in widths.items()]
     values = {s.name: 1 + rng.random((len(s.layers) or 1, 40, s.width), "f4") for s in specs}
     values["logits"] = values["logits"][0, :10]
-    values["resid_pre"][0, 11] = 0.01  # the lowest norm
+    values["resid_pre"][0, 11] = 0.01  # the smallest norm
     values["resid_pre"][1, 10, 3] = values["q_rot"][0, 2, 1] = np.nan
     about = {"num_layers": 2, "rotary": True, "dims": {"heads": 1, "kv_heads": 1, "head_dim": 4}}
     lost = [Loss.of(Cause.FELL_BEHIND, [(4, 8)])]
@@ -88,7 +88,7 @@ def write_spoilt(root: Path) -> None:
 
 
 def write_list(root: Path, count: int) -> None:
-    """A new directory whose index lists `count` stores, which are empty: only the list can be looked at."""
+    """Write a new directory whose index lists `count` empty stores. Only the list can be shown."""
     root.mkdir()
     with open(root / "index.jsonl", "w") as index:
         for number in range(count):
@@ -107,8 +107,10 @@ def write_list(root: Path, count: int) -> None:
 
 
 def _values(ids: np.ndarray, model: Path) -> tuple[kit.Values, tuple[ArraySpec, ...]]:
-    """Residual stream and rotated queries and keys of a request: the stream turns to the next token layer by layer, and
-    heads look at the first and the previous token, at the previous, at near ones, and at all.
+    """Residual stream and rotated queries and keys of a request.
+
+    The stream turns towards the next token layer by layer. The heads attend to the first and the previous token, to the
+    previous token, to nearby tokens, and to all tokens.
     """
     rng, length = np.random.default_rng(0), len(ids)
     embedding = load_file(model / "model.safetensors")["model.embed_tokens.weight"].astype(np.float32)
@@ -136,8 +138,10 @@ def _values(ids: np.ndarray, model: Path) -> tuple[kit.Values, tuple[ArraySpec, 
 
 
 def write_panels(root: Path, model: Path) -> list[str | Path]:
-    """A store "parts" of the story's first 60 tokens: its blocks add up to the residual stream, and it has routing of
-    experts. Beside it an autoencoder of layer 6. Returns the options of `dmi view` for that.
+    """Write a store "parts" of the first 60 tokens of the story, and an autoencoder of layer 6. Returns the options of
+    `dmi view` for them.
+
+    The outputs of the blocks add up to the residual stream. Each layer has routed experts.
     """
     rng, length = np.random.default_rng(2), 60
     ids = np.array(Tokenizer.from_file(str(model / "tokenizer.json")).encode(STORY).ids, "<i4")[:length]
@@ -146,7 +150,7 @@ def write_panels(root: Path, model: Path) -> list[str | Path]:
     attn, mlp = np.stack(blocks[::2]), np.stack(blocks[1::2])
     stream = np.concatenate([embed[None], embed + np.cumsum(attn + mlp, axis=0)])
     experts = np.argsort(rng.random((LAYERS, length, 8)), axis=-1)[..., :2].astype("<i4")
-    experts[3] = [5, 1]  # a layer with one expert for all tokens
+    experts[3] = [5, 1]  # in this layer, all tokens are routed to the same experts
     weights = np.sort(rng.random((LAYERS, length, 2)).astype("f4"))[..., ::-1]
     arrays = {"resid_pre": stream[:-1], "resid_final": stream[-1:], "attn_out": attn, "mlp_out": mlp}
     arrays |= {"topk_ids": experts, "topk_weights": weights}

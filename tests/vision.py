@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images, prompts with images, and the way to the stand-in for torchvision."""
+"""Images, prompts with images, and the stand-in for torchvision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dmi_connector.cli.tiny_vision import PATCH, TOKENS, VOCAB
 
 STANDIN = str(Path(__file__).parent / "standin")
 IMAGE = VOCAB
-"""Token of a row that holds an image's embedding."""
+"""Token of a row that holds an image embedding."""
 PLACEHOLDERS = {
     "gemma3": [IMAGE + 1],
     **{
@@ -27,18 +27,18 @@ PLACEHOLDERS = {
     "mistral3": [IMAGE],
     "llama4": [IMAGE + 1],
 }
-"""What stands for an image in a prompt of token ids, by family."""
+"""{family: the placeholder of an image in a prompt of token ids}."""
 
 
 def use_standin() -> None:
-    """Let this process and those it starts find a torchvision. Call it before anything imports transformers."""
+    """Make the stand-in for torchvision importable, also in children. Call it before transformers is imported."""
     if importlib.util.find_spec("torchvision") is None:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (STANDIN, os.environ.get("PYTHONPATH"))))
         sys.path.insert(0, STANDIN)
 
 
 def image(rows: int, columns: int, seed: int = 0) -> Any:
-    """A random PIL image of so many merged patches (2 x 2 patches each)."""
+    """A random PIL image of the given number of merged patches (2 x 2 patches each)."""
     from PIL import Image
 
     size = (2 * PATCH * rows, 2 * PATCH * columns, 3)
@@ -46,7 +46,7 @@ def image(rows: int, columns: int, seed: int = 0) -> Any:
 
 
 def processed(model: Path, arch: str, images: Sequence[Any]) -> Mapping[str, Any]:
-    """What the model's processor makes of images: arguments of transformers' forward."""
+    """The output of the model's processor for images, as arguments of transformers' forward."""
     from transformers import AutoProcessor
 
     text = "".join(TOKENS[arch][token - IMAGE] for token in PLACEHOLDERS[arch])

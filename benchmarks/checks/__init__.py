@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks: whether values and tokens are right, on which versions and models. They measure no speed."""
+"""Checks of values and tokens on different versions and models. They measure no speed."""

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chosen experts in stores, compared with those that vLLM itself returns.
+"""Compares the chosen experts in stores with those that vLLM itself returns.
 
     python -m benchmarks.checks.check_experts --out check.json --engine-args '{"data_parallel_size": 2}'
     python -m benchmarks.checks.check_experts --out check.json --arch gpt_oss --quantized mxfp4
     python -m benchmarks.checks.check_experts --out check.json --arch deepseek_v2 --quantized fp8
 
-A small random model with experts answers all prompts: stock vLLM, then with capture. Both return `routed_experts`. The
-experts in each store must be those that the engine of that store returned. Tokens are compared with stock's too.
+A small random model with experts answers the same prompts in stock vLLM and with capture. Both return `routed_experts`.
+The experts in each store must equal those that the engine of that store returned. Tokens are compared with those of
+stock vLLM too.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "v_head_dim": 128,
     },
 }
-"""Family -> sizes that kernels of a GPU take."""
+"""{family: sizes that GPU kernels support}."""
 QUANTIZED = {
     "mxfp4": {"quant_method": "mxfp4"},
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
 }
-"""Format -> `quantization_config` of a checkpoint. Its weights are then drawn by vLLM (`load_format` "dummy")."""
+"""{format: `quantization_config` of the checkpoint}. vLLM draws the weights (`load_format` "dummy")."""
 ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 320}
 
 
@@ -84,7 +85,7 @@ async def _replies(args: argparse.Namespace, extra: dict[str, Any]) -> list[Any]
 
 
 def child(args: argparse.Namespace) -> None:
-    """One engine, "stock" or an owner of rows: tokens, and what its stores say of the experts that it returned."""
+    """Run one engine, "stock" or an owner of rows. Returns its tokens, and its stores compared with the experts."""
     from dmi_connector import capture_args, open_capture
 
     extra: dict[str, Any] = {}
@@ -116,7 +117,7 @@ def child(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     p = common.engine_parser(MODULE, __doc__, "benchmarks/results/last.json", "/dev/shm/dmi-check-experts")
-    p.add_argument("--model", default="/tmp/dmi-check-experts-model", help="where the small model is made")
+    p.add_argument("--model", default="/tmp/dmi-check-experts-model", help="directory of the small model")
     p.add_argument("--owners", default="draft,target")
     p.add_argument("--arch", choices=MODELS, default="qwen3_moe", help="family of the model (default: %(default)s)")
     p.add_argument("--quantized", choices=QUANTIZED, help="the format of its checkpoint, with weights that vLLM draws")

@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Correctness on a GPU (V2 model runner, CUDA graphs, bf16): tokens as stock vLLM's, hooks as transformers'.
+"""Correctness on a GPU (V2 model runner, CUDA graphs, bf16): compares tokens with stock vLLM, and hooks with
+transformers.
 
     python -m benchmarks.checks.check_gpu --out results.json [--owners draft,target] [--arch gemma3_text]
 
 A small random model (Qwen3, or --arch) answers prompts of many lengths, greedily and with seeds, with and without
-prefix-cache hits. It records:
+prefix-cache hits. The result has:
 
-- how many requests got the tokens of an engine without our connector. Where a greedy request did not, the logits in its
-  store must say that rounding explains it. Seeded requests are counted apart (`same_tokens.py` says why);
-- how many tokens the scheduler scheduled, and how many were needed. After the prompt, a step has one token per request;
-- rows missing;
-- for each hook the least cosine of a row and the largest error relative to the row's largest value, against
+- the number of requests whose tokens equal those of an engine without our connector. If those of a greedy request
+  differ, the logits in its store must show that rounding explains it. Seeded requests are counted separately
+  (`same_tokens.py` says why);
+- the number of tokens that the scheduler scheduled, and the number that was needed. After the prompt, a step has one
+  token per request;
+- the number of missing rows;
+- for each hook the minimum cosine of a row, and the largest error relative to the row's largest value, compared with
   transformers in float32.
 
 Engine "reduced" reduces all hooks. Decoded rows are compared with transformers' values after the same reduction, and
 attention summaries with the patterns that q_rot and k_rot of the same store give. Engine "pca" reduces some hooks by a
-basis that is fitted on the stores of the engine before it. Both work only with hooks that Qwen3 has.
-With --drafts all engines use speculative decoding (`benchmarks.drafts`), stock too, and prompts repeat themselves. Then
-a step computes several tokens of a request. Their number is recorded. The run fails if no draft token was scheduled or
-accepted, or if a step has more tokens than 1 + K. With "eagle3" vLLM accepts draft tokens at random, so tokens are
-counted, not judged.
+basis that is fitted on the stores of the engine before it. Both only work with hooks that Qwen3 has. With --drafts, all
+engines use speculative decoding (`benchmarks.drafts`), also stock, and prompts repeat themselves. A step then computes
+several tokens of a request. Their number is recorded. The run fails if no draft token was scheduled or accepted, or if
+a step has more tokens than 1 + K. With "eagle3", vLLM accepts draft tokens at random, so differing tokens are counted
+but do not fail the run.
 
-The exit status is 1 if an engine fails, tokens differ by more than rounding, another number of tokens was computed than
-needed, rows are missing, a store has problems, or values are off (limits below).
+The exit status is 1 if an engine fails, tokens differ by more than rounding, the number of computed tokens is not the
+number of needed ones, rows are missing, a store has problems, or values exceed the limits below.
 
-On a CPU add `--engine-args '{"max_num_batched_tokens": 2048}'`: there vLLM cannot split a seeded prompt over steps.
+On a CPU, add `--engine-args '{"max_num_batched_tokens": 2048}'`: there, vLLM cannot split a seeded prompt over steps.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from dmi_connector.cli.tiny_hybrids import ON_CPU
 
 MODULE = "benchmarks.checks.check_gpu"
 HOOKS = "vllm-full,attention,mlp_pre*"
-"""Every hook but `pattern` and `indexer_topk`. Presets and wildcards leave out what a family lacks."""
+"""Every hook except `pattern` and `indexer_topk`. Presets and wildcards leave out hooks that a family lacks."""
 LENGTHS = (5, 16, 31, 64, 127, 128, 129, 200, 300, 400)
 SIZES: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 4}
 SIZES_OF_ARCH: dict[str, dict[str, Any]] = {
@@ -57,8 +60,11 @@ SIZES_OF_ARCH: dict[str, dict[str, Any]] = {
 ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 320, "gpu_memory_utilization": 0.5}
 """Some prompts are prefilled in several steps, and steps have more and fewer tokens than `deferred.MOST_TOKENS`."""
 LEAST_COSINE_OF_ARCH, LEAST_COSINE = {"qwen3": 0.998, "nemotron_h": 0.96, "gemma4_text": 0.96}, 0.99
-"""Minimum cosine of a row with the float32 row of transformers: of these families, and of others. transformers in
-bfloat16 reaches 0.9994, 0.960 and 0.963, and 0.996 for a Gemma 3, whose residual stream is large."""
+"""Minimum cosine of a row with the float32 row of transformers, for these families and for all others.
+
+transformers in bfloat16 reaches 0.9994, 0.960 and 0.963 for these families, and 0.996 for a Gemma 3, whose residual
+stream is large.
+"""
 MOST_FLIPPED = 0.05
 """Maximum fraction of a hook's rows below the limit in models with experts, because rounding changes chosen experts.
 
@@ -89,20 +95,23 @@ PCA_RANK = 32
 
 
 def sizes_of(arch: str, head_dim: int = SIZES["head_dim"], heads: int = 0) -> dict[str, Any]:
-    """The sizes of the small model of a family, where they are not those of tiny_models. head_dim, heads: of Qwen3."""
+    """The sizes of the small model of a family, if they are not those of tiny_models. head_dim, heads: for Qwen3."""
     more = {"num_attention_heads": heads} if heads else {}
     return {**SIZES, "head_dim": head_dim, **more} if arch == "qwen3" else SIZES_OF_ARCH.get(arch, {})
 
 
 def _prompts(period: int = 0) -> list[dict[str, list[int]]]:
-    """period: number of tokens after which each prompt repeats itself; 0: prompts are random."""
+    """Make the prompts. period: number of tokens after which each prompt repeats itself; 0: prompts are random."""
     rng = np.random.default_rng(0)
     return [{"prompt_token_ids": np.resize(rng.integers(10, 500, period or n), n).tolist()} for n in LENGTHS]
 
 
 def _count_tokens(llm: Any) -> dict[str, int]:
-    """Counts that grow with every step of an engine in this process: tokens scheduled, drafts among them, and the
-    most tokens that a request had in a step after those of its prompt."""
+    """Count the tokens that an engine in this process schedules, in counts that grow with every step.
+
+    They are the scheduled tokens, the draft tokens among them, and the largest number of tokens of a request in a step
+    after its prompt.
+    """
     counts = {"scheduled_tokens": 0, "draft_tokens": 0, "largest_decode_step": 0}
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     schedule = scheduler.schedule
@@ -122,7 +131,9 @@ def _count_tokens(llm: Any) -> dict[str, int]:
 
 
 def _generate(llm: Any, period: int) -> tuple[list[Any], list[bool]]:
-    """Outputs of greedy, seeded and repeated greedy rounds, and which of them are seeded. period: of the prompts."""
+    """Generate greedily, with seeds, and greedily again. Returns the outputs, and which of them have seeds. period: as
+    for `_prompts`.
+    """
     from vllm import SamplingParams
 
     extra = {"kv_transfer_params": {"include_output_tokens": True}}
@@ -158,7 +169,7 @@ def child(args: argparse.Namespace) -> None:
     counts = _count_tokens(llm)
     outputs, seeded = _generate(llm, PERIOD if args.drafts else 0)
     cached = sum(o.num_cached_tokens or 0 for o in outputs)
-    # The last sampled token is no input.
+    # The last sampled token is never an input.
     needed = sum(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1 for o in outputs)
     config = llm.llm_engine.vllm_config
     found: dict[str, Any] = {
@@ -184,12 +195,12 @@ def child(args: argparse.Namespace) -> None:
 
 
 def _basis(args: argparse.Namespace) -> str:
-    """Where engine "pca" finds its basis."""
+    """The path of the basis of engine "pca"."""
     return f"{args.out}.safetensors"
 
 
 def _kept(reduction: Any, values: np.ndarray, got: np.ndarray, basis: str) -> tuple[np.ndarray, float]:
-    """(expected decoded rows of float32 `values` [layers, n, ..., width], gap of top k (see MOST_GAP) or 0).
+    """(expected decoded rows of the float32 `values` [layers, n, ..., width], gap of top k (see MOST_GAP) or 0).
 
     got: the decoded rows of the store, [layers, n, ...].
     """
@@ -212,8 +223,9 @@ def _kept(reduction: Any, values: np.ndarray, got: np.ndarray, basis: str) -> tu
 
 
 def _attention_error(capture: Any) -> float:
-    """The larger of two errors: of a stored weight from the weight at its position in the pattern that q_rot and k_rot
-    give, and the amount by which a weight that was left out exceeds the smallest kept one.
+    """The larger of two errors. One is the difference of a stored weight from the weight at its position in the pattern
+    that q_rot and k_rot give. The other one is the amount by which a weight that was left out exceeds the smallest kept
+    one.
     """
     worst = 0.0
     reduction = capture.reduction("pattern")
@@ -238,7 +250,7 @@ def stored_logits(store: str, tokens: int) -> np.ndarray | None:
 
 
 def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    """Every row of every store against transformers in float32."""
+    """Compare every row of every store with transformers in float32."""
     import torch
 
     from dmi_connector import open_capture
@@ -246,7 +258,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(min(MOST_THREADS, torch.get_num_threads()))
     oracle = Oracle(args.model, torch.float32)
-    expect = functools.cache(lambda ids: oracle.run(ids))  # greedy requests come twice
+    expect = functools.cache(lambda ids: oracle.run(ids))  # greedy requests occur twice
     cosine: dict[str, float] = {}
     below: dict[str, list[int]] = {}
     error: dict[str, float] = {}
@@ -293,7 +305,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             below.setdefault(hook, []).extend((~(cosines >= limit)).ravel().tolist())
             worst = float((np.abs(got - want).max(-1) / np.maximum(np.abs(want).max(-1), 1e-30)).max())
             cosine[hook] = float(np.minimum(cosine.get(hook, 1.0), least))
-            error[hook] = float(np.maximum(error.get(hook, 0.0), worst))  # NaN is the largest
+            error[hook] = float(np.maximum(error.get(hook, 0.0), worst))  # NaN counts as the largest
     return {"requests": len(found["stores"]), "rows": rows, "rows_missing": missing, "problems": problems[:10],
             "least_cosine": cosine, "rows_below": {hook: float(np.mean(low)) for hook, low in below.items()},
             "experts": "router_logits" in cosine, "largest_relative_error": error, "top_k_gap": gap,
@@ -302,7 +314,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     p = common.engine_parser(MODULE, __doc__, "benchmarks/results/check_gpu.json", "/dev/shm/dmi-check")
-    p.add_argument("--model", default="/tmp/dmi-check-model", help="where the small model is made")
+    p.add_argument("--model", default="/tmp/dmi-check-model", help="directory of the small model")
     p.add_argument(
         "--owners",
         default="draft,target",
@@ -346,7 +358,7 @@ def _failures(found: dict[str, Any]) -> list[str]:
 
 
 def _tokens(args: argparse.Namespace, name: str, found: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
-    """An engine's tokens compared with stock's. The logits are those of its stores, which a stock engine lacks."""
+    """Compare an engine's tokens with those of stock. The logits are those of its stores; a stock engine has none."""
 
     def logits(number: int) -> np.ndarray | None:
         store = found["stores"][number]
@@ -375,7 +387,8 @@ def main(argv: list[str] | None = None) -> int:
         if name == "pca":
             Path(_basis(args)).unlink(missing_ok=True)
             fit_pca(found["stores"], PCA_HOOKS, PCA_RANK, _basis(args))
-        if status := common.run_child(MODULE, argv, name, VLLM_ENABLE_V1_MULTIPROCESSING="0"):  # to watch the scheduler
+        # so that the scheduler can be watched
+        if status := common.run_child(MODULE, argv, name, VLLM_ENABLE_V1_MULTIPROCESSING="0"):
             print(f"{name}: the engine ended with status {status}", file=sys.stderr)
             return 1
         part = Path(f"{args.out}.{name}")
@@ -386,7 +399,7 @@ def main(argv: list[str] | None = None) -> int:
         results[name] |= {"drafts_of": args.drafts} if args.drafts else {}
         if name != "stock":
             results[name] |= _tokens(args, name, found, stock)
-        common.save(args.out, results)  # now, in case a time limit ends the comparison with transformers
+        common.save(args.out, results)  # save now, because a time limit may end the comparison with transformers
         if not name.startswith("stock"):
             results[name] |= compare(args, found)
         print(name, json.dumps(results[name], indent=1), flush=True)

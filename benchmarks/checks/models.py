@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares every hook of every family of models with transformers, and writes the table of docs/MODELS.md.
+"""Compares every hook of every model family with transformers, and writes the table of docs/MODELS.md.
 
     python -m benchmarks.checks.models [PYTEST ARGUMENT...]
 
-Runs tests/engine/test_models.py, test_multimodal.py and test_hybrids.py in full: eager and compiled, rows of each
-owner, two tensor-parallel ranks. Results go to benchmarks/results/models.json. With arguments, such as -k, only some
-tests run, and the results of the others stay.
+The program runs tests/engine/test_models.py, test_multimodal.py and test_hybrids.py in full: eager and compiled, with
+each owner, and on two tensor-parallel ranks. Results are written to benchmarks/results/models.json. With arguments,
+such as -k, only some tests run, and the results of the others are kept.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.checks.check_gpu import LEAST_COSINE_OF_ARCH
+from benchmarks.checks.check_gpu import LEAST_COSINE
 
 RESULTS = common.ROOT / "benchmarks" / "results" / "models.json"
-"""`found`: a `summary`, with the `commit` that measured each model. `gpu`: what GPUs gave, by hand.
+"""The result file.
 
-`gpu["models"]` has, by architecture, `model`: which in the table. `cosine`: least of a row with float32. `rows_below`:
-in models with experts the largest part of a hook's rows below LEAST_COSINE_OF_ARCH, else None. `same_tokens`: requests
-with stock vLLM's tokens. `gpu["speed"]` has how fast larger shapes decode.
+`found`: a `summary`, with the `commit` that measured each model. `gpu`: results on GPUs, added by hand. `gpu["models"]`
+has for each architecture: `model`: its name in the table. `cosine`: minimum cosine of a row with float32. `rows_below`:
+for models with experts, the largest fraction of a hook's rows below LEAST_COSINE, else None. `same_tokens`:
+requests with the tokens of stock vLLM. `gpu["speed"]` has the decode speed of larger shapes.
 """
 PAGE = common.ROOT / "docs" / "MODELS.md"
 BEGIN = "<!-- written by make models -->"
-"""Before the table in PAGE."""
+"""The mark before the table in PAGE."""
 MODES = ("eager", "compiled", "eager, two ranks")
 
 
 def run(argv: list[str]) -> tuple[list[dict[str, Any]], int]:
-    """(what the tests found, pytest's exit status)."""
+    """(results of the tests, exit status of pytest)."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.jsonl"
         tests = [
@@ -56,9 +57,9 @@ def run(argv: list[str]) -> tuple[list[dict[str, Any]], int]:
 
 
 def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each model: its architecture, the number of its hooks and, in each mode, the largest error and its hook.
+    """For each model: its architecture, the number of its hooks, and in each mode the largest error and its hook.
 
-    An error is a part of the hook's largest value. found: what the tests found.
+    An error is relative to the hook's largest value. found: results of the tests.
     """
     models = []
     for name in dict.fromkeys(one["model"] for one in found):
@@ -74,9 +75,10 @@ def summary(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def merged(before: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The models of an earlier result, with what a later run of some tests found.
+    """The models of an earlier result, updated by a later run of some tests.
 
-    before: the earlier result. found: the models of the later run. A mode that it did not run keeps its error.
+    before: the earlier result. found: the models of the later run. Modes that the later run did not test keep their
+    error.
     """
     models = {one["model"]: {"commit": before["header"]["commit"], **one} for one in before["found"]}
     for one in found:
@@ -85,7 +87,7 @@ def merged(before: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str
 
 
 def table(models: list[dict[str, Any]], gpu: dict[str, Any]) -> str:
-    """A row for each model of a `summary`. gpu: by architecture, see RESULTS."""
+    """A table with a row for each model of a `summary`. gpu: results by architecture, see RESULTS."""
     lines = [["model", "architecture", "hooks", "eager", "compiled", "two ranks", "GPU, bf16"]]
     for one in models:
         name, architecture = one["model"], one["architecture"]
@@ -96,12 +98,12 @@ def table(models: list[dict[str, Any]], gpu: dict[str, Any]) -> str:
 
 
 def _on_gpu(found: dict[str, Any], name: str) -> str:
-    """What a GPU gave for the model `name` of an architecture."""
+    """The result on a GPU for the model `name` of an architecture."""
     if found.get("model") != name:
         return "not run"
     values = f"cosine {found['cosine']:.5f}"
     if found["rows_below"] is not None:
-        values = f"{1 - found['rows_below']:.1%} of rows ≥ {LEAST_COSINE_OF_ARCH}".replace("%", " %")
+        values = f"{1 - found['rows_below']:.1%} of rows ≥ {LEAST_COSINE}".replace("%", " %")
     return f"{values}, tokens {found['same_tokens']}"
 
 

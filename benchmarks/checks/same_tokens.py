@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an engine gives the tokens of stock vLLM, but for ties that rounding decides.
+"""Compares the tokens of an engine with those of stock vLLM. They may differ where rounding decides a tie.
 
-Two engines of stock vLLM already differ on a GPU: sums are added in another order, and the largest two logits of a row
-may lie within the rounding of bfloat16. So a greedy request is compared up to its first other token. Until there both
-engines had the same input, and the row of our store that this token was taken from says how near the two tokens were.
+Even two engines of stock vLLM differ on a GPU: sums are added in another order, and the largest two logits of a row may
+differ by less than the rounding of bfloat16. So a greedy request is compared up to its first token that differs. Until
+there, both engines had the same input. The row of logits in our store from which this token was sampled says how close
+the two tokens were.
 
-Of a seeded request nothing exact can be said. Its token is the largest of logits / temperature + noise, and the store
-has no noise: any difference of two logits may be what the noise made up for. These requests are counted apart.
+Seeded requests cannot be judged in this way. Their token is the largest of logits / temperature + noise, and the store
+does not have the noise: it may compensate any difference of two logits. These requests are counted separately.
 """
 
 from __future__ import annotations
@@ -17,32 +18,35 @@ from typing import Any
 import numpy as np
 
 UNIT = 2.0**-8
-"""What one rounding to bfloat16 changes at most, in parts of the value."""
+"""Maximum relative error of one rounding to bfloat16."""
 MOST_TIE = 12 * UNIT
-"""Largest gap of two tokens that rounding explains, in parts of the row's largest absolute logit.
+"""Largest gap of two tokens that rounding explains, relative to the row's largest absolute logit.
 
-Transformers in bfloat16 takes another token than in float32 over gaps of up to 8.2 units (docs/ENGINEERING.md).
-In a small Qwen3 the second largest logit of a row lies so near in 38 of 100 rows, any other one in 1 of 900.
+transformers in bfloat16 chooses another token than in float32 for gaps of up to 8.2 units (docs/ENGINEERING.md). In a
+small Qwen3, the second largest logit is within this gap in 38 of 100 rows, and any other logit in 1 of 900 rows.
 """
 MOST_TIE_OF_ARCH = {arch: 24 * UNIT for arch in ("gemma2", "gemma3_text", "gemma4_text", "bloom")}
-"""The same for families whose residual stream is large: up to 19.3 units there, 35.5 in Gemma 4."""
+"""The same for families with a large residual stream: up to 19.3 units, and 35.5 in Gemma 4."""
 LEAST_SEEDED = 0.5
-"""Part of the seeded requests that must have stock's tokens. Two stock engines had 26 of 30 on an H100, 10 of them
-seeded: 6 of 10 at least. Wrong logits or a wrong seed leave none."""
+"""Minimum fraction of seeded requests with the tokens of stock. Two stock engines had 26 of 30 requests in common on an
+H100; 10 of the 30 had seeds, so at least 6 of these 10 did. With wrong logits or a wrong seed, none have.
+"""
 MOST_BEYOND_OF_EXPERTS = 0.25
-"""Part of the greedy requests of a model with experts that may differ by more than a tie: where rounding changes the
-experts of a row, its logits change by far more. On an H100 at most 2 of 30 requests of such a model differed at all."""
+"""Maximum fraction of greedy requests that may differ by more than a tie in a model with experts. If rounding changes
+the experts of a row, its logits change by far more. On an H100, at most 2 of 30 requests of such a model differed at
+all.
+"""
 
 
 def first_difference(ours: Sequence[int], stock: Sequence[int]) -> int | None:
-    """Index of the first token that differs; None where none does. Raises ValueError where one ends before."""
+    """Index of the first token that differs, or None. Raises ValueError if one list is a prefix of the other."""
     return next((i for i, (a, b) in enumerate(zip(ours, stock, strict=True)) if a != b), None)
 
 
 def gap(row: np.ndarray, ours: int, stock: int) -> float:
-    """By how much the lower logit of two tokens is below the largest one, in parts of the largest absolute logit.
+    """How far the lower logit of two tokens is below the largest one, relative to the largest absolute logit.
 
-    row: float32 [vocab], of the step that took the tokens. Our token has the largest logit, or something is wrong.
+    row: float32 [vocab], from which the tokens were sampled. Our token should have the largest logit.
     """
     return float((row.max() - min(row[ours], row[stock])) / max(float(np.abs(row).max()), 1e-30))
 
@@ -54,14 +58,15 @@ def compare_tokens(
     logits: Callable[[int], np.ndarray | None],
     most_tie: float = MOST_TIE,
 ) -> dict[str, Any]:
-    """Compare the generated tokens of requests with stock's.
+    """Compare the generated tokens of requests with those of stock.
 
-    ours, stock: tokens of each request. seeded: which requests are not greedy. logits: of a request by its number,
-    float32 [tokens, vocab], row i gave token i; None where the store has none.
+    ours, stock: tokens of each request. seeded: which requests are not greedy. logits: a function from the number of a
+    request to float32 [tokens, vocab], where row i gave token i, or to None if the store has none.
 
-    same_tokens_as_stock, greedy_same, seeded_same: "28 of 30", of all, of greedy and of seeded requests. largest_tie:
-    the largest `gap` of a greedy request, None where none differs. beyond_tie: greedy requests with a gap above
-    most_tie. unexplained: greedy requests that differ and have no logits. Raises ValueError for unequal lengths.
+    The result has: same_tokens_as_stock, greedy_same, seeded_same: "28 of 30", of all, of greedy and of seeded
+    requests. largest_tie: the largest `gap` of a greedy request, None if none differs. beyond_tie: greedy requests with
+    a gap above most_tie. unexplained: greedy requests that differ and have no logits. Raises ValueError for unequal
+    lengths.
     """
     at = [first_difference(a, b) for a, b in zip(ours, stock, strict=True)]
     greedy = [number for number, one in enumerate(seeded) if not one]
@@ -87,7 +92,7 @@ def compare_tokens(
 
 
 def token_failures(found: dict[str, Any], experts: bool = False) -> list[str]:
-    """What of `compare_tokens` is not as it should be. experts: whether the model has experts."""
+    """The failures in a result of `compare_tokens`, as messages. experts: whether the model has experts."""
     wrong = []
     total = int(found["greedy_same"].split(" of ")[1])
     if found["beyond_tie"] > MOST_BEYOND_OF_EXPERTS * total * experts:

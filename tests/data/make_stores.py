@@ -39,16 +39,16 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "shared": ("float32", "hidden-states,z", {"codec": "zstd"}),
     "drafted": ("float32", "resid_pre,logits", {"codec": "zstd"}),
 }
-"""Of each directory: dtype, hooks and options."""
+"""{directory: (dtype, hooks, options)}."""
 ENGINES: dict[str, dict[str, Any]] = {
     "shared": {"in_process": False, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
     "drafted": {"speculative_config": NGRAM},
 }
-"""Engine arguments of a directory."""
+"""{directory: engine arguments}."""
 
 
 def facts(store: Path) -> dict[str, Any]:
-    """What a test compares."""
+    """The attributes and values of a store that a test compares."""
     with open_capture(store, timeout=300, allow_incomplete=True) as capture:
         named = {key: getattr(capture, key) for key in ("complete", "reason", "missing", "prompt_len")}
         values = {hook: capture.numpy(hook) for hook in capture.hooks if hook != "resid_post"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparing a store with the oracle, hook by hook."""
+"""Compares a store with the oracle, hook by hook."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.runner import ATOL
 
 
 def hooks_of(arch: str) -> list[str]:
-    """The hooks a tiny model of `arch` (of ARCHS, or GLM-4-MoE) has and can give in full."""
+    """The hooks of a tiny model of `arch` (one of ARCHS, or GLM-4-MoE) that can be captured without a reduction."""
     mlp = {"qwen3_moe": ("moe",), "glm4_moe": ("dense", "moe")}.get(arch, ("dense",))
     has = {None, *mlp, *USUAL} - ({"rotary"} if arch == "gpt2" else set())
     ungated = "mlp_pre_linear" if arch == "gpt2" else ""
@@ -31,12 +31,12 @@ def _run(oracle: Oracle, tokens: tuple[int, ...]) -> dict[str, np.ndarray]:
 
 
 def reference(oracle: Oracle, tokens: Sequence[int]) -> dict[str, np.ndarray]:
-    """`oracle.run(tokens)`, remembered."""
+    """`oracle.run(tokens)`, cached."""
     return _run(oracle, tuple(tokens))
 
 
 def same(got: np.ndarray, want: np.ndarray, where: str, atol: float = ATOL) -> None:
-    """Fail unless shapes are the same and values are within `atol`; say where they differ most."""
+    """Fail unless shapes are equal and values differ by at most `atol`. The message names the largest difference."""
     assert got.shape == want.shape, f"{where}: shape {got.shape}, transformers has {want.shape}"
     if got.size == 0:
         return
@@ -54,8 +54,8 @@ def check_header(
     name: str,
     missing: Sequence[list[int]] = (),
 ) -> None:
-    """Token ids, positions, phase and lengths of rows [start, stop) of `tokens`; it says that `missing` are absent."""
-    assert capture.missing == list(missing), f"{name}: it lacks {capture.missing}: {capture.reason}"
+    """Check token ids, positions, phase, lengths and missing rows of a capture of rows [start, stop) of `tokens`."""
+    assert capture.missing == list(missing), f"{name}: it misses {capture.missing}: {capture.reason}"
     assert capture.complete == (not missing) == (capture.reason is None), f"{name}: {capture.reason}"
     assert capture.prompt_len == prompt_len, f"{name}: prompt_len {capture.prompt_len}, not {prompt_len}"
     assert capture.token_ids.tolist() == list(tokens[start:stop]), f"{name}: token_ids differ"
@@ -79,10 +79,11 @@ def check_store(
 ) -> dict[str, float]:
     """Check a whole store against the oracle's forward over `tokens` (prompt and all generated tokens).
 
-    hooks: exactly those the store must hold. rows: the positions it must hold, by default all with a row (the
-    last token was never an input). layers: hook -> captured layers where not all. greedy: the logits' argmax
-    must be the token that followed. missing: row ranges that the store must say it lacks. by_number: compare experts
-    by number, as `relative_errors` does. Returns the largest error by hook.
+    hooks: the exact set of hooks in the store. rows: [start, stop) of the positions in the store; default: all
+    positions with a row. The last token has no row, because it was never an input. layers: {hook: captured layers} for
+    hooks without some of their layers. greedy: whether the argmax of logits must be the next token. missing: row ranges
+    that the store lists as missing. by_number: compare experts sorted by number, as `relative_errors` does. Returns
+    {hook: largest error}.
     """
     name = path.name
     start, stop = rows or (0, len(tokens) - 1)
@@ -120,7 +121,7 @@ def check_store(
             )
         for index, (got, ref) in enumerate(zip(value, expected, strict=False)):
             layer = f" layer {capture.layers[hook][index]}" if HOOKS[hook].scope == "layer" else f" row {index}"
-            # Logits sum the errors of all layers. They are compared with their scale.
+            # Logits sum the errors of all layers, so their tolerance is relative to the largest one.
             scale = float(np.abs(ref).max(initial=1.0)) if hook == "logits" else 1.0
             same(got, ref, f"{name}: {hook}{layer}", ATOL * scale)
         assert value.shape == expected.shape, f"{name}: {hook} has shape {value.shape}, not {expected.shape}"
@@ -133,10 +134,10 @@ def check_store(
 def relative_errors(
     path: Path, oracle: Oracle, tokens: Sequence[int], prompt_len: int, images: Mapping[str, Any] | None = None
 ) -> dict[str, float]:
-    """Largest error of each hook of a whole store, as a part of the largest value that transformers has for it.
+    """{hook: largest error} of a whole store, relative to the hook's largest absolute value in transformers.
 
-    images: see `Oracle.run`. Every hook that transformers has must be there. Experts are compared by number: their
-    weights may be all but equal.
+    images: see `Oracle.run`. The store must have every hook of the oracle. Experts are compared sorted by number,
+    because their weights may be almost equal.
     """
     capture = open_capture(path, timeout=300)
     check_header(capture, tokens, prompt_len, 0, len(tokens) - 1, path.name)
@@ -152,7 +153,7 @@ def relative_errors(
         if hook in ("topk_ids", "topk_weights"):
             value = np.take_along_axis(value, capture.numpy("topk_ids").argsort(-1), -1)
             expected = np.take_along_axis(expected, want["topk_ids"][..., rows, :].argsort(-1), -1)
-        if hook == "indexer_topk":  # vLLM's kernels choose in any order
+        if hook == "indexer_topk":  # the order of vLLM's kernels is undefined
             value = np.sort(value, -1)[..., ::-1]
         errors[hook] = float(np.abs(value - expected).max() / np.abs(expected).max())
     problems = verify_store(path)
@@ -163,7 +164,7 @@ def relative_errors(
 def cosines(
     path: Path, oracle: Oracle, tokens: Sequence[int], prompt_len: int, hooks: Sequence[str]
 ) -> dict[str, float]:
-    """The least of a hook's rows in a whole store with the oracle's, where values are rounded or quantised."""
+    """{hook: minimum cosine of a row with the oracle's} of a whole store, for rounded or quantised values."""
     capture = open_capture(path, timeout=300)
     check_header(capture, tokens, prompt_len, 0, len(tokens) - 1, path.name)
     want, least = reference(oracle, tokens), {}
@@ -172,12 +173,13 @@ def cosines(
         value = capture.numpy(hook)
         expected = want[hook][..., at, :].reshape(value.shape)
         norms = np.linalg.norm(value, axis=-1) * np.linalg.norm(expected, axis=-1)
-        least[hook] = float(((value * expected).sum(-1) / norms).min())
+        # NaN counts as -1, because `min` over hooks may skip NaN.
+        least[hook] = float(np.nan_to_num(((value * expected).sum(-1) / norms).min(), nan=-1.0))
     return least
 
 
 def attention_weights(model: Path | Oracle, tokens: list[int]) -> list[np.ndarray]:
-    """Eager attention weights of transformers, of each layer [heads, queries, keys]."""
+    """Eager attention weights of transformers: for each layer [heads, queries, keys]."""
     import torch
 
     twin = model if isinstance(model, Oracle) else Oracle(model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparing reduced hooks of a store with the values of transformers, put through the numpy twin of the reduction."""
+"""Compares reduced hooks of a store with transformers' values after the reduction's numpy twin."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from dmi_connector.reduce.topk import TopK
 from dmi_connector.store.read.fitted_files import find_fitted
 
 KEPT = ("embed", "logits")
-"""Hooks that may be stored in full."""
+"""Hooks that may be stored without a reduction."""
 NOISE = 1e-5
 """Rounding differences of two float32 programs."""
 
 
 def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray, noise: float = NOISE) -> None:
-    """`got`, the decoded rows, is as near to `exact` [..., width] as the hook's reduction promises, slice by slice.
+    """Check that the decoded rows `got` are as close to `exact` [..., width] as the reduction guarantees, slice by
+    slice.
 
     noise: rounding differences of the two programs.
     """
@@ -42,7 +43,7 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray, noise
         assert (kept.sum(-1) == reduction.k).all(), hook
         lowest = np.where(kept, magnitude, np.inf).min(-1)
         step = 0 if reduction.exact else magnitude.max(-1, keepdims=True) / 127
-        # Slices are merged by their stored values: what is left out may be larger by a step.
+        # Slices are merged by their stored values, so a value that was left out may be larger by one step.
         unsure = step if shards > 1 else 0
         assert (np.where(kept, 0, magnitude).max(-1, keepdims=True) <= lowest[..., None] + unsure + noise).all(), hook
         assert (np.abs(np.where(kept, got - exact, 0)) <= 0.51 * step + noise).all(), hook
@@ -54,9 +55,10 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray, noise
             places, sampled = reduction.sampled(part, width, "float32")
             true = np.take_along_axis(values, places, -1)
             fits = reduction.exact & (np.abs(sampled - true) <= noise).all(-1)
-            if not reduction.exact:  # kept values are cut off at the scale of the others
+            if not reduction.exact:  # sampled values are clipped to the scale of the others
                 least = np.sort(np.abs(values), -1)[..., -reduction.k, None]
-                for limit in (least + noise, least, least - noise):  # which value is the least kept one may be unsure
+                # rounding may decide which value is the smallest kept one
+                for limit in (least + noise, least, least - noise):
                     largest = np.where(np.abs(true) > limit, 0, np.abs(true)).max(-1, keepdims=True)
                     errors = np.abs(sampled - np.clip(true, -largest, largest))
                     fits |= (errors <= 0.51 * largest / 127 + noise).all(-1)
@@ -65,7 +67,7 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray, noise
     if isinstance(reduction, Pca):
         for layer, (scores, values) in enumerate(zip(got, exact, strict=True)):
             part = find_fitted(Basis, reduction.sha256, capture.path).of(hook, layer, 12)
-            if reduction.group:  # the heads of a slice are stored with one scale
+            if reduction.group:  # the heads of a slice share one scale
                 components, std = part.of_groups
                 cut = (values - part.mean).reshape(len(values), len(std), -1).swapaxes(0, 1)
                 want = (cut @ components / std[:, None]).swapaxes(0, 1).reshape(len(values), shards, -1)
@@ -97,12 +99,13 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray, noise
         step = scales[:, None] if capture.layers[hook] else scales
         inside = np.clip(exact, -127 * step, 127 * step)
         assert (np.abs(got - inside) <= 0.51 * step + noise).all(), hook
-        assert (exact == inside).mean() > 0.99, "what was fitted is the range of these rows too"
+        assert (exact == inside).mean() > 0.99, "the scales were fitted on other rows"
         return
     if isinstance(reduction, ChannelProjection):
         layers = range(len(got))
         step = np.stack([find_fitted(Scales, reduction.sha256, capture.path).of(hook, n) for n in layers])[:, None]
-        values = np.stack([reduction.rows_projected(rows) for rows in exact])  # by head, so slices are side by side
+        # grouped by head, so slices are concatenated
+        values = np.stack([reduction.rows_projected(rows) for rows in exact])
         inside = np.clip(values, -127 * step, 127 * step)
         assert (np.abs(got - inside) <= 0.51 * step + noise).all(), hook
         assert (values == inside).mean() > 0.99
@@ -121,7 +124,7 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray, noise
             step = (values.max(-1, keepdims=True) - values.min(-1, keepdims=True)) / 254 if affine else largest / 127
             allowed = 0.51 * step
         elif isinstance(reduction, CountSketch):
-            allowed = noise * width / reduction.k  # of each value of a sum
+            allowed = noise * width / reduction.k  # tolerance for each value of a sum
             allowed = np.full(1, allowed) if reduction.exact else allowed + 0.51 * largest / 127
         elif isinstance(reduction, Fp8):
             allowed = np.abs(values) * 2.0**-4 + largest / 448 * 2.0**-9
@@ -134,16 +137,16 @@ def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray, noise
 
 
 def check_summaries(capture: Capture, want: Sequence[np.ndarray], m: int) -> None:
-    """`pattern` has the m largest of the weights of transformers, `want`: for each layer [heads, queries, keys]."""
+    """Check that `pattern` has the m largest weights of transformers, `want`: per layer [heads, queries, keys]."""
     reduction = capture.reduction("pattern")
     assert isinstance(reduction, AttentionSummary) and reduction.m == m
-    near = {"rtol": 0.001 if reduction.half else 0, "atol": 1e-5}  # float16
+    near = {"rtol": 0.001 if reduction.half else 0, "atol": 1e-5}  # tolerance for float16
     tokens = len(capture.token_ids)
     for layer, full in enumerate(want):
         positions, weights, entropy = (x.swapaxes(0, 1) for x in capture.attention_summary(layer))
         assert positions.shape == (full.shape[0], tokens, m)
         best = -np.sort(-full, axis=-1)[..., :m]
-        kept = best.shape[-1]  # a prompt of one token has fewer keys than m
+        kept = best.shape[-1]  # a prompt may have fewer keys than m
         np.testing.assert_allclose(weights[..., :kept], best, **near)
         there = np.arange(m) <= np.arange(tokens)[:, None]
         assert ((positions >= 0) == there).all() and (weights[..., kept:] == 0).all()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine for each configuration, started when first asked for and ended at once."""
+"""Starts one engine per configuration when a test first needs it, and stops it at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from tests.engine.harness import (
 )
 
 LENGTHS = (1, 31, 32, 33, 127, 128, 129, 300)
-"""On and around the edges of chunks (32) and blocks (128); 300 needs several prefill steps of 128 tokens."""
+"""Prompt lengths at and next to the edges of chunks (32) and blocks (128). A prompt of 300 tokens needs several prefill
+steps of 128 tokens.
+"""
 
 COMPILED = {"enforce_eager": False}
 EAGER = {"enforce_eager": True}
@@ -30,12 +32,12 @@ EAGER = {"enforce_eager": True}
 
 @pytest.fixture(scope="session", autouse=True)
 def borrowers_wait() -> None:
-    """In an engine of this process, borrowers wait however long it takes for stores that are still written."""
+    """Let borrowers wait without a time limit for stores that are still being written, in engines of this process."""
     pool_borrowing._WAIT_S = 600.0
 
 
 def core_requests(run: Run, llm: object) -> None:
-    """The requests that every architecture answers: edges, prefix hits, prompt logprobs, n = 3, prompt only, a stop."""
+    """The requests that run on every architecture: edge cases, prefix hits, prompt logprobs, n = 3, a stop token."""
     generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in LENGTHS})
     stop = run.replies["len33"].outputs[0].token_ids[4]
     generate(
@@ -44,7 +46,7 @@ def core_requests(run: Run, llm: object) -> None:
         {
             "again": Ask(prompt(300)),
             "scored": Ask(prompt(300), sampling={"prompt_logprobs": 1}),
-            # Read from the cache, vLLM has no logprobs of these tokens, and cannot write their text.
+            # With a prefix hit, vLLM has no logprobs of the cached tokens, and fails to decode their text.
             "scored-hit": Ask(
                 prompt(300),
                 sampling={"prompt_logprobs": 1, "skip_reading_prefix_cache": False, "detokenize": False},
@@ -56,7 +58,7 @@ def core_requests(run: Run, llm: object) -> None:
                 sampling={
                     "n": 3,
                     "temperature": 0.8,
-                },  # no seed: vLLM cannot chunk a seeded prompt on the CPU
+                },  # no seed: on a CPU vLLM cannot split a seeded prompt over steps
             ),
             "only33": Ask(prompt(33, seed=3), kv={"include_output_tokens": False}),
             "only300": Ask(prompt(300, seed=3), kv=None),
@@ -70,7 +72,7 @@ def core_requests(run: Run, llm: object) -> None:
 def core_run(
     tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str, str], Run]:
-    """core_run(arch, mode, owner): `core_requests` answered by an engine of that configuration."""
+    """core_run(arch, mode, owner): `core_requests` and their responses, from an engine of that configuration."""
     done: dict[tuple[str, str, str], Run] = {}
 
     def get(arch: str, mode: str, owner: str) -> Run:

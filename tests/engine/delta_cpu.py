@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated delta nets in float32, with heads of any size, on a CPU, in an eager engine of this process.
+"""Gated delta nets in float32 on a CPU, with heads of any size, in an eager engine of this process.
 
-vLLM's own CPU kernels take bfloat16 values and heads of 128. `stand_in` replaces the op that runs them by the functions
-below. So rows, taps and stores are compared in float32. The rest is vLLM's: the model, its modules and their order, the
-states and what metadata says of them.
+vLLM's own CPU kernels only support bfloat16 and heads of 128. `stand_in` replaces the op that runs them by the
+functions below, so tests compare rows, taps and stores in float32. The rest is vLLM's: the model, the order of its
+modules, the states and their metadata.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def core(qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Tensor, layer_name: LayerNameType) -> None:
-    """Convolution and recurrence over the tokens of each request. It goes on from the request's states, and leaves
-    those behind its last token. qkv: [tokens, width]. a, b: [tokens, heads]. out: [tokens, heads, size], written.
+    """Compute convolution and recurrence over the tokens of each request.
+
+    They start from the request's states, and update them. qkv: [tokens, width]. a, b: [tokens, heads]. out: the result,
+    [tokens, heads, size], written in place.
     """
     from vllm.forward_context import get_forward_context
 
@@ -64,7 +66,7 @@ def core(qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Tensor,
 def delta_rule(
     state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
-    """The gated delta rule (Yang et al., 2024), token by token: [tokens, heads, value size].
+    """The gated delta rule (Yang et al., 2024), token by token. Returns [tokens, heads, value size].
 
     state: [heads, key size, value size], changed in place. q, k, v: [tokens, heads, size]. decay, beta: [tokens,
     heads].

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding for tests: the configuration of each method, and draft models of random weights."""
+"""Speculative decoding for tests: the configuration of each method, and draft models with random weights."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 RANDOM = ("eagle", "eagle3", "mtp", "dflash")
-"""Methods whose drafts here are all but never right."""
+"""Methods with random drafts, which the target almost never agrees with."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, an architecture of `tiny_model` in the directory `model`, and the `speculative_config` of its draft."""
+    """A target model and its draft. model: directory. arch: architecture. config: the `speculative_config`."""
 
     arch: str
     model: Path
@@ -34,12 +34,12 @@ class Pair:
 
     @property
     def synthetic(self) -> bool:
-        """Whether drafts are accepted that the target would not have sampled."""
+        """Whether vLLM accepts drafts at random, even if the target would not have sampled them."""
         return "rejection_sample_method" in self.config
 
 
 def make_eagle(target: Path, path: Path) -> Path:
-    """An EAGLE head for a tiny Llama. Returns its directory."""
+    """Write an EAGLE head for a tiny Llama. Returns its directory."""
     config, weights = read_config(target), Weights()
     hidden = config["hidden_size"]
     weights.layer("layers.0.", config, hidden)
@@ -48,7 +48,7 @@ def make_eagle(target: Path, path: Path) -> Path:
 
 
 def make_dflash(target: Path, path: Path) -> Path:
-    """A DFlash draft for a tiny Qwen3, which drafts all tokens in one forward. Returns its directory."""
+    """Write a DFlash draft model for a tiny Qwen3. It drafts all tokens in one forward. Returns its directory."""
     config, weights = read_config(target), Weights()
     hidden, read = config["hidden_size"], [0, 2]
     weights.layer("layers.0.", config, hidden)
@@ -60,7 +60,7 @@ def make_dflash(target: Path, path: Path) -> Path:
 
 
 def make_mtp(target: Path, path: Path) -> Path:
-    """A tiny GLM-4-MoE with a layer for MTP behind its own. Returns its directory."""
+    """Write a tiny GLM-4-MoE with an additional MTP layer. Returns its directory."""
     import torch
     from safetensors.torch import load_file
 
@@ -74,26 +74,26 @@ def make_mtp(target: Path, path: Path) -> Path:
     hidden = config["hidden_size"]
     weights.norms(hidden, f"{layer}.enorm", f"{layer}.hnorm")
     weights.made[f"{layer}.eh_proj.weight"] = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], 1)
-    shutil.copytree(target, path)  # with its tokenizer
+    shutil.copytree(target, path)  # includes the tokenizer
     return weights.save(path, config)
 
 
 SHARED = {"norm": "model.norm.weight", "head": "lm_head.weight"}
-"""What a layer for MTP has of the target."""
+"""Weights that an MTP layer shares with the target."""
 
 
 def make_pair(method: str, tiny_model: Callable[..., Path], folder: Path) -> Pair:
-    """A target and a draft of a method. Weights of drafts are random."""
+    """Make a target model and a draft for a method. Draft models have random weights."""
     arch = {"mtp": "glm4_moe", "eagle": "llama", "eagle3": "llama"}.get(method, "qwen3")
     target = tiny_model(arch)
     config: dict[str, Any] = {"method": method, "num_speculative_tokens": K}
     if method in ("ngram", "ngram_gpu"):
         config = {**NGRAM, "method": method}
-    elif method == "suffix":  # drafts have as many tokens as it finds, at most K
+    elif method == "suffix":  # the number of draft tokens varies, up to K
         pytest.importorskip("arctic_inference", reason="arctic-inference is not installed")
     elif method == "mtp":
         target = make_mtp(target, folder / method)
-    elif method == "draft_model":  # the target itself: all drafts are accepted
+    elif method == "draft_model":  # the target itself, so all drafts are accepted
         config["model"] = str(target)
     else:
         make = {"eagle": make_eagle, "eagle3": make_eagle3, "dflash": make_dflash}[method]
@@ -105,7 +105,9 @@ def make_pair(method: str, tiny_model: Callable[..., Path], folder: Path) -> Pai
 
 @contextmanager
 def drafting(pair: Pair, **args: Any) -> Iterator[LLM]:
-    """`harness.engine` with a draft. vLLM's V2 n-gram kernel does not run in Triton's interpreter: see `_propose`."""
+    """`harness.engine` with a draft. vLLM's n-gram kernel for the V2 runner does not run in Triton's interpreter, so
+    `_propose` replaces it.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if runner.V2:
             from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
@@ -116,7 +118,9 @@ def drafting(pair: Pair, **args: Any) -> Iterator[LLM]:
 
 
 def _propose(self: Any, input_batch: Any, *_args: Any, dummy_run: bool = False, **_more: Any) -> torch.Tensor:
-    """What follows the last place that ends as a request does, and as much of its last token as is wanting."""
+    """Draft the tokens after the latest earlier occurrence of the longest suffix of each request. Missing tokens repeat
+    the last one.
+    """
     import torch
 
     for number, index in enumerate(() if dummy_run else input_batch.idx_mapping[: input_batch.num_reqs].tolist()):

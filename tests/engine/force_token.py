@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A custom logits processor: requests with the extra argument `force` sample that token and no other."""
+"""A custom logits processor: requests with the extra argument `force` sample only that token."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`force_token.ForceToken` for the V2 model runner, which has an interface of its own for logits processors."""
+"""`force_token.ForceToken` for the V2 model runner, which has its own interface for logits processors."""
 
 from __future__ import annotations
 

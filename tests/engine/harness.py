@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running a real engine once and keeping what it answered: every fixture ends its engine before tests look.
+"""Runs an engine, and keeps its responses. Every fixture stops its engine before the tests of it run.
 
-So at most one engine lives at a time, in whatever order tests run.
+So only one engine runs at a time, in whatever order tests run.
 """
 
 from __future__ import annotations
@@ -26,34 +26,39 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
 ALL_HOOKS = "vllm-full,attention,mlp_pre*,indexer*"
-"""Every hook a model has: presets and wildcards leave out what it lacks."""
+"""Every hook that a model has. Presets and wildcards leave out hooks that the model lacks."""
 
 USUAL_HOOKS = {name for name, hook in HOOKS.items() if hook.only in (None, "dense", *USUAL)}
 """The hooks of a model like Llama."""
 
 CHUNK, SEGMENT, BLOCK = 32, 64, 128
-"""Rows of a chunk and of a shard in these tests, and the block size vLLM chooses on the CPU."""
+"""Rows per chunk and per shard in these tests, and vLLM's default block size on a CPU."""
 
 SMALL: dict[str, Any] = {"chunk_tokens": CHUNK, "segment_tokens": SEGMENT, "check": "poison"}
-"""Options of captures: many chunks and shards, and values that no tap wrote are found."""
+"""Options for captures with many chunks and shards. `poison` reveals values that no tap wrote."""
 
 ENGINE = {"max_model_len": 512, "max_num_batched_tokens": 128, "max_num_seqs": 16, "dtype": "float32"}
-"""Small enough that a prompt of 300 tokens is prefilled in several steps, beside others."""
+"""Engine arguments. A prompt of 300 tokens is prefilled in several steps, which it shares with other requests."""
 
 CACHE_BYTES = 256 << 20
-"""Of the KV cache, with the draft's rows in it: room for `max_num_seqs` whole requests. vLLM fills it with zeros."""
+"""Bytes of the KV cache, including the rows of owner draft: room for `max_num_seqs` requests of maximum length. vLLM
+fills it with zeros, so a larger one would start more slowly.
+"""
 
 END_SECONDS = 120
-"""vLLM kills an engine that takes longer to end. By itself it waits 5 seconds: too few for stores on a busy machine."""
+"""Seconds after which vLLM kills an engine that is shutting down. vLLM's default of 5 seconds is too short to finish
+stores on a busy machine.
+"""
 
 _FREEZE = gc.freeze
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: token ids, `kv_transfer_params`, SamplingParams fields, vLLM's LoRARequest, and PIL images.
+    """One request: prompt token ids, `kv_transfer_params`, fields of SamplingParams, a LoRARequest of vLLM, and PIL
+    images.
 
-    A prompt with images has one placeholder for each.
+    The prompt has one placeholder per image.
     """
 
     prompt: Sequence[int]
@@ -65,7 +70,11 @@ class Ask:
 
 @dataclass
 class Run:
-    """What an engine did. steps: for each step {request id: tokens scheduled}; preempted: ids (in-process only)."""
+    """The responses of an engine, and what it did.
+
+    steps: {request id: scheduled tokens} of each step. preempted: request ids. Both are only recorded for in-process
+    engines.
+    """
 
     store_dir: Path
     replies: dict[str, RequestOutput] = field(default_factory=dict)
@@ -81,13 +90,13 @@ class Run:
         return Path(params["dmi_store"])
 
     def tokens(self, name: str, child: int = 0) -> list[int]:
-        """Prompt and generated token ids."""
+        """Token ids of the prompt and of the generated tokens."""
         reply = self.replies[name]
         return [*reply.prompt_token_ids, *reply.outputs[child].token_ids]
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """Ordinary (no special) token ids of the tiny vocabulary, different for every length and seed."""
+    """Random token ids of the tiny vocabulary without special tokens, different for each length and seed."""
     return np.random.default_rng([length, seed]).integers(5, 512, length).tolist()
 
 
@@ -99,13 +108,16 @@ _compiled = False
 def engine(
     model: Path, in_process: bool = True, fork: bool = False, end_seconds: int = END_SECONDS, **kwargs: Any
 ) -> Iterator[LLM]:
-    """A vLLM engine that is gone when the block ends.
+    """Run a vLLM engine during the `with` block.
 
-    in_process: run scheduler and worker in this process, which saves the start of two and lets tests watch them and
-    take single steps; False is vLLM's default. fork: processes of the engine are forked, as vLLM does on a GPU, not
-    spawned, as on a CPU: each that is spawned imports vLLM for twelve seconds. Not in a process that has compiled a
-    model: its threads hold locks, for which a forked worker has waited for ever. end_seconds: after them vLLM kills
-    workers that have not ended.
+    in_process: run the scheduler and the worker in this process. That saves the start of two processes, and tests can
+    watch them and run single steps. vLLM's default is False.
+
+    fork: fork the processes of the engine, as vLLM does on a GPU, instead of spawning them, as it does on a CPU. A
+    spawned process takes twelve seconds to import vLLM. In a process that has compiled a model, processes are spawned
+    anyway, because its threads may hold locks, and forked workers then hang.
+
+    end_seconds: seconds after which vLLM kills workers that are shutting down.
     """
     global _compiled
     from vllm import LLM
@@ -122,7 +134,7 @@ def engine(
                 _compiled |= in_process and not kwargs.get("enforce_eager")
                 patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if in_process else "1")
                 patch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(end_seconds))
-                patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # in whole GiB, and it wins over the argument
+                patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # it is in whole GiB, and overrides the argument
                 llm = LLM(str(model), **{**ENGINE, "kv_cache_memory_bytes": CACHE_BYTES, **kwargs, **runner.ENGINE})
         except BaseException:
             if in_process:
@@ -131,35 +143,37 @@ def engine(
         try:
             yield llm
             if in_process:
-                for _ in range(3):  # an engine in its own process takes these steps by itself
+                for _ in range(3):  # an engine in its own process runs these steps by itself
                     llm.llm_engine.step()
         finally:
             llm.llm_engine.engine_core.shutdown(**({} if in_process else {"timeout": end_seconds}))
-            unregister_vllm_metrics()  # which the next engine with metrics in this process registers again
+            unregister_vllm_metrics()  # the next engine with metrics in this process registers them again
             del llm
             gc.collect()
 
 
 @functools.cache
 def _find_kernels_once() -> None:
-    """On a CPU vLLM looks through all modules for Triton's kernels at each start, and puts its own in their place.
+    """Let vLLM register its CPU replacements of Triton kernels only once per process.
 
-    Once in a process is enough: modules that are imported later find those.
+    vLLM does so at each start, and searches all modules for uses of the kernels. Modules that are imported later find
+    the replacements.
     """
     from vllm.platforms.cpu import CpuPlatform
 
-    if register := getattr(CpuPlatform, "register_triton_kernel_overrides", None):  # of vLLM 0.32
+    if register := getattr(CpuPlatform, "register_triton_kernel_overrides", None):  # vLLM 0.32 and later
         CpuPlatform.register_triton_kernel_overrides = staticmethod(functools.cache(register))
 
 
 @contextmanager
 def _garbage_of_the_engine_alone() -> Iterator[None]:
-    """Garbage is looked for among the objects of the engine, not among a million older ones, most of them of modules.
+    """Collect garbage only among objects that are newer than the engine. About a million older objects are mostly
+    modules.
 
-    vLLM collects garbage eight times for each engine. It also freezes what there is when it has started, and unfreezes
-    that at the end, to collect the engine. Here only what is older than the engine is frozen, and stays so.
+    vLLM collects garbage eight times per engine. It also freezes all objects after its start, and unfreezes them at the
+    end to collect the engine. Here, objects older than the engine are frozen and stay frozen, and vLLM freezes none.
     """
-    if gc.freeze is not _FREEZE:  # there is another engine
+    if gc.freeze is not _FREEZE:  # another engine is running
         yield
         return
     gc.collect()
@@ -172,7 +186,9 @@ def _garbage_of_the_engine_alone() -> Iterator[None]:
 
 @contextmanager
 def _classes_as_before() -> Iterator[None]:
-    """vLLM's Transformers backend changes classes of transformers to compile them. The oracle needs them plain."""
+    """Restore the classes of transformers at the end. vLLM's Transformers backend changes them to compile models, and
+    the oracle needs the original classes.
+    """
     from vllm.model_executor.models.transformers.base import Base
 
     names = ("__init__", "__call__", "save_aot_compiled_function")
@@ -198,7 +214,7 @@ def _classes_as_before() -> Iterator[None]:
 
 
 def _forget_engine() -> None:
-    """Remove what an engine that did not start leaves in this process."""
+    """Clean up after an engine that failed to start in this process."""
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -207,7 +223,7 @@ def _forget_engine() -> None:
 
 
 def sampling_params(ask: Ask) -> SamplingParams:
-    """Greedy and 12 tokens unless `ask` says otherwise."""
+    """The sampling parameters of `ask`. Defaults: greedy, 12 tokens."""
     from vllm import SamplingParams
 
     fields = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "extra_args": {}, **ask.sampling}
@@ -217,7 +233,7 @@ def sampling_params(ask: Ask) -> SamplingParams:
 
 
 def generate(llm: LLM, run: Run, asks: dict[str, Ask]) -> None:
-    """Answer all of `asks` at once into run.replies."""
+    """Run all of `asks` at once, and put their responses into run.replies."""
     prompts: list[dict[str, Any]] = [{"prompt_token_ids": list(ask.prompt)} for ask in asks.values()]
     for given, ask in zip(prompts, asks.values(), strict=True):
         if ask.images:
@@ -229,25 +245,25 @@ def generate(llm: LLM, run: Run, asks: dict[str, Ask]) -> None:
 
 
 def submit(llm: LLM, asks: dict[str, Ask]) -> None:
-    """Hand `asks` to an in-process engine without taking a step."""
+    """Submit `asks` to an in-process engine without running a step."""
     for name, ask in asks.items():
         llm.llm_engine.add_request(name, {"prompt_token_ids": list(ask.prompt)}, sampling_params(ask))
 
 
 def step(llm: LLM, run: Run) -> None:
-    """One step of an in-process engine. run.replies holds what each submitted request has got so far."""
+    """Run one step of an in-process engine. run.replies then has the latest output of each submitted request."""
     run.replies.update({reply.request_id: reply for reply in llm.llm_engine.step()})
 
 
 def finish(*engines: tuple[LLM, Run]) -> None:
-    """Steps of each engine in turn until none has a request left."""
+    """Run steps of each engine in turn until all requests have ended."""
     while busy := [pair for pair in engines if pair[0].llm_engine.has_unfinished_requests()]:
         for llm, run in busy:
             step(llm, run)
 
 
 def watch_scheduler(llm: LLM, run: Run) -> None:
-    """Record what every step of an in-process engine schedules."""
+    """Record the scheduled tokens of every step of an in-process engine."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     schedule = scheduler.schedule
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent attention of other shapes than 512 + 64 on a CPU, in an engine of this process.
+"""Latent attention of shapes other than 512 + 64 on a CPU, in an engine of this process.
 
-vLLM's own decode kernel there takes that one shape, and its platform turns prefix caching and chunked prefill off.
-`stand_in` replaces the kernel and the merge of two parts of the keys by the functions below, and leaves both features
-on. So rows, taps and stores meet every kind of step. The rest is vLLM's: the model, its modules and their order, the
-cache, the decode over latents, the prefill over keys of heads.
+vLLM's CPU decode kernel supports only that shape, and its CPU platform disables prefix caching and chunked prefill.
+`stand_in` replaces the kernel and the function that merges attention over two parts of the keys, and keeps both
+features enabled. So rows, taps and stores are tested with every kind of step. The rest is vLLM's: the model, the order
+of its modules, the cache, the decode over latents, the prefill over keys of heads.
 
 `docs/HOOKS.md` says which of these options a user needs.
 """
@@ -17,15 +17,15 @@ import pytest
 import torch
 
 KERNEL: dict[str, Any] = {"attention_config": {"backend": "CPU_MLA"}}
-"""Options of an engine that takes vLLM's kernel in float32 on any CPU; with AMX it would take another, in bfloat16."""
+"""Options of an engine that uses vLLM's float32 kernel on any CPU. With AMX, vLLM would use one in bfloat16."""
 WHOLE: dict[str, Any] = {"max_num_batched_tokens": 512}
-"""For the draft beside that kernel, with which vLLM splits no prompt over steps: max_model_len of these engines."""
+"""For owner draft with that kernel. vLLM does not split prompts then, so a step must hold max_model_len tokens."""
 ROTARY = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
-"""For an eager engine: vLLM 0.32's own CPU kernel rotates heads wrongly that lie side by side with another part."""
+"""Options of an eager engine. vLLM 0.32's CPU kernel rotates heads incorrectly if they are next to other values."""
 ODD = {"kv_lora_rank": 280, "qk_rope_head_dim": 40, "qk_nope_head_dim": 20, "v_head_dim": 28}
 """Sizes without a kernel on a CPU. vLLM checks their sum: 320, 512 or 576."""
 HEADS = {"kv_lora_rank": 40, "qk_rope_head_dim": 24, "qk_nope_head_dim": 40, "v_head_dim": 28}
-"""Sizes with keys of 64 values, which vLLM's CPU attention over heads takes (VLLM_MLA_DISABLE=1)."""
+"""Sizes with keys of 64 values, which vLLM's CPU attention by head supports (VLLM_MLA_DISABLE=1)."""
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,8 +55,10 @@ def decode(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
 ) -> None:
-    """One query a request over its paged latents: out [requests, heads, latent], query [requests, heads, latent +
-    rotary], kv_cache [blocks, block, latent + rotary].
+    """Decode one query per request over its paged latents.
+
+    out: [requests, heads, latent]. query: [requests, heads, latent + rotary]. kv_cache: [blocks, block, latent +
+    rotary].
     """
     for i, length in enumerate(seq_lens.tolist()):
         blocks = block_tables[i, : -(-length // kv_cache.shape[1])].long()
@@ -71,6 +73,6 @@ def merge(
     suffix_output: torch.Tensor,
     suffix_lse: torch.Tensor,
 ) -> None:
-    """Attention over two parts of the keys: outputs [tokens, heads, size], log-sum-exps [heads, tokens]."""
+    """Merge attention over two parts of the keys. Outputs: [tokens, heads, size]. Log-sum-exps: [heads, tokens]."""
     weights = torch.softmax(torch.stack([prefix_lse, suffix_lse]), 0).mT[..., None]
     output.copy_(weights[0] * prefix_output + weights[1] * suffix_output)

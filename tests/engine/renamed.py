@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that transformers does not have, with the weights of one that computes the same: what a checkpoint of theirs
-says instead, in its config and by the names of its weights.
-"""
+"""Models that transformers lacks, made from a model that computes the same, with another config and other names."""
 
 from __future__ import annotations
 
@@ -21,12 +19,13 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Renamed:
-    """A checkpoint of `architecture`, made of one that transformers writes.
+    """A checkpoint of `architecture`, made from a checkpoint of transformers.
 
-    fields: of its config, or what gives them from that of transformers; with `model_type` the whole config. weights:
-    what gives its weights from those of transformers and the config; None: they keep their names, and transformers
-    reads the same checkpoint. scaled: whether `topk_weights` hold the factor by which transformers' class says that
-    vLLM multiplies their sum. files: further JSON files of the checkpoint.
+    fields: changed fields of the config, or a function from the config of transformers to these fields. If they include
+    `model_type`, they are the whole config. weights: a function from (weights, config) of transformers to the weights;
+    None keeps their names, and transformers reads the same checkpoint. scaled: whether `topk_weights` include the
+    factor (routed_scaling_factor) by which vLLM multiplies the sum of the experts. files: additional JSON files of the
+    checkpoint.
     """
 
     architecture: str
@@ -36,7 +35,7 @@ class Renamed:
     files: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Make the checkpoint in `path` one of this architecture. What transformers reads is then at `twin(path)`."""
+        """Convert the checkpoint in `path` to this architecture. Its original is then at `twin(path)`."""
         config = json.loads((path / "config.json").read_text())
         if self.weights is not None:
             shutil.copytree(path, path / "twin")
@@ -49,12 +48,12 @@ class Renamed:
 
 
 def twin(path: Path) -> Path:
-    """The checkpoint that transformers reads, of one at `path`."""
+    """The checkpoint for transformers that belongs to the checkpoint at `path`."""
     return path / "twin" if (path / "twin").exists() else path
 
 
 def renamed(weights: Weights, names: Mapping[str, str]) -> Weights:
-    """Weights under other names. names: regular expression -> what replaces it, each where it is found."""
+    """Weights with changed names. names: {regular expression: replacement}, applied in order to each name."""
     found = {}
     for name, weight in weights.items():
         for old, new in names.items():
@@ -64,7 +63,7 @@ def renamed(weights: Weights, names: Mapping[str, str]) -> Weights:
 
 
 def fused(weights: Weights, prefix: str, parts: tuple[str, ...], whole: str) -> Weights:
-    """Weights in which those of `parts` in each module `prefix` lie one below the other, as `whole`."""
+    """Weights with the `parts` of each module `prefix` concatenated along dimension 0 as `whole`."""
     rest = dict(weights)
     for name in weights:
         if match := re.fullmatch(rf"({prefix})\.{parts[0]}\.(weight|bias)", name):
@@ -74,7 +73,7 @@ def fused(weights: Weights, prefix: str, parts: tuple[str, ...], whole: str) -> 
 
 
 def _bailing(weights: Weights, _config: dict[str, Any]) -> Weights:
-    """Ling and Ring, from GLM-4.5."""
+    """Ling and Ring, made from GLM-4.5."""
     weights = fused(weights, r"model\.layers\.\d+\.self_attn", ("q_proj", "k_proj", "v_proj"), "query_key_value")
     names = {
         "embed_tokens": "word_embeddings",
@@ -103,12 +102,12 @@ def _bailing_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_they_are(weights: Weights, _config: dict[str, Any]) -> Weights:
-    """For a config that transformers' class cannot read."""
+    """Unchanged weights, for a config that transformers' class cannot read."""
     return weights
 
 
 def _internlm2(weights: Weights, config: dict[str, Any]) -> Weights:
-    """InternLM 2, from Llama: queries of a group beside their key and value."""
+    """InternLM 2, made from Llama. The queries of a group are stored next to their key and value."""
     groups, size = config["num_key_value_heads"], config["head_dim"]
     for name in list(weights):
         if name.endswith("q_proj.weight"):
@@ -130,7 +129,7 @@ def _internlm2(weights: Weights, config: dict[str, Any]) -> Weights:
 
 
 def _exaone(weights: Weights, _config: dict[str, Any]) -> Weights:
-    """EXAONE 3, from Llama."""
+    """EXAONE 3, made from Llama."""
     names = {
         r"model\.embed_tokens": "transformer.wte",
         r"model\.norm": "transformer.ln_f",
@@ -147,7 +146,7 @@ def _exaone(weights: Weights, _config: dict[str, Any]) -> Weights:
 
 
 def _plamo3(weights: Weights, config: dict[str, Any]) -> Weights:
-    """PLaMo 3, from Gemma 3: it adds other numbers to the weights of its norms, and does not scale embeddings."""
+    """PLaMo 3, made from Gemma 3. It adds other constants to weights of norms, and does not scale embeddings."""
     weights = fused(weights, r"model\.layers\.\d+\.self_attn", ("q_proj", "k_proj", "v_proj"), "qkv_proj")
     weights = fused(weights, r"model\.layers\.\d+\.mlp", ("gate_proj", "up_proj"), "gate_up_proj")
     added = {"post_attention_layernorm": 0.2, "post_feedforward_layernorm": 5**-1.5}
@@ -177,7 +176,7 @@ _EXAONE = {"activation_function": "silu", "layer_norm_epsilon": 1e-6}
 
 
 def _minicpm(config: dict[str, Any]) -> dict[str, Any]:
-    """From Granite."""
+    """MiniCPM, made from Granite."""
     return {
         "scale_emb": config["embedding_multiplier"],
         "scale_depth": config["residual_multiplier"] * config["num_hidden_layers"] ** 0.5,
@@ -206,4 +205,4 @@ RENAMED = {
     "mimo_v2": Renamed("MiMoV2ForCausalLM"),
     "sarvam_moe": Renamed("SarvamMoEForCausalLM", _bailing_fields, _bailing, scaled=True),
 }
-"""By their names in MODELS of test_models.py. wrapped.py has those around a language model too."""
+"""{name in MODELS of test_models.py: checkpoint}. wrapped.py adds models with a language model inside."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing of experts that vLLM's CPU router does not have, in an engine of this process.
+"""Expert routing that vLLM's CPU router does not support, in an engine of this process.
 
-Outside of groups of experts it takes the softmax of scores alone: it refuses the sigmoid, and leaves out the bias by
-which a model chooses its experts. `stand_in` computes both as vLLM does on a GPU: with one group of all experts.
+For models without groups of experts, the CPU router only supports the softmax of scores. It refuses the sigmoid, and
+ignores the bias with which a model chooses its experts. `stand_in` computes both as vLLM does on a GPU, with all
+experts in one group.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let engines of this process choose experts by the sigmoid, or with a bias, where there are no groups of them."""
+    """Let engines of this process route with the sigmoid or with a bias in models without groups of experts."""
     from vllm.model_executor.layers.fused_moe.router import cpu_router
 
     routes = cpu_router.CPURouter._compute_routing

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent attention with an indexer (DeepSeek V3.2, GLM-5) on a CPU, in float32, in an eager engine of this process.
+"""Latent attention with an indexer (DeepSeek V3.2, GLM-5) in float32 on a CPU, in an eager engine of this process.
 
-vLLM has no kernels for it there: its CPU platform refuses sparse attention, and the indexer computes in FP8. `stand_in`
-replaces the indexer's op, its cache, its quantisation, and the attention over the chosen tokens by the functions below.
-The rest is vLLM's: the model, its modules and their order, the shared buffer of choices, the cache and its blocks.
+vLLM's CPU platform refuses sparse attention, and its indexer computes in FP8. `stand_in` replaces the op of the
+indexer, its cache, its quantisation, and the attention over the chosen tokens by the functions below. The rest is
+vLLM's: the model, the order of its modules, the shared buffer of chosen tokens, the cache and its blocks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms.cpu import CpuPlatform
 
     latent_cpu.stand_in(monkeypatch)
-    # vLLM sets it to 1 for these models, and leaves it so for the process: it then compiles no other model.
+    # vLLM sets it to 1 for these models and does not restore it. It would then compile no other model in this process.
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
-    # vLLM reads configs of V3.2 by this class, whose type it changes. Other tests need the classes of transformers.
+    # vLLM registers this class for configs of V3.2. Other tests need the classes of transformers.
     monkeypatch.setattr(DeepseekV3Config, "model_type", "deepseek_v3")
     monkeypatch.setitem(CONFIG_MAPPING._extra_content, "deepseek_v32", DeepseekV3Config)
     chosen = CpuPlatform.get_attn_backend_cls.__func__  # type: ignore[attr-defined]
@@ -49,7 +49,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Cache(deepseek_v2.DeepseekV32IndexerCache):
-    """Keys of the indexer in float32: entries [head_dim]. vLLM keeps them in FP8, each with its scale."""
+    """The indexer's keys in float32, each of [head_dim]. vLLM stores them in FP8 with a scale each."""
 
     def __init__(self, head_dim: int, dtype: torch.dtype, prefix: str, cache_config: Any) -> None:
         super().__init__(head_dim, torch.float32, prefix, cache_config)
@@ -59,13 +59,13 @@ class Cache(deepseek_v2.DeepseekV32IndexerCache):
 
 
 def unquantised(values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, scales [rows, 1] of 1), in the place of values in FP8 and their scales."""
+    """(values, scales [rows, 1] of 1), instead of FP8 values and their scales."""
     return values, torch.ones_like(values[:, :1])
 
 
 @dataclass
 class Steps:
-    """What a step's requests are. requests: int64 [tokens], the request of each token. positions: int64 [tokens]."""
+    """Metadata of a step. requests: the request of each token, int64 [tokens]. positions: int64 [tokens]."""
 
     num_actual_tokens: int
     num_decode_tokens: int
@@ -83,7 +83,7 @@ class Steps:
         return int(self.positions[: self.num_actual_tokens].max()) < places
 
     def slots(self, token: int, block: int) -> torch.Tensor:
-        """int64 [n]: slots in the cache of the request's tokens up to this one. block: tokens of a block."""
+        """Cache slots of a request's tokens up to this token, int64 [n]. block: tokens per block."""
         places = torch.arange(int(self.positions[token]) + 1)
         return self.block_table[self.requests[token]].long()[places // block] * block + places % block
 
@@ -102,7 +102,7 @@ class Builder(AttentionMetadataBuilder[Steps]):
 
 
 class Backend(CPUMLABackend):
-    """Attention over the tokens that the indexer chose, as queries of all heads over the latent."""
+    """Attention over the tokens that the indexer chose. The queries of all heads share the latent."""
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -134,7 +134,7 @@ class Impl(CPUMLAImpl):
         self.chosen = topk_indices_buffer
 
     def record_logical_topk_ready(self) -> None:
-        """On a GPU another stream waits for it."""
+        """Does nothing. On a GPU, it records an event for another stream."""
 
     def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any) -> Any:
         q = torch.cat(q, -1) if isinstance(q, tuple) else q
@@ -161,11 +161,11 @@ def may_skip(self: Any, *args: Any, **kwargs: Any) -> None:
 def choose(
     self: Any, hidden_states: torch.Tensor, q_quant: torch.Tensor, k: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Cache the indexer's keys, and write the positions of each token's largest scores into the shared buffer.
+    """Store the indexer's keys, and write the positions with each token's largest scores to the shared buffer.
 
     A score is the sum over heads of weight * relu(query @ key). q_quant: [tokens, heads, size]. k: [tokens, size].
-    weights: [tokens, heads]. Unused places of a row get -1. Returns the buffer, int32 [tokens of a step, index_topk].
-    If no token has more than index_topk tokens to choose from, the buffer may keep what an earlier step or layer wrote.
+    weights: [tokens, heads]. Unused entries of a row are -1. Returns the buffer, int32 [tokens of a step, index_topk].
+    If no token attends to more than index_topk tokens, the buffer may keep the values of an earlier step or layer.
     """
     from vllm.forward_context import get_forward_context
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's ExampleHiddenStatesConnector where there is no GPU: only its copy over a CUDA stream is replaced."""
+"""vLLM's ExampleHiddenStatesConnector without a GPU. Only its copy on a CUDA stream is replaced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 
 class StockOnCPU(ExampleHiddenStatesConnector):
     def _submit_async_write(self, pending: PendingSave) -> None:
-        """The stock extraction and file, at once."""
+        """Extract and write the file as vLLM does, but synchronously."""
         assert self._kv_cache is not None
         blocks = torch.tensor(pending.block_ids, dtype=torch.long)
         slots = (torch.arange(self._block_size)[None] + blocks[:, None] * self._block_size).flatten()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The capture benchmark runs on a CPU too, checks what it measures, and reports what it found."""
+"""The capture benchmark on a CPU: a short run, the checks of its stores, and its report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from benchmarks.setups import (
 from dmi_connector.engine.model.architectures import ARCHITECTURES
 from dmi_connector.hooks import parse_selection
 
-pytestmark = pytest.mark.soak  # of what measures, not of what users run
+pytestmark = pytest.mark.soak  # only benchmark code, which users do not run
 ROOT = Path(__file__).parents[2]
 SHRINK, CHUNK = 4, 16
 SETUPS = ("stock", "ehs", "full null", "full disk none", "full disk slow block", "full disk slow drop")
@@ -42,7 +42,8 @@ OPTIONS = {
     "--repeat": 1,
     "--dtype": "float32",
     "--engine-args": '{"enforce_eager": true}',
-    "--options": json.dumps({"chunk_tokens": CHUNK}),  # 8 requests reach a chunk's end at once; a slow sink holds 3
+    # 8 requests finish a chunk in the same step, and a slow sink holds 3 chunks
+    "--options": json.dumps({"chunk_tokens": CHUNK}),
     "--only": ",".join((*SETUPS, "full disk none unpaced")),
     "--cases": ",".join(CASE_NAMES),
     "--limit-seconds": 0.02,
@@ -52,7 +53,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def run(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """(result file, what was printed) of one run."""
+    """(result file, printed text) of one run."""
     out = tmp_path_factory.mktemp("bench") / "tiny.json"
     paths = {"--model": tiny_model("qwen3"), "--out": out, "--store-dir": out.parent / "stores"}
     argv = [str(word) for option in {**paths, **OPTIONS}.items() for word in option]
@@ -77,7 +78,7 @@ def test_the_result_names_machine_and_limits_but_no_paths(run: tuple[dict[str, A
 def test_rates_are_medians_of_the_runs(run: tuple[dict[str, Any], str]) -> None:
     results, _ = run
     assert set(results["engines"]) == {"stock", "ehs", "full"}
-    phases = {"decode32": 5, "prefill8": 4}  # those that have the case
+    phases = {"decode32": 5, "prefill8": 4}  # phases that include the case
     for setup in ("stock", "full null", "full disk none"):
         measured = report.measured(results, setup)
         assert set(measured) - {PROFILE} == set(CASE_NAMES)
@@ -87,7 +88,7 @@ def test_rates_are_medians_of_the_runs(run: tuple[dict[str, Any], str]) -> None:
             assert got["tok_per_s"] == pytest.approx(statistics.median(got["runs"]), rel=0.01)
             assert len(got["python_us"]) == len(got["runs"]) and min(got["python_us"]) > 0
     profile = report.measured(results, "full null")["profile decode32"]
-    assert profile["ours: before_forward"]["calls"] >= 128 / SHRINK, "one call a step"
+    assert profile["ours: before_forward"]["calls"] >= 128 / SHRINK, "one call per step"
     assert profile["step"]["mean_us"] > profile["execute_model"]["mean_us"] > 0
 
 
@@ -276,7 +277,7 @@ serve_engine(fd, Bench, functools.partial(answer, setups))
 def test_an_engine_that_fails_or_dies_does_not_stop_the_others(
     together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A child that is waited for in vain makes the test run into its time limit."""
+    """If a failed child were waited for, the test would run into its timeout."""
     monkeypatch.setattr(common, "CLOSE_S", 3600)
     names = ("stock", "no start", "fails", "dies", "ends badly", "good")
     cases = ("decode1", "decode32")
@@ -352,7 +353,7 @@ def test_engines_that_are_up_together_take_rounds_alternately() -> None:
     a, b, disk = Setup("a null", "a"), Setup("b null", "b"), Setup("a disk", "a")
     turns = [Turn(a, "decode1"), Turn(b, "decode1"), Turn(disk, "decode1"), Turn(b, "decode32"), Turn(b, PROFILE)]
     names = [[turn.setup.name for turn in group] for group in in_groups(turns, together=True)]
-    assert names == [["a null", "b null"], ["a disk"], ["b null"], ["b null"]], "no engine twice in a group"
+    assert names == [["a null", "b null"], ["a disk"], ["b null"], ["b null"]], "an engine is twice in a group"
     assert in_groups(turns, together=False) == [[turn] for turn in turns]
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bfloat16 model: every value as near to transformers as rounding allows.
+"""A bfloat16 model: every value is as close to transformers as rounding allows.
 
-Two programs that round at different places diverge layer by layer. So three things are checked. Up to the first such
-place (rotary in layer 0), all values are bit-equal. Each operation on captured inputs gives the captured output within
-2 ulp of the row's largest value. The accumulated error from float32 is at most MOST_ERROR times that of
+Two programs that round at different places diverge layer by layer. So the tests check three things. Up to the first
+such place (rotary in layer 0), all values are bit-equal. Each operation on captured inputs gives the captured output
+within 2 ulp of the row's largest value. The accumulated error from float32 is at most MOST_ERROR times that of
 transformers in bfloat16. test_compiled_tokens.py has the second check under torch.compile.
 """
 
@@ -24,10 +24,10 @@ from tests.engine.check import check_header, hooks_of
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
 
 LENGTHS = (5, 33, 130, 300)
-EXACT = ("embed", "resid_pre", "ln1", "q", "k", "v")  # in layer 0
+EXACT = ("embed", "resid_pre", "ln1", "q", "k", "v")  # of layer 0
 MOST_ERROR = 1.1 if torch.cpu._is_avx512_supported() else 1.3
-"""Maximum error from float32, relative to that of transformers. Without AVX-512, whose products round at other places,
-1.18 was seen for `q_rot` of 5 tokens.
+"""Maximum error from float32, relative to that of transformers in bfloat16. CPUs without AVX-512 round products at
+other places. There, the largest ratio was 1.18, for `q_rot` of 5 tokens.
 """
 
 
@@ -51,7 +51,7 @@ def half(oracle: Callable[..., Oracle]) -> Oracle:
 
 @pytest.fixture(scope="module")
 def exact(tiny_model: Callable[..., Path]) -> Oracle:
-    """The same rounded weights in float32 arithmetic."""
+    """The oracle of the same rounded weights in float32 arithmetic."""
     return Oracle(tiny_model("qwen3", "bfloat16"), dtype=torch.float32)
 
 
@@ -76,7 +76,7 @@ def test_stores_are_whole_and_in_bfloat16(run: Run, captures: dict[str, Capture]
             value = capture.torch(hook)
             assert value.dtype == torch.bfloat16, f"{name}: {hook} is {value.dtype}"
             assert np.array_equal(value.float().numpy(), capture.numpy(hook)), f"{name}: {hook}"
-            assert value.float().abs().max() > 0.05, f"{name}: {hook} is all but zero"
+            assert value.float().abs().max() > 0.05, f"{name}: {hook} is almost zero"
 
 
 def test_values_are_bit_equal_where_the_order_of_operations_is_the_same(
@@ -95,7 +95,7 @@ def test_values_are_bit_equal_where_the_order_of_operations_is_the_same(
 
 
 def operations(capture: Capture, oracle: Oracle) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(place, captured output, transformers' output for the captured input) of every operation."""
+    """Yield (place, captured output, transformers' output for the captured input) of every operation."""
     base, last = oracle.model.base_model, oracle.config.num_hidden_layers - 1
     for number, layer in enumerate(base.layers):
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from tests import bulkprocess
 from tests.bulkprocess import TOKENS, check_whole, told, why
 from tests.engine.faults import check_rows
 from tests.engine.harness import prompt
+from tests.forking.fork_workers import environment
 
 MASK = [0, 0, 1, 1, 0, 0, 0, 1, 1]
 CHOICES = ["what", "no"]
@@ -138,11 +140,15 @@ def test_flags_of_vllm_that_are_wrong(tiny_model: Callable[..., Path], tmp_path:
 
 
 def test_prompts_alone(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """Without --max-tokens there are rows of the prompt only. A user starts it so; others are forked (programs.py)."""
+    """Without --max-tokens there are rows of the prompt only.
+
+    A user starts it so, but for the workers of the engine. All processes of other runs are forked (programs.py).
+    """
     prompts, out = bulkprocess.write_ids(tmp_path / "p.jsonl", 12), tmp_path / "out"
     asked = bulkprocess.command(tiny_model("qwen3"), tmp_path / "p.jsonl", out, "--shuffle", "3")
     del asked[asked.index("--max-tokens") : asked.index("--max-tokens") + 2]
-    result = subprocess.run(asked, cwd=bulkprocess.ROOT, capture_output=True, text=True)
+    env = {**os.environ, **environment()}
+    result = subprocess.run(asked, cwd=bulkprocess.ROOT, env=env, capture_output=True, text=True)
     assert result.returncode == 0, why(out, result.stderr)
     entries = list(read_manifest(out / "manifest.jsonl"))
     assert sorted(entry["row"] for entry in entries) == list(range(12))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features of vLLM that people combine with capture: each works, or is refused at start (docs/COMPATIBILITY.md)."""
+"""Features of vLLM that may be combined with capture. Each works or is refused at start (docs/COMPATIBILITY.md)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 HOOKS = hooks_of("qwen3")
 NO_DRAFT = ["target", pytest.param("pool", marks=pytest.mark.soak)]
 CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "ExampleConnector")
-"""Of vLLM: they load keys and values that were computed before."""
+"""Connectors of vLLM that load keys and values of earlier computations."""
 
 
 def beside(other: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Our connector and another of vLLM's, in one engine."""
+    """Engine arguments for our connector together with another one of vLLM."""
 
     def both(transfer: dict[str, Any]) -> dict[str, Any]:
         extra = {"connectors": [transfer, {"kv_connector": other, "kv_role": "kv_both"}]}
@@ -107,9 +107,10 @@ def test_structured_output_and_priorities_change_no_row(
 def test_weights_that_are_loaded_while_serving_give_their_own_values(
     known_models: None, tmp_path: Path, owner: str
 ) -> None:
-    """As trainers by reinforcement do between rounds. (Of tied embeddings vLLM reloads one on a CPU.)
+    """Trainers for reinforcement learning reload weights between rounds. With tied embeddings, vLLM reloads only one of
+    them on a CPU.
 
-    A request without a capture fills the cache again, so that rows of before could be taken for its blocks.
+    A request without capture fills the cache again. Its blocks must not be combined with rows from before the reload.
     """
     run, silent = Run(tmp_path / "captures"), {"dmi": {"enabled": False}}
     one, other = (make_model("qwen3", tmp_path / f"{i}", seed=i, tie_word_embeddings=False) for i in (0, 7))
@@ -129,12 +130,12 @@ def test_weights_that_are_loaded_while_serving_give_their_own_values(
 NEEDS_GPU = pytest.mark.skipif(not runner.GPU, reason="vLLM's sleep mode needs a GPU")
 SLEEPERS = ("target", "pool")
 REDUCE = {"resid_pre": "rp(16,seed=3)", "resid_mid": "int8", "mlp_post": "topk(8)", "k": "cs(6,exact,seed=5)"}
-"""With matrices, orders and signs on the GPU, and with a buffer of values that are reduced at the end of a step."""
+"""Reductions that keep matrices, orders or signs on the GPU, or that reduce buffered values at the end of a step."""
 POOL_BYTES = 4 << 30
 
 
 def asleep(llm: LLM, level: int, mode: str = "abort", by_tags: bool = False) -> None:
-    """Sleep and wake up, with the same weights. by_tags: the caches come back after the weights are there."""
+    """Sleep and wake up with the same weights. by_tags: allocate the caches only after the weights are loaded."""
     llm.sleep(level, mode=mode)
     llm.wake_up(["weights"] if by_tags else None)
     if level == 2:
@@ -155,7 +156,7 @@ def test_rows_before_and_after_sleep_are_true(
     level: int,
     by_tags: bool,
 ) -> None:
-    """What ended before sleep is exported before the engine gives up its memory."""
+    """Captures that ended before sleep are exported before the engine frees its memory."""
     run, twin = Run(tmp_path), oracle("qwen3")
     args: dict[str, Any] = capture_args(ALL_HOOKS, tmp_path, owner, **SMALL)
     asks = {f"{length}": Ask(prompt(length)) for length in (40, 130, 200)}
@@ -174,15 +175,16 @@ def test_rows_before_and_after_sleep_are_true(
 def test_a_request_that_sleep_keeps_has_all_its_rows(
     tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path: Path, owner: str, level: int
 ) -> None:
-    """Its cache is gone, so vLLM computes its tokens again. Level 2: with the same weights."""
+    """Sleep discards the request's cache, so vLLM computes its tokens again. Level 2 reloads the same weights."""
     run = Run(tmp_path)
     args: dict[str, Any] = capture_args(ALL_HOOKS, tmp_path, owner, **SMALL)
     with engine(tiny_model("qwen3"), in_process=False, enforce_eager=True, enable_sleep_mode=True, **args) as llm:
         submit(llm, {"kept": Ask(prompt(130), sampling={"max_tokens": 250})})
         for _ in range(5):
             step(llm, run)
-        assert llm.llm_engine.has_unfinished_requests(), "it ended before sleep"
-        asleep(llm, level, mode="keep", by_tags=level == 2)  # else it would go on before the weights are there
+        assert llm.llm_engine.has_unfinished_requests(), "the request ended before sleep"
+        # with level 2, the request must not continue before the weights are loaded
+        asleep(llm, level, mode="keep", by_tags=level == 2)
         finish((llm, run))
     check_store(run.store("kept"), oracle("qwen3"), run.tokens("kept"), 130, HOOKS)
 
@@ -193,7 +195,7 @@ def test_a_request_that_sleep_keeps_has_all_its_rows(
 def test_reduced_rows_and_scores_are_the_same_after_sleep(
     tiny_model: Callable[..., Path], tmp_path: Path, owner: str, level: int
 ) -> None:
-    """The first step has more tokens than one whose reductions wait for its end, and others have fewer."""
+    """The first step has too many tokens to defer reductions to its end. The other steps defer them."""
     probe = save_probe(tmp_path / "risk.safetensors", "mlp_out", (1,), 64, 3)
     one = save_probe(tmp_path / "one.safetensors", "attn_out", (2,), 64, 1)
     encoder = save_encoder(tmp_path / "sae", 64, 300)
@@ -228,14 +230,14 @@ def test_sleep_frees_the_rows_of_a_pool(tiny_model: Callable[..., Path], tmp_pat
         there, _ = torch.cuda.mem_get_info()
         llm.wake_up()
         again, _ = torch.cuda.mem_get_info()
-    assert there - awake > POOL_BYTES + 1_000_000_000, "the rows, and the caches of 1.5 GB"
+    assert there - awake > POOL_BYTES + 1_000_000_000, "sleep frees the rows and the caches of 1.5 GB"
     assert abs(again - awake) < POOL_BYTES // 2
 
 
 def test_redundant_experts_are_captured_by_the_models_numbers(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As expert load balancing does, the mapping gives other numbers to the kernel."""
+    """Like expert load balancing, the patched mapping passes other expert numbers to the kernel."""
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
     run, seen = Run(tmp_path), []

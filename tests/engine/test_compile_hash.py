@@ -29,12 +29,14 @@ def graphs(cache_root: Path) -> int:
 @pytest.fixture(scope="module", params=["draft", pytest.param("target", marks=pytest.mark.soak)])
 def runs(
     request: pytest.FixtureRequest,
+    vllm_cache_root: Path,
     known_models: None,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[Run]:
     """The selections one after the other over one new cache directory."""
     done = []
     cache_root = tmp_path_factory.mktemp("cache")
+    (cache_root / "modelinfos").symlink_to(vllm_cache_root / "modelinfos")  # or a process imports each model class anew
     model = make_model("qwen3", tmp_path_factory.mktemp("one-layer"), num_hidden_layers=1)  # three are compiled
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CACHE_ROOT", str(cache_root))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files in configs/, each through vLLM's own parser. tests/serve/test_faults.py starts a server with one."""
+"""Parses the files in configs/ with vLLM's own parser. tests/serve/test_faults.py starts a server with one of them."""
 
 from __future__ import annotations
 

@@ -55,8 +55,10 @@ def test_a_module_whose_hook_does_not_fire_is_named(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str, eager: bool
 ) -> None:
     deaf(monkeypatch, "self_attn.o_proj")
-    reason = refused(tiny_model("qwen3"), tmp_path, "hidden-states,z,q", owner, enforce_eager=eager)
-    assert "hooks: z of layer 0, 1, 2 was not written in a forward of" in reason
+    # Compiling three layers takes twice as long as compiling one.
+    model = tiny_model("qwen3") if eager else make_model("qwen3", tmp_path / "model", num_hidden_layers=1)
+    reason = refused(model, tmp_path / "captures", "hidden-states,z,q", owner, enforce_eager=eager)
+    assert f"hooks: z of layer {'0, 1, 2' if eager else '0'} was not written in a forward of" in reason
     assert "tapped at model.layers.0.self_attn.o_proj" in reason
     assert ("hooks: q" in reason) != eager, "compiled, the values of a layer wait for one op, which is missing"
 

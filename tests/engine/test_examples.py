@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notebooks as a user runs them, each with its own engine, and baselines that lose."""
+"""Notebooks with their own engines, and baselines that lose.
+
+In `make soak` as a user runs them. Otherwise kernels and engines are forked (programs.py).
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ def test_the_probe_beats_its_baselines_and_keeps_what_it_finds(
         Mistake("response = np.array", "offline = 1 - offline"),
         Mistake("CLASSES = (", f"random.seed(1); {here}", quick=(labels, "random.choice([-1, 1])")),
     )
+    notebookkit.fork_kernels(monkeypatch)
     text, pictures = notebookkit.execute(notebookkit.read("probes"), monkeypatch, mistakes, TMPDIR=str(directory))
     (stores,) = directory.glob("*/captures")
     assert len(open_captures(stores)) == 200 and "200 captures, 100 of them of 'answer'" in text, text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every hook of every architecture, as a real engine captured it, against transformers in float32."""
+"""Every hook of every architecture, captured by an engine and compared with transformers in float32."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.engine.conftest import LENGTHS
 from tests.engine.harness import BLOCK, Run, prompt
 from tests.runner import ATOL
 
-# Every architecture eager; compiled what differs most: a fused add-and-norm (qwen3) and plain norms (gpt2). In the long
-# part all are compiled. With rows of the draft: test_compile_hash.py, test_compiled_tokens.py.
+# Every architecture runs eagerly. Two that differ most run compiled too: fused add-and-norm (qwen3) and plain norms
+# (gpt2). In the soak part, all are compiled. For owner draft, see test_compile_hash.py and test_compiled_tokens.py.
 _LONG = [
     *((name, "compiled", "draft") for name in ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "gpt2")),
     ("qwen3", "compiled", "target"),
@@ -76,16 +76,16 @@ def test_no_two_hooks_or_layers_have_nearly_the_same_values(name: str, oracle: C
         for layer, value in enumerate(values[hook] if values[hook].ndim == 3 else values[hook][None])
         if hook not in ("topk_ids", "topk_weights")
     }
-    if name != "gpt2":  # without position embeddings the first layer reads the token embedding itself
+    if name != "gpt2":  # without position embeddings, the first layer reads the token embedding itself
         del rows["embed layer 0"]
     for (a, x), (b, y) in combinations(rows.items(), 2):
         if x.shape == y.shape:
-            # Rotary leaves position 0 as it is.
-            assert np.abs(x - y)[1:].max(-1).min() > 0.01, f"{a} is too near {b}"
+            # Rotary does not change position 0.
+            assert np.abs(x - y)[1:].max(-1).min() > 0.01, f"{a} is too close to {b}"
 
 
 def test_prompts_that_end_near_chunk_and_block_edges_have_right_values(run: Run, twin: Oracle, arch: str) -> None:
-    assert run.block_size == BLOCK, "the lengths no longer lie around block edges"
+    assert run.block_size == BLOCK, "no length is next to a block edge"
     for length in LENGTHS:
         check(run, f"len{length}", twin, arch)
 
@@ -98,22 +98,22 @@ def test_a_long_prompt_is_prefilled_in_several_steps(run: Run) -> None:
 
 @pytest.mark.parametrize("name", ["again", "shared"])
 def test_prefix_cache_hits_export_the_shared_rows(run: Run, twin: Oracle, arch: str, name: str) -> None:
-    """A pool borrows them from the capture that computed them."""
-    assert run.replies[name].num_cached_tokens == 2 * BLOCK, "no prefix-cache hit: this test shows nothing"
+    """A pool borrows these rows from the capture that computed them."""
+    assert run.replies[name].num_cached_tokens == 2 * BLOCK, "no prefix-cache hit"
     check(run, name, twin, arch)
 
 
 @pytest.mark.parametrize(("name", "hit"), [("scored", 0), ("scored-hit", 2 * BLOCK)])
 def test_prompt_logprobs_take_no_row_of_logits(run: Run, twin: Oracle, arch: str, name: str, hit: int) -> None:
-    """vLLM computes logits of prompt tokens in the same steps."""
-    assert run.replies[name].num_cached_tokens == hit, "not the hit this test is about"
+    """vLLM computes the logits of prompt tokens in the same steps."""
+    assert run.replies[name].num_cached_tokens == hit, "another hit than this test needs"
     check(run, name, twin, arch)
 
 
 def test_logits_of_prompt_tokens_come_from_the_residual_stream(
     run: Run, arch: str, tiny_model: Callable[..., Path]
 ) -> None:
-    """They are vLLM's own, as docs/CAPTURING.md says."""
+    """The logits equal vLLM's own prompt logprobs, as docs/CAPTURING.md says."""
     end, theirs = Unembedding.load(tiny_model(arch)), run.replies["scored"].prompt_logprobs
     rows = open_capture(run.store("scored"), timeout=300).numpy("resid_final", tokens=slice(0, 300))
     mine = log_softmax(end.logits(rows))
@@ -130,7 +130,7 @@ def test_every_child_of_n_3_has_its_own_store(run: Run, twin: Oracle, arch: str)
     by_child = {int(str(c.request_id).split("_")[0]): c.store for c in found}
     assert sorted(by_child) == [0, 1, 2], by_child
     texts = {tuple(run.replies["three"].outputs[child].token_ids) for child in by_child}
-    assert len(texts) == 3, "the children sampled the same tokens, so stores could be swapped unseen"
+    assert len(texts) == 3, "equal children: the test cannot detect swapped stores"
     for child, store in by_child.items():
         check_store(store, twin, run.tokens("three", child), 129, hooks_of(arch), greedy=False)
 
@@ -157,7 +157,7 @@ def test_each_request_gets_one_token_per_decode_step(run: Run) -> None:
     assert run.drafts == 0, f"{run.drafts} draft tokens were scheduled"
     for name, reply in run.replies.items():
         request = reply.kv_transfer_params["dmi_request_id"]
-        if name == "three":  # its response names one child only, with the number in front
+        if name == "three":  # its response names only one child, with the child's number as a prefix
             continue
         steps = [step[request] for step in run.steps if request in step]
         prefill = len(reply.prompt_token_ids) - reply.num_cached_tokens
@@ -166,7 +166,7 @@ def test_each_request_gets_one_token_per_decode_step(run: Run) -> None:
         assert prefill in done, f"{name}: no step ends with the prompt: {steps}"
         decode = steps[int(np.flatnonzero(done == prefill)[0]) + 1 :]
         assert set(decode) <= {1}, f"{name}: decode steps scheduled {decode}"
-        # Asynchronous scheduling may schedule one token more before it sees the end.
+        # Asynchronous scheduling may schedule one more token before it sees the end.
         assert outputs - 1 <= len(decode) <= outputs, f"{name}: {len(decode)} decode steps for {outputs} tokens"
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in a pool beside vLLM's hybrid cache manager: layers with a window keep blocks for their window alone.
+"""Owner pool with vLLM's hybrid cache manager, where layers with a sliding window keep only the blocks of their window.
 
-One engine has the manager on, as by default, and one has it off. Each takes captured requests beside others, prompts in
-pieces, prefix hits and preemptions. test_v2_runner.py has all this again on the V2 runner with asynchronous scheduling.
+One engine enables the manager, as by default, and one disables it. Both have captured requests batched with others,
+prompts that are prefilled in several steps, prefix hits and preemptions. test_v2_runner.py runs these tests again on
+the V2 runner with asynchronous scheduling.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ UNCAPTURED: dict[str, Any] = {"include_output_tokens": True, "dmi": {"enabled": 
 _GROUPS = ["SlidingWindowSpec", "FullAttentionSpec"]
 STEP = 80
 BLOCKS = {False: 15, True: 7}
-"""Too few for all of CROWD. With the manager on, each of two groups of layers has blocks of its own."""
+"""Number of cache blocks, too few for all of CROWD. With the manager, each of two groups has its own blocks."""
 CROWD = {f"crowd{n}": Ask(prompt(n, 1), sampling={"max_tokens": 80}) for n in (90, 100, 110, 200)}
 
 
 def requests(llm: Any, run: Run) -> None:
-    """Alone, beside an uncaptured one, after it with a common prefix, and more than the cache holds."""
+    """Run requests alone, batched with an uncaptured one, with a common prefix, and more than fit in the cache."""
     generate(llm, run, {"alone": Ask(prompt(300))})
     generate(llm, run, {"beside": Ask(prompt(200, 2)), "uncaptured": Ask(prompt(290, 3), UNCAPTURED)})
     generate(llm, run, {"hit": Ask(prompt(290, 3)[:280] + prompt(9, 4))})
@@ -40,13 +41,13 @@ def requests(llm: Any, run: Run) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Gemma 3: every second layer attends to the last 32 tokens."""
+    """Gemma 3. Every second layer attends only to the last 32 tokens."""
     return make_model("gemma3_text", tmp_path_factory.mktemp("gemma3"))
 
 
 @pytest.fixture(scope="module")
 def run_of(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Run]:
-    """run_of(off): what an engine answered whose hybrid cache manager was switched off, or was not."""
+    """run_of(off): the responses of an engine whose hybrid cache manager is disabled (True) or enabled (False)."""
     done: dict[bool, Run] = {}
 
     def get(off: bool) -> Run:
@@ -81,8 +82,8 @@ def captured(run: Run) -> list[str]:
 def test_every_hook_is_that_of_transformers(run_of: Callable[[bool], Run], twin: Oracle, off: bool) -> None:
     run = run_of(off)
     assert run.facts["groups"] == (["FullAttentionSpec"] if off else _GROUPS)
-    assert run.facts["group"] == "FullAttentionSpec", "blocks of another group are given to others while rows wait"
-    assert run.preempted, "nothing was preempted: this shows less"
+    assert run.facts["group"] == "FullAttentionSpec", "vLLM may reuse other blocks before their rows are exported"
+    assert run.preempted, "no request was preempted"
     assert max(len(step) for step in run.steps) > 1 and max(map(max, map(dict.values, filter(None, run.steps)))) == STEP
     assert len(captured(run)) == 7
     for name in captured(run):
@@ -92,13 +93,13 @@ def test_every_hook_is_that_of_transformers(run_of: Callable[[bool], Run], twin:
 
 def test_cached_tokens_are_read_by_the_uncaptured_and_computed_again_for_rows(run_of: Callable[[bool], Run]) -> None:
     run = run_of(False)
-    assert run.replies["uncaptured hit"].num_cached_tokens == 256, "no prefix-cache hit: this shows nothing"
+    assert run.replies["uncaptured hit"].num_cached_tokens == 256, "no prefix-cache hit"
     assert run.replies["hit"].num_cached_tokens == 0
     assert open_capture(run.store("hit")).attrs["recomputed_tokens"] == 256
 
 
 def test_values_do_not_depend_on_the_cache_manager(run_of: Callable[[bool], Run]) -> None:
-    """What is not preempted runs in the same batches."""
+    """Only requests that are not preempted run in the same batches."""
     for name in ("alone", "beside", "hit"):
         on, off = (open_capture(run_of(off).store(name)) for off in (False, True))
         assert on.token_ids.tolist() == off.token_ids.tolist() and set(on.hooks) == set(off.hooks)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrid models, with rows in a pool: every hook, as a real engine captured it, against transformers.
+"""Hybrid models with owner pool: every hook, captured by an engine and compared with transformers.
 
-In some layers of these models a mixer stands in the place of attention. vLLM caches its states, and finds a prefix
-where it has one. Gated delta nets run in float32 on a stand-in (delta_cpu.py), and in bfloat16 on vLLM's own CPU
-kernels, which take nothing else.
+Some layers of these models have a mixer instead of attention. vLLM caches the states of mixers, and a prefix hit must
+end at a cached state. Gated delta nets run in float32 on a stand-in (delta_cpu.py), and in bfloat16 on vLLM's own CPU
+kernels, which support no other dtype.
 
-`make test` starts one engine for each kind of mixer, `make models` all, and writes the table of docs/MODELS.md.
+`make test` starts one engine for each kind of mixer. `make models` starts all, and writes the table of docs/MODELS.md.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_vl": ("nemotron_h", {}),
     "nemotron_omni": ("nemotron_h", {}),
 }
-"""Name -> (type of a model, fields of its config)."""
+"""{name: (model type, fields of its config)}."""
 DELTA = ("qwen3_next", "qwen3_5-text", "qwen3_5_moe-text", "minicpmv4_6", "interns2_preview")
-"""Those with gated delta nets, on the stand-in."""
+"""Models with gated delta nets, which run on the stand-in."""
 TEXT_ONLY = ("lfm2_vl", "minicpmv4_6", "interns2_preview", "nemotron_vl", "nemotron_omni")
-"""Models with a vision tower that are started without it."""
+"""Models with a vision tower that run without it."""
 _EVERY = (0, 1, 2, 3)
 USUAL: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("q", "k_rot", "z"), (1,)),
     **dict.fromkeys(("mix_proj", "mix_core", "mix_z"), (0, 2, 3)),
     **dict.fromkeys(("resid_pre", "ln1", "attn_out", "resid_mid", "ln2", "mlp_out"), _EVERY),
 }
-"""Layers of hooks where the second of four layers has attention."""
+"""{hook: its layers} for four layers. The second has attention."""
 _PATTERNS = ("nemotron_h", "nemotron_vl", "nemotron_omni")
 _NEMOTRON: dict[str, tuple[int, ...]] = {
     "q": (2,),
@@ -74,7 +74,7 @@ LAYERS: dict[str, dict[str, tuple[int, ...]]] = {
     "granitemoehybrid-dense": {"k_rot": (), "mlp_post": _EVERY},
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm2_vl"), dict.fromkeys(("mix_proj", "mix_core", "mix_z"), ())),
 }
-"""Those of other models."""
+"""{model: {hook: its layers}} for models that differ from USUAL."""
 _ALL = [(name, mode, "pool") for name in MODELS for mode in ("eager", "compiled")]
 SHORT = [(name, "eager", "pool") for name in ("qwen3_next", "nemotron_h", "granitemoehybrid", "lfm2")]
 CONFIGURATIONS: list[Any] = [
@@ -83,14 +83,16 @@ CONFIGURATIONS: list[Any] = [
 ]
 UNCAPTURED: dict[str, Any] = {"include_output_tokens": True, "dmi": {"enabled": False}}
 BLOCKS = dict.fromkeys(_PATTERNS, 13)
-"""Too few for all of CROWD, whose blocks and states they hold: 17 for four groups of layers."""
+"""Number of cache blocks, too few for all of CROWD at once, with its blocks and states. Other models have four groups
+of layers, and get 17 blocks.
+"""
 CROWD = {f"crowd{n}": Ask(prompt(n, 1), sampling={"max_tokens": 80}) for n in (90, 100, 110, 200)}
 ROUNDING = 3
-"""How much farther from exact arithmetic than transformers in bfloat16 an engine may be."""
+"""Maximum error of a bfloat16 engine from float32, relative to that of transformers in bfloat16."""
 
 
 def rounds(name: str) -> bool:
-    """Whether a model is in bfloat16."""
+    """Whether the model runs in bfloat16."""
     return name.endswith("-bf16")
 
 
@@ -103,7 +105,7 @@ def make(name: str, path: Path) -> Path:
 
 
 def requests(llm: Any, run: Run) -> None:
-    """Alone, beside an uncaptured one, after it with a common prefix, and more than the cache holds."""
+    """Run requests alone, batched with an uncaptured one, with a common prefix, and more than fit in the cache."""
     generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in (5, 33, 300)})
     generate(llm, run, {"beside": Ask(prompt(200, 2)), "uncaptured": Ask(prompt(290, 3), UNCAPTURED)})
     generate(llm, run, {"hit": Ask(prompt(290, 3)[:280] + prompt(9, 4))})
@@ -123,7 +125,7 @@ def model(configuration: tuple[str, str, str], known_models: None, tmp_path_fact
 
 @pytest.fixture(scope="module")
 def twin(configuration: tuple[str, str, str], model: Path) -> Oracle:
-    """In float32, also of weights in bfloat16."""
+    """The oracle in float32, also of weights in bfloat16."""
     several_axes = configuration[0] in TEXT_ONLY and configuration[0] in DELTA
     return (_InWrapper if several_axes else Oracle)(renamed.twin(model), torch.float32)
 
@@ -134,7 +136,8 @@ def run(configuration: tuple[str, str, str], model: Path, tmp_path_factory: pyte
     run = Run(tmp_path_factory.mktemp("-".join(configuration)))
     args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, owner, pool_bytes=48 << 20, **SMALL)
     args |= {"dtype": "bfloat16"} if rounds(name) else {"num_gpu_blocks_override": BLOCKS.get(name, 17)}
-    args |= latent_cpu.ROTARY if name.startswith("lfm2") and mode == "eager" else {}  # its queries come as heads
+    # these attention layers pass queries by head
+    args |= latent_cpu.ROTARY if name.startswith("lfm2") and mode == "eager" else {}
     with pytest.MonkeyPatch.context() as patch:
         if name in DELTA:
             delta_cpu.stand_in(patch)
@@ -150,7 +153,9 @@ def run(configuration: tuple[str, str, str], model: Path, tmp_path_factory: pyte
 
 
 class _InWrapper(Oracle):
-    """A language model of which the model around it has positions on several axes, all the same for a text."""
+    """The oracle of a language model inside a multimodal model, which has positions on several axes. For text, all axes
+    are equal.
+    """
 
     def run(self, token_ids: Sequence[int], images: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
         found = super().run(token_ids, images)
@@ -163,7 +168,7 @@ def captured(run: Run) -> list[str]:
 
 
 def noted(configuration: tuple[str, str, str], twin: Oracle, errors: Mapping[str, float]) -> None:
-    """The largest errors go to RESULT."""
+    """Append the largest errors to the file RESULT."""
     if RESULT:
         name, mode, owner = configuration
         architecture = RENAMED[name].architecture if name in RENAMED else twin.architecture
@@ -180,7 +185,7 @@ def test_every_hook_is_that_of_transformers(
     if rounds(configuration[0]):
         check_rounded(run, lengths, twin, Oracle(model, torch.bfloat16))
         return
-    assert run.preempted, "nothing was preempted: this shows less"
+    assert run.preempted, "no request was preempted"
     worst = largest(
         relative_errors(run.store(name), twin, run.tokens(name), length) for name, length in lengths.items()
     )
@@ -189,7 +194,7 @@ def test_every_hook_is_that_of_transformers(
 
 
 def check_rounded(run: Run, lengths: Mapping[str, int], exact: Oracle, half: Oracle) -> None:
-    """Values are about as far from exact arithmetic as those of transformers in bfloat16."""
+    """Check that errors from float32 are about as large as those of transformers in bfloat16."""
     for name, length in lengths.items():
         tokens = run.tokens(name)
         want, usual = exact.run(tokens), half.run(tokens)
@@ -208,11 +213,11 @@ def test_hooks_are_those_of_the_layers_that_have_them(configuration: tuple[str, 
 
 
 def test_cached_tokens_are_read_by_the_uncaptured_and_computed_again_for_rows(run: Run) -> None:
-    """A prefix ends where vLLM has a state: at the end of a block."""
+    """A prefix hit ends at a cached state, which is at the end of a block."""
     if run.block_size > 280:
         assert run.replies["uncaptured hit"].num_cached_tokens == 0
         return
-    assert run.replies["uncaptured hit"].num_cached_tokens == 256, "no prefix-cache hit: this shows nothing"
+    assert run.replies["uncaptured hit"].num_cached_tokens == 256, "no prefix-cache hit"
     assert run.replies["hit"].num_cached_tokens == 0
     assert open_capture(run.store("hit")).attrs["recomputed_tokens"] == 256
 
@@ -220,7 +225,7 @@ def test_cached_tokens_are_read_by_the_uncaptured_and_computed_again_for_rows(ru
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["nemotron_h", "lfm2", "qwen3_5-text"])
 def test_prefix_hits_inside_a_block(name: str, known_models: None, tmp_path: Path) -> None:
-    """With `prefix_match_unit` hits end between the ends of blocks. The tokens of a hit are computed again for rows."""
+    """With `prefix_match_unit`, a hit may end inside a block. The tokens of a hit are computed again for their rows."""
     run, model = Run(tmp_path / "stores"), make(name, tmp_path / "model")
     args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, "pool", pool_bytes=48 << 20, **SMALL)
     args |= latent_cpu.ROTARY if name.startswith("lfm2") else {}

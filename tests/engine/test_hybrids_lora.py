@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on hybrid models, the projections of their mixers too: each request's values are those of its adapter."""
+"""LoRA on hybrid models, including the projections of their mixers: each request gets the values of its own adapter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.engine.test_hybrids import DELTA, make
 from tests.engine.test_models import MOST
 
 SLOTS = 2
-"""One is empty: on a CPU vLLM takes the last slot for tokens that have no adapter."""
+"""Number of adapter slots. One stays empty, because vLLM uses the last slot for tokens without an adapter on a CPU."""
 SOAK = ("qwen3_5-text", "granitemoehybrid-dense", "lfm2")
 
 
@@ -48,4 +48,4 @@ def test_each_request_of_a_batch_has_the_values_of_its_adapter(name: str, known_
         }
     hook = "attn_out" if "mix_core" not in open_capture(run.store("none")) else "mix_core"
     first, none = (open_capture(run.store(one)).numpy(hook, layer=0)[:40] for one in ("first", "none"))
-    assert abs(first - none).max() > 0.01, "an adapter that does not change the first mixer shows less"
+    assert abs(first - none).max() > 0.01, "the adapter does not change the first mixer"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrid models on two tensor-parallel ranks, with rows in a pool: every hook against transformers.
+"""Hybrid models on two tensor-parallel ranks with owner pool: every hook compared with transformers.
 
-`mix_proj` is refused there: a rank has a slice of each of its parts.
+`mix_proj` is refused under tensor parallelism, because each rank has a slice of each of its parts.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ FIELDS: dict[str, dict[str, Any]] = {
     "lfm2": {**_EVEN, "conv_dim": 128, "block_dim": 128},
     "lfm2_moe": _EVEN,
 }
-"""Numbers of heads that two ranks can share, of models with other ones."""
+"""Fields of the configs of models whose default numbers of heads cannot be divided between two ranks."""
 SHORT = "qwen3_5-text"
 NAMES = ("qwen3_next", "qwen3_5_moe-text", "nemotron_h", *FIELDS)
 
 
 class _Oracle(Oracle):
-    """Without the hook that is refused."""
+    """The oracle without the refused hook."""
 
     def run(self, token_ids: Sequence[int], images: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
         return {hook: rows for hook, rows in super().run(token_ids, images).items() if hook != "mix_proj"}
@@ -81,7 +81,7 @@ def test_every_hook_is_that_of_transformers(model: Path, run: Run) -> None:
 
 
 def test_both_ranks_wrote(run: Run) -> None:
-    """Slices of `z` and of the mixers' outputs."""
+    """The slices of `z` and of the outputs of mixers come from both ranks."""
     capture = open_capture(run.store("len33"))
     assert capture.attrs["tp"] == 2
     for hook in (hook for hook in ("z", "mix_core", "mix_z") if hook in capture):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits, custom paths and file modes with a real engine: what is refused says why, and every request is served."""
+"""Limits, custom paths and file modes in an engine. Refused captures give a reason, and every request is served."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.finish.retention import read_usage
 from tests.engine.harness import CHUNK, SEGMENT, Ask, Run, engine, generate, prompt
 
-ROW = 2 * 3 * 64 * 4 + 9  # bytes: 2 hooks, 3 layers, width 64, float32; and the token arrays
+ROW = 2 * 3 * 64 * 4 + 9  # bytes per row: 2 hooks, 3 layers, width 64, float32, and the token arrays
 
 
 @pytest.fixture(scope="module", params=["target", pytest.param("pool", marks=pytest.mark.soak)])
@@ -54,7 +54,7 @@ def test_a_refused_capture_says_why_and_its_request_is_served(run: Run, name: st
     reply = run.replies[name]
     assert reply.kv_transfer_params is not None and reply.kv_transfer_params.keys() == {"dmi_error"}
     assert reply.kv_transfer_params["dmi_error"].startswith(reason)
-    assert len(reply.outputs[0].token_ids) == 12, "it was served all the same"
+    assert len(reply.outputs[0].token_ids) == 12, "the request is served without a capture"
 
 
 def test_a_store_that_reaches_max_request_bytes_keeps_the_rows_before_it(run: Run) -> None:
@@ -75,7 +75,7 @@ def test_captures_within_the_limits_are_whole(run: Run) -> None:
     assert run.store("custom").parent == run.facts["root"] / "a" / "b"
     assert (run.store("custom").parent / "index.jsonl").exists()
     usage = read_usage(str(run.store_dir))
-    # What was let in is written to its end, and files hold more than rows.
+    # Admitted captures are written to their end, and files have more bytes than their rows.
     assert usage is not None and usage.nbytes < 500_000
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every life of a request, with rows of each owner: each gives its own rows, once and right.
+"""Request lifecycles with each owner: every store has exactly the rows of its own request.
 
-An engine of each owner takes the same requests: prompts in uneven pieces, prefix hits, all the ways to end, aborts at
-every moment, and a crowd of mixed requests, in two engines of one program by turns. Preemption is in
-test_preemption.py, tensor parallelism in test_tp2.py, HTTP and data parallelism in tests/serve. test_v2_runner.py has
-all this again on vLLM's V2 runner.
+An engine of each owner gets the same requests: prompts in uneven pieces, prefix hits, all ways to end, aborts at every
+stage, and a crowd of mixed requests. During the crowd, two engines of one program run in turn. Preemption is in
+test_preemption.py, tensor parallelism in test_tp2.py, HTTP and data parallelism in tests/serve. test_v2_runner.py runs
+these tests again on vLLM's V2 runner.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ if TYPE_CHECKING:
 OWNERS = ("draft", "target", "pool")
 HOOKS = hooks_of("qwen3")
 BUDGET = 80
-"""Tokens of a step: pieces of prompts end beside the edges of chunks (32) and blocks (128)."""
+"""Tokens per step. Pieces of prompts do not end at the edges of chunks (32) and blocks (128)."""
 LIMITS = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 64, "num_gpu_blocks_override": 200, "enforce_eager": True}
 POOL_BYTES = 64 << 20
-"""Some of the crowd wait for room in the pool."""
+"""Bytes of the pool. Some requests of the crowd wait for free pages."""
 PROCESSOR = f"tests.engine.force_token{'_v2' if V2 else ''}:ForceToken"
 CROWD = int(os.environ.get("TEST_CROWD", 40))
 
 
 def asked(name: str, ids: Sequence[int], include: bool = True, sampling: Any = None, **dmi: Any) -> dict[str, Ask]:
-    """One request under its own name as key."""
+    """One request whose key is its name."""
     kv = {"include_output_tokens": include, "dmi": {"key": name, **dmi}}
     return {name: Ask(ids, kv, sampling or {})}
 
 
 def prefixes(llm: LLM, run: Run) -> None:
-    """Prompts that begin like earlier ones, whose rows are then in the cache already."""
+    """Prompts that share a prefix with earlier ones, whose blocks are in the cache."""
     generate(llm, run, asked("first", prompt(250)) | asked("aligned", prompt(256, 1)))
     generate(llm, run, asked("hidden", prompt(256, 2), enabled=False) | asked("narrow", prompt(256, 3), hooks="q@1"))
     generate(
@@ -78,7 +78,7 @@ def prefixes(llm: LLM, run: Run) -> None:
 
 
 def printable(llm: LLM, tokens: Sequence[int], first: int) -> str:
-    """Text of the first of tokens[first:] that is plain and appears in no text before it."""
+    """The text of the first printable token of tokens[first:] that does not occur in the text before it."""
     decode = llm.get_tokenizer().decode
     pieces = [decode([token]) for token in tokens]
     for index, piece in enumerate(pieces[first:], first):
@@ -88,7 +88,7 @@ def printable(llm: LLM, tokens: Sequence[int], first: int) -> str:
 
 
 def ends(llm: LLM, run: Run) -> None:
-    """Requests that end in every way other than an abort."""
+    """Requests that end in every way except an abort."""
     generate(llm, run, asked("probe", prompt(33), sampling={"max_tokens": 24}))
     tokens = list(run.replies["probe"].outputs[0].token_ids)
     generate(
@@ -107,7 +107,7 @@ def ends(llm: LLM, run: Run) -> None:
 
 
 def aborts(llm: LLM, run: Run) -> None:
-    """Requests given up before their first step, in prefill and in decode, while another goes on."""
+    """Abort requests before their first step, in prefill and in decode, while another request continues."""
     submit(llm, asked("bystander", prompt(90, 6), sampling={"max_tokens": 40}))
     submit(llm, asked("in-prefill", prompt(400, 6)))
     for _ in range(3):
@@ -122,7 +122,7 @@ def aborts(llm: LLM, run: Run) -> None:
 
 
 def crowd() -> dict[str, Ask]:
-    """`CROWD` requests of all kinds: whole, of the prompt, without a capture, narrowed in each way, sampled."""
+    """`CROWD` requests of all kinds: full captures, prompts only, without capture, selections of each kind, sampled."""
     rng = np.random.default_rng(7)
     asks: dict[str, Ask] = {}
     for index in range(CROWD):
@@ -142,7 +142,7 @@ def crowd() -> dict[str, Ask]:
 
 
 def processors(llm: LLM, run: Run) -> None:
-    """What acts on logits between compute_logits and the sampler."""
+    """Requests with processors that change logits between compute_logits and the sampler."""
     generate(
         llm,
         run,
@@ -154,7 +154,7 @@ def processors(llm: LLM, run: Run) -> None:
 
 
 def refusals(llm: LLM, run: Run) -> None:
-    """The same where vLLM has a speculative config. Custom processors are refused on the V1 runner only."""
+    """The refusals of these processors with a speculative config. Only the V1 runner refuses custom processors."""
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.sample.logits_processor import build_logitsprocs
 
@@ -182,7 +182,7 @@ def refusals(llm: LLM, run: Run) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """An engine in this process for each owner, and "beside" the first another one in processes of its own."""
+    """An engine in this process for each owner. Beside the first one, another one runs in its own processes."""
     runs = {name: Run(tmp_path_factory.mktemp(f"lives-{name}")) for name in (*OWNERS, "beside")}
 
     def start(name: str, owner: str, in_process: bool = True) -> LLM:
@@ -233,13 +233,13 @@ def found(run: Run, name: str) -> CaptureInfo:
 
 
 def check(run: Run, name: str, twin: Oracle, **options: Any) -> None:
-    """The one store under `name` is this request's, whole and right."""
+    """Check that the only store with key `name` has the right rows of this request."""
     options.setdefault("hooks", HOOKS)
     check_store(found(run, name).store, twin, run.tokens(name), len(run.replies[name].prompt_token_ids), **options)
 
 
 def pieces(run: Run, name: str) -> list[int]:
-    """Tokens of this request in each step it was part of."""
+    """The number of tokens of this request in each of its steps."""
     request = found(run, name).request_id
     return [step[request] for step in run.steps if request in step]
 
@@ -249,7 +249,7 @@ def test_the_runner_is_the_one_asked_for(run: Run) -> None:
 
 
 def test_prompts_computed_in_uneven_pieces_have_right_values(run: Run, twin: Oracle) -> None:
-    assert pieces(run, "model-len-prompt") != [BUDGET] * 6 + [31], "alone in its steps: this shows less"
+    assert pieces(run, "model-len-prompt") != [BUDGET] * 6 + [31], "the request was alone in its steps"
     for name, length in {"first": 250, "aligned": 256, "model-len-prompt": 511}.items():
         prefill = [count for count in pieces(run, name) if count > 1]
         assert sum(prefill) in (length, length - 1) and len(prefill) >= 4, f"{name}: {prefill}"
@@ -262,17 +262,17 @@ def test_prompts_computed_in_uneven_pieces_have_right_values(run: Run, twin: Ora
         ("whole-blocks", 2),
         ("part-of-a-block", 1),
         ("equal", 1),
-        ("equal-aligned", 1),  # of a prompt that lies whole in the cache the last block is computed again
+        ("equal-aligned", 1),  # the whole prompt is cached, and vLLM computes its last block again
         ("next-turn", 2),
         ("after-hidden", 2),
         ("after-narrow", 2),
     ],
 )
 def test_rows_of_cached_blocks_are_exported_again(run: Run, owner: str, twin: Oracle, name: str, blocks: int) -> None:
-    """In a pool they are not kept. An earlier store has them, or these tokens are computed again."""
+    """The pool keeps no rows of cached blocks. They are borrowed from an earlier store, or computed again."""
     hit = blocks * BLOCK
     computed = owner == "pool" and name in ("after-hidden", "after-narrow")
-    assert run.replies[name].num_cached_tokens == (0 if computed else hit), "not the hit this test is about"
+    assert run.replies[name].num_cached_tokens == (0 if computed else hit), "another hit than this test needs"
     attributes = open_capture(found(run, name).store).attrs
     told = {key: attributes[key] for key in ("recomputed_tokens", "borrowed_tokens") if key in attributes}
     assert told == ({} if owner != "pool" else {"recomputed_tokens" if computed else "borrowed_tokens": hit})
@@ -292,7 +292,7 @@ def test_borrowed_rows_equal_those_of_their_source(runs: dict[str, Run], name: s
 
 
 def test_a_store_of_a_pool_equals_that_of_the_target(runs: dict[str, Run]) -> None:
-    """Of a request that is alone in each of its steps, so that both engines compute the same to the bit."""
+    """This request is alone in each of its steps, so both engines compute bit-equal values."""
     target, pool = (open_capture(found(runs[owner], "probe").store) for owner in ("target", "pool"))
     assert set(target) == set(pool) and set(HOOKS) <= set(target)
     for name in target:
@@ -331,7 +331,9 @@ def test_each_child_has_its_own_store(run: Run, owner: str, twin: Oracle) -> Non
     stores = find_captures(run.store_dir, key="three")
     children = {int(str(c.request_id).split("_")[0]): c.store for c in stores}
     assert len(stores) == 3 and sorted(children) == [0, 1, 2], stores
-    assert len({tuple(run.tokens("three", child)) for child in children}) == 3, "the same tokens: swaps stay unseen"
+    assert len({tuple(run.tokens("three", child)) for child in children}) == 3, (
+        "equal children: the test cannot detect swapped stores"
+    )
     for child, store in children.items():
         check_store(store, twin, run.tokens("three", child), 270, HOOKS, greedy=False)
     borrowed = sorted(open_capture(store).attrs.get("borrowed_tokens", 0) for store in children.values())
@@ -346,7 +348,7 @@ def test_an_abort_before_the_first_step_leaves_nothing(run: Run) -> None:
 def test_an_abort_in_prefill_keeps_the_rows_that_were_computed(run: Run, twin: Oracle) -> None:
     store = found(run, "in-prefill").store
     computed = sum(pieces(run, "in-prefill"))
-    assert CHUNK < computed < 400 and computed % CHUNK, f"{computed} rows are no good example"
+    assert CHUNK < computed < 400 and computed % CHUNK, f"{computed} rows: the abort was not in the middle of a chunk"
     check_store(store, twin, prompt(400, 6), 400, HOOKS, rows=(0, computed), missing=[[computed, 400]])
 
 
@@ -361,7 +363,7 @@ def test_each_of_many_mixed_requests_has_exactly_its_own_rows(runs: dict[str, Ru
     run = runs[name]
     if name in OWNERS:
         at_once = max(len(step) for step in run.steps[run.facts["alone"] :])
-        assert at_once >= CROWD // 2, f"at most {at_once} requests in a step: no crowd"
+        assert at_once >= CROWD // 2, f"at most {at_once} requests in a step"
     for index in range(CROWD):
         name = f"crowd-{index}"
         length, rows = len(run.replies[name].prompt_token_ids), len(run.tokens(name)) - 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA: vLLM puts layers of its own in the place of tapped ones. Each request's values are those of its own adapter."""
+"""LoRA: vLLM replaces tapped layers by its own. Each request gets the values of its own adapter."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, p
 
 ADAPTERS = ("first", "second")
 REQUESTS = {"none": None, "first": "first", "second": "second", "first-long": "first", "none-long": None}
-"""One batch: the adapter of each request."""
+"""{request: its adapter}. All requests are in one batch."""
 LEAST_COSINE = 0.995
 """Minimum cosine of a bfloat16 row with the float32 row of transformers. In bfloat16 transformers reaches 0.9976."""
 SLOTS = 3
-"""One is empty: on a CPU vLLM takes the last slot for tokens that have no adapter."""
+"""Number of adapter slots. One stays empty, because vLLM uses the last slot for tokens without an adapter on a CPU."""
 ENGINES = [
-    ("qwen2", "eager", "draft"),  # the one of these whose unembedding vLLM does not wrap
+    ("qwen2", "eager", "draft"),  # the only one of these whose unembedding vLLM does not wrap
     ("qwen3", "compiled", "target"),
     ("llama", "eager", "target"),
     pytest.param("qwen2", "compiled", "draft", marks=pytest.mark.soak),
@@ -35,12 +35,12 @@ ENGINES = [
     pytest.param("llama", "compiled", "pool", marks=pytest.mark.soak),
     pytest.param("llama", "eager", "target beside n-gram", marks=pytest.mark.soak),
 ]
-"""Each architecture and mode, owners draft and target. In the long part also owner pool, and draft tokens."""
+"""Architectures and modes, each with owners draft and target. The soak part adds owner pool and draft tokens."""
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """A tiny model, adapters of it, and transformers' model with each adapter merged. None: without one."""
+    """A tiny model, its adapters, and the oracle of the model with each adapter merged. The key None has no adapter."""
 
     model: Path
     folders: dict[str, Path]
@@ -51,7 +51,7 @@ class Adapters:
 def adapters(
     tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Adapters]:
-    """adapters(arch): the adapters named in ADAPTERS, and "reloaded". They are made once per session."""
+    """adapters(arch): the adapters of ADAPTERS and "reloaded", made once per session."""
     made: dict[str, Adapters] = {}
 
     def get(arch: str) -> Adapters:
@@ -68,7 +68,7 @@ def adapters(
 
 
 def check(run: Run, name: str, oracle: Oracle, arch: str) -> None:
-    """A store has the values of `oracle`."""
+    """Check that a store has the values of `oracle`."""
     reply = run.replies[name]
     store = run.store(name), oracle, run.tokens(name), len(reply.prompt_token_ids), hooks_of(arch)
     if runner.GPU:
@@ -96,7 +96,7 @@ def test_each_request_of_a_batch_has_the_values_of_its_adapter(
         for name, adapter in REQUESTS.items()
     }
     if runner.GPU:
-        lora["dtype"] = "bfloat16"  # vLLM's kernels for adapters take no float32
+        lora["dtype"] = "bfloat16"  # vLLM's LoRA kernels do not support float32
     again = LoRARequest("first", 1, str(tiny.folders["reloaded"]), load_inplace=True)
     with engine(tiny.model, **args, **lora) as llm:
         watch_scheduler(llm, run)
@@ -108,7 +108,7 @@ def test_each_request_of_a_batch_has_the_values_of_its_adapter(
         assert open_capture(run.store(name)).attrs["adapter"] == adapter
     check(run, "reloaded", tiny.oracles["reloaded"], arch)
     check(run, "second-still", tiny.oracles["second"], arch)
-    assert open_capture(run.store("reloaded")).attrs["adapter"] == "first", "the new weights have the old name"
+    assert open_capture(run.store("reloaded")).attrs["adapter"] == "first", "the new weights must have the old name"
     names = ("none", "first", "second", "reloaded")
     streams = [open_capture(run.store(name)).numpy("q", layer=0)[:40] for name in names]
-    assert all(abs(a - b).max() > 0.1 for a, b in combinations(streams, 2)), "a smaller change of q could hide a mix-up"
+    assert all(abs(a - b).max() > 0.1 for a, b in combinations(streams, 2)), "the adapters change q too little"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Further families of models: every hook, as a real engine captured it, against transformers in float32.
+"""Further model families: every hook, captured by an engine and compared with transformers in float32.
 
-`make test` starts one engine for each of SHORT, `make models` all combinations, and writes the table of docs/MODELS.md.
+`make test` starts one engine for each of SHORT. `make models` tests all combinations, and writes the table of
+docs/MODELS.md.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, p
 from tests.engine.wrapped import ALL as RENAMED
 
 MOST = 1e-5
-"""Of a hook's largest value."""
+"""Maximum error, relative to the hook's largest value."""
 LENGTHS = (5, 33, 300)
-"""300 needs several prefill steps, and is longer than any window or chunk of these models."""
+"""Prompt lengths. 300 needs several prefill steps, and exceeds every window and chunk of these models."""
 FOUND = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_final", "logits")
-"""Hooks of models that have no row, as the structure of their layers tells."""
+"""Hooks of models that have no entry in ARCHITECTURES. They are found from the structure of the layers."""
 RESULT = os.environ.get("MODELS_RESULT", "")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-"""With latent attention: on vLLM's CPU kernel; "-odd" on a stand-in for it; "-heads" over keys and values of heads."""
+"""Families with latent attention, on vLLM's CPU kernel; "-odd" on a stand-in; "-heads" with keys by head."""
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
-"""With latent attention over the tokens that an indexer chooses, for which vLLM has no kernels on a CPU."""
+"""Families with latent attention over tokens that an indexer chooses. vLLM has no CPU kernels for them."""
 KEYLESS = (*LATENT, *INDEXED)
 SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
-"""With attention sinks, which are not stored."""
+"""Families with attention sinks, which are not stored."""
 TEXT_ONLY = ("kimi_k25", "interns1", "internvl_chat", "gemma4", "gemma4_unified", "pixtral", "mimo_v2_omni", "step3p7")
-"""Models with a vision tower that are started without it."""
+"""Models with a vision tower that run without it."""
 BIASED = ("ernie4_5_moe", "laguna", "minimax_m2", "step3p7")
-"""With routing that vLLM's CPU router does not have."""
+"""Families with routing that vLLM's CPU router does not support."""
 PATCHED = (*BIASED, *INDEXED)
 _ONE_GROUP: dict[str, Any] = {"n_group": 1, "topk_group": 1, "q_lora_rank": None}
 _GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
@@ -53,7 +54,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in (*ARCHS, *FAMILIES)},
     "phi-norms": ("phi", {"qk_layernorm": True}),
     "gpt_neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
-    "mistral-windows": ("mistral", {"sliding_window": 64}),  # in all layers
+    "mistral-windows": ("mistral", {"sliding_window": 64}),  # a window in all layers
     "internlm3": ("llama", {"attention_bias": True}),
     "llama-first": ("llama", {}),
     "iquestcoder": ("llama", {}),
@@ -105,16 +106,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{name}-heads": (name, latent_cpu.HEADS) for name in LATENT[:2]},
 }
 POOLED = ("gemma4-shared", "gemma4")
-"""Models that need a pool."""
+"""Models that need owner pool."""
 NO_DRAFT = ("mimo_v2_omni",)
-"""Models of which vLLM builds the model itself in place of the draft."""
+"""Models for which vLLM builds the model itself instead of the draft."""
 CACHED = {
     name: 272 if name.endswith("-odd") or arch in INDEXED else 0
     for name, (arch, _) in MODELS.items()
     if arch in KEYLESS and not name.endswith("-heads")
 }
-"""Tokens of a prefix-cache hit of 280, by model, where they are not 256: blocks have 16 tokens with latent attention.
-vLLM turns prefix caching off with its CPU kernel."""
+"""{model: tokens of a prefix-cache hit for a prompt of 280 tokens}, if they are not 256. Blocks of latent attention
+have 16 tokens, and vLLM disables prefix caching with its CPU kernel.
+"""
 EVEN = {
     name: {"num_attention_heads": 4, "num_key_value_heads": 2}
     for name in ("phi3", "ministral3", "mixtral", "granite", "cohere2", "olmo", "olmo2", "olmo3")
@@ -145,7 +147,7 @@ EVEN = {
     },
     "arcee": {"num_attention_heads": 4, "num_key_value_heads": 2},
 }
-"""Heads that two ranks can share, by family or by model."""
+"""{family or model: numbers of heads that two ranks can share}."""
 SHORT = [
     ("gemma2", "eager", "target"),
     ("cohere2", "eager", "draft"),
@@ -165,15 +167,15 @@ SHORT = [
     ("minicpm", "eager", "draft"),
     ("glm_moe_dsa", "eager", "target"),
 ]
-"""With ARCHS and models with a vision tower these have each kind of row: tests/unit/engine/test_model_cover.py."""
+"""With ARCHS and models with a vision tower, these cover each kind of row: tests/unit/engine/test_model_cover.py."""
 IN_PROCESSES = [
     name
     for name, (arch, _) in MODELS.items()
     if not name.endswith("-odd") and arch not in PATCHED and name not in TEXT_ONLY
 ]
-"""Models that need no patch of their engine, and so run on two ranks, each in a process of its own."""
+"""Models whose engines need no patch. So they can run on two ranks, which are processes of their own."""
 OWNERS = ("draft", "target")
-"""In a pool rows are written by the same taps."""
+"""Owners to test. Owner pool uses the same taps."""
 
 
 def owners(name: str) -> tuple[str, ...]:
@@ -183,7 +185,7 @@ def owners(name: str) -> tuple[str, ...]:
 
 
 def modes(name: str) -> tuple[str, ...]:
-    """vLLM does not compile models with an indexer."""
+    """The modes of a model. vLLM does not compile models with an indexer."""
     return ("eager",) if name in INDEXED else ("eager", "compiled")
 
 
@@ -207,7 +209,7 @@ def model(configuration: tuple[str, str, str], known_models: None, tmp_path_fact
 
 
 def make(name: str, path: Path, **more: Any) -> Path:
-    """Write one of MODELS, with `more` fields."""
+    """Write one of MODELS. more: additional fields of its config."""
     arch, fields = MODELS[name]
     make_model(arch, path, **fields, **more)
     if name in RENAMED:
@@ -216,7 +218,7 @@ def make(name: str, path: Path, **more: Any) -> Path:
 
 
 def lacks(model: Path, ranks: int = 1) -> list[str]:
-    """Hooks that transformers has and we cannot capture."""
+    """Hooks of transformers that cannot be captured."""
     (name,) = json.loads((model / "config.json").read_text())["architectures"]
     if name not in ARCHITECTURES:
         return [hook for hook in HOOKS if hook not in FOUND]
@@ -231,7 +233,7 @@ def twin(configuration: tuple[str, str, str], model: Path) -> Oracle:
 
 
 def oracle(name: str, model: Path, ranks: int = 1) -> Oracle:
-    """What transformers computes of one of MODELS in `model`."""
+    """The oracle of one of MODELS in the directory `model`."""
     found = Oracle(renamed.twin(model), without=lacks(model, ranks))
     if name in RENAMED and RENAMED[name].scaled:
         found.twin = found.twin.but(weights_scale="")
@@ -253,7 +255,7 @@ def run(configuration: tuple[str, str, str], model: Path, tmp_path_factory: pyte
 
 
 def options(name: str, mode: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Options of a model's engine. What else the engine needs is patched."""
+    """The engine options of a model. Also patches what else the engine needs."""
     found: dict[str, Any] = {"enforce_eager": mode != "compiled"}
     if name in TEXT_ONLY:
         found |= without_tower(patch)
@@ -275,16 +277,16 @@ def options(name: str, mode: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def without_tower(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Options of the engine of a model with a vision tower, which it does not load."""
+    """The options of an engine that does not load the vision tower."""
     import numba  # noqa: F401  # by vLLM's class
 
-    # A module in which vLLM's search for kernels to replace on a CPU fails.
+    # vLLM's search for kernels to replace on a CPU fails in this module.
     patch.delitem(sys.modules, "llvmlite.binding.ffi")
     return {"language_model_only": True}
 
 
 def check(run: Run, twin: Oracle, name: str, mode: str, owner: str) -> None:
-    """All stores of a run are those of transformers. The largest errors go to RESULT."""
+    """Compare all stores of a run with transformers. Appends the largest errors to the file RESULT."""
     worst = largest(
         relative_errors(run.store(name), twin, run.tokens(name), len(reply.prompt_token_ids))
         for name, reply in run.replies.items()
@@ -300,7 +302,7 @@ def check(run: Run, twin: Oracle, name: str, mode: str, owner: str) -> None:
 def test_every_hook_is_that_of_transformers(configuration: tuple[str, str, str], run: Run, twin: Oracle) -> None:
     name, _, owner = configuration
     hit = 256 if owner == "pool" else CACHED.get(name, 256)
-    assert run.replies["again"].num_cached_tokens == hit, "no prefix-cache hit: this shows nothing"
+    assert run.replies["again"].num_cached_tokens == hit, "no prefix-cache hit"
     check(run, twin, *configuration)
 
 
@@ -330,7 +332,7 @@ def test_two_ranks_give_the_hooks_of_the_whole_model(
 def test_reductions_at_the_end_of_a_step_need_no_final_norm(
     mode: str, known_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In Step 3.5 the final norm comes after the forward."""
+    """In Step 3.5, the final norm runs after the forward."""
     model, run = make("step3p5", tmp_path / "model"), Run(tmp_path / "captures")
     rules = {"resid_pre": "topk(8,exact)"}
     args: dict[str, Any] = capture_args("resid_pre", run.store_dir, "target", reduce=rules, **SMALL)
@@ -345,7 +347,7 @@ def test_reductions_at_the_end_of_a_step_need_no_final_norm(
 
 
 def test_tokens_are_those_of_transformers(run: Run, twin: Oracle) -> None:
-    """Greedy ones, as far as float32 tells the best two tokens apart."""
+    """Greedy tokens must agree unless float32 cannot tell the two best tokens apart."""
     for name, reply in run.replies.items():
         tokens = run.tokens(name)
         scores = twin.run(tokens)["logits"][len(reply.prompt_token_ids) - 1 : -1]
@@ -356,7 +358,7 @@ def test_tokens_are_those_of_transformers(run: Run, twin: Oracle) -> None:
 def test_attention_is_worked_out_as_the_model_attends(
     configuration: tuple[str, str, str], run: Run, twin: Oracle
 ) -> None:
-    """With windows, chunks, soft caps, slopes and scales of its own."""
+    """`attention_pattern` supports the windows, chunks, soft caps, slopes and scales of these models."""
     capture = open_capture(run.store("len300"))
     arch = MODELS[configuration[0]][0]
     lacks = "latent attention, whose keys" if arch in KEYLESS else "attention sinks, which" if arch in SINKS else ""

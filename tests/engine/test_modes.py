@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modes of the option `reduce` on one rank and on two, with rows that are wide enough, against transformers.
+"""Modes of the option `reduce` on one and two ranks, with wide rows, compared with transformers.
 
-Each mode chooses for other hooks of one engine. Two hooks are stored as the 8-bit form of cs(k).
+In one engine, each mode reduces other hooks. Two more hooks are stored as 8-bit cs(k).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 128,
 }
-"""Of two ranks, each has more than 512 values of `q`, `z` and `mlp_post`, and 128 of `k`."""
+"""Each of two ranks has more than 512 values of `q`, `z` and `mlp_post`, and 128 of `k`."""
 HOOKS_OF = {
     "full8": ("resid_pre", "q"),
     "rp8": ("embed", "mlp_pre", "k"),
     "topk8": ("attn_out", "mlp_pre_linear", "k_rot"),
     "summary": ("resid_mid",),
 }
-"""{mode: its hooks}. `compact` has all others. `mlp_post` is of `summary` on one rank, and of `compact` on two."""
+"""{mode: its hooks}. `compact` reduces the others. `summary` reduces `mlp_post` on one rank, `compact` on two."""
 SKETCHED = {"final_ln": "cs(48,seed=5)", "v": "cs(20)"}
-"""Whole and, with two ranks, in slices."""
+"""Hooks that are stored whole, and in slices with two ranks."""
 CHOSEN = {
     "resid_pre": "int8(32)",
     "q": "int8(32)",
@@ -58,10 +58,10 @@ CHOSEN = {
     "pattern": "attn(4,half)",
     **SKETCHED,
 }
-"""What docs/REDUCTIONS.md says that the modes choose."""
+"""The reductions that the modes choose according to docs/REDUCTIONS.md."""
 LENGTHS = (1, 300)
 NOISE = 1e-4
-"""Rounding differences of two float32 programs that add up ten times as many values as with the other tiny models."""
+"""Rounding differences of two float32 programs. Sums have ten times as many terms as in the other tiny models."""
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with a vision tower: every hook of their language model against transformers in float32, for prompts of text
-and prompts with images.
+"""Models with a vision tower: every hook of their language model compared with transformers in float32, for prompts of
+text and prompts with images.
 
-`make test` starts one engine for each family and one without a vision tower, `make soak` all combinations.
+`make test` starts one engine for each family and one without a vision tower. `make soak` tests all combinations.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, p
 from tests.vision import IMAGE, PLACEHOLDERS, image, processed
 
 RESULT = os.environ.get("MODELS_RESULT", "")
-"""A file for the errors, as of tests/engine/test_models.py."""
+"""The file for errors, as in tests/engine/test_models.py."""
 MOST = 1e-5
-"""Of a hook's largest value."""
+"""Maximum error, relative to the hook's largest value."""
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _SIZES = {"text_config": {**_HEADS, "hidden_size": 128}, "vision_config": {"out_hidden_size": 128}}
 EVEN = dict.fromkeys(("qwen2_5_vl", "glm4v"), _SIZES)
-"""Heads that two ranks can share, where those alone are not enough: here they give the size of a head."""
+"""Numbers of heads that two ranks can share. For these families, the config also needs the size of a head."""
 OWNERS = ("draft", "target")
-"""In a pool rows are written by the same taps."""
+"""Owners to test. Owner pool uses the same taps."""
 HYBRID = ("qwen3_5", "qwen3_5_moe")
-"""Those that need a pool, and a stand-in for a kernel."""
+"""Families that need owner pool and a stand-in for a kernel."""
 
 
 def owners(arch: str) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ def owners(arch: str) -> tuple[str, ...]:
 
 _ALL = [(name, mode, owner) for name in WRAPPERS for mode in ("eager", "compiled") for owner in owners(name)]
 _DENSE = [name for name in WRAPPERS if not name.endswith("_moe")]
-"""The vision towers of the others are theirs."""
+"""Families without experts. The families with experts have the same vision towers."""
 _SHORT = [(name, "eager", owners(name)[i % len(owners(name))]) for i, name in enumerate(_DENSE)]
 
 _TEXT_ONLY = "qwen3_vl", "eager", "language_model_only"
@@ -63,7 +63,7 @@ CONFIGURATIONS = _marked(_SHORT)
 
 @dataclass
 class Served:
-    """What an engine answered. images: of each request that has some. configuration: family, mode and owner."""
+    """The responses of an engine. images: {request: its images}. configuration: family, mode and owner."""
 
     arch: str
     model: Path
@@ -74,12 +74,12 @@ class Served:
 
 
 def limit(arch: str, images: int) -> dict[str, int]:
-    """How many images a prompt may have. With 0 vLLM loads no vision tower, and the language model embeds token ids."""
+    """The maximum number of images per prompt. With 0, vLLM loads no vision tower, and embeds token ids."""
     return {"image": images, **({"video": 0} if arch.startswith(("qwen", "glm", "intern")) else {})}
 
 
 def with_images(arch: str, parts: Sequence[Any], images: Sequence[Any] = ()) -> Ask:
-    """A request of token ids in which None stands for the next image."""
+    """A request whose token ids have None for the next image."""
     tokens = [token for part in parts for token in (PLACEHOLDERS[arch] if part is None else part)]
     return Ask(tokens, images=images)
 
@@ -119,7 +119,7 @@ def served(request: pytest.FixtureRequest, known_models: None, tmp_path_factory:
 
 
 def errors_of(served: Served, name: str) -> dict[str, float]:
-    """The largest error of each hook of a request, as a part of the hook's largest value."""
+    """{hook: largest error} of a request, relative to the hook's largest value."""
     images = processed(served.model, served.arch, served.images[name]) if name in served.images else None
     reply = served.run.replies[name]
     tokens = served.run.tokens(name)
@@ -127,7 +127,7 @@ def errors_of(served: Served, name: str) -> dict[str, float]:
 
 
 def worst(served: Served, names: Sequence[str]) -> dict[str, float]:
-    """Hooks of these requests that are further off than MOST, with their largest errors. All errors go to RESULT."""
+    """{hook: largest error} where it exceeds MOST. Appends all errors of these requests to the file RESULT."""
     found = largest(errors_of(served, name) for name in names)
     if RESULT and served.configuration:
         arch, mode, owner = served.configuration
@@ -138,15 +138,15 @@ def worst(served: Served, names: Sequence[str]) -> dict[str, float]:
 
 
 def test_every_hook_of_a_text_is_that_of_transformers(served: Served) -> None:
-    assert served.run.replies["again"].num_cached_tokens == 256, "no prefix-cache hit: this shows nothing"
+    assert served.run.replies["again"].num_cached_tokens == 256, "no prefix-cache hit"
     assert worst(served, ["len5", "len33", "len300", "again"]) == {}
 
 
 def test_every_hook_of_a_prompt_with_images_is_that_of_transformers(served: Served) -> None:
     replies = served.run.replies
-    # The cached block of 128 tokens ends inside an image, or behind one of few tokens.
-    assert replies["hit"].num_cached_tokens == 128, "no prefix-cache hit: this shows nothing"
-    assert replies["other"].num_cached_tokens == 0, "another image cannot have the same rows"
+    # The cached block of 128 tokens ends inside an image, or after an image of few tokens.
+    assert replies["hit"].num_cached_tokens == 128, "no prefix-cache hit"
+    assert replies["other"].num_cached_tokens == 0, "a prefix hit with another image"
     assert worst(served, list(served.images)) == {}
 
 
@@ -174,7 +174,7 @@ def test_stores_say_which_rows_are_of_images(served: Served) -> None:
 def test_an_engine_without_its_vision_tower_gives_the_same_hooks(
     arch: str, mode: str, flag: str, known_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both flags turn images off. The language model then embeds token ids in its forward."""
+    """Both flags disable images. The language model then embeds token ids in its forward."""
     model, run = make_model(arch, tmp_path / "model"), Run(tmp_path / "captures")
     args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, owners(arch)[0], **SMALL)
     if arch in HYBRID:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that lose their blocks and begin again still give whole stores, and so do those that many aborts spare."""
+"""Preempted requests have complete stores. So do the remaining requests when many others are aborted."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from tests.engine.harness import (
 if TYPE_CHECKING:
     from vllm import LLM
 
-# Each ends in its second or third block of 128, and there are six for all of them (one more is never used).
+# Each request needs two or three blocks of 128. There are six for all of them; vLLM never uses the seventh.
 LENGTHS = (90, 100, 110, 200)
 ASKS = {f"request{n}": Ask(prompt(n), sampling={"max_tokens": 80}) for n in LENGTHS}
-# The same load again, of which the first to be preempted is given up while it waits for blocks.
+# The same load again. The first preempted request is aborted while it waits for blocks.
 AGAIN = {
     f"again{n}": Ask(prompt(n, 1), {"include_output_tokens": True, "dmi": {"key": f"again{n}"}}, {"max_tokens": 80})
     for n in LENGTHS
@@ -54,13 +54,13 @@ STORM = {
     f"storm{n}": Ask(prompt(60 + n, 2), {"include_output_tokens": True, "dmi": {"key": f"storm{n}"}}) for n in range(30)
 }
 SPARED = [*STORM][::6]
-# The last two read two cached blocks. Beside the first request there is room for one more block of each.
+# The last two requests have two cached blocks. Next to BESIDE, there is room for one more block of each.
 TWINS = {f"twin{n}": Ask(prompt(260, 6), sampling={"max_tokens": 120}) for n in range(3)}
 BESIDE = {"beside": Ask(prompt(200, 7), sampling={"max_tokens": 80})}
 
 
 def storm(llm: LLM, run: Run) -> None:
-    """Nearly all of many requests are aborted, most of them in the queue, and one id comes three times at once."""
+    """Abort most of many requests, most of them in the queue. Three requests have the same id at once."""
     tracker, counts = llm.llm_engine.engine_core.engine_core.scheduler.connector.tracker, Counter[str]()
     take = tracker.take_counts
 
@@ -83,7 +83,7 @@ def storm(llm: LLM, run: Run) -> None:
 
 _DRAFTS = "target beside a draft model, chunks of 1"
 LONG = ("draft, prefix caching", _DRAFTS)
-"""In `make soak`. Prefix caching is the same with rows of the draft and of the target."""
+"""Configurations of `make soak`. Prefix caching is the same for owners draft and target."""
 
 
 @pytest.fixture(
@@ -127,7 +127,7 @@ def run(
         finish((llm, run))
         storm(llm, run)
         generate(llm, run, {"twin0": TWINS["twin0"]})
-        while not run.store("twin0").exists():  # else its borrowers begin when it does, not beside the other request
+        while not run.store("twin0").exists():  # otherwise its borrowers begin when it does, and not while BESIDE runs
             step(llm, run)
         before = len(run.facts["preempted"])
         submit(llm, BESIDE | {name: TWINS[name] for name in ("twin1", "twin2")})
@@ -138,15 +138,15 @@ def run(
 
 
 def test_preempted_requests_have_whole_stores(run: Run, oracle: Callable[..., Oracle]) -> None:
-    assert run.facts["preempted"], "nothing was preempted: this test shows nothing"
+    assert run.facts["preempted"], "no request was preempted"
     for name, ask in ASKS.items():
         check_store(run.store(name), oracle("qwen3"), run.tokens(name), len(ask.prompt), hooks_of("qwen3"))
 
 
 def test_preempted_requests_with_borrowed_rows_have_whole_stores(run: Run, oracle: Callable[..., Oracle]) -> None:
-    """In a pool the rows of cached blocks are those of the first one."""
+    """With owner pool, rows of cached blocks are borrowed from the first request."""
     if run.facts["caching"]:
-        assert any(name.startswith("twin") for name in run.facts["twins preempted"]), "it shows less"
+        assert any(name.startswith("twin") for name in run.facts["twins preempted"]), "no borrower was preempted"
     for name in TWINS:
         check_store(run.store(name), oracle("qwen3"), run.tokens(name), 260, hooks_of("qwen3"))
         borrows = run.facts["owner"] == "pool" and name != "twin0"
@@ -154,15 +154,15 @@ def test_preempted_requests_with_borrowed_rows_have_whole_stores(run: Run, oracl
 
 
 def test_a_request_aborted_while_preempted_keeps_its_whole_chunks(run: Run, oracle: Callable[..., Oracle]) -> None:
-    """In a pool the rest of its rows is there too."""
+    """With owner pool, the rest of the rows is stored too."""
     for name, ask in AGAIN.items():
         [capture] = find_captures(run.store_dir, key=name)
         tokens, options = run.tokens(name), {}
         if name == run.facts["victim"]:
             known, chunk = len(tokens) - 1, run.facts["chunk"]
             rows = known // chunk * chunk
-            assert not run.replies[name].finished and len(ask.prompt) < known, "it shows less"
-            assert rows < known or chunk == 1, "it shows less"
+            assert not run.replies[name].finished and len(ask.prompt) < known, "the request was not aborted in decode"
+            assert rows < known or chunk == 1, "the request was aborted at the end of a chunk"
             if run.facts["owner"] != "pool":
                 options = {"rows": (0, rows), "missing": [[rows, known]] if rows < known else []}
         check_store(capture.store, oracle("qwen3"), tokens, len(ask.prompt), hooks_of("qwen3"), **options)
@@ -172,7 +172,7 @@ def test_a_storm_of_aborts_leaves_the_others_whole(run: Run, oracle: Callable[..
     for name in SPARED:
         check_store(run.store(name), oracle("qwen3"), run.tokens(name), len(STORM[name].prompt), hooks_of("qwen3"))
     stored = sum(len(find_captures(run.store_dir, key=name)) for name in STORM)
-    assert len(SPARED) < stored < len(STORM) // 2, "some ran, most did not"
+    assert len(SPARED) < stored < len(STORM) // 2, "some aborted requests ran, most did not"
     assert run.facts["counts"] == {"cancelled": len(STORM) - stored}
 
 

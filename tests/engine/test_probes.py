@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probes alone, without the hooks that they score, against transformers: preemption, prefix hits, chunked prompts and
-drafts, with rows of each owner. tests/engine/test_reduce.py has them compiled, on one rank and on two.
+"""Probes without the hooks that they score, compared with transformers: preemption, prefix hits, chunked prefill and
+drafts, with each owner. tests/engine/test_reduce.py tests compiled probes on one and two ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CONDITIONS = {
     "dropped": Ask(prompt(50), {**ALL, "dmi": {"key": "dropped", "keep_if": "max(one) > 1e9", "probes": ASKED}}),
     "stopped": Ask(prompt(50), {**ALL, "dmi": {"key": "stopped", "stop_if": "one < 1e9"}}),
 }
-# Six blocks of 128 for four requests, of which each ends in its second or third: some are preempted.
+# Six blocks of 128 for four requests that need two or three each, so some are preempted.
 CROWD = {f"crowd{n}": Ask(prompt(n), INLINE, {"max_tokens": 80}) for n in (90, 100, 110, 200)}
 ASKS = {
     "one": Ask(prompt(1), INLINE),
@@ -120,7 +120,7 @@ def test_responses_have_the_scores_of_their_stores(run: Run, probes: dict[str, P
         capture = open_capture(run.store(name), timeout=300)
         for probe in probes:
             check_inline(capture, probe, run.replies[name].kv_transfer_params["dmi_probe"][probe])
-    assert "dmi_probe" not in run.replies["some"].kv_transfer_params, "it did not ask"
+    assert "dmi_probe" not in run.replies["some"].kv_transfer_params, "the request did not ask for scores"
 
 
 def test_norms_are_those_of_the_rows_of_transformers(run: Run, oracle: Callable[..., Oracle]) -> None:
@@ -145,7 +145,7 @@ def test_a_summary_has_the_norms_of_the_store_by_layer(run: Run) -> None:
             want = {"mean": stored.mean(-1), "last": stored[..., -1]}
             for what, values in want.items():
                 np.testing.assert_allclose(said[hook][what], values, rtol=1e-3, err_msg=f"{name} {hook} {what}")
-    assert "dmi_summary" not in run.replies["some"].kv_transfer_params, "it did not ask"
+    assert "dmi_summary" not in run.replies["some"].kv_transfer_params, "the request did not ask for a summary"
 
 
 def test_largest_neurons_are_those_of_the_rows_of_transformers(run: Run, oracle: Callable[..., Oracle]) -> None:
@@ -157,7 +157,7 @@ def test_largest_neurons_are_those_of_the_rows_of_transformers(run: Run, oracle:
 
 
 def test_a_summary_has_the_neurons_with_the_largest_values(run: Run, oracle: Callable[..., Oracle]) -> None:
-    """Of the rows of generated tokens, which are borrowed by no request here."""
+    """Rows of generated tokens, which no request here borrows."""
     for name, ask in (ASKS | CROWD | {"again": ASKS["long"]}).items():
         said = run.replies[name].kv_transfer_params["dmi_summary"]
         want, tokens = reference(oracle("qwen3"), tuple(run.tokens(name))), run.tokens(name)
@@ -166,7 +166,9 @@ def test_a_summary_has_the_neurons_with_the_largest_values(run: Run, oracle: Cal
 
 
 def test_keep_if_stores_only_requests_for_which_it_holds(run: Run, probes: dict[str, Path]) -> None:
-    """Its rows are those of the same request without a condition. Those of cached tokens count too, in a pool too."""
+    """A kept request has the same rows as the same request without a condition. Rows of cached tokens count too, also
+    with owner pool.
+    """
     dropped = run.replies["dropped"].kv_transfer_params
     for name, same in (("kept", "plain"), ("kept again", "long")):
         capture, other = (open_capture(run.store(each), timeout=300) for each in (name, same))
@@ -217,7 +219,7 @@ def test_latents_are_the_largest_of_the_rows_of_transformers(
         want = SparseEncoder.load(encoder).encode(rows)
         ids, values = capture.latents("probe.sae")
         largest = -np.sort(-want, 1)
-        # A latent at its threshold is active in one of two programs and not in the other.
+        # A latent near its threshold may be active in only one of the two programs.
         same = np.isclose(values, largest[:, :K], rtol=0, atol=1e-5).all(1)
         assert same.mean() > 0.98, name
         there = same[:, None] & (ids >= 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised weights and caches: the values that the model computed with them, tokens as without capture."""
+"""Quantised weights and caches: captured values are those the model computed with, and tokens do not change."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, p
 from tests.quantise import SCHEMES, quantise
 
 SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 2}
-"""Whole tiles of every kernel, and whole groups."""
+"""Sizes that are multiples of the tiles of every kernel and of the groups."""
 FP8_SIZES = {"num_hidden_layers": 2}
-"""Products of fp8 have neither, and PyTorch's for a CPU takes 30 ns for each multiplication."""
+"""The FP8 kernel needs no multiples. The model is small, because PyTorch's FP8 product takes 30 ns per multiplication
+on a CPU.
+"""
 LEAST_COSINE = {"gptq": 0.995, "awq": 0.995, "int8": 0.995, "fp8": 0.985}
-"""Of a row with transformers' in float32: bfloat16 rounds, and int8 and fp8 quantise the inputs of products too. With 4
-bits 0.9974 was seen on a CPU with AMX; in transformers bfloat16 alone gives 0.9976 (`attn_out` of a tiny Llama).
+"""Minimum cosine of a row with the float32 row of transformers. bfloat16 rounds, and int8 and fp8 quantise the inputs
+of products too. The lowest cosine with 4 bits was 0.9974, on a CPU with AMX. transformers in bfloat16 alone gives
+0.9976 (`attn_out` of a tiny Llama).
 """
 AVX512, VNNI = torch.cpu._is_avx512_supported(), torch.cpu._is_vnni_supported()
 if not VNNI:
-    LEAST_COSINE["int8"] = 0.97  # products of int8 are less exact there: 0.977 was seen, with the tokens of stock
+    # int8 products are less exact on a CPU without VNNI: the lowest was 0.977, with the same tokens as stock vLLM
+    LEAST_COSINE["int8"] = 0.97
 KERNELS = [
     pytest.param(name, marks=pytest.mark.skipif(name in ("gptq", "awq") and not AVX512, reason="no AVX-512"))
     for name in SCHEMES
 ]
-"""vLLM's build for a CPU without AVX-512 has no kernel for 4-bit weights."""
+"""Quantisation schemes. vLLM's build for CPUs without AVX-512 has no kernel for 4-bit weights."""
 ASKS = {"short": Ask(prompt(20)), "long": Ask(prompt(200))}
 
 
@@ -60,21 +64,21 @@ def test_quantised_weights_give_their_values_and_the_same_tokens(
 
 
 def nearest(values: torch.Tensor) -> torch.Tensor:
-    """Values as an fp8 cache has them."""
+    """The values in an fp8 cache, rounded to nearest."""
     return values.to(torch.float8_e4m3fn).float()
 
 
 def towards_zero(values: torch.Tensor) -> torch.Tensor:
-    """The same where bits are cut off, as vLLM's kernel for a CPU does."""
+    """The values in an fp8 cache, truncated as vLLM's CPU kernel does."""
     rounded = values.to(torch.float8_e4m3fn)
     larger = rounded.float().abs() > values.abs()
     return (rounded.view(torch.uint8) - larger.to(torch.uint8)).view(torch.float8_e4m3fn).float()
 
 
 def attended(capture: Capture, layer: int, cached: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """What attention gives in a layer, float32 [tokens, heads * head_dim], from stored queries, keys and values.
+    """The attention output of a layer, float32 [tokens, heads * head_dim], from stored queries, keys and values.
 
-    cached: makes keys and values what the cache has of them.
+    cached: converts keys and values to those in the cache.
     """
     dims = capture.attrs["dims"]
     size, groups = dims["head_dim"], dims["heads"] // dims["kv_heads"]
@@ -88,7 +92,7 @@ def attended(capture: Capture, layer: int, cached: Callable[[torch.Tensor], torc
 
 @pytest.mark.skipif(not AVX512, reason="this CPU has no AVX-512, which vLLM's FP8 cache needs")
 def test_a_quantised_cache_gives_what_attention_made_of_it(known_models: None, tmp_path: Path) -> None:
-    """`k_rot` and `v` are those before the cache, `z` is what comes of the ones in it, in prefill and decode."""
+    """`k_rot` and `v` are captured before the cache. `z` results from the cached values, in prefill and decode."""
     model = make_model("qwen3", tmp_path / "model")
     runs = {name: Run(tmp_path / name) for name in ("captured", "stock")}
     capture: dict[str, Any] = capture_args(ALL_HOOKS, runs["captured"].store_dir, **SMALL)

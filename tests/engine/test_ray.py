@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi run --ray` on clusters of this machine: workers and nodes are killed, and every prompt is in one store."""
+"""`dmi run --ray` on clusters on this machine. Workers and nodes are killed, and every prompt has one store."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="Ray is not installe
 
 @dataclass
 class Ray:
-    """Starts processes with Ray. env: theirs. folder: what Ray writes, with a short name for its sockets."""
+    """Starts processes with Ray. env: their environment. folder: Ray's files; a short path, for its sockets."""
 
     env: dict[str, str]
     folder: Path
 
     @contextlib.contextmanager
     def run(self, model: Path, prompts: Path, out: Path, *more: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-        """A `dmi run`, and the file with what it says. All its processes are ended behind the block."""
+        """Start `dmi run`. Yields the process and its log file. Kills all its processes at the end."""
         asked = command(model, prompts, out, "--max-num-seqs", "4", "--json", *more)
         log = out.with_name(f"{out.name}.log")
         with open(log, "ab") as file:
@@ -46,7 +46,7 @@ class Ray:
             end(process)
 
     def sessions(self) -> list[psutil.Process]:
-        """Processes of Ray that still write to the folder."""
+        """Processes of Ray that use the folder."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -56,7 +56,7 @@ class Ray:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """End a process with all that it started."""
+    """Kill a process and its descendants."""
     if process.poll() is None:
         for victim in reversed(group_of(psutil.Process(process.pid))):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -68,7 +68,7 @@ def end(process: subprocess.Popen[Any]) -> None:
 def ray() -> Iterator[Ray]:
     folder = Path(tempfile.mkdtemp(prefix="ray-"))
     token = folder / "token"
-    token.write_text(secrets.token_hex(32))  # else Ray makes one in the user's home
+    token.write_text(secrets.token_hex(32))  # otherwise Ray creates one in the user's home directory
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     env |= {"RAY_TMPDIR": str(folder), "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
     found = Ray(env, folder)
@@ -79,7 +79,7 @@ def ray() -> Iterator[Ray]:
 
 @pytest.fixture
 def cluster(ray: Ray) -> Iterator[str]:
-    """Address of a cluster of two nodes with one CPU each."""
+    """The address of a cluster of two nodes with one CPU each."""
     process = subprocess.Popen(
         [str(PYTHON), "-m", "tests.raycluster"],
         cwd=ROOT,
@@ -99,7 +99,7 @@ def cluster(ray: Ray) -> Iterator[str]:
 
 
 def engine_of(out: Path, number: int) -> psutil.Process | None:
-    """The engine process of a worker, if it lives. Its parent is the actor, and the parent of that Ray's raylet."""
+    """The engine process of a worker; None if it has ended. Its parent is the actor, whose parent is Ray's raylet."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             line = process.cmdline()
@@ -115,7 +115,7 @@ def stores(out: Path) -> int:
 def engine_with(
     process: subprocess.Popen[bytes], out: Path, log: Path, number: int, count: int = 0, but: int = 0
 ) -> psutil.Process:
-    """Wait until a worker has an engine, and `count` stores are finished. but: process id of an engine before it."""
+    """Wait until a worker has an engine and `count` stores are finished. but: process id of an earlier engine."""
     found: list[psutil.Process] = []
 
     def there() -> bool:
@@ -129,7 +129,7 @@ def engine_with(
 
 @contextlib.contextmanager
 def held(engine: psutil.Process) -> Iterator[None]:
-    """An engine that stands still: another one does the prompts meanwhile, however fast it is."""
+    """Suspend an engine, so that another one runs the prompts meanwhile."""
     engine.suspend()
     try:
         yield
@@ -139,7 +139,7 @@ def held(engine: psutil.Process) -> Iterator[None]:
 
 
 def finished(process: subprocess.Popen[bytes], out: Path, log: Path, prompts: dict[int, list[int]]) -> dict[str, Any]:
-    """Wait for the end of a run that does all. Returns {event: the last of its kind}."""
+    """Wait for the end of a run that finishes all prompts. Returns {event: its last message}."""
     assert process.wait(800) == 0, why(out, log.read_text())
     check_whole(out, prompts)
     assert not list(out.glob(".life.lock.worker-*")), "locks of workers are left"
@@ -150,8 +150,8 @@ def finished(process: subprocess.Popen[bytes], out: Path, log: Path, prompts: di
 def test_a_worker_that_is_killed_halfway_leaves_every_prompt_in_one_store(
     ray: Ray, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """A cluster of this machine with two workers. The actor of one that has prompts is killed with SIGKILL. The other
-    does them; the start goes on to the end.
+    """A cluster on this machine with two workers. SIGKILL ends an actor with prompts in flight. The other worker runs
+    them, and the command finishes.
     """
     out = tmp_path / "out"
     prompts = write_ids(tmp_path / "p.jsonl", 1000)
@@ -164,7 +164,7 @@ def test_a_worker_that_is_killed_halfway_leaves_every_prompt_in_one_store(
             actor.kill()
             gone(family[:1], 60)
             left = stores(out)
-            assert left < len(prompts), "not killed halfway"
+            assert left < len(prompts), "the worker was not killed halfway"
             again = engine_with(process, out, log, 0, but=engine.pid)
         with held(again):
             engine_with(process, out, log, 1, left + 200)
@@ -172,11 +172,11 @@ def test_a_worker_that_is_killed_halfway_leaves_every_prompt_in_one_store(
     ended, summary = told_last["engine_ended"], told_last["summary"]
     assert (ended["engine"], ended["left"]) == ("worker 0", 0) and ended["again"] > 0
     assert (summary["done"], summary["stored"], summary["lost"], summary["failed"]) == (1000, 1000, 0, 0)
-    assert summary["engines"][0] > 0 and summary["engines"][1] > 0, "both had prompts"
+    assert summary["engines"][0] > 0 and summary["engines"][1] > 0, "both workers must have prompts"
 
 
 def test_the_only_worker_is_started_again(ray: Ray, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """With all its processes killed, writers too: their unfinished stores are removed and done again."""
+    """All its processes are killed. Unfinished stores are removed, and their prompts run again."""
     out = tmp_path / "out"
     prompts = write_ids(tmp_path / "p.jsonl", 300)
     with ray.run(tiny_model("qwen3"), tmp_path / "p.jsonl", out, "--ray", "local") as (process, log):
@@ -185,7 +185,7 @@ def test_the_only_worker_is_started_again(ray: Ray, tiny_model: Callable[..., Pa
         for victim in group_of(actor):
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.kill()
-        assert stores(out) < len(prompts), "not killed halfway"
+        assert stores(out) < len(prompts), "the worker was not killed halfway"
         told_last = finished(process, out, log, prompts)
     assert told_last["engine_ended"]["again"] > 0
     first, second = told_last["summary"]["engines"]
@@ -195,7 +195,7 @@ def test_the_only_worker_is_started_again(ray: Ray, tiny_model: Callable[..., Pa
 def test_a_node_that_is_lost_and_a_run_that_is_killed_lose_no_prompt(
     ray: Ray, cluster: str, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """A cluster with an address. The other node does the prompts of the lost one; the next start those of the run."""
+    """The cluster has an address. The other node runs the prompts of the lost node, the next run those of the first."""
     out, model, path = tmp_path / "out", tiny_model("qwen3"), tmp_path / "p.jsonl"
     prompts = write_ids(path, 1000)
     asked = ("--ray", cluster, "--workers", "2")

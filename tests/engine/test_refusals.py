@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot be captured stops the engine at start, with a reason that names option, value and fix."""
+"""Unsupported options and models stop the engine at start. The message names the option, its value and the fix."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.probekit import save_probe
 
 
 def vllm_config(model: Path, store_dir: Path, extra: dict[str, Any] | None = None, **args: Any) -> Any:
-    """The config of an engine that captures into `store_dir`, without starting one."""
+    """The config of an engine that captures into `store_dir`. No engine is started."""
     from vllm import EngineArgs
 
     capture = capture_args("hidden-states", store_dir, args.pop("owner", "target"))
@@ -90,7 +90,7 @@ def test_a_bad_server_option_keeps_the_engine_from_starting(model: Path, tmp_pat
 
 
 def config_of(directory: Path, model_type: str, architecture: str, **fields: Any) -> Path:
-    """The directory of a model that has a config and nothing else."""
+    """The directory of a model that has only a config."""
     from transformers import AutoConfig
 
     sizes = {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 3, "num_key_value_heads": 1}
@@ -252,7 +252,7 @@ def test_pruned_videos_are_refused(known_models: None, tmp_path: Path) -> None:
 
 
 def latent_model(folder: Path, arch: str = "deepseek_v3", **fields: Any) -> Path:
-    """A tiny model whose config.json has these fields, in the place of what transformers wrote."""
+    """A tiny model whose config.json is replaced by these fields."""
     from dmi_connector.cli.tiny_models import make_model
 
     model = make_model(arch, folder / "model")
@@ -266,7 +266,7 @@ def latent_model(folder: Path, arch: str = "deepseek_v3", **fields: Any) -> Path
 def test_latent_attention_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, owner: str
 ) -> None:
-    """A config of Kimi K2 gives transformers' class of V3 that type, for the process. Other tests need its own back."""
+    """A config of Kimi K2 changes the type of transformers' V3 class. Other tests need the original type."""
     monkeypatch.setattr(DeepseekV3Config, "model_type", "deepseek_v3")
     model = latent_model(tmp_path, model_type=model_type)
     args = {"owner": owner, "max_num_batched_tokens": 512}
@@ -339,7 +339,7 @@ def test_a_row_of_plain_attention_for_a_latent_model_is_refused(
 
 
 def staged(model: Path, store_dir: Path, extra: dict[str, Any] | None = None, **args: Any) -> Any:
-    """The config of an engine with two stages."""
+    """The config of an engine with two pipeline stages."""
     return vllm_config(
         model, store_dir, extra, **{"pipeline_parallel_size": 2, "distributed_executor_backend": "mp", **args}
     )
@@ -348,12 +348,12 @@ def staged(model: Path, store_dir: Path, extra: dict[str, Any] | None = None, **
 @pytest.mark.parametrize("owner", ["target", "pool"])
 def test_pipeline_stages_are_accepted(model: Path, tmp_path: Path, owner: str) -> None:
     context = capture_context(staged(model, tmp_path, owner=owner))
-    assert (context.ranks, context.stages) == (2, (range(2, 3), range(2))), "the last stage is rank 0"
+    assert (context.ranks, context.stages) == (2, (range(2, 3), range(2))), "the last stage must be rank 0"
     assert (context.first_stage, context.last_stage) == (False, True)
 
 
 def test_the_draft_with_pipeline_stages_is_refused(model: Path, tmp_path: Path) -> None:
-    config = vllm_config(model, tmp_path, owner="draft")  # as an argument, vLLM refuses it for its own draft model
+    config = vllm_config(model, tmp_path, owner="draft")  # vLLM would refuse it as an argument for the draft model
     config.parallel_config.pipeline_parallel_size = 2
     config.parallel_config.distributed_executor_backend = "mp"
     with pytest.raises(ValueError, match=r"pipeline_parallel_size: 2 with owner='draft'.*use owner='target'"):
@@ -444,7 +444,7 @@ def test_a_stage_without_layers_is_refused(model: Path, tmp_path: Path, monkeypa
 def test_an_option_that_splits_a_batch_is_refused(
     model: Path, tmp_path: Path, owner: str, option: str, value: object, reason: str
 ) -> None:
-    config = vllm_config(model, tmp_path, owner=owner)  # as arguments they need several GPUs
+    config = vllm_config(model, tmp_path, owner=owner)  # as arguments, they need several GPUs
     assert getattr(config.parallel_config, option) != value
     setattr(config.parallel_config, option, value)
     with pytest.raises(ValueError, match=reason):
@@ -453,7 +453,7 @@ def test_an_option_that_splits_a_batch_is_refused(
 
 def test_an_engine_that_goes_on_without_a_failed_rank_is_refused(model: Path, tmp_path: Path) -> None:
     config = vllm_config(model, tmp_path)
-    config.parallel_config.enable_fault_tolerance = True  # of vLLM 0.33
+    config.parallel_config.enable_fault_tolerance = True  # vLLM 0.33 and later
     with pytest.raises(ValueError, match=r"enable_fault_tolerance: True .*remove --enable-fault-tolerance"):
         capture_context(config)
 
@@ -490,14 +490,14 @@ def test_experts_over_both_kinds_of_ranks_are_refused(
 def test_a_connector_in_the_place_of_ours_is_refused_without_our_module_too(
     model: Path, tmp_path: Path, owner: str
 ) -> None:
-    """Each model asks whether capture is on. test_compatibility.py has the case with `kv_connector_module_path`."""
+    """Each model checks whether capture is on. test_compatibility.py tests the case with `kv_connector_module_path`."""
     capture = capture_args("hidden-states", tmp_path, owner)
     del capture["kv_transfer_config"]["kv_connector_module_path"]
     assert is_active(vllm_config(model, tmp_path, **capture))
     with pytest.raises(ValueError, match=r"kv_offloading_size: it puts OffloadingConnector .*; remove --kv-offloading"):
         is_active(vllm_config(model, tmp_path, **capture, kv_offloading_size=0.1))
     offloading = {"kv_transfer_config": None, "speculative_config": None, "kv_offloading_size": 0.1}
-    assert not is_active(vllm_config(model, tmp_path, **offloading)), "without our options it is left alone"
+    assert not is_active(vllm_config(model, tmp_path, **offloading)), "without our options, the connector is left alone"
 
 
 @pytest.mark.parametrize("owner", OWNERS)
@@ -506,7 +506,7 @@ def test_the_connector_of_another_owner_is_refused(model: Path, tmp_path: Path, 
     mine = config.kv_transfer_config.kv_connector
     other = "DMIConnector" if owner == "pool" else "DMIPoolConnector"
     config.kv_transfer_config.kv_connector = other
-    assert is_active(config), "it is one of ours"
+    assert is_active(config), "a subclass of our connector is accepted"
     with pytest.raises(ValueError, match=rf"kv_connector: '{other}' .*set (it|kv_connector) to '{mine}'"):
         capture_context(config)
 
@@ -536,9 +536,9 @@ def test_draft_tokens_under_the_v2_runner_are_refused(
 def test_an_engine_that_may_sleep_starts_with_each_owner(
     model: Path, tmp_path: Path, owner: str, option: str, extra: dict[str, Any]
 ) -> None:
-    """vLLM sleeps with its allocator alone, too."""
+    """vLLM can also sleep with its allocator alone."""
     configs = [vllm_config(model, tmp_path, extra, owner=owner) for _ in range(2)]
-    setattr(configs[0].model_config, option, True)  # as an argument it needs a GPU
+    setattr(configs[0].model_config, option, True)  # as an argument, it needs a GPU
     assert [capture_context(config).may_sleep for config in configs] == [True, False]
     assert capture_context(configs[0]).owner.name == owner
 
@@ -568,10 +568,10 @@ def test_probes_of_another_model_are_refused(model: Path, tmp_path: Path) -> Non
     (tmp_path / "again").mkdir()
     again = save_probe(tmp_path / "again/good.safetensors", "resid_pre", (1,), 64, 2, seed=7)
     same = capture_context(vllm_config(model, tmp_path, {"hooks": "probe.p", "probes": {"p": str(again)}}))
-    assert context.fingerprint == same.fingerprint, "other weights have the same graph"
+    assert context.fingerprint == same.fingerprint, "the weights are not part of the graph"
     assert same.layout.fields[0].reduction != context.layout.fields[0].reduction
     other = capture_context(vllm_config(model, tmp_path, {"hooks": "resid_pre"}))
-    assert "probe.p" in context.dims.hooks and "probe.p" not in other.dims.hooks, "probes are those of one engine"
+    assert "probe.p" in context.dims.hooks and "probe.p" not in other.dims.hooks, "probes are part of the graph"
 
 
 def test_products_of_probes_in_fewer_bits_are_refused(
@@ -618,7 +618,7 @@ def test_a_second_engine_in_one_process_is_refused(
 @pytest.mark.parametrize("owner", OWNERS)
 def test_batch_sharded_sampling_is_refused_with_logits(model: Path, tmp_path: Path, owner: str) -> None:
     configs = [vllm_config(model, tmp_path, {"hooks": hooks}, owner=owner) for hooks in ("vllm-full", "hidden-states")]
-    for config in configs:  # as an argument it needs two GPUs: only the V2 runner, under tensor parallelism, has it
+    for config in configs:  # as an argument, it needs two GPUs: only the V2 runner supports it, with tensor parallelism
         assert config.parallel_config.enable_batch_sharded_sampling is False
         config.parallel_config.enable_batch_sharded_sampling = True
     with pytest.raises(ValueError, match=r"enable_batch_sharded_sampling: True .*take logits out of the hooks"):
@@ -635,7 +635,7 @@ def test_data_parallelism_is_accepted(model: Path, tmp_path: Path, owner: str) -
 
 @pytest.mark.parametrize("owner", OWNERS)
 def test_async_scheduling_is_accepted_where_vllm_has_it(model: Path, tmp_path: Path, owner: str) -> None:
-    """Where vLLM has it, benchmarks/checks/check_gpu.py compares all hooks under it."""
+    """Where vLLM supports it, benchmarks/checks/check_gpu.py compares all hooks under it."""
     config = vllm_config(model, tmp_path, owner=owner, async_scheduling=True)
     if not config.scheduler_config.async_scheduling:
         pytest.skip("vLLM took async_scheduling=True and switched it off: it has none on this platform")
@@ -644,7 +644,7 @@ def test_async_scheduling_is_accepted_where_vllm_has_it(model: Path, tmp_path: P
 
 @pytest.mark.parametrize("name", ["allow_buffer_reuse", "inplace_buffers", "memory_planning"])
 def test_an_option_of_inductor_that_changes_values_is_refused(model: Path, tmp_path: Path, name: str) -> None:
-    """It is accepted where nothing is compiled."""
+    """The option is accepted if nothing is compiled."""
     asked = {"compilation_config": {"inductor_compile_config": {name: True}}}
     refusals.check(vllm_config(model, tmp_path, **asked))
     config = vllm_config(model, tmp_path, **asked, enforce_eager=False)
@@ -653,7 +653,7 @@ def test_an_option_of_inductor_that_changes_values_is_refused(model: Path, tmp_p
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, item: str) -> None:
-    """Let a name of the contract be missing from its module, as in a version that removed it."""
+    """Remove a name of the contract from its module, as a version of vLLM without it would."""
     names = next(names for names in NAMES.values() if item in names)
     module = names[item].places.partition(":")[0]
     monkeypatch.setitem(names, item, names[item]._replace(places=f"{module}:no_such_name"))
@@ -661,7 +661,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, item: str) -> None:
 
 ITEMS = [(feature, item) for feature, names in NAMES.items() for item in names]
 USED = ("always", "routing of experts")
-"""Features of an eager engine on a CPU, with rows of the target and chosen experts among the hooks."""
+"""Features of an eager engine on a CPU with owner target and expert routing among its hooks."""
 
 
 @pytest.fixture(scope="module")
@@ -674,7 +674,7 @@ def routed_config(tiny_model: Callable[..., Path], tmp_path_factory: pytest.Temp
 def test_a_missing_name_is_refused_where_it_is_used_alone(
     routed_config: Any, monkeypatch: pytest.MonkeyPatch, feature: str, item: str
 ) -> None:
-    """An engine that does not use a feature of vLLM starts without its names."""
+    """An engine that does not use a feature of vLLM starts without the names of the feature."""
     name = NAMES[feature][item]
     hide(monkeypatch, item)
     monkeypatch.setattr(context, "_built", None)
@@ -728,7 +728,7 @@ def test_speculative_decoding_is_taken_as_far_as_it_was_tested(model: Path, tmp_
     refusals.check(config)
     drafting = capture_context(config).drafting
     assert drafting is not None and (drafting.method, drafting.most) == ("ngram", NGRAM["num_speculative_tokens"])
-    config.speculative_config.speculative_token_tree = "[(0,), (0, 0), (0, 0, 0)]"  # of vLLM 0.31: a chain
+    config.speculative_config.speculative_token_tree = "[(0,), (0, 0), (0, 0, 0)]"  # in vLLM 0.31, a chain
     refusals.check(config)
     config.speculative_config.speculative_token_tree = "[(0,), (1,), (0, 0)]"
     with pytest.raises(ValueError, match=r"speculative_token_tree .* several tokens for a position.*leave it out"):
@@ -746,11 +746,11 @@ def test_speculative_decoding_is_taken_as_far_as_it_was_tested(model: Path, tmp_
 
 
 def test_routers_are_asked_for_kernels_that_do_not_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.33 asks each router while it builds an expert layer; 0.32 does not."""
+    """vLLM 0.33 queries each router while it builds an expert layer. vLLM 0.32 does not."""
     from vllm.model_executor.layers.fused_moe.router.fused_moe_router import FusedMoERouter
 
     class Router(FusedMoERouter):
-        """One that never routes."""
+        """A router that never routes."""
 
     Router.__abstractmethods__ = frozenset()
     if "supports_monolithic_kernels" not in vars(FusedMoERouter):
@@ -775,7 +775,7 @@ def test_a_name_is_found_in_its_second_place(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def of_version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """of_version(version): vLLM calls itself so."""
+    """of_version(version): make vLLM report this version."""
     import vllm
 
     def set_version(version: str) -> None:
@@ -826,8 +826,8 @@ def test_the_first_captures_of_a_newer_vllm_are_checked(
     monkeypatch: pytest.MonkeyPatch,
     of_version: Callable[[str], None],
 ) -> None:
-    """A hook that does not fire after the start ends the engine, and no such row is stored, also where the memory has
-    values of an earlier request.
+    """If a hook does not fire after the start, the engine ends. No such row is stored, even if its memory has values of
+    an earlier request.
     """
     of_version("0.34.0")
     writes, broken = TapBatch.add, False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may ask for under kv_transfer_params: named, narrowed, skipped, or refused with a reason."""
+"""Options of a request in kv_transfer_params: names, selections, requests without capture, and refusals."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from tests.engine.check import check_store, hooks_of
 from tests.engine.harness import ALL_HOOKS, CHUNK, SEGMENT, Ask, Run, engine, generate, prompt
 
-LENGTH, TOTAL = 40, 52  # prompt tokens, and prompt with generated ones: 51 rows exist
-SERVED = [hook for hook in hooks_of("qwen3") if hook != "ln1"]  # ln1 is a hook this server does not capture
+LENGTH, TOTAL = 40, 52  # prompt tokens; prompt and generated tokens (51 rows)
+SERVED = [hook for hook in hooks_of("qwen3") if hook != "ln1"]  # this server does not capture ln1
 
 
 def asked(include: bool = True, **dmi: Any) -> Ask:
@@ -37,7 +37,7 @@ GOOD = {
     "spans": asked(loss_spans=[[0, 3], [30, 40]]),
     "path": Ask(prompt(LENGTH), kv={"include_output_tokens": True, "hidden_states_path": "/nowhere/a.safetensors"}),
 }
-# Request options -> what the reason must name: option, value, fix.
+# {request options: texts that the reason must contain: option, value and fix}
 BAD: dict[str, tuple[Any, list[str]]] = {
     "unknown hook": ({"dmi": {"hooks": "mlp_pots"}}, ["hooks", "mlp_pots", "did you mean 'mlp_post'"]),
     "uncaptured hook": ({"dmi": {"hooks": "ln1"}}, ["hooks", "ln1", "not captured by this server"]),
@@ -77,7 +77,7 @@ BAD: dict[str, tuple[Any, list[str]]] = {
 def run(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = Run(tmp_path_factory.mktemp("options"))
     args = capture_args(f"{ALL_HOOKS},-ln1", run.store_dir, chunk_tokens=CHUNK, segment_tokens=SEGMENT)
-    del args["kv_transfer_config"]["kv_connector_module_path"]  # the plugin has registered the name
+    del args["kv_transfer_config"]["kv_connector_module_path"]  # the plugin has registered the connector
     args["speculative_config"]["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2]
     with engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:
         generate(llm, run, {name: Ask(prompt(LENGTH), kv=kv) for name, (kv, _) in BAD.items()})
@@ -94,7 +94,7 @@ def test_a_bad_option_is_answered_with_option_value_and_fix(run: Run, name: str)
     assert set(reply.kv_transfer_params) == {"dmi_error"}, reply.kv_transfer_params
     for part in BAD[name][1]:
         assert part in reply.kv_transfer_params["dmi_error"], f"{part!r} is not in the reason"
-    assert len(reply.outputs[0].token_ids) == 12, "the request itself must go on"
+    assert len(reply.outputs[0].token_ids) == 12, "the request itself must continue"
     assert reply.outputs[0].token_ids == run.replies["plain"].outputs[0].token_ids
 
 
@@ -108,7 +108,7 @@ def test_refused_and_disabled_captures_leave_nothing_on_disk(run: Run) -> None:
 
 
 def test_responses_name_what_is_ignored(run: Run) -> None:
-    """Layer ids of the engine's configuration, and the path of a request."""
+    """Ignored options: layer ids of the engine's configuration, and the path of a request."""
     said = {name: run.replies[name].kv_transfer_params["dmi_warning"] for name in ("plain", "path")}
     assert said["plain"].startswith("eagle_aux_hidden_state_layer_ids: [1, 2] have no effect")
     assert said["path"].startswith(f"{said['plain']}; hidden_states_path: '/nowhere/a.safetensors' is ignored")

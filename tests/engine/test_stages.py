@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two pipeline stages write their layers of one store. Several batches are under way at a time."""
+"""Two pipeline stages write their layers to the same store. Several batches are in flight at the same time."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ LENGTHS = (1, 33, 128, 300)
 HOOKS_OF_STAGES = f"{ALL_HOOKS},-pattern"
 ALL = {"include_output_tokens": True}
 LATE = [1, 2]
-"""Layers of which each stage has one."""
+"""One layer of each stage."""
 ONE_STAGE = {"first": {"hooks": "embed"}, "second": {"hooks": "resid_final"}, "layer": {"hooks": "q", "layers": [0]}}
-"""Options of requests of which one stage has nothing to write."""
+"""{request: its options}. One stage has nothing to write for these requests."""
 CAPTURED = ("len1", "len33", "len128", "len300", "again")
 
 
@@ -59,7 +59,7 @@ def run(
     oracle: Callable[..., Oracle],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Run:
-    """At its end the worker of the second stage is killed while captures are under way."""
+    """Responses of an engine whose second stage's worker is killed at the end, while captures are in progress."""
     run = Run(tmp_path_factory.mktemp("stages"))
     run.facts["owner"], eager, arch = request.param
     run.facts["arch"], run.facts["hooks"] = arch, hooks_of(arch)
@@ -73,7 +73,7 @@ def run(
             run.facts["metrics"] = [metric for metric in llm.get_metrics() if metric.name.startswith("vllm:dmi_")]
             live = Live(llm, run, oracle(arch))
             answers = live.begin(many("killed", 8, tokens=370))
-            writing = processes("dmi-")  # which processes() does not find once the engine has ended
+            writing = processes("dmi-")  # processes() does not find them after the engine has ended
             kill(processes("Worker_PP1"))
             with pytest.raises(EngineDeadError):
                 answers.result(120)
@@ -82,7 +82,7 @@ def run(
 
 
 def options(run: Run, owner: str, eager: bool) -> dict[str, Any]:
-    """Of an engine with two stages."""
+    """Options of an engine with two stages."""
     stages: dict[str, Any] = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
     stages |= {"enforce_eager": eager, "disable_log_stats": False}
     if eager:
@@ -101,13 +101,13 @@ def test_a_store_of_two_stages_reads_like_that_of_the_whole_model(run: Run, orac
 
 
 def test_each_stage_writes_the_layers_that_it_has(run: Run) -> None:
-    """Of three layers vLLM gives two to the first stage."""
+    """vLLM gives two of the three layers to the first stage."""
     attrs = read_attrs(run.store("len300"))
     assert attrs["tp"] == 2
     for name, hook in attrs["hooks"].items():
         files = [path.split("/") for path in attrs["files"] if path.startswith(f"{name}/c/")]
         parts = {"0", "1"} if HOOKS[name].scope == "layer" else {"0"}
-        assert {path[2] for path in files} == parts, f"{name} lies in {files}"
+        assert {path[2] for path in files} == parts, f"{name} is in {files}"
         assert hook.get("part_layers", 0) == (2 if HOOKS[name].scope == "layer" else 0), name
 
 
@@ -128,7 +128,7 @@ def test_a_stage_may_have_nothing_to_write_of_a_request(run: Run, oracle: Callab
 def test_the_rows_of_a_killed_stage_are_salvaged_with_those_of_the_other(
     run: Run, oracle: Callable[..., Oracle]
 ) -> None:
-    """The engine ended with an error. No store became whole, as nobody knows what the killed stage still had."""
+    """The engine ended with an error. No store is complete, because the rows that the killed stage had are unknown."""
     killed = [info for info in find_captures(run.store_dir) if str(info.key).startswith("killed")]
     assert [info.state for info in killed] == ["unfinished"] * 8
     outcomes = repair(run.store_dir)
@@ -164,8 +164,8 @@ def test_batches_that_overlap_preemptions_and_aborts_leave_whole_stores(
             running = next(name for name in again if name != victim)
             llm.llm_engine.abort_request([victim, running])
             finish((llm, run))
-    assert preempted, "nothing was preempted: this test shows nothing"
-    assert most, "no batch was under way while another was scheduled"
+    assert preempted, "no request was preempted"
+    assert most, "no batch was in flight while another was scheduled"
     for name, ask in (asks | again).items():
         if name not in (victim, running):
             check_store(run.store(name), oracle("qwen3"), run.tokens(name), len(ask.prompt), hooks_of("qwen3"))

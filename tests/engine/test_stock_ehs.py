@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hidden-states` exported to safetensors is what vLLM's own connector saves for all layer ids."""
+"""`hidden-states` exported to safetensors equals the output of vLLM's own connector for all layer ids."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dmi_connector.analysis.export.safetensors import export_safetensors
 from tests.engine.check import same
 from tests.engine.harness import Ask, Run, engine, generate, prompt
 
-ALL_IDS = [0, 1, 2, 3]  # the inputs of the three layers, and what the last one gives
-# All prompts in one step: the stock proposer has two tokens a decode step, so later steps have other
+ALL_IDS = [0, 1, 2, 3]  # the inputs of the three layers, and the output of the last one
+# All prompts run in one step. The stock proposer schedules two tokens per decode step, so later steps have other
 # batches, in which kernels round differently.
 ONE_STEP = {"max_num_batched_tokens": 512}
 ASKS = {

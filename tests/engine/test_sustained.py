@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of an engine that is always busy: what it counts, and a short run on a CPU."""
+"""The benchmark of an engine that is always busy: its counts, and a short run on a CPU."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from benchmarks import report, summary, sustained
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms, prompts
 from dmi_connector.request_options import CaptureParams
 
-pytestmark = pytest.mark.soak  # of what measures, not of what users run
+pytestmark = pytest.mark.soak  # only benchmark code, which users do not run
 
 ROOT = Path(__file__).parents[2]
 SETUPS = "stock,hidden-states zstd:two"
 
 
 class Engine:
-    """Gives each request one token a step."""
+    """A fake engine that gives each request one token per step."""
 
     def __init__(self) -> None:
         self.left: dict[str, int] = {}
@@ -65,7 +65,7 @@ def test_a_client_keeps_requests_in_flight_that_end_one_by_one() -> None:
     assert client.tokens == engine.steps * 8
     assert client.requests == len(engine.ends)
     assert len(client.first_s) + len(client.between_s) == client.tokens
-    assert max(engine.ends.count(step) for step in engine.ends[8:]) == 1, "no two requests end in one step"
+    assert max(engine.ends.count(step) for step in engine.ends[8:]) == 1, "two requests must not end in the same step"
     client.finish()
     assert not engine.left
 
@@ -74,7 +74,7 @@ def test_a_client_keeps_requests_in_flight_that_end_one_by_one() -> None:
     ("load", "captures"), [(Load(1, 5, 4), True), (Load(1, 5, 4, captured=False), True), (Load(1, 5, 4), False)]
 )
 def test_an_engine_is_told_which_requests_to_capture(load: Load, captures: bool) -> None:
-    """It captures requests that say nothing."""
+    """Requests without options are captured."""
     engine = Engine()
     Client(engine, load, 512, captures, 1)
     params = (engine.sent[0].extra_args or {}).get("kv_transfer_params")

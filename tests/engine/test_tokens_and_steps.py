@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture changes no token and adds no work; without our connector an engine is vLLM's own."""
+"""Capture does not change tokens and adds no steps. An engine without our connector is vLLM's own."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.runner import GPU, V2
 GREEDY = {f"greedy{n}": Ask(prompt(n), sampling={"max_tokens": 24}) for n in (5, 40, 130)}
 CHOSEN = [5, 6, 7]
 GREEDY["greedy-logprobs"] = Ask(prompt(10), sampling={"max_tokens": 24, "logprobs": 3, "logprob_token_ids": CHOSEN})
-# Short, and first in the batch: vLLM cannot split a seeded prompt over steps on the CPU. No top_p on the V2 runner:
-# Triton's interpreter cannot run its kernel.
+# These prompts are short and come first in the batch, because vLLM cannot split a seeded prompt over steps on a CPU.
+# The V2 runner cannot use top_p, because Triton's interpreter does not support its kernel.
 SAMPLED = {"max_tokens": 24, "temperature": 0.8} | ({} if V2 else {"top_p": 0.95})
 SEEDED = {f"seeded{n}": Ask(prompt(n), sampling={**SAMPLED, "seed": n}) for n in (6, 7, 8, 9)}
 if not V2:
@@ -28,7 +28,7 @@ ASKS = {**SEEDED, **GREEDY}
 
 
 def look_inside(worker: Any) -> dict[str, Any]:
-    """What our package left in the model of a worker."""
+    """What our package has changed in the model of a worker."""
     model = worker.get_model()
     return {
         "class": [f"{c.__module__}.{c.__qualname__}" for c in type(model).__mro__],
@@ -39,9 +39,9 @@ def look_inside(worker: Any) -> dict[str, Any]:
 
 
 def warm_up(worker: Any) -> None:
-    """What vLLM does on a GPU at the end of a start: steps with drafts and without, mixed.
+    """Run the warm-up that vLLM does on a GPU at the end of its start: mixed steps with and without drafts.
 
-    Greedy and without a grammar: kernels for the rest cannot run in the interpreter.
+    It is greedy and has no grammar, because Triton's interpreter does not support the other kernels.
     """
     from vllm.v1.worker.gpu.warmup import warmup_kernels
 
@@ -52,10 +52,10 @@ def warm_up(worker: Any) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """vLLM with our package installed and not configured, in its default processes."""
+    """vLLM in its default processes, with our package installed but not configured."""
     run = Run(tmp_path_factory.mktemp("plain"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # to send look_inside
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # lets vLLM send look_inside
         with engine(tiny_model("qwen3"), in_process=False, fork=True, enforce_eager=True) as llm:
             [run.facts["worker"]] = llm.collective_rpc(look_inside)
             generate(llm, run, ASKS)
@@ -80,7 +80,7 @@ def captured(
 @pytest.mark.parametrize("name", ASKS)
 def test_tokens_are_those_of_plain_vllm(plain: Run, captured: Run, name: str) -> None:
     assert captured.tokens(name) == plain.tokens(name)
-    assert len(set(captured.tokens(name)[-24:])) > 4, "nearly constant output would hide a difference"
+    assert len(set(captured.tokens(name)[-24:])) > 4, "the output is nearly constant"
 
 
 def test_logprobs_of_chosen_tokens_are_those_of_plain_vllm(plain: Run, captured: Run) -> None:
@@ -99,7 +99,7 @@ def test_logprobs_of_chosen_tokens_are_those_of_plain_vllm(plain: Run, captured:
 def test_seeded_tokens_are_not_those_of_greedy_decoding(plain: Run, oracle: Callable[..., Any]) -> None:
     for name, ask in SEEDED.items():
         greedy = oracle("qwen3").greedy(list(ask.prompt), 24)
-        assert plain.tokens(name)[-24:] != greedy, f"{name} sampled what greedy decoding gives"
+        assert plain.tokens(name)[-24:] != greedy, f"{name}: sampling gave the greedy tokens"
 
 
 def test_each_request_computes_its_tokens_once_and_at_most_one_more(captured: Run) -> None:
@@ -125,9 +125,9 @@ def test_an_engine_without_our_connector_has_no_hooks_or_buffers_of_it(plain: Ru
     worker = plain.facts["worker"]
     assert worker["hooks"] == 0 and worker["ours"] == [], worker
     assert worker["additional_config"] == {}, worker
-    assert worker["class"][0] == "dmi_connector.engine.models.Qwen3ForCausalLM", "not the class under test"
+    assert worker["class"][0] == "dmi_connector.engine.models.Qwen3ForCausalLM", "another class than the test needs"
     assert all(reply.kv_transfer_params is None for reply in plain.replies.values())
-    # In an engine with our connector, the same function finds hooks and buffers.
+    # With our connector, the same function finds hooks and buffers.
     assert captured.facts["worker"]["hooks"] > 0 and captured.facts["worker"]["ours"]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor-parallel ranks write slices of one store, which read together as the whole model's tensors."""
+"""Two tensor-parallel ranks write slices of one store, which reads like the tensors of the whole model."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank nee
 TWO_GPUS = torch.cuda.device_count() > 1
 LENGTHS = (1, 33, 128, 300)
 ONE_RANK = ("resid_pre", "resid_final")
-"""Hooks that one rank writes whole. The other then writes nothing of a request that asks for no more."""
+"""Hooks that one rank writes alone. The other rank writes nothing for a request that selects only these."""
 ALL = {"include_output_tokens": True}
 LATE = [1, 2]
-"""Layers of which two ranks have one each, if they share the layers of a hook: the first has 0 too."""
+"""Layers, one on each rank if the ranks divide the layers of a hook. The first rank also has layer 0."""
 SELECTIONS = {
     "all": (ALL_HOOKS, hooks_of("qwen3"), "draft"),
     "all, target": (ALL_HOOKS, hooks_of("qwen3"), "target"),
@@ -52,7 +52,7 @@ def run(
     oracle: Callable[..., Oracle],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Run:
-    """At its end the worker of rank 1 is killed while captures are under way."""
+    """Responses of an engine whose rank 1 is killed at the end, while captures are in progress."""
     run = Run(tmp_path_factory.mktemp("tp2"))
     hooks, run.facts["hooks"], owner = SELECTIONS[request.param]
     run.facts["owner"] = owner
@@ -63,7 +63,7 @@ def run(
             tiny_model("qwen3"),
             in_process=False,
             fork=True,
-            end_seconds=10,  # the other rank waits for the killed one for ever
+            end_seconds=10,  # the other rank waits forever for the killed one
             enforce_eager=True,
             tensor_parallel_size=2,
             distributed_executor_backend="mp",
@@ -77,7 +77,7 @@ def run(
             live = Live(llm, run, oracle("qwen3"))
             answers = live.begin(many("killed", 8, tokens=370))
             until(lambda: any(both_wrote(path) for path in live.partials("killed")), "a rank has written nothing")
-            writing = processes("dmi-")  # which processes() does not find once the engine has ended
+            writing = processes("dmi-")  # processes() does not find them after the engine has ended
             kill(processes("Worker_TP1"))
             with pytest.raises(EngineDeadError):
                 answers.result(120)
@@ -107,8 +107,8 @@ def test_a_store_of_two_ranks_reads_like_that_of_the_whole_model(run: Run, oracl
 def test_the_rows_of_a_killed_rank_are_salvaged_with_those_of_the_other(
     run: Run, oracle: Callable[..., Oracle]
 ) -> None:
-    """The engine ended with an error. No store became whole, as nobody knows what the killed rank still had. Where it
-    had written nothing of a request, hooks that both ranks share are lost.
+    """The engine ended with an error. No store is complete, because the rows that the killed rank had are unknown. If
+    the killed rank had written nothing of a request, hooks that both ranks share are lost.
     """
     killed = [info for info in find_captures(run.store_dir) if str(info.key).startswith("killed")]
     assert [info.state for info in killed] == ["unfinished"] * 8
@@ -126,7 +126,7 @@ def test_a_rank_may_have_nothing_to_write_of_a_request(run: Run, oracle: Callabl
 
 
 def test_ranks_share_the_layers_of_a_hook_that_both_have_whole(run: Run, oracle: Callable[..., Oracle]) -> None:
-    """Of three layers the first two lie on one rank. A request for the last two has a file for each."""
+    """The first two of the three layers are on one rank. A request for the last two layers has a file for each."""
     check_store(run.store("late"), oracle("qwen3"), run.tokens("late"), 200, ["resid_pre"], layers={"resid_pre": LATE})
     for name, parts in (("len300", 2), ("late", 1)):
         found = read_attrs(run.store(name))["hooks"]["resid_pre"].get("part_layers", 0)
@@ -140,9 +140,9 @@ def test_sharded_hooks_are_written_by_both_ranks(run: Run) -> None:
         slices = 2 if HOOKS[name].sharded else 1
         assert hook["shards"] == slices, f"{name} has {hook['shards']} shards"
         files = [path.split("/") for path in attrs["files"] if path.startswith(f"{name}/c/")]
-        assert {path[-1] for path in files} == {str(part) for part in range(slices)}, f"{name} lies in {files}"
+        assert {path[-1] for path in files} == {str(part) for part in range(slices)}, f"{name} is in {files}"
         runs = -(-len(hook["layers"]) // hook["part_layers"]) if "part_layers" in hook else 1
-        assert {path[2] for path in files} == {str(part) for part in range(runs)}, f"{name} lies in {files}"
+        assert {path[2] for path in files} == {str(part) for part in range(runs)}, f"{name} is in {files}"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_routing_is_that_of_the_whole_model_however_experts_are_spread(
     monkeypatch: pytest.MonkeyPatch,
     spread: bool,
 ) -> None:
-    """Expert parallelism: each rank has half of the experts."""
+    """With expert parallelism, each rank has half of the experts."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     run = Run(tmp_path)
     parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enable_expert_parallel": spread}

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that vLLM serves through its Transformers backend since that was asked for, with hooks that its structure
-tells.
-"""
+"""A model with `model_impl="transformers"`. Its hooks are found from its structure."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from tests.engine.test_models import FOUND, MOST
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("qwen3")  # vLLM has a class for it, and we have a row for that
+    return tiny_model("qwen3")  # vLLM has a class for this model, and ARCHITECTURES has an entry
 
 
 @pytest.fixture(scope="module")

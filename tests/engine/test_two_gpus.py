@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor-parallel ranks in bfloat16: tokens as stock vLLM's, on GPUs but for ties, hooks as transformers'."""
+"""Two tensor-parallel ranks in bfloat16. Tokens equal those of stock vLLM, on GPUs except for ties. Hooks equal
+transformers'.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real engine whose stores go to a real S3 server: the same tokens, and no upload that fails ends it."""
+"""An engine that uploads its stores to a real S3 server. Its tokens do not change, and no failed upload ends it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def server() -> Iterator[s3kit.Proxy]:
 
 @pytest.fixture(scope="module")
 def run(server: s3kit.Proxy, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Four requests. While `b` and `denied` end, all access is denied.
+    """Run four requests. All access is denied while `b` and `denied` end.
 
-    An engine in this process hears of the end of a request with the next step, or at its own end.
+    An in-process engine learns that a request has ended in the next step or at its own end.
     """
     run = Run(tmp_path_factory.mktemp("upload") / "stores")
     args = capture_args("resid_pre,mlp_out", run.store_dir, owner="target", upload=URL)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine tests again on the V2 model runner, vLLM's default on GPUs, with asynchronous scheduling as there.
+"""Engine tests on the V2 model runner, vLLM's default on GPUs, with asynchronous scheduling.
 
-Each file runs in a pytest of its own: a process has one runner (tests/runner.py). Kernels run in Triton's interpreter,
-so slowly that all of this is left to `make soak`.
+Each file runs in its own pytest process, because a process has one runner (tests/runner.py). Kernels run in Triton's
+interpreter, so slowly that these tests only run in `make soak`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with a vision tower that transformers does not have, or that are started without it: the checkpoint of a
-language model, with the config and the names of the model around it.
+"""Multimodal models that transformers lacks, or that run without their vision tower. Each is the checkpoint of a
+language model, with the config and weight names of the surrounding model.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from tests.engine.renamed import RENAMED, Renamed, Weights, as_they_are, renamed
 def _around(
     model_type: str, vision: Mapping[str, Any], text: str = "text_config", **more: Any
 ) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """The config of a model of this type around a language model, which is its field `text`. vision: that of its vision
-    tower.
+    """Returns a function from the config of a language model to that of a surrounding model of this type.
+
+    text: the field for the language model's config. vision: config of the vision tower.
     """
 
     def fields(config: dict[str, Any]) -> dict[str, Any]:
@@ -37,17 +38,17 @@ def _around(
 
 
 def _nested(weights: Weights, _config: dict[str, Any]) -> Weights:
-    """Of a language model beside a vision tower, both in `model`."""
+    """Weights of a language model next to a vision tower, both in the module `model`."""
     return renamed(weights, {r"^model\.": "model.language_model."})
 
 
 def _inside(weights: Weights, _config: dict[str, Any]) -> Weights:
-    """Of a language model inside another model."""
+    """Weights of a language model inside another model."""
     return renamed(weights, {"^": "language_model."})
 
 
 def _kimi_k25(config: dict[str, Any]) -> dict[str, Any]:
-    """A vision tower before DeepSeek V3."""
+    """A vision tower in front of DeepSeek V3."""
     tower = {"num_attention_heads": 2, "num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 80}
     return {
         "model_type": "kimi_k25",
@@ -78,13 +79,15 @@ _SIGLIP = {**_TOWER, "num_key_value_heads": 2, "head_dim": 24, "position_embeddi
 
 
 def _unified(config: dict[str, Any]) -> dict[str, Any]:
-    """Gemma 4 without an encoder of images."""
+    """Gemma 4 without an image encoder."""
     text = {**config, "model_type": "gemma4_unified_text"}
     return _around("gemma4_unified", {"mm_embed_dim": 48, "mm_posemb_size": 64})(text)
 
 
 def _beside_patches(weights: Weights, config: dict[str, Any]) -> Weights:
-    """Beside its embedding of patches of an image (48 * 48 pixels), which vLLM loads also where it takes no images."""
+    """Weights of a language model next to an embedding of image patches (48 * 48 pixels). vLLM loads that embedding
+    even if it takes no images.
+    """
     norms = {"patch_ln1": 48 * 48 * 3, "patch_ln2": 48, "pos_norm": 48}
     embedder = {f"{name}.{kind}": torch.ones(size) for name, size in norms.items() for kind in ("weight", "bias")}
     embedder["pos_embedding"] = torch.zeros(64, 2, 48)
@@ -103,7 +106,7 @@ _QWEN_TOWER = {
 
 
 class _Remote(PreTrainedConfig):
-    """A config that comes with its checkpoint, as code: a language model in `llm_config` beside a vision tower."""
+    """A config whose code comes with its checkpoint: a language model in `llm_config` and a vision tower."""
 
     llm_config: Any = None
     vision_config: Any = None
@@ -121,7 +124,7 @@ class _InternVLChat(_Remote):
 
 
 class _Pixtral(_Remote):
-    """Checkpoints in Mistral's own format, which have no type."""
+    """Checkpoints in Mistral's own format, which have no model type."""
 
     model_type = "mistral_with_images"
 
@@ -131,7 +134,7 @@ class _NemotronVL(_Remote):
 
 
 class _Step3p7(_Remote):
-    """As the code beside the checkpoint has it; the class of transformers gives vLLM no fields that it reads."""
+    """The config as the code of the checkpoint defines it. transformers' class lacks fields that vLLM reads."""
 
     model_type = "step3p7_remote"
 
@@ -194,7 +197,7 @@ _RADIO_TOWER = {"args": {"model": "vit_base_patch16_224"}, "patch_size": 16, "pr
 
 
 def _step3p5(config: dict[str, Any]) -> dict[str, Any]:
-    """Step 3.5, from the language model of Step 3.7."""
+    """Step 3.5, made from the language model of Step 3.7."""
     text = config["text_config"]
     windows = {"num_attention_groups": text["num_key_value_heads"], "head_dim": text["head_dim"]}
     windows |= {"attention_type": "sliding_attention", "num_attention_heads": text["num_sliding_attention_heads"]}
@@ -278,5 +281,5 @@ WRAPPED = {
         )
     },
 }
-"""By their names in MODELS of test_models.py and test_hybrids.py."""
+"""{name in MODELS of test_models.py and test_hybrids.py: checkpoint}."""
 ALL = {**RENAMED, **WRAPPED}

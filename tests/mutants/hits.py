@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plugin of pytest: tells mutmut which functions each test reaches in child processes.
+"""A pytest plugin that tells mutmut which functions each test reaches in child processes.
 
-mutmut runs a mutant only against tests that reach its function, and sees those of pytest's own process. Coordinator and
-writers are processes of their own: `sitecustomize.py`, which each Python process imports at its start, notes there what
-they reach. A mutant itself needs no help: children inherit the variable that names it.
+mutmut runs a mutant only against tests that reach its function, and only sees functions that pytest's own process
+reaches. The coordinator and the writers are processes of their own. Every Python process imports `sitecustomize.py` at
+its start, which records the functions that it reaches. Mutants need no such help: child processes inherit the
+environment variable that selects the mutant.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 from pathlib import Path
 
 FOLDER = os.environ.get("MUTANTS_HITS", "")
-"""Where children leave what they reach: a file for each process. `test` grows by one byte with each test."""
+"""Directory of the records of child processes, a file per process. Its file `test` grows by one byte per test."""
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

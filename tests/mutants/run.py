@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts small bugs into the code, one at a time, and counts those that the fast tests find: `make mutants`.
+"""Tests small bugs in the code, one at a time, and counts those that the fast tests find: `make mutants`.
 
-mutmut makes the bugs and runs the tests, in a copy of the tree below .mutants/ (setup.cfg, hits.py). It writes all
+mutmut makes the bugs and runs the tests in a copy of the tree below .mutants/ (setup.cfg, hits.py). It writes all
 mutants of a file into that file, and every process imports them. So one run makes only a part of the mutants. This
 module chooses the part and writes the result. Results of earlier runs of the same part, with the same --only and
---tests, are kept. `--again` runs the survivors again, for example after a test was added.
+--tests, are kept. `--again` tests the surviving mutants again, for example after a test was added.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("dmi_connector", "tests", "pyproject.toml", "README.md")
 COPIED += ("docs/*.md", "CONTRIBUTING.md")
 REASONS = json.loads((ROOT / "tests/mutants/survivors.json").read_text())
-"""Why each survivor may live."""
+"""{mutant: why it may survive}."""
 FOUND = ("killed", "timeout", "segfault")
 """Statuses of mutmut for mutants that the tests detected."""
 
@@ -55,7 +55,7 @@ def copy_tree(tree: Path) -> None:
 
 
 def only_code(node: Any) -> Any:
-    """mutmut's mutants of a string. None for a string with a space: texts of messages are not mutated."""
+    """mutmut's mutants of a string; none for a string with a space, because texts of messages are not mutated."""
     from mutmut.mutation import mutators
 
     return [] if " " in getattr(node, "value", "") else mutators.operator_string(node)
@@ -88,7 +88,7 @@ def choose(part: int, parts: int, seed: int, only: list[str]) -> None:
 
 
 def main() -> int:
-    """Entry point. Exits with 1 where fewer than 90 % of the mutants were found."""
+    """Entry point. The exit status is 1 if less than 90 % of the mutants were found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", type=int, default=18, help="number of parts of the mutants (default: 18)")
     parser.add_argument("--part", type=int, default=0, help="the part of this run, from 0")
@@ -129,7 +129,7 @@ def main() -> int:
     try:
         mutmut.create_mutants(args.jobs)
     except BaseException:
-        shutil.rmtree("mutants")  # half written files would count as made
+        shutil.rmtree("mutants")  # mutmut would take half-written files for complete ones
         raise
     known, _ = mutmut.collect_source_file_mutation_data(mutant_names=[])
     if not known:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In child processes of a mutation run, copied beside the package, so that each Python process imports it at its start.
+"""Imported by every Python process of a mutation run at its start. It is copied next to the package.
 
-Notes which functions a process reaches (see hits.py). And names the functions of a module that runs as a program
-(`python -m MODULE`) for that module, as mutmut names its mutants: they would never be active in `__main__`.
+It records which functions a process reaches (see hits.py). It also sets the module name of functions in a module that
+runs as a program (`python -m MODULE`). mutmut selects mutants by module name, so those in `__main__` would never be
+active.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ test = -1
 
 
 def record(name: str, caller: str | None = None) -> None:
-    """Note that a function was reached, once in each test."""
+    """Record that a function was reached, once per test."""
     global test
     size = os.stat(os.path.join(FOLDER, "test")).st_size
     if size != test:
@@ -34,7 +35,7 @@ def record(name: str, caller: str | None = None) -> None:
 
 
 def named(name: str) -> str:
-    """The name of a function, or of its module, with the program's in place of `__main__`."""
+    """The name of a function or of its module, with the program's name instead of `__main__`."""
     return PROGRAM + name.removeprefix("__main__") if name.split(".")[0] == "__main__" else name
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two real servers for all tests of this directory, one after the other: rows of the draft, then rows of the target.
-They end before other tests, as idle workers of two engines take a tenth of a core.
+"""Two real servers for all tests of this directory, one after the other: first with owner draft, then with owner
+target. They stop before other tests, because idle workers of two engines take a tenth of a core.
 
-The first is started as a user does. The second is forked (tests/programs.py): it runs two data-parallel engines and a
-logits processor, which vLLM takes with rows of the target only.
+The first server is started as by a user, except that its worker is forked. All processes of the second one are forked
+(tests/programs.py). It has two data-parallel engines and a logits processor, which vLLM supports only with owner
+target.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
+from tests.forking.fork_workers import environment as forking
 from tests.ports import free_port
 from tests.programs import Program
 
@@ -33,12 +35,12 @@ OWNERS = {"draft": [], "target": _TWO_ENGINES, "pool": _TWO_ENGINES}
 
 
 SERVERS: list[subprocess.Popen[bytes] | Program] = []
-"""All that were started."""
+"""All servers that were started."""
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End the servers after the last test of this directory."""
+    """Stop the servers after the last test of this directory."""
     here = Path(__file__).parent
     if nextitem is not None and here not in nextitem.path.parents:
         for process in SERVERS:
@@ -47,7 +49,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @dataclass(frozen=True)
 class Server:
-    """client: points at the running server. store_dir: where it writes. owner: of the rows. pid, log: of the server."""
+    """A running server. client: its OpenAI client. store_dir: its store directory. owner: owner of rows. pid, log: of
+    its process.
+    """
 
     client: OpenAI
     store_dir: Path
@@ -71,7 +75,7 @@ def _wait(process: subprocess.Popen[bytes] | Program, url: str, log: Path) -> No
 
 
 def _cause(log: Path) -> str:
-    """The first errors, which an engine process prints long before the server gives up, and the end of the log."""
+    """The first errors in the log, which come long before the server gives up, and the end of the log."""
     text = log.read_text()
     errors = [line for line in text.splitlines() if "Error" in line or "error" in line]
     return "\n".join([*errors[:20], "...", text[-1500:]])
@@ -93,14 +97,15 @@ def server(
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
     command += ["--max-num-batched-tokens", "128", "--max-num-seqs", "16", "--owner", owner, *OWNERS[owner]]
     command += ["--enable-log-requests"]
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # of the logits processor
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # for the logits processor
     environment = {**os.environ, "VLLM_CACHE_ROOT": str(vllm_cache_root), "PYTHONPATH": paths}
-    environment["VLLM_LOGGING_LEVEL"] = "INFO"  # says when a request was aborted
+    environment["VLLM_LOGGING_LEVEL"] = "INFO"  # logs aborted requests
     process: subprocess.Popen[bytes] | Program
     with log.open("wb") as out:
-        # In a group of its own, so that the engine's processes can be ended with it if it hangs.
+        # A process group of its own, so that the engine's processes can be killed with it if it hangs.
         if owner == "draft":
-            process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, process_group=0)
+            started = {**environment, **forking()}
+            process = subprocess.Popen(command, stdout=out, stderr=out, env=started, process_group=0)
         else:
             process = Program(command, stdout=out, stderr=out, env=environment, group=True)
     SERVERS.append(process)
@@ -114,7 +119,7 @@ def server(
 
 
 def end(process: subprocess.Popen[bytes] | Program) -> None:
-    """End a server and its engines. A server that has ended stays so."""
+    """Stop a server and its engines, if it still runs."""
     process.terminate()
     try:
         process.wait(120)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server with a file of configs/ and an architecture from a plugin, as docs/HOOKS.md describes, and SIGTERM to it in
-the middle of requests: every row that was exported ends up in a store.
+"""A server with a file of configs/ and an architecture from a plugin (docs/HOOKS.md) gets SIGTERM in the middle of
+requests. Every exported row ends up in a store.
 
-By default (`--shutdown-timeout 0`) vLLM kills its engines on SIGTERM, with every process below them. The coordinator is
-not below them, and finishes. An engine that has the time answers its requests first (finish reason "abort"); one that
-has not leaves its clients waiting. Both happen. An answer does not promise a complete store: the worker may be killed
-before it hears of the end. What a store says of itself is checked.
+By default (`--shutdown-timeout 0`), vLLM kills its engines and their child processes on SIGTERM. The coordinator is not
+a child, and finishes. An engine that has enough time answers its requests first (finish reason "abort"). Otherwise its
+clients get no response. Both happen. A response does not imply a complete store, because the worker may be killed
+before it learns of the end. The test checks what each store says about itself.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from tests.programs import Program
 from tests.serve.conftest import MODEL, _wait
 
 SECONDS = 90
-"""Bound for the engine's processes, beyond the default of `shutdown_seconds`. The server and multiprocessing's tracker
-wait until the clients have gone.
+"""Timeout for the engine's processes, above the default of `shutdown_seconds`. The server and the resource tracker of
+multiprocessing wait until the clients have disconnected.
 """
 
 CHUNK = 128
-"""Rows of a chunk, as the file has no other number."""
+"""Rows per chunk: the default, which the file does not change."""
 HOMEMADE = "HomemadeForCausalLM"
 PLUGIN = f'''
 from dmi_connector.engine.model.architectures import Architecture, register_architecture
@@ -55,7 +55,7 @@ def register() -> None:
 
 @dataclass(frozen=True)
 class Served:
-    """client: points at the server. folder: where it writes. oracle: of its model."""
+    """A running server. client: its OpenAI client. folder: its store directory. oracle: the oracle of its model."""
 
     process: Program
     client: OpenAI
@@ -67,7 +67,8 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory, known_models: None, vllm_cache_root: Path) -> Iterator[Served]:
     """A server of a model whose architecture vLLM does not know."""
     root = tmp_path_factory.mktemp("configured")
-    known, model = make_model("llama", root / "known"), root / "model"  # transformers has a name for these weights
+    # transformers knows this architecture for the same weights
+    known, model = make_model("llama", root / "known"), root / "model"
     shutil.copytree(known, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "architectures": [HOMEMADE]}))
@@ -125,8 +126,9 @@ def test_sigterm_leaves_a_finished_store_for_every_capture(served: Served) -> No
         first_chunk = "*term-*/resid_pre/c/0/0/0"
         engine = processes("EngineCore", process.pid)
         deadline = time.monotonic() + 600
-        while len(list(folder.glob(first_chunk))) < MANY:  # by small steps: no request may end, however slow this is
-            assert time.monotonic() < deadline, "captures have not come to their first chunk"
+        # run the engine for short times, so that no request ends, however slow the test is
+        while len(list(folder.glob(first_chunk))) < MANY:
+            assert time.monotonic() < deadline, "captures have not written their first chunk"
             kill(engine, signal.SIGCONT)
             time.sleep(0.1)
             kill(engine, signal.SIGSTOP)
@@ -136,8 +138,8 @@ def test_sigterm_leaves_a_finished_store_for_every_capture(served: Served) -> No
         process.send_signal(signal.SIGTERM)
         kill(engine, signal.SIGCONT)
         print(f"the engine and its processes ended {gone(below, SECONDS):.1f} s after SIGTERM")
-        time.sleep(1)  # for the answers that are on their way
-        kill([server], signal.SIGKILL)  # unless it ended by itself
+        time.sleep(1)  # let the last responses arrive
+        kill([server], signal.SIGKILL)  # if it has not ended by itself
         process.wait(120)
         answers = [future.result(60) for future in futures if not future.exception(60)]
     finally:
@@ -146,7 +148,7 @@ def test_sigterm_leaves_a_finished_store_for_every_capture(served: Served) -> No
             process.wait(120)
         pool.shutdown()
     reasons = [answer.choices[0].finish_reason for answer in answers]
-    assert set(reasons) <= {"abort", "length"}, "on a busy machine some had come to their end before"
+    assert set(reasons) <= {"abort", "length"}, "on a busy machine, some requests had ended before"
     found = [info for info in find_captures(folder) if str(info.key).startswith("term-")]
     assert len(found) == MANY and not list(folder.glob("*.partial"))
     captures = [open_capture(info.store, timeout=0, allow_incomplete=True) for info in found]

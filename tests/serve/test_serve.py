@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real server and the openai client: every way to ask gives stores that can be found and are right."""
+"""A real server and the openai client: stores of every kind of request can be found and have the right values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXT = "the model reads a prompt and answers with one token after another, and e
 
 
 def body(key: str | None = None, **more: Any) -> dict[str, Any]:
-    """extra_body of a request that captures generated tokens too, and returns token ids."""
+    """The extra_body of a request that captures generated tokens and returns token ids."""
     params: dict[str, Any] = {"include_output_tokens": True}
     if key is not None:
         params["dmi"] = {"key": key}
@@ -97,7 +97,7 @@ def test_both_children_of_a_request_with_n_2_have_a_store_each(server: Server, t
     )
     prompt = reply.choices[0].model_extra["prompt_token_ids"]
     wanted = {tuple([*prompt, *c.model_extra["token_ids"]]) for c in reply.choices}
-    assert len(wanted) == 2, "both children sampled the same, so stores could be swapped unseen"
+    assert len(wanted) == 2, "equal children: the test cannot detect swapped stores"
     check_each(finished(server, "pair", 2), wanted, {tokens: len(prompt) for tokens in wanted}, twin)
 
 
@@ -120,7 +120,7 @@ def test_both_prompts_of_one_call_have_a_store_each(server: Server, twin: Oracle
 def check_each(
     found: list[CaptureInfo], wanted: set[tuple[int, ...]], lengths: dict[tuple[int, ...], int], twin: Oracle
 ) -> None:
-    """Each of `wanted` (prompt and generated tokens) has exactly one store, and it is right."""
+    """Check that each of `wanted` (prompt and generated tokens) has exactly one store with the right values."""
     assert [c.state for c in found] == ["complete"] * len(wanted), found
     by_rows = {tuple(open_capture(c.store).token_ids.tolist()): c.store for c in found}
     assert set(by_rows) == {tokens[:-1] for tokens in wanted}
@@ -129,10 +129,10 @@ def check_each(
 
 
 def leave(server: Server, key: str) -> tuple[list[int], list[int]]:
-    """Begin a long streamed completion and go away. The engines stand still until the server has seen that, or for a
-    minute: the request may have ended before they stood still.
+    """Begin a long streamed completion, and disconnect. Returns the prompt and the generated tokens that arrived.
 
-    Returns the prompt and the generated tokens that came.
+    The engines are stopped until the server has noticed the disconnect, at most for a minute. The request may already
+    have ended.
     """
     prompt: list[int] = []
     seen: list[int] = []
@@ -159,12 +159,12 @@ def test_a_client_that_goes_away_leaves_a_store_that_says_what_it_holds(server: 
         [found] = finished(server, f"gone-{attempt}", 1)
         capture = open_capture(found.store, allow_incomplete=True)
         if "length" not in capture.attrs["finish_reason"].lower():
-            break  # else it had ended before the client went away
+            break  # otherwise the request ended before the client disconnected
     held = capture.token_ids.tolist()
     assert "abort" in capture.attrs["finish_reason"].lower(), capture.attrs
     assert capture.complete == (found.state == "complete") == (capture.reason is None) == (not capture.missing)
     known = [*prompt, *seen]
-    assert len(prompt) < len(held) < len(prompt) + 439, f"{len(held)} rows: the request was not cut short"
+    assert len(prompt) < len(held) < len(prompt) + 439, f"{len(held)} rows: the request was not aborted"
     assert held[: len(known)] == known[: len(held)]
     assert capture.positions.tolist() == list(range(len(held)))
     want = reference(twin, held)
@@ -191,14 +191,14 @@ def test_a_bad_option_is_answered_and_the_server_goes_on(server: Server, twin: O
 
 
 def metrics(server: Server) -> list[Sample]:
-    """What GET /metrics says of captures."""
+    """The metrics of captures in GET /metrics."""
     with urllib.request.urlopen(str(server.client.base_url.copy_with(path="/metrics"))) as reply:
         families = list(text_string_to_metric_families(reply.read().decode()))
     return [sample for family in families for sample in family.samples if sample.name.startswith("vllm:dmi_")]
 
 
 def counters(server: Server) -> dict[str, float]:
-    """The counters, without labels."""
+    """The counters without labels."""
     samples = metrics(server)
     return {n: sum(s.value for s in samples if s.name == f"vllm:dmi_{n}_total") for n in COUNTED}
 
@@ -211,7 +211,7 @@ def test_metrics_count_captures(server: Server) -> None:
         kv = {"kv_transfer_params": {"dmi": dmi}} if key is None else body(key)
         server.client.completions.create(model=MODEL, prompt=TEXT, max_tokens=8, extra_body=kv)
 
-    for _ in range(8):  # steps, with which the captures of earlier tests are told (of each data-parallel engine)
+    for _ in range(8):  # in these steps, each data-parallel engine reports the captures of earlier tests
         ask(enabled=False)
     time.sleep(1)
     before = counters(server)

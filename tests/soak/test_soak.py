@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thousands of short requests with random options: every store is sound, and nothing grows.
+"""Thousands of short requests with random options: every store is valid, and neither memory nor files grow.
 
-`make soak` runs all of them; the rest of the suite a short form.
+`make soak` runs all of them, other runs a short form.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 @dataclass
 class Soak:
-    """What happened. Figures are taken when all is quiet: no request, no open capture."""
+    """Results of a run. Figures are measured while there is no request and no open capture."""
 
     requests: int = 0
     aborted: int = 0
@@ -61,9 +61,9 @@ def random_ask(rng: random.Random) -> Ask:
 
 
 def drive(llm: Any, rng: random.Random, count: int, soak: Soak) -> None:
-    """Answer `count` requests, some two dozen at a time, of which one in twenty is aborted on its way."""
+    """Run `count` requests, about two dozen at a time. One in twenty is aborted."""
     engine_, started = llm.llm_engine, 0
-    doomed: dict[str, int] = {}  # request -> steps until it is aborted
+    doomed: dict[str, int] = {}  # {request: steps until it is aborted}
     while started < count or engine_.has_unfinished_requests():
         while started < count and engine_.get_num_unfinished_requests() < IN_FLIGHT:
             ask, name = random_ask(rng), f"r{soak.requests}"
@@ -96,11 +96,11 @@ def take_stores(folder: Path, soak: Soak) -> None:
 
 
 def look(soak: Soak) -> None:
-    """Note what the processes hold."""
+    """Record the memory and open files of the processes."""
     family = group_of(psutil.Process())
     shared: set[str] = set()
     for process in family:
-        with contextlib.suppress(psutil.Error):  # it has just ended
+        with contextlib.suppress(psutil.Error):  # the process has just ended
             shared |= {m.path for m in process.memory_maps(grouped=True) if m.path.startswith("/dev/shm/")}
     figures: dict[str, Any] = {"requests": soak.requests, "shared_memory_files": len(shared)}
     figures["processes"] = len(family) - 1
@@ -119,7 +119,7 @@ def look(soak: Soak) -> None:
 def touch_the_cache(llm: Any) -> None:
     """Write to every slot of vLLM's paged cache once.
 
-    The system allocates a page when it is first written to. Without this, the first requests would look like a leak.
+    The kernel allocates a page when it is first written. Without this, the first requests would look like a leak.
     120,000 tokens use the 40,960 slots in turn.
     """
     asks = [Ask(prompt(500, seed=100 + i), kv={"dmi": {"enabled": False}}) for i in range(240)]
@@ -129,7 +129,7 @@ def touch_the_cache(llm: Any) -> None:
 
 def run_soak(model: Path, folder: Path, total: int, parts: int, touch: bool = False) -> Soak:
     soak, rng = Soak(), random.Random(0)
-    before = {p.pid for kind in ROLES.values() for p in processes(kind)}  # a server of other tests may be up
+    before = {p.pid for kind in ROLES.values() for p in processes(kind)}  # a server of other tests may be running
     args = capture_args("vllm-full", folder, chunk_tokens=CHUNK, segment_tokens=SEGMENT, host_buffer_bytes=16 * MIB)
     args |= {"max_num_seqs": 64, "kv_cache_memory_bytes": 1 << 30}
     with engine(model, in_process=False, fork=not touch, enforce_eager=True, **args) as llm:
@@ -144,9 +144,9 @@ def run_soak(model: Path, folder: Path, total: int, parts: int, touch: bool = Fa
 
 
 def check(soak: Soak, warm: int, mib: float, worker_mib: float) -> None:
-    """Nothing grows between figure `warm` and the last one.
+    """Check that nothing grows between figure `warm` and the last one.
 
-    mib: MiB by which the anonymous memory of a role may grow. worker_mib: the same for vLLM's worker.
+    mib: maximum growth of a role's anonymous memory in MiB. worker_mib: the same for vLLM's worker.
     """
     first, last = soak.figures[warm], soak.figures[-1]
     assert set(soak.stores) <= {"complete", "incomplete"}, soak.stores
@@ -163,7 +163,7 @@ def check(soak: Soak, warm: int, mib: float, worker_mib: float) -> None:
 
 def test_stores_are_sound_and_nothing_leaks_in_90_requests(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     soak = run_soak(tiny_model("qwen3"), tmp_path / "captures", total=90, parts=3)
-    # Allocators still grow after so few requests, so this detects only leaks of hundreds of kB per request.
+    # Allocators still grow after so few requests, so this only detects leaks of hundreds of kB per request.
     check(soak, warm=1, mib=40, worker_mib=40)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latents of stores as Delphi caches them, against the encoders of SAELens and sparsify, and read by Delphi."""
+"""Latents of stores in Delphi's format, compared with the encoders of SAELens and sparsify, and read by Delphi."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ MAKE: dict[str, Callable[[Path], Encode]] = {
 
 
 def own_cache(stores: Path, encode: Encode, out: Path) -> None:
-    """What Delphi writes for the same rows and latents."""
+    """Write the cache of the same rows and latents with Delphi itself."""
     captures = open_captures(stores)
     rows = torch.from_numpy(captures.rows("mlp_out", 1)[:])
     contexts = len(rows) // CONTEXT

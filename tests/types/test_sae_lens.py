@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores as the cached activations of SAELens and the latents of Delphi, read by these: `make types`."""
+"""Stores as cached activations for SAELens and latents for Delphi, read by these libraries: `make types`."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_of(stores: Path, skip: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, token ids) of layer 1 in all stores."""
+    """(rows, token ids) of layer 1 of all stores."""
     captures = open_captures(stores)
     ids = np.concatenate([capture.token_ids[skip:] for capture in captures])
     return captures.rows("resid_pre", 1, skip)[:], ids
 
 
 def reader(path: Path, hook: str = HOOK) -> ActivationsStore:
-    """The store of SAELens as its runner makes it with `use_cached_activations`."""
+    """The activation store that SAELens' runner makes with `use_cached_activations`."""
     sae = sae_lens.StandardTrainingSAEConfig(d_in=WIDTH, d_sae=LATENTS, l1_coefficient=1e-3)
     config = LanguageModelSAERunnerConfig(
         sae=sae,
@@ -92,7 +92,7 @@ def test_saelens_reads_the_rows_and_tokens(
         activations, tokens = found.get_raw_llm_batch(raise_on_epoch_end=True)
         span = slice(first * CONTEXT, (first + 2) * CONTEXT)
         assert torch.equal(activations, torch.from_numpy(rows[span])) and tokens.tolist() == ids[span].tolist()
-    assert next(found).shape == (64, WIDTH), "its mixing buffer takes them too"
+    assert next(found).shape == (64, WIDTH), "its mixing buffer reads them too"
 
 
 @pytest.mark.parametrize("batches", [1, 32])
@@ -169,7 +169,7 @@ def test_a_terminal_sees_how_many_contexts_are_done(
     flags = ["--to", "saelens", "--hook", HOOK, "--context-size", str(CONTEXT), "-o", str(tmp_path)]
     assert main(["export", str(stores), *flags]) == 0
     assert capsys.readouterr().err.endswith("".join(f"\r{n}/13 contexts exported" for n in (5, 10, 13)) + "\n")
-    assert main(["export", str(stores), *flags]) == 0, "all is there"
+    assert main(["export", str(stores), *flags]) == 0, "the second run writes nothing"
     assert capsys.readouterr().err.endswith("\r13/13 contexts exported\n")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores as the training data of speculators and SpecForge, read by these: `make types`."""
+"""Stores exported as training data for speculators and SpecForge, read by these libraries: `make types`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_run(root: Path, specs: Sequence[ArraySpec], num_layers: int) -> None:
-    """Write a directory of `dmi run`: stores, and the manifest that has their rows."""
+    """Write the directory of a `dmi run`: stores, and a manifest with their rows."""
     owner = kit.Store(1 << 22)
     lines = []
     for row, length in enumerate(LENGTHS):
@@ -71,7 +71,7 @@ def data(stores: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def preprocess(stores: Path, path: Path) -> None:
-    """Write what speculators' preprocessing writes for the same requests."""
+    """Write the output of speculators' preprocessing for the same requests."""
     ids = [open_capture(stores / f"{number}.zarr").token_ids.tolist() for number in range(len(LENGTHS))]
     columns = {"input_ids": ids, "loss_mask": [[1] * len(i) for i in ids], "seq_len": [len(i) for i in ids]}
     made = datasets.Dataset.from_dict(columns)
@@ -195,7 +195,7 @@ def test_the_pages_exports_work(stores: Path, tmp_path: Path) -> None:
     for number, words in enumerate([*snippets.commands("speculators"), *snippets.commands("SpecForge")]):
         if words[:2] == ["dmi", "run"]:
             _, rest = make_run_parser().parse_known_args(words[2:])
-            assert not rest, "each flag is one of dmi run"
+            assert not rest, "every flag must exist in dmi run"
         elif words[0] == "dmi":
             out = {f"data/{name}": str(tmp_path / f"{number}") for name in ("hidden_states", "features")}
             assert main([{**names, **out}.get(word, word) for word in words[1:]]) == 0, words
@@ -207,7 +207,7 @@ def test_the_pages_exports_work(stores: Path, tmp_path: Path) -> None:
 
 
 class FewSteps:
-    """In the place of speculators' trainer, which needs a GPU: the same steps on a CPU, all with the first batch."""
+    """Replaces speculators' trainer, which needs a GPU. It runs the same steps on a CPU, all on the first batch."""
 
     losses: list[float]
     batch: dict[str, Any]
@@ -217,7 +217,7 @@ class FewSteps:
         self.arguments = config.train_call_kwargs or {}
 
     def run_training(self) -> None:
-        """Five steps."""
+        """Run five training steps."""
         optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
         for _ in range(5):
             with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse autoencoders that dictionary_learning and SAELens train on stores learn them: `make types`."""
+"""dictionary_learning and SAELens train sparse autoencoders on stores, which learn the rows: `make types`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ HOOK = "blocks.12.hook_resid_pre"
 
 
 def needs(package: str, types: str) -> pytest.MarkDecorator:
-    """Skip where a package is not installed. One that is there but cannot be imported fails the test."""
+    """Skip if a package is not installed. A package that is installed but cannot be imported fails the test."""
     reason = f"{package} is not installed; run make types TYPES={types}"
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=reason)
 
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows that are sums of few directions, which an autoencoder can learn."""
+    """Stores whose rows are sums of few directions, which an autoencoder can learn."""
     folder, owner, rng = tmp_path_factory.mktemp("captures"), kit.Store(8 << 20), np.random.default_rng(0)
     directions = rng.standard_normal((HIDDEN, WIDTH), dtype=np.float32)
     for i in range(20):
@@ -46,13 +46,13 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def data(stores: Path) -> TokenDataset:
-    """Batches without end, as docs/READING.md gives them to both."""
+    """Endless batches, used with both libraries as in docs/READING.md."""
     torch.manual_seed(0)
     return TokenDataset(stores, "resid_pre@12", BATCH, epochs=None, dtype=torch.float32)
 
 
 def explained(data: TokenDataset, sae: torch.nn.Module) -> float:
-    """What part of a batch's variance an autoencoder explains."""
+    """The share of a batch's variance that an autoencoder explains."""
     batch = next(iter(data))
     assert isinstance(batch, torch.Tensor)
     rebuilt = sae(batch)
@@ -88,7 +88,7 @@ def test_the_page_trains_with_dictionary_learning(data: TokenDataset, stores: Pa
 
 
 def sae_lens_parts(batch: int) -> dict[str, Any]:
-    """SAELens' settings of a trainer for batches of this size, and an untrained autoencoder."""
+    """SAELens' trainer settings for this batch size, and an untrained autoencoder."""
     from sae_lens import StandardTrainingSAE, StandardTrainingSAEConfig
     from sae_lens.config import LoggingConfig, SAETrainerConfig
 
@@ -147,9 +147,10 @@ def test_saelens_trains_on_the_exported_activations(data: TokenDataset, stores: 
         device="cpu",
         logger=sae_lens.LoggingConfig(log_to_wandb=False),
     )
-    texts = datasets.Dataset.from_list([{"tokens": [0] * CONTEXT}])  # SAELens opens a data set of texts in any case
+    # SAELens opens a data set of texts even if it is not used
+    texts = datasets.Dataset.from_list([{"tokens": [0] * CONTEXT}])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that one is short, and epochs repeat
+        warnings.simplefilter("ignore")  # SAELens warns that the texts are short and that epochs repeat
         source = ActivationsStore.from_config(None, config, override_dataset=texts)
         parts = sae_lens_parts(BATCH)
         before = explained(data, parts["sae"])

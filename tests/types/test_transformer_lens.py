@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Capture.activation_cache` against TransformerLens' own cache of the same weights: `make types`."""
+"""`Capture.activation_cache` compared with TransformerLens' own cache for the same weights: `make types`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "gemma3_text": {"scale": 24**-0.5, "windows": [32, None, 32, None]},
     "gpt_oss": {"scale": 32**-0.5, "sinks": True},
 }
-"""How layers attend, where that is not in full at the usual scale."""
+"""{family: attention attributes}, for families other than full attention with the default scale."""
 ARCHS = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "gpt2", "phi3", "olmoe", "glm4", "glm4_moe", "opt")
 ARCHS += ("llama4_text", *ATTENTION)
 Made = tuple[Capture, Any, Any]
@@ -42,7 +42,7 @@ Made = tuple[Capture, Any, Any]
 def made(
     tiny_model: Callable[..., Path], oracle: Callable[..., Oracle], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Made]:
-    """made(arch): a store, TransformerLens' model of the same weights, and the cache of that."""
+    """made(arch): a store, TransformerLens' model with the same weights, and its cache."""
     done: dict[str, Made] = {}
 
     def get(arch: str) -> Made:
@@ -58,8 +58,8 @@ def made(
 
 
 def check(found: StoreActivations, own: Any) -> set[str]:
-    """Fail unless each tensor of a cache is in the store's, with the same values, or is said to be absent. Returns the
-    names that are absent.
+    """Fail unless each tensor of a cache equals that of the store's cache, or the store's cache says that it is absent.
+    Returns the absent names.
     """
     absent = set()
     for name, want in own.cache_dict.items():
@@ -69,8 +69,10 @@ def check(found: StoreActivations, own: Any) -> set[str]:
             continue
         have = found[name]
         if want.shape == have.shape[1:] and own.model.cfg.architecture == "OPTForCausalLM":
-            want = want[None]  # transformers' OPT has no batch dimension in its MLP
-        assert have.shape == want.shape and have.dtype == want.dtype, f"{name}: {have.shape}, there {want.shape}"
+            want = want[None]  # in transformers, the MLP of OPT has no batch dimension
+        assert have.shape == want.shape and have.dtype == want.dtype, (
+            f"{name}: {have.shape}, in TransformerLens {want.shape}"
+        )
         error = float((have - want).abs().max())
         assert error <= 2e-5 * max(1.0, float(want.abs().max())), f"{name} is off by {error:.1e}"
     return absent
@@ -166,7 +168,7 @@ def test_narrow_stores_say_what_was_not_captured(oracle: Callable[..., Oracle], 
 def test_an_unprocessed_hooked_transformer_has_the_same_tensors(
     made: Callable[[str], Made], tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TransformerLens 3 still has `HookedTransformer`. It takes the config of a known name, which is made offline."""
+    """TransformerLens 3 still has `HookedTransformer`. It gets the config of a known name, which is built offline."""
     hooked = pytest.importorskip(
         "transformer_lens.HookedTransformer",
         reason="TransformerLens 4 has no HookedTransformer; make types TYPES=sae-lens brings version 3",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards of `dmi export --to webdataset`, read by WebDataset."""
+"""Shards of `dmi export --to webdataset`, read with WebDataset."""
 
 from __future__ import annotations
 

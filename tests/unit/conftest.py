@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests without an engine share."""
+"""Fixtures of tests without an engine."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tests.forks import forked
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_processes() -> Iterator[None]:
-    """Coordinators, writers and uploaders are forked: see tests/forks.py."""
+    """Fork coordinators, writers and uploaders, see tests/forks.py."""
     with forked():
         yield
 
 
 @pytest.fixture
 def own_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are started as an engine starts them."""
+    """Start these processes as an engine does."""
     monkeypatch.setattr(child_process, "subprocess", subprocess)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_flushes() -> Iterator[None]:
-    """Nothing of this process is flushed to the disk, which takes milliseconds a file: no test cuts the power."""
+    """Replace fsync in this process, because it takes milliseconds per file. No test simulates a power failure."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", os.fstat)  # raises for a descriptor that is not open, as fsync does
+        patch.setattr(os, "fsync", os.fstat)  # raises for a closed descriptor, as fsync does
         yield

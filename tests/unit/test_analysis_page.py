@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/ANALYSIS.md: its snippets run in order, and its table of pictures is that of `dmi plot`."""
+"""docs/ANALYSIS.md: its snippets run in order, and its table of pictures equals that of `dmi plot`."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, which is the current directory."""
+    """A copy of this directory, as the current directory."""
     monkeypatch.chdir(tmp_path)
     return Path(shutil.copytree(made, tmp_path, dirs_exist_ok=True))
 
 
 def write_sae(folder: Path, width: int) -> None:
-    """A random autoencoder as SAELens saves one."""
+    """Write a random autoencoder in SAELens's format."""
     rng = np.random.default_rng(0)
     tensors = {"W_enc": rng.standard_normal((width, 40)), "b_enc": rng.standard_normal(40), "b_dec": np.ones(width)}
     folder.mkdir()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks that need no engine run on a CPU and write what they measured."""
+"""Benchmarks that need no engine run on a CPU, and write their measurements."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def test_the_reading_benchmark_compares_each_read_with_its_limit(tmp_path: Path)
     out, directory = tmp_path / "reading.json", tmp_path / "stores"
     small = {"--few": 2, "--layers": 2, "--many": 3, "--batch": 300, "--repeat": 1}
     argv = [str(word) for option in small.items() for word in option]
-    argv += ["--only", *(name for name in reading.PARTS if name != "export")]  # that needs datasets: tests/types has it
+    # export needs datasets: tests/types has it
+    argv += ["--only", *(name for name in reading.PARTS if name != "export")]
     assert reading.main(["--out", str(out), "--directory", str(directory), *argv]) == 0
     results = json.loads(out.read_text())
     bars = [bar for bar in reading.BARS if not bar[0].startswith("export")]
@@ -80,7 +81,7 @@ def test_the_reading_benchmark_measures_one_part_alone(tmp_path: Path) -> None:
 
 
 def test_the_reading_benchmark_measures_two_checkouts_in_turns(tmp_path: Path) -> None:
-    """Here both are this one."""
+    """Here, both checkouts are this one."""
     out, argv = tmp_path / "reading.json", ["--only", "open", "random", "--many", "2", "--batch", "9", "--repeat", "2"]
     argv += ["--out", str(out), "--directory", str(tmp_path / "stores"), "--before", str(common.ROOT)]
     assert reading.main(argv) == 0
@@ -114,7 +115,7 @@ def test_the_bulk_benchmark_gives_both_engines_the_same_arguments() -> None:
 
 
 def test_the_table_of_models_says_what_a_gpu_gave() -> None:
-    """Of models with experts the part of the rows that keep theirs, of others the least cosine."""
+    """For models with experts it has the share of rows that keep their experts, for others the minimum cosine."""
     found = models.summary(
         [
             {"model": name, "architecture": "A", "mode": "eager", "errors": {"q": 1e-6}}
@@ -149,7 +150,7 @@ def test_the_benchmark_of_indexes_finds_what_it_wrote(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_simulated_node_write_sound_stores(tmp_path: Path) -> None:
-    """Two ranks at once: each writes stores of its own, or its part of the same ones."""
+    """Two ranks write at once, each its own stores, or its part of shared stores."""
     dims, options = replace(scale.MODELS["Qwen3-4B"], layers=4), node.SELECTIONS["four layers"]
     with node.new_rank() as first, node.new_rank() as second:
         node.together([first, second], node.fill, [(False,)] * 2)
@@ -176,7 +177,7 @@ def test_ranks_of_a_simulated_node_write_sound_stores(tmp_path: Path) -> None:
 def test_the_node_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, case = tmp_path / "node.json", "Qwen3-4B four layers"
     assert node.main(["--out", str(out), "--quick", "--layouts", "DP 1,TP 2"]) == 0
-    assert list(tmp_path.iterdir()) == [out], "no store is left"
+    assert list(tmp_path.iterdir()) == [out], "no store must be left"
     results = json.loads(out.read_text())
     assert "/" not in results["header"]["command"]
     costs = results["costs"][case]
@@ -201,13 +202,13 @@ def test_the_shapes_of_published_models_are_of_architectures_that_are_served(nam
     dims, fields = ARCHITECTURES[architecture].dims(config), shapes.SHAPES[name]
     blocks = fields.get("hybrid_override_pattern")
     assert (dims.layers, dims.hidden) == (len(blocks) if blocks else fields["num_hidden_layers"], fields["hidden_size"])
-    if blocks is None:  # transformers gives a Nemotron-H experts by default, also where no block has any
+    if blocks is None:  # transformers gives a Nemotron-H experts by default, even if no block has any
         experts = fields.get("num_experts", fields.get("num_local_experts", fields.get("n_routed_experts", 0)))
         assert dims.experts == experts
 
 
 def test_a_benchmark_that_is_ended_by_a_signal_ends_its_engines(tmp_path: Path) -> None:
-    """They are in sessions of their own."""
+    """The engines are in sessions of their own."""
     program = tmp_path / "program.py"
     program.write_text(
         "import sys, time\n"
@@ -271,7 +272,7 @@ def test_a_summary_has_a_run_for_each_result_and_no_rounds(tmp_path: Path, capsy
     paths = [str(tmp_path / f"{name}.json") for name in raw]
     assert summary.main([*paths[:1], "--out", str(out)]) == summary.main([*paths[1:], "--out", str(out)]) == 0
     found = json.loads(out.read_text())["runs"]
-    assert list(found) == list(raw), "what was there stays"
+    assert list(found) == list(raw), "runs of an earlier call must stay"
     assert found["bursts"]["engines"]["a"]["setups"] == {
         "a null": {"decode1": {"tok_per_s": 90.0, "ratio": 0.9, "rounds": 3, "least": 80.0, "most": 95.0}}
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""int8(channel=file): from `dmi fit-scales` to float values that are read back."""
+"""int8(channel=file): from `dmi fit-scales` to decoded float values."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from tests import storekit as kit
 
 WIDTH, TOKENS, LAYERS = 50, 40, (1, 4)
 SIZES = np.geomspace(1e-3, 1e3, WIDTH).astype(np.float32)
-"""Dimensions of very different sizes: one scale for a whole row would make zeros of most."""
+"""Scales of the dimensions. They differ so much that one scale per row would round most values to zero."""
 
 
 def rows(seed: int) -> np.ndarray:
-    """float32 [layers, TOKENS, WIDTH]"""
+    """Rows, float32 [layers, TOKENS, WIDTH]."""
     found = np.random.default_rng(seed).uniform(-1, 1, (len(LAYERS), TOKENS, WIDTH)).astype(np.float32) * SIZES
     return found * np.float32([[[1]], [[3]]])
 
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Stores that hold resid_pre in full, and resid_final."""
+    """Stores with unreduced resid_pre, and resid_final."""
     folder, owner = tmp_path_factory.mktemp("full"), kit.Store(4 << 20)
     specs = [ArraySpec("resid_pre", "float32", LAYERS, WIDTH), ArraySpec("resid_final", "float32", (), WIDTH)]
     for seed in range(2):
@@ -60,7 +60,7 @@ def scales(full: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def store(path: Path, scales: Path, values: np.ndarray, shards: int = 1, copy: bool = True) -> ChannelInt8:
-    """Write a store of resid_pre. copy: whether to copy the scales beside it, as servers do."""
+    """Write a store of resid_pre. copy: whether to copy the scales next to it, as servers do."""
     reduction = parse(f"int8(channel={scales})")
     assert isinstance(reduction, ChannelInt8)
     reduction = reduction.bind("resid_pre", LAYERS, WIDTH // shards, shards)
@@ -125,7 +125,7 @@ def test_two_ranks_store_what_one_does(captured: Path, scales: Path) -> None:
     other = captured.with_name("b.zarr")
     store(other, scales, rows(0), shards=2)
     two = open_capture(other, timeout=0)
-    two.attrs["hooks"]["resid_pre"]["shards"] = 2  # the same bytes, of two ranks
+    two.attrs["hooks"]["resid_pre"]["shards"] = 2  # the same bytes as of two ranks
     np.testing.assert_array_equal(two.numpy("resid_pre"), open_capture(captured, timeout=0).numpy("resid_pre"))
 
 
@@ -158,7 +158,7 @@ def test_a_store_without_its_scales_says_where_to_put_them(tmp_path: Path, scale
     shutil.copy(scales, place)
     want = open_capture(path, timeout=0).numpy("resid_pre")
     assert verify_store(path) == []
-    shutil.move(place.parent, tmp_path / BASES)  # beside a folder that the store is in
+    shutil.move(place.parent, tmp_path / BASES)  # in the parent of the store's folder
     np.testing.assert_array_equal(open_capture(path, timeout=0).numpy("resid_pre"), want)
     (tmp_path / BASES / place.name).write_bytes(other_file(scales, tmp_path).read_bytes())
     with pytest.raises(ValueError, match=r"holds another scales file: its SHA-256 is .*, .* names"):
@@ -166,7 +166,7 @@ def test_a_store_without_its_scales_says_where_to_put_them(tmp_path: Path, scale
 
 
 def other_file(scales: Path, folder: Path, **changed: object) -> Path:
-    """The file with other tensors or other metadata."""
+    """Write the file with other tensors or other metadata."""
     found = Scales.load(scales)
     tensors = {name: 2 * tensor for name, tensor in load_file(scales).items()} | changed
     save_file(
@@ -262,13 +262,13 @@ def test_metadata_of_another_form_is_refused(tmp_path: Path, hooks: object) -> N
 
 
 def test_a_file_that_changed_since_the_start_is_noticed(scales: Path, tmp_path: Path) -> None:
-    """Stores would name another file than the one that encoded their rows."""
+    """Stores would name another file than the one that reduced their rows."""
     path = Path(shutil.copy(scales, tmp_path / "s.safetensors"))
     reduction = parse(f"int8(channel={path})")
     assert reduction is not None
     bound = reduction.bind("resid_pre", LAYERS, WIDTH, 1)
     other = other_file(scales, tmp_path, **{"resid_pre.4.scale": np.ones(WIDTH, "f4")})
-    os.utime(other, ns=(0, 0))  # clocks of file systems may be too coarse to tell the two files apart
+    os.utime(other, ns=(0, 0))  # timestamps of file systems may be too coarse to distinguish the files
     other.replace(path)
     with pytest.raises(ReduceError, match=r"s\.safetensors has changed since the engine started; start it again"):
         bound.prepare(WIDTH, torch.device("cpu"), 4, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rp(k,channel=file): from `dmi fit-scales --project` to values that are read back."""
+"""rp(k,channel=file): from `dmi fit-scales --project` to decoded float values."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ WHOLE, GROUPED = "rp(14,seed=3)", "rp(6,group=12)"
 
 
 def rows(seed: int) -> np.ndarray:
-    """float32 [layers, TOKENS, WIDTH]"""
+    """Rows, float32 [layers, TOKENS, WIDTH]."""
     return np.random.default_rng(seed).normal(size=(2, TOKENS, WIDTH)).astype(np.float32) * np.float32([[[1]], [[30]]])
 
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store that holds z in full."""
+    """A store with unreduced z."""
     path, owner = tmp_path_factory.mktemp("full") / "a.zarr", kit.Store(4 << 20)
     spec = ArraySpec("z", "float32", LAYERS, WIDTH)
     owner.write(path, [spec], TOKENS, values={"z": kit.bits(rows(0))}, attrs={"num_layers": 6})
@@ -42,7 +42,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def files(full: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Files of scales, by what projected the rows; "" for rows as they are."""
+    """{projection: file of scales}. The projection "" is of unprojected rows."""
     folder = tmp_path_factory.mktemp("scales")
     found = {spec: folder / f"{number}.safetensors" for number, spec in enumerate((WHOLE, GROUPED, ""))}
     for spec, path in found.items():
@@ -58,7 +58,7 @@ def bound(spec: str, path: Path, shards: int = 1) -> ChannelProjection:
 
 
 def store(path: Path, spec: str, scales: Path, values: np.ndarray, shards: int = 1) -> ChannelProjection:
-    """A store of z, with a copy of the scales beside it."""
+    """Write a store of z, and copy the scales next to it."""
     reduction = bound(spec, scales, shards)
     fittedkit.write(path, reduction, values, LAYERS, shards)
     return reduction
@@ -100,7 +100,7 @@ def test_two_ranks_that_project_by_head_read_as_one(files: dict[str, Path], tmp_
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_reads_as_nan(files: dict[str, Path], tmp_path: Path, value: float) -> None:
-    """All projected values have part of it, those of its group with a group."""
+    """Every projected value depends on it; with groups, every value of its group."""
     for spec, lost in ((WHOLE, slice(None)), (GROUPED, slice(6, 12))):
         values = rows(0)
         values[1, 2, 13] = value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `dmi` command on real stores, and the command line that `dmi serve` gives vLLM."""
+"""The `dmi` command on real stores, and the command line of vLLM that `dmi serve` makes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ATTRS = {
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three stores: "one" (key run-1), "two" without key, and "short" without residual stream."""
+    """Three stores: "one" (key run-1), "two" without a key, and "short" without the residual stream."""
     root = tmp_path_factory.mktemp("stores")
     owner = kit.Store(1 << 22)
     try:
@@ -64,7 +64,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of one command."""
+    """Run a command. Returns its exit status, stdout and stderr."""
     status = main([str(a) for a in argv])
     out, err = capsys.readouterr()
     return status, out, err
@@ -80,13 +80,15 @@ def test_ls_lists_captures_and_filters_by_key_and_request_id(stores: Path, capsy
     (found,) = json.loads(out)
     assert found["store"] == str(stores / "one.zarr") and found["num_tokens"] == TOKENS
     status, out, _ = run(capsys, "ls", stores, "--request-id", "two", "--json")
-    assert [Path(c["store"]).name for c in json.loads(out)] == ["two.zarr"], "child numbers and suffixes are matched"
+    assert [Path(c["store"]).name for c in json.loads(out)] == ["two.zarr"], (
+        "child numbers and suffixes of request ids must match"
+    )
     status, out, err = run(capsys, "ls", stores, "--key", "nobody")
     assert (status, out) == (0, "") and "no captures" in err and "match" in err
 
 
 def test_ls_lists_stores_without_an_index(stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As of copies that somebody made of stores alone."""
+    """A user may have copied stores without their index."""
     for store in stores.glob("*.zarr"):
         shutil.copytree(store, tmp_path / store.name)
     for more in ((), ("--stats",), ("--key", "run-1"), ("--json",)):
@@ -102,7 +104,7 @@ def test_info_gives_true_sizes(stores: Path, capsys: pytest.CaptureFixture[str])
     assert sizes["resid_pre"]["raw"] == 3 * TOKENS * 32 * 2
     on_disk = sum(p.stat().st_size for p in (stores / "one.zarr" / "resid_pre").rglob("*") if p.is_file())
     assert sizes["resid_pre"]["stored"] == on_disk
-    assert list(sizes)[:3] == ["resid_pre", "resid_final", "logits"], "hooks come first"
+    assert list(sizes)[:3] == ["resid_pre", "resid_final", "logits"], "hooks must come first"
     status, out, err = run(capsys, "info", stores / "one.zarr")
     assert (status, err) == (0, "")
     assert "3x70x32" in out and "0-2" in out and "TinyForCausalLM" in out and "\ntotal" in out
@@ -129,7 +131,7 @@ def test_verify_finds_a_flipped_bit(stores: Path, tmp_path: Path, capsys: pytest
 def test_verify_tells_values_that_are_not_finite_from_damage(
     stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The exit status is 3, and 1 where another store is damaged."""
+    """The exit status is 3, or 1 if another store is damaged."""
     owner, spec = kit.Store(1 << 20), ArraySpec("q", "float32", (0,), 8)
     values = kit.random_bits(spec, 20)
     values.view("f4")[0, 3, 3] = np.nan
@@ -168,7 +170,7 @@ def test_export_writes_what_the_store_holds(
     assert np.array_equal(hidden[:, 1].float().numpy(), capture.numpy("resid_pre", layer=1))
     monkeypatch.chdir(tmp_path)
     assert run(capsys, "export", stores / "two.zarr", "--to", "safetensors")[0] == 0
-    assert Path("two.safetensors").is_file(), "the default name is the store's, in the current directory"
+    assert Path("two.safetensors").is_file(), "the default name must be that of the store, in the current directory"
 
 
 def test_plot_draws_a_png(stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,9 +179,9 @@ def test_plot_draws_a_png(stores: Path, tmp_path: Path, capsys: pytest.CaptureFi
     out = tmp_path / "norms.png"
     assert run(capsys, "plot", stores / "one.zarr", "-o", out) == (0, f"{out}\n", "")
     one = imread(out)
-    assert one.shape[0] > 200 and one.shape[1] > 600 and one[..., :3].std() > 0.1, "it is more than a blank page"
+    assert one.shape[0] > 200 and one.shape[1] > 600 and one[..., :3].std() > 0.1, "the picture must not be blank"
     assert run(capsys, "plot", stores / "one.zarr", stores / "two.zarr", "-o", out)[0] == 0
-    assert imread(out).shape[1] > one.shape[1], "two stores stand side by side"
+    assert imread(out).shape[1] > one.shape[1], "two stores must be next to each other"
 
 
 def test_plots_have_true_norms_and_token_labels(stores: Path, tmp_path: Path) -> None:
@@ -189,7 +191,7 @@ def test_plots_have_true_norms_and_token_labels(stores: Path, tmp_path: Path) ->
     assert np.allclose(values[1], np.sqrt((capture.numpy("resid_pre", layer=1) ** 2).sum(-1)), rtol=1e-6)
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
-    assert token_labels(capture) == [str(i) for i in capture.token_ids], "ids without a tokenizer"
+    assert token_labels(capture) == [str(i) for i in capture.token_ids], "without a tokenizer, labels must be ids"
     labels = token_labels(capture, tmp_path)
     assert len(labels) == TOKENS and labels[0] == "<|pad|>"
     letter = next(i for i, t in enumerate(capture.token_ids) if tokenizer.decode([t]) == "a")
@@ -236,7 +238,7 @@ def test_a_mistake_of_the_user_is_answered_in_one_line(
     monkeypatch.chdir(tmp_path)
     try:
         status = main([a.replace("{stores}", str(stores)) for a in argv])
-    except SystemExit as end:  # of argparse
+    except SystemExit as end:  # raised by argparse
         status = end.code
     out, err = capfd.readouterr()
     assert status == 2, err
@@ -296,7 +298,7 @@ def test_a_full_disk_has_a_message(what: str, stores: Path) -> None:
 
 
 def buffered(command: str, output: int) -> tuple[int, str]:
-    """(exit status, standard error) of a command that writes to a file descriptor, and not line by line."""
+    """(exit status, standard error) of a command whose output goes to a file descriptor and is not line-buffered."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = f"{sys.executable} -m dmi_connector.cli {command}"
     done = subprocess.run(command.split(), stdout=output, stderr=subprocess.PIPE, text=True, env=environment)
@@ -325,7 +327,7 @@ def test_serve_takes_its_flags_with_underscores_too(tmp_path: Path) -> None:
     hyphens = serve("m", "--store-dir", str(tmp_path), "--chunk-tokens=64", "--max-model-len", "9", "--owner", "target")
     mixed = serve("m", "--store_dir", str(tmp_path), "--chunk_tokens=64", "--max-model-len", "9", "--owner", "target")
     assert mixed == hyphens
-    assert "--max_model_len" in serve("m", "--max_model_len", "9"), "flags of vLLM stay as they are"
+    assert "--max_model_len" in serve("m", "--max_model_len", "9"), "flags of vLLM must not change"
 
 
 def test_serve_refuses_a_hook_that_no_model_has() -> None:
@@ -408,7 +410,7 @@ SWITCHES = [option.name for option in fields(ServerOptions) if option.type == "b
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_serve_and_run_take_true_and_false(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The word used to switch the option on, whatever it was, and went on to vLLM."""
+    """Earlier, any word switched the option on, and was passed on to vLLM."""
     flag = "--" + name.replace("_", "-")
     given: list[tuple[list[str], bool | None]] = [([], None), ([flag], True), ([flag, "true"], True)]
     given += [([flag, "false"], False), ([f"{flag}=False"], False)]
@@ -445,15 +447,15 @@ def test_serve_does_not_replace_the_capture_options_of_a_config_file(tmp_path: P
     with pytest.raises(OptionError, match="--hooks would replace"):
         serve("m", f"--config={file}", "--hooks", "q")
     file.write_text("port: 8001\n")
-    assert "--kv_transfer_config" in serve("m", "--config", str(file)), "a file of other flags changes nothing"
-    assert "--model" not in serve("--config", str(file)), "the file may name the model"
+    assert "--kv_transfer_config" in serve("m", "--config", str(file)), "a file with other flags must not matter"
+    assert "--model" not in serve("--config", str(file)), "the file may have the model"
 
 
 # ---- pieces ---------------------------------------------------------------------------------------------
 
 
 def test_totals_count_a_store_that_does_not_say_when_it_ended(tmp_path: Path) -> None:
-    """As of another program. One that is gone is counted alone."""
+    """Another program may have written it. A store that no longer exists is only counted."""
     (tmp_path / "a.zarr").mkdir()
     found = [CaptureInfo(tmp_path / f"{n}.zarr", None, None, "complete", None, "", None, 9, 5) for n in "ab"]
     totals = tables.stats(found)
@@ -488,7 +490,7 @@ def test_the_demo_fails_on_wrong_values_and_damaged_stores(capsys: pytest.Captur
     assert demo.judge([], {"q": 9e-6, "k": 0.0}) == 0
     assert "9.0e-06 (q)" in capsys.readouterr().out
     assert demo.judge([], {"q": 2e-5}) == 1 and "q is 2.0e-05 away" in capsys.readouterr().err
-    assert demo.judge([], {"q": float("nan")}) == 1, "a value that is no number agrees with nothing"
+    assert demo.judge([], {"q": float("nan")}) == 1, "NaN must not count as equal"
     assert demo.judge(["x is damaged"], {"q": 0.0}) == 1
 
 

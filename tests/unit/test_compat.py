@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of vLLM and Python: what is promised is what `make compat` ran, and nothing failed."""
+"""The supported versions of vLLM and Python are those that `make compat` ran without a failure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def minor(version: str) -> str:
-    """0.32 of 0.32.0+cpu."""
+    """The minor version, such as 0.32 of 0.32.0+cpu."""
     return ".".join(version.split(".")[:2])
 
 
@@ -41,7 +41,7 @@ PYTHON = sorted({run["python"] for run in CPU_RUNS}, key=Version)
 def test_every_environment_was_run_on_each_of_its_runners_and_nothing_failed() -> None:
     wanted = {(e.name, runner): compat.CORE[runner] for e in compat.ENVIRONMENTS for runner in e.runners}
     ran: dict[tuple[str, str], list[str]] = {}
-    for run in RUNS:  # one on a GPU may be split
+    for run in RUNS:  # a run on a GPU may be split
         ran.setdefault((run["environment"], run["runner"]), []).extend(run["tests"])
     assert {key: tuple(tests) for key, tests in ran.items()} == wanted
     for run in RUNS:
@@ -54,7 +54,7 @@ def test_every_environment_was_run_on_each_of_its_runners_and_nothing_failed() -
 def test_the_contract_promises_the_versions_of_vllm_that_were_run() -> None:
     assert f">={VLLM[0]},<{after(VLLM[-1])}" == contract.SUPPORTED
     promised = [f"0.{n}" for n in range(100) if SpecifierSet(contract.SUPPORTED).contains(f"0.{n}.0")]
-    assert promised == VLLM, "a version in between was not run"
+    assert promised == VLLM, "make compat did not run a version in between"
 
 
 def test_pyproject_promises_what_was_run() -> None:
@@ -80,7 +80,7 @@ def test_the_table_is_the_one_that_make_compat_wrote() -> None:
 
 
 def test_a_run_takes_the_place_of_those_of_its_kind(tmp_path: Path) -> None:
-    """One on a GPU may be split. What else a file has stays, and so does the order of the table."""
+    """A run on a GPU may be split. Other fields of the file and the order of the table do not change."""
     path = tmp_path / "compat.json"
     path.write_text(compat.RESULTS.read_text())
     again = {"environment": "vllm-0.33-py3.12", "runner": "GPU", "passed": 98}
@@ -95,7 +95,7 @@ def test_a_run_takes_the_place_of_those_of_its_kind(tmp_path: Path) -> None:
 def test_a_lock_file_pins_each_package_once(environment: compat.Environment) -> None:
     lines = compat.lock(environment).splitlines()
     names = [re.split("==", line)[0].lower().replace("_", "-") for line in lines]
-    assert all(re.fullmatch(r"[\w.\-]+==[\w.+!]+", line) for line in lines), "only pins"
+    assert all(re.fullmatch(r"[\w.\-]+==[\w.+!]+", line) for line in lines), "a lock file must only have pins"
     assert len(set(names)) == len(names) > 150
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditions on scores: what they measure, and when they are known not to hold."""
+"""Conditions on scores: what they read, and when they are known to be false."""
 
 from __future__ import annotations
 

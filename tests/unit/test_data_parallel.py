@@ -21,7 +21,7 @@ pytestmark = pytest.mark.soak
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers each request for tokens a little later, and counts."""
+    """A fake server that answers each request for tokens after a delay, and counts the requests."""
 
     lock = threading.Lock()
     now = most = 0
@@ -63,7 +63,7 @@ def test_a_client_keeps_requests_in_flight_until_its_input_ends() -> None:
     assert json.loads(text) == {"answered": len(Answers.asked)} and Answers.most == 4
     assert all(len(body["prompt"]) == 5 for body in Answers.asked)
     counts = [body["max_tokens"] for body in Answers.asked]
-    assert len(set(counts[:4])) == 4 and set(counts[4:]) == {40}, "the first end one by one"
+    assert len(set(counts[:4])) == 4 and set(counts[4:]) == {40}, "the first requests must end one by one"
 
 
 def test_the_table_compares_each_engine_with_one_alone() -> None:

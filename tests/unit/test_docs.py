@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation: it builds, needs no network, and says what the code says."""
+"""The documentation builds, needs no network, and agrees with the code."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ DOCS, PACKAGE = ROOT / "docs", ROOT / "dmi_connector"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site as `make docs` builds it: strictly."""
+    """The site, built strictly as by `make docs`."""
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean", "--site-dir", str(out)]
-    # Material for MkDocs writes advice on standard error, which no strict build counts.
+    # Material for MkDocs writes advice to standard error, which a strict build does not count.
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=600, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     )
@@ -46,7 +46,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Loaded(HTMLParser):
-    """Collects what a browser loads by itself: scripts, styles, pictures, frames, preconnects."""
+    """Collects what a browser loads for a page: scripts, styles, pictures, frames, preconnects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,20 +73,20 @@ def test_no_page_loads_anything_from_the_network(site: Path) -> None:
         parser.feed(page.read_text())
         foreign = [url for url in parser.urls if re.match(r"(?i)\s*(https?:)?//", url)]
         assert not foreign, f"{page.name} loads {foreign}"
-        assert parser.urls, f"{page.name} has a style at least"
+        assert parser.urls, f"{page.name} must have a style"
         for url in parser.urls:
             local = page.parent / url.split("#")[0].split("?")[0]
-            assert url.startswith("data:") or local.exists() or page.name == "404.html", f"{page.name} lacks {url}"
+            assert url.startswith("data:") or local.exists() or page.name == "404.html", f"{page.name} has no {url}"
     for style in site.rglob("*.css"):
         assert not re.search(r"(?i)(@import|url\()\s*['\"]?(https?:)?//", style.read_text()), style.name
     for picture in site.rglob("*.svg"):
         assert not re.search(r"(?i)(href|src)=['\"](https?:)?//", picture.read_text()), picture.name
 
 
-# ---- messages: what the code can say --------------------------------------------------------------------------------
+# ---- messages in the code -------------------------------------------------------------------------------------------
 
 PROTOCOL = ("NotImplementedError", "AttributeError", "DataTypeValidationError")
-"""Exceptions of Python's and zarr's protocols: abstract methods, names that a module lacks, a type zarr asks for."""
+"""Exceptions of protocols of Python and zarr: abstract methods, missing module attributes, data types for zarr."""
 
 REASONS = ("engine/scheduler/", "store/write/arrays/", "store/write/finish/commit.py")
 """Modules whose exceptions become the `reason` of a store, or the `dmi_error` of a response."""
@@ -109,8 +109,9 @@ OURS: dict[str, tuple[str, ...]] = {
     "store/write/arrays/shard_writer.py": ("ValueError",),
     "store/write/coordinator/writer_pool.py": ("ValueError",),
 }
-"""module -> exceptions that check what our own code hands over: no option, request, file or machine causes them. The
-page says of all of them together that they are faults of the package."""
+"""{module: exceptions that only check calls of our own code}. No option, request, file or machine causes them. The page
+says that they are faults of the package.
+"""
 
 FRAMES = {"FAILED", "dmi", "see", "help", "in"}
 """Words that only frame another message, as in "dmi: {error}"."""
@@ -122,7 +123,7 @@ _HOLE = re.compile(r"\{\w+\}")
 
 @dataclass(frozen=True)
 class Message:
-    """One sentence of the code. template: "{}" stands for each value. explained: whether the page must have it."""
+    """A message in the code. template: its text, with "{}" for each value. explained: whether the page must have it."""
 
     template: str
     where: str
@@ -135,19 +136,19 @@ def plain(text: str) -> str:
 
 
 def says_something(template: str) -> bool:
-    """Whether it has words of its own."""
+    """Whether a template has words of its own."""
     return bool(set(_WORD.findall(template.replace("{}", " "))) - FRAMES)
 
 
 class Source:
     """The messages of one module.
 
-    A message is the text of a raised exception, of a logged warning or error, of what goes to standard error, of a
+    A message is the text of a raised exception, of a logged warning or error, of output to standard error, of a
     `Cause`, of a problem that verify finds, of a note in a repair's outcome, or of a `dmi_error` or `reason` in a dict.
-    Reasons, problems and notes have an entry on the page: they say what happened, and not what to do.
+    The page must have reasons, problems and notes, because they say what happened, and not what to do.
 
-    Texts are literals. Values in them are holes, except where a choice between literals stands in the hole: each choice
-    is a message of its own.
+    Texts are literals. Values in them become "{}". If a value is a choice between literals, each choice gives a
+    message.
     """
 
     def __init__(self, path: Path) -> None:
@@ -159,26 +160,26 @@ class Source:
         if any(isinstance(n, ast.ImportFrom) and n.module == "dmi_connector.option_values" for n in nodes):
             shared = ast.parse((PACKAGE / "option_values.py").read_text())
             self.functions = {n.name: n for n in shared.body if isinstance(n, ast.FunctionDef)} | self.functions
-        self.owner: dict[ast.AST, ast.AST] = {}  # the innermost function around a node
+        self.owner: dict[ast.AST, ast.AST] = {}  # the innermost function that contains a node
         for node in nodes:
             if isinstance(node, ast.FunctionDef):
                 self.owner.update(dict.fromkeys(set(ast.walk(node)) - {node}, node))
 
     def messages(self) -> Iterator[Message]:
-        """Every message with words of its own."""
+        """Yield every message with words of its own."""
         for node in ast.walk(self.tree):
             for text in self._texts_at(node):
                 if says_something(text):
                     yield Message(plain(text), f"{self.name}:{getattr(node, 'lineno', 0)}", self._explained(node))
 
     def _explained(self, node: ast.AST) -> bool:
-        """Whether what a node says is a reason, a problem or a note."""
+        """Whether the text at a node is a reason, a problem or a note."""
         if isinstance(node, ast.Call):
             function = ast.unparse(node.func)
             return function.endswith(".notes.append") or function in EXPLAINED
         return not isinstance(node, ast.Raise | ast.ClassDef) or self.name.startswith((*REASONS, *PROBLEMS))
 
-    # ---- where messages are -----------------------------------------------------------------------------------------
+    # ---- nodes with messages ----------------------------------------------------------------------------------------
 
     def _texts_at(self, node: ast.AST) -> list[str]:
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
@@ -205,7 +206,7 @@ class Source:
         return self._first(call.args) if helper is None else self._made_by(helper, call)
 
     def _made_by(self, helper: ast.FunctionDef, call: ast.Call) -> list[str]:
-        """Messages of the exception that a helper returns, with the call's texts in the place of its parameters."""
+        """The messages of the exception that a helper returns. The texts of the call replace its parameters."""
         given = dict(zip([a.arg for a in helper.args.args], call.args, strict=False))
         made = [n.value for n in ast.walk(helper) if isinstance(n, ast.Return) and isinstance(n.value, ast.Call)]
         return [text for one in made for arg in one.args[:1] for text in self.texts(arg, given)]
@@ -226,18 +227,18 @@ class Source:
             return self.texts(args[1])
         if function.endswith(".notes.append"):
             return self.texts(args[0])
-        if function in ("self.failed", "self._failed"):  # why rows, or an upload, are given up
+        if function in ("self.failed", "self._failed"):  # reasons for lost rows or failed uploads
             return self._first([inner for arg in args for inner in (arg.args if isinstance(arg, ast.Call) else [arg])])
         return []
 
-    # ---- what they say ----------------------------------------------------------------------------------------------
+    # ---- texts of messages ------------------------------------------------------------------------------------------
 
     def _first(self, args: Sequence[ast.expr]) -> list[str]:
-        """The first argument that is a text: `OSError` takes a number before it."""
+        """The first argument that is a text. The first argument of `OSError` may be a number."""
         return next((found for arg in args if (found := self.texts(arg))), [])
 
     def texts(self, node: ast.expr, given: dict[str, ast.expr] | None = None) -> list[str]:
-        """The templates of an expression, [] where it is no text. given: expressions for the names of parameters."""
+        """The templates of an expression; [] if it is not a text. given: {parameter name: expression}."""
         if isinstance(node, ast.Constant):
             return [node.value] if isinstance(node.value, str) else []
         if isinstance(node, ast.JoinedStr):
@@ -254,7 +255,7 @@ class Source:
         return self._assigned(node)
 
     def _hole(self, node: ast.expr, given: dict[str, ast.expr] | None) -> list[str]:
-        """What stands in a hole of a template: the choices where all are literals, else a hole."""
+        """The replacement of a value in a template: the choices if all are literals, otherwise "{}"."""
         if isinstance(node, ast.Name) and given and node.id in given:
             return self.texts(given[node.id]) or ["{}"]
         if isinstance(node, ast.IfExp):
@@ -268,7 +269,7 @@ class Source:
         return ["{}"]
 
     def _assigned(self, node: ast.expr) -> list[str]:
-        """The text of a name or attribute that the function around it assigns once."""
+        """The text of a name or attribute that is assigned once in its function."""
         mine = self.owner.get(node)
         if mine is None or not isinstance(node, ast.Name | ast.Attribute):
             return []
@@ -285,14 +286,14 @@ def causes() -> list[Message]:
 
 @cache
 def messages() -> tuple[Message, ...]:
-    """Every message that a user can meet."""
+    """All messages that users may see."""
     found = [m for path in sorted(PACKAGE.rglob("*.py")) for m in Source(path).messages()]
     return (*found, *causes())
 
 
 @cache
 def entries() -> tuple[str, ...]:
-    """The templates of the page: each entry is "- `message`<br>What it means and what to do." """
+    """The templates of the page. Each entry is "- `message`<br>What it means and what to do." """
     lines = (DOCS / "TROUBLESHOOTING.md").read_text().splitlines()
     found = [re.fullmatch(r"- (`+)(.+?)\1<br>(.+)", line) for line in lines if line.startswith("- `")]
     assert all(found), [line for line, match in zip(lines, found, strict=False) if match is None]
@@ -301,16 +302,16 @@ def entries() -> tuple[str, ...]:
 
 def test_troubleshooting_has_every_reason_problem_and_note() -> None:
     wanted = [m for m in messages() if m.explained]
-    assert len(wanted) > 80 and len(messages()) > 200, "the search finds what raises, logs and prints"
+    assert len(wanted) > 80 and len(messages()) > 200, "the search must find raised, logged and printed messages"
     known = set(entries())
     lacking = [f"{m.where}: {m.template}" for m in wanted if m.template not in known]
-    assert not lacking, "docs/TROUBLESHOOTING.md lacks:\n" + "\n".join(lacking)
+    assert not lacking, "not in docs/TROUBLESHOOTING.md:\n" + "\n".join(lacking)
 
 
 def test_troubleshooting_has_no_message_that_no_code_says() -> None:
     said = {m.template for m in messages()}
     stale = [entry for entry in entries() if entry not in said]
-    assert not stale, "no code says:\n" + "\n".join(stale)
+    assert not stale, "not in the code:\n" + "\n".join(stale)
 
 
 def test_troubleshooting_has_each_message_once() -> None:
@@ -322,9 +323,9 @@ def test_troubleshooting_has_each_message_once() -> None:
 
 
 def rows(page: str, title: str = "") -> dict[str, list[str]]:
-    """The rows of a page's tables that begin with code: {name: the other cells}. A row may name several.
+    """The rows of a page's tables that begin with code: {name: the other cells}. A row may have several names.
 
-    title: of the only section that is looked at.
+    title: only search this section.
     """
     found: dict[str, list[str]] = {}
     section = ""
@@ -440,14 +441,14 @@ def test_each_name_of_the_api_reference_is_in_the_module_that_its_heading_names(
 
 
 def test_results_that_pages_cite_exist() -> None:
-    """A page cites a file, or a run of a summary. docs/ENGINEERING.md may cite files that the git history alone has."""
+    """A page cites a file, or a run of a summary. docs/ENGINEERING.md may cite files of the git history."""
     folder = ROOT / "benchmarks" / "results"
-    there = {path.name for path in folder.iterdir()} - {"last.json"}  # what programs write without --out
+    there = {path.name for path in folder.iterdir()} - {"last.json"}  # the default output of programs
     runs = {run for path in folder.glob("*.json") for run in json.loads(path.read_text()).get("runs", ()) if "-" in run}
     about = (ROOT / "benchmarks" / "README.md").read_text()
     tables, listed = about.split("## Results")[1:]
     backed = [re.findall(r"`([\w-]+\.json)`", line.split(" | ")[0]) for line in tables.splitlines()]
-    assert there == {name for names in backed for name in names}, "each file backs a table"
+    assert there == {name for names in backed for name in names}, "each file must belong to a table"
     gone = {f"{name}.json" for name in re.findall(r"`([\w.-]+)`", listed)}
     for page in DOCS.glob("*.md"):
         text = page.read_text()
@@ -472,11 +473,11 @@ def test_pages_that_the_code_names_exist() -> None:
 
 
 def test_files_that_pages_and_drawings_name_exist() -> None:
-    """Whole paths or their ends, such as `taps/routing.py`: a file that moves takes its mentions with it."""
+    """Paths may be full or shortened, such as `taps/routing.py`. If a file moves, its mentions must change."""
     git = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     there = [f"/{name}" for name in git.stdout.split()]
     assert len(there) > 100
-    elsewhere = re.compile(r"vllm/|my_package/")  # files of vLLM, and of a package that a page makes up
+    elsewhere = re.compile(r"vllm/|my_package/")  # files of vLLM, and of a fictitious package
     lacking = []
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md"), *(DOCS / "img").glob("*.svg")):
         named = set(re.findall(r"[`> ]((?:\w+/)*\w+\.py)\b", page.read_text()))

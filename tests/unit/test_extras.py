@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands on a base install, which has no optional library, and commands that take directories of stores."""
+"""Commands on a base install without optional libraries, and commands that take directories of stores."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OPTIONAL = [
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two stores, and one that lacks rows."""
+    """Two complete stores, and one with missing rows."""
     root, owner = tmp_path_factory.mktemp("stores"), kit.Store(1 << 20)
     attrs = {"num_layers": 2, "dtype": "bfloat16", "versions": {}, "experts": {"count": 4, "layers": [0, 1]}}
     for name in "ab":
@@ -121,7 +121,7 @@ def test_fidelity_and_fit_pca_take_directories_as_other_commands_do(
     assert err == (left if form == "directory" else "")
     basis = tmp_path / "basis.safetensors"
     assert main(["fit-pca", *paths, "--hook", "resid_pre", "--rank", "2", "-o", str(basis)]) == 0 and basis.exists()
-    assert capsys.readouterr().err == "", "it takes the rows that are there"
+    assert capsys.readouterr().err == "", "the command must read the rows that are not missing"
 
 
 def test_directories_without_what_is_wanted_are_named(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of benchmarks/fitted.py are those that servers read."""
+"""Servers can read the files of benchmarks/fitted.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dmi_connector.reduce import parse
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Wide enough for the components of `pca(128)` and for `rp(512)`."""
+    """A model that is wide enough for `pca(128)` and `rp(512)`."""
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2}
     return str(make_model("qwen3", tmp_path_factory.mktemp("model"), **sizes))
 

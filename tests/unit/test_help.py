@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The help of every command has a sentence and examples, and the examples are command lines that it takes."""
+"""The help of every command has a sentence and examples, and every example is a valid command line."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dmi_connector.cli.main import main, make_parser, make_run_parser, make_serv
 from dmi_connector.cli.serve import server_command
 
 OWN = {"serve": make_serve_parser, "run": make_run_parser}
-"""Commands whose parser is not among those of `dmi`: they pass unknown flags on to vLLM."""
+"""Commands whose parser is not a subparser of `dmi`, because they pass unknown flags on to vLLM."""
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
-    """The parsers of all commands, by name."""
+    """{name: parser} of all commands."""
     (found,) = (a.choices for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
     return {**found, **{name: make() for name, make in OWN.items()}}
 
@@ -32,8 +32,10 @@ def test_the_help_of_a_command_has_one_sentence_and_examples(name: str) -> None:
     assert sentence[0].isupper() and sentence.count(". ") == 0 and sentence.endswith(".")
     text = parser.format_help()
     above, below = text.split("\noptions:" if "\noptions:" in text else "\nprompts:", 1)
-    assert sentence in " ".join(above.split()), "above the options"
-    assert examples and all(f"  {line}\n" in below for line in examples), "below them, not wrapped"
+    assert sentence in " ".join(above.split()), "the sentence must be above the options"
+    assert examples and all(f"  {line}\n" in below for line in examples), (
+        "examples must be below the options, and must not be wrapped"
+    )
     assert name != "export" or "formats:\n  safetensors " in below
 
 

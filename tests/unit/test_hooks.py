@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hook vocabulary: selections, their refusals, and the row layout they give."""
+"""Hook names: selections, refusals, and the row layout that results."""
 
 from __future__ import annotations
 
@@ -112,12 +112,12 @@ def chosen(spec: str | list[str], dims: ModelDims = DENSE, only: Selection | Non
 )
 def test_a_selection_gives_the_hooks_and_layers_that_it_names(spec: str, hooks: dict[str, tuple[int, ...]]) -> None:
     assert chosen(spec) == hooks
-    assert chosen(spec.split(",")) == hooks, "a list of items means the same as the string"
+    assert chosen(spec.split(",")) == hooks, "a list must mean the same as the string"
 
 
 @pytest.mark.parametrize("spec", ["q@1", "q@1,mrope_positions", "q@1,-mrope_positions", "logits", "*,-*,q@0"])
 def test_positions_on_the_axes_of_m_rope_are_always_selected(spec: str) -> None:
-    """Where a model has them, and there alone; a name or a request changes nothing."""
+    """Models without these positions never have them. No selection changes that."""
     with_axes = replace(DENSE, rope_axes=3)
     served = parse_selection(spec, with_axes)
     assert served.hooks["mrope_positions"] == (0,) and len(served.hooks) == 2
@@ -230,7 +230,7 @@ def test_a_request_can_select_only_what_the_server_captures() -> None:
     with pytest.raises(SelectionError, match=r"'z' is not captured by this server; it captures q, ln2"):
         parse_selection("z", DENSE, only=served)
     assert chosen("q@1+3,mlp_out@-1", only=served) == {"q": (1, 3), "mlp_out": (7,)}
-    assert chosen("q,-q@2-7", only=served) == {"q": (0, 1)}, "what is taken away need not be there"
+    assert chosen("q,-q@2-7", only=served) == {"q": (0, 1)}, "excluded layers need not be captured"
     assert chosen("mlp@7,q*@5,embed*,q", only=served).keys() == {"q", "ln2", "mlp_post", "mlp_out"}
     for item, needs in (("q@7", "q@7"), ("q@0-5", "q@4+5"), ("q@-1+0", "q@7")):
         with pytest.raises(SelectionError) as caught:
@@ -243,7 +243,9 @@ def test_a_request_can_select_only_what_the_server_captures() -> None:
     assert chosen("resid_post@1", only=served) == {"resid_pre": (2,)}
     with pytest.raises(SelectionError, match=r"'resid_post@0-1' needs resid_pre@1, .* it captures resid_pre@0\+2"):
         parse_selection("resid_post@0-1", DENSE, only=served)
-    assert chosen("resid_post", only=served) == {"resid_pre": (2,)}, "without @: the layers that the server captures"
+    assert chosen("resid_post", only=served) == {"resid_pre": (2,)}, (
+        "without @, the layers that the server captures must be selected"
+    )
     last = parse_selection("resid_post@-1", DENSE)
     assert chosen("resid_post", only=last) == {"resid_final": (0,)}
     for others in ("q", "resid_pre@0"):
@@ -286,7 +288,7 @@ def test_the_owners_of_a_hook_hold_each_column_once(name: str, tp: int) -> None:
     dims = replace(dims, v_head_dim=20, kv_lora_rank=40, qk_rope_head_dim=8)
     shards = [shard_of(HOOKS[name], dims, tp, rank) for rank in range(tp)]
     owned = [s.shard for s in shards if s.owner]
-    assert sorted(owned) == list(range(shards[0].shards)), "one owner for each slice"
+    assert sorted(owned) == list(range(shards[0].shards)), "each slice must have one owner"
     assert shards[0].width * shards[0].shards == dims.width(HOOKS[name])
     if not HOOKS[name].sharded:
         assert owned == [0]
@@ -295,7 +297,7 @@ def test_the_owners_of_a_hook_hold_each_column_once(name: str, tp: int) -> None:
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("hooks", ["vllm-full", "hidden-states,logits", "resid_pre@0-4,q", "embed,resid_final,ln1@2"])
 def test_ranks_share_whole_hooks_out_by_bytes(tp: int, hooks: str) -> None:
-    """No rank's row is longer than the others' by more than a hook that cannot be shared out, or its longest part."""
+    """Rows of ranks differ in length by at most a hook that cannot be divided, or its longest part."""
     dims = ModelDims("Qwen3ForCausalLM", 12, 64, 24, 24, head_dim=8, intermediate=96, vocab=512)
     selection = parse_selection(hooks, dims)
     layouts = row_layouts(selection, dims, "float32", tp)
@@ -309,7 +311,7 @@ def test_ranks_share_whole_hooks_out_by_bytes(tp: int, hooks: str) -> None:
         runs = {rank: [f.nbytes for f in mine if writer[name, f.layer] == rank] for rank in range(tp)}
         alone.append(max(sum(run) for run in runs.values()))
         numbers = [writer[name, f.layer] for f in sorted(mine, key=lambda f: f.layer)]
-        assert sum(a != b for a, b in pairwise(numbers)) == len({*numbers}) - 1, "one run of layers for each rank"
+        assert sum(a != b for a, b in pairwise(numbers)) == len({*numbers}) - 1, "each rank must have one run of layers"
     assert max(held) - min(held) <= max(alone)
 
 
@@ -326,7 +328,7 @@ def test_the_layers_of_one_large_hook_are_shared_out() -> None:
     [("resid_pre,resid_mid", 4), ("attn_out,mlp_out,resid_pre", 4), ("mlp", 8), ("vllm-full,-logits", 8)],
 )
 def test_hooks_of_one_size_are_shared_out_although_one_alone_shortens_no_row(hooks: str, tp: int) -> None:
-    """Several ranks have the longest row until the last of them has given its hook away."""
+    """Several ranks have the longest row, until hooks of all of them are assigned to other ranks."""
     dims = ModelDims("Qwen3ForCausalLM", 36, 4096, 32, 8, 128, 12288, 151936)
     layouts = row_layouts(parse_selection(hooks, dims), dims, "bfloat16", tp)
     held = [sum(f.nbytes for f in layout.fields) for layout in layouts]
@@ -388,7 +390,7 @@ WIDE = ModelDims("Wide", 2, hidden=1024, heads=8, kv_heads=2, head_dim=32, inter
     ],
 )
 def test_a_mode_chooses_by_the_name_and_the_width_of_a_hook(mode: str, chosen_for: dict[str, str]) -> None:
-    """What stores name is what was chosen. `pattern` has its summary, where it is captured."""
+    """Stores name the chosen reduction. `pattern` gets its summary if it is captured."""
     options = ServerOptions.parse({"store_dir": "/x", "reduce": mode})
     selection = parse_selection("vllm-full,pattern", WIDE)
     found = hook_reductions(options.reduce, selection, WIDE, 1)
@@ -412,7 +414,7 @@ def test_the_hook_pattern_must_be_named_and_reduced_to_a_summary() -> None:
     found = hook_reductions([("*", "int8"), ("pat*", "attn(4)")], selection, DENSE, 2)
     assert [found[name].kind for name in ("pattern", "q")] == ["attn", "int8"]
     field = row_layouts(selection, DENSE, "bfloat16", 2, found)[0].find("pattern", 2)
-    assert field is not None and field.nbytes == 2 * (4 * 4 + 4 * 4 + 4), "two heads on each of two ranks"
+    assert field is not None and field.nbytes == 2 * (4 * 4 + 4 * 4 + 4), "each of two ranks must have two heads"
     for rules, message in (
         ([], r"pattern can only be captured with a reduction; give one in reduce, as in \{'pattern': 'attn\(8\)'\}"),
         ([("*", "int8")], "pattern can only be captured with a reduction"),
@@ -439,7 +441,7 @@ def test_a_request_narrows_layers_and_keeps_hooks_that_exist_once() -> None:
             narrow(served, hooks, layers, DENSE)
         captured = "embed@0" if hooks == ["embed"] else "q@1+2+3+4+5+6"
         says = f"dmi.layers: {lacking} is in none of the chosen hooks; captured: {captured}"
-        assert str(caught.value) == says, "a layer is never left out in silence"
+        assert str(caught.value) == says, "a missing layer must be refused"
 
 
 def test_only_a_near_name_is_suggested() -> None:
@@ -448,7 +450,7 @@ def test_only_a_near_name_is_suggested() -> None:
 
 
 def test_layers_of_hybrid_models_have_the_hooks_of_their_blocks() -> None:
-    """Layer 1 has attention, 0 and 2 a mixer, 3 an MLP alone; layer 2 has none."""
+    """Layer 1 has attention, layers 0 and 2 have a mixer, and layer 3 only has an MLP. Layer 2 has no MLP."""
     of_attention = ("q", "k", "v", "q_rot", "k_rot", "z")
     assert chosen(",".join(of_attention), HYBRID) == dict.fromkeys(of_attention, (1,))
     assert chosen("mix_*", HYBRID) == dict.fromkeys(("mix_proj", "mix_core", "mix_z"), (0, 2))

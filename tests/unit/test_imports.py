@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which room imports which. The rules stand in pyproject.toml, [tool.importlinter]."""
+"""Imports between rooms follow the rules in pyproject.toml, [tool.importlinter]."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def test_imports_keep_the_rules() -> None:
         ("store/format/schema.py", "import dmi_connector.store.read.verify", "Imports run downwards"),
         ("store/read/verify.py", "import dmi_connector.analysis.pictures.plot", "Imports run downwards"),
         ("store/read/verify.py", "import dmi_connector.captures.capture", "Imports run downwards"),
-        ("engine/contract.py", "import dmi_connector.engine.context", "No circles"),
+        ("engine/contract.py", "import dmi_connector.engine.context", "No import cycles"),
         (
             "captures/attention.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import dmi_connector.captures.capture",
-            "No circles",
+            "No import cycles",
         ),
         (
             "store/read/arrays/hook_array.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import dmi_connector.store.read.reader",
-            "No circles",
+            "No import cycles",
         ),
         ("settings.py", "import vllm", "Only the engine imports vllm"),
         ("store/read/metadata.py", "import torch", "Stores need no torch"),
@@ -70,7 +70,7 @@ def graph() -> grimp.ImportGraph:
 
 
 def test_the_drawing_of_rooms_is_what_the_imports_give(graph: grimp.ImportGraph) -> None:
-    assert rooms.drawing() == rooms.draw(graph), "rooms or imports changed: renew CONTRIBUTING.md with `make rooms`"
+    assert rooms.drawing() == rooms.draw(graph), "rooms or imports changed: update CONTRIBUTING.md with `make rooms`"
 
 
 def test_the_drawing_has_each_room_and_direct_imports_that_no_others_imply(graph: grimp.ImportGraph) -> None:
@@ -78,7 +78,7 @@ def test_the_drawing_has_each_room_and_direct_imports_that_no_others_imply(graph
     packages = {path.parent.name for path in (ROOT / "dmi_connector").glob("*/**/__init__.py")} - {"store"}
     assert len(packages) > 20 and all(f"{name}_[" in drawn for name in packages)
     assert "  captures_ --> store_read_\n" in drawn and "view_ --> analysis_\n" in drawn
-    assert "analysis_ --> captures_\n" in drawn, "analysis imports store/read too, which captures implies"
+    assert "analysis_ --> captures_\n" in drawn, "the drawing must leave out imports that others imply"
 
 
 def test_the_drawing_follows_an_import(graph: grimp.ImportGraph) -> None:

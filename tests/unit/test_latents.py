@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latents of autoencoders in the tap: the option, and what the encoder in torch gives."""
+"""Latents of autoencoders in the tap: the option, and the output of the encoder in torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_latents_are_the_largest_of_the_encoder(name: str, dtype: torch.dtype, t
     stored = latents.encode(values, 2)
     assert stored.dtype == torch.uint8 and stored.shape == (60, latents.stored_width(WIDTH, "bfloat16"))
     want = SparseEncoder.load(folder).encode(values.float().numpy())
-    assert (want > 0).sum(1).max() > 5, "it shows less"
+    assert (want > 0).sum(1).max() > 5, "too few latents are active"
     ids, found = latents.pairs(stored.numpy())
     np.testing.assert_allclose(found, -np.sort(-want, 1)[:, :5], rtol=0, atol=1e-5)
     np.testing.assert_allclose(np.where(ids >= 0, np.take_along_axis(want, ids, 1), 0), found, rtol=0, atol=1e-5)
@@ -54,7 +54,7 @@ def test_latents_are_the_largest_of_the_encoder(name: str, dtype: torch.dtype, t
 
 
 def test_rows_with_few_active_latents_say_so(tmp_path: Path) -> None:
-    folder = save_encoder(tmp_path, WIDTH, LATENTS, shift=3.0)  # hardly any is active
+    folder = save_encoder(tmp_path, WIDTH, LATENTS, shift=3.0)  # hardly any latent is active
     latents = Latents.load(str(folder), "resid_pre", 2, 20).bind("resid_pre", (2,), WIDTH, 1)
     latents.prepare(WIDTH, CPU, 2, 0)
     values = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -93,7 +93,7 @@ def test_hook_and_layer_come_from_the_settings_or_the_option(tmp_path: Path) -> 
     assert (parsed(inner).source, parsed(inner).layers) == ("mlp_out", (3,))
     few = save_encoder(tmp_path / "few", WIDTH, LATENTS, architecture="topk", k=7)
     assert (parsed(few, "hook=q", "layer=1").k, parsed(few, "hook=q", "layer=1", "k=3").k) == (7, 3)
-    assert parsed(plain, "hook=ln2", "layer=1", f"sha256={parsed(named).sha256}").latents == LATENTS  # same weights
+    assert parsed(plain, "hook=ln2", "layer=1", f"sha256={parsed(named).sha256}").latents == LATENTS  # the same weights
 
 
 @pytest.mark.parametrize(

@@ -92,18 +92,15 @@ def test_a_torch_that_cannot_be_imported_is_replaced_by_a_cpu_wheel(project: Pat
 
 
 def test_without_a_cpu_wheel_the_libraries_of_the_cuda_build_are_taken(project: Path, tmp_path: Path) -> None:
+    """Without these either, the error names the setting, and the next run starts again."""
     (tmp_path / "cpu").mkdir()
+    done = make_env(project, tmp_path / "cpu")
+    assert done.returncode != 0
+    assert "Name an index that has it: make env TORCH_INDEX=URL" in done.stderr
+    assert not list((project / ".venv").glob(".stamp-*"))
     add_wheel(tmp_path / "index", "libcudart", "1.0", "")
     done = make_env(project, tmp_path / "cpu")
     assert done.returncode == 0, done.stderr
     assert "env 2/3: no CPU wheel there: taking the libraries of the CUDA build" in done.stdout
     show = "from importlib.metadata import version; import vllm, dmi_connector; print(version('torch'))"
     assert subprocess.check_output([project / ".venv/bin/python", "-c", show], text=True) == "2.0\n"
-
-
-def test_without_a_cpu_wheel_and_libraries_the_error_names_the_setting(project: Path, tmp_path: Path) -> None:
-    (tmp_path / "cpu").mkdir()
-    done = make_env(project, tmp_path / "cpu")
-    assert done.returncode != 0
-    assert "Name an index that has it: make env TORCH_INDEX=URL" in done.stderr
-    assert not list((project / ".venv").glob(".stamp-*"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of `make mutants` name files and functions that exist."""
+"""The settings of `make mutants` only name files and functions that exist."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_paths_in_the_settings_exist() -> None:
 
 
 def functions(file: Path) -> set[str]:
-    """Functions and methods of a file, as mutmut writes them: x_name, xǁClassǁname."""
+    """Functions and methods of a file in mutmut's notation: x_name, xǁClassǁname."""
     names = set()
     for node in ast.parse(file.read_text()).body:
         inside = node.body if isinstance(node, ast.ClassDef) else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reduction that the package does not have: one class and its entry in the table are all that it takes.
+"""A new reduction needs only one class and its entry in the table.
 
 It is captured, read, verified, measured and shown like the others.
 """
@@ -37,15 +37,15 @@ from tests.exporterkit import SMALL, begin, make_exporter
 
 TOKENS, CHUNK = 20, 8
 Values = dict[tuple[str, int], torch.Tensor]
-"""What the model computes, by hook and layer: [TOKENS, width]."""
+"""{(hook, layer): values of the model, [TOKENS, width]}."""
 
 
 @dataclass(frozen=True)
 class Sign(Reduction):
-    """The sign of each value, and one size for all values of a row.
+    """The sign of each value, and one magnitude for all values of a row.
 
-    Stored row: a bit for each value, 1 where it is below 0, the first in the lowest bit of its byte; zeros up to a
-    multiple of 4; float32, the mean |x| of the row (`largest`: the largest |x|).
+    A stored row has a bit per value, 1 for values below 0, the first value in the lowest bit of its byte, padded with
+    zeros to a multiple of 4 bytes. Then follows the mean |x| of the row as float32 (`largest`: the largest |x|).
     """
 
     largest: bool = False
@@ -92,7 +92,7 @@ def values() -> Values:
 
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory, values: Values) -> Iterator[Capture]:
-    """A store whose rows went from the tap's writer through the exporter to the writers of stores."""
+    """A store whose rows passed through the tap's writer, the exporter, and the writers of stores."""
     folder = tmp_path_factory.mktemp("sign")
     options = {"hooks": "resid_mid,q", "reduce": {"resid_*": "sign", "q": "sign(largest)"}, "sink": "host"}
     exporter = make_exporter(folder, TOKENS + 1, SMALL, chunk_tokens=CHUNK, segment_tokens=2 * CHUNK, **options)
@@ -180,9 +180,9 @@ def test_its_fidelity_and_its_difference_to_full_rows_are_told(
 
 
 def test_no_module_asks_for_the_class_of_a_reduction() -> None:
-    """A reduction says itself what others need to know, so that a new one changes no other file.
+    """A reduction has attributes for all that other code must know, so a new one changes no other file.
 
-    AttentionSummary has a tap of its own, and a call that reads its content.
+    AttentionSummary has its own tap, and a call that reads its content.
     """
     concrete = {kind.__name__ for kind in KINDS.values()}
     package = Path(__file__).parents[2] / "dmi_connector"

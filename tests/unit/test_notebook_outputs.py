@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outputs that notebooks of examples/ are stored with, so that GitHub shows them: `make notebooks` writes them."""
+"""The stored outputs of the notebooks of examples/, which GitHub shows. `make notebooks` writes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_outputs_are_those_of_the_code(name: str) -> None:
     notebook = notebookkit.stored(name)
     assert notebook.metadata.outputs_of == notebookkit.fingerprint(notebook), f"run make notebooks NAMES={name}"
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
-    assert counts == [*range(1, len(counts) + 1)], "every cell was run, in order"
+    assert counts == [*range(1, len(counts) + 1)], "every cell must have run, in order"
 
 
 @pytest.mark.parametrize("name", notebookkit.NAMES)
@@ -55,7 +55,7 @@ def test_logs_of_vllm_are_silenced_before_it_is_imported(name: str) -> None:
     if "import LLM" in code:
         assert "VLLM_LOGGING_LEVEL" in code[: code.index("import LLM")]
     else:
-        assert "capture_output=True" in code, "the demo's output is shown where it fails"
+        assert "capture_output=True" in code, "the demo's output must be shown if it fails"
 
 
 def test_refresh_stores_what_the_cells_print_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

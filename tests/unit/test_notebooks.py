@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notebooks of examples/ without an engine: they run on stores of what transformers computes."""
+"""Notebooks of examples/ without an engine: they run on stores of what transformers computes.
+
+Kernels are forked (programs.py). Those of tests/engine/test_demo.py start as for a user.
+"""
 
 from __future__ import annotations
 
@@ -68,6 +71,11 @@ def many(
     return notebookkit.execute(notebook, monkeypatch, mistakes, DMI_CAPTURES=str(stores))
 
 
+@pytest.fixture(autouse=True)
+def forked_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    notebookkit.fork_kernels(monkeypatch)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def gradients() -> Iterator[None]:
     """An engine in this process has switched them off."""
@@ -95,10 +103,10 @@ def prompts(count: int, tokens: int) -> torch.Tensor:
 def test_the_autoencoder_explains_more_than_its_baselines(
     trained: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stores = oraclestore.write_many(trained, tmp_path, prompts(90, 128).tolist(), ["mlp_post"])
+    stores = oraclestore.write_many(trained, tmp_path, prompts(60, 128).tolist(), ["mlp_post"])
     mixed = "test = test[:, np.random.default_rng(1).permutation(width)]"  # neurons of another order than in training
     mistake = Mistake("class SAE", mixed, r"AssertionError\S*: every baseline")
-    text, pictures = many("sae", stores, monkeypatch, ("STEPS = 512, 8, 500", "STEPS = 512, 8, 250"), mistake)
+    text, pictures = many("sae", stores, monkeypatch, ("STEPS = 512, 8, 500", "STEPS = 512, 8, 160"), mistake)
     explains = dict(re.findall(r"^(.+?) +explains (-?\d\.\d+)$", text, re.M))
     assert len(explains) == 4 and float(explains.pop("SAE")) > 0.8, text
     assert all(float(value) < 0.9 for value in explains.values()) and pictures == 2, text
@@ -120,7 +128,7 @@ def test_the_draft_head_learns_from_files_that_are_the_captures(
         Mistake("def surprise", others, r"AssertionError\S*: the draft head", ("epochs=10", "epochs=3")),
         Mistake('export("specforge")', value),
     )
-    text, pictures = many("drafter_data", stores, monkeypatch, ("epochs=15", "epochs=10"), *mistakes)
+    text, pictures = many("drafter_data", stores, monkeypatch, ("epochs=15", "epochs=6"), *mistakes)
     assert "120 requests agree with their captures" in text and pictures == 1, text
     right = {name: float(value) for name, value in re.findall(r"^(.+?) +guesses (\d\.\d+)", text, re.M)}
     assert right["most frequent"] < right["bigram"] < right["draft head"], text

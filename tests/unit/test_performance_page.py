@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/PERFORMANCE.md and the speeds of docs/FROM_VLLM.md: each figure is in benchmarks/results, rounded as shown."""
+"""docs/PERFORMANCE.md and the speeds in docs/FROM_VLLM.md: each figure is in benchmarks/results, rounded as shown."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_several_gpus() -> None:
         load = RANKS[run]["engines"][setup]["loads"]["short64"]
         if setup == "stock":
             return [float(speed) for speed in load["tok_per_s"]]
-        # The page says of this one what its writers kept up with.
+        # For this one, the page has the rate at which its writers keep up.
         kept_up = run == "h200-two-answers"
         return [float(one) for one in load["sustained_tok_per_s_of_stock" if kept_up else "tok_per_s_of_stock"]]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pq(file): from `dmi fit-pq` to values that are read back."""
+"""pq(file): from `dmi fit-pq` to decoded values."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests import storekit as kit
 
 WIDTH, TOKENS, LAYERS = 48, 400, (1, 4)
 PARTS = {8: 12, 4: 6}
-"""Sub-vectors of a row, by bits."""
+"""{bits per code: sub-vectors per row}."""
 
 
 def rows(seed: int, layers: int = 2) -> np.ndarray:
-    """float32 [layers, TOKENS, WIDTH], each row near one of 40."""
+    """Rows, float32 [layers, TOKENS, WIDTH], each close to one of 40 centres."""
     centres = np.random.default_rng(7).normal(size=(2, 40, WIDTH))[:layers]
     draw = np.random.default_rng(seed)
     found = centres[:, draw.integers(0, 40, TOKENS)] + 0.02 * draw.normal(size=(layers, TOKENS, WIDTH))
@@ -39,7 +39,7 @@ def rows(seed: int, layers: int = 2) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Stores that hold mlp_out in full."""
+    """Stores with unreduced mlp_out."""
     folder, owner = tmp_path_factory.mktemp("full"), kit.Store(4 << 20)
     spec = ArraySpec("mlp_out", "float32", LAYERS, WIDTH)
     for seed in range(2):
@@ -52,7 +52,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def books(full: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Files of codebooks, by bits."""
+    """{bits per code: file of codebooks}."""
     folder = tmp_path_factory.mktemp("books")
     for bits, parts in PARTS.items():
         words = ["--hook", "mlp_out", "--subvectors", str(parts), "--bits", str(bits)]
@@ -67,7 +67,7 @@ def bound(path: Path, shards: int = 1) -> ProductQuantisation:
 
 
 def store(path: Path, books: Path, values: np.ndarray, shards: int = 1) -> ProductQuantisation:
-    """A store of mlp_out, with a copy of the codebooks beside it."""
+    """Write a store of mlp_out, and copy the codebooks next to it."""
     reduction = bound(books, shards)
     fittedkit.write(path, reduction, values, LAYERS, shards)
     return reduction
@@ -84,7 +84,7 @@ def store(path: Path, books: Path, values: np.ndarray, shards: int = 1) -> Produ
 def test_damaged_settings_are_named(
     books: dict[int, Path], tmp_path: Path, name: str, value: str, message: str
 ) -> None:
-    """Of a store that somebody changed, or that is damaged."""
+    """Somebody may have changed the store, or it may be damaged."""
     store(tmp_path / "a.zarr", books[8], rows(9))
     document = tmp_path / "a.zarr/zarr.json"
     text = document.read_text()
@@ -120,16 +120,20 @@ def test_sub_vectors_are_read_as_their_nearest_centroids(books: dict[int, Path],
         want = nearest(exact[number], Codebooks.load(books[bits]).of("mlp_out", layer))
         cut = [x.reshape(TOKENS, PARTS[bits], -1) for x in (exact[number], got[number], want)]
         far, least = (((cut[0] - x) ** 2).sum(-1) for x in cut[1:])
-        assert (far <= least + 2**-20 * (cut[0] ** 2).sum(-1)).all(), "the nearest, within the rounding of float32"
+        assert (far <= least + 2**-20 * (cut[0] ** 2).sum(-1)).all(), (
+            "sub-vectors must be nearest centroids within the rounding of float32"
+        )
         assert (got[number] == want).mean() > 0.99
     np.testing.assert_array_equal(capture.numpy("mlp_out", 4, slice(3, 9)), got[1, 3:9])
     np.testing.assert_allclose(importance([capture], "mlp_out", 4), np.abs(got[1]).mean(0), rtol=1e-5)
     if bits == 8:
-        assert np.linalg.norm(got - exact) / np.linalg.norm(exact) < 0.05, "rows are near one of 40"
+        assert np.linalg.norm(got - exact) / np.linalg.norm(exact) < 0.05, (
+            "rows must be decoded closely, because each is close to one of 40 centres"
+        )
 
 
 def test_the_content_of_a_file_is_what_the_file_is(books: dict[int, Path], tmp_path: Path) -> None:
-    """From an object store comes the content alone."""
+    """An object store returns only the content."""
     path, content = books[8], books[8].read_bytes()
     found = Codebooks.parse(content, "s3://bucket/books")
     assert found == replace(Codebooks.load(path), path="s3://bucket/books")
@@ -167,7 +171,7 @@ def test_a_sub_vector_that_is_not_finite_reads_as_nan(
 
 
 def test_k_means_finds_the_groups_that_there_are() -> None:
-    """Also where the first centroids are all of one group, and rows repeat."""
+    """This also holds if the first centroids are all in one group and rows repeat."""
     draw = np.random.default_rng(3)
     centres = 10 * draw.normal(size=(3, 2, 5)).astype(np.float32)
     group = np.repeat(np.arange(3), (400, 20, 20))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probes: their files, the option, the hooks that they become, and what their encoder computes."""
+"""Probes: their files, the option, their hooks, and the scores of their encoder."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_probes_are_hooks_of_one_engine(files: dict[str, Path]) -> None:
     assert parse_selection("probe.many@1-3,-probe.many@3", dims).hooks == {"probe.many": (1,)}
     with pytest.raises(SelectionError, match=r"does not exist in Qwen3ForCausalLM in those layers: .* z@0\+1\+3"):
         parse_selection("probe.many@2", dims)
-    narrowed = narrow(served, None, [1], dims).hooks  # probes of one layer are kept, as what exists once
+    narrowed = narrow(served, None, [1], dims).hooks  # narrowing keeps probes of one layer, like hooks without layers
     assert narrowed == {"q": (1,), "probe.risk": (2,), "probe.many": (1,), "probe.last": (0,)}
     assert narrow(served, ["probe.risk"], None, dims).hooks == {"probe.risk": (2,)}
     assert hook_reductions([("*", "int8")], served, dims, 1).keys() == {"q"}
@@ -177,7 +177,7 @@ def test_probes_are_hooks_of_one_engine(files: dict[str, Path]) -> None:
         "resid_pre",
     )
     assert [f.hook for f in layout.taking("resid_pre", 2)] == ["probe.risk"] and not layout.taking("resid_pre", 1)
-    assert layout.row_bytes == 256  # header; q; 5 fields of 16 bytes
+    assert layout.row_bytes == 256  # header, q, and 5 fields of 16 bytes
 
 
 def test_the_residual_stream_behind_a_layer_lies_before_the_next(files: dict[str, Path]) -> None:
@@ -199,7 +199,9 @@ def test_two_ranks_write_slices_of_what_is_sliced_and_one_rank_the_rest(files: d
     dims, computed = with_probes(DIMS, options(files, "risk", "many"), 2)
     selection = parse_selection("probe.*", dims)
     layouts = row_layouts(selection, dims, "float32", 2, dict(computed))
-    assert sorted(len(layout.fields) for layout in layouts) == [3, 4], "each has its slice of z, one the whole row"
+    assert sorted(len(layout.fields) for layout in layouts) == [3, 4], (
+        "each rank must have its slice of z, and one rank the whole row"
+    )
     assert {layout.find("probe.many", 1).width for layout in layouts} == {16}  # type: ignore[union-attr]
 
 
@@ -264,7 +266,7 @@ def test_scores_are_products_in_float32(
     assert torch.equal(both[:, 0], got) and torch.equal(both[:, 1], probe.encode(values * 2, 1))
     again = from_settings(json.loads(json.dumps(probe.settings())))
     assert again == replace(probe, path="") and hash(again) == hash(replace(probe, path=""))
-    assert "path" not in probe.settings(), "a store tells no paths of the server"
+    assert "path" not in probe.settings(), "a store must not have paths of the server"
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -317,7 +319,7 @@ def test_rows_that_are_not_finite_give_scores_that_are_not(files: dict[str, Path
 
 
 def test_an_alert_needs_one_score_per_row() -> None:
-    """Of a norm only the model says how many layers it has."""
+    """Only the model determines the number of layers of a norm."""
     given = {"norm": "norm(resid_pre)", "end": "norm(resid_final)"}
     parsed = ServerOptions.parse({"store_dir": "s", "probes": given, "probe_alerts": {"norm": 1, "end": 1}})
     _, computed = with_probes(DIMS, parsed.probes, 1)
@@ -397,7 +399,7 @@ def test_nan_is_the_largest_value() -> None:
 
 @pytest.mark.parametrize("k", [1, 4])
 def test_slices_of_ranks_are_joined_to_the_largest_values_of_whole_rows(k: int) -> None:
-    """Also where equal values lie in several slices, and where all are in one."""
+    """This includes equal values in several slices, and largest values that are all in one slice."""
     rows = torch.randn(300, 64).round(decimals=1)
     rows[5, 32:], rows[6, :32], rows[7, 40] = 0, 0, float("nan")
     whole, parts = top(f"top(mlp_post,{k})"), top(f"top(mlp_post,{k})", 2)
@@ -433,7 +435,7 @@ def test_the_largest_of_each_row_give_the_largest_neurons_of_all_rows(k: int, co
 
 def test_rows_that_did_not_come_have_no_neuron() -> None:
     assert over_rows(np.full((3, 4), np.nan, np.float32), 1)[0].tolist() == [[-1], [-1]]
-    known = np.array([[np.nan] * 4, [5, 2, 9, -3]], np.float32)  # the scores of the first row are not here
+    known = np.array([[np.nan] * 4, [5, 2, 9, -3]], np.float32)  # the scores of the first row have not arrived
     neurons, values, at = over_rows(known, 2)
     assert (neurons.tolist(), values.tolist(), at.tolist()) == ([[5, 2]], [[9.0, -3.0]], [[1, 1]])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/PROBES.md: what probes cost is what benchmarks/results/gpu-busy.json has."""
+"""docs/PROBES.md: the costs of probes are in benchmarks/results/gpu-busy.json."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/READING.md: its snippets run, each on its own, and give what the page says of them."""
+"""docs/READING.md: each snippet runs, and gives what the page says."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEDIA = [{"modality": "image", "hash": "a", "positions": [[7, 71]]}]
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Captures of three requests of 1,500 tokens with the key "run-1" and an image, and of one with another key."""
+    """Captures of three requests of 1,500 tokens with the key "run-1" and an image, and one with another key."""
     folder = tmp_path_factory.mktemp("page")
     owner = kit.Store(16 << 20)
     for i in range(4):
@@ -37,7 +37,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(title: str, stores: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run the code of a section, "" for what stands before the first. Returns the names that it leaves."""
+    """Run the code of a section; "" is the part before the first section. Returns the variables after the run."""
     section, found = "", []
     for name, code in SNIPPETS:
         section = name or section

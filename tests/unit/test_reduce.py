@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each reduction against a plain reference, and what it promises to preserve."""
+"""Each reduction compared with a plain reference, and its guarantees."""
 
 from __future__ import annotations
 
@@ -38,15 +38,13 @@ SPECS = [
     "cs(16)",
     "cs(16,exact,seed=7)",
 ]
-"""Each kind but those that need a file or a hook of their own."""
+"""Every kind of reduction that needs no file and no specific hook."""
 IN_PART = ("int8(32)", "round", "topk", "cs(16,exact")
-"""In a row that is not finite, these read as NaN or as the value itself only where the value was, or in its group or
-bucket.
-"""
+"""Reductions that decode only the value, its group or its bucket as NaN if a value is not finite, not the row."""
 
 
 def rows(tokens: int = 9, width: int = 50, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    """Rows of very different scales, one of zeros, one constant."""
+    """Rows of very different scales. One has only zeros, one is constant."""
     x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed))
     x *= torch.logspace(-6, 6, tokens)[:, None]
     x[1], x[2] = 0, 3.5
@@ -97,7 +95,7 @@ def test_rows_of_bytes_are_a_multiple_of_4_long(spec: str) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_row_that_is_not_finite_does_not_read_as_one_that_is(spec: str, value: float) -> None:
-    """As docs/REDUCTIONS.md says. Other rows stay as they are."""
+    """docs/REDUCTIONS.md says so. Other rows do not change."""
     reduction, x = parse(spec), rows(dtype=torch.float32)
     assert reduction is not None
     before = roundtrip(reduction, x)
@@ -121,7 +119,9 @@ def test_int8_rounds_by_at_most_half_a_step(dtype: torch.dtype, width: int) -> N
 
 
 def test_int8_in_groups_keeps_the_direction_of_any_row() -> None:
-    """Rows have one value a thousand times the others, one in each group, or values that grow along the row."""
+    """Some rows have one value a thousand times as large as the others, some one in each group. In others, values grow
+    along the row.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(60, 2050, generator=generator)
     x[10:20, 5] *= 1000
@@ -163,13 +163,13 @@ def test_round_gives_the_nearest_value_with_that_many_mantissa_bits(dtype: torch
         want = np.where(
             finite, np.ldexp(np.rint(mantissa * 2.0 ** (bits + 1)) / 2.0 ** (bits + 1), exponent), x.double()
         )
-    np.testing.assert_array_equal(got.double().numpy(), want)  # numpy's rint is ties to even too
+    np.testing.assert_array_equal(got.double().numpy(), want)  # numpy's rint also rounds ties to even
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bits", [1, 3, 6])
 def test_round_makes_no_finite_value_infinite(dtype: torch.dtype, bits: int) -> None:
-    """Such as the smallest finite value, by which masks hide logits."""
+    """For example, the smallest finite value, which is used to mask logits."""
     largest = torch.finfo(dtype).max
     x = torch.tensor([largest, -largest, largest * (1 - 2.0 ** -(bits + 2)), -float("inf")], dtype=dtype)
     got = parse(f"round({bits})").encode(x).double()  # type: ignore[union-attr]
@@ -195,7 +195,7 @@ def test_indexes_of_topk_take_two_bytes_up_to_a_width_of_65536(width: int, index
 
 
 def test_topk_keeps_a_whole_row_and_one_value() -> None:
-    """The most and the least that it takes."""
+    """These are the largest and the smallest k."""
     x = rows(6, 40)
     x[1] = 0
     whole, one = TopK(40, exact=True, sample=40), TopK(1, exact=True)
@@ -242,7 +242,7 @@ def test_topk_keeps_the_largest_values_and_a_sample_of_the_row(width: int, exact
 
 
 def test_the_sample_takes_each_place_equally_often() -> None:
-    """Also where all rows are equal, or where the same neurons are always the largest: means from it are right then."""
+    """This also holds if all rows are equal, or if the same neurons are always the largest. Means are then correct."""
     tokens, width = 20_000, 96
     same = torch.randn(1, width, generator=torch.Generator().manual_seed(4)).bfloat16().expand(tokens, width)
     places, _ = TopK(8, sample=4).sampled(TopK(8, sample=4).encode(same).numpy(), width, "bfloat16")
@@ -259,7 +259,9 @@ def test_the_sample_takes_each_place_equally_often() -> None:
     np.testing.assert_array_equal(tally.kept_rows[:8] > 0.9 * tokens, True)
     np.testing.assert_allclose(tally.mean(), np.abs(x.float().numpy()).mean(0), rtol=0.12)
     without = TopK(8).tally(TopK(8).encode(x).numpy(), width, "bfloat16")
-    assert without.mean()[8:].max() < 0.2 * tally.mean()[8:].min(), "nothing is known of these neurons"
+    assert without.mean()[8:].max() < 0.2 * tally.mean()[8:].min(), (
+        "without a sample, the means of these neurons must be unknown"
+    )
 
 
 def test_topk_of_slices_is_topk_of_the_whole() -> None:
@@ -290,15 +292,15 @@ def test_a_nan_in_one_slice_is_read_as_of_the_whole_row(exact: bool) -> None:
 
 def test_orthogonal_projections_have_orthogonal_columns_spread_over_a_row() -> None:
     basis = matrix(256, 64, 5, "orthogonal").astype(np.float64)
-    np.testing.assert_allclose(basis.T @ basis, np.eye(64) * 4, atol=0.02)  # bfloat16 numbers
+    np.testing.assert_allclose(basis.T @ basis, np.eye(64) * 4, atol=0.02)  # the numbers are bfloat16
     whole = matrix(64, 64, 0, "orthogonal").astype(np.float64)
     np.testing.assert_allclose(whole @ whole.T, np.eye(64), atol=0.01)
     counts = sum((np.abs(matrix(96, 12, seed, "orthogonal")) > 0.05).sum(0) for seed in range(4))
-    assert counts.min() > 200, "columns are spread over the row"
+    assert counts.min() > 200, "columns must be spread over the row"
     x = np.zeros((1, 2560), np.float32)
     x[0, 7] = 1
     norms = [np.linalg.norm(x @ matrix(2560, 512, seed, "orthogonal")) for seed in range(8)]
-    assert np.abs(np.array(norms) - 1).max() < 0.1, "one large value alone"
+    assert np.abs(np.array(norms) - 1).max() < 0.1, "the norm of a single large value must be kept"
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -320,7 +322,7 @@ def test_projections_nearly_keep_angles_and_lengths(distribution: str) -> None:
 
 
 def test_a_projection_of_heads_keeps_each_head_by_itself() -> None:
-    """Norms of heads, and products of heads of two rows. Ranks project their heads as one rank projects all."""
+    """It keeps norms of heads, and products of heads of two rows. Several ranks project as one rank does."""
     reduction, heads, size = RandomProjection(48, group=64), 6, 64
     x = torch.randn(40, heads * size, generator=torch.Generator().manual_seed(0))
     x.view(40, heads, size)[:, 2] *= 10
@@ -345,14 +347,14 @@ def test_a_projection_of_heads_keeps_each_head_by_itself() -> None:
 
 
 def test_settings_of_projections_without_groups_are_as_before() -> None:
-    """Readers that know no groups open these stores."""
+    """Readers that do not support groups can open these stores."""
     assert RandomProjection(9).settings() == {"kind": "rp", "k": 9, "seed": 0, "distribution": "orthogonal"}
     assert parse("rp(9,group=64)").settings()["group"] == 64  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("width", [2560, 2500])
 def test_a_sketch_sums_each_dimension_in_one_bucket(width: int) -> None:
-    """Against a matrix with one 1 or -1 in each row. Directions are projected in the same way."""
+    """The reference is a matrix with one 1 or -1 in each row. Directions are projected in the same way."""
     reduction, k = parse("cs(512,exact,seed=3)"), 512
     assert isinstance(reduction, CountSketch)
     basis = _dense(width, k, 3)
@@ -372,7 +374,7 @@ def test_a_sketch_sums_each_dimension_in_one_bucket(width: int) -> None:
 
 
 def test_a_value_that_is_not_finite_is_lost_in_its_bucket_alone() -> None:
-    """Where buckets are filled up, too."""
+    """This also holds if buckets are padded."""
     x = torch.ones(50, 50)
     x.fill_diagonal_(float("inf"))
     y = roundtrip(CountSketch(16, exact=True), x)
@@ -387,14 +389,14 @@ def _dense(width: int, k: int, seed: int) -> np.ndarray:
 
 
 def test_sketches_never_change() -> None:
-    """Old stores are projected with them."""
+    """Old stores depend on them."""
     order, signs = table(12, 4, 7)
     assert (order.tolist(), signs.astype(int).tolist()) == SKETCH
     assert not np.array_equal(table(12, 4, 8)[0], order)
 
 
 def test_projection_matrices_never_change() -> None:
-    """Old stores are decoded with them."""
+    """Old stores depend on them."""
     import hashlib
 
     def digest(*args: int, distribution: str) -> str:
@@ -454,7 +456,7 @@ def test_a_reduction_wider_than_the_row_is_refused(spec: str) -> None:
 
 
 def test_layers_that_are_projected_together_equal_each_alone() -> None:
-    """In bfloat16 too, which has a way of its own on a GPU only."""
+    """In bfloat16 too, which has its own implementation only on a GPU."""
     x = rows(12, 30, torch.bfloat16).view(6, 2, 30) / 1e6
     reduction = parse("rp(4)")
     assert isinstance(reduction, RandomProjection)
@@ -470,7 +472,7 @@ def test_layers_that_are_projected_together_equal_each_alone() -> None:
 
 @pytest.mark.parametrize(("dtype", "nbytes"), [("bfloat16", 16), ("float16", 16 + 120 + 60), ("float32", 16 + 240)])
 def test_a_projection_needs_room_for_its_products_and_copies(dtype: str, nbytes: int) -> None:
-    """Bytes of a row of 30 values: 4 products in float32, the values in float32, and a copy that joins layers."""
+    """Bytes per row of 30 values: 4 products in float32, the values in float32, and a copy that joins layers."""
     reduction = parse("rp(4)")
     assert reduction is not None and reduction.scratch(30, dtype) == nbytes
 
@@ -479,7 +481,7 @@ def test_a_projection_needs_room_for_its_products_and_copies(dtype: str, nbytes:
 
 
 def structured(tokens: int, width: int, seed: int = 0) -> np.ndarray:
-    """Rows with a mean and a spectrum that falls."""
+    """Rows with a mean and a decreasing spectrum."""
     rng = np.random.default_rng(seed)
     basis = np.linalg.qr(np.random.default_rng(1).normal(size=(width, width)))[0]
     return (rng.normal(size=(tokens, width)) * 0.8 ** np.arange(width) @ basis + 3).astype(np.float32)
@@ -553,7 +555,7 @@ def test_pca_scores_are_those_of_the_basis_and_restore_rows(basis_file: Path, sh
 
 @pytest.fixture(scope="module")
 def heads_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A basis of 3 components for each 8 of 32 values."""
+    """A basis file with 3 components for each 8 of 32 values."""
     basis, _ = fit([structured(300, 32)], 3, 8)
     tensors = basis_tensors("z.2", basis)
     about = {"hooks": {"z": {"width": 32, "k": 3, "group": 8, "layers": [2]}}}
@@ -579,7 +581,7 @@ def test_each_group_has_the_components_of_its_values_alone() -> None:
 
 @pytest.mark.parametrize(("shards", "k"), [(1, 3), (2, 3), (4, 2)])
 def test_pca_of_heads_keeps_the_components_of_each(heads_file: Path, shards: int, k: int) -> None:
-    """On any number of ranks, whose slices hold whole heads."""
+    """This holds for any number of ranks. Their slices have whole heads."""
     reduction = parse(f"pca({heads_file}, k={k})")
     assert isinstance(reduction, Pca)
     bound = reduction.bind("z", [2], 32 // shards, shards)

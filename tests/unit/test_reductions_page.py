@@ -38,7 +38,7 @@ def down(value: float, digits: int) -> str:
 
 
 def layers(weights: str, hook: str, reduction: str, measure: str) -> list[float]:
-    """A measure of each layer of a hook."""
+    """A measure for each layer of a hook."""
     found = [one for one in RESULTS[weights] if (one["hook"], one["reduction"]) == (hook, reduction)]
     return [one["measures"][measure] for one in found if measure in one["measures"]]
 
@@ -108,7 +108,7 @@ def test_figures_in_the_text_are_as_measured() -> None:
 
 
 def found(hook: str, reduction: str, measure: str) -> list[float]:
-    """A measure of each layer of a hook, of what analyses find."""
+    """A downstream measure for each layer of a hook."""
     own = [one["measures"] for one in DOWNSTREAM if (one["hook"], one["reduction"]) == (hook, reduction)]
     return [measures[measure] for measures in own if measure in measures]
 
@@ -136,7 +136,7 @@ def test_what_analyses_find_is_as_measured(title: str, measure: str) -> None:
             worst = _up(max(values, default=0)) if measure in LARGER_IS_WORSE else down(min(values, default=0), 4)
             assert cell == (worst if values else ""), (hook, reduction)
     told = {one["reduction"] for one in DOWNSTREAM if measure in one["measures"]} - {"pca(file) of heads"}
-    assert told <= {*reductions} | {"rp(16,group=64)"}, "no column is left out"
+    assert told <= {*reductions} | {"rp(16,group=64)"}, "the table must have all columns"
 
 
 def _up(value: float) -> str:
@@ -157,7 +157,7 @@ def test_figures_of_scales_and_sketches_are_as_measured() -> None:
     assert f"pairs are {down(min(pairs), 4)} to {down(max(pairs), 4)} on hooks wider than 512" in text
     assert f"probe scores {down(min(probes), 4)} to {down(max(probes), 4)}" in text
     topk = {hook for hook in hooks if min(found(hook, "topk(64)", "concepts")) >= 0.95}
-    assert topk == {"mlp_post"}, "the only one that is not below"
+    assert topk == {"mlp_post"}, "only mlp_post must reach 0.95"
 
 
 def test_figures_of_autoencoders_and_attention_are_as_measured() -> None:
@@ -176,7 +176,7 @@ def test_figures_of_autoencoders_and_attention_are_as_measured() -> None:
 
 
 def test_what_autoencoders_and_attention_lose_is_named() -> None:
-    """Misses are those of the sentences below the tables."""
+    """Values below 0.95 are those that the sentences below the tables name."""
     encoded, attended = ("resid_pre", "z", "mlp_post", "mlp_out"), ("q_rot", "k_rot")
     assert {one["hook"] for one in DOWNSTREAM if "latents" in one["measures"]} == {*encoded}
     assert {one["hook"] for one in DOWNSTREAM if "attention" in one["measures"]} == {*attended}
@@ -217,7 +217,7 @@ def test_what_compact_keeps_is_as_measured() -> None:
 
     def least(weights: str, reduction: str, measure: str) -> float:
         own = [one["measures"] for one in RUNS["compact"][weights] if one["reduction"] == reduction]
-        assert len(own) == 2, "layers"
+        assert len(own) == 2, "there must be two layers"
         return min(measures[measure] for measures in own)
 
     rows = {what: cells for what, *cells in table("REDUCTIONS.md", "| part of a mode |")}
@@ -236,18 +236,20 @@ def test_what_compact_keeps_is_as_measured() -> None:
 
 @pytest.mark.parametrize(("spec", "mass", "least"), [("attn(8)", 0.9125, 0.9), ("attn(4,half)", 0.55, 0.5)])
 def test_the_kept_attention_is_that_of_the_largest_weights(spec: str, mass: float, least: float) -> None:
-    """Of two heads and two captures. The keys with the largest weights are others for each query."""
+    """Two heads and two captures. Each query has other keys with the largest weights."""
     rows = [[0.2] + [0.1] * 8, [0.15] * 4 + [0.1] + [0.075] * 4]
     rng, captures = np.random.default_rng(0), []
     for queries in (9, 12):
         weights = np.ones((2, queries, 9), np.float32)
-        for head, query in np.ndindex(2, queries - 8):  # the others see 8 keys or fewer, and do not count
+        for head, query in np.ndindex(2, queries - 8):  # other queries see at most 8 keys, and do not count
             weights[head, 8 + query] = rng.permutation(rows[head])
         captures.append(weights)
     found = fidelity.weights_kept(captures, spec)
     near = {"rel": 2**-11 if "half" in spec else 1e-6}
     assert found == {"mass": pytest.approx(mass, **near), "least_head": pytest.approx(least, **near)}
-    assert (found["least_head"] != pytest.approx(least, rel=1e-6)) == ("half" in spec), "rounded to float16"
+    assert (found["least_head"] != pytest.approx(least, rel=1e-6)) == ("half" in spec), (
+        "weights must be rounded to float16"
+    )
 
 
 def test_what_analyses_find_in_a_random_model_is_as_measured() -> None:
@@ -334,14 +336,15 @@ def test_the_table_of_the_budget_is_what_its_command_prints(capsys: pytest.Captu
     assert whole["compact"] < scale.BUDGET < whole["summary"]
     assert f"{whole['compact'] / int(tokens) / 1e3:.1f} kB per token" in section
     hooks = re.findall(r'"(resid_pre[^"]*)"', section)[0]
-    assert hooks == ",".join(scale.PARTS.values()), "the example captures what the table counts"
-    # A row of 36 layers, by hand: rp(512), topk(64) without a sample, four weights of 32 heads, rp(256).
+    assert hooks == ",".join(scale.PARTS.values()), "the example must capture the hooks that the table counts"
+    # A row of 36 layers, computed by hand: rp(512), topk(64) without a sample, four weights of 32 heads, rp(256).
     by_hand = 36 * (516 + (64 * 3 + 4) + 32 * (4 * 4 + 4) + 260) + 516
     assert scale.token_bytes(hooks, "compact", dims) == by_hand
-    # Raw, two bytes a value, and eight weights of 32 heads.
+    # The raw row: two bytes per value, and eight weights of 32 heads.
     by_hand = 36 * (2 * (2560 + 9728 + 4096) + 32 * (8 * 8 + 4)) + 2 * 2560
     assert scale.token_bytes(hooks, scale.RAW, dims) == by_hand
-    weights = 2 * dims.layers * dims.heads * int(tokens) * (int(tokens) + 1) / 2  # causal: a token sees those before
+    # causal: a token attends to itself and earlier ones
+    weights = 2 * dims.layers * dims.heads * int(tokens) * (int(tokens) + 1) / 2
     assert f"would take {weights / 1e9:.1f} GB more" in " ".join(section.split())
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other pages: each figure of their tables is in benchmarks/results, rounded as shown."""
+"""Other pages: each figure in their tables is in benchmarks/results, rounded as shown."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHECKS = results("checks.json")["runs"]
 
 
 def engines(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What each engine of a check gave, also where a run has several checks."""
+    """Yield the result of each engine of a check, also if a run has several checks."""
     for part in found.values():
         if isinstance(part, dict) and ("v2_model_runner" in part or "choices" in part):
             yield part
@@ -75,7 +75,7 @@ def test_values_are_as_near_as_the_page_says() -> None:
 
 
 def test_the_page_about_models_has_the_table_of_the_results() -> None:
-    """Of a GPU it has the five models that ran there, and no other of their architectures."""
+    """For a GPU it has the five models that ran there, and no other model of their architectures."""
     found = results("models.json")
     gpu = found["gpu"]["models"]
     text = models.table(found["found"], gpu)
@@ -181,7 +181,7 @@ def test_reads_beside_those_of_an_earlier_commit() -> None:
 
 
 def test_the_page_about_scale_has_what_its_script_prints(tmp_path: Path) -> None:
-    """Its files a store are those of a real one, its hooks those of the selection."""
+    """The number of files per store equals that of a real store. The hooks are those of the selection."""
     assert scale.tables(1e9, [1, 8, 64], 0.023) in page("SCALE.md")
     hours, stored = scale.costs(scale.SELECTIONS[0], 1e9, 2)
     assert hours == pytest.approx(189_440 / 6.4 / 3600, rel=1e-6) and stored == pytest.approx(6.4 / 1.5)
@@ -196,7 +196,7 @@ def test_the_page_about_scale_has_what_its_script_prints(tmp_path: Path) -> None
 
 
 def test_the_page_about_scale_has_the_prediction_for_a_node() -> None:
-    """The rows of Qwen3-4B are those of the page's other tables. Each limit follows its formula."""
+    """The row sizes of Qwen3-4B are those of the page's other tables. Each limit follows its formula."""
     found, machine = results("cpu-node.json"), scale.Machine()
     assert scale.node_table(found, machine, node.SHOWN) in page("SCALE.md") and found["header"]["clean"]
     cases, codecs = list(found["rows"])[::3], ("zstd", "zstd", "lz4")
@@ -243,7 +243,7 @@ def test_four_gpus_beside_the_prediction() -> None:
     )
 
     def cpu_s(load: dict[str, Any]) -> list[float]:
-        """Of the writers, for 1,000 tokens."""
+        """CPU seconds of the writers per 1,000 tokens."""
         return [1e3 * c / s / per_row for c, s in zip(load["writers_cores"], load["tok_per_s"], strict=True)]
 
     spent = [one for load in small for one in cpu_s(load)]

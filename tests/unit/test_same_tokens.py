@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks.checks.check_gpu tells a tie that rounding decides from tokens that are wrong."""
+"""benchmarks.checks.check_gpu distinguishes ties that rounding decides from wrong tokens."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tests import storekit
 pytestmark = pytest.mark.soak
 
 ROWS = np.array([[4.0, 1.0, -8.0, 0.0], [1.0, 3.0, 2.8125, -4.0], [0.0, 2.0, 1.0, 0.0]], np.float32)
-"""Logits of three tokens. Greedy decoding gives 0, 1, 1. In row 1 tokens 1 and 2 are 12 units of 4 apart."""
+"""Logits of three tokens. Greedy decoding gives 0, 1, 1. In row 1, tokens 1 and 2 differ by 12 units of 4."""
 OURS = [0, 1, 1]
 FIELDS = {**ARCHS, **FAMILIES}
 
 
 def one(stock: list[int], rows: np.ndarray | None = ROWS, ours: list[int] = OURS, seeded: bool = False) -> dict:
-    """The findings of one request."""
+    """Compare the tokens of one request."""
     return compare_tokens([ours], [stock], [seeded], lambda _number: rows)
 
 
@@ -50,11 +50,11 @@ def test_the_first_other_token_counts() -> None:
 def test_a_gap_is_a_part_of_the_largest_logit_of_either_sign() -> None:
     assert gap(ROWS[0], 0, 1) == 3 / 8
     assert gap(ROWS[1], 1, 2) == 0.1875 / 4 == MOST_TIE
-    assert gap(ROWS[1], 2, 2) == MOST_TIE, "our token is not the largest: that is a gap too"
+    assert gap(ROWS[1], 2, 2) == MOST_TIE, "a token of ours that is not the largest must count as a gap"
 
 
 def test_a_tie_is_explained_and_a_wrong_token_is_not() -> None:
-    tied = one([0, 2, 3])  # behind the first other token all may differ
+    tied = one([0, 2, 3])  # after the first differing token, all tokens may differ
     assert tied["same_tokens_as_stock"] == "0 of 1" and tied["greedy_same"] == "0 of 1"
     assert tied["largest_tie"] == MOST_TIE and tied["beyond_tie"] == 0 and not token_failures(tied)
     more = ROWS.copy()
@@ -67,7 +67,7 @@ def test_a_tie_is_explained_and_a_wrong_token_is_not() -> None:
 
 
 def test_the_gap_is_looked_for_in_the_row_that_gave_the_token() -> None:
-    """The gap of tokens 1 and 2 is a tie in row 1 alone."""
+    """Tokens 1 and 2 are a tie only in row 1."""
     assert one([2, 1, 1])["beyond_tie"] == 1
     assert one([0, 1, 2])["beyond_tie"] == 1
 
@@ -93,14 +93,14 @@ def test_seeded_requests_are_counted_apart() -> None:
     found = compare_tokens(ours, stock, [True, True, True, True, False], lambda _number: ROWS)
     assert found["same_tokens_as_stock"] == "2 of 5"
     assert found["seeded_same"] == "2 of 4" and found["greedy_same"] == "0 of 1"
-    assert found["largest_tie"] == MOST_TIE, "of the greedy request alone"
+    assert found["largest_tie"] == MOST_TIE, "only the greedy request must count"
     assert LEAST_SEEDED == 0.5 and not token_failures(found)
     fewer = compare_tokens(ours, [[0, 3, 3], *stock[1:]], [True] * 4 + [False], lambda _number: ROWS)
     assert token_failures(fewer) == ["1 of 4 seeded requests got the tokens of stock vLLM, fewer than 50%"]
 
 
 def test_with_experts_some_requests_may_differ_by_more() -> None:
-    """Only as many as named, and no request whose logits are missing."""
+    """At most the allowed number may differ, and no request whose logits are missing."""
     ours, greedy = [OURS] * 8, [False] * 8
     most = int(MOST_BEYOND_OF_EXPERTS * 8)
     for wrong in (most, most + 1):
@@ -121,8 +121,8 @@ def test_the_logits_come_from_the_store_of_the_request(tmp_path: Path) -> None:
     assert stores.shutdown()
     found = check_gpu.stored_logits(str(path), 3)
     assert found is not None and np.array_equal(found, values["logits"])
-    assert check_gpu.stored_logits(str(path), 4) is None, "a row is missing"
-    assert check_gpu.stored_logits(str(tmp_path / "b.zarr"), 3) is None, "logits were not captured"
+    assert check_gpu.stored_logits(str(path), 4) is None, "a row must be missing"
+    assert check_gpu.stored_logits(str(tmp_path / "b.zarr"), 3) is None, "logits must not be captured"
 
 
 @pytest.mark.parametrize("arch", [arch for arch in FIELDS if CLASSES[arch] in ARCHITECTURES])

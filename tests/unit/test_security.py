@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promises of docs/OPERATIONS.md: where stores go, who may read them, what a reader accepts."""
+"""The guarantees of docs/OPERATIONS.md: the paths of stores, who can read them, and which stores a reader accepts."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from tests.trackerkit import ask, generate, make_tracker
 Q = ArraySpec("q", "float32", (0, 1), 16)
 ROOT = Path(__file__).parents[2]
 
-# ---- a client cannot choose where its store goes ----------------------------------------------------------------
+# ---- paths of stores --------------------------------------------------------------------------------------------
 
 HOSTILE = ["../../etc/x", "/etc/passwd", "a/../../b", "a\0b", "..", ".", "", "-rf", "x" * 5000, "é\ud800\u202e", "a\nb"]
 
 
 @pytest.mark.parametrize("request_id", HOSTILE)
 def test_store_names_are_unique_and_safe_for_any_key_and_request_id(request_id: str) -> None:
-    """Clients choose request ids (X-Request-Id). Keys are checked earlier, but are tried here too."""
+    """Clients choose request ids (X-Request-Id). Keys are checked earlier, but are tested here too."""
     for key in (None, request_id):
         names = {store_name(key, request_id) for _ in range(50)}
-        assert len(names) == 50, "two requests of one id have stores of their own"
+        assert len(names) == 50, "two requests with the same id must have different stores"
         for name in names:
             assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*-[0-9a-f]{12}\.zarr", name)
             assert len(os.fsencode(name + ".partial")) < 200
@@ -68,7 +68,7 @@ def client() -> Any:
 
 
 def capture(client: StoreClient, path: Path, rows: int = 20) -> Any:
-    """Write a store of `rows` rows of Q and wait for its end."""
+    """Write a store of `rows` rows of Q, and wait for its end."""
     layout = client.register(PayloadLayout((Q,), codec="none"))
     capture = client.open_capture(layout, str(path), {"prompt_len": rows, "start": 0}, "r", "k")
     header = np.stack([np.arange(rows, dtype="<i4")] * 2, axis=1)
@@ -92,10 +92,10 @@ def test_a_planted_partial_directory_is_not_followed(client: StoreClient, tmp_pa
     found = capture(client, tmp_path / "stores" / "a.zarr")
     assert found.state == "failed" and found.reason
     assert not outside.exists() if dangling else not any(outside.iterdir())
-    assert [o.state for o in repair(tmp_path / "stores")] == ["failed"], "a repair does not follow it either"
+    assert [o.state for o in repair(tmp_path / "stores")] == ["failed"], "a repair must not follow the link either"
     with pytest.raises(OSError, match="is a link"):
         write_rank_done({"partial": str(tmp_path / "stores" / "a.zarr.partial"), "rank": 1})
-    assert capture(client, tmp_path / "stores" / "b.zarr").state == "complete", "others are not troubled"
+    assert capture(client, tmp_path / "stores" / "b.zarr").state == "complete", "other captures must be complete"
 
 
 def test_a_planted_final_name_is_not_followed(client: StoreClient, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_planted_index_is_not_followed(client: StoreClient, tmp_path: Path) ->
     (tmp_path / "stores" / "index.jsonl").symlink_to(tmp_path / "victim")
     capture(client, tmp_path / "stores" / "a.zarr")
     assert (tmp_path / "victim").read_text() == "mine" and client.counts()["failed"] == 0
-    assert verify_store(tmp_path / "stores" / "a.zarr") == [], "the store itself is there"
+    assert verify_store(tmp_path / "stores" / "a.zarr") == [], "the store itself must be valid"
     os.mkfifo(tmp_path / "index.jsonl")
     with pytest.raises(OSError, match="is no file"):
         append_index(str(tmp_path), {"event": "start", "store": "a.zarr"})
@@ -167,21 +167,23 @@ def test_a_missing_save_path_root_is_refused_when_the_engine_starts(tmp_path: Pa
     options = {"store_dir": str(tmp_path / "s"), "allow_custom_save_path": True, "save_path_roots": f"{tmp_path}/no"}
     with pytest.raises(ValueError, match=r"^save_path_roots: '.*/no' is no directory; create it or leave it out"):
         check_directories(ServerOptions.parse(options))
-    assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o700, "made on the way, and private"
+    assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o700, (
+        "the store directory must be created with private mode"
+    )
 
 
-# ---- who may read stores ----------------------------------------------------------------------------------------
+# ---- permissions of stores --------------------------------------------------------------------------------------
 
 
 def modes(directory: Path) -> list[tuple[Path, int]]:
-    """Kind and mode of a directory and of all in it."""
+    """(path, type and mode) of a directory and everything in it."""
     return [(path, path.lstat().st_mode) for path in [directory, *directory.rglob("*")]]
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077])
 @pytest.mark.parametrize("mode", UMASKS)
 def test_every_file_and_directory_has_the_mode_of_file_mode(tmp_path: Path, mode: str, umask: int) -> None:
-    """Finished and partial stores, the index and the directory have it, whatever the umask of the engine."""
+    """They are finished and partial stores, the index and the directory. The umask of the engine does not matter."""
     directory, file = {"private": (0o700, 0o600), "group": (0o750, 0o640), "world": (0o755, 0o644)}[mode]
     stores = tmp_path / "stores"
     arrays = [Q, ArraySpec("logits", "float32", (), 8)]
@@ -193,7 +195,7 @@ def test_every_file_and_directory_has_the_mode_of_file_mode(tmp_path: Path, mode
         assert owner.flush(kit.PATIENCE)
         record = owner.open(stores / "c.zarr", Q, attrs={"prompt_len": 300})
         owner.feed(record, {"q": kit.random_bits(Q, 256)}, 256)
-        assert owner.shutdown(kit.PATIENCE)  # c.zarr is never closed: it stays partial
+        assert owner.shutdown(kit.PATIENCE)  # c.zarr is never closed, so it stays partial
         present = modes(stores)
         assert [o.state for o in repair(stores)] == ["salvaged"]
     finally:
@@ -211,7 +213,7 @@ def test_the_ring_has_no_file() -> None:
     ring.close()
 
 
-# ---- what a reader accepts --------------------------------------------------------------------------------------
+# ---- stores that a reader refuses -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -226,12 +228,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def sound(written: Path, tmp_path: Path) -> Path:
-    """A store of this test, which may forge it."""
+    """A copy of the store, which the test may forge."""
     return Path(shutil.copytree(written, tmp_path / "a.zarr"))
 
 
 def forge(store: Path, name: str, change: dict[str, Any], attrs: dict[str, Any] | None = None) -> None:
-    """Change the metadata of an array, and make every checksum right again."""
+    """Change the metadata of an array, and correct every checksum."""
     root = json.loads((store / "zarr.json").read_bytes())
     known = root["attributes"]["dmi"]
     if name:
@@ -290,7 +292,7 @@ def test_readers_refuse_metadata_of_other_types(sound: Path, kind: str) -> None:
 
 def test_readers_refuse_an_infinite_shape(sound: Path) -> None:
     path = sound / "q" / "zarr.json"
-    path.write_bytes(path.read_bytes().replace(b"20,", b"1e400,", 1))  # Python's JSON reads it as infinity
+    path.write_bytes(path.read_bytes().replace(b"20,", b"1e400,", 1))  # Python's JSON parser reads it as infinity
     with pytest.raises(ValueError, match="does not describe shards of this format"):
         open_capture(sound, 0).numpy("q")
 
@@ -298,7 +300,7 @@ def test_readers_refuse_an_infinite_shape(sound: Path) -> None:
 @pytest.mark.parametrize("left", [0, 4])
 @pytest.mark.parametrize("name", ["token_ids", "logits_positions"])
 def test_readers_refuse_a_file_of_values_that_is_cut_short(sound: Path, name: str, left: int) -> None:
-    """As a file system may leave a new file after a power failure."""
+    """After a power failure, a file system may leave a new file truncated."""
     (sound / name / "c" / "0").write_bytes(bytes(left))
     with open_capture(sound, 0) as capture, pytest.raises(ValueError, match=f"{name}: the file of its values is cut"):
         getattr(capture, name)
@@ -325,7 +327,7 @@ def test_readers_refuse_shards_that_no_file_has(sound: Path, rows: int) -> None:
 @pytest.mark.parametrize("name", ["prompt_len", "start", "missing", "hooks", "files"])
 @pytest.mark.parametrize("value", [..., None, 1.5, "x"])
 def test_readers_refuse_a_store_without_an_attribute_that_all_have(sound: Path, name: str, value: object) -> None:
-    """`...` removes it."""
+    """`...` removes the attribute."""
     root = json.loads((sound / "zarr.json").read_bytes())
     known = root["attributes"]["dmi"]
     known.pop(name) if value is ... else known.update({name: value})
@@ -392,7 +394,7 @@ MALFORMED: list[tuple[str, object]] = [
 
 @pytest.mark.parametrize(("name", "value"), MALFORMED)
 def test_readers_refuse_malformed_attributes(sound: Path, name: str, value: object) -> None:
-    """The attribute has the right type, but not what readers expect inside."""
+    """The attribute has the right type, but invalid content."""
     forge(sound, "", {}, {name: value})
     said = f"its 'dmi' attribute has no valid {name}"
     with pytest.raises(ValueError, match=f"{said}$"):
@@ -423,7 +425,7 @@ def test_readers_refuse_settings_of_reductions_of_other_types(sound: Path) -> No
 
 
 def test_readers_refuse_indexes_beyond_the_width(tmp_path: Path) -> None:
-    """topk(4) of 16 values, with indexes of 0xC8C8."""
+    """Rows of topk(4) of 16 values, with the index 0xC8C8."""
     kept = {"kind": "topk", "k": 4, "width": 16, "dtype": "float32"}
     spec = ArraySpec("mlp_post", "uint8", (0, 1), parse("topk(4)").stored_width(16, "float32"), reduce=kept)
     stores, path = kit.Store(1 << 20), tmp_path / "a.zarr"
@@ -461,7 +463,7 @@ def test_readers_refuse_deep_json(sound: Path, name: str) -> None:
 
 @pytest.mark.parametrize("array", ["../b.zarr/q", "/etc", "..", "q/../q", "", 5, ["q"], "token_ids"])
 def test_readers_stay_inside_the_store(sound: Path, array: object) -> None:
-    """The attribute `hooks` cannot name files elsewhere; for verify not even another array of the same store."""
+    """The attribute `hooks` cannot name files elsewhere. verify also refuses another array of the same store."""
     hook = {"array": array, "layers": [0, 1], "width": 16, "dtype": "float32", "shards": 1}
     attrs = json.loads((sound / "zarr.json").read_bytes())["attributes"]["dmi"]
     orphans = [path for path in sorted(attrs["files"]) if path.startswith("q/")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of server and request: what is accepted, how the rest is refused, that the docs know them all."""
+"""Options of servers and requests: accepted values, refusals, and the pages that describe the options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_server_options_left_out_have_their_defaults() -> None:
     assert ServerOptions.parse({"store_dir": "/x", "hooks": "q, k"}).hooks == ("q", "k")
     assert ServerOptions.parse({"store_dir": "/x", "hooks": ["q", "k@1"]}).hooks == ("q", "k@1")
     large = ServerOptions.parse({"store_dir": "/x", "chunk_tokens": 4096})
-    assert large.segment_tokens == 4096, "a segment grows with a chunk larger than the default"
+    assert large.segment_tokens == 4096, "segment_tokens must grow with a larger chunk_tokens"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_server_refusals_name_option_value_and_fix(option: str, value: object, f
 
 
 def test_each_server_option_is_read(tmp_path: Path) -> None:
-    """All of them differ from their defaults."""
+    """Every value differs from its default."""
     probe = str(save_probe(tmp_path / "p.safetensors", "q", (1,), 8, 1))
     given = {
         "store_dir": "/x",
@@ -125,7 +125,7 @@ def test_each_server_option_is_read(tmp_path: Path) -> None:
     }
     assert vars(ServerOptions.parse(given)) == read
     defaults = vars(ServerOptions("/x"))
-    same = ("store_dir", "sink")  # another sink has nothing to upload
+    same = ("store_dir", "sink")  # another sink uploads nothing
     assert all(read[name] != value for name, value in defaults.items() if name not in same)
     assert ServerOptions.parse({"store_dir": "/x", "sink": "null"}).sink == "null"
     rp8 = ServerOptions.parse({"store_dir": "/x", "reduce": "rp8"})
@@ -310,7 +310,7 @@ def test_capture_args_gives_the_flags_of_each_owner() -> None:
     assert extra == {"hooks": "vllm-full", "store_dir": os.path.abspath("somewhere"), "codec": "lz4"}
     target = capture_args(hooks=("q", "k"), store_dir=Path("somewhere"), owner="target")
     assert set(target) == {"kv_transfer_config"}
-    assert json.loads(json.dumps([draft, target])) == [draft, target], "plain JSON, as the flags need it"
+    assert json.loads(json.dumps([draft, target])) == [draft, target], "the flags need plain JSON"
 
 
 def test_capture_args_refuses_unknown_owners_and_options() -> None:
@@ -327,9 +327,11 @@ def test_the_docs_name_all_of_the_contract() -> None:
     assert SUPPORTED in text
     names = [(item, name) for group in NAMES.values() for item, name in group.items()]
     places = [place.split(":")[1] for _, name in names for place in name.places.split()]
-    assert not [place for place in places if place not in text], "docs/CONTRACT.md does not explain them"
+    assert not [place for place in places if place not in text], "names that docs/CONTRACT.md does not explain"
     described = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
-    assert described == [item for item, _ in names], "one row for each item of NAMES, in their order, and no other"
+    assert described == [item for item, _ in names], (
+        "the table must have exactly one row per item of NAMES, in their order"
+    )
 
 
 def test_proposals_name_what_they_remove_once() -> None:
@@ -368,7 +370,7 @@ def test_a_request_option_in_the_wrong_place_is_refused(params: dict[str, object
 
 @pytest.mark.parametrize("name", ["Dmi", " dmi", "dim", "mdi", "dm", "DI", "mi", "dmu", "ddmi", "dmis", "dmi_"])
 def test_a_name_like_dmi_is_refused(name: str) -> None:
-    """A request that says that it is not to be captured would be captured."""
+    """Otherwise a request that asks for no capture would be captured."""
     with pytest.raises(OptionError, match=r'is unknown; write {"dmi": \.\.\.}'):
         CaptureParams.parse({name: {"enabled": False}})
 
@@ -379,7 +381,7 @@ def test_names_unlike_dmi_are_left_to_other_connectors(name: str) -> None:
 
 
 def test_what_a_response_said_may_come_with_the_next_request() -> None:
-    """Proxies of disaggregated serving hand it on."""
+    """Proxies of disaggregated serving pass it on."""
     answered = {"dmi_store": "s.zarr", "dmi_request_id": "r", "dmi_key": "k", "dmi_missing": [[0, 1]], "dmi_reason": ""}
     assert CaptureParams.parse({**answered, "dmi_warning": "what"}) == CaptureParams()
     assert CaptureParams.parse({"dmi_error": "why"}) == CaptureParams()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever is given as an option is parsed, or refused by an OptionError that names it; the engine goes on."""
+"""Any value of an option is parsed, or refused with an OptionError that names the option. The engine continues."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.trackerkit import DIMS, ask, generate, make_tracker
 
 SERVER = [f.name for f in fields(ServerOptions)]
 REQUEST = list(_OPTIONS)
-RELATED = {"chunk_tokens": "segment_tokens"}  # a value may be fine by itself, but not beside another option's
+RELATED = {"chunk_tokens": "segment_tokens"}  # a value may be valid by itself, but not together with another option
 
-# Any code point, lone surrogates among them: JSON lets a client send these.
+# Any code point, including lone surrogates, which clients can send in JSON.
 text = st.text(st.characters(), max_size=30) | st.sampled_from(["../x", "/", "a\0b", "\ud800", "x" * 1000, "q@0:0"])
 scalars = (
     st.none()
@@ -47,7 +47,7 @@ def deep(levels: int = 50_000) -> list[Any]:
 
 
 def check_message(error: Exception, names: set[str]) -> None:
-    """It names one of `names` first, is short, and any response can carry it."""
+    """Check that the message begins with one of `names`, is short, and can be sent in a response."""
     message = str(error)
     assert message.split(":")[0].split(" ")[0] in names, message
     assert len(message) < 1500
@@ -64,7 +64,7 @@ def test_any_value_of_a_server_option_is_parsed_or_refused(name: str, value: obj
     again = {
         name: dict(v) if name in ("reduce", "probes", "probe_alerts") else v for name, v in asdict(options).items()
     }
-    assert ServerOptions.parse(again) == options, "what was parsed is itself valid"
+    assert ServerOptions.parse(again) == options, "parsed options must be valid"
     assert again.keys() == set(SERVER) and json.dumps(again)
 
 
@@ -106,7 +106,7 @@ def test_huge_or_nested_values_are_refused_with_a_short_message(value: object) -
         check_message(caught.value, {name})
 
 
-numbers = st.sampled_from(["0", "2", "-1", "3", "-4", "00", "9" * 5000, "٣", ""])  # 3 is outside, as is -4
+numbers = st.sampled_from(["0", "2", "-1", "3", "-4", "00", "9" * 5000, "٣", ""])  # 3 and -4 are outside
 ranges = st.builds(
     "{}{}{}{}{}".format, numbers, st.sampled_from(["", "-"]), numbers, st.sampled_from(["", ":"]), numbers
 )
@@ -157,7 +157,7 @@ requests = junk | st.fixed_dictionaries(
 @given(requests, text)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
 def test_a_request_with_any_options_runs_to_its_end(tmp_path: Path, kv: object, request_id: str) -> None:
-    """Its response can be sent, and its store would lie in store_dir."""
+    """Its response can be sent, and its store would be in store_dir."""
     tracker = make_tracker(tmp_path, max_request_bytes=80_000)
     request = ask(kv, request_id=request_id)
     tracker.on_new_request(request)  # type: ignore[arg-type]

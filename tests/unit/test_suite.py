@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The test suite itself: what it says at its end."""
+"""The test suite itself: its output at the end, and the order of tests."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tests.unit.view import test_browser as browser
 
 
 def lines(config: pytest.Config, *reasons: str) -> list[str]:
-    """What is written last where tests were skipped for these reasons."""
+    """The last lines of the output if tests were skipped for these reasons."""
     (suite,) = (p for p in config.pluginmanager.get_plugins() if hasattr(p, "NOT_LOOKED_AT"))
     written: list[str] = []
     skipped = [SimpleNamespace(longrepr=("test_x.py", 1, f"Skipped: {reason}")) for reason in reasons]
     reporter = SimpleNamespace(stats={"skipped": skipped}, write_line=lambda line, **_: written.append(line))
     summary = suite.pytest_terminal_summary(reporter)
     next(summary)
-    assert not written, "the list of skipped tests comes before"
+    assert not written, "the list of skipped tests must come first"
     assert next(summary, None) is None
     return written
 
 
 def test_the_suite_says_at_its_end_what_was_missing(pytestconfig: pytest.Config) -> None:
-    """The reasons are those that tests are skipped for without the S3 server and Chromium."""
+    """The reasons are those of tests that are skipped without the S3 server and Chromium."""
     chromium = browser.pytestmark.kwargs["reason"]
     assert lines(pytestconfig, "no GPU", s3kit.NOT_THERE, chromium, s3kit.NOT_THERE) == [
         f"NOT TESTED: uploads and stores in S3, 2 tests skipped ({s3kit.NOT_THERE})",
@@ -43,7 +43,7 @@ def test_files_that_share_engines_exist_and_stay_in_one_process(pytestconfig: py
 
 
 def test_long_files_come_first_and_engines_are_forked_before_a_model_is_compiled(pytestconfig: pytest.Config) -> None:
-    """Several processes of an engine are forked, unless one of another scope has compiled a model there."""
+    """Processes of an engine are forked, unless a test of another scope has compiled a model in the test process."""
     (suite,) = (p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "FIRST"))
     files = ["tests/unit/test_a.py", "tests/engine/test_attention.py", "tests/engine/test_reduce.py"]
     items = [SimpleNamespace(nodeid=f"{file}::test_x[{i}]") for i in "ba" for file in (*files, suite.FIRST[0])]
@@ -55,14 +55,14 @@ def test_long_files_come_first_and_engines_are_forked_before_a_model_is_compiled
     forked.discard("tests/unit/test_suite.py")
     compiled = next(i for i, path in enumerate(suite.FIRST) if suite.scope_of(path) == "compiled")
     assert len(forked) > 3 and forked <= {*suite.FIRST[:compiled], "tests/engine/test_reduce.py"}
-    assert suite.FIRST[compiled] == "tests/engine/test_reduce.py", "its ranks are forked before it compiles"
+    assert suite.FIRST[compiled] == "tests/engine/test_reduce.py", "its ranks must be forked before it compiles a model"
     server = suite.FIRST.index("tests/serve/test_owners.py")
     killers = [suite.FIRST.index(f"tests/engine/test_{name}.py") for name in ("tp2", "faults")]
-    assert max(killers) < server, "they kill the only worker below this process: a server would have another"
+    assert max(killers) < server, "they must run before servers, because they kill the only worker below this process"
 
 
 def test_ranks_of_reductions_are_forked_before_one_rank_compiles(request: pytest.FixtureRequest) -> None:
-    """Else they are spawned, and each of three processes imports vLLM."""
+    """Otherwise they are spawned, and each of three processes imports vLLM."""
     items = request.session.items
     names = [item.name for item in items if item.nodeid.startswith("tests/engine/test_reduce.py") and "tp" in item.name]
     if not names:
@@ -72,16 +72,16 @@ def test_ranks_of_reductions_are_forked_before_one_rank_compiles(request: pytest
 
 
 def test_two_files_share_each_server(pytestconfig: pytest.Config) -> None:
-    """pytest puts tests side by side that share a fixture of the session. The order of FIRST must not undo that."""
+    """pytest puts tests that share a session fixture next to each other. The order of FIRST must keep that."""
     (suite,) = (p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "SAME_SERVERS"))
     [(one, other)] = suite.SAME_SERVERS.items()
     order = [f"{file}::test_x[{server}]" for server in ("draft", "target") for file in (other, one)]
     items = [SimpleNamespace(nodeid=name) for name in order]
     suite.pytest_collection_modifyitems(items)
     assert [item.nodeid for item in items] == order
-    assert suite.scope_of(one) == suite.scope_of(other), "in one test process"
+    assert suite.scope_of(one) == suite.scope_of(other), "both files must run in one test process"
 
 
 def test_garbage_is_looked_for_while_tests_run() -> None:
-    """It is not while they are collected."""
+    """It is off while tests are collected."""
     assert gc.isenabled()

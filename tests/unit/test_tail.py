@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi tail`: captures as they finish, from an index that others append to."""
+"""`dmi tail`: finished captures from an index that other processes append to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPEC = ArraySpec("q", "float32", (0,), 8)
 
 
 class Writer:
-    """Writes captures of 6 rows into a directory."""
+    """Writes captures of 6 rows to a directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.owner = directory, kit.Store()
@@ -59,10 +59,10 @@ def test_each_read_gives_what_ended_since_the_one_before(writer: Writer, tmp_pat
     writer.write("c")
     assert names(tail.read()) == ["c"]
     record = writer.owner.open(tmp_path / "d.zarr", SPEC)
-    assert tail.read() == [], "it has begun and not ended"
+    assert tail.read() == [], "the capture has not ended"
     writer.owner.abort(record)
     kit.until(lambda: '"aborted"' in (tmp_path / INDEX_NAME).read_text())
-    assert tail.read() == [], "nothing of it was kept"
+    assert tail.read() == [], "an aborted capture has no store"
 
 
 def test_a_line_counts_when_it_is_whole_and_foreign_lines_are_skipped(writer: Writer, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_table_begins_with_the_last_ones_and_grows(writer: Writer, tmp_path: P
     assert [line.split()[-1] for line in shown[1:4]] == ["b.zarr", "c.zarr", "d.zarr"]
     assert " 6 " in shown[3] and " complete " in shown[3] and " key-d " in shown[3]
     assert " incomplete " in shown[4] and shown[4].endswith("e.zarr  (writing fell behind (policy drop))")
-    assert {line.index(" key-") for line in shown[1:4]} == {shown[0].index("key") - 1}, "columns stand below each other"
+    assert {line.index(" key-") for line in shown[1:4]} == {shown[0].index("key") - 1}, "columns must be aligned"
 
 
 def test_once_prints_and_ends(writer: Writer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +139,7 @@ def test_rows_of_a_capture_while_it_is_written(
     assert found[11] == {"row": 11, "position": 11, "phase": 1, "token_id": 11, "norms": {"q@0": float(norms[11])}}
     assert found[-1]["state"] == "complete" and len(found) == 141
     writer.write("b", "lost", lost=True)
-    assert main(["tail", str(tmp_path), "--rows", "lost"]) == 1, "it lacks rows"
+    assert main(["tail", str(tmp_path), "--rows", "lost"]) == 1, "a capture with missing rows must give exit status 1"
     assert "b.zarr: incomplete, 6 rows (writing fell behind" in capsys.readouterr().out
     assert main(["tail", str(tmp_path), "--rows", "none", "--once"]) == 2
     assert "--rows none: no capture in" in capsys.readouterr().err
@@ -156,7 +156,7 @@ def test_a_process_that_follows_prints_at_once_and_ends_by_an_interrupt(writer: 
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": paths},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore SIGINT by default
     ) as process:
         assert process.stdout is not None
         assert Path(json.loads(process.stdout.readline())["store"]).stem == "a"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/TYPES.md: a test runs each block of code, and the table of formats is that of `dmi export`."""
+"""docs/TYPES.md: tests run each code block, and the table of formats equals that of `dmi export`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests import storekit as kit
 
 
 def test_a_test_runs_each_block_of_the_page() -> None:
-    """Those of tests/types run with `make types`."""
+    """Tests in tests/types run with `make types`."""
     tests = "".join(path.read_text() for path in Path(__file__).parents[1].rglob("test_*.py"))
     found = snippets.blocks()
     assert len(found) > 8

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Triton backend named "cpu" that compiles nothing: with TRITON_INTERPRET=1 Triton never asks it to.
+"""A Triton backend named "cpu". It compiles nothing, because Triton never asks it to with TRITON_INTERPRET=1.
 
-vLLM's V2 model runner wants Triton, and on a CPU a Triton with such a backend. With this one, found by its entry point,
-vLLM runs the V2 runner on a CPU, and its kernels run in Triton's interpreter: slow, and the same code as on a GPU.
+vLLM's V2 model runner needs Triton, and on a CPU it needs a Triton with such a backend. vLLM finds this one by its
+entry point, and runs the V2 runner on a CPU. Its kernels run in Triton's interpreter, slowly, with the same code as on
+a GPU.
 """

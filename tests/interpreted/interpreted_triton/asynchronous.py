@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM plugin: asynchronous scheduling on the CPU, where vLLM switches it off (TEST_RUNNER=V2-async)."""
+"""A vLLM plugin that enables asynchronous scheduling on a CPU, where vLLM disables it (TEST_RUNNER=V2-async)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, before it makes a configuration. Does nothing unless asked for."""
+    """Called by vLLM in each of its processes before it makes a config. Does nothing without TEST_RUNNER=V2-async."""
     if os.environ.get("TEST_RUNNER") != "V2-async":
         return
     from vllm.platforms.cpu import CpuPlatform

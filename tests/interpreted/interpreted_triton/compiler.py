@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The half of the backend that Triton demands and the interpreter never calls."""
+"""The compiler half of the backend, which Triton requires and the interpreter never calls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The half of the backend that says which device is there: the CPU."""
+"""The driver half of the backend, which names the device: the CPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for torchvision, which the test environment leaves out (requirements/cpu.txt).
+"""A stand-in for torchvision, which the test environment leaves out (requirements/cpu.txt).
 
-vLLM's modules of models with a vision tower import it. It has the few functions with which transformers processes
-images. Their pixels need not be those of torchvision: vLLM and transformers get the same ones.
+vLLM's modules of models with a vision tower import it. It has the few functions that transformers needs to process
+images. Pixels may differ from those of torchvision, because vLLM and transformers get the same ones.
 """
 
 __version__ = "0.28.0"

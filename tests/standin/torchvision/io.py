@@ -14,5 +14,5 @@ class ImageReadMode(enum.Enum):
 
 
 def decode_image(*_: Any, **__: Any) -> NoReturn:
-    """Not there. Raises NotImplementedError."""
+    """Not implemented. Raises NotImplementedError."""
     raise NotImplementedError("tests/standin decodes no image files: hand over PIL images")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What functions of the analysis return or write, each compared as a whole: differences, tables, tensors, figures."""
+"""Full results of analysis functions, compared with expected values: differences, tables, tensors, figures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ STREAM = RNG.standard_normal((2, LENGTH, WIDTH)).astype("f4")
 FINAL = RNG.standard_normal((LENGTH, WIDTH)).astype("f4")
 EXPERTS = np.argsort(RNG.random((1, LENGTH, 6)), axis=-1)[..., :2].astype("<i4")
 LOGITS = RNG.standard_normal((5, VOCABULARY)).astype("f4")
-"""Of rows 10 to 14."""
+"""Logits of rows 10 to 14."""
 IDS = (np.arange(LENGTH) * 5 % VOCABULARY).astype("<i4")
 ARRAYS = (
     ArraySpec("resid_pre", "float32", (0, 3), WIDTH),
@@ -60,7 +60,7 @@ VALUES |= {"logits": LOGITS}
 
 
 def write(owner: kit.Store, path: Path, dtype: str = "float32", factor: float = 1.0, **options: Any) -> None:
-    """factor: of row 7 of layer 3."""
+    """Write a store. factor: multiplies row 7 of layer 3."""
     changed = STREAM.copy()
     changed[1, 7] *= factor
     values = {name: kit.bits(np.ascontiguousarray(v)) for name, v in {**VALUES, "resid_pre": changed}.items()}
@@ -70,8 +70,8 @@ def write(owner: kit.Store, path: Path, dtype: str = "float32", factor: float = 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stores of 20 tokens: "full", "half" in bfloat16, "odd" in a dtype without a tolerance, "near" whose row 7 differs
-    by a hundredth, and "lossy", which lacks rows 13 and 14.
+    """Stores of 20 tokens: "full"; "near", "half" in bfloat16 and "odd" in a dtype without a tolerance, whose row 7
+    differs by a hundredth; "lossy", where rows 13 and 14 are missing.
     """
     root, owner = tmp_path_factory.mktemp("whole"), kit.Store(1 << 22)
     write(owner, root / "full/full.zarr", key="k")
@@ -105,7 +105,7 @@ def lossy(root: Path) -> Iterator[Any]:
 def test_the_tolerance_is_given_or_the_largest_of_the_two_dtypes(
     other: str, given: float | None, tolerance: float, root: Path
 ) -> None:
-    """That of whole numbers is 0."""
+    """Integers have the tolerance 0."""
     with open_capture(root / "full/full.zarr") as a, open_capture(root / f"{other}/{other}.zarr") as b:
         for one, two in ((a, b), (b, a)):
             found = diff(one, two, tolerance=given)
@@ -208,7 +208,7 @@ def test_norms_drift_and_heat_have_no_value_where_rows_are_missing(lossy: Any) -
 
 
 def test_top_tokens_and_logprobs_by_default(full: Any, root: Path) -> None:
-    """Twenty tokens with eight on either side; five log-probabilities."""
+    """The defaults are twenty tokens with a context of eight on either side, and five log-probabilities."""
     found = top_tokens(full, "resid_final", 2)
     order = np.argsort(-FINAL[:, 2], kind="stable")
     assert [one.row for one in found] == order.tolist()
@@ -262,7 +262,7 @@ def test_a_table_of_parquet_has_the_tokens_and_a_null_key_where_there_is_none(ro
 def test_locations_of_delphi_are_as_narrow_as_they_can_be(
     contexts: int, last: int, dtype: str, root: Path, tmp_path: Path
 ) -> None:
-    """All files have one dtype. What is written is read again, also by a run that goes on."""
+    """All files have the same dtype. A continued run reads the data of an earlier one."""
     bounds, finite = [(0, 9), (10, last)] if last > 9 else [(0, 9)], FiniteCheck()
     parts = _Parts(tmp_path / "grows", contexts, bounds, finite)
     locations = np.array([[0, 1, 9], [contexts - 1, 0, 4], [2, 1, last]])
@@ -342,7 +342,7 @@ def test_a_normalisation_is_fitted_on_all_rows_or_on_some_that_a_seed_draws(most
         np.testing.assert_allclose(covariance, np.eye(WIDTH) * covariance[0, 0], atol=1e-3 * covariance[0, 0])
         assert covariance[0, 0] / len(rows) == pytest.approx(1, abs=0.1)
         assert (white.kind, white.scale, white.matrix.dtype) == ("whiten", 1.0, np.float32)
-        assert np.allclose(white.matrix, white.matrix.T, atol=1e-4), "no rotation"
+        assert np.allclose(white.matrix, white.matrix.T, atol=1e-4), "the picture must not rotate"
         given = torch.from_numpy(FINAL[:4]).double()
         back = white.invert(white.apply(given))
         assert back.dtype == torch.float32 and torch.allclose(back, given.float(), atol=1e-4)
@@ -413,7 +413,7 @@ def test_labels_of_tokens_are_short_and_can_be_printed() -> None:
 
 @pytest.mark.parametrize(("sections", "given"), [((1, 2, 1), "three"), ((1, 2, 1), "four"), ((1, 2, 1), ""), ((), "")])
 def test_the_oracle_notes_the_positions_of_each_axis(sections: tuple[int, ...], given: str) -> None:
-    """transformers may give the text's positions before those of the axes. Without any, all axes count the tokens."""
+    """transformers may put text positions before those of the axes. Without positions, all axes count tokens."""
     base, tokens = torch.nn.Identity(), 5
     base.forward = lambda **_inputs: None  # type: ignore[method-assign]
     parameters = {"mrope_section": sections} if sections else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi fidelity` of queries and keys: which of the largest attention weights are found with restored ones."""
+"""`dmi fidelity` of queries and keys: the share of the largest attention weights that decoded queries and keys keep."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def stores(oracle: Callable[..., Oracle], tmp_path_factory: pytest.TempPathFacto
 
 
 def largest(q: np.ndarray, k: np.ndarray, head: int) -> list[set[int]]:
-    """The keys with the eight largest weights, of each query that sees more."""
+    """For each query with more than eight keys: the keys with the eight largest weights."""
     mine, keys = q[:, head * SIZE : (head + 1) * SIZE], k[:, head // 2 * SIZE : (head // 2 + 1) * SIZE]
     return [set(np.argsort(-(mine[i] @ keys[: i + 1].T), kind="stable")[:8].tolist()) for i in range(8, len(q))]
 
 
 @pytest.mark.parametrize("hook", ["q_rot", "k_rot"])
 def test_the_share_of_the_largest_weights_is_counted(stores: list[Path], hook: str) -> None:
-    """Against sets that are made here, over all stores and heads. Two query heads share a key."""
+    """The expected share is counted with sets, over all stores and heads. Two query heads share a key head."""
     import torch
 
     reduction = parse("topk(16,exact,sample=0)")
@@ -72,6 +72,8 @@ def test_where_attention_cannot_be_computed_it_is_not_measured(
     assert AttentionOverlap.of([tmp_path / "text.zarr"], "q_rot", 1) is not None
     image = [{"positions": [[3, 7]]}]
     oraclestore.write(oracle("qwen3"), tmp_path / "image.zarr", list(range(20)), facts, media=image)
-    assert AttentionOverlap.of([tmp_path / "image.zarr"], "q_rot", 1) is None, "the image sees later tokens"
+    assert AttentionOverlap.of([tmp_path / "image.zarr"], "q_rot", 1) is None, (
+        "tokens of an image attend to later tokens"
+    )
     [projected] = fidelity(stores, ["rp(16)"], "q_rot", [1])
     assert "attention" not in projected.measures

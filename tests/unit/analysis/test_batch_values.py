@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of training batches, and what becomes of the rows of one, each compared with what is worked out here."""
+"""The order of training batches, and the values of a batch, compared with expected values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_blocks_whose_last_tokens_share_a_buffer_are_one_group(ends: list[int], 
 
 @pytest.mark.parametrize(("rank", "worker", "blocks"), [(0, 0, [0, 4]), (0, 1, [1, 5]), (1, 0, [2, 6]), (1, 1, [3])])
 def test_workers_of_ranks_take_blocks_in_turn(rank: int, worker: int, blocks: list[int]) -> None:
-    """Each gives as many batches as the one with the fewest tokens has."""
+    """Each worker yields as many batches as the worker with the fewest tokens."""
     found = order(rank=rank, world_size=2, batch_size=2).stream(3, worker, 2)
     assert found.blocks.tolist() == blocks and found.ends.tolist() == np.cumsum(COUNTS[blocks]).tolist()
     assert (found.batches, found.seed) == (2, (7, 3, 2 * rank + worker))
@@ -82,7 +82,7 @@ def test_too_few_tokens_for_a_batch_are_refused() -> None:
 
 
 class View:
-    """A view of rows that are stored as they are. Row n is row 10 + n of store n // 2."""
+    """A fake view of rows without a reduction. Row n is row 10 + n of store n // 2."""
 
     def __init__(self, hook: str) -> None:
         self.hook, self.stores = hook, ["a.zarr", "b.zarr"]
@@ -101,7 +101,7 @@ class View:
 
 
 class Seen:
-    """A `FiniteCheck` that notes what it is told."""
+    """A fake `FiniteCheck` that records its calls."""
 
     def __init__(self, policy: str) -> None:
         self.policy, self.told, self.first = policy, list[Any](), {"a.zarr": 3, "b.zarr": 1}
@@ -145,7 +145,7 @@ def plain(batch: Any) -> dict[str, Any]:
 
 
 def test_rows_that_are_not_finite_are_left_out_with_their_fields() -> None:
-    """A logit of minus infinity is a masked token, and no fault."""
+    """A logit of minus infinity is a masked token, and counts as finite."""
     made = batches(fields=("token_ids", "row", "store", "key"))
     given = rows([1, INF, 3, 4], [0, 0, -INF, NAN], token_ids=[7, 8, 9, 6])
     found = TokenBatches._given(made, given)
@@ -194,7 +194,7 @@ def test_ranks_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("info", [None, "worker 2"])
 def test_a_loop_begins_where_this_process_or_this_worker_is(info: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches without a row do not come. Rows that are not finite are told after each batch, and at the end."""
+    """Empty batches are skipped. Warnings about values that are not finite come after each batch and at the end."""
     told: list[str] = []
     loops = SimpleNamespace(start=lambda *given: ("of the worker", *given))
     made: Any = SimpleNamespace(_start_loop=lambda: "of the process", _loops=loops, _next="next", _after="after")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders of autoencoders, and their latents as Delphi caches them. tests/types reads them with the real libraries."""
+"""Encoders of autoencoders, and their latents cached in Delphi's format. tests/types uses the real libraries."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def save(tmp_path: Path) -> Save:
-    """save(config, leave_out=(), **tensors): an autoencoder on disk."""
+    """save(config, leave_out=(), **tensors): write an autoencoder to disk."""
 
     def call(config: dict[str, Any] | None = None, leave_out: tuple[str, ...] = (), **tensors: np.ndarray) -> Path:
         rng = np.random.default_rng(0)
@@ -62,7 +62,7 @@ def save(tmp_path: Path) -> Save:
 
 
 def dense(rows: np.ndarray, folder: Path, shifted: bool = True) -> np.ndarray:
-    """relu((x - b_dec) W_enc + b_enc)."""
+    """Latents computed as relu((x - b_dec) W_enc + b_enc)."""
     t = load_file(folder / "sae_weights.safetensors")
     return np.maximum((rows - t["b_dec"] * shifted).astype("f8") @ t["W_enc"] + t["b_enc"], 0)
 
@@ -143,7 +143,7 @@ def test_what_an_encoder_cannot_do_is_named(save: Save, tmp_path: Path) -> None:
 
 
 def check(out: Path, stores: Path, folder: Path, splits: int) -> None:
-    """Fail unless the files of a module hold all latents of all contexts."""
+    """Fail unless the files of a module have all latents of all contexts."""
     rows = open_captures(stores).rows("mlp_out", 1)[:]
     contexts = len(rows) // CONTEXT
     want = dense(rows[: contexts * CONTEXT], folder).reshape(contexts, CONTEXT, LATENTS)
@@ -156,7 +156,7 @@ def check(out: Path, stores: Path, folder: Path, splits: int) -> None:
         at = part["locations"].astype(int)
         assert part["locations"].dtype == np.uint16 and part["activations"].dtype == np.float16
         assert part["tokens"].shape == (contexts, CONTEXT) and at[:, 2].max() <= last - first
-        assert np.array_equal(at, at[np.lexsort(at.T[::-1])]), "in the order of contexts"
+        assert np.array_equal(at, at[np.lexsort(at.T[::-1])]), "latents must be ordered by context"
         found[at[:, 0], at[:, 1], at[:, 2] + first] = part["activations"]
     np.testing.assert_allclose(found, want, atol=5e-3)
 
@@ -169,7 +169,7 @@ def test_all_latents_of_all_contexts_are_written(
     folder, out = save(), tmp_path / "latents"
     flags = ["--hook", "mlp_out@1", "--sae", str(folder), "--context-size", str(CONTEXT), "--splits", str(splits)]
     assert main(["export", str(stores), "--to", "delphi", *flags, "-o", str(out)]) == 0
-    assert [path.name for path in out.iterdir()] == ["blocks.1.hook_mlp_out"], "Delphi takes each entry for a module"
+    assert [path.name for path in out.iterdir()] == ["blocks.1.hook_mlp_out"], "Delphi treats every entry as a module"
     check(out / "blocks.1.hook_mlp_out", stores, folder, splits)
     assert not list(out.rglob("*.partial"))
 
@@ -210,7 +210,7 @@ def test_contexts_have_256_tokens_and_files_are_five_unless_said(tmp_path: Path,
 def test_a_negative_layer_gets_its_number(stores: Path, tmp_path: Path, save: Save) -> None:
     folder, out = save(), tmp_path / "latents"
     flags = ["--sae", str(folder), "--context-size", str(CONTEXT), "-o", str(out)]
-    for layer in ("-1", "1"):  # the second finds all that the first wrote
+    for layer in ("-1", "1"):  # the second run finds the files of the first one
         assert main(["export", str(stores), "--to", "delphi", "--hook", f"mlp_out@{layer}", *flags]) == 0
     assert [path.name for path in out.iterdir()] == ["blocks.1.hook_mlp_out"]
     check(out / "blocks.1.hook_mlp_out", stores, folder, 5)
@@ -254,9 +254,9 @@ main({argv!r})
     encode = delphi._encode
     monkeypatch.setattr(delphi, "_encode", lambda *args: first.append(args[3]) or encode(*args))
     assert main(argv) == 0
-    assert first[0] == 4, "it goes on behind the contexts that were counted"
+    assert first[0] == 4, "it continues after the contexts that were counted"
     check(module, stores, folder, 2)
-    assert main(argv) == 0 and len(first) == len(set(first)), "a third run has nothing to do"
+    assert main(argv) == 0 and len(first) == len(set(first)), "a third run must do nothing"
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ main({argv!r})
     ],
 )
 def test_files_begin_and_end_where_delphis_do(latents: int, edges: list[int]) -> None:
-    """edges: torch.linspace(0, latents, splits + 1).long(), which Delphi cuts at (torch 2.13, AVX2 and AVX-512)."""
+    """edges: torch.linspace(0, latents, splits + 1).long(), Delphi's boundaries (torch 2.13, AVX2 and AVX-512)."""
     bounds = delphi._bounds(latents, len(edges) - 1)
     assert [first for first, _ in bounds] == edges[:-1] and [last + 1 for _, last in bounds] == edges[1:]
 
@@ -305,7 +305,7 @@ def test_older_configs_of_saelens_are_read(save: Save) -> None:
 
 @pytest.mark.parametrize("named", [{}, {"activation": "topk"}])
 def test_an_encoder_of_sparsify_keeps_its_k_largest_latents(save: Save, tmp_path: Path, named: dict[str, Any]) -> None:
-    """Those that were published name no activation."""
+    """The configs of published encoders name no activation."""
     folder, rows = save({"k": 3}), np.random.default_rng(1).standard_normal((50, WIDTH), dtype=np.float32)
     t, own = load_file(folder / "sae_weights.safetensors"), tmp_path / "sparsify"
     own.mkdir()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi diff`: two captures of the same tokens, against differences that were put in."""
+"""`dmi diff` compares two captures of the same tokens, with known differences."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Write a store of rows that are the same in each, but for `change(values)`."""
+    """Write a store. All stores have the same rows, except for the changes by `change(values)`."""
 
     def made(
         name: str,
@@ -131,7 +131,7 @@ def test_whole_numbers_differ_by_their_share_and_choices_have_no_order(hook: str
 
 
 def test_a_position_that_only_one_indexer_chose_is_found_in_both_orders(tmp_path: Path) -> None:
-    """A row with fewer positions is filled up with -1, which is in both rows here."""
+    """A row with fewer positions is padded with -1. Here, both rows are."""
     few, more = (np.array([[[1, 2, last, -1]]], np.int32).repeat(ROWS, 1) for last in (-1, 3))
     arrays, owner = [ArraySpec("indexer_topk", "int32", (0,), 4)], kit.Store(1 << 20)
     for name, values in (("few", few), ("more", more)):
@@ -264,7 +264,7 @@ def test_pairs_that_cannot_be_compared_do_not_stop_the_others(
     whole, *others = json.loads(capsys.readouterr().out)
     assert whole["alike"] and whole["not_compared"] is None
     assert {Path(each["b"]).stem for each in others} == {"empty", "parted"} and not any(e["alike"] for e in others)
-    assert cli(["diff", f"{one}/empty.zarr", f"{two}/empty.zarr"]) == 2, "nothing was compared"
+    assert cli(["diff", f"{one}/empty.zarr", f"{two}/empty.zarr"]) == 2, "no capture was compared"
     assert cli(["diff", one, two, "--tolerance", "-1"]) == 2
 
 
@@ -280,7 +280,7 @@ def test_stores_that_share_a_key_are_paired_by_prompt(write: Write, tmp_path: Pa
 
 
 def test_captures_that_begin_later_are_paired_by_the_prompt_tokens_that_they_have(write: Write, tmp_path: Path) -> None:
-    """Generated tokens differ. A capture that begins after its prompt is not paired."""
+    """Generated tokens differ. A capture that begins after its prompt has no pair."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         ids = np.where(IDS < 4, IDS, IDS + (100 if name == "one" else 200))

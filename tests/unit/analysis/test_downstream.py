@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi fidelity` with labels, with a model, and with a bar."""
+"""`dmi fidelity` with labels, with a model, and with `--bar`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests import storekit as kit
 WIDTH, TOKENS, STORES = 48, 60, 8
 HOOKS = [ArraySpec("resid_mid", "float32", (0, 1), WIDTH), ArraySpec("mlp_post", "float32", (0,), WIDTH)]
 LOUD = 5
-"""A dimension that is far larger than the others."""
+"""The dimension with values far larger than those of the others."""
 
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Rows with the directions of their token and of their store's label (of the number of the store, modulo 2)."""
+    """Stores whose rows have directions for their token and for the label of the store, its number modulo 2."""
     folder, owner, rng = tmp_path_factory.mktemp("stores"), kit.Store(4 << 20), np.random.default_rng(0)
     of_token, of_label = rng.normal(size=(5, WIDTH)), rng.normal(size=WIDTH)
     for number in range(STORES):
@@ -63,14 +63,18 @@ def test_concepts_are_those_of_the_most_frequent_tokens_or_of_labels(stores: lis
     found = concepts_of(stores, "tokens")
     assert found.targets.shape == (STORES * TOKENS, 5) and (found.targets.sum(1) == 1).all()
     again = concepts_of(stores, "tokens")
-    assert np.array_equal(found.fit, again.fit) and np.array_equal(found.test, again.test), "the same halves each time"
+    assert np.array_equal(found.fit, again.fit) and np.array_equal(found.test, again.test), (
+        "each call must choose the same halves"
+    )
     assert len(np.intersect1d(found.fit, found.test)) == 0 and len(found.fit) + len(found.test) == STORES * TOKENS
     named = concepts_of(stores, {("store", f"{n}.zarr"): bool(n % 2) for n in range(STORES - 1)})
     np.testing.assert_array_equal(
         named.targets[:, 0], np.repeat(np.arange(STORES) % 2 == 1, TOKENS) & (np.arange(STORES * TOKENS) < 7 * TOKENS)
     )
     used = [{*(part // TOKENS).tolist()} for part in (named.fit, named.test)]
-    assert not used[0] & used[1] and used[0] | used[1] == set(range(7)), "whole captures; one has no label"
+    assert not used[0] & used[1] and used[0] | used[1] == set(range(7)), (
+        "halves must have whole captures, and one capture has no label"
+    )
     with pytest.raises(ValueError, match="--labels: no label has 8 rows with it and 8 rows without it in both halves"):
         concepts_of(stores, {("store", "0.zarr"): True, ("store", "1.zarr"): False})
 
@@ -81,12 +85,12 @@ def test_scores_of_concepts_are_kept_by_what_keeps_the_rows(stores: list[Path], 
     assert measured(stores, "round(23)", labels=chosen)["concepts"] > 0.9999
     assert measured(stores, "int8(16)", labels=chosen)["concepts"] > 0.99
     whole, one = (measured(stores, f"topk({k},exact)", labels=chosen)["concepts"] for k in (48, 1))
-    assert whole > 0.9999 > 0.9 > one, "of the loud dimension alone nothing is known"
+    assert whole > 0.9999 > 0.9 > one, "the loud dimension alone must not predict the labels"
     assert "concepts" not in measured(stores, "int8")
 
 
 def test_the_logit_lens_of_decoded_rows_is_compared(stores: list[Path]) -> None:
-    """Against sums that are written out here. Projections have no lens, other hooks neither."""
+    """The expected values are computed with explicit sums. Projections and other hooks have no lens."""
     weight = np.random.default_rng(1).normal(size=(90, WIDTH)).astype(np.float32)
     model = Unembedding(weight=weight, gain=np.ones(WIDTH, "f4"), bias=np.zeros(WIDTH, "f4"), eps=1e-6, centred=False)
     same = measured(stores, "round(23)", "resid_mid", unembedding=model)
@@ -110,7 +114,7 @@ def test_the_logit_lens_of_decoded_rows_is_compared(stores: list[Path]) -> None:
 
 @pytest.fixture(scope="module")
 def sae(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An autoencoder of resid_mid in layer 1 whose latents are the dimensions of a row, with either sign."""
+    """An autoencoder of resid_mid in layer 1. It has two latents per dimension of a row, one for each sign."""
     folder = tmp_path_factory.mktemp("sae")
     both = np.concatenate([np.eye(WIDTH), -np.eye(WIDTH)]).astype("f4")
     bias = np.full(2 * WIDTH, -0.5, "f4")
@@ -123,7 +127,7 @@ def sae(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_latents_and_the_reconstruction_of_restored_rows_are_compared(stores: list[Path], sae: Path) -> None:
-    """Against sums that are written out here. Other layers and hooks have no such measure, projections neither."""
+    """The expected values are explicit sums. Other layers, other hooks and projections have no such measure."""
     encoder = Autoencoder.load(f"{sae}, hook=resid_mid, layer=1")
     rows = np.concatenate([open_capture(store, 0).numpy("resid_mid", 1) for store in stores])
     scale = np.abs(rows).max(1, keepdims=True) / 127
@@ -144,7 +148,9 @@ def test_latents_and_the_reconstruction_of_restored_rows_are_compared(stores: li
     assert of["round(23)", 1]["latents"] == 1 and of["round(23)", 1]["sae_error"] == 0
     assert "latents" not in of["int8", 0] and "latents" not in of["rp(16)", 1]
     line = next(line for line in markdown(found).splitlines() if "`int8`" in line)
-    assert f"{of['int8', 1]['latents']:.5f}" in line, "the layer that has it, though the first one has none"
+    assert f"{of['int8', 1]['latents']:.5f}" in line, (
+        "the table must show the layer that has the measure, although the first layer has none"
+    )
 
 
 def test_an_autoencoder_without_a_decoder_has_no_reconstruction(sae: Path, tmp_path: Path) -> None:
@@ -158,7 +164,7 @@ def test_an_autoencoder_without_a_decoder_has_no_reconstruction(sae: Path, tmp_p
     scaled = Autoencoder.load(f"{tmp_path / 'scaled'}, hook=resid_mid, layer=0")
     rows = np.random.default_rng(0).normal(size=(50, WIDTH)).astype("f4")
     weight, bias = scaled.decoder
-    # Latents are multiplied by the norms of the decoder's rows, 3 here, and decoded with rows of norm 1.
+    # Latents are multiplied by the norms of the decoder's rows, which are 3 here, and decoded with rows of norm 1.
     np.testing.assert_allclose(np.linalg.norm(weight, axis=1), 1, rtol=1e-6)
     decoded = scaled.encoder.encode(rows) @ weight + bias
     np.testing.assert_allclose(decoded, 3 * np.sign(rows) * np.maximum(np.abs(rows) - 0.5, 0), rtol=1e-5, atol=1e-6)
@@ -179,7 +185,7 @@ def test_an_autoencoder_is_of_the_rows_that_hold_its_tensor(
 
 
 def test_the_mean_magnitude_of_neurons_is_ranked(stores: list[Path]) -> None:
-    """Against ranks that are counted here. One loud dimension makes coarse steps for all others."""
+    """The expected ranks are counted here. One loud dimension makes the steps of all others coarse."""
     rows = np.concatenate([rows_of(store) for store in stores])
     scale = np.abs(rows).max(1, keepdims=True) / 127
     means = [np.abs(x).mean(0) for x in (rows, np.round(rows / scale) * scale)]
@@ -206,7 +212,7 @@ def test_a_bar_has_an_exit_status_and_a_column(
     assert "| below: importance, concepts |" in out and "1 of 2 reductions of a layer reach 0.95" in out
     assert main([*command, *both, "--json"]) == 1
     assert [one["below"] for one in json.loads(capsys.readouterr().out)] == [[], ["importance", "concepts"]]
-    assert main([*command[:-2], *both]) == 0, "without a bar nothing fails"
+    assert main([*command[:-2], *both]) == 0, "without --bar, the command must not fail"
     assert "bar" not in capsys.readouterr().out
     found = fidelity(stores, ["topk(1,exact)"], "mlp_post")
     assert "below" not in markdown(found) and "below: importance" in markdown(found, 0.95)

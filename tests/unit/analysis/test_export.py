@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi export`: files that other programs read, and runs that end early. tests/types reads them with these programs."""
+"""`dmi export`: files for other programs, and runs that end early. tests/types reads them with these programs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three stores whose keys are 5, 3 and 1, half of each a prompt."""
+    """Three stores with the keys 5, 3 and 1. Half of each is a prompt."""
     root = tmp_path_factory.mktemp("stores")
     owner = kit.Store(1 << 22)
     for number, (name, length) in zip((5, 3, 1), LENGTHS.items(), strict=True):
@@ -62,12 +62,12 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def stream(capture: Capture, *ids: int) -> torch.Tensor:
-    """[tokens, layers, width] of these layer ids; 3 is the stream after the last layer."""
+    """The residual stream of these layer ids, [tokens, layers, width]. Id 3 is the stream after the last layer."""
     return torch.stack([capture.torch("resid_final") if i == 3 else capture.torch("resid_pre", i) for i in ids], 1)
 
 
 def locks(to: str) -> set[str]:
-    """The file beside b.safetensors that vLLM's reader locks."""
+    """The file next to b.safetensors that vLLM's reader locks."""
     return {"b.safetensors.lock"} if to == "safetensors" else set()
 
 
@@ -119,7 +119,7 @@ def test_specforge_names_what_a_store_lacks(tmp_path: Path, run: Run) -> None:
 
 
 def test_specforge_trains_on_the_answers_of_a_conversation(tmp_path: Path, run: Run) -> None:
-    """Earlier answers lie in the prompt, where the request's spans are."""
+    """Earlier answers are part of the prompt, where the request marks them with spans."""
     owner = kit.Store(1 << 20)
     for name, spans, prompt in (("a", [[1, 3], [5, 6]], 8), ("b", [], 10), ("c", [], 9)):
         attrs = {"num_layers": 3, "prompt_len": prompt, "loss_spans": spans}
@@ -138,7 +138,7 @@ def test_specforge_trains_on_the_answers_of_a_conversation(tmp_path: Path, run: 
 
 
 def test_specforge_leaves_out_answers_without_a_row(tmp_path: Path, run: Run) -> None:
-    """An answer that ends at its first token is in the stores of many runs."""
+    """An answer of only one token has no row. Many runs have such stores."""
     owner = kit.Store(1 << 20)
     for name, prompt in (("a", 10), ("b", 4), ("c", 10)):
         owner.write(tmp_path / f"{name}.zarr", SPECS, 10, attrs={"num_layers": 3, "prompt_len": prompt})
@@ -164,10 +164,12 @@ def test_files_of_one_set_have_the_same_layers(tmp_path: Path, run: Run, to: str
     for flags in ([], ["--layers", "1"]):
         status, _, err = run(tmp_path, "--to", to, *flags, "-o", tmp_path / "out")
         assert status == 2 and f"1 of 3 stores have other layers: {tmp_path / 'b.zarr'} has [0, 2" in err, err
-        assert "give --layers 0,2" in err and not (tmp_path / "out").exists(), "nothing is written"
+        assert "give --layers 0,2" in err and not (tmp_path / "out").exists(), "the command must write nothing"
     assert run(tmp_path, "--to", to, "--layers", "0,2", "-o", tmp_path / "out")[1].endswith(": 3 written\n")
     assert run(tmp_path / "a.zarr", tmp_path / "c.zarr", "--to", to, "-o", tmp_path / "alike")[0] == 0
-    assert "was written with" in run(tmp_path / "b.zarr", "--to", to, "-o", tmp_path / "alike")[2], "the first counts"
+    assert "was written with" in run(tmp_path / "b.zarr", "--to", to, "-o", tmp_path / "alike")[2], (
+        "a directory keeps the layers of its first run"
+    )
 
 
 @pytest.mark.parametrize("to", ["speculators", "specforge"])
@@ -217,7 +219,9 @@ def test_a_file_that_exists_is_not_replaced(
     assert notes.read_text() == "precious" and (tmp_path / "link").is_symlink()
     monkeypatch.chdir(tmp_path)
     assert run(stores / "b.zarr", "--to", to)[0] == 0
-    assert f"b.{to} exists" in run(stores / "b.zarr", "--to", to)[2], "nor one under the default name"
+    assert f"b.{to} exists" in run(stores / "b.zarr", "--to", to)[2], (
+        "a file with the default name must not be replaced either"
+    )
     assert {p.name for p in tmp_path.iterdir()} == {"notes.txt", "link", f"b.{to}"} | locks(to)
 
 
@@ -232,7 +236,7 @@ def test_another_choice_of_layers_does_not_replace_a_file(stores: Path, tmp_path
 def test_what_is_named_decides_between_a_file_and_a_directory(
     stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
-    """A key that leaves one store of a directory does not."""
+    """Selecting one store of a directory with --key does not name a file."""
     (tmp_path / "there").mkdir()
     for given, out in (
         ([stores, "--key", "3"], "one"),
@@ -249,7 +253,7 @@ def test_what_is_named_decides_between_a_file_and_a_directory(
 
 
 def test_a_run_goes_on_where_the_last_one_was_killed(stores: Path, tmp_path: Path, run: Run) -> None:
-    """A killed process leaves the beginning of a file, under another name."""
+    """A killed process leaves an incomplete file under another name."""
     flags, out = [stores, "--to", "speculators", "-o", tmp_path / "hs"], tmp_path / "hs"
     code = f"""
 import os, sys
@@ -338,7 +342,7 @@ def test_files_named_like_stores_are_written_in_any_order(stores: Path, tmp_path
 def test_files_of_other_programs_are_not_taken_for_files_of_an_export(
     stores: Path, tmp_path: Path, run: Run, to: str, name: str
 ) -> None:
-    """Such as hidden states that vLLM's own connector wrote for speculators."""
+    """Such a file may be the hidden states that vLLM's own connector wrote for speculators."""
     (tmp_path / name).write_text("of another program")
     hook = [] if to == "speculators" else ["--hook", "final_ln"]
     assert run(stores, "--to", to, *hook, "-o", tmp_path)[2] == (
@@ -385,7 +389,7 @@ def test_rows_are_read_in_small_blocks(stores: Path, tmp_path: Path, run: Run, m
     ("flags", "words"),
     [
         (["--to", "speculators"], "needs -o DIR"),
-        (["--to", "zip", "-o", ""], "-o is empty; give a directory or a file"),  # as of a variable that is not set
+        (["--to", "zip", "-o", ""], "-o is empty; give a directory or a file"),  # as from an unset shell variable
         (["--to", "safetensors", "--gzip", "-o", "x"], "safetensors takes no --gzip"),
         (["--to", "speculators", "--layers", "1,x", "-o", "x"], "--layers '1,x' is not valid"),
         (["--to", "speculators", "--layers", "7", "-o", "x"], r"layer ids [7] are not in"),
@@ -414,7 +418,7 @@ def test_stores_of_two_models_are_no_set(tmp_path: Path, run: Run) -> None:
         status, _, error = run(*command, tmp_path / format, "--model", "m1")
         assert status == 0, error
     stores = [tmp_path / "stores/m0.zarr", tmp_path / "stores/m1.zarr"]
-    assert run(*stores, "--to", "zip", "-o", tmp_path / "zips/")[0] == 0, "each stays a store of its own"
+    assert run(*stores, "--to", "zip", "-o", tmp_path / "zips/")[0] == 0, "a zip of each store has only its own model"
     status, _, _ = run(*stores, "--model", "m0", "--to", "zip", "-o", tmp_path / "one/")
     assert status == 0 and [path.name for path in (tmp_path / "one").glob("*.zip")] == ["m0.zip"]
 
@@ -484,7 +488,7 @@ def test_a_terminal_sees_how_much_of_a_zip_file_is_written(
 def test_a_log_sees_a_line_now_and_then(
     stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
-    clock = iter(range(0, 1000, 6))  # 6 seconds a store
+    clock = iter(range(0, 1000, 6))  # 6 seconds per store
     monkeypatch.setattr("dmi_connector.cli.export.time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert run(stores, "--to", to, "-o", tmp_path)[2] == "2/3 stores exported\n"
 
@@ -502,7 +506,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("to", SETTINGS)
 def test_a_run_and_the_one_after_it_say_what_they_did(stores: Path, tmp_path: Path, to: str) -> None:
-    """Files, notes, steps of the progress, and settings that a later run is compared with: data/exports.json."""
+    """Compares files, notes, progress and the settings that a later run must match with data/exports.json."""
     captures, out = captures_of([str(stores)]), tmp_path / "out"
     said = []
     for _ in range(2):

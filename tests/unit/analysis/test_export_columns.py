@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi export --to numpy` and `--to parquet`: hooks beside the tokens of a store."""
+"""`dmi export --to numpy` and `--to parquet`: columns of hooks next to the tokens of a store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests import snippets
 from tests import storekit as kit
 
 ROWS = 300
-"""More than are read at a time."""
+"""Number of rows, more than are read at a time."""
 SPECS = [
     ArraySpec("resid_pre", "bfloat16", (0, 1), 16),
     ArraySpec("q", "bfloat16", (0, 1), 8),
@@ -60,7 +60,7 @@ def test_arrays_of_numpy_are_those_of_the_store(stores: Path, tmp_path: Path) ->
 def test_stores_with_values_of_another_projection_or_width_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """int8 keeps the values of the hook, so it may be mixed with full rows."""
+    """int8 keeps the values of the hook, so such stores may be mixed with unreduced ones."""
     made = {"int8": "int8", "one": "rp(16,seed=1)", "other": "rp(16,seed=2)"}
     specs = {name: ArraySpec("resid_final", "float32", (), width) for name, width in (("full", 32), ("narrow", 16))}
     for name, reduction in ((name, parse(text)) for name, text in made.items()):
@@ -106,14 +106,14 @@ def test_a_table_of_parquet_has_a_row_per_token(stores: Path, tmp_path: Path) ->
 
 
 def samples(folder: Path) -> dict[str, dict[str, bytes]]:
-    """The files of each sample of all shards: WebDataset splits names at their first dot."""
+    """The files of each sample in all shards. WebDataset splits names at their first dot."""
     found: dict[str, dict[str, bytes]] = {}
     for path in sorted(folder.glob("shard-*.tar")):
         with tarfile.open(path) as shard:
             before = None
             for member in shard:
                 name, _, extension = member.name.partition(".")
-                assert name == before or name not in found, "the files of a sample are adjacent"
+                assert name == before or name not in found, "the files of a sample must be adjacent"
                 file = shard.extractfile(member)
                 assert file is not None
                 found.setdefault(name, {})[extension], before = file.read(), name
@@ -136,7 +136,7 @@ def test_a_sample_of_webdataset_is_a_store(stores: Path, tmp_path: Path, capsys:
             assert np.array_equal(arrays["resid_pre@1"], capture.numpy("resid_pre", 1))
             assert np.array_equal(arrays["resid_final"], capture.numpy("resid_final"))
     (tmp_path / "shard-000001.tar").unlink()
-    assert main(argv) == 0, "a second run writes what is missing"
+    assert main(argv) == 0, "a second run must write the missing shards"
     assert "1 shards written, 1 were there" in capsys.readouterr().out and samples(tmp_path).keys() == {"a", "b"}
     assert main([*argv[:-1], str(tmp_path / "one"), "--shard-size", "1G"]) == 0
     assert [path.name for path in (tmp_path / "one").glob("*.tar")] == ["shard-000000.tar"]

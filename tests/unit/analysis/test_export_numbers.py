@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of exported files: trainers pair them with the rows of a data set."""
+"""The numbers of exported files. Trainers use them to pair files with the rows of a data set."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests import storekit as kit
 
 SPECS = (ArraySpec("resid_pre", "float32", (0, 1), 8), ArraySpec("resid_final", "float32", (), 8))
 ROWS = {"r-000000000": 0, "r-000000001": 4, "r-000000002": 2}
-"""Of each key: row 1 was rejected, and row 4 was captured before row 2."""
+"""{key: row in the data set}. Row 1 was rejected, and row 4 was captured before row 2."""
 Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run: three stores and their manifest."""
+    """The directory of a run with three stores and their manifest."""
     root = tmp_path_factory.mktemp("run")
     owner = kit.Store(1 << 22)
     for length, key in zip((9, 8, 7), ROWS, strict=True):
@@ -55,7 +55,7 @@ def run(capsys: pytest.CaptureFixture[str], captures: Path, tmp_path: Path) -> R
 
 
 def change(captures: Path, number: int, **fields: object) -> None:
-    """Change a line of the manifest."""
+    """Change fields of a line of the manifest."""
     lines = [json.loads(line) for line in (captures / "manifest.jsonl").read_text().splitlines()]
     lines[number] |= fields
     (captures / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -86,7 +86,7 @@ def test_order_says_that_it_is_not_the_row(captures: Path, run: Run) -> None:
         "3 written; file N is not of row N of the input of dmi run: file 1 is of row 4; use --number-by row\n"
     )
     change(captures, 1, row=1)
-    assert run("order")[1].endswith("3 were there\n"), "file N is of row N"
+    assert run("order")[1].endswith("3 were there\n"), "file N must be of row N"
 
 
 def test_keys_of_a_run_are_told_from_other_keys(run: Run) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What exports note, keep and leave out, and how ids are laid out, each compared with what is worked out here."""
+"""The records, kept files and omissions of exports, and the layout of ids, compared with expected values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dmi_connector.captures.finite import WHAT, FiniteCheck, NotFinite
 
 
 class Stores:
-    """Captures of these names, which note when they are open."""
+    """Fake captures with these names, which record when they are opened."""
 
     def __init__(self, *names: str) -> None:
         self.infos = [SimpleNamespace(store=Path(f"/s/{name}.zarr")) for name in names]
@@ -52,7 +52,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def export(stores: Stores, out: Path, finite: FiniteCheck, bad: dict[str, str] | None = None) -> tuple[Done, Any]:
-    """bad: what is wrong with a store, "nan" for values that are not finite."""
+    """Export the stores. bad: {name of a store: its fault}; "nan" is values that are not finite."""
     told: list[tuple[int, int]] = []
 
     def write(capture: Any, path: Path) -> None:
@@ -194,7 +194,7 @@ def test_ids_have_a_margin_and_a_gap_and_begin_a_line_where_they_do_not_fit() ->
 
 
 def test_a_file_of_tensors_is_written_block_by_block(tmp_path: Path) -> None:
-    """Wider types first, then by name. The header ends at a multiple of eight bytes."""
+    """Wider dtypes come first, then names in order. The length of the header is a multiple of eight bytes."""
     tensors: dict[str, Any] = {
         "b": (np.dtype("<f2"), (3,), [np.array([1, 2], "f2"), np.array([3.0])]),
         "a": (np.dtype("<f2"), (), [np.array(7, "f2")]),
@@ -239,7 +239,7 @@ def test_a_context_begins_left_of_its_token_and_leaves_out_what_does_not_fit() -
     assert [p.words for p in found] == [((-20, "y" * 20),), ((0, "ab↵"),), ((3, "z" * 50),)]
     found = plot_sets._pieces(activation([0.0] * 5, 2), texts_of(*words), frozenset(map(ord, "abz\n\tq")))
     drawn = [(p.token, p.start, p.words[0][1]) for p in found]
-    assert drawn == [(0, -6, "⟨0⟩"), (1, -3, "⟨1⟩"), (2, 0, "ab↵"), (3, 3, "z" * 50)], "fonts lack x and y"
+    assert drawn == [(0, -6, "⟨0⟩"), (1, -3, "⟨1⟩"), (2, 0, "ab↵"), (3, 3, "z" * 50)], "the font lacks x and y"
     (last,) = plot_sets._pieces(activation([0.0] * 5, 4), texts_of(*words), None)
     assert last == Piece(4, 0, 0, 2, ((0, "→q"),))
     mark = plot_sets._pieces(activation([0.0] * 3, 1), texts_of("a", "\u0301", "z"), None)
@@ -253,7 +253,7 @@ def test_a_context_begins_left_of_its_token_and_leaves_out_what_does_not_fit() -
 
 
 class Panel:
-    """Notes what is drawn on it."""
+    """Fake panel that records boxes and texts."""
 
     def __init__(self) -> None:
         self.boxes: list[Any] = []
@@ -270,7 +270,7 @@ class Panel:
 def test_tokens_around_a_neuron_have_the_colours_of_their_values(
     low: float, limits: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The token itself has a frame. What is not finite has no colour, and a cross, unless it is only missing."""
+    """The token itself has a frame. Values that are not finite have no colour and a cross, missing ones no cross."""
     crossed: list[Any] = []
     monkeypatch.setattr(plot_sets.canvas, "cross_out", lambda on, cells: crossed.extend((on, cell) for cell in cells))
     nan, inf = float("nan"), float("inf")

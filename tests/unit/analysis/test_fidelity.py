@@ -34,7 +34,7 @@ INT8 = ArraySpec("q", "uint8", (0,), 68, reduce={"kind": "int8", "affine": False
 
 
 def rows(seed: int, layers: int) -> np.ndarray:
-    """Five directions of falling strength about a mean, and a little noise: [layers, TOKENS, WIDTH] as bits."""
+    """Rows with five directions of decreasing strength, a mean, and a little noise: [layers, TOKENS, WIDTH] as bits."""
     rng = np.random.default_rng(seed)
     directions = np.linalg.qr(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)))[0][:RANK]
     found = [
@@ -76,7 +76,7 @@ def test_a_fitted_basis_finds_the_directions_of_the_rows(basis: Path) -> None:
 
 
 def test_groups_have_bases_of_their_own(stores: list[Path], tmp_path: Path) -> None:
-    """On rows whose groups all have the same few directions, a basis of each keeps no less than one of all."""
+    """All groups have the same few directions, so a basis per group keeps as much as one for all groups."""
     out = tmp_path / "heads.safetensors"
     words = ["--hook", "resid_mid", "--rank", "8", "--group", "24", "-o", str(out)]
     assert main(["fit-pca", *map(str, stores[:2]), *words]) == 0
@@ -154,7 +154,7 @@ def test_a_full_disk_under_a_basis_is_named(
 
 
 def spoilt(path: Path, where: slice, value: float) -> Path:
-    """A store of resid_mid whose rows `where` hold `value` in layer 0."""
+    """A store of resid_mid. Its rows `where` have `value` in layer 0."""
     owner, values = kit.Store(4 << 20), rows(0, 2).view("f4").copy()
     values[0, where, 3] = value
     owner.write(path, [RESID], TOKENS, values={"resid_mid": kit.bits(values)})
@@ -214,7 +214,9 @@ def test_fidelity_gives_the_known_measures_of_each_reduction(stores: list[Path],
     specs = ["int8", "fp8", "round(23)", "topk(64)", "topk(8,sample=512)", "rp(32)", f"pca({basis})", "rp(512)", "none"]
     found = {(f.hook, f.layer, f.reduction): f for f in fidelity(stores[2:], specs, "resid_mid")}
     assert {layer for _, layer, _ in found} == {0, 1}
-    assert not any("512" in spec or spec == "none" for _, _, spec in found), "wider than the row, or nothing to do"
+    assert not any("512" in spec or spec == "none" for _, _, spec in found), (
+        "reductions wider than the row, and none, must be left out"
+    )
     at = {spec: found["resid_mid", 1, spec] for _, _, spec in found}
     assert at["int8"].measures["cosine_least"] > 0.9999 > at["fp8"].measures["cosine_least"] > 0.999
     assert at["round(23)"].measures["error"] == 0 and at["round(23)"].size == 1
@@ -227,7 +229,7 @@ def test_fidelity_gives_the_known_measures_of_each_reduction(stores: list[Path],
 
 
 def test_the_error_of_topk_is_the_share_of_the_values_it_drops(stores: list[Path]) -> None:
-    """Half of the values of each row are kept; the reference is computed by hand."""
+    """Half of the values of each row are kept. The expected error is computed here."""
     [one] = fidelity(stores[:1], ["topk(48,exact)"], "resid_mid", [0])
     assert one.measures["recall"] == 1
     share = one.measures["error"] ** 2
@@ -254,7 +256,7 @@ def test_dmi_fidelity_prints_a_table_or_json(stores: list[Path], capsys: pytest.
 
 
 def test_measures_that_are_not_finite_are_null_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """JSON has no NaN, and other programs do not read Python's."""
+    """JSON has no NaN, and other programs cannot read Python's."""
     store = spoilt(tmp_path / "nan.zarr", slice(3, 4), np.nan)
     assert main(["fidelity", str(store), "--hooks", "resid_mid", "--layer", "0", "--reduce", "int8", "--json"]) == 0
     out = capsys.readouterr().out
@@ -310,7 +312,7 @@ def test_fidelity_counts_negative_layers_from_the_last(stores: list[Path], tmp_p
     owner.write(more, [RESID, FINAL], 20, attrs={"num_layers": 3})
     assert owner.shutdown(kit.PATIENCE)
     assert {f.layer for f in fidelity([more], ["int8"], layers=[-2])} == {1, None}
-    assert [f.layer for f in fidelity([more], ["int8"], "resid_final", [0])] == [None], "it exists once"
+    assert [f.layer for f in fidelity([more], ["int8"], "resid_final", [0])] == [None], "resid_final exists once"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of `dmi fidelity`, `dmi fit-probe` and `dmi diff`, compared with answers that are worked out here."""
+"""Parts of `dmi fidelity`, `dmi fit-probe` and `dmi diff`, compared with expected values."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from dmi_connector.reduce.sparse_encoder import SparseEncoder
 
 EYE = np.eye(2, dtype="f4")
 ENCODER = SparseEncoder(EYE, np.zeros(2, "f4"), np.zeros(2, "f4"))
-"""Latents are the positive values of a row."""
+"""An encoder whose latents are the positive values of a row."""
 
 
 # ---- autoencoders ---------------------------------------------------------------------------------------------------
 
 
 def test_an_autoencoder_finds_the_latents_that_stay_active() -> None:
-    """Rows without a latent do not count. The rows' variance is 30, and the decoder leaves -1, or -1 and 4."""
+    """Rows without an active latent do not count. The rows' variance is 30. The decoder leaves -1, or -1 and 4."""
     rows = np.array([[1, 2], [5, 0], [-1, -1], [3, 3]], "f8")
     restored = np.array([[1, -2], [4, 5], [1, 1], [3, 3]], "f8")
     whole = Autoencoder("resid_pre", 0, ENCODER, (EYE, np.zeros(2, "f4")))
@@ -54,7 +54,7 @@ def test_rows_without_a_latent_have_no_share() -> None:
 
 
 def test_an_autoencoder_takes_the_same_rows_of_both_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most 2,048, as float32, drawn by the seed 0."""
+    """It reads at most 2,048 rows as float32, which seed 0 draws."""
     assert autoencoder._ROWS == 2048
     monkeypatch.setattr(autoencoder, "_ROWS", 3)
     seen: list[np.ndarray] = []
@@ -137,7 +137,7 @@ def test_a_line_that_is_no_object_is_named(line: str, why: str, tmp_path: Path) 
 
 
 def test_the_first_field_that_names_a_capture_counts(tmp_path: Path) -> None:
-    """Empty fields do not. A label may be a number, a word in any case, or a value of JSON."""
+    """Empty fields are skipped. A label may be a number, a word in upper or lower case, or a JSON value."""
     file = tmp_path / "labels"
     file.write_text("store,request_id,key,label\ns,r,k,TRUE\ns,r,,False\ns,,,1\nx,,,0\n")
     named = {("key", "k"): True, ("request_id", "r"): False, ("store", "s"): True, ("store", "x"): False}
@@ -151,7 +151,7 @@ def test_the_first_field_that_names_a_capture_counts(tmp_path: Path) -> None:
 
 
 def test_a_probe_is_tested_on_rows_of_both_labels() -> None:
-    """A logit of 0 is label 1. Pairs of equal logits count half."""
+    """A logit of 0 predicts label 1. Pairs of equal logits count half."""
     held = [np.array([-2.0, -1, 0, 3]), np.array([-1.0, 0, 5])]
     assert _tested([5, 6], held, 7, 2) == FittedProbe(
         captures=7, rows=11, held_out=2, held_rows=7, accuracy=4 / 7, baseline=3 / 7, auc=(1.5 + 2.5 + 4) / 12
@@ -167,7 +167,7 @@ def test_a_probe_is_tested_on_rows_of_both_labels() -> None:
 
 
 class Held:
-    """A capture of one hook in one array, reduced as the text says, or in full."""
+    """A fake capture of one hook in one array. reduce: the text of its reduction; None: not reduced."""
 
     def __init__(self, reduce: str | None = None, width: int = 8, array: str = "mlp_out") -> None:
         settings = {} if reduce is None else {"reduce": {"kind": reduce.partition("(")[0], "text": reduce}}
@@ -217,7 +217,7 @@ def test_summaries_of_attention_are_not_compared() -> None:
 
 
 class Halved:
-    """A reduction to half of the values, which notes what it is asked. counts: whether it stores whole numbers."""
+    """A fake reduction to half of the values, which records its calls. counts: whether it stores integers."""
 
     def __init__(self, counts: bool = False) -> None:
         self.counts, self.asked, self.both = counts, list[tuple[Any, ...]](), list[Any]()
@@ -254,7 +254,7 @@ IDS = np.array([4, 5, 6])
 
 
 def downstream_of(decoded: np.ndarray) -> Any:
-    """Measures 2 / 3 of rows that were decoded to these."""
+    """A fake of measures that checks that rows were decoded to `decoded`. Its `importance` is 2 / 3."""
 
     def measures(found: np.ndarray, restored: Any) -> dict[str, float]:
         np.testing.assert_array_equal(found, decoded)
@@ -328,11 +328,11 @@ def test_what_is_measured_and_what_fits() -> None:
     assert reduction is not None and _unfit(reduction, 96) == "" and "64" in _unfit(reduction, 32)
 
 
-# ---- what analyses find ---------------------------------------------------------------------------------------------
+# ---- measures of analyses -------------------------------------------------------------------------------------------
 
 
 def test_scores_of_concepts_are_those_of_a_ridge_regression_on_unit_rows() -> None:
-    """In its primal form here. The penalty is a hundredth of the sum of the squared norms."""
+    """The expected values use the primal form. The penalty is a hundredth of the sum of squared norms."""
     rng = np.random.default_rng(0)
     rows, fit, test = rng.normal(size=(40, 5)).astype("f4"), np.arange(0, 40, 2), np.arange(1, 40, 2)
     rows[3] = 0
@@ -351,7 +351,7 @@ def test_the_agreement_of_scores_is_the_least_of_the_labels() -> None:
     assert downstream._agreement(a[:, :1], b[:, :1]) == pytest.approx(1)
     correlation = float(np.corrcoef(a[:, 1], b[:, 1])[0, 1])
     assert 0.5 < correlation < 0.99 and downstream._agreement(a[:, :2], b[:, :2]) == pytest.approx(correlation)
-    assert downstream._agreement(a, b) == 0, "scores that are all equal correlate with nothing"
+    assert downstream._agreement(a, b) == 0, "equal scores must not correlate"
     assert downstream._agreement(a[:, :1], -b[:, :1]) == pytest.approx(-1)
 
 
@@ -378,7 +378,7 @@ def test_the_lens_of_restored_rows_is_compared_on_some_rows(block: int, monkeypa
 
 
 def test_only_what_can_be_measured_is() -> None:
-    """Scores of concepts need no row in full; all else does."""
+    """Scores of concepts do not need full rows. All other measures do."""
     seen: list[Any] = []
 
     def measuring(name: str) -> Any:
@@ -398,7 +398,7 @@ def test_only_what_can_be_measured_is() -> None:
 
 
 def test_probes_that_tell_nothing_apart_have_no_correlation() -> None:
-    """All rows are of one token; with two tokens, an exact reduction has the correlation 1."""
+    """Here, all rows belong to one token. With two tokens, an exact reduction has the correlation 1."""
     rows = np.random.default_rng(0).standard_normal((6, 4)).astype("f4")
     one = ReducedRows(rows, rows, rows, np.zeros(6, "i4"), 0, "float32")
     assert math.isnan(probes(one, lambda probe: probe))
@@ -407,7 +407,7 @@ def test_probes_that_tell_nothing_apart_have_no_correlation() -> None:
 
 
 def test_a_row_that_becomes_zero_has_the_cosine_0() -> None:
-    """Rows that were zero before have none, nor do rows that are not finite."""
+    """Rows that were zero before have no cosine, and neither do rows that are not finite."""
     rows = np.random.default_rng(0).standard_normal((6, 4)).astype("f4")
     rows[4, 0], rows[5] = np.nan, 0
     decoded = rows.copy()
@@ -423,7 +423,7 @@ def test_rows_that_are_all_zero_have_no_measures() -> None:
 
 
 def test_a_probe_without_a_correlation_is_not_hidden_by_others() -> None:
-    """The probe of the second token is zero in the space of decoded rows."""
+    """The probe of the second token is zero for decoded rows."""
     rows = np.array([[1, 0], [2, 0], [3, 0], [0, 1], [0, 4], [5, 5]], "f4")
     decoded = rows[:, :1]
     found = ReducedRows(rows, rows, decoded, np.array([0, 0, 0, 1, 1, 2], "i4"), 0, "float32")

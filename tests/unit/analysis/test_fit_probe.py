@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi fit-probe`: what it fits, what it holds out, and what it refuses."""
+"""`dmi fit-probe`: the fitted probe, the held-out captures, and refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.probekit import scores
 
 STORES, ROWS, WIDTH = 20, 30, 16
 AXIS = 5
-"""The value by which rows of the two labels differ: by 2, with a standard deviation of 1."""
+"""Column that separates the two labels. Their means differ by 2, with a standard deviation of 1."""
 SPECS = (ArraySpec("resid_pre", "float32", (1, 3), WIDTH), ArraySpec("resid_final", "float32", (), WIDTH))
 
 
@@ -30,12 +30,12 @@ def label(number: int) -> int:
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A quarter has label 1. Layer 3 knows the label, layer 1 and resid_final do not."""
+    """Stores. A quarter has label 1. Only layer 3 depends on the label; layer 1 and resid_final do not."""
     folder = tmp_path_factory.mktemp("captures")
     owner, rng = kit.Store(1 << 22), np.random.default_rng(0)
     for number in range(STORES):
         values = {spec.name: rng.standard_normal((spec.n_layers, ROWS, WIDTH)).astype("f4") for spec in SPECS}
-        values["resid_pre"][1, :, AXIS] += 3 + 2 * label(number)  # neither label's rows lie about 0
+        values["resid_pre"][1, :, AXIS] += 3 + 2 * label(number)  # the values of neither label are centred at 0
         flat = {name: array.view("u4") for name, array in values.items()}
         names = {"key": f"key-{number}", "request_id": f"request-{number}"}
         owner.write(folder / f"{number:02}.zarr", SPECS, ROWS, values=flat, attrs={"num_layers": 4}, **names)
@@ -58,7 +58,8 @@ def test_a_probe_finds_what_the_labels_differ_in(
     assert main([*command, "-o", str(out), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["captures"], found["rows"], found["held_out"], found["held_rows"]) == (16, 480, 4, 120)
-    # Two normals of this distance: Phi(1) = 0.84 with equal priors, 0.87 with a quarter; AUC is Phi(sqrt(2)) = 0.92.
+    # Two normal distributions with this distance have the accuracy Phi(1) = 0.84 with equal priors and 0.87 with priors
+    # of 1/4 and 3/4. Their AUC is Phi(sqrt(2)) = 0.92.
     assert 0.8 < found["accuracy"] < 0.95 and found["baseline"] == 0.75 and 0.85 < found["auc"] < 0.98
     file = load(out)
     assert (file.facts.hook, file.facts.layers, file.facts.outputs, file.facts.output) == (
@@ -77,7 +78,7 @@ def test_a_probe_finds_what_the_labels_differ_in(
     probability = scores(out, rows, 3)[:, 0]
     for low, high in ((0.0, 0.2), (0.2, 0.6), (0.6, 1.0)):
         inside = (probability >= low) & (probability < high)
-        assert abs(truth[inside].mean() - probability[inside].mean()) < 0.15, "a score is a probability"
+        assert abs(truth[inside].mean() - probability[inside].mean()) < 0.15, "a score must be a probability"
     assert main([*command, "-o", str(tmp_path / "again.safetensors")]) == 0
     assert f"accuracy {found['accuracy']:.3f}, by the more frequent label 0.750; AUC" in capsys.readouterr().out
     np.testing.assert_array_equal(load(tmp_path / "again.safetensors").of(3)[0][0], file.of(3)[0][0])
@@ -99,7 +100,7 @@ def test_rows_and_stores_that_do_not_count_are_left_out(
     found = fit_probe(stores, labels, "resid_pre", out, layer=3, rows="prompt")
     assert (
         found.captures + found.held_out == STORES - 4 and found.rows == ROWS // 2 * found.captures
-    )  # half are of prompts
+    )  # half of the rows belong to prompts
     assert "1 of 17 labels name no store" in caplog.text and "4 of 20 stores have no label" in caplog.text
 
 
@@ -109,7 +110,7 @@ def test_rows_that_are_not_finite_are_left_out_of_the_fit_and_of_the_test(
     owner, spec = kit.Store(1 << 20), SPECS[1]
     values = np.random.default_rng(1).standard_normal((1, ROWS, WIDTH)).astype("f4")
     values[0, 7, 3], values[0, 9, 0] = np.nan, np.inf
-    bad = [tmp_path / f"{number}.zarr" for number in range(8)]  # so many that some are held out
+    bad = [tmp_path / f"{number}.zarr" for number in range(8)]  # enough stores that some are held out
     for path in bad:
         owner.write(path, [spec], ROWS, values={spec.name: values.view("u4")})
     assert owner.shutdown(kit.PATIENCE)
@@ -159,7 +160,7 @@ def test_labels_are_lines_of_json_too(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["", "byte order mark"])
 def test_lines_of_labels_end_only_at_line_feeds(text: str, mark: str, tmp_path: Path) -> None:
-    """Other separators of lines may be in texts. Spreadsheets begin UTF-8 files with a byte order mark."""
+    """Texts may have other line separators. Spreadsheets write a byte order mark at the start of UTF-8 files."""
     path = tmp_path / "labels"
     path.write_text(mark + text, "utf-8")
     assert read_labels(path) == {("key", "a"): True, ("key", "b"): False}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fits take of their rows, and what comes of a few that are made up: codebooks, normalisation, neurons."""
+"""The rows that fits read, and results on made-up rows: codebooks, normalisation, neurons."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INF = float("inf")
 @pytest.mark.parametrize("size", [1, 3, 7, 20])
 @pytest.mark.parametrize("most", [5, 19, 20, 99])
 def test_a_sample_is_the_rows_with_the_smallest_numbers_that_are_drawn(most: int, size: int) -> None:
-    """In their order, however they come. Each row gets a number, by the seed 0."""
+    """Each row gets a random number from seed 0. The sample keeps the order of rows, in whatever blocks they arrive."""
     rows = RNG.standard_normal((20, 3)).astype("f2")
     found = _sample((rows[first : first + size] for first in range(0, 20, size)), most)
     draw = np.random.default_rng(0)
@@ -53,7 +53,7 @@ def test_each_value_goes_to_its_nearest_centroid() -> None:
 
 
 def test_k_means_begins_with_rows_that_lie_apart() -> None:
-    """Groups of one point each, so that a row of a group that is taken has no chance."""
+    """Each group of points is one point repeated, so a row of a chosen group cannot be drawn again."""
     points = torch.tensor([[0.0, 0], [9, 0], [0, 7]])
     x = points[torch.tensor([0, 0, 0, 0, 0, 0, 1, 2, 0, 0])][None]
     assert sorted(_first(x, 3)[0].tolist()) == sorted(points.tolist())
@@ -82,7 +82,7 @@ def test_sub_vectors_have_centroids_of_their_own() -> None:
 
 
 class Held:
-    """A store of the layers 2 and 4 of q, in runs of rows."""
+    """A fake store of layers 2 and 4 of q, with runs of rows."""
 
     def __init__(self, *runs: list[list[float]]) -> None:
         self.rows = np.array([row for run in runs for row in run], "f4").reshape(-1, 2)
@@ -136,7 +136,7 @@ def test_layers_to_fit_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class View:
-    """Rows of one hook, which notes what is read."""
+    """Fake rows of one hook that record which rows are read."""
 
     def __init__(self, rows: np.ndarray) -> None:
         self.rows, self.shape, self.width, self.hook, self.layers = rows, rows.shape, rows.shape[-1], "q", [0]
@@ -151,7 +151,7 @@ class View:
 
 
 def test_whitening_does_not_blow_up_directions_without_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their standard deviation counts as a thousandth of the largest."""
+    """The minimum standard deviation is a thousandth of the largest one."""
     monkeypatch.setattr(normalization, "_BLOCK", 7)
     spread = np.array([50.0, 2.0, 1e-6])
     rows = (RNG.standard_normal((40, 3)) * spread + 5).astype("f4")
@@ -222,7 +222,7 @@ def test_what_is_given_becomes_a_normalisation_of_each_hook(tmp_path: Path) -> N
 
 
 class Tokens:
-    """A capture whose neuron 1 has some values; row 2 is missing."""
+    """A fake capture with some values of neuron 1. Row 2 is missing."""
 
     def __init__(self, name: str, values: list[float], lost: tuple[int, ...] = ()) -> None:
         self.path, self.values, self.lost = Path(name), np.array(values, "f4"), lost
@@ -239,7 +239,7 @@ class Tokens:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Two captures. What is read of them is not checked."""
+    """Two fake captures, without checks of their hooks."""
 
     def rows(capture: Tokens, hook: str, layer: int | None, rows: slice) -> np.ndarray:
         assert (hook, layer) == ("mlp_post", 3)
@@ -277,7 +277,9 @@ def test_a_token_has_those_around_it_and_their_values(held: list[Any]) -> None:
     assert (left.context, left.before, left.values) == ((11, 12), 1, (-8.0, 8.0))
     many: Any = [Tokens("c.zarr", [*range(9, 0, -1), 30, *range(20)])]
     (middle,) = top_tokens(many, "mlp_post", 1, 3, 1)
-    assert middle.before == 8 and middle.context == tuple(range(11, 28)), "eight on either side"
+    assert middle.before == 8 and middle.context == tuple(range(11, 28)), (
+        "the context must have eight tokens on either side"
+    )
 
 
 # ---- means of sets --------------------------------------------------------------------------------------------------
@@ -285,7 +287,7 @@ def test_a_token_has_those_around_it_and_their_values(held: list[Any]) -> None:
 
 @pytest.fixture
 def phases(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A capture of eight rows at positions 3 to 10, of which row 1 is missing. The prompt ends at position 6."""
+    """A capture of eight rows at positions 3 to 10. Row 1 is missing. The prompt ends at position 6."""
     rows = np.arange(16, dtype="f4").reshape(8, 2)
     capture: Any = SimpleNamespace(positions=np.arange(3, 11), prompt_len=7, phase=(np.arange(3, 11) >= 7).astype("u1"))
     checked: list[Any] = []

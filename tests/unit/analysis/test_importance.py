@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`importance`: mean |x| of neurons over stores that hold them whole, in 8 bits, and as top k with a sample."""
+"""`importance`: mean |x| of neurons over stores of full rows, of 8-bit rows, and of top k with a sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCALES = np.linspace(0.5, 1.5, WIDTH) ** 2
 
 
 def values(seed: int, layer: int) -> np.ndarray:
-    """Float32 [TOKENS, WIDTH]: neurons of growing strength, in layer 1 the other way round."""
+    """Float32 [TOKENS, WIDTH]: neurons of increasing strength, in layer 1 of decreasing strength."""
     drawn = np.random.default_rng([seed, layer]).normal(size=(TOKENS, WIDTH)) * SCALES[:: 1 - 2 * layer]
     return drawn.astype(np.float32)
 
@@ -55,7 +55,7 @@ def test_importance_is_the_mean_magnitude_of_each_neuron(stores: list[Path], lay
     np.testing.assert_allclose(importance(captures, "q", layer), true, rtol=1e-6)
     np.testing.assert_allclose(importance(captures, "z", layer - 2), true, rtol=0.02)
     np.testing.assert_allclose(importance(captures[0], "q", layer), np.abs(rows[:TOKENS]).mean(0), rtol=1e-6)
-    # A neuron that is not kept is sampled in 2 of 64 rows, some 25 times: 3 standard errors are half of its mean.
+    # A neuron that is not kept is sampled in 2 of 64 rows, about 25 times. Three standard errors are half of its mean.
     found = importance(captures, "mlp_post", layer)
     assert np.abs(found / true - 1).max() < 0.6 and abs(found.mean() / true.mean() - 1) < 0.05
     kept = np.abs(rows) >= np.sort(np.abs(rows), axis=1)[:, -8:-7]
@@ -74,7 +74,7 @@ def test_missing_rows_do_not_count(stores: list[Path]) -> None:
 
 
 def test_a_massive_value_does_not_hide_the_means_of_other_neurons() -> None:
-    """Beside a value a thousand times as large, the other kept values are 0 in 8 bits."""
+    """In 8 bits, a value a thousand times as large rounds the other kept values to 0."""
     rng = np.random.default_rng(1)
     rows = (rng.normal(size=(2000, 256)) * np.linspace(0.5, 1.5, 256)).astype(np.float32)
     rows[:, 77] = 1000
@@ -88,7 +88,7 @@ def test_a_massive_value_does_not_hide_the_means_of_other_neurons() -> None:
 
 
 def test_means_from_few_samples_are_not_biased() -> None:
-    """Half of the values are 0, and the spread of few samples grows with their mean."""
+    """Half of the values are 0, and the variance of few samples grows with their mean."""
     rng = np.random.default_rng(2)
     rows = np.maximum(rng.normal(size=(300, 512)) * np.linspace(0.2, 1.2, 512), 0).astype(np.float32)
     reduction = TopK(32, exact=True, sample=8)
@@ -98,7 +98,7 @@ def test_means_from_few_samples_are_not_biased() -> None:
 
 
 def test_the_mean_of_rows_without_a_value_is_drawn_towards_that_of_all_neurons() -> None:
-    """Worked out one neuron at a time: samples of 0, 1, 2 and 5 rows, of 10."""
+    """The expected values are computed neuron by neuron, from samples of 0, 1, 2 and 5 of 10 rows."""
     counts = [0, 1, 2, 5]
     samples = [[], [4.0], [1.0, 3.0], [6.0, 7.0, 9.0, 6.0, 7.0]]
     kept, kept_rows = [20.0, 3.0, 0.0, 8.0], [2, 1, 0, 1]

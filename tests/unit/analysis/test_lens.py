@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logit lens, uncertainty, attribution and patterns, against transformers on the same tiny weights."""
+"""Logit lens, uncertainty, attribution and attention patterns, compared with transformers for the same tiny weights."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ from tests.recorded import check_recorded
 TOKENS, PROMPT = 24, 10
 IDS = np.random.default_rng(0).integers(5, 512, TOKENS)
 FAMILIES = ("qwen3", "llama", "gpt2", "gemma2", "granite", "cohere2", "glm4", "opt", "bloom", "phi")
-"""RMSNorm, LayerNorm, tied and own heads, a head's bias, gains of 1 + weight, scaled and capped logits."""
+"""Families with RMSNorm, LayerNorm, tied and untied heads, a head bias, gains of 1 + weight, scaled and capped
+logits.
+"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A capture, its model in transformers and what transformers gives for the same tokens, in float64."""
+    """A capture, its model in transformers, and the output of transformers for the same tokens, in float64."""
 
     capture: Capture
     oracle: Oracle
@@ -51,7 +53,7 @@ class Case:
     logits: torch.Tensor
 
     def predicted(self, stream: torch.Tensor) -> torch.Tensor:
-        """Log probabilities [tokens, vocabulary] that the end of the model gives for a residual stream."""
+        """The model's log-probabilities [tokens, vocabulary] for a residual stream."""
         base, model = self.oracle._base, self.oracle.model
         norm = base.get_submodule(self.oracle.twin.once[-1].module)
         with torch.no_grad():
@@ -74,7 +76,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     with torch.no_grad():
         out = oracle.model(torch.tensor(IDS)[None], output_hidden_states=True, use_cache=False)
     norm_in.remove()
-    # transformers lists the stream behind each layer, but behind the last one the output of the final norm.
+    # transformers returns the stream after each layer, but after the last layer the output of the final norm.
     streams = [stream[0] for stream in out.hidden_states[:-1]] + [seen[0]]
     return Case(open_capture(store, 0), oracle, Unembedding.load(folder / "model"), streams, out.logits[0].double())
 
@@ -97,7 +99,7 @@ def test_the_lens_is_what_transformers_gives_for_each_stream(case: Case) -> None
 
 
 def test_the_lens_of_a_row_that_is_not_finite_has_no_token(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of a layer's input, and one of the last stream, from which the choice of the model is unknown."""
+    """One row is in a layer's input. Another one is in the last stream, so the model's prediction is unknown there."""
     read = Capture.numpy
     streams = ("resid_pre", "resid_final")
 
@@ -125,11 +127,11 @@ def test_uncertainty_is_that_of_transformers_from_logits_and_from_the_stream(cas
         assert found.rows.tolist() == list(rows)
         np.testing.assert_allclose(found.entropy, entropy[rows], rtol=1e-4)
         np.testing.assert_allclose(found.surprise[:-1], surprise[rows[:-1]], rtol=1e-4)
-        assert np.isnan(found.surprise[-1]), "no token followed"
+        assert np.isnan(found.surprise[-1]), "the last row has no next token"
 
 
 def test_blocks_of_any_size_give_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """24 rows in blocks of 5, 512 tokens of the vocabulary in blocks of 100, so that the last one is short."""
+    """24 rows in blocks of 5 and 512 tokens of the vocabulary in blocks of 100, so the last block is short."""
     calls = (
         lambda: vars(logit_lens(case.capture, case.unembedding, top=2)),
         lambda: vars(uncertainty(case.capture)),
@@ -168,7 +170,7 @@ def test_what_layers_add_is_not_split_where_they_scale_the_stream(case: Case, mo
 
 
 def test_attribution_scales_the_norms_bias_too(case: Case) -> None:
-    """No family of these has both a bias and a scale."""
+    """No family here has both a bias and a scale."""
     scaled = replace(case.unembedding, soft_cap=None, scale=0.25)
     shares, _ = logit_attribution(case.capture, scaled, targets=7)
     logits = scaled.logits(case.capture.numpy("resid_final"))
@@ -182,7 +184,7 @@ def test_attribution_of_a_block_is_its_product_with_the_weights_of_transformers(
     if isinstance(norm, torch.nn.LayerNorm) or case.oracle.config.model_type == "cohere2":
         divisor = (stream.var(-1, unbiased=False, keepdim=True) + case.unembedding.eps).sqrt()
         read = model.lm_head.weight[11] * norm.weight
-        read = read - read.mean()  # the mean of a part is taken away from it, or, which is the same, from what reads it
+        read = read - read.mean()  # subtract the mean from the direction instead of from each part, which is equivalent
     else:
         divisor = (stream.square().mean(-1, keepdim=True) + case.oracle.config.rms_norm_eps).sqrt()
         read = model.lm_head.weight[11] * (norm.weight + case.oracle.config.model_type.startswith("gemma"))
@@ -282,7 +284,7 @@ def test_the_end_of_models_that_transformers_does_not_have_is_found(name: str, t
 def test_configs_of_published_models_give_the_norm_of_vllm(
     config: dict[str, Any], norm: str, gain: float, tmp_path: Path
 ) -> None:
-    """The tiny models of these families are made from others, whose configs name epsilon and type otherwise."""
+    """Tiny models of these families are made from others, whose configs name epsilon and type differently."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(
         {"lm_head.weight": np.eye(3, dtype="f4"), f"{norm}.weight": np.full(3, 0.5, "f4")}, tmp_path / "a.safetensors"
@@ -293,7 +295,7 @@ def test_configs_of_published_models_give_the_norm_of_vllm(
 
 
 def test_a_logit_of_minus_infinity_adds_nothing_to_the_entropy() -> None:
-    """A model masks a token so, or an engine a padded vocabulary."""
+    """Models mask tokens in this way, and engines mask a padded vocabulary."""
     logits = np.random.default_rng(0).standard_normal((4, 9)).astype("f4")
     masked = np.insert(logits, [0, 3, 9], -np.inf, axis=-1)
     with np.errstate(all="raise", under="ignore"):
@@ -306,11 +308,11 @@ def test_a_logit_of_minus_infinity_adds_nothing_to_the_entropy() -> None:
 
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 def test_outcomes_are_those_of_all_logits(soft_cap: float | None) -> None:
-    """Of bfloat16 weights in several blocks, one of which has no likely token, and of rows that are not finite."""
+    """bfloat16 weights in several blocks, one without a likely token, and rows that are not finite."""
     rng, width, block = np.random.default_rng(0), 16, unembedding._BLOCK
     offset = rng.standard_normal(2 * block + 452).astype("f4")
     if soft_cap is None:
-        offset[:block] = -np.inf  # of the first block no token can come
+        offset[:block] = -np.inf  # no token of the first block is possible
     weight = rng.standard_normal((len(offset), width)).astype(ml_dtypes.bfloat16)
     end = Unembedding(weight, np.ones(width, "f4"), np.zeros(width, "f4"), 1e-6, offset=offset, soft_cap=soft_cap)
     rows = rng.standard_normal((6, width)).astype("f4")
@@ -331,7 +333,7 @@ def test_outcomes_are_those_of_all_logits(soft_cap: float | None) -> None:
 
 def test_bfloat16_weights_and_sharded_files_are_read(tmp_path: Path) -> None:
     whole = Unembedding.load(make_model("llama", tmp_path / "whole", "bfloat16"))
-    assert whole.weight.dtype == ml_dtypes.bfloat16, "memory holds no float32 copy"
+    assert whole.weight.dtype == ml_dtypes.bfloat16, "weights must not be copied to float32"
     assert whole.gain.dtype == np.float32
     model = Oracle(tmp_path / "whole", torch.bfloat16).model
     model.save_pretrained(tmp_path / "parts", max_shard_size="100KB")
@@ -390,6 +392,6 @@ def test_queries_of_a_store_that_does_not_say_rotary_are_the_second_choice(tmp_p
 
 @pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 7), (1, 1)])
 def test_distributions_lie_along_the_last_axis(shape: tuple[int, ...]) -> None:
-    """Logits that are too large for exp are no matter."""
+    """Logits may be too large for exp."""
     logits = torch.randn(shape, dtype=torch.float64) * 400
     torch.testing.assert_close(torch.from_numpy(log_softmax(logits.numpy())), logits.log_softmax(-1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lens, attribution and log-probabilities of a made-up capture, each compared with what is worked out here."""
+"""Lens, attribution and log-probabilities of a made-up capture, compared with expected values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LOGITS = normal(len(SAMPLED), VOCABULARY)
 
 
 class Held:
-    """A capture that lacks rows 5 and 6. attrs: root attributes beside the number of layers."""
+    """A fake capture without rows 5 and 6. attrs: root attributes in addition to the number of layers."""
 
     def __init__(self, layers: list[int] = LAYERS, **attrs: Any) -> None:
         self.path, self.token_ids, self.logits_positions = "a.zarr", IDS, SAMPLED
@@ -58,7 +58,7 @@ class Held:
 
 @pytest.fixture(autouse=True)
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The hooks whose form was checked. Nothing is reduced here."""
+    """Records the hooks whose reduction is checked. No hook is reduced here."""
     found: list[tuple[Any, ...]] = []
     for module in (lens, attribution):
         monkeypatch.setattr(module, "check_own_values", lambda _capture, *given, **named: found.append((given, named)))
@@ -85,7 +85,7 @@ def test_a_lens_has_no_values_for_rows_that_are_lost(checks: list[Any]) -> None:
         own_values = getattr(found, name)
         assert own_values.dtype == np.float32
         np.testing.assert_allclose(own_values, values, rtol=1e-4, atol=1e-6, err_msg=name)
-    assert logit_lens(capture, END).ids.shape == (3, TOKENS, 5), "five by default"
+    assert logit_lens(capture, END).ids.shape == (3, TOKENS, 5), "the default is five tokens"
     checks.clear()
     assert logit_lens(Held([]), END, VOCABULARY).layers == ["final"]  # type: ignore[arg-type]
     assert [given for given, _ in checks] == [("resid_final",)]
@@ -95,7 +95,7 @@ def test_a_lens_has_no_values_for_rows_that_are_lost(checks: list[Any]) -> None:
 
 
 def test_a_token_that_the_model_excludes_adds_nothing_to_a_lens() -> None:
-    """Its logit is minus infinity in all layers, because the head's bias is."""
+    """Its logit is minus infinity in all layers, because the bias of the head is."""
     offset = normal(VOCABULARY)
     offset[4] = -np.inf
     found = logit_lens(Held(), replace(END, offset=offset), 2)  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def test_a_token_that_the_model_excludes_adds_nothing_to_a_lens() -> None:
 
 
 def test_a_token_outside_the_vocabulary_has_no_surprise() -> None:
-    """Such as the id that stands for an image."""
+    """For example, the id that stands for an image."""
     capture: Any = Held()
     whole = uncertainty(capture, END).surprise
     capture.token_ids = np.where(np.arange(TOKENS) == 3, VOCABULARY, IDS)
@@ -124,7 +124,7 @@ def test_the_likeliest_tokens_come_in_order_and_none_of_a_row_with_a_nan() -> No
 
 @pytest.mark.parametrize("samples", [1, 2, 128])
 def test_uncertainty_without_a_model_is_that_of_captured_logits(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lost sample has the position -1. The last token has none behind it."""
+    """A lost sample has the position -1. No token follows the last one."""
     monkeypatch.setattr(lens, "_SAMPLES", samples)
     found = uncertainty(Held())  # type: ignore[arg-type]
     own = log_softmax(LOGITS[[0, 1, 3, 4]])
@@ -157,7 +157,7 @@ def test_uncertainty_with_a_model_is_that_of_the_stream(checks: list[Any]) -> No
 
 
 def parts() -> np.ndarray:
-    """What the residual stream is made of, [parts, tokens, width]."""
+    """The parts of the residual stream, [parts, tokens, width]."""
     blocks = [BLOCKS[hook][layer] for layer in range(3) for hook in ("attn_out", "mlp_out")]
     return np.stack([STREAM[0], *blocks]).astype("f8")
 
@@ -195,7 +195,7 @@ def test_shares_of_a_logit_are_of_all_parts(
 
 @pytest.mark.parametrize("rows", [None, slice(2, 11)])
 def test_what_no_block_added_to_images_is_a_part_of_its_own(rows: slice | None) -> None:
-    """In models that add visual features to the stream."""
+    """In models that add visual features to the stream, the row "visual" has them."""
     capture: Any = Held(identities=False, visual_layers=2)
     shares, labels = logit_attribution(capture, END, 3, rows=rows)
     assert labels[-3:] == ["2.mlp", "visual", "bias"]
@@ -219,7 +219,7 @@ def test_layers_with_one_block_have_one_share(mlp_layers: list[int]) -> None:
 
 
 def test_without_targets_the_token_that_came_counts() -> None:
-    """For the last row the likeliest one."""
+    """The target of the last row is the token with the largest logit."""
     last = int(END.logits(FINAL[-1:]).argmax())
     targets = np.array([*IDS[1:], last])
     capture: Any = Held()
@@ -250,7 +250,7 @@ def test_attribution_refuses_what_it_cannot_split() -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 4 * VOCABULARY, 8 * VOCABULARY, 64 << 20])
 def test_top_logprobs_are_read_in_blocks(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of as many rows as fit into the memory, at least one."""
+    """A block has as many rows as fit into memory, at least one."""
     monkeypatch.setattr(logprobs, "_BYTES", nbytes)
     after, read = np.array([0, 8, -1, 9, 4]), list[slice]()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of pictures, exports and differences, each compared with what is worked out here."""
+"""Parts of pictures, exports and differences, compared with expected values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def linear(c: float) -> float:
 
 @pytest.mark.parametrize(("red", "blue"), [(0.0, 0.0), (0.04, 0.04), (0.041, 0.03), (0.3, 0.9), (0.8, 0.05)])
 def test_ink_is_black_on_light_colours_and_white_on_dark_ones(red: float, blue: float) -> None:
-    """By the relative luminance of sRGB, at 0.179. On nothing it is black: the paper is white."""
+    """The threshold is a relative luminance of 0.179 in sRGB. Without a background, the paper is white."""
     for luminance, ink in ((0.17902, "#000000"), (0.17898, "#ffffff")):
         green = 1.055 * ((luminance - 0.2126 * linear(red) - 0.0722 * linear(blue)) / 0.7152) ** (1 / 2.4) - 0.055
         assert green > 0.04045 and ink_on(np.array([red, green, blue, 1.0])) == ink
@@ -41,7 +41,7 @@ def test_ink_is_black_on_light_colours_and_white_on_dark_ones(red: float, blue: 
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """What would have been saved."""
+    """The figures that would be saved."""
     found: list[Figure] = []
     monkeypatch.setattr(canvas, "save", lambda figure, out: (found.append(figure), Path(out))[1])
     return found
@@ -70,7 +70,7 @@ def test_a_difference_says_where_nothing_is_finite(finite: str, figures: list[Fi
         labels = [text.get_text() for text in left.get_legend().get_texts()]
         assert labels == ["first (3 rows)", "second (2 rows)"]
         shares = sum(box.get_height() for box in left.patches)
-        assert shares == pytest.approx(2), "each set sums to 1"
+        assert shares == pytest.approx(2), "each set must sum to 1"
         order = [2, 0, 1]
         heights = [bar.get_height() for bar in right.patches]
         np.testing.assert_allclose(heights, (first - second)[order])
@@ -80,7 +80,7 @@ def test_a_difference_says_where_nothing_is_finite(finite: str, figures: list[Fi
 def test_words_on_the_axis_are_those_of_the_tokenizer_that_is_given(
     figures: list[Figure], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each picture passes it on."""
+    """Each kind of picture must pass the tokenizer on."""
     given: list[Any] = []
     monkeypatch.setattr(plot, "token_labels", lambda capture, tokenizer: (given.append(tokenizer), list("abcd"))[1])
     monkeypatch.setattr(plot, "labeller", lambda model, tokenizer: (given.append(tokenizer), str)[1])
@@ -151,7 +151,7 @@ def test_the_mean_of_lines_is_over_those_that_have_a_value() -> None:
 
 
 def test_the_error_of_each_row_is_its_own() -> None:
-    """Equal rows have none, also if they are not finite; others that are not finite differ without end."""
+    """Equal rows have the error 0, even if not finite. Other rows that are not finite have an infinite error."""
     inf = float("inf")
     a = np.array([[3, 4], [3, 4], [NAN, inf], [NAN, 1], [inf, 1], [0, 0], [1, NAN]], "f4")
     b = np.array([[3, 4], [0, 0], [NAN, inf], [NAN, 2], [-inf, 1], [0, 0], [1, 2]], "f4")
@@ -181,7 +181,7 @@ def test_the_error_of_each_row_is_its_own() -> None:
     ],
 )
 def test_stores_go_into_a_shard_up_to_its_size(most: int, shards: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that is larger has a shard of its own. Rows here have 10 bytes, of which the columns have 8."""
+    """A larger store gets a shard of its own. Rows here have 10 bytes, 8 of which are columns."""
     monkeypatch.setattr(webdataset, "_TOKEN_BYTES", 2)
     captures: Any = type("Captures", (), {"__len__": lambda self: 5})()
     captures.infos = [SimpleNamespace(num_tokens=n) for n in (2, 1, 5, None, 2)]
@@ -222,7 +222,7 @@ def test_layer_ids_are_read_in_as_many_threads_as_the_stores_allow(
     with pytest.raises(ValueError, match=rf"{other} \[0, 1\], not \[2\]; give --layers 0,1"):
         residual_stream.ids_of_all(captures, ids_of, [2])
     assert residual_stream.ids_of_all(captures, ids_of, [1, 0, 1]) == [1, 0]
-    assert residual_stream.ids_of_all(captures, ids_of, [7]) == [7], "another function says what is wrong"
+    assert residual_stream.ids_of_all(captures, ids_of, [7]) == [7], "another function reports the missing layer"
     assert used == ["many" if remote else "few"] * 4
     held["a"], held["b"] = [5], [6]
     with pytest.raises(ValueError, match=r"b has \[6\], not \[5\]; name fewer stores$"):
@@ -238,9 +238,9 @@ def test_an_empty_choice_of_layers_is_named() -> None:
 def test_small_maps_have_short_names_and_a_line_before_what_was_generated(
     figures: list[Figure], tmp_path: Path
 ) -> None:
-    """Four panels have room for 125 letters each. The line is left out where no token of the panel was generated."""
+    """Each of four panels has room for a name of 125 letters. A panel without generated tokens has no line."""
     names = ["a", "b" * 125, "c" * 126, "d"]
-    prompts = [2, 9, 10, 5]  # of positions 5 to 9
+    prompts = [2, 9, 10, 5]  # captures have positions 5 to 9
     captures: Any = [
         SimpleNamespace(
             positions=np.arange(5, 10),

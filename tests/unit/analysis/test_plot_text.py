@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a capture's text: its numbers, colours and words are those of `dmi view`."""
+"""The picture of a capture's text has the numbers, colours and texts of `dmi view`."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ LOST = [4, 9]
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of TEXT, without some rows of the prompt; the later half was generated."""
+    """A store of TEXT. Some rows of the prompt are missing, and the second half is generated."""
     root = tmp_path_factory.mktemp("text")
     oracle = Oracle(make_model("qwen3", root / "model"))
     ids = Tokenizer.from_file(str(root / "model/tokenizer.json")).encode(TEXT, add_special_tokens=False).ids
-    assert len(ids) > 80, "so that the 1st percentile is not the least value"
+    assert len(ids) > 80, "the 1st percentile must not be the minimum"
     loss = Loss.of(Cause.FELL_BEHIND, [LOST])
     return analysiskit.write_store(root / "text.zarr", oracle, ids, len(ids) // 2, losses=[loss])
 
@@ -64,7 +64,7 @@ def test_any_slice_of_rows_has_their_statistics(store: Path, hook: str) -> None:
 
 
 class Drawn:
-    """What the last picture shows. colours: of its pieces. tokens: int [pieces], the number of the token of each."""
+    """The latest picture. colours: of its pieces. tokens: for each piece, the number of its token."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.colours: PatchCollection
@@ -95,7 +95,7 @@ def plot(store: Path, out: Path, hook: str, *options: str) -> None:
 
 
 def words(svg: Path) -> dict[float, list[tuple[float, str]]]:
-    """The texts in the font of tokens: {height on the page: (place in the line, text)}."""
+    """{y: (x, text)} of the texts in the font of tokens."""
     found = defaultdict(list)
     for e in ElementTree.parse(svg).iter():
         if e.tag.endswith("}text") and "DejaVu Sans Mono" in e.get("style", ""):
@@ -111,7 +111,7 @@ STATISTICS = [
     ("logits", 0, [], "entropy", 0),
     ("logits", 0, ["--token", "9"], "log-probability of", 9),
 ]
-"""Hook, layer, options; the statistic that the page is asked for, its index."""
+"""(hook, layer, options, statistic in the page's request, its index)."""
 
 
 @pytest.mark.parametrize(("hook", "layer", "options", "statistic", "index"), STATISTICS)
@@ -174,14 +174,14 @@ def test_the_colours_and_the_rule_for_unprintable_tokens_are_those_of_the_page()
 
 
 def test_letters_are_black_where_white_would_have_less_contrast() -> None:
-    """The contrast of two colours is (lighter + 0.05) / (darker + 0.05) of their relative luminance (WCAG 2)."""
+    """The contrast of two colours is (lighter + 0.05) / (darker + 0.05), with their relative luminance (WCAG 2)."""
     colours = np.concatenate([np.mgrid[:6, :6, :6].reshape(3, -1).T / 5, np.arange(256)[:, None].repeat(3, 1) / 255])
     linear = np.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
     luminance = linear @ [0.2126, 0.7152, 0.0722]
     black = (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05)
     for colour, dark in zip(colours, black, strict=True):
         assert plot_text.ink_on(np.array([*colour, 1.0])) == ("#000000" if dark else "#ffffff"), colour
-        assert plot_text.ink_on(np.array([*colour, 0.0])) == "#000000", "on the page"
+        assert plot_text.ink_on(np.array([*colour, 0.0])) == "#000000", "the page must use the same colour"
 
 
 def test_a_piece_has_the_ends_of_the_scale_and_letters_that_can_be_read(
@@ -194,7 +194,7 @@ def test_a_piece_has_the_ends_of_the_scale_and_letters_that_can_be_read(
     assert colours[int(values.argmin())] == plot_text.ONE_SIGN[0] and values.min() < low
     assert colours[int(values.argmax())] == plot_text.ONE_SIGN[-1] and values.max() > high
     blank = [token for token, colour in zip(drawn.tokens, pieces.get_facecolor(), strict=True) if colour[3] == 0]
-    assert blank == list(range(*LOST)), "no value, no colour"
+    assert blank == list(range(*LOST)), "a token without a value must have no colour"
     inks = [plot_text.ink_on(colour) for colour in pieces.get_facecolor()]
     assert (inks[int(values.argmin())], inks[int(values.argmax())]) == ("#000000", "#ffffff")
     assert inks[LOST[0]] == "#000000"
@@ -236,7 +236,7 @@ def test_generated_tokens_are_underlined_and_missing_ones_hatched(
 
 
 def spoilt(store: Path, folder: Path, rows: slice, value: float) -> Path:
-    """A store of resid_final of the tokens of another, whose `rows` hold `value`."""
+    """A store of resid_final for the tokens of another store. Its `rows` have `value`."""
     with open_capture(store, 0, allow_incomplete=True) as capture:
         values, attrs = capture.numpy("resid_final")[None].copy(), capture.attrs
         ids = capture.token_ids.copy()
@@ -293,7 +293,7 @@ def test_a_range_of_rows_is_drawn_alone(store: Path, tmp_path: Path, drawn: Draw
     text = (tmp_path / "x.svg").read_text()
     assert "text of rows 10 to 15" in text and "underlined" not in text and "hatched" not in text
     plot(store, tmp_path / "x.svg", "resid_final", "--rows", "10:11")
-    assert to_hex(drawn.colours.get_facecolor()[0]) == plot_text.ONE_SIGN[0], "equal values have the lowest colour"
+    assert to_hex(drawn.colours.get_facecolor()[0]) == plot_text.ONE_SIGN[0], "equal values must have the lowest colour"
 
 
 def test_too_long_a_text_is_refused_with_the_fix(

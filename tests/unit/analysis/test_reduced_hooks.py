@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of projections and summaries are not taken for the hook itself, even where they are as wide."""
+"""Rows of projections and summaries are not mistaken for those of the hook, even if they have the same width."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_projection_as_wide_as_the_stream_gives_no_lens_no_attribution_and_no_
     rest = [spec(hook, None) for hook in ("attn_out", "mlp_out")]
     final = spec("resid_final", f"rp({WIDTH})", ())
     one = make(spec("resid_pre", f"rp({WIDTH})"), final, *rest)
-    assert one.numpy("resid_pre", 0).shape == (TOKENS, WIDTH), "as wide as the hook itself"
+    assert one.numpy("resid_pre", 0).shape == (TOKENS, WIDTH), "the projection must be as wide as the hook"
     refuses(lambda: logit_lens(one, unembedding), "resid_pre", "rp")
     refuses(lambda: uncertainty(one, unembedding), "resid_final", "rp")
     refuses(lambda: logit_attribution(one, unembedding), "resid_pre", "rp")
@@ -90,7 +90,7 @@ def test_a_projection_as_wide_as_the_stream_gives_no_lens_no_attribution_and_no_
     assert next(iter(TokenDataset(captures_of([one.path]), "resid_pre@0", 4))).shape == (4, WIDTH)
     draft = make(spec("resid_pre", None), spec("final_ln", f"rp({WIDTH})", ()))
     refuses(lambda: specforge.features(draft, None, "all", FiniteCheck()), "final_ln", "rp")
-    assert residual_norms(one)[0].shape == (LAYERS + 1, TOKENS), "projections keep lengths, about"
+    assert residual_norms(one)[0].shape == (LAYERS + 1, TOKENS), "projections keep norms approximately"
     topk = make(spec("resid_pre", None), spec("resid_final", None, ()), rest[0], spec("mlp_out", "topk(4)"))
     refuses(lambda: logit_attribution(topk, unembedding), "mlp_out", "topk")
     assert logit_lens(topk, unembedding).ids.shape == (LAYERS + 1, TOKENS, 5)
@@ -105,7 +105,7 @@ def test_projected_queries_give_no_attention_and_a_summary_is_taken_instead(make
     summary = spec("pattern", "attn(3)", width=HEADS)
     assert pattern_hooks(make(spec("q_rot", "rp(4)"), keys, summary)) == ("pattern",)
     assert pattern_hooks(make(spec("q_rot", "int8"), keys, summary)) == ("q_rot", "k_rot")
-    assert pattern_hooks(make(spec("q_rot", None), keys, summary, start=3)) == ("pattern",), "earlier keys are lacking"
+    assert pattern_hooks(make(spec("q_rot", None), keys, summary, start=3)) == ("pattern",), "earlier keys are missing"
     one = make(spec("q_rot", None, (0,)), spec("k_rot", None, (0,)), spec("pattern", "attn(3)", (1,), HEADS))
     assert [pattern_hooks(one, layer) for layer in (0, 1, -1)] == [("q_rot", "k_rot"), ("pattern",), ("pattern",)]
 
@@ -141,7 +141,7 @@ def test_norms_and_directions_of_summaries_components_and_integers_are_refused(m
 
 
 def test_rows_of_different_projections_are_not_compared_or_merged(make: Callable[..., Capture], tmp_path: Path) -> None:
-    """int8 keeps the values of the hook."""
+    """int8 keeps the values of the hook, so it may be compared."""
     one, other = (make(spec("resid_pre", f"rp({WIDTH},seed={seed})")) for seed in (1, 2))
     full, int8 = make(spec("resid_pre", None)), make(spec("resid_pre", "int8"))
     for first, second in ((one, other), (full, one)):

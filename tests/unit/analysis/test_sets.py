@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drift, top tokens and mean differences, against plain numpy over the values that were written."""
+"""Drift, top tokens and mean differences, compared with numpy on the values that were written."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests import storekit as kit
 TOKENS, WIDTH, STORES = 40, 16, 4
 NEURONS, STREAM = ArraySpec("mlp_post", "float32", (0, 1), WIDTH), ArraySpec("resid_final", "float32", (), WIDTH)
 LOST = (8, 12)
-"""Rows that the last store lacks."""
+"""Rows that are missing in the last store."""
 
 
 def values(store: int) -> dict[str, np.ndarray]:
-    """What a store holds: in the first two, neuron 3 is larger."""
+    """The values of a store. In the first two stores, neuron 3 is larger."""
     rng = np.random.default_rng(store)
     shift = 2.0 * (store < 2) * (np.arange(WIDTH) == 3)
     neurons = rng.normal(size=(2, TOKENS, WIDTH)) + shift
@@ -35,14 +35,14 @@ def values(store: int) -> dict[str, np.ndarray]:
 
 
 def there(store: int) -> np.ndarray:
-    """Rows that a store has."""
+    """The rows of a store that are not missing."""
     rows = np.arange(TOKENS)
     return rows if store < STORES - 1 else rows[(rows < LOST[0]) | (rows >= LOST[1])]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four stores "0" to "3" of random values; half of each is a prompt, and the last lacks rows."""
+    """Four stores "0" to "3" with random values. Half of each is a prompt, and rows are missing in the last one."""
     root, owner = tmp_path_factory.mktemp("sets"), kit.Store()
     for i in range(STORES):
         losses = [Loss.of(Cause.FELL_BEHIND, [LOST])] if i == STORES - 1 else []
@@ -71,7 +71,7 @@ def test_drift_is_the_angle_from_the_prompt_or_the_row_before(folder: Path) -> N
 
 @pytest.fixture(params=[4096, 7])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that are read at a time."""
+    """Number of rows that are read at a time."""
     for module in (directions, neurons):
         monkeypatch.setattr(module, "BLOCK", request.param)
 
@@ -137,9 +137,10 @@ def test_mean_difference_is_that_of_plain_means_and_finds_the_planted_neuron(fol
 
 
 def write_summaries(path: Path, *others: ArraySpec, **attrs: object) -> np.ndarray:
-    """A store of made-up summaries of two heads, 3 keys each. Returns their weights [heads, queries, keys].
+    """Write a store with made-up attention summaries of two heads with 3 keys each. Returns weights [heads, queries,
+    keys].
 
-    others: further hooks of the store. attrs: attributes of it.
+    others: other hooks of the store. attrs: its attributes.
     """
     heads, keep, reduction = 2, 3, parse("attn(3)")
     assert reduction is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frequent Directions: its bounds, against singular values of numpy; sketches of captures, and `dmi sketch`."""
+"""Frequent Directions: error bounds compared with numpy's singular values, sketches of captures, and `dmi sketch`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ FINAL = ArraySpec("resid_final", "bfloat16", (), 16)
 IDS = ArraySpec("topk_ids", "int32", (1,), 4)
 LOGITS = ArraySpec("logits", "float32", (), 33)
 ROUNDING = 1e-6
-"""Of float32, relative to |A|²."""
+"""Relative tolerance for float32 rounding, in units of |A|²."""
 
 
 # ---- the bounds -----------------------------------------------------------------------------------------------------
 
 
 def made(kind: str, count: int, width: int, seed: int = 0) -> np.ndarray:
-    """Rows of one kind, float32 [count, width]."""
+    """Rows of one of KINDS, float32 [count, width]."""
     rng = np.random.default_rng(seed)
     rows = rng.standard_normal((count, width))
     if kind == "low rank":
@@ -50,7 +50,7 @@ def made(kind: str, count: int, width: int, seed: int = 0) -> np.ndarray:
         rows = np.zeros_like(rows)
     elif kind == "one huge row":
         rows[count // 2 : count // 2 + 1] *= 1e15
-    elif kind == "axes":  # each direction is as large as each other: the most that a sketch can lose
+    elif kind == "axes":  # all directions are equally large, so the sketch loses the most
         rows = np.eye(width)[np.arange(count) % width]
     return rows.astype(np.float32)
 
@@ -59,7 +59,7 @@ KINDS = ("random", "low rank", "decaying", "identical", "zeros", "one huge row",
 
 
 def check_bounds(found: FrequentDirections, rows: np.ndarray) -> None:
-    """What the class says of its rows and its error."""
+    """Check the bounds that the class states for its rows and its error."""
     k, a, b = found.k, rows.astype(np.float64), found.rows.astype(np.float64)
     assert found.rows.dtype == np.float32 and len(b) <= k and b.shape[1] == a.shape[1] and np.isfinite(b).all()
     squares = np.linalg.svd(a, compute_uv=False) ** 2
@@ -121,7 +121,7 @@ def test_rows_of_rank_k_are_kept() -> None:
     assert found.error <= 1e-12 * found.squared
     few = FrequentDirections(4, 40)
     few.update(rows)
-    assert few.error > 0.05 * few.squared, "one row fewer does not keep them"
+    assert few.error > 0.05 * few.squared, "a sketch with one row fewer must lose some"
 
 
 def test_the_first_directions_are_those_of_an_svd() -> None:
@@ -171,7 +171,7 @@ def store() -> Iterator[kit.Store]:
 
 @pytest.fixture(scope="module")
 def captures(store: kit.Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """a.zarr and b.zarr of 300 and 200 tokens of a model of 3 layers."""
+    """a.zarr and b.zarr with 300 and 200 tokens, from a model with 3 layers."""
     folder = tmp_path_factory.mktemp("captures")
     for name, length in (("a", 300), ("b", 200)):
         arrays = [Q, RESID, FINAL, IDS, LOGITS]
@@ -181,7 +181,7 @@ def captures(store: kit.Store, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def same(one: Sketch, other: Sketch) -> bool:
-    """Whether two sketches have equal numbers and lengths of rows. (A file has rows in float32, up to their sign.)"""
+    """Whether two sketches have equal counts and norms of rows. Rows in a file are float32, with any sign."""
     parts = [
         {
             (hook, layer): (own.error, own.squared, own.count, own.not_finite, own.rows.shape)
@@ -228,7 +228,7 @@ SELECTED = {
 
 @pytest.mark.parametrize("spec", SELECTED)
 def test_hooks_are_named_as_in_the_servers_option(captures: Path, spec: str) -> None:
-    """Presets and wildcards skip what cannot be sketched: whole numbers and logits."""
+    """Presets and wildcards skip hooks without a sketch: integers and logits."""
     with open_capture(captures / "a.zarr") as cap:
         found = sketch(cap, spec, 2)
     named = {(hook, layer) for hook, layers in found.hooks.items() for layer in layers}
@@ -275,7 +275,7 @@ def test_reduced_rows_are_decoded(store: kit.Store, tmp_path: Path, reduction: s
 
 
 def test_a_capture_is_sketched_while_it_is_written(store: kit.Store, tmp_path: Path) -> None:
-    """Lost rows are left out, and a row that is not finite."""
+    """Lost rows are left out, and so is a row that is not finite."""
     values = {"q": kit.random_bits(Q, 384)}
     values["q"].view("f4")[1, 5, 3] = np.inf
     path = tmp_path / "a.zarr"
@@ -283,7 +283,7 @@ def test_a_capture_is_sketched_while_it_is_written(store: kit.Store, tmp_path: P
     with open_capture(path, kit.PATIENCE, follow=True) as live:
         store.put(record, values, 0, 128)
         seen = iter(live.follow("q@0"))
-        assert next(seen)[0] == 0, "rows are there, and the capture has not ended"
+        assert next(seen)[0] == 0, "rows must be there before the capture ends"
         store.put(record, values, 256, 128)
         store.close(record, 384, losses=[Loss.of(Cause.FELL_BEHIND, [[128, 256]])])
         found = sketch(live, "q", 4)

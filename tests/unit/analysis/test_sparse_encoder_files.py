@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders as Gemma Scope and Llama Scope publish them."""
+"""Encoders in the file formats of Gemma Scope and Llama Scope."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_gemma_scope_is_jumprelu_without_a_shift(tmp_path: Path) -> None:
 
 
 class Runs:
-    """An object whose unpickling would run code."""
+    """An object whose unpickling runs code."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pytest.fail, ("code of the file ran",)

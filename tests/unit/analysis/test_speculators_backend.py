@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend of speculators, with made-up classes in place of speculators' own (tests/types has the real ones)."""
+"""The backend for speculators, with fakes of speculators' classes. tests/types uses the real ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPECS = [ArraySpec("resid_pre", "float32", (0, 1), 8), ArraySpec("resid_final", 
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module. `registered` of it: name -> class."""
+    """The module of the backend. Its `registered` is {name: class}."""
     known: dict[str, type] = {}
 
     class Backend:
@@ -53,7 +53,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Keys 7, 3 and 5, in the order in which they began. Row 2 of key 5 is not finite."""
+    """Stores with keys 7, 3 and 5, in order of their beginning. Row 2 of key 5 is not finite."""
     root, owner = tmp_path_factory.mktemp("stores"), kit.Store(1 << 20)
     for key in ("7", "3", "5"):
         values = {"resid_pre": np.full((2, ROWS, 8), int(key), "f4"), "resid_final": np.ones((1, ROWS, 8), "f4")}
@@ -88,7 +88,7 @@ def test_messages_about_numbers_name_the_option_of_the_backend(
 
 
 def test_samples_are_found_by_their_number(backend: Any, stores: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """By key or by order. Layers come in the order of training, the last hidden state last."""
+    """Numbers are keys or positions. Layers are in the order of training, with the last hidden state at the end."""
     by_key = backend.StoreTransfer(str(stores), number_by="key")
     found = by_key.get_cached(3)
     with open_capture(stores / "3.zarr") as capture:
@@ -101,7 +101,7 @@ def test_samples_are_found_by_their_number(backend: Any, stores: Path, caplog: p
     chosen = backend.StoreTransfer(str(stores), layers=[1, 0])
     assert chosen.get_cached(1)["hidden_states"].shape == (ROWS, 3, 8)
     assert chosen.get_cached(0)["hidden_states"][0, :2, 0].tolist() == [7, 7]
-    assert chosen.get_cached(0)["hidden_states"][2, :2, 4].tolist() == [0, 7], "layer 1 first"
+    assert chosen.get_cached(0)["hidden_states"][2, :2, 4].tolist() == [0, 7], "layer 1 must come first"
     assert caplog.text == ""
 
 

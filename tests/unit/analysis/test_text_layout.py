@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of tokens: where they break, and which columns each token covers."""
+"""The layout of tokens: line breaks, and the columns of each token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dmi_connector.analysis.pictures.text_layout import Piece, lay_out, lay_out_
 
 
 def lines(pieces: list[Piece]) -> list[str]:
-    """What stands on each line, each word at its column."""
+    """The text of each line, each word at its column."""
     found = [[" "] * 80 for _ in range(pieces[-1].line + 1)]
     for piece in pieces:
         for column, word in piece.words:
@@ -34,9 +34,9 @@ def test_words_wrap_as_in_textwrap_however_they_are_cut_into_tokens() -> None:
     assert lines(pieces) == textwrap.wrap(text, 40)
     assert sorted({piece.token for piece in pieces}) == list(range(len(tokens)))
     for piece in pieces:
-        assert 0 <= piece.start < piece.stop <= 41, "a space may hang behind the last column"
+        assert 0 <= piece.start < piece.stop <= 41, "a space may exceed the last column"
     covered = sum(piece.stop - piece.start for piece in pieces)
-    assert covered == len(text), "each character is in one token's colour"
+    assert covered == len(text), "each character must have the colour of one token"
 
 
 def test_a_line_feed_is_shown_and_obeyed() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All engine tests are measured against the oracle, so it is measured against the model's algebra here."""
+"""Engine tests compare with the oracle, so these tests compare the oracle with the equations of the models."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def check_layer(layer: torch.nn.Module, row: dict[str, torch.Tensor]) -> None:
         norm = getattr(attn, f"{name}_norm", None)
         close(row[name], (want if norm is None else norm(want)).flatten(1))
         rotated, plain = row[f"{name}_rot"], row[name]
-        close(rotated[0], plain[0])  # position 0 is not rotated
+        close(rotated[0], plain[0])  # rotary does not change position 0
         close(rotated.unflatten(-1, (-1, d)).norm(dim=-1), plain.unflatten(-1, (-1, d)).norm(dim=-1))
         assert not np.allclose(rotated[1:], plain[1:], atol=1e-2)
     close(row["v"], attn.v_proj(row["ln1"]))
@@ -150,7 +150,7 @@ def check_layer_gpt2(layer: torch.nn.Module, row: dict[str, torch.Tensor]) -> No
 
 @pytest.mark.parametrize("arch", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
 def test_latent_attention_follows_from_the_latent_and_the_rotary_key(arch: str, tmp_path: Path) -> None:
-    """As docs/HOOKS.md says, with the weights of kv_b_proj."""
+    """The latent, the rotary key and the weights of kv_b_proj give attention, as docs/HOOKS.md says."""
     oracle = Oracle(make_model(arch, tmp_path, kv_lora_rank=24, qk_rope_head_dim=16))
     got, cfg = {name: torch.from_numpy(value) for name, value in oracle.run(IDS).items()}, oracle.config
     nope, values = cfg.qk_nope_head_dim, cfg.v_head_dim
@@ -161,14 +161,15 @@ def test_latent_attention_follows_from_the_latent_and_the_rotary_key(arch: str, 
         made = torch.einsum("tc,hdc->htd", got["kv_c"][i], weight)
         shared = got["k_pe"][i].expand(len(made), -1, -1)
         keys = torch.cat([made[..., :nope], shared], -1).transpose(0, 1).flatten(1)
-        # `check_attention` divides by the root of the head size; yarn scales more.
+        # `check_attention` divides by the square root of the head size. yarn scales further.
         queries = got["q_rot"][i] * (attn.scaling * (nope + 16) ** 0.5)
         check_attention(queries, keys, made[..., nope:].transpose(0, 1).flatten(1), got["z"][i], nope + 16)
         close(got["attn_out"][i], attn.o_proj(got["z"][i]).detach())
         plain, rotated = (got[name][i].unflatten(-1, (-1, nope + 16)) for name in ("q", "q_rot"))
         close(plain[..., :nope], rotated[..., :nope])
         plain, rotated = plain[..., nope:], rotated[..., nope:]
-        close(rotated[0], plain[0] * rotated[0].norm() / plain[0].norm())  # yarn may scale, and rotates position 0 by 0
+        # yarn may scale, but does not rotate position 0
+        close(rotated[0], plain[0] * rotated[0].norm() / plain[0].norm())
         assert not np.allclose(plain[1:], rotated[1:], atol=1e-2)
 
 
@@ -176,7 +177,7 @@ def test_latent_attention_follows_from_the_latent_and_the_rotary_key(arch: str, 
 def test_a_v3_that_vllm_renames_keeps_its_latent_attention(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM does so to transformers' class, for the whole process, when it reads a config of V3.2 or Kimi K2."""
+    """vLLM changes the type of transformers' class for the whole process when it reads a config of V3.2 or Kimi K2."""
     monkeypatch.setattr(DeepseekV3Config, "model_type", name)
     monkeypatch.setitem(CONFIG_MAPPING._extra_content, name, DeepseekV3Config)  # as AutoConfig.register does
     model = make_model("deepseek_v3", tmp_path)
@@ -185,7 +186,7 @@ def test_a_v3_that_vllm_renames_keeps_its_latent_attention(
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
 def test_an_indexer_chooses_some_earlier_tokens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a V3.2 for which vLLM has registered the class of V3, which has no indexer."""
+    """This also holds for a V3.2 for which vLLM has registered the class of V3, which has no indexer."""
     model = make_model(name, tmp_path, index_topk=5)
     monkeypatch.setattr(DeepseekV3Config, "model_type", "deepseek_v32")
     monkeypatch.setitem(CONFIG_MAPPING._extra_content, "deepseek_v32", DeepseekV3Config)
@@ -194,14 +195,14 @@ def test_an_indexer_chooses_some_earlier_tokens(name: str, tmp_path: Path, monke
     for rows in got["indexer_topk"]:
         for token, row in enumerate(rows.tolist()):
             chosen = [position for position in row if position >= 0]
-            assert row == [*sorted({*chosen}, reverse=True), *[-1] * (4 - token)], "-1 where there are fewer tokens"
+            assert row == [*sorted({*chosen}, reverse=True), *[-1] * (4 - token)], "missing tokens must be -1"
             assert max(chosen) <= token
-    assert len({str(row) for row in got["indexer_topk"][:, -1].tolist()}) > 1, "all layers choose the same"
+    assert len({str(row) for row in got["indexer_topk"][:, -1].tolist()}) > 1, "layers must choose different tokens"
     close(got["q_rot"][0, 0], Oracle(model).run(IDS[:1])["q_rot"][0, 0])
 
 
 def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, d: int) -> None:
-    """z is causal attention over q, k, v, and far from uniform, or a wrong mask could go unseen."""
+    """Check that z is causal attention over q, k, v. Uniform weights could hide a wrong mask, so they fail."""
     q, k = (x.unflatten(-1, (-1, d)).transpose(0, 1) for x in (q, k))
     v = v.unflatten(-1, (k.shape[0], -1)).transpose(0, 1)
     k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], dim=0) for x in (k, v))
@@ -288,7 +289,7 @@ def test_a_saved_tokenizer_decodes_what_it_encodes(arch: str, tmp_path: Path) ->
     for text in ("Hello, world!", "  naïve café 42\n\ttabs", "日本語 🙂"):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text and max(ids) < VOCAB
-    assert len(tokenizer.encode("the model reads a prompt")) <= 8  # merges are in use: it has 24 bytes
+    assert len(tokenizer.encode("the model reads a prompt")) <= 8  # the text has 24 bytes, so merges are used
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
     )
@@ -301,7 +302,7 @@ def test_a_saved_tokenizer_decodes_what_it_encodes(arch: str, tmp_path: Path) ->
 
 
 def store_of(path: Path, arrays: dict[str, np.ndarray], oracle: Oracle, *more: ArraySpec, **options: Any) -> Capture:
-    """A store of IDS with these float32 values, [layers, tokens, width], in layers 0, 1, ... more: reduced arrays."""
+    """A store of IDS with float32 values [layers, tokens, width] of layers 0, 1, ... more: reduced arrays."""
     owner = kit.Store(1 << 22)
     reduced = {spec.name: spec for spec in more}
     specs = [reduced.get(n) or ArraySpec(n, "float32", tuple(range(len(v))), v.shape[-1]) for n, v in arrays.items()]
@@ -313,7 +314,7 @@ def store_of(path: Path, arrays: dict[str, np.ndarray], oracle: Oracle, *more: A
 
 
 def test_missing_rows_are_not_compared(oracles: dict[str, Oracle], tmp_path: Path) -> None:
-    """They read as zeros. A wrong row that is there is found."""
+    """They are read as zeros. A wrong row that is not missing is found."""
     oracle, values = oracles["qwen3"], {name: oracles["qwen3"].run(IDS)[name].copy() for name in ("q", "resid_pre")}
     for value in values.values():
         value[:, 4:9] = 0
@@ -373,7 +374,7 @@ def test_a_hook_that_the_oracle_lacks_is_named(oracles: dict[str, Oracle], tmp_p
 
 
 def test_nan_is_the_largest_difference(oracles: dict[str, Oracle], tmp_path: Path) -> None:
-    """Whichever store has it: the demo must not say that all hooks agree."""
+    """NaN counts in either store, so that `dmi demo` cannot report that all hooks agree."""
     assert largest([{"q": 1e-7, "k": 2.0}, {"q": 3e-7, "k": 1.0}]) == {"q": 3e-7, "k": 2.0}
     assert np.isnan(largest([{"q": 1e-7}, {"q": np.nan}, {"q": 2e-7}])["q"])
     oracle, values = oracles["qwen3"], oracles["qwen3"].run(IDS)["q"]
@@ -387,7 +388,7 @@ def test_nan_is_the_largest_difference(oracles: dict[str, Oracle], tmp_path: Pat
 
 
 def test_images_go_into_the_model_in_its_dtype_with_the_places_of_their_tokens() -> None:
-    """Models of Qwen's kind, which have a grid, are told which tokens are images."""
+    """Models like Qwen's, which have a grid, also get the positions of image tokens."""
     model = SimpleNamespace(dtype=torch.bfloat16, config=SimpleNamespace(image_token_id=9))
     ids, pixels, grid = torch.tensor([[1, 9, 9, 2]]), torch.ones(2, 3), torch.tensor([[1, 2, 3]])
     oracle: Any = SimpleNamespace(model=model)
@@ -399,7 +400,7 @@ def test_images_go_into_the_model_in_its_dtype_with_the_places_of_their_tokens()
 
 
 def test_layers_that_are_stored_are_compared_with_those_of_the_same_numbers() -> None:
-    """A hook without layers is compared whole, also in a model of one layer."""
+    """A hook without layers is compared as a whole, also in a model with one layer."""
     values = np.arange(24, dtype="f4").reshape(4, 3, 2)
     expected = {"q": values, "resid_final": values[:1], "few": values[:2]}
     layers = {"q": [0, 1, 2, 3], "few": [2, 3]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a run without an engine: what recovery keeps and counts, what is shown, and what the engine process says."""
+"""Parts of a bulk run without an engine: recovery, counts, progress, and messages of the engine process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Folder:
-    """The directory of a run. `bad`: names of stores that are not sound. `uploads`: URLs by position."""
+    """The directory of a run. bad: names of invalid stores. uploads: {position: URL}."""
 
     def __init__(self, out: Path, patch: pytest.MonkeyPatch) -> None:
         self.out, self.bad, self.uploads = out, set[str](), dict[int, str]()
@@ -79,8 +79,8 @@ def test_recovery_counts_each_store_that_it_removes(folder: Folder) -> None:
     folder.add(2, "a", bad=True)  # damaged
     folder.add(3, "a", ending=".partial")
     folder.add(1, "z", ending=".partial")
-    folder.add(4, "a", bad=True)  # twice, of which one is sound
-    folder.add(7, "b")  # twice, and the manifest names the other
+    folder.add(4, "a", bad=True)  # two stores, one valid
+    folder.add(7, "b")  # two stores, and the manifest names the other one
     folder.uploads = {
         0: "s3://bucket/0",
         2: "s3://bucket/2",
@@ -96,7 +96,7 @@ def test_recovery_counts_each_store_that_it_removes(folder: Folder) -> None:
 
 @pytest.mark.parametrize("redo", [False, True])
 def test_prompts_whose_stores_are_gone_are_counted_or_done_again(redo: bool, folder: Folder) -> None:
-    """An upload is not gone, even where it is not whole."""
+    """An upload is never gone, even if it is incomplete."""
     manifest = Manifest(folder.out / "manifest.jsonl")
     for position in (0, 1, 2, 3):
         manifest.add({"key": store_key(RUN, position), "store": folder.name(position, "a")})
@@ -123,7 +123,7 @@ def test_of_prompts_of_a_dead_engine_one_whole_store_is_kept(folder: Folder) -> 
     found = settle_left(folder.out, RUN, [1, 2, 3, 4])
     one = next(place for place in found.values() if isinstance(place, Path))
     assert found == {1: one, 2: place_of("s3://bucket/2")} and one.name in names
-    assert folder.there() == sorted([one.name, *(path.name for path in kept[1:])]), "others are left alone"
+    assert folder.there() == sorted([one.name, *(path.name for path in kept[1:])]), "other stores must not be changed"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_the_position_in_a_key(key: str, position: int | None) -> None:
 
 
 class Shown(Progress):
-    """Takes what is shown. `flushed`: how often the output was flushed."""
+    """A fake output that records what is shown. flushed: number of flushes."""
 
     def __init__(self) -> None:
         super().__init__(True, io.StringIO())
@@ -177,7 +177,7 @@ def test_counts_of_prompts_in_flight_are_those_without_and_with_an_answer(store:
     assert shown.counts.pop()[1] is True
     run.outcome.stopped = "engines"
     run._show()
-    assert shown.counts == [], "no engine was ready"
+    assert shown.counts == [], "no engine is ready"
 
 
 def test_what_is_shown_is_written_at_once() -> None:
@@ -250,7 +250,7 @@ def test_there_is_no_room_without_a_worker() -> None:
 
 
 class System:
-    """Stands for `os` in the engine process."""
+    """A fake `os` for the engine process."""
 
     O_WRONLY, O_CREAT, O_APPEND, O_CLOEXEC, O_NOFOLLOW, devnull = 1, 2, 4, 8, 16, "/dev/null"
 
@@ -265,7 +265,7 @@ class System:
 def test_an_engine_process_answers_on_its_output_and_logs_all_else(
     said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Why it failed is told in at most 2,000 characters, on one line."""
+    """A failure is reported on one line of at most 2,000 characters."""
     system, calls, sent = System(), list[tuple[Any, ...]](), list[tuple[int, Any]]()
     inbox = SimpleNamespace(take=lambda most, wait: calls.append(("take", most, wait)) or [{"start": {"model": "m"}}])
 
@@ -305,7 +305,7 @@ def test_an_engine_process_answers_on_its_output_and_logs_all_else(
 
 
 class Lines:
-    """A source of numbered rows, whose number may not be known."""
+    """A source of numbered rows, whose count may be unknown."""
 
     def __init__(self, rows: int, known: bool, fraction: float | None = None) -> None:
         self.rows, self.known, self.part = rows, known, fraction
@@ -353,7 +353,7 @@ def test_shuffled_rows_have_numbers_of_the_input(limit: int | None, count: int) 
 
 
 def test_the_number_of_rows_is_estimated_from_what_was_read() -> None:
-    """Once there are a hundred. It is never above the limit."""
+    """The estimate starts after a hundred rows, and never exceeds the limit."""
     source: Any = Lines(500, False, 0.25)
     for limit, wanted in ((None, 400), (1000, 400), (450, 225), (801, 400)):
         rows = Order(None, limit, 0, 2).rows(source, Path("x"))
@@ -370,12 +370,12 @@ def test_the_number_of_rows_is_estimated_from_what_was_read() -> None:
 
 
 def test_a_budget_keeps_bytes_of_the_file_system_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each prompt in flight counts as the largest store, with 4,096 bytes of its document."""
+    """Each prompt in flight counts as much as the largest store, plus 4,096 bytes for its document."""
     free = [100]
     stat = lambda out: SimpleNamespace(f_bavail=free[0], f_frsize=1000) if out == tmp_path else None  # noqa: E731
     monkeypatch.setattr(budget_module.os, "statvfs", stat)
     budget = Budget(tmp_path, min_free_bytes=50_000)
-    assert budget.allows(0) and not budget.allows(1), "one until a store is there"
+    assert budget.allows(0) and not budget.allows(1), "only one prompt until the first store"
     budget.stored(5904)
     budget.stored(904)
     assert [budget.allows(n) for n in (0, 3, 4, 5)] == [True, True, True, False]
@@ -389,7 +389,7 @@ def test_a_budget_keeps_bytes_of_the_file_system_free(tmp_path: Path, monkeypatc
 def test_a_directory_is_measured_again_after_a_while(
     seconds: float, wait: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten times as long as it took, at least a second."""
+    """The interval is ten times the duration of a measurement, and at least a second."""
     now, sizes = [0.0], iter([10, 20, 5])
 
     def measure(path: str, sizes_: Any = None, **_: Any) -> Any:
@@ -404,7 +404,7 @@ def test_a_directory_is_measured_again_after_a_while(
     now[0] = end - 0.01
     assert not budget.allows(0)
     now[0] = end
-    assert not budget.allows(0), "measured: 20 bytes"
+    assert not budget.allows(0), "the measurement gave 20 bytes"
     now[0] += wait
     assert budget.allows(0) and next(sizes, None) is None
 
@@ -413,7 +413,7 @@ def test_a_directory_is_measured_again_after_a_while(
 
 
 class Told(Progress):
-    """Takes what is told."""
+    """A fake progress that records events."""
 
     def __init__(self) -> None:
         super().__init__(True, io.StringIO())
@@ -470,7 +470,7 @@ def test_many_failures_in_a_row_stop_a_run(store: Path, folder: Folder) -> None:
     ]
     counts = run.outcome.counts
     assert run.outcome.stopped == "captures" and (counts.done, counts.tokens, counts.bytes) == (1, 5, 0)
-    assert counts.failed == 2, "those that came after the stop are not tried again"
+    assert counts.failed == 2, "captures that fail after the stop are not repeated"
 
 
 def test_speeds_for_programs_have_one_decimal() -> None:

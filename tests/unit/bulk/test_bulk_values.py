@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What functions of a bulk run return, each value compared as a whole: settings, messages, prompts, speeds, lines."""
+"""Full return values of functions of a bulk run: settings, messages, prompts, speeds, lines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def settings(*more: str) -> RunSettings:
 
 
 def test_a_fingerprint_has_all_that_decides_what_stores_hold() -> None:
-    """These names and values are in the files of runs, so they may not change."""
+    """Files of runs have these names and values, so they must not change."""
     more = ["--reduce", '{"q": "int8"}', "--shuffle", "3", "--shard", "1/4", "--limit", "9", "--chat"]
     more += ["--dtype", "half", "--seed", "1", "--max_num_seqs=9", "--sampling", '{"top_p": 0.5}', "--max-tokens", "4"]
     files = [{"name": "p.jsonl", "bytes": 3}]
@@ -67,7 +67,7 @@ def test_a_fingerprint_has_all_that_decides_what_stores_hold() -> None:
         "shards": 4,
         "prompts": files,
     }
-    assert found["prompts"][0] is not files[0], "a copy"
+    assert found["prompts"][0] is not files[0], "it must be a copy"
     plain = settings("--owner", "target", "--codec", "lz4", "--check", "poison").fingerprint([])
     changed = {"owner": "target", "codec": "lz4", "check": "poison", "reduce": {}, "flags": [], "max_tokens": None}
     changed |= {"sampling": {"temperature": 0.0, "n": 1}, "chat": False, "shuffle": None, "shards": 1, "prompts": []}
@@ -76,7 +76,7 @@ def test_a_fingerprint_has_all_that_decides_what_stores_hold() -> None:
 
 @pytest.mark.parametrize("upload", [False, True])
 def test_the_message_to_an_engine_has_its_model_and_its_capture(upload: bool) -> None:
-    """A store of an upload must be complete: it is done again if it is not."""
+    """The store of an upload must be complete, because incomplete ones are captured again."""
     more = ["--upload", "s3://bucket/x"] if upload else []
     given = settings(*more, "--dtype", "half", "--max-tokens", "4", "--sampling", '{"top_p": 0.5}')
     capture = {"hooks": "q , k", **({"upload": "s3://bucket/x", "upload_only_complete": True} if upload else {})}
@@ -89,7 +89,7 @@ def test_the_message_to_an_engine_has_its_model_and_its_capture(upload: bool) ->
         "capture": capture,
         "store_dir": "/out",
     }
-    assert "upload_only_complete" not in given.capture, "the settings are as before"
+    assert "upload_only_complete" not in given.capture, "the settings must not change"
 
 
 # ---- prompts --------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_a_row_that_is_no_prompt_says_why(row: Any, why: str) -> None:
     assert str(error.value) == why
 
 
-# ---- stores that are looked for -------------------------------------------------------------------------------------
+# ---- stores whose line is late --------------------------------------------------------------------------------------
 
 
 def written(source: Path, final: Path, key: str, **changes: Any) -> Path:
@@ -207,7 +207,7 @@ def test_a_store_is_sound_if_it_is_complete_and_its_bytes_are_whole(
 
 
 LONG_AGO, FAR = -1e6, 1e6
-"""Seconds from now at which an answer came: it is late, or will never be."""
+"""Seconds from now at which the response came. The line of its store is then late, or never expected."""
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ LONG_AGO, FAR = -1e6, 1e6
 def test_a_store_whose_line_is_late_is_looked_for(
     there: str, came: float | None, gone: bool, looks: int, wanted: str, store: Path, tmp_path: Path
 ) -> None:
-    """One that nobody writes twice in a row has failed. Where no engine is left, what has no store is lost."""
+    """A partial store without a writer in two looks has failed. Without an engine, its prompt is lost."""
     out = tmp_path / "out"
     out.mkdir()
     run: Run = start_run(write_prompts(tmp_path / "p.jsonl", 3), out, FakeEngines(store, out))
@@ -255,7 +255,9 @@ def test_a_store_whose_line_is_late_is_looked_for(
 
 
 def test_stores_that_wait_for_their_upload_are_counted(tmp_path: Path) -> None:
-    """Each by its latest line, if it is of the share and still here. The reason is that of the latest failure."""
+    """Only the latest line of each store counts, and only stores of this share that still exist. The reason is that of
+    the latest failure.
+    """
 
     def line(position: int, upload: str, run: str = RUN, **more: str) -> str:
         name = f"{run}-{position:09d}--{position}-000000000001.zarr"
@@ -325,7 +327,7 @@ def test_progress_for_programs_is_an_object_a_line() -> None:
     out = io.StringIO()
     progress = Progress(True, out)
     progress.show(Counts(total=4, done=1, tokens=9))
-    progress.show(Counts(), force=False)  # too early
+    progress.show(Counts(), force=False)  # too early to be shown
     progress.show(Counts(), force=True)
     progress.say({"event": "x"}, "not shown")
     progress.close()
@@ -344,13 +346,13 @@ def test_a_budget_without_limits_always_has_room_and_one_with_them_counts_the_la
     assert Budget(tmp_path).allows(1000)
     now = [0.0]
     budget = Budget(tmp_path, max_bytes=3 * 5096, clock=lambda: now[0])
-    assert budget.allows(0) and not budget.allows(1), "one at a time until a store is there"
-    budget.stored(1000)  # and a document of 4,096 bytes
+    assert budget.allows(0) and not budget.allows(1), "only one prompt until the first store"
+    budget.stored(1000)  # plus 4,096 bytes for the document
     assert budget.allows(0) and budget.allows(1) and not budget.allows(2)
     budget.stored(904)
-    assert budget.allows(0) and not budget.allows(1), "each counts as the largest"
+    assert budget.allows(0) and not budget.allows(1), "each prompt must count as the largest store"
     now[0] = 1.0
-    assert budget.allows(1), "nothing is there: it has looked"
+    assert budget.allows(1), "the measurement must find no stores"
 
 
 def test_positions_are_a_set_of_numbers() -> None:

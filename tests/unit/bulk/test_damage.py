@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a run that are damaged, or cannot be written: the message names the file, the option and the fix."""
+"""Damaged or unwritable files of a run: the message names the file, the option and the fix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dmi_connector.bulk.settings import settle
 from tests.bulkkit import FakeEngines, start_run, template, write_prompts
 
 FULL = Path("/dev/full")
-"""A device on which every write fails as on a full disk."""
+"""A device whose writes all fail with ENOSPC."""
 
 
 def test_a_full_disk_names_the_manifest(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_full_disk_names_the_settings(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match=r"--out .*: run.json cannot be written \(No space"), settle(tmp_path, {}):
         pass
-    assert not list(tmp_path.glob("run.json*")), "no part is left"
+    assert not list(tmp_path.glob("run.json*")), "no partial file must remain"
 
 
 WHOLE: dict[str, Any] = {"hooks": "q", "sampling": {}, "columns": {}}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why an engine ended, from its log."""
+"""Finds the cause of an engine's death in its log."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def test_a_log_that_is_not_there_or_shorter_than_before_tells_nothing(tmp_path: 
 
 
 def test_bytes_that_are_no_text_do_not_hide_the_cause(tmp_path: Path) -> None:
-    """As where the part that is read begins inside a letter."""
+    """The part of the log that is read may begin inside a character."""
     log = tmp_path / "engine-0.log"
     log.write_bytes("…".encode()[1:] + b"\xff\n" + OURS.encode() + b"\n")
     assert cause(VLLM, log, 0) == "SelectionError: hooks: 'resid_pree' is unknown"
 
 
 class Process:
-    """Stands for the process of an engine."""
+    """A fake engine process."""
 
     status: int | None = 1
 
@@ -75,7 +75,7 @@ class Process:
 
 
 class Pool(EnginePool):
-    """An engine for each log."""
+    """A pool with one engine per log."""
 
     def __init__(self, logs: list[Path]) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actor beside an engine process of a Ray cluster: what it starts, carries and tells. The process is made up."""
+"""The actor of an engine process on a Ray cluster: its start, its messages and its end. The process is fake."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEAD = ("exit status 3", 3)
 
 
 class FakeChild:
-    """Notes what it is asked for. `on_message` and `on_death` are those that it was given."""
+    """A fake child process that records calls. on_message, on_death: the callbacks that it was given."""
 
     made: ClassVar[list[FakeChild]] = []
 
@@ -44,7 +44,7 @@ class FakeChild:
 
 
 class Clock:
-    """Time that passes only where somebody sleeps. `wakes` is called at the end of each sleep."""
+    """A fake clock that only advances in `sleep`. wakes: called at the end of each sleep."""
 
     def __init__(self) -> None:
         self.now, self.sleeps = 100.0, list[float]()
@@ -68,7 +68,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[dict[str, Any]]:
-    """What the worker's threads were made of. None of them runs."""
+    """The arguments of the worker's threads. None of them runs."""
     found: list[dict[str, Any]] = []
 
     class Thread:
@@ -115,7 +115,7 @@ def test_messages_go_to_the_engine_in_order_and_none_ends_it(threads: Any, tmp_p
 def test_events_are_what_was_said_since_the_last_call(
     threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Messages come before the end, which comes once."""
+    """Messages come before the end, which is returned once."""
     monkeypatch.setattr(engine_worker, "ASK_S", 0.0)
     worker, child = make(tmp_path)
     assert worker.events() == ([], None)
@@ -151,7 +151,7 @@ def test_only_the_first_message_is_waited_for(threads: Any, tmp_path: Path) -> N
 def test_an_engine_is_killed_once_nobody_has_asked_for_a_while(
     threads: Any, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A minute after the start, or after the last call of `events`."""
+    """The limit is a minute after the start or the last call of `events`."""
     monkeypatch.setattr(engine_worker, "ASK_S", 0.0)
     worker, child = make(tmp_path)
     asks = [lambda: worker.events(), lambda: child.asked.append("not yet")]

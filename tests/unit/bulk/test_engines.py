@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between a run and its engines: what they are sent, what becomes of their answers, and how they end."""
+"""Between a run and its engines: the messages to them, their responses, and their ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ START = {"model": "m", "capture": {"hooks": "q"}, "flags": ["--x"], "sampling": 
 
 @dataclass(eq=False)
 class Process:
-    """Stands for the process of an engine. sent: its messages. told: other calls, in order."""
+    """A fake engine process. sent: its messages. told: other calls, in order."""
 
     status: int | None = None
     sent: list[Message] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Process:
 
 
 class Pool(EnginePool):
-    """Engines with made-up processes, whose answers a test gives."""
+    """A pool of engines with fake processes, whose messages the test sends."""
 
     def __init__(self, logs: Path, count: int = 2) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Pool(EnginePool):
 
 
 def pool_of(logs: Path, *seqs: int) -> Pool:
-    """A pool whose engines are ready, with room for as many requests at a time."""
+    """A pool of ready engines. seqs: `max_num_seqs` of each engine."""
     pool = Pool(logs, len(seqs))
     pool.start()
     for number, most in enumerate(seqs):
@@ -87,7 +87,7 @@ def test_no_prompt_is_handed_out_before_every_engine_is_ready(tmp_path: Path) ->
     pool.says(0, {"ready": 1, "max_num_seqs": 3})
     assert pool.events(0) == [] and pool.room() == 0
     pool.says(1, {"ready": 2, "max_num_seqs": 1})
-    assert pool.events(0) == [] and pool.room() == 6, "twice as many as it runs at a time"
+    assert pool.events(0) == [] and pool.room() == 6, "the room is twice the number of concurrent requests"
 
 
 def test_a_prompt_goes_to_the_engine_with_the_most_room(tmp_path: Path) -> None:
@@ -116,11 +116,11 @@ def test_answers_have_all_that_an_engine_says(tmp_path: Path) -> None:
         Answer(1, refused="it is too long"),
         Answer(2, 5, 2, "stop", None, None, "no room", "e0"),
     ]
-    assert pool.events(0) == [] and pool.answered() == [2, 0] and pool.room() == 4, "none of them is in flight"
+    assert pool.events(0) == [] and pool.answered() == [2, 0] and pool.room() == 4, "no prompt is in flight"
 
 
 def test_events_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the time is over, however many messages come that are no events of the run."""
+    """It waits until the timeout, even if messages arrive that are not events of the run."""
     pool, waits, now = pool_of(tmp_path, 1), [], [100.0]
     monkeypatch.setattr(engines.time, "monotonic", lambda: now[0])
     get = pool._queue.get
@@ -139,7 +139,7 @@ def test_events_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     pool._queue = Queue()  # type: ignore[assignment]
     assert pool.events(5) == [Answer(4, refused="no")] and waits == [5, 3]
     waits.clear()
-    assert pool.events(1) == [] and waits == [1], "nothing came"
+    assert pool.events(1) == [] and waits == [1], "no event arrived"
     coming += [{"bye": 0}, {"bye": 0}]
     assert pool.events(3) == [] and waits == [1, 3, 1, 0]
 
@@ -151,7 +151,7 @@ def test_an_engine_that_dies_leaves_its_prompts_in_order(tmp_path: Path) -> None
     pool.dies(0, "signal 9", -9)
     how = f"it died (signal 9); its log: {tmp_path}/0.log"
     assert pool.events(0) == [Death("e0", how, (3, 6, 9), Path("l0"), True)]
-    assert pool.alive() and pool.room() == 2, "the other one goes on"
+    assert pool.alive() and pool.room() == 2, "the other engine must continue"
     pool.submit(1, "k", {})
     assert [message["position"] for message in pool.children[1].sent] == [1]
     pool.dies(1, "exit status 1", 1)
@@ -160,11 +160,11 @@ def test_an_engine_that_dies_leaves_its_prompts_in_order(tmp_path: Path) -> None
 
 
 def test_an_engine_that_ends_as_it_was_told_is_no_death(tmp_path: Path) -> None:
-    """Unless its status is another than 0, or it had prompts."""
+    """An exit status other than 0 or prompts in flight make it a death."""
     pool = pool_of(tmp_path, 1, 1, 1, 1)
     pool.submit(0, "k", {})
     pool.dies(3, "exit status 0", 0)
-    assert [death.name for death in pool.events(0) if isinstance(death, Death)] == ["e3"], "nobody told it to"
+    assert [death.name for death in pool.events(0) if isinstance(death, Death)] == ["e3"], "no call of finish preceded"
     pool.finish()
     pool.finish()
     assert [child.told for child in pool.children] == [["finish"]] * 4
@@ -175,7 +175,7 @@ def test_an_engine_that_ends_as_it_was_told_is_no_death(tmp_path: Path) -> None:
 
 
 def test_closing_kills_engines_that_would_not_end_by_themselves(tmp_path: Path) -> None:
-    """Those with prompts, and those that still start. All are waited for."""
+    """It kills engines with prompts in flight and engines that still start, and waits for all engines."""
     pool = Pool(tmp_path, 4)
     pool.start()
     for number in (0, 1, 3):
@@ -189,7 +189,7 @@ def test_closing_kills_engines_that_would_not_end_by_themselves(tmp_path: Path) 
 
 
 class Started(Process):
-    """Notes with what `Child` was made."""
+    """Records the arguments of `Child`."""
 
     made: list[Started] = []
 
@@ -245,7 +245,7 @@ def test_messages_are_taken_as_they_come(tmp_path: Path) -> None:
     assert inbox.take(5, wait=False) == [] and not inbox.over
     os.write(write, b"".join(pack({"n": n}) for n in range(5)) + pack({"n": 5})[:3])
     assert [m["n"] for m in inbox.take(2, wait=True)] == [0, 1]
-    assert [m["n"] for m in inbox.take(9, wait=True)] == [2, 3, 4], "the last one is not whole"
+    assert [m["n"] for m in inbox.take(9, wait=True)] == [2, 3, 4], "the last message is incomplete"
     assert inbox.take(1, wait=False) == []
     os.write(write, pack({"n": 5})[3:] + pack({"n": 6}))
     os.close(write)
@@ -256,7 +256,7 @@ def test_messages_are_taken_as_they_come(tmp_path: Path) -> None:
 
 
 class Feed:
-    """Stands for `EngineFeed`: answers each prompt in the step after the one that took it."""
+    """A fake `EngineFeed` that finishes each prompt in the step after the one that accepted it."""
 
     made: list[Feed] = []
     max_num_seqs = 4
@@ -283,7 +283,7 @@ class Feed:
 
 
 class Given:
-    """Stands for an `Inbox`. Each call takes what there is for it. asked: with what it was called."""
+    """A fake `Inbox`. Each call returns the next messages. asked: the arguments of the calls."""
 
     def __init__(self, *batches: list[Message]) -> None:
         self.batches, self.asked = list(batches), list[tuple[int, bool]]()
@@ -314,7 +314,7 @@ def test_an_engine_answers_each_prompt_and_waits_only_when_it_has_none(monkeypat
         {"ended": 2, "store": "/o/a.zarr", "error": None, **ended},
         {"bye": 0},
     ]
-    assert inbox.asked == [(64, True), (64, True), (64, True)], "each time it had nothing left to do"
+    assert inbox.asked == [(64, True), (64, True), (64, True)], "the engine must wait each time, because it is idle"
 
 
 def test_a_busy_engine_does_not_wait_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +326,7 @@ def test_a_busy_engine_does_not_wait_for_prompts(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_engine_that_cannot_start_says_why_and_leaves_the_rest_in_its_log(tmp_path: Path) -> None:
-    """And one to which nothing is said ends without a word."""
+    """A process without a start message exits silently."""
     log, start = tmp_path / "engine.log", {"capture": {"upload": "ftp://host/x"}}
     command = [sys.executable, "-m", engine_process.__name__, "--parent", str(os.getpid()), "--log", str(log)]
     log.write_text("earlier\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the bar of `dmi run` shows on terminals of all widths."""
+"""The progress bar of `dmi run` on terminals of all widths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPEED = Speed(123_456, 1.234e9, 360_000)
 
 @contextmanager
 def terminal(columns: int) -> Iterator[tuple[TextIO, int]]:
-    """(A file that is a terminal, the descriptor to read what it shows). columns: 0 if it reports no size."""
+    """(file that is a terminal, descriptor to read its output). columns: its width; 0: it reports no size."""
     screen, own = pty.openpty()
     fcntl.ioctl(own, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
     with os.fdopen(own, "w", buffering=1) as file:
@@ -34,7 +34,7 @@ def terminal(columns: int) -> Iterator[tuple[TextIO, int]]:
 
 
 def last_line(file: TextIO, screen: int) -> str:
-    """What the terminal shows now."""
+    """The line that the terminal shows now."""
     file.write("END")
     file.flush()
     text = ""
@@ -70,7 +70,7 @@ def test_backlog_and_time_left_are_on_every_terminal(
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     line = shown(columns, COUNTS, monkeypatch).replace("% |", "%|")
-    assert len(line) < (columns or 80), "a line that wraps leaves a trace at each refresh"
+    assert len(line) < (columns or 80), "a line must not wrap, because each refresh would leave a copy"
     assert all(words in line for words in has) and not any(words in line for words in has_not), line
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on a cluster, with a made-up Ray: what it is asked for, and what becomes of workers that die."""
+"""Engines on a cluster with a fake Ray: the requested resources, and workers that die."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ ENDED = {"prompt_tokens": 1, "generated_tokens": 1, "finish_reason": "stop", "st
 
 
 class RayError(Exception):
-    """Stands for that of Ray."""
+    """Fake of Ray's exception."""
 
 
 class Actor:
-    """Stands for an `EngineWorker` on a node. `tell` and `end` become answers of its `events`."""
+    """A fake `EngineWorker` on a node. `tell` and `end` add results of its `events`."""
 
     def __init__(self, ray: FakeRay, options: dict[str, Any], made_of: type, arguments: tuple[Any, ...]) -> None:
         self.options, self.made_of, self.arguments = options, made_of, arguments
@@ -56,7 +56,7 @@ class Actor:
 
 
 class FakeRay:
-    """Stands for the module. there: the resources of the cluster. refuses: what `init` raises."""
+    """A fake of the module `ray`. there: the resources of the cluster. refuses: the exception that `init` raises."""
 
     def __init__(self) -> None:
         self.exceptions = SimpleNamespace(RayError=RayError)
@@ -122,7 +122,7 @@ def test_a_cluster_has_room_for_as_many_as_its_resources(
 
 
 def test_a_local_cluster_is_made_for_the_workers(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without statistics for its makers, unless the user wants them."""
+    """Ray's usage statistics are off unless the user turns them on."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
     with connected("local", 2, 3, 0) as found:
         assert found == (Needs(3, 0), 2) and os.environ["RAY_USAGE_STATS_ENABLED"] == "1"
@@ -141,7 +141,7 @@ def test_a_local_cluster_is_made_for_the_workers(ray: FakeRay, monkeypatch: pyte
     os.environ.pop("RAY_USAGE_STATS_ENABLED")
     ray.there = {"CPU": 6.0, "GPU": 2.0}
     with connected("10.0.0.1:6379", 2, 3, 2) as found:
-        assert found == (Needs(3, 2), 1), "a cluster may grow"
+        assert found == (Needs(3, 2), 1), "clusters may grow later"
 
 
 def test_a_cluster_that_cannot_be_joined_is_named(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,12 +174,12 @@ def events(pool: RayWorkers) -> list[Answer | Death]:
 
 
 def started(ray: FakeRay) -> list[str]:
-    """The worker's lock of each start, without what they have in common."""
+    """The names of the workers' locks, one per start, without their common prefix."""
     return [Path(actor.arguments[1][1]).name.removeprefix("life.worker-") for actor in ray.actors]
 
 
 def test_workers_are_actors_with_locks_of_their_own(workers: RayWorkers, ray: FakeRay, tmp_path: Path) -> None:
-    (tmp_path / "life.worker-7-1").touch()  # of a run that was killed
+    (tmp_path / "life.worker-7-1").touch()  # left by a run that was killed
     (tmp_path / "engine-0-of-2-1.log").write_text("earlier")
     workers.start()
     assert not (tmp_path / "life.worker-7-1").exists()
@@ -195,7 +195,7 @@ def test_workers_are_actors_with_locks_of_their_own(workers: RayWorkers, ray: Fa
 
 
 def test_a_worker_gets_prompts_before_others_are_ready(workers: RayWorkers, ray: FakeRay) -> None:
-    """The cluster may have no room for them yet."""
+    """The cluster may have no free resources for the others yet."""
     workers.start()
     assert workers.room() == 0
     ray.actors[0].tell({"ready": 1, "max_num_seqs": 2}, {"refused": 9, "why": "no"})
@@ -209,7 +209,7 @@ def test_a_worker_gets_prompts_before_others_are_ready(workers: RayWorkers, ray:
 
 
 def test_a_worker_that_dies_is_started_again(workers: RayWorkers, ray: FakeRay, tmp_path: Path) -> None:
-    """Three times without an answer in between; each start has a lock of its own."""
+    """It is started again up to three times without a response in between. Each start has its own lock."""
     workers.start()
     names = []
     for turn in range(5):
@@ -223,7 +223,9 @@ def test_a_worker_that_dies_is_started_again(workers: RayWorkers, ray: FakeRay, 
         assert death.life == tmp_path / f"life.worker-0-{turn + 1}" and "it died (signal 9)" in death.how
         names.append(death.name)
     assert names == ["worker 0", *(f"worker 0, start {n}" for n in (2, 3, 4, 5))]
-    assert started(ray) == ["0-1", "1-1", "0-2", "0-3", "0-4", "0-5"], "the third without an answer is the last"
+    assert started(ray) == ["0-1", "1-1", "0-2", "0-3", "0-4", "0-5"], (
+        "the third start without a response must be the last"
+    )
     assert workers.alive()
     ray.actors[1].said.put(RayError("The actor died because\n its node has died. " + "x" * 300))
     (death,) = events(workers)
@@ -264,7 +266,7 @@ def test_workers_that_are_told_to_end_are_not_started_again(workers: RayWorkers,
 def test_locks_are_removed_once_no_process_holds_them(
     ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is held after a while is left to the next start."""
+    """A lock that is still held after a while is left to the next start."""
     pool = RayWorkers(2, Needs(1, 0), START, tmp_path, tmp_path / "life")
     pool.start()
     now, left = [0.0], list[int]()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run with engines of which tests know what they do: bad rows, captures that fail, engines that die, budgets."""
+"""Runs with fake engines: bad rows, captures that fail, engines that die, disk budgets."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def test_bad_rows_are_listed_and_the_rest_goes_on(store: Path, out: Path, tmp_pa
         file.write('\n{"prompt": 3, "id": "three"}\n{"text": "x", "id": 4}\n"text"\nnull\n')
     engines = FakeEngines(store, out, refuses={4: "the prompt is too long"})
     outcome = go(prompts, out, engines)
-    assert outcome.all_done, "bad rows are no prompts that are left"
+    assert outcome.all_done, "bad rows must not count as remaining prompts"
     check_whole(out, [0, 2, 3, 5])
     found = {entry["line"]: entry for entry in rejects(out)}
-    assert sorted(found) == [2, 5, 8, 9, 10, 11], "line 7 is blank"
-    assert outcome.counts.total == outcome.counts.done + outcome.counts.rejected, "it counts as no row"
+    assert sorted(found) == [2, 5, 8, 9, 10, 11], "line 7 of the file is blank"
+    assert outcome.counts.total == outcome.counts.done + outcome.counts.rejected, "a blank line must not count as a row"
     assert all(entry["row"] == line - 1 and entry["kind"] == "rejected" for line, entry in found.items())
     assert "no JSON" in found[2]["reason"] and found[5]["reason"] == "the prompt is too long"
     assert (found[5]["id"], found[8]["id"], found[9]["id"]) == ("id-4", "three", "4")
@@ -79,7 +79,7 @@ def test_a_run_of_which_every_row_is_refused_has_failed(store: Path, out: Path, 
         "no prompt was captured: correct the input, --column or other options by the reasons above\n"
     )
     outcome = start_run(prompts, out, FakeEngines(store, out, refuses={1: "it is too long"}), progress=progress).go()
-    assert _summarise(outcome, [2], (0, None), out, "", progress) == 0, "one bad row is no failure"
+    assert _summarise(outcome, [2], (0, None), out, "", progress) == 0, "one bad row must not fail the run"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_an_engine_that_dies_is_reported_and_its_prompts_are_left(store: Path, o
 
 
 class Mute(FakeEngines):
-    """Answers prompts of `mute` once, but nothing finishes their stores: no line in the index."""
+    """Answers each prompt of `mute` once, but its store is never finished: the index gets no line."""
 
     def __init__(self, *args: Any, mute: Collection[int], **options: Any) -> None:
         super().__init__(*args, **options)
@@ -146,7 +146,7 @@ class Mute(FakeEngines):
 def test_a_store_whose_writers_died_is_done_again(
     store: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another engine lives on. So the run may not wait until all processes are gone."""
+    """Another engine is alive, so the run must not wait until all processes have ended."""
     monkeypatch.setattr(run_module, "_QUIET_S", 0.05)
     engines = Mute(store, out, mute={2})
     outcome = go(write_prompts(tmp_path / "p.jsonl", 5), out, engines)
@@ -156,11 +156,11 @@ def test_a_store_whose_writers_died_is_done_again(
 
 
 def test_prompts_of_a_dead_engine_are_lost_while_another_goes_on(store: Path, out: Path, tmp_path: Path) -> None:
-    """A signal then ends the run, and the summary says what is left."""
+    """A signal then ends the run, and the summary has the number of lost prompts."""
     said = io.StringIO()
 
     class Two(FakeEngines):
-        """Engine 0 dies with position 2 alone."""
+        """Engine 0 dies with position 2 in flight."""
 
         def events(self, timeout: float) -> list[Answer | Death]:
             if 2 in self.work:
@@ -183,8 +183,9 @@ def test_prompts_of_a_dead_engine_are_lost_while_another_goes_on(store: Path, ou
 
 
 class Survived(FakeEngines):
-    """One of its engines dies with prompts: it has written the stores of `whole`, and of `answered` besides, for which
-    the run has an answer too. Its processes go on for three looks. waits: what the run then waits for.
+    """One of its engines dies with prompts in flight. It has written the stores of `whole` prompts and of `answered`,
+    whose response has arrived. Its processes run for three more calls of `events`. waits: the reasons for waiting that
+    the run shows.
     """
 
     def __init__(self, *args: Any, held: ExitStack, whole: int = 1, answered: int = 4, **options: Any) -> None:
@@ -222,7 +223,7 @@ class Survived(FakeEngines):
 def test_prompts_of_a_dead_engine_go_to_others_once_its_processes_have_ended(
     store: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they finished meanwhile is kept. What is left of the rest is removed, so that no prompt has two stores."""
+    """Stores that these processes finished are kept. Unfinished ones are removed, so that no prompt has two stores."""
     said = io.StringIO()
     with ExitStack() as held:
         engines, progress = Survived(store, out, held=held), Progress(True, said)
@@ -240,7 +241,7 @@ def test_prompts_of_a_dead_engine_go_to_others_once_its_processes_have_ended(
 def test_a_run_says_no_longer_that_it_waits_for_writers_that_have_ended(
     store: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where all they had is whole, so that no prompt is handed out any more."""
+    """This also holds if all their stores are complete, so that no prompt is submitted again."""
     with ExitStack() as held:
         engines, progress = Survived(store, out, held=held, whole=2), Progress(True, io.StringIO())
         monkeypatch.setattr(progress, "show", engines.shows)
@@ -265,7 +266,7 @@ def test_a_run_that_stops_leaves_prompts_whose_engine_still_writes(store: Path, 
             write_prompts(tmp_path / "p.jsonl", 7), out, engines, progress=Progress(False, said)
         )
         outcome = run.go()
-    assert (outcome.stopped, outcome.lost, outcome.all_done) == ("signal", 4, False), "the first reason counts"
+    assert (outcome.stopped, outcome.lost, outcome.all_done) == ("signal", 4, False), "the first reason must count"
     assert "dmi: worker 0 ended early: it died (signal 9). 4 prompts go to other engines\n" in said.getvalue()
     assert [engines.submitted.count(n) for n in (1, 2, 3, 4)] == [1] * 4
     assert go(tmp_path / "p.jsonl", out, FakeEngines(store, out)).all_done
@@ -276,7 +277,7 @@ def test_a_run_whose_captures_all_fail_stops(store: Path, out: Path, tmp_path: P
     said = io.StringIO()
 
     class Failing(FakeEngines):
-        """Its writers are gone for good, and each capture is recorded as failed."""
+        """Its writers have died, and each capture is recorded as failed."""
 
         def submit(self, position: int, key: str, prompt: Any) -> None:
             self.submitted.append(position)
@@ -294,11 +295,11 @@ def test_a_run_whose_captures_all_fail_stops(store: Path, out: Path, tmp_path: P
 
 
 def test_the_end_of_a_run_waits_for_uploads(tmp_path: Path) -> None:
-    """The processes of the engines hold the lock as long as they upload."""
+    """Processes of the engines hold the lock while they upload."""
     life = tmp_path / ".life.lock"
     with lock_alone(life) as alone:
         assert alone
-        _wait_for_uploads(life, 0.2)  # not longer than it is told to
+        _wait_for_uploads(life, 0.2)  # returns after its timeout
         waits = threading.Thread(target=_wait_for_uploads, args=(life, 600))
         waits.start()
         waits.join(0.5)
@@ -324,7 +325,7 @@ def test_a_run_tells_that_its_engine_starts_and_which_total_is_an_estimate(
     store: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Slow(FakeEngines):
-        """Is ready after three looks."""
+        """Ready after three calls of `events`."""
 
         looks = 0
 
@@ -396,7 +397,7 @@ def test_a_permutation_limits_and_shares_make_one_whole(store: Path, out: Path, 
     assert len(set(seen)) == 14 and sorted(seen) != list(range(14))
     raised = FakeEngines(store, out)
     assert go(prompts, out, raised, order=Order(shuffle=5, share=1, shares=3)).all_done
-    assert raised.submitted == [16, 19], "a higher limit goes on"
+    assert raised.submitted == [16, 19], "a higher limit must continue"
 
 
 def test_the_budget_waits_until_somebody_removes_stores(store: Path, out: Path, tmp_path: Path) -> None:
@@ -405,7 +406,7 @@ def test_the_budget_waits_until_somebody_removes_stores(store: Path, out: Path, 
     now, most = [0.0], [0]
 
     class Consumed(FakeEngines):
-        """Somebody moves all stores away once nothing happens any more."""
+        """Another process moves all stores away whenever the run is idle."""
 
         def events(self, timeout: float) -> list[Any]:
             now[0] += 10
@@ -425,11 +426,11 @@ def test_the_budget_waits_until_somebody_removes_stores(store: Path, out: Path, 
 
 
 def test_a_run_that_waits_for_uploads_which_fail_says_why(store: Path, out: Path, tmp_path: Path) -> None:
-    """The stores stay here, and the budget is never free again."""
+    """The stores stay on this disk, so the budget stays used up."""
     waits: list[str] = []
 
     class Stuck(FakeEngines):
-        """An upload fails once a store is there. In the end the run is stopped."""
+        """An upload fails after the first store is finished. The run is stopped at the end."""
 
         def events(self, timeout: float) -> list[Any]:
             if (finished := next(out.glob("*.zarr"), None)) is not None and len(waits) < 3:
@@ -456,21 +457,23 @@ def test_a_run_that_waits_for_uploads_which_fail_says_why(store: Path, out: Path
     assert "1 stores are not uploaded (no such bucket): when all is done, dmi repair" in said.getvalue()
     append_index(str(out), {"event": "upload", "store": "x.zarr", "upload": "done", "upload_reason": None})
     run._read_index()
-    assert run._tail.upload_failure is None, "uploads work again"
+    assert run._tail.upload_failure is None, "a finished upload must clear the failure"
 
 
 def test_prompts_in_flight_count_as_the_largest_store(tmp_path: Path) -> None:
     now = [0.0]
     budget = Budget(tmp_path, max_bytes=100_000, clock=lambda: now[0])
-    assert budget.allows(0) and not budget.allows(1), "until a store was seen, one at a time"
+    assert budget.allows(0) and not budget.allows(1), "only one prompt until the first store"
     budget.stored(10_000 - 4096)
     budget.stored(20_000 - 4096)
-    assert budget.allows(2) and not budget.allows(3), "30 kB are used: three more of 20 kB fit"
+    assert budget.allows(2) and not budget.allows(3), "30 kB are used, so three more stores of 20 kB fit"
     now[0] += 5
-    assert budget.allows(4) and not budget.allows(5), "the stores are gone: five fit"
+    assert budget.allows(4) and not budget.allows(5), "the stores are gone, so five fit"
     (tmp_path / "a.zarr").mkdir()
     (tmp_path / "a.zarr" / "data").write_bytes(bytes(90_000))
-    assert not Budget(tmp_path, max_bytes=90_000, clock=lambda: now[0]).allows(0), "what is there at the start counts"
+    assert not Budget(tmp_path, max_bytes=90_000, clock=lambda: now[0]).allows(0), (
+        "stores from before the start must count"
+    )
     assert Budget(tmp_path, max_bytes=90_001, clock=lambda: now[0]).allows(0)
 
 
@@ -480,9 +483,9 @@ def test_a_budget_that_is_used_up_at_the_start_sees_that_stores_are_removed(tmp_
     (tmp_path / "a.zarr" / "data").write_bytes(bytes(90_000))
     budget = Budget(tmp_path, max_bytes=90_000, clock=lambda: now[0])
     shutil.rmtree(tmp_path / "a.zarr")
-    assert not budget.allows(0), "it was measured just now"
+    assert not budget.allows(0), "the last measurement is recent"
     now[0] = 5.0
-    assert not budget.allows(1), "until a store was seen, one at a time"
+    assert not budget.allows(1), "only one prompt until the first store"
     assert budget.allows(0)
 
 
@@ -490,7 +493,7 @@ def test_a_budget_that_is_used_up_at_the_start_sees_that_stores_are_removed(tmp_
 def test_a_budget_is_measured_for_a_tenth_of_the_time_at_most(
     takes: float, rest: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And once a second at most, from the end of the last measurement on."""
+    """The interval is also at least a second, from the end of the last measurement."""
     now, measured = [100.0], list[float]()
 
     def measure(directory: str, sizes: Any) -> Any:
@@ -514,14 +517,14 @@ def test_a_budget_is_measured_for_a_tenth_of_the_time_at_most(
 def test_what_must_stay_free_does_so_beside_all_prompts_in_flight(
     free: int, allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two prompts in flight and one more, each of one byte and a root document."""
+    """Two prompts in flight and the next one have one byte and a root document each."""
     monkeypatch.setattr(
         os, "statvfs", lambda path: SimpleNamespace(f_bavail=free, f_frsize=1) if path == tmp_path else 0
     )
     budget = Budget(tmp_path, min_free_bytes=10_000 - 3)
     budget.stored(1)
     assert budget.allows(2) == allowed
-    assert Budget(tmp_path).allows(10**9), "without limits"
+    assert Budget(tmp_path).allows(10**9), "a budget without limits must allow any number"
 
 
 def test_at_the_budget_a_run_can_end_and_go_on_later(store: Path, out: Path, tmp_path: Path) -> None:
@@ -536,7 +539,7 @@ def test_at_the_budget_a_run_can_end_and_go_on_later(store: Path, out: Path, tmp
 
 
 def test_a_run_does_not_end_at_a_budget_that_is_only_counted_as_full(store: Path, out: Path, tmp_path: Path) -> None:
-    """A measurement counts the stores in flight, which are counted again at their end."""
+    """A measurement counts the stores of prompts in flight, and their ends count them again."""
     prompts = write_prompts(tmp_path / "p.jsonl", 12)
     sizes = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
     budget = Budget(out, max_bytes=13 * (sizes + 4096), clock=lambda: 0.0)
@@ -591,7 +594,7 @@ def test_a_signal_while_the_last_prompts_run_stops_nothing(store: Path, out: Pat
 
 
 def test_the_second_signal_ends_a_run_at_once() -> None:
-    """Whichever of the two it is."""
+    """This holds for both signals."""
     stopped: list[str] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for first, second in ((signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)):
@@ -608,7 +611,7 @@ def test_keys_name_run_and_position(store: Path, out: Path, tmp_path: Path) -> N
 
 
 def test_the_store_of_an_answer_without_its_name_is_found_by_its_key(tmp_path: Path) -> None:
-    """Finished, or while it is written; None where there is none."""
+    """The store may be finished or still be written. None if there is none."""
     run, where = SimpleNamespace(_out=tmp_path, _run="0123abcd"), Run._path
     answers = [SimpleNamespace(store=None, position=position) for position in range(4)]
     (tmp_path / "0123abcd-000000000--0-aaaaaaaaaaaa.zarr").mkdir()

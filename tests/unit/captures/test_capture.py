@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names, aliases and layers of a capture and of its reader; schema rules; the safetensors export."""
+"""Names, aliases and layers of a capture and its reader, schema rules, and the safetensors export."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_aliases_read_the_rows_of_the_hooks_they_stand_for(written: tuple[Captur
 
 def test_layers_and_tokens_can_be_selected(written: tuple[Capture, kit.Values]) -> None:
     cap, v = written
-    np.testing.assert_array_equal(cap.numpy("z", -2), v["z"][1])  # layer 2 of 4, by the model's count
+    np.testing.assert_array_equal(cap.numpy("z", -2), v["z"][1])  # -2 is layer 2 of the model's 4 layers
     np.testing.assert_array_equal(cap.numpy("z", 2, [299, 0, -1]), v["z"][1, [299, 0, -1]])
     np.testing.assert_array_equal(cap.numpy("z", 2, [-300, -2]), v["z"][1, [0, 298]])
     np.testing.assert_array_equal(cap.numpy("z", tokens=np.array([130])), v["z"][:, [130]])
@@ -165,7 +165,7 @@ def test_a_name_may_have_its_layer(written: tuple[Capture, kit.Values]) -> None:
     np.testing.assert_array_equal(cap["resid_post@-1"], v["resid_final"][0])
     np.testing.assert_array_equal(cap.numpy("z@2", tokens=slice(3, 5)), v["z"][1, 3:5])
     with pytest.raises(ValueError, match="'z@2' names its layer; leave layer=2 out"):
-        cap.numpy("z@2", layer=2)  # the layer is named twice
+        cap.numpy("z@2", layer=2)  # the layer is given twice
     assert "z@2" in cap and "z@-2" in cap and "z@1" not in cap and "z@x" not in cap and "zz@1" not in cap
     with pytest.raises(KeyError, match="no layer 1"):
         cap["z@1"]
@@ -185,11 +185,11 @@ def test_the_effective_grid_shrinks_only_for_short_stores(length: int, chunk: in
     grid = effective_grid(length, chunk, chunk * per_segment)
     assert grid.segment % grid.chunk == 0 and 1 <= grid.chunk <= chunk and grid.segment <= chunk * per_segment
     if length < chunk:
-        assert grid.chunk == grid.segment == max(1, length)  # nothing is padded
+        assert grid.chunk == grid.segment == max(1, length)  # no padding
     else:
         assert grid.chunk == chunk
     if length > grid.segment:
-        assert grid.segment == chunk * per_segment  # a full segment is final before the length is known
+        assert grid.segment == chunk * per_segment  # a full shard is final before the length of the capture is known
 
 
 @pytest.mark.parametrize(

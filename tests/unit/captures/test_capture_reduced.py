@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader rebuilds: attention from queries and keys, its summaries, rows from principal components."""
+"""Values that a reader computes: attention, attention summaries, rows from principal components."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def specs(q: str = "q_rot", k: str = "k_rot") -> list[ArraySpec]:
 
 
 def expected(values: kit.Values, index: int, q: str = "q_rot", k: str = "k_rot") -> np.ndarray:
-    """Softmax in float64, [heads, tokens, tokens]; each two heads share their keys."""
+    """Softmax in float64, [heads, tokens, tokens]. Two heads share their keys."""
     queries = values[q][index].view("f4").astype("f8").reshape(TOKENS, HEADS, SIZE)
     keys = values[k][index].view("f4").astype("f8").reshape(TOKENS, KV, SIZE)
     found = np.zeros((HEADS, TOKENS, TOKENS))
@@ -85,7 +85,7 @@ def test_queries_from_before_rotary_give_no_attention(stores: kit.Store, tmp_pat
 
 
 def test_large_scores_overflow_no_softmax(stores: kit.Store, tmp_path: Path) -> None:
-    """Rows differ by hundreds: each is shifted by its own largest score."""
+    """Scores of different rows differ by hundreds, so each row is shifted by its own maximum."""
     scale = np.geomspace(0.1, 300, TOKENS)[:, None]
     values = {s.name: kit.random_bits(s, TOKENS).view("f4") for s in specs()}
     values["q_rot"] = values["q_rot"] * scale.astype("f4")
@@ -143,7 +143,7 @@ def test_attention_names_a_layer_that_was_not_captured(
 def test_a_summary_of_attention_gives_positions_weights_and_entropy(
     stores: kit.Store, tmp_path: Path, shards: int
 ) -> None:
-    """Each rank stores its heads. What is read does not show how many there were."""
+    """Each rank stores its own heads. The result does not depend on the number of ranks."""
     m, rng = 3, np.random.default_rng(0)
     reduction = parse(f"attn({m})")
     assert reduction is not None
@@ -156,7 +156,7 @@ def test_a_summary_of_attention_gives_positions_weights_and_entropy(
     stores.write(tmp_path / "a.zarr", [spec], TOKENS, values={"pattern": rows.view("u1").reshape(2, TOKENS, width)})
     cap = open_capture(tmp_path / "a.zarr", timeout=0)
     if shards == 2:
-        cap.attrs["hooks"]["pattern"]["shards"] = 2  # the same bytes, of two ranks
+        cap.attrs["hooks"]["pattern"]["shards"] = 2  # the same bytes as of two ranks
     positions, weights, entropy = cap.attention_summary(2)
     assert (positions.dtype, weights.dtype, entropy.dtype) == (np.int32, np.float32, np.float32)
     np.testing.assert_array_equal(positions, rows[1, ..., :m])
@@ -176,7 +176,7 @@ WIDTH, RANK = 16, 5
 
 
 def of_layers(layers: tuple[int, ...]) -> np.ndarray:
-    """Float32 [layers, 200, WIDTH]: rows of falling spread about a mean, both of their layer."""
+    """Float32 [layers, 200, WIDTH]: rows with decreasing variance by direction, and a mean, for each layer."""
     rng = np.random.default_rng(3)
     return np.stack(
         [rng.normal(size=(200, WIDTH)) * rng.permutation(0.5 ** np.arange(WIDTH)) + layer for layer in layers]
@@ -184,7 +184,9 @@ def of_layers(layers: tuple[int, ...]) -> np.ndarray:
 
 
 def as_components(stores: kit.Store, folder: Path, layers: dict[str, tuple[int, ...]]) -> tuple[Capture, Path]:
-    """(a capture of hooks as principal components, their basis). layers: of each hook, () for one that exists once."""
+    """(a capture of hooks stored as principal components, their basis). layers: {hook: its layers}; () for a hook
+    without layers.
+    """
     import torch
 
     tensors, about, specs, values = {}, {}, [], {}
@@ -212,26 +214,27 @@ def as_components(stores: kit.Store, folder: Path, layers: dict[str, tuple[int, 
 
 @pytest.fixture
 def scores(stores: kit.Store, tmp_path: Path) -> tuple[Capture, np.ndarray, Path]:
-    """(a capture of mlp_out of two layers as principal components, its rows [layers, tokens, width], their basis)"""
+    """(a capture of mlp_out in two layers as principal components, its rows [layers, tokens, width], their basis)."""
     cap, path = as_components(stores, tmp_path, {"mlp_out": (1, 4)})
     return cap, of_layers((1, 4)), path
 
 
 def test_rows_are_restored_from_principal_components(scores: tuple[Capture, np.ndarray, Path]) -> None:
-    """With a basis that is given, or with the copy beside the store."""
+    """The basis is given, or the copy next to the store is read."""
     cap, rows, path = scores
     with pytest.raises(FileNotFoundError, match=r"\(or give it as basis=\)"):
         cap.restore("mlp_out", 4)
     given = cap.restore("mlp_out", 4, basis=path)
     assert given.shape == (200, WIDTH) and np.abs(given - rows[1]).max() < 0.15
     (cap.path.parent / BASES).mkdir()
-    (cap.path.parent / BASES / f"{Basis.load(path).sha256}.safetensors").touch()  # left by a power failure
+    # an empty file, as after a power failure
+    (cap.path.parent / BASES / f"{Basis.load(path).sha256}.safetensors").touch()
     keep_copy(str(path), Basis.load(path).sha256, BASES, str(cap.path.parent), "private")
     np.testing.assert_array_equal(cap.restore("mlp_out", 4), given)
     np.testing.assert_array_equal(cap.restore("mlp_out", -2), given)
     np.testing.assert_array_equal(cap.restore("mlp_out", 4, slice(3, 7)), given[3:7])
     assert np.abs(cap.restore("mlp_out", 1) - rows[0]).max() < 0.15
-    (cap.path.parent / BASES).rename(cap.path.parent.parent / BASES)  # beside a folder that the store is in
+    (cap.path.parent / BASES).rename(cap.path.parent.parent / BASES)  # in the parent of the store's folder
     np.testing.assert_array_equal(cap.restore("mlp_out", 4), given)
     with pytest.raises(ValueError, match="has a basis of its own; name one layer"):
         cap.restore("mlp_out")
@@ -245,7 +248,7 @@ def test_one_layer_of_components_need_not_be_named(stores: kit.Store, tmp_path: 
 
 
 def test_the_stream_behind_a_layer_has_the_basis_of_the_array_it_lies_in(stores: kit.Store, tmp_path: Path) -> None:
-    """resid_post of a layer is resid_pre of the next, and resid_final behind the last."""
+    """resid_post of a layer is resid_pre of the next layer, or resid_final after the last layer."""
     cap, path = as_components(stores, tmp_path, {"resid_pre": (0, 1, 5), "resid_final": ()})
     direction = np.random.default_rng(1).normal(size=WIDTH).astype(np.float32)
     same: tuple[tuple[int, str, int | None], ...]
@@ -285,7 +288,7 @@ def test_another_basis_is_refused(scores: tuple[Capture, np.ndarray, Path], tmp_
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_directions_are_projected_as_the_rows_of_each_rank_were(stores: kit.Store, tmp_path: Path, shards: int) -> None:
-    """Each rank projects its part of the width with a matrix of its own width."""
+    """Each rank projects its slice of the width with a matrix of that width."""
     import torch
 
     k, width, layers = 4, 32, (0, 1)
@@ -336,7 +339,7 @@ def test_runs_hold_all_rows_that_are_not_missing(
 
 
 class _Facts(dict[str, Any]):
-    """Stands for a store: the names of its hooks, and its attributes."""
+    """A fake store: the names of its hooks, and its attributes."""
 
     def __init__(self, names: list[str], **attrs: Any) -> None:
         super().__init__(dict.fromkeys(names))
@@ -379,7 +382,7 @@ def test_the_inputs_of_attention_in_stores_that_do_not_name_them(
 
 
 def test_a_direction_behind_a_layer_takes_the_form_of_the_array_it_lies_in(stores: kit.Store, tmp_path: Path) -> None:
-    """resid_post of the last layer is resid_final, which alone is stored as a projection."""
+    """resid_post of the last layer is resid_final, the only hook that is stored as a projection."""
     import torch
 
     reduction: Any = parse("rp(4)")
@@ -425,7 +428,7 @@ TOPK = TopK(8)
 
 
 def topk_store(stores: kit.Store, path: Path) -> Capture:
-    """A store of random bytes, where rows of topk are expected."""
+    """A store of random bytes for hooks reduced with topk."""
     reduced = {**TOPK.settings(), "width": 100, "dtype": "float32"}
     stores.write(path, [ArraySpec("mlp_post", "uint8", (0, 1), TOPK.stored_width(100, "float32"), reduce=reduced)], 20)
     return open_capture(path, 0)

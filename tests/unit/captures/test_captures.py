@@ -42,7 +42,7 @@ ARRAYS = (
     ArraySpec("logits", "float32", (), 5),
 )
 LENGTHS = (300, 7, 128, 40)
-"""Rows of the stores. Half of each is a prompt. The last one lacks rows 8 to 15."""
+"""Rows of the stores. Half of each is a prompt. Rows 8 to 15 of the last one are missing."""
 KEYS = ("a", "b", "a", None)
 
 
@@ -57,7 +57,7 @@ def two_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_stores(folder: Path, models: Sequence[str]) -> Path:
-    """The stores of LENGTHS and KEYS, each of its model."""
+    """Write the stores of LENGTHS and KEYS, each with its own model name."""
     stores = kit.Store(4 << 20)
     for i, (length, key) in enumerate(zip(LENGTHS, KEYS, strict=True)):
         names = {"key": key, "request_id": f"r{i}", "attrs": {"num_layers": 2, "model": models[i]}}
@@ -117,7 +117,7 @@ def test_times_choose_stores(directory: Path) -> None:
     at = datetime.datetime.fromisoformat(second)
     assert names(open_captures(directory, after=at, before=at + datetime.timedelta(microseconds=1))) == ["1.zarr"]
     naive = at.replace(tzinfo=None).isoformat()
-    assert names(open_captures(directory, before=naive)) == ["0.zarr"], "a time without a zone is UTC"
+    assert names(open_captures(directory, before=naive)) == ["0.zarr"], "a time without a time zone is UTC"
     tomorrow = at.date() + datetime.timedelta(days=1)
     assert len(open_captures(directory, after=at.date() - datetime.timedelta(days=1), before=tomorrow)) == 3
     assert not open_captures(directory, after=tomorrow + datetime.timedelta(days=1)).infos
@@ -148,7 +148,7 @@ def test_a_damaged_store_of_a_directory_without_an_index_is_named(unindexed: Pat
     for find in (find_captures, open_captures):
         with pytest.raises(ValueError, match=r"/1\.zarr is not a capture: .*; dmi verify .*copy lists all stores that"):
             find(unindexed)
-    assert repair(unindexed) == [], "uploads are in an index alone"
+    assert repair(unindexed) == [], "only an index lists uploads"
 
 
 def test_a_model_is_named_in_full_or_by_the_last_part_of_its_path(two_models: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_model_is_named_in_full_or_by_the_last_part_of_its_path(two_models: Pa
 
 
 def test_rows_of_two_models_are_not_joined(two_models: Path, tmp_path: Path) -> None:
-    """They have one shape. An older index does not name the models."""
+    """Both models have the same shape. An older index does not have the names of models."""
     shutil.copytree(two_models, tmp_path / "old")
     index = tmp_path / "old" / INDEX_NAME
     lines = [json.loads(line) for line in index.read_text().splitlines()]
@@ -218,7 +218,7 @@ def test_an_index_of_an_older_version_is_filled_up_from_the_stores(two_models: P
 def test_a_store_that_is_removed_while_it_is_opened_is_not_there(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by retention, between the look whether it exists and the look at its document."""
+    """Retention may remove a store after it was found and before its root document is read."""
     monkeypatch.setattr(reader, "wait_for", lambda _final, _seconds: None)
     with pytest.raises(FileNotFoundError, match=r"gone\.zarr was removed just now"):
         open_capture(directory / "gone.zarr", 0)
@@ -256,7 +256,7 @@ def test_the_progress_bar_counts_stores(directory: Path, capsys: pytest.CaptureF
 
 
 def test_ten_thousand_stores_take_little_memory(directory: Path, tmp_path: Path) -> None:
-    """The index names 10,000 stores, which are links to one."""
+    """The index names 10,000 stores, which are links to one store."""
     target = directory / "1.zarr"
     lines = (directory / INDEX_NAME).read_text().splitlines()
     finish = next(json.loads(line) for line in lines if '"1.zarr"' in line and '"finish"' in line)
@@ -274,7 +274,7 @@ def test_ten_thousand_stores_take_little_memory(directory: Path, tmp_path: Path)
             (few if number < 200 else many).append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    assert max(many) < max(few) + (1 << 20), "memory does not grow with the stores that were read"
+    assert max(many) < max(few) + (1 << 20), "memory must not grow with the number of stores that were read"
     assert len(captures.rows("resid_pre", 1)) == 70_000
 
 
@@ -293,7 +293,7 @@ def test_the_table_has_a_row_for_each_store(directory: Path) -> None:
 
 
 def test_the_table_counts_draft_tokens(directory: Path, tmp_path: Path) -> None:
-    """By the index, and in its absence by the stores. Requests without speculative decoding have none."""
+    """The index has the counts, or the stores do. Requests without speculative decoding have none."""
     shutil.copytree(directory, tmp_path / "drafts")
     stores, counts = kit.Store(), {"scheduled": 12, "accepted": 7}
     stores.write(tmp_path / "drafts" / "drafted.zarr", [kit.Q], 20, attrs={"draft_tokens": counts})
@@ -444,7 +444,7 @@ def test_what_is_no_index_of_a_view_of_all_layers_is_refused(directory: Path, in
 
 
 def reads_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each read of a view from now on."""
+    """The number of rows of each later read of a view."""
     counts: list[int] = []
     read = RowView._read
 
@@ -464,7 +464,7 @@ def test_a_view_is_an_array_to_numpy(view: RowView, monkeypatch: pytest.MonkeyPa
         np.testing.assert_array_equal(made, expected)
     assert np.asarray(view, np.float64).dtype == np.float64
     assert np.mean(view) == pytest.approx(expected.mean()) and np.linalg.norm(view) > 0
-    assert counts == [435] * len(counts) and len(counts) == 7, "all rows in one read"
+    assert counts == [435] * len(counts) and len(counts) == 7, "each call must read all rows at once"
     with pytest.raises(ValueError, match="leave copy=False out"):
         np.array(view, copy=False)
 
@@ -646,7 +646,7 @@ def test_reduced_hooks_are_decoded(shards: int, stores: kit.Store, tmp_path: Pat
     stored = np.concatenate(slices, axis=-1)
     settings = {**reduction.settings(), "width": 8, "dtype": "float32"}
     spec = ArraySpec("resid_pre", "uint8", (0, 1), stored.shape[-1], shards, reduce=settings)
-    # One writer writes the slices of a rank each: two of them for two shards.
+    # Each rank needs a writer of its own.
     others = [kit.Store(1 << 20) for _ in range(shards - 1)]
     for i in range(2):
         for rank, part in enumerate([*others, stores]):
@@ -677,7 +677,7 @@ def test_layers_of_models_of_other_depth_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_resid_post_of_models_of_other_depth_is_not_mixed(tmp_path: Path) -> None:
-    """After the last layer it is resid_final, which is that of another layer in a deeper model."""
+    """After the last layer it is resid_final, which has the number of a middle layer in a deeper model."""
     owner = kit.Store(1 << 20)
     for layers in (2, 3):
         specs = [ArraySpec("resid_pre", "float32", tuple(range(layers)), 8), ArraySpec("resid_final", "float32", (), 8)]
@@ -695,7 +695,7 @@ def test_a_store_whose_root_document_lacks_a_field_is_failed(tmp_path: Path) -> 
     for name in "ab":
         owner.write(tmp_path / f"{name}.zarr", [ArraySpec("q", "float32", (0,), 8)], 20, attrs={"num_layers": 1})
     assert owner.shutdown()
-    (tmp_path / "a.zarr").rename(tmp_path / "c.zarr")  # the index does not name it
+    (tmp_path / "a.zarr").rename(tmp_path / "c.zarr")  # the index does not list it
     path = tmp_path / "c.zarr/zarr.json"
     document = json.loads(path.read_text())
     del document["attributes"]["dmi"]["complete"]

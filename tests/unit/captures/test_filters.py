@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing that is misspelt gives an empty answer: names of hooks, filters, directories, and what is no capture."""
+"""Misspelt hooks, filters and directories do not give an empty result, nor do paths that are not captures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of two: `captures` holds three stores, the last of which lacks rows; `empty` holds none."""
+    """Two directories: `captures` has three stores, with missing rows in the last one; `empty` has none."""
     root, owner = tmp_path_factory.mktemp("home"), kit.Store(1 << 20)
     for number, name in enumerate("abc"):
         specs = [*SPECS, ArraySpec("z", "float32", (1,), 8)] if name == "b" else SPECS
@@ -88,7 +88,7 @@ def test_hooks_that_some_store_holds_choose_stores(
     captures = open_captures(parent / "captures")
     assert [info.store.name for info in captures.filter(hooks="z@1").infos] == ["b.zarr"]
     assert [info.store.name for info in captures.filter(hooks="blocks.1.attn.hook_z").infos] == ["b.zarr"]
-    assert len(captures[:0].filter(hooks="nothing")) == 0, "there is no store to look at"
+    assert len(captures[:0].filter(hooks="nothing")) == 0, "there are no stores, so the hook cannot be checked"
     one = captures.filter(lambda info: info.store.name == "a.zarr")
     apart = [ArraySpec("k", "float32", (0, 1), 8)]
     directory = tmp_path / "apart"
@@ -192,7 +192,7 @@ def test_filters_that_let_no_store_pass_are_warned_of(
     with caplog.at_level(logging.WARNING):
         found = open_captures(directory, **filters)
     assert len(found) == 0 and f"open_captures: {why}" in caplog.text and why in repr(found)
-    assert ("did you mean" in caplog.text) == ("did you mean" in why), "a name that is there is not mended"
+    assert ("did you mean" in caplog.text) == ("did you mean" in why), "an existing name must get no suggestion"
     with pytest.raises(ValueError) as refused:
         found.rows("q", 1)
     assert str(refused.value).startswith(f"no store to read 'q' from; {why}")
@@ -229,7 +229,7 @@ def test_commands_say_which_key_is_near(parent: Path, run: Run, tmp_path: Path) 
     assert status == 2 and "passes model='Tony': did you mean 'Tiny'?" in err, err
 
 
-# ---- what is no capture ---------------------------------------------------------------------------------------------
+# ---- paths that are not captures ------------------------------------------------------------------------------------
 
 
 def test_other_zarr_stores_beside_captures_are_passed_over(parent: Path, tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_other_zarr_stores_beside_captures_are_passed_over(parent: Path, tmp_pat
     (tmp_path / "empty.zarr").mkdir()
     (tmp_path / "list.zarr").mkdir()
     (tmp_path / "list.zarr/zarr.json").write_text("[]")
-    # An attribute of this name that is no object may be a damaged store: it is named.
+    # Damaged stores may have an attribute of this name that is not an object, so they are named.
     with pytest.raises(ValueError, match=r"foreign3\.zarr is not a capture: its 'dmi' attribute has no valid"):
         open_captures(tmp_path)
     shutil.rmtree(tmp_path / "foreign3.zarr")
@@ -304,7 +304,7 @@ def test_a_capture_contains_what_it_can_be_indexed_with(parent: Path) -> None:
             assert name in cap, name
     assert {name for name in names if name in cap} == set(names[:6]) and 3 not in cap
     assert list(cap) == cap.hooks and all(name in cap for name in cap)
-    assert importance(cap, "q", 0).shape == (8,), "one capture is no list of captures"
+    assert importance(cap, "q", 0).shape == (8,), "one capture is not a list of captures"
 
 
 def test_wrong_indexes_of_captures_are_explained(parent: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`open_capture(path, follow=True)`: rows of a capture while it is written."""
+"""`open_capture(path, follow=True)`: rows of a capture that is still being written."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_logits_follow_behind_the_last_that_may_come_again(store: kit.Store, tmp
     got = [found]
     while got[-1][0] + len(got[-1][1]) < 12:
         got.append(next(rows))
-    assert got[-1][0] + len(got[-1][1]) == 12, "the last eight may come again"
+    assert got[-1][0] + len(got[-1][1]) == 12, "the last eight samples may be replaced"
     for i in range(20, 80):
         store.put_rows(record, "logits", values[i : i + 1], i, 10 + i)
     store.put(record, {"q": kit.random_bits(Q, 100)}, 0, 100)
@@ -180,7 +180,7 @@ NAMES = {
     "blocks.0.attn.hook_q": False,
     "blocks.0.hook_nothing": False,
 }
-"""Names, and whether a store of q in layers 0, 2 and of resid_pre in 1, 2 has rows under them."""
+"""{name: whether a store of q in layers 0, 2 and resid_pre in layers 1, 2 has rows of this name}."""
 
 
 def test_a_name_is_in_a_followed_capture_if_its_rows_can_be_followed(store: kit.Store, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_a_capture_that_has_ended_is_not_waited_for(store: kit.Store, tmp_path: 
     with open_capture(tmp_path / "a.zarr", kit.PATIENCE, follow=True) as cap:
         store.put(record, values, 0, 20)
         store.close(record, 20)
-        open_capture(tmp_path / "a.zarr", kit.PATIENCE).close()  # now it has ended
+        open_capture(tmp_path / "a.zarr", kit.PATIENCE).close()  # the capture has ended now
         rows = [part for _, part in cap.follow("q", pause=never)]
         assert np.array_equal(np.concatenate(rows, 1), values["q"].view("f4"))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TransformerLens' names of our hooks. tests/types compares the tensors with TransformerLens' own."""
+"""TransformerLens' names of hooks. tests/types compares the tensors with those of TransformerLens."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_name_of_another_tensor_is_refused_with_the_reason(architecture: str, 
 
 @pytest.fixture
 def cache_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """cache_of(specs, rows=10, **options): the cache of a store, over a stand-in for TransformerLens' own."""
+    """cache_of(specs, rows=10, **options): the activation cache of a store, with a fake of TransformerLens' class."""
 
     class ActivationCache:
         def __init__(self, cache_dict: Any, model: Any, has_batch_dim: bool) -> None:

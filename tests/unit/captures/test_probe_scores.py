@@ -34,7 +34,7 @@ def spec(name: str, probe: Probe, layers: tuple[int, ...], shards: int = 1, rank
 
 
 def write(path: Path, seed: int = 0, losses: Sequence[Loss] = (), lost: float | None = None) -> kit.Values:
-    """lost: what is in the rows of `losses`."""
+    """Write a store. lost: the value in the rows of `losses`."""
     owner = kit.Store(1 << 20)
     rng = np.random.default_rng(seed)
     hooks = [

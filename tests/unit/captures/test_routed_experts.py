@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Capture.routed_experts` and its export. tests/engine/test_compatibility.py compares them with what vLLM returns."""
+"""`Capture.routed_experts` and its export. tests/engine/test_compatibility.py compares them with vLLM's own output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Write = Callable[..., tuple[Capture, np.ndarray]]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Iterator[Write]:
-    """write(layers, count, name="a", **options): a store of a model of 4 layers, and its topk_ids."""
+    """write(layers, count, name="a", **options): a store of a model with 4 layers, and its topk_ids."""
     owner = kit.Store(1 << 20)
 
     def call(
@@ -58,7 +58,7 @@ def test_rows_are_read_in_parts(write: Write, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_part_of_the_prompt_is_left_out(write: Write) -> None:
-    capture, ids = write()  # half of the rows are the prompt
+    capture, ids = write()  # half of the rows belong to the prompt
     np.testing.assert_array_equal(capture.routed_experts(10)[:, 1], ids[0, 10:])
     np.testing.assert_array_equal(capture.routed_experts(1000)[:, 1], ids[0, TOKENS // 2 :])
     late, ids = write(name="late", attrs={"start": 5})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores that cannot be opened are left out if asked for, and named; `dmi verify` in several processes, and quietly."""
+"""Stores that cannot be opened can be skipped, and are named. `dmi verify` with several processes, and with --quiet."""
 
 from __future__ import annotations
 

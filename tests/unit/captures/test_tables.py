@@ -21,12 +21,12 @@ from tests import storekit as kit
 SPECS = (ArraySpec("z", "float32", (0, 1), 4), ArraySpec("topk_ids", "int32", (0,), 2))
 LENGTHS, KEYS = (20, 9, 12), ("run/0", "run/1", "run/1")
 LOST = [8, 9, 10, 11]
-"""Rows that the last store lacks."""
+"""Missing rows of the last store."""
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[kit.Values]]:
-    """Three stores of `dmi run`, of which the manifest names two."""
+    """Three stores of a `dmi run`. Its manifest names two of them."""
     folder, owner = tmp_path_factory.mktemp("tables"), kit.Store(1 << 20)
     values = []
     for i, length in enumerate(LENGTHS):

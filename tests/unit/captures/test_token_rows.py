@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows with what is known of their tokens, chosen by phase, by a mask, behind a token, and the last ones; logits."""
+"""Rows with the attributes of their tokens, selected by phase, by mask, after a token, or from the end. Logits."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ torch = pytest.importorskip("torch")
 
 LENGTHS, PROMPTS, SAMPLES, START = (70, 9, 40), (50, 4, 20), (3, 2, 4), 5
 VOCAB = 320
-"""The next tokens of some samples lie outside."""
+"""Size of the vocabulary. The next tokens of some samples are outside it."""
 END = 7
-"""The token behind which the answer begins."""
+"""The token after which the answer begins."""
 SPECS = (
     ArraySpec("z", "float32", (0, 1), 4),
     ArraySpec("resid_pre", "bfloat16", (0, 1), 4),
@@ -36,7 +36,7 @@ KEYS = ("a", None, "c")
 
 
 def ids_of(number: int) -> np.ndarray:
-    """Token ids. The second store has no `END`; the others have it twice."""
+    """Token ids of a store. `END` occurs twice, but not in the second store."""
     ids = np.arange(LENGTHS[number]) + 100 * (number + 1)
     if number != 1:
         ids[[LENGTHS[number] // 2, LENGTHS[number] - 3]] = END
@@ -44,7 +44,7 @@ def ids_of(number: int) -> np.ndarray:
 
 
 def z_of(number: int) -> np.ndarray:
-    """[rows, 4]: the first value names store and row."""
+    """Values of z, [rows, 4]. The first value identifies store and row."""
     z = np.random.default_rng(number).standard_normal((LENGTHS[number], 4)).astype("f4")
     z[:, 0] = 1000 * number + np.arange(LENGTHS[number])
     return z
@@ -56,7 +56,7 @@ def logits_of(number: int) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def captures(tmp_path_factory: pytest.TempPathFactory) -> Captures:
-    """Three stores from position 5 on; the last one lacks its rows 32 to 39, and one sample."""
+    """Three stores from position 5 on. Rows 32 to 39 and a sample of the last one are missing."""
     folder, owner = tmp_path_factory.mktemp("rows"), kit.Store(4 << 20)
     for i, length in enumerate(LENGTHS):
         attrs = {"prompt_len": START + PROMPTS[i], "num_layers": 2, "start": START}
@@ -74,7 +74,7 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> Captures:
 
 
 def rows_where(keep: Any) -> list[int]:
-    """Names of rows that are there and that keep(store, row) wants."""
+    """The first values of z of all rows that are not missing and that keep(store, row) selects."""
     there = [(i, row) for i, n in enumerate(LENGTHS) for row in range(n) if not (i == 2 and row >= 32)]
     return [1000 * i + row for i, row in there if keep(i, row)]
 
@@ -131,7 +131,7 @@ def test_a_choice_that_is_not_valid_is_refused(captures: Captures) -> None:
 
 
 def test_a_store_with_other_numbers_of_rows_is_named(captures: Captures) -> None:
-    """As if the index listed other numbers of tokens than the stores have."""
+    """The index lists other numbers of tokens than the stores have."""
     for choice, counts, message in (
         (RowChoice(phase="prompt"), [71, 9, 40], r"0\.zarr/phase is of 70 rows, the capture has 71"),
         (RowChoice(), [70, 9, 41], r"2\.zarr/missing is of 40 rows, the capture has 41"),
@@ -191,7 +191,7 @@ def test_a_chunk_is_read_once_for_many_chosen_rows(captures: Captures, monkeypat
     data = TokenDataset(captures[:1], "z@1", batch_size=1, mask=lambda cap: cap.token_ids % 2 == 0)
     monkeypatch.setattr(LocalFiles, "open", counted)
     assert len(list(data)) == len(data) == 35
-    assert len([path for path in opened if "/z/c/" in path]) == 9, "9 chunks have even ids"
+    assert len([path for path in opened if "/z/c/" in path]) == 9, "9 chunks have tokens with even ids"
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def test_logits_of_many_stores_are_one_array(captures: Captures) -> None:
     assert tokens["positions"].tolist() == [START + PROMPTS[i] - 1 + n for i, n in THERE]
     assert tokens["token_ids"].tolist() == [ids_of(i)[PROMPTS[i] - 1 + n] for i, n in THERE]
     assert tokens["phase"].tolist() == [int(n > 0) for _, n in THERE]
-    assert len(captures.rows("logits", phase="prompt")) == 3, "those that the last token of a prompt gave"
+    assert len(captures.rows("logits", phase="prompt")) == 3, "only the last token of a prompt has logits"
     batches = list(TokenDataset(captures, ["logits", "row"], batch_size=2))
     assert len(batches) == 4 and batches[0]["logits"].shape == (2, VOCAB)
     with pytest.raises(ValueError, match="'z@1' and 'logits' do not have rows of the same tokens; batch logits alone"):
@@ -332,7 +332,7 @@ def test_the_likeliest_tokens_of_many_stores(captures: Captures) -> None:
 
 
 def test_consecutive_rows_of_a_run_are_read_as_a_slice() -> None:
-    """Three runs of two stores: rows 5 to 7 and 20 to 23 of the first, row 0 of the second."""
+    """The three runs are rows 5 to 7 and 20 to 23 of the first store, and row 0 of the second store."""
     runs = Runs(np.array([0, 0, 1]), np.array([5, 20, 0]), np.array([0, 3, 7, 8]))
     wanted = [(0, 5), (0, 6), (0, 7), (0, 20), (0, 21), (0, 22), (0, 23), (1, 0)]
     assert [*zip(*(part.tolist() for part in runs.origins(np.arange(8))), strict=True)] == wanted

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores as xarray Datasets: by xarray alone, and by `Capture.xarray`."""
+"""Stores as xarray Datasets, opened by xarray itself and by `Capture.xarray`."""
 
 from __future__ import annotations
 

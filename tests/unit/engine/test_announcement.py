@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log lines at the start: what they say a selection costs, and which limit binds, by hand for made-up speeds."""
+"""The log lines at the start: the costs of a selection, and its bottleneck for made-up speeds, computed by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dmi_connector.settings import ServerOptions
 from tests.exporterkit import make_exporter
 
 TOKEN = 4 * 4096 + 8
-"""Bytes of a token that are exported: of q in four layers of 1,024 float32 values, and its token id and position."""
+"""Exported bytes per token: q in four layers of 1,024 float32 values, token id and position."""
 FIRST = (
     "dmi_connector: 4 hooks of Qwen3ForCausalLM, target rows: 0.016 MB per token in the cache (64 tokens fit), 0.016 MB"
     " per token exported"
@@ -38,7 +38,7 @@ def said(
     tp: int = 1,
     **options: Any,
 ) -> list[str]:
-    """What is logged. link: bytes per second of a lane, None without one. patterns: layers with attention summaries."""
+    """The logged lines. link: bytes per second of a lane, or None. patterns: layers with attention summaries."""
     exporter = make_exporter(tmp_path, 64, sink="null")
     given = {"store_dir": str(tmp_path), "hooks": "q", "codec": "zstd", "policy": "drop", **options}
     context = replace(exporter.context, options=ServerOptions.parse(given), tp=tp)
@@ -74,7 +74,7 @@ def bound(name: str, gb: float, every: str) -> str:
     ],
 )
 def test_the_slowest_part_binds(given: Any, limit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writers that always compress, as those that flush do, are as fast as their codec."""
+    """Writers that must compress, also those with fsync, are as fast as their codec."""
     lines = said(tmp_path, monkeypatch, **given)
     assert lines == [FIRST, BUFFERS, *([] if limit is None else [bound(*limit)])]
 
@@ -99,7 +99,7 @@ def test_without_stores_nothing_is_said_of_buffers_and_limits(tmp_path: Path, mo
 def test_the_cost_of_attention_summaries_is_that_of_a_rank(
     tp: int, flop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three layers, 16 heads of 64 and 1,000 keys: a multiplication and an addition each."""
+    """The cost is two operations per value, for three layers, 16 heads of 64 and 1,000 keys."""
     first, summaries = said(tmp_path, monkeypatch, sink="null", patterns=3, tp=tp)
     assert first == FIRST.replace("4 hooks", "7 hooks")
     assert summaries == (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rows say of models whose configs differ, and how values are read where a row says so."""
+"""Architectures of models whose configs differ, and how taps read values for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dmi_connector.hooks import HOOKS, SelectionError, parse_selection
 
 
 def config(**fields: Any) -> Any:
-    """A text config of 4 layers."""
+    """A text config with 4 layers."""
     sizes = {"model_type": "any", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 32}
     return SimpleNamespace(**{**sizes, "intermediate_size": 96, **fields})
 
@@ -106,13 +106,13 @@ def test_norms_that_a_config_turns_off_are_not_tapped() -> None:
     ):
         row = ARCHITECTURES[name]
         assert row.fit(config(**{field: True})).q_norm and not row.fit(config(**{field: False})).q_norm
-        assert not row.fit(config()).k_norm, "vLLM norms only where the config says so"
+        assert not row.fit(config()).k_norm, "vLLM applies these norms only if the config enables them"
     row = ARCHITECTURES["HyperCLOVAXForCausalLM"]
     assert row.fit(config(use_post_norm=True)).attn_norm and not row.fit(config(use_post_norm=False)).mlp_norm
 
 
 class Doubles(nn.Module):
-    """Stands for a norm, or for a norm that first adds its second argument, the residual stream."""
+    """A fake norm. With a second argument, it first adds that residual stream."""
 
     def forward(self, values: torch.Tensor, stream: torch.Tensor | None = None) -> Any:
         return values * 2 if stream is None else ((values + stream) * 2, values + stream)
@@ -128,8 +128,8 @@ class Attention(nn.Module):
     [(False, torch.float32, 1 + 2), (True, torch.float32, 1 + 2 * 2), (False, torch.float16, (1 + 2) / 4)],
 )
 def test_the_stream_of_pangu_is_read_where_vllm_adds_to_it(sandwich: bool, dtype: torch.dtype, middle: float) -> None:
-    """A stream of 1 enters vLLM's layer, and attention returns 2, which `sandwich_norm` doubles here. In float16 vLLM
-    divides both by the field of the config that the row names.
+    """The input of vLLM's layer is 1. Attention returns 2, which `sandwich_norm` doubles here. In float16, vLLM divides
+    both by the config field in the architecture's `float16_divisor`.
     """
     row = ARCHITECTURES["PanguEmbeddedForCausalLM"].fit(config(sandwich_norm=sandwich))
     assert bool(row.attn_norm) == bool(row.mlp_norm) == sandwich
@@ -147,7 +147,7 @@ def test_the_stream_of_pangu_is_read_where_vllm_adds_to_it(sandwich: bool, dtype
 
 
 def test_layers_with_experts_of_k_exaone_are_those_of_vllm() -> None:
-    """vLLM reads the list, also if it contradicts the number of dense layers, which is 1 by default."""
+    """vLLM reads the list, even if it contradicts the number of dense layers, which is 1 by default."""
     kinds = ["sparse", "dense", "dense", "sparse"]
     known = ExaoneMoeConfig(num_hidden_layers=4, mlp_layer_types=kinds, layer_types=["full_attention"] * 4)
     for name in ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"):
@@ -155,7 +155,7 @@ def test_layers_with_experts_of_k_exaone_are_those_of_vllm() -> None:
 
 
 def test_old_opt_has_no_final_norm() -> None:
-    """As in vLLM, which builds none then. The stream is read at the last layer."""
+    """vLLM builds no final norm for it. The stream is read at the last layer."""
     known = {"do_layer_norm_before": True, "word_embed_proj_dim": 64}
     row = ARCHITECTURES["OPTForCausalLM"]
     assert row.fit(config(**known)).final_norm == "model.decoder.final_layer_norm"
@@ -182,13 +182,13 @@ def test_a_model_of_any_language_model_has_the_row_of_that_one() -> None:
     named = row.fit(config(architectures=["Qwen3MoeForCausalLM"]))
     assert (named.name, named.base) == (row.name, row.base) and named.language == "language_model"
     assert (named.layers, named.q_norm) == ("language_model.model.layers", "self_attn.q_norm")
-    assert row.fit(config(model_type="qwen2")).q_norm == "", "the class of transformers, where none is named"
+    assert row.fit(config(model_type="qwen2")).q_norm == "", "transformers' class is used if none is named"
     with pytest.raises(ValueError, match=r"InternVL.*'FalconH1ForCausalLM', which has no row of hooks"):
         row.fit(config(architectures=["FalconH1ForCausalLM"]))
 
 
 def read(hook: str, module: str, args: tuple[Any, ...], output: Any, **row: Any) -> torch.Tensor:
-    """What the tap of a hook at a module takes, in a layer whose row has these fields."""
+    """The value that the tap of a hook at a module reads, in a layer whose architecture has these fields."""
     arch = SimpleNamespace(qkv_by_head=False, stream_at=0, plain_norms=False)
     layer: Any = SimpleNamespace(arch=arch, scale=row.pop("scale", 1.0), head_size=2, q_size=8, kv_size=4)
     vars(arch).update(row)
@@ -216,7 +216,7 @@ def test_the_output_of_a_post_norm_is_scaled_as_it_is_added(hook: str, module: s
     ],
 )
 def test_what_enters_the_activation_is_the_gate(row: dict[str, Any], found: tuple[str, list[int], Any]) -> None:
-    """Of a projection that returns gate and up, of one of two projections, or of the only one."""
+    """It is read from a projection of gate and up, from the first of two projections, or from the only one."""
     module, gate, up = found
     output = (torch.arange(4).expand(3, -1), None)
     assert read("mlp_pre", module, (), output, **row)[0].tolist() == gate
@@ -236,7 +236,7 @@ def test_an_mlp_without_a_gate_has_one_tensor_before_its_activation() -> None:
 
 
 def test_queries_of_a_group_lie_beside_their_key_and_value() -> None:
-    """Four heads in two groups: q, q, k, v of the first, then of the second."""
+    """Four heads in two groups: q, q, k, v of the first group, then of the second."""
     heads = torch.arange(8).repeat_interleave(2).float().expand(3, -1)
     q, k, v = (read(hook, "qkv", (), heads, qkv_by_head=True)[0].tolist() for hook in "qkv")
     assert (q, k, v) == ([0, 0, 1, 1, 4, 4, 5, 5], [2, 2, 6, 6], [3, 3, 7, 7])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention that can be summarised, and the keys of vLLM's CPU backend."""
+"""Attention layers that can be summarised, and the key layout of vLLM's CPU backend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dmi_connector.reduce.attn import AttentionSummary
 
 
 class Context:
-    """Stands for vLLM's context of a forward."""
+    """A fake of vLLM's forward context."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,10 +44,10 @@ def attention_layer(
     chunk: int | None = None,
     **impl: object,
 ) -> SimpleNamespace:
-    """What `check` reads of vLLM's Attention.
+    """A fake of vLLM's Attention with the attributes that `check` reads.
 
-    images: whether tokens of an image may see each other. blocks: whether the backend lets them. chunk: tokens of a
-    chunk, beyond which a token sees none, as in layers of Llama 4.
+    images: whether image tokens may attend to each other. blocks: whether the backend supports that. chunk: tokens per
+    chunk of chunked attention, as in layers of Llama 4; tokens do not attend beyond their chunk.
     """
     chunked = {} if chunk is None else {"attention_chunk_size": chunk}
     plain = {
@@ -98,7 +98,7 @@ def test_full_attention_is_accepted() -> None:
 
 
 def test_a_batch_behind_a_replayed_graph_is_summarised_and_a_split_one_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The header of a replayed forward is written without Python, so the last number of tokens is of another one."""
+    """Replayed forwards write the header without Python, so the recorded number of tokens is that of another one."""
     field = RowField("pattern", 0, "int32", 8, 64, AttentionSummary(4))
     coverage, context = Coverage([field]), Context()
     coverage.checked = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank writes which layers of a request, for every choice of layers and several ranks."""
+"""The layers that each rank writes for a request, for every choice of layers and several numbers of ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dmi_connector.reduce.int8 import Int8
 from dmi_connector.settings import ServerOptions
 
 KV_HEADS = 2
-"""Fewer than 4 or 8 ranks, which then share them."""
+"""With 4 or 8 ranks, several ranks share a key/value head."""
 
 
 def make_context(directory: Path, hooks: str, layers: int, tp: int, stages: tuple[range, ...] = ()) -> CaptureContext:
@@ -42,7 +42,7 @@ def written(layout: ChunkLayout, hook: str) -> list[int]:
 
 
 def test_chunks_that_no_decoder_could_read_are_refused(tmp_path: Path) -> None:
-    """8,192 rows of 65,536 float32 logits are 2 GiB, which is too much for a Blosc frame."""
+    """8,192 rows of 65,536 float32 logits have 2 GiB, more than a Blosc frame can hold."""
     dims = ModelDims("Qwen3ForCausalLM", 2, 256, 8, KV_HEADS, 32, 512, 65536)
     for chunk, codec, refused in (
         (8192, "zstd", True),
@@ -79,7 +79,7 @@ def test_an_odd_number_of_16_bit_values_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("tp", "layers"), [(4, 6), (8, 10)])
 def test_each_choice_of_layers_is_written_once_by_its_owner(tp: int, layers: int, tmp_path: Path) -> None:
-    """Ranks have runs of two layers, of which a request takes any."""
+    """Each rank owns runs of two layers, and a request may choose any layers."""
     context = make_context(tmp_path, "resid_pre", layers, tp)
     owner = context.layout.writer
     assert len(set(owner.values())) == layers // 2, owner
@@ -98,12 +98,12 @@ def test_each_choice_of_layers_is_written_once_by_its_owner(tp: int, layers: int
 
 
 STAGES = {"even": (range(3, 6), range(3)), "uneven": (range(5, 6), range(2, 5), range(2))}
-"""Of six layers, the last stage first."""
+"""The layers of each pipeline stage, of six layers, the last stage first."""
 
 
 @pytest.mark.parametrize("stages", STAGES.values(), ids=STAGES)
 def test_each_stage_writes_its_layers(stages: tuple[range, ...], tmp_path: Path) -> None:
-    """A request takes any layers, and rank 0 writes the logits."""
+    """A request may choose any layers. Rank 0 writes the logits."""
     context = make_context(tmp_path, "embed,resid_pre,q,resid_final,logits", 6, 1, stages)
     assert context.ranks == len(stages)
     for count in range(1, 7):
@@ -130,7 +130,7 @@ def test_each_slice_of_a_hook_is_written_once(tp: int, tmp_path: Path) -> None:
         assert sorted(spec.rank for spec in specs) == list(range(slices)), hook
         assert all(spec.shards == slices for spec in specs), hook
     known = {spec.name for spec in (*layouts[0].arrays, *layouts[0].elsewhere)}
-    assert known == set(context.selection.hooks), "rank 0 writes the documents of all arrays"
+    assert known == set(context.selection.hooks), "rank 0 must know all arrays, because it writes their documents"
 
 
 HOOKS = "embed,resid_pre,q,k,mlp_post,logits"
@@ -138,9 +138,11 @@ HOOKS = "embed,resid_pre,q,k,mlp_post,logits"
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_limits_count_the_bytes_of_all_ranks(tp: int, tmp_path: Path) -> None:
-    """embed once, and of each of 3 layers: resid_pre 256, q 8 heads of 32, k 2 heads, mlp_post 512; token arrays 9."""
+    """Values per row: embed once, and for each of 3 layers resid_pre 256, q 8 heads of 32, k 2 heads of 32, mlp_post
+    512. Token arrays have 9 bytes.
+    """
     context = make_context(tmp_path, HOOKS, 3, tp)
     row = 4 * (256 + 3 * (256 + 8 * 32 + 2 * 32 + 512)) + 9
     assert row_bytes(context, context.selection) == (row, 4 * 512)
     drafting = replace(context, drafting=Drafting("ngram", 3, False))
-    assert row_bytes(drafting, context.selection) == (row + 1, 4 * 512), "draft_index"
+    assert row_bytes(drafting, context.selection) == (row + 1, 4 * 512), "draft_index takes one more byte"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker tells the scheduler of lost and gathered rows, and what becomes of a lost chunk's memory."""
+"""A worker's reports of lost and gathered rows to the scheduler, and the memory of lost chunks."""
 
 from __future__ import annotations
 
@@ -105,18 +105,18 @@ def test_a_parcel_does_not_wait_for_room_in_the_ring(ring: Ring) -> None:
     full = ring.alloc(8192, 0)
     parcel = Parcel([ChunkTransfer(export(ring), 0, np.arange(30))])
     assert full is not None and not parcel.reserve() and parcel.extent is None
-    parcel.lose(Cause.FELL_BEHIND)  # it has no memory to give back
+    parcel.lose(Cause.FELL_BEHIND)  # it has no memory to release
     assert ring.used == 8192
 
 
 EMBED = PayloadLayout((ArraySpec("embed", "float32", (), 8),))
 STARTS = 16, 0, 32
-"""First row of the chunk of each payload of a parcel, of as many captures."""
+"""First row of each payload's chunk in a parcel of three captures."""
 COUNT = 30
 
 
 def parcel_of(ring: Ring, checked: bool) -> tuple[Parcel, list[Noted], Progress]:
-    """A parcel of three captures' chunks in the ring, each with values of its own."""
+    """A parcel with a chunk of each of three captures in the ring. Their values differ."""
     layout: Any = SimpleNamespace(payload=EMBED, table=None)
     notes, progress = [Noted(ring, EMBED.token_bytes) for _ in STARTS], Progress()
     captures = [CaptureExport(i, layout, note, 0, ring, progress, checked=checked) for i, note in enumerate(notes)]  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ def parcel_of(ring: Ring, checked: bool) -> tuple[Parcel, list[Noted], Progress]
 @pytest.mark.parametrize("poisoned", [(), (0,), (1,), (2,), (0, 2), (0, 1, 2)])
 @pytest.mark.parametrize("row", [0, COUNT - 1])
 def test_each_payload_of_a_parcel_is_looked_at(ring: Ring, poisoned: tuple[int, ...], row: int) -> None:
-    """Rows that no tap wrote are lost, in whichever payload they lie. The others go on."""
+    """A payload with rows that no tap wrote is lost. The other payloads are delivered."""
     parcel, notes, progress = parcel_of(ring, checked=True)
     assert parcel.extent is not None
     for number in poisoned:
@@ -149,7 +149,7 @@ def test_each_payload_of_a_parcel_is_looked_at(ring: Ring, poisoned: tuple[int, 
     assert progress.report().lost == {
         n: chunk.capture.losses for n, chunk in enumerate(parcel.transfers) if n in poisoned
     }
-    assert (ring.used == 0) == (len(poisoned) == 3), "what holds no rows is given back"
+    assert (ring.used == 0) == (len(poisoned) == 3), "a parcel without rows must release its memory"
 
 
 def test_values_of_captures_that_are_not_checked_may_be_the_pattern(ring: Ring) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the first forward must write, and what later forwards may not do."""
+"""What the first forward must write, and what later forwards must not write."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def covered(fields: Sequence[RowField] = FIELDS) -> Coverage:
 
 
 class Context:
-    """Stands for vLLM's context of a forward."""
+    """A fake of vLLM's forward context."""
 
 
 def forward(coverage: Coverage, tokens: int = TOKENS, **counts: int) -> None:
-    """The writes of one forward: embedding, header, layers. counts: tokens of some hooks, 0 to leave one out."""
+    """Simulate one forward: embedding, header, layers. counts: tokens of some hooks; 0 leaves a hook out."""
     now = Context()
     coverage.wrote(0, [64], tokens, now)
     coverage.wrote(0, [0, 4], tokens, now)
@@ -52,7 +52,7 @@ def test_a_forward_that_writes_every_hook_once_passes() -> None:
 
 @pytest.mark.parametrize("header_first", [True, False])
 def test_poison_is_put_where_the_first_write_of_a_forward_goes(header_first: bool) -> None:
-    """The header is written before the embedding in models whose embeddings are made before the forward."""
+    """Models whose embeddings are computed before the forward write the header before the embedding."""
     coverage = Coverage(FIELDS, poison=True, header_first=header_first)
     assert coverage.first_at == (0 if header_first else EMBED.offset)
     for _ in range(2):
@@ -129,7 +129,7 @@ def test_later_forwards_refuse_another_number_of_tokens(tokens: int) -> None:
 
 
 def test_a_forward_of_replayed_pieces_has_no_number_of_tokens_to_compare() -> None:
-    """Its header is written by a CUDA graph. Attention runs in Python, and knows only its own number."""
+    """A CUDA graph writes their header. Attention runs in Python, and only knows its own number of tokens."""
     coverage = covered()
     forward(coverage)
     coverage.check(TOKENS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits of draft tokens are kept until it is known which were accepted."""
+"""Logits of draft tokens are kept until the accepted tokens are known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dmi_connector.engine.transfer.draft_logits import DraftLogits, rows_of
 
 
 def add(held: DraftLogits, step: int, *slots: int) -> None:
-    """Each row says its step and its slot."""
+    """Add rows whose values are their step and slot."""
     rows = torch.tensor([[step, slot] for slot in slots], dtype=torch.float32)
     held.add(step, rows, torch.tensor(slots))
 
@@ -32,7 +32,7 @@ def test_the_last_step_has_the_row_of_a_token_that_was_rejected_before() -> None
 
 
 def test_a_slot_that_another_request_has_by_now_is_not_taken_for_it() -> None:
-    """A preempted request lost its blocks in step 2; the result of step 1 came later."""
+    """A preempted request lost its blocks in step 2, before the result of step 1 arrived."""
     held = DraftLogits()
     add(held, 1, 40)
     add(held, 2, 8, 40)
@@ -52,14 +52,14 @@ def test_steps_are_kept_until_they_are_decided() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("wanted", [[41], [43, 99, 41], [40, 41, 42, 43, 99]])
 def test_only_logits_that_a_capture_may_need_are_kept(wanted: list[int], dtype: torch.dtype) -> None:
-    """Slot 99 is that of a token which another step computed."""
+    """Slot 99 belongs to a token of another step."""
     slots = torch.tensor([40, 41, 42, 43])
     logits = torch.stack([slots.float(), slots.float() + 0.5], 1)
     rows, kept = rows_of(wanted, logits, slots, dtype)
     assert len(rows) == len(kept) == min(len(wanted), 4) and rows.dtype == dtype
     held = DraftLogits()
     held.add(1, rows, kept)
-    logits.zero_()  # vLLM changes its own in place
+    logits.zero_()  # vLLM changes its logits in place
     taken = held.take(wanted, [1] * len(wanted))
     assert taken is not None and taken[1].tolist() == [slot != 99 for slot in wanted]
     assert [row for row, there in zip(taken[0].tolist(), taken[1], strict=True) if there] == [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's half without an engine: what goes where in a step, what is lost, and when captures end."""
+"""The worker half without an engine: the exports of a step, lost rows, and ends of captures."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Make = Callable[..., Exporter]
 
 
 def rows(number: int, first: int, count: int = CHUNK) -> Rows:
-    """Rows of a capture that lie in the slots of the same numbers."""
+    """Rows of a capture. The number of each row is also its slot."""
     return Rows(number, first, SLOTS[first : first + count])
 
 
 def payload(exporter: Exporter, first: int, count: int = CHUNK) -> bytes:
-    """What a chunk of these rows is to hold: each field of all rows, then the headers."""
+    """The expected payload of a chunk of these rows: all rows of each field, then the headers."""
     [layout] = exporter.layouts.values()
     found = exporter.rows.numpy()[first : first + count]
     return b"".join(found[:, at : at + nbytes].tobytes() for at, nbytes, _ in layout.table)
@@ -50,7 +50,7 @@ def payload(exporter: Exporter, first: int, count: int = CHUNK) -> bytes:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """make(policy): an exporter of two layers of q without processes; its ring has room for 8,192 bytes."""
+    """make(policy): an exporter of two layers of q without processes. Its ring has room for 8,192 bytes."""
     made: list[Exporter] = []
 
     def one(policy: str = "block", ring: int = 8192, **options: Any) -> Exporter:
@@ -124,7 +124,7 @@ def test_a_report_names_finished_stores_and_what_could_not_be_borrowed(make: Mak
 
 
 def test_only_rank_0_says_that_a_store_is_finished(make: Make) -> None:
-    """Others are ready before rank 0 has made the store. Who would borrow its rows would not find it."""
+    """Other ranks finish before rank 0 has made the store. A borrower of its rows would not find it."""
     exporter = make(rank=1, tp=2)
     exporter.client = SimpleNamespace(take_news=lambda: ({"/x/1.zarr": True}, {}))  # type: ignore[assignment]
     report = exporter.take_report()
@@ -153,7 +153,7 @@ def test_only_rank_0_tells_what_the_request_lacks(make: Make) -> None:
 
 
 def test_rows_behind_the_end_are_no_loss(make: Make) -> None:
-    """The engine samples once more before it learns of a stop."""
+    """The engine samples one more token before it learns of a stop."""
     exporter = make()
     a = begin(exporter, 1, 20)
     for first, count in ((2, 1), (6, 4), (8, 1), (9, 1)):
@@ -163,7 +163,7 @@ def test_rows_behind_the_end_are_no_loss(make: Make) -> None:
 
 
 def test_rows_without_room_are_lost_under_policy_drop_and_told_once(make: Make) -> None:
-    """Two chunks fill the ring. The third is lost; it counts as gathered, since nothing waits for its blocks."""
+    """Two chunks fill the ring. The third one is lost. It counts as gathered, because its blocks are free."""
     exporter = make("drop")
     a = begin(exporter, 1, 20)
     exporter.after_forward(StepMetadata(chunks=[rows(1, 0), rows(1, 4), rows(1, 8)]))
@@ -199,7 +199,7 @@ def test_under_policy_block_a_full_ring_is_waited_for_and_the_time_counted(
 
     monkeypatch.setattr(exporter.ring, "alloc", drained)
     exporter.after_forward(StepMetadata(chunks=[rows(1, 8)]))
-    assert waits == [0.0, None], "it tries without waiting first"
+    assert waits == [0.0, None], "the first try must not wait"
     assert a.chunks[-1] == (8, 4, payload(exporter, 8)) and lost(exporter.captures[1]) == []
     assert 0.01 <= exporter.progress.counts["blocked_seconds"] < kit.PATIENCE
 
@@ -239,7 +239,7 @@ def test_rows_that_no_tap_wrote_are_lost_under_check_poison(make: Make) -> None:
 
 @pytest.mark.parametrize("late", [False, True], ids=["V1", "V2"])
 def test_rows_of_freed_blocks_leave_before_their_slots_are_poisoned(make: Make, late: bool) -> None:
-    """A new request has the blocks of a preempted one. The V2 runner builds a step's metadata before rows are read."""
+    """A new request gets the blocks of a preempted one. The V2 runner builds a step's metadata before rows are read."""
     exporter = make()
     a, slots = begin(exporter, 1, 20), torch.arange(4)
     exporter.layer = layer = CaptureLayer.__new__(CaptureLayer)
@@ -253,21 +253,21 @@ def test_rows_of_freed_blocks_leave_before_their_slots_are_poisoned(make: Make, 
     exporter.before_forward(StepMetadata(leaving=[rows(1, 0)], preempted=[1]))
     if not late:
         layer.planned(step)  # type: ignore[arg-type]
-    assert a.chunks == [(0, 4, given)], "as they were"
+    assert a.chunks == [(0, 4, given)], "the old rows must be exported"
     assert (exporter.rows[:4].view(torch.int16) == UNWRITTEN).all()
-    exporter.rows[:4] = 0  # the forward
+    exporter.rows[:4] = 0  # the forward writes the rows
     exporter.after_forward(StepMetadata())
     exporter.before_forward(StepMetadata())  # a step without a forward
     assert not exporter.rows[:4].any()
     exporter.before_forward(StepMetadata(closes=[closing(1, 0)]))
-    assert layer.poisons, "a capture without rows shows nothing"
+    assert layer.poisons, "a capture without rows must not end the poisoning"
 
 
 # ---- logits -------------------------------------------------------------------------------------------------------
 
 
 class Client:
-    """Stands for a `StoreClient`: notes the rows of logits that it is given."""
+    """A fake `StoreClient` that records rows of logits."""
 
     def __init__(self, exporter: Exporter) -> None:
         self.ring = exporter.ring
@@ -282,7 +282,7 @@ class Client:
 
 
 def sampled(exporter: Exporter, slots: list[list[int]]) -> torch.Tensor:
-    """Let a step have computed these slots, one list for each request. Returns its logits, one row for each."""
+    """Simulate a step that computes these slots, one list per request. Returns its logits, one row per request."""
     ends = np.cumsum([0] + [len(each) for each in slots])
     exporter.layer.step = SimpleNamespace(  # type: ignore[assignment]
         slot_mapping=torch.tensor([s for each in slots for s in each]), query_start_loc=torch.tensor(ends)
@@ -299,7 +299,7 @@ def with_logits(make: Make, policy: str = "block") -> tuple[Exporter, Client]:
 
 
 def test_logits_go_to_the_captures_whose_last_slot_they_belong_to(make: Make) -> None:
-    """The order of the batch is not that of the samples, and one request is not captured."""
+    """The batch has another order than the samples, and one request is not captured."""
     exporter, client = with_logits(make)
     exporter.client = None
     a, b = begin(exporter, 1, 20), begin(exporter, 2, 20)
@@ -308,14 +308,14 @@ def test_logits_go_to_the_captures_whose_last_slot_they_belong_to(make: Make) ->
     exporter.before_forward(StepMetadata(samples=[Sample(1, 3, 22, 40), Sample(2, 0, 19, 7)]))
     logits = sampled(exporter, [[5, 6, 7], [30, 31], [40]])
     exporter.logits.export(logits)
-    exporter.logits.export(logits)  # as prompt logprobs do
+    exporter.logits.export(logits)  # a second call in the same step, as with prompt logprobs
     assert client.rows_given == [[(b, "logits", 0, 19, 0), (a, "logits", 3, 22, 2 * LOGIT_BYTES)]]
     assert client.bytes_given[0][: 3 * LOGIT_BYTES] == logits.numpy().tobytes()
     assert exporter.ring.used == 0
 
 
 def test_a_rank_that_does_not_write_logits_takes_no_room_for_them(tmp_path: Path) -> None:
-    """Every rank has all logits, and the ring of this one is not sized for them."""
+    """Every rank has all logits, but the ring of this rank has no room for them."""
     exporter = make_exporter(tmp_path, 64, SMALL, rank=1, tp=2, hooks="q,logits", sink="host")
     client = Client(exporter)
     begin(exporter, 1, 20)
@@ -324,7 +324,7 @@ def test_a_rank_that_does_not_write_logits_takes_no_room_for_them(tmp_path: Path
     full = exporter.ring.alloc(exporter.ring.nbytes, 0)
     assert full is not None
     exporter.before_forward(StepMetadata(samples=[Sample(1, 0, 19, 7)]))
-    exporter.logits.export(sampled(exporter, [[6, 7]]))  # would wait for room for ever
+    exporter.logits.export(sampled(exporter, [[6, 7]]))  # would wait forever for room
     assert client.rows_given == [] and lost(exporter.captures[1]) == []
 
 
@@ -343,8 +343,9 @@ def test_logits_without_room_are_lost_at_their_row_under_policy_drop(make: Make)
 
 
 def drafted(make: Make, policy: str = "block") -> tuple[Exporter, Client, Noted]:
-    """An exporter beside speculative decoding with a capture of logits (1) and one of q alone (2). Step 1 was run: its
-    tokens are in slots 5, 6, 7 and 30, of which 5, 6, 7 may be kept.
+    """An exporter with speculative decoding. Capture 1 has logits, capture 2 only has q.
+
+    Step 1 has run with tokens in slots 5, 6, 7 and 30. The logits of slots 5, 6 and 7 are kept.
     """
     exporter, client = with_logits(make, policy)
     exporter.client = None
@@ -357,12 +358,12 @@ def drafted(make: Make, policy: str = "block") -> tuple[Exporter, Client, Noted]
     sampled(exporter, [[5, 6, 7], [30]])
     exporter.logits.of_tokens(torch.arange(4))
     exporter.logits.export(torch.arange(4 * SMALL.vocab, dtype=torch.float32).view(4, -1))
-    assert client.rows_given == [], "nothing is accepted yet"
+    assert client.rows_given == [], "no token is accepted yet"
     return exporter, client, noted
 
 
 def test_logits_of_accepted_tokens_leave_once_they_are_known(make: Make) -> None:
-    """Of captures with logits alone. Those that end in the step have theirs too."""
+    """Only captures with logits get them. A capture that ends in the step gets its last ones first."""
     exporter, client, noted = drafted(make)
     first = Accepted(1, 4, 22, np.array([5, 6]), 1)
     other = Accepted(2, 0, 19, np.array([7]), 1)
@@ -372,11 +373,11 @@ def test_logits_of_accepted_tokens_leave_once_they_are_known(make: Make) -> None
     values = np.frombuffer(client.bytes_given[0][: 3 * LOGIT_BYTES], np.float32)
     assert values.tolist() == list(range(3 * SMALL.vocab))
     assert exporter.progress.counts["lost_rows"] == 0 and len(noted.closed) == 1
-    assert exporter.logits.draft_logits._steps == [], "nothing of the step is wanted any more"
+    assert exporter.logits.draft_logits._steps == [], "the logits of the step must be dropped"
 
 
 def test_accepted_tokens_whose_logits_are_not_there_are_lost_at_their_rows(make: Make) -> None:
-    """Slot 30 was not kept, and of a step before 1 there are none."""
+    """Slot 30 was not kept, and there are no logits of step 0."""
     exporter, client, noted = drafted(make)
     exporter.before_forward(StepMetadata(accepted=[Accepted(1, 4, 22, np.array([6, 30]), 1)]))
     assert client.rows_given == [[(noted, "logits", 4, 22, 0)]]
@@ -407,7 +408,7 @@ def test_a_step_whose_tokens_are_unknown_is_an_error(make: Make) -> None:
 
 @pytest.fixture
 def gpu(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """gpu(policy): an exporter with a lane whose staging memory holds two chunks. The link stands still."""
+    """gpu(policy): an exporter with a lane whose staging memory has room for two chunks. The link is blocked."""
     simulate(monkeypatch)
     Event.link.clear()
     made: list[DeviceLane] = []
@@ -427,7 +428,7 @@ def gpu(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def fill(exporter: Exporter, *numbers: int) -> list[Noted]:
-    """Open captures and export a chunk of each; two more of the first go before and fill the staging memory."""
+    """Open captures and export a chunk of each, after two chunks of the first one that fill staging memory."""
     found = [begin(exporter, number, 20) for number in numbers]
     exporter.after_forward(StepMetadata(chunks=[rows(numbers[0], 0), rows(numbers[0], 4)], gather=True))
     exporter.after_forward(StepMetadata(chunks=[rows(number, 8) for number in numbers], gather=True))
@@ -437,14 +438,14 @@ def fill(exporter: Exporter, *numbers: int) -> list[Noted]:
 
 @pytest.fixture
 def roomy(gpu: Any) -> Exporter:
-    """An exporter with captures 1 and 2, whose staging memory has room for many chunks. The link goes on."""
+    """An exporter whose staging memory has room for many chunks. The link is not blocked."""
     exporter = gpu("block", staging=1 << 16)
     Event.link.set()
     return exporter
 
 
 def kept(number: int, first: int) -> StepMetadata:
-    """The end of a capture, with one chunk, whose blocks are kept."""
+    """The end of a capture with one chunk whose blocks are kept."""
     end = closing(number, first + CHUNK, rows=[rows(number, first)], keeps_blocks=f"r{number}")
     return StepMetadata(closes=[end])
 
@@ -455,7 +456,7 @@ def step(exporter: Exporter, metadata: StepMetadata) -> None:
 
 
 def test_rows_of_some_steps_leave_together(roomy: Exporter) -> None:
-    """In the step in which the scheduler says so, those of this step too."""
+    """The scheduler decides when they leave. The rows of that step leave too."""
     a, b, c = (begin(roomy, number, 20) for number in (1, 2, 3))
     for metadata in (kept(1, 0), kept(2, 4), StepMetadata()):
         step(roomy, metadata)
@@ -464,13 +465,15 @@ def test_rows_of_some_steps_leave_together(roomy: Exporter) -> None:
     assert roomy.due == [] and roomy.progress.report().gathered == 12 and roomy.take_finished() == {"r1", "r2"}
     kit.until(lambda: c.chunks and a.closed and b.closed)
     assert (a.chunks, b.chunks) == ([(0, 4, payload(roomy, 0))], [(4, 4, payload(roomy, 4))])
-    assert len(a.extents) == 1 and b.extents == [] and c.closed == [], "one parcel, handed over by its first capture"
+    assert len(a.extents) == 1 and b.extents == [] and c.closed == [], (
+        "all chunks must be in one parcel of the first capture"
+    )
     step(roomy, StepMetadata(chunks=[rows(3, 4)]))
-    assert len(roomy.due) == 1, "it waits as the first ones did"
+    assert len(roomy.due) == 1, "the chunk must wait for the next gather"
 
 
 def test_a_capture_without_last_rows_ends_at_once(roomy: Exporter) -> None:
-    """Those of others go on waiting."""
+    """The rows of other captures keep waiting."""
     begin(roomy, 1, 20), begin(roomy, 2, 20)
     step(roomy, kept(1, 0))
     step(roomy, StepMetadata(closes=[closing(2, 0, keeps_blocks="r2")]))
@@ -497,7 +500,7 @@ def test_a_shutdown_exports_the_rows_that_wait_for_others(roomy: Exporter) -> No
 
 @pytest.fixture
 def broken(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Exporter]:
-    """An exporter with capture 1, whose lane has failed, as after an error of the GPU. Its ring is full."""
+    """An exporter with capture 1, whose lane has failed as after a GPU error. Its ring is full."""
     exporter = gpu(hooks="q,logits")
     begin(exporter, 1, 20)
     monkeypatch.setattr(exporter.lane.copier, "copy", lambda *_: (_ for _ in ()).throw(RuntimeError("no GPU")))
@@ -514,7 +517,7 @@ def test_nothing_waits_for_a_ring_that_a_failed_lane_will_not_empty(
     alloc = broken.ring.alloc
 
     def bounded(nbytes: int, timeout: float | None = None) -> Extent | None:
-        assert timeout is not None, "it waits for ever"
+        assert timeout is not None, "the call must have a timeout"
         return alloc(nbytes, timeout)
 
     monkeypatch.setattr(broken.ring, "alloc", bounded)
@@ -531,13 +534,15 @@ def test_after_a_failure_a_shutdown_ends_the_writers_at_once(
     began = time.monotonic()
     broken.shutdown()
     assert len(ended) == 1 and ended[0] > broken.context.options.shutdown_seconds / 2
-    assert time.monotonic() - began < broken.context.options.shutdown_seconds / 2, "for copies that never come"
+    assert time.monotonic() - began < broken.context.options.shutdown_seconds / 2, (
+        "the shutdown must not wait for copies"
+    )
     assert "rows can no longer be copied off cpu" in caplog.text and broken.ring.fd < 0
 
 
 @pytest.mark.parametrize("preempted", [[2], [3], [3, 2], [9, 3]])
 def test_waiting_rows_of_preempted_captures_are_moved_first(gpu: Any, preempted: list[int]) -> None:
-    """Their blocks are overwritten by the next forward. Captures that are not preempted go on waiting."""
+    """The next forward overwrites their blocks. Captures that are not preempted keep waiting."""
     exporter = gpu("drop")
     fill(exporter, 1, 2, 3)
     exporter.before_forward(StepMetadata(preempted=preempted))
@@ -587,8 +592,8 @@ def test_a_capture_whose_blocks_are_kept_ends_once_its_rows_are_gathered(gpu: An
 
 
 def test_a_report_says_that_captures_have_not_ended_although_their_rows_are_gathered(gpu: Any) -> None:
-    """The lane's thread gathers after the step has looked for such captures. With a pool, vLLM runs another step only
-    for what the report says.
+    """The lane's thread gathers rows after the step has looked for captures that ended. With a pool, vLLM only runs
+    another step if the report asks for it.
     """
     exporter = gpu()
     _, b = fill(exporter, 1, 2)
@@ -613,7 +618,7 @@ def test_a_capture_whose_blocks_are_free_is_gathered_before_the_forward(gpu: Any
 
 
 class Table:
-    """Stands for a pool: notes the rows that are gathered when its table changes."""
+    """A fake pool that records the number of gathered rows at each change of its table."""
 
     def __init__(self, exporter: Exporter) -> None:
         self.exporter, self.changes = exporter, []  # type: ignore[var-annotated]
@@ -625,13 +630,13 @@ class Table:
 
 
 def test_pages_are_given_out_again_once_their_rows_are_gathered(gpu: Any) -> None:
-    """Rows of an ended request wait like others, and the table changes behind what the step needs."""
+    """Rows of an ended request wait like others. The table changes after the rows that the step needs are gathered."""
     exporter = gpu()
     _, b = fill(exporter, 1, 2)
     table = Table(exporter)
     entries = np.array([[7], [2]])
     exporter.before_forward(StepMetadata(table=entries, closes=[closing(2, 16, rows=[rows(2, 12)], stays=True)]))
-    assert table.changes == [([[7], [2]], 8)] and b.closed == [], "nothing is needed, so nothing is waited for"
+    assert table.changes == [([[7], [2]], 8)] and b.closed == [], "without `need`, the step must not wait"
     timer = threading.Timer(0.02, Event.link.set)
     timer.start()
     exporter.before_forward(StepMetadata(table=entries, need=20))
@@ -698,7 +703,7 @@ def test_logits_take_the_lane_behind_the_rows_of_their_step(gpu: Any) -> None:
 def test_files_of_a_narrower_capture_have_layers_of_one_rank(
     tmp_path: Path, layers: tuple[int, ...], part: int, mine: tuple[list[int], list[int]]
 ) -> None:
-    """The first rank has layers 0 and 1 of four."""
+    """The first rank has layers 0 and 1 of four layers."""
     for rank in (0, 1):
         exporter = make_exporter(tmp_path, 8, rank=rank, tp=2, hooks="resid_pre", sink="null")
         layout = chunk_layout(exporter.context, {"resid_pre": layers}, rank).payload
@@ -742,12 +747,12 @@ def test_a_flush_counts_the_time_that_it_took_under_policy_block(
     assert exporter.progress.counts["blocked_seconds"] == waited
     assert flushed == [(capture, policy == "drop")] and not capture.waiting
     exporter._flush(capture)
-    assert len(flushed) == 1, "nothing waits"
+    assert len(flushed) == 1, "no rows wait"
 
 
 def test_before_it_sleeps_a_worker_ends_captures_and_lets_their_rows_leave(make: Make) -> None:
     class Lane:
-        """Gathers what it was sent when it is drained."""
+        """A fake lane that gathers its transfers when it is drained."""
 
         def __init__(self) -> None:
             self.sent: list[Any] = []

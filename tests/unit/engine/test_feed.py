@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of SamplingParams that `dmi run --sampling` gives, as an engine takes or refuses them before it starts."""
+"""Fields of SamplingParams given with `dmi run --sampling`, which are checked before an engine starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_field_that_vllm_refuses_is_named(fields: dict[str, Any], words: str
 
 
 def test_the_field_without_which_the_others_pass_is_named() -> None:
-    """`seed` is refused alone, but it is not to blame."""
+    """`seed` is refused without `temperature`, but it is not the cause."""
 
     def check(fields: Mapping[str, Any]) -> None:
         if "seed" in fields and "temperature" not in fields:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward that is run where vLLM runs none before it serves."""
+"""The forward that is run if vLLM runs none before it serves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dmi_connector.engine.model import first_forward
 
 
 class Model(torch.nn.Module):
-    """As InternLM 2 in vLLM: a forward whose third argument has no default."""
+    """A model like vLLM's InternLM 2: the third argument of its forward has no default."""
 
     dmi_context = SimpleNamespace(arch=SimpleNamespace(language=""), first_stage=True, last_stage=True)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slices of copies off the GPU, with a driver that only takes notes. Its speed is measured on a GPU."""
+"""Copies from the GPU in slices, with a fake driver that records calls. Their speed is measured on a GPU."""
 
 from __future__ import annotations
 
@@ -74,24 +74,28 @@ def test_slices_cover_every_byte_once_on_two_streams_in_turn(calls: list[tuple[A
         at = 0
         for place, address, size, _ in slices:
             assert (place, address) == (target + at, source.data_ptr() + at) and 0 < size <= 100
-            assert (place - base) // 100 == (place - base + size - 1) // 100, "no slice reaches over a multiple of 100"
+            assert (place - base) // 100 == (place - base + size - 1) // 100, "a slice must not cross a multiple of 100"
             at += size
         assert at == nbytes
         used = [stream for *_, stream in slices]
-        assert used[0] != last and all(a != b for a, b in itertools.pairwise(used)), "no stream twice in a row"
+        assert used[0] != last and all(a != b for a, b in itertools.pairwise(used)), (
+            "slices must alternate between streams"
+        )
         last = used[-1]
         first = streams[0] if streams[0].cuda_stream == used[0] else streams[1]
         assert first.waited[-1] is ready
         for wait, copy, record in zip(calls[0::3], calls[1::3], calls[2::3], strict=True):
             assert (wait[0], copy[0], record[0]) == ("wait", "copy", "record")
-            assert wait[1] == copy[4] == record[2], "all three on one stream"
-            assert {wait[2], record[1]} == {event.cuda_event for event in events}, "it waits for the other's last slice"
+            assert wait[1] == copy[4] == record[2], "wait, copy and record must use the same stream"
+            assert {wait[2], record[1]} == {event.cuda_event for event in events}, (
+                "a copy must wait for the last slice of the other stream"
+            )
         assert copied.blocking and copied.stream.cuda_stream == last
 
 
 @pytest.mark.parametrize("name", NAMES.values())
 def test_an_error_of_the_driver_is_raised(calls: list[tuple[Any, ...]], name: str) -> None:
-    """At once: no slice behind it is issued."""
+    """No slice is issued after the error."""
     copier = copies.SliceCopier(100, torch.device("cuda"))
     copier.start()
     failing[name] = 700

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lane off the GPU, with CPU memory in place of CUDA: when it gathers, in which order it delivers, what is lost."""
+"""The lane with CPU memory instead of CUDA: when it gathers, the order of delivery, and which chunks are lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.lanekit import BEHIND, CHUNK, Engine, Event, Lane, lost, simulate
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each gather took."""
+    """The number of rows of each gather."""
     return simulate(monkeypatch)
 
 
@@ -44,7 +44,7 @@ def make(launches: list[int]) -> Iterator[Callable[[int, int], Lane]]:
 
 
 def test_a_drained_lane_needs_no_memory_of_the_gpu(make: Callable[[int, int], Lane]) -> None:
-    """Some rows wait for room, others in staging memory for their copy."""
+    """Some rows wait for room, others are in staging memory and wait for their copy."""
     lane = make(2, 8)
     Event.link.clear()
     lane.lane.send([lane.chunk(n) for n in range(4)])
@@ -58,13 +58,13 @@ def test_a_drained_lane_needs_no_memory_of_the_gpu(make: Callable[[int, int], La
 
 
 def test_slices_of_copies_lie_as_those_of_the_ring(make: Callable[[int, int], Lane]) -> None:
-    """The copier is told where the ring begins, from which it counts."""
+    """The copier gets the address of the ring as its base, so a slice never crosses a slice boundary of the ring."""
     lane = make(2, 8)
     assert lane.lane.copier.given == (gpu_lane._SLICE_BYTES, lane.rows.device, lane.lane.ring.data_ptr())
 
 
 def test_rows_arrive_in_order(make: Callable[[int, int], Lane], launches: list[int]) -> None:
-    """In one gather where there is room, behind them what was to run then."""
+    """Chunks with room are gathered at once. A callback runs after the chunks before it."""
     lane = make(8, 8)
     lane.lane.send([lane.chunk(n) for n in range(3)])
     lane.lane.then(lambda: lane.delivered.append((-1, b"")))
@@ -77,11 +77,11 @@ def test_rows_arrive_in_order(make: Callable[[int, int], Lane], launches: list[i
 def test_chunks_share_a_parcel_up_to_a_quarter_of_the_memory(
     make: Callable[[int, int], Lane], launches: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One launch, and for each parcel one copy, one extent and one message. Captures and hooks may differ."""
+    """There is one launch, and for each parcel one copy, one extent and one message. Captures and hooks may differ."""
     lane, copies = make(16, 64), []
     copy = lane.lane.copier.copy
     monkeypatch.setattr(lane.lane.copier, "copy", lambda *a: (copies.append(a[0].numel()), copy(*a))[1])
-    small = lane.capture(np.array([[8, 100, 0]]))  # its payloads end between two units of 512 bytes
+    small = lane.capture(np.array([[8, 100, 0]]))  # its payloads do not end at a unit of 512 bytes
     chunks = [lane.chunk(n, small if n % 3 == 1 else None) for n in range(8)]
     lane.lane.send(chunks)
     kit.until(lambda: len(lane.delivered) == 8)
@@ -93,7 +93,7 @@ def test_chunks_share_a_parcel_up_to_a_quarter_of_the_memory(
 
 
 def test_chunks_without_room_wait_in_the_cache(make: Callable[[int, int], Lane], launches: list[int]) -> None:
-    """The engine's thread goes on; as the link does, more is gathered, as much at a time as there is room for."""
+    """The engine's thread does not wait. When the link is unblocked, the lane gathers as many chunks as have room."""
     Event.link.clear()
     lane = make(3, 32)
     chunks = [lane.chunk(n) for n in range(11)]
@@ -106,13 +106,13 @@ def test_chunks_without_room_wait_in_the_cache(make: Callable[[int, int], Lane],
     Event.link.set()
     kit.until(lambda: len(lane.delivered) == 12)
     assert lane.delivered == [*map(lane.wanted, range(12))] and sum(launches) == 24
-    assert launches[0] == 6 and max(launches[1:]) > 2, "several chunks share a launch"
+    assert launches[0] == 6 and max(launches[1:]) > 2, "several chunks must share a launch"
 
 
 def test_what_the_engine_sent_in_inference_mode_is_gathered_by_the_lane_too(
     make: Callable[[int, int], Lane], launches: list[int]
 ) -> None:
-    """vLLM runs in that mode; memory made in it cannot be written outside. The lane's thread is outside."""
+    """vLLM runs in inference mode. The lane's thread does not, and cannot write tensors that were created in it."""
     Event.link.clear()
     lane = make(3, 32)
     chunks = [lane.chunk(n) for n in range(11)]
@@ -124,7 +124,7 @@ def test_what_the_engine_sent_in_inference_mode_is_gathered_by_the_lane_too(
 
 
 def test_index_memory_is_used_again_once_its_gathers_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not before, not twice at a time, and not for more rows than it has."""
+    """Memory is not reused earlier, never used by two gathers at a time, and not used for more rows than it has."""
     simulate(monkeypatch)
     index, event = Index(torch.device("cpu")), Event()
     event.of_link = True
@@ -143,17 +143,17 @@ def test_index_memory_is_used_again_once_its_gathers_are_done(monkeypatch: pytes
 
 
 def test_chunks_of_many_steps_are_gathered_without_a_rest(make: Callable[[int, int], Lane]) -> None:
-    """Chunks of many steps wait: once there is room they are gathered without a rest between steps."""
+    """After there is room, the lane does not sleep between the chunks of different steps."""
     Event.link.clear()
     lane = make(1, 600)
-    for n in range(500):  # of a step each
+    for n in range(500):  # one step per chunk
         lane.lane.send([lane.chunk(n % 32)])
     assert len(lane.lane.waiting) == 499
     rests: list[str] = []
     sleep = time.sleep
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lane.lane.staging, "reserve", lambda nbytes: Staged(0, nbytes))
-        sleep(0.1)  # the rest it is in
+        sleep(0.1)  # let the current sleep end
         patch.setattr(gpu_lane.time, "sleep", lambda s: (rests.append(threading.current_thread().name), sleep(s))[1])
         Event.link.set()
         kit.until(lambda: not lane.lane.waiting)
@@ -164,7 +164,7 @@ def test_chunks_of_many_steps_are_gathered_without_a_rest(make: Callable[[int, i
 def test_gathers_follow_the_engine_to_another_stream(
     make: Callable[[int, int], Lane], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As vLLM makes one of its own when it is first asked for one."""
+    """vLLM creates its own stream when it is first asked for one."""
     Event.link.clear()
     lane = make(2, 32)
     a, b = lane.capture(), lane.capture()
@@ -192,7 +192,7 @@ def test_a_full_ring_is_waited_for(make: Callable[[int, int], Lane]) -> None:
 
 
 def test_a_flush_gathers_the_chunks_of_one_capture_first(make: Callable[[int, int], Lane]) -> None:
-    """The others go on waiting. Under policy drop what finds no room is lost."""
+    """Other captures keep waiting. Under policy drop, chunks without room are lost."""
     Event.link.clear()
     lane = make(2, 32)
     a, b, c = lane.capture(), lane.capture(), lane.capture()
@@ -212,7 +212,7 @@ def test_a_flush_gathers_the_chunks_of_one_capture_first(make: Callable[[int, in
 
 
 def test_chunks_are_gathered_in_order_until_there_is_enough(make: Callable[[int, int], Lane]) -> None:
-    """Under policy drop the first of those without room are lost."""
+    """Under policy drop, the first chunks without room are lost."""
     Event.link.clear()
     lane = make(2, 32)
     chunks = [lane.chunk(n) for n in range(6)]
@@ -221,7 +221,7 @@ def test_chunks_are_gathered_in_order_until_there_is_enough(make: Callable[[int,
     lane.lane.gather_until(lambda: not chunks[2].waits, drop=True)
     assert lost(*chunks) == [(2, BEHIND)] and [p.waits for p in chunks] == [False] * 3 + [True] * 3
     lane.lane.gather_until(lambda: True, drop=True)
-    assert len(lane.lane.waiting) == 3, "nothing was needed"
+    assert len(lane.lane.waiting) == 3, "without a need, no chunk may be gathered"
     timer = threading.Timer(0.05, Event.link.set)
     timer.start()
     lane.lane.gather_until(lambda: not chunks[4].waits, drop=False)
@@ -234,7 +234,7 @@ def test_chunks_are_gathered_in_order_until_there_is_enough(make: Callable[[int,
 def test_a_failure_costs_one_capture(
     make: Callable[[int, int], Lane], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A delivery that fails, and a gather: the next ones go on."""
+    """After a failed delivery or a failed gather, the next captures are exported."""
     lane = make(8, 32)
     bad = lane.chunk(0)
     monkeypatch.setattr(bad.capture.out, "parcel", lambda *_: (_ for _ in ()).throw(OSError("no")))
@@ -255,7 +255,7 @@ def test_a_failure_costs_one_capture(
 def test_nothing_waits_for_a_lane_that_has_failed(
     make: Callable[[int, int], Lane], monkeypatch: pytest.MonkeyPatch, waits: str
 ) -> None:
-    """A copy fails, as after an error of the GPU. The other rows wait for room that no copy will make."""
+    """A copy fails as after a GPU error. The other rows wait for room that no copy will free."""
     lane = make(1, 8)
     monkeypatch.setattr(lane.lane.copier, "copy", lambda *_: (_ for _ in ()).throw(RuntimeError("no GPU")))
     chunks = [lane.chunk(n) for n in range(3)]
@@ -270,11 +270,11 @@ def test_nothing_waits_for_a_lane_that_has_failed(
     }
     with pytest.raises(RuntimeError, match=r"^rows can no longer be copied off cpu: no GPU$"):
         calls[waits]()
-    lane.lane.waiting.clear()  # for the end of the test
+    lane.lane.waiting.clear()  # the fixture can end the lane
 
 
 def test_copies_that_arrive_together_are_delivered_together(make: Callable[[int, int], Lane]) -> None:
-    """However many copies end at once: the lane's thread sleeps once for them."""
+    """The lane's thread sleeps once for all copies that end at the same time."""
     Event.link.clear()
     lane = make(32, 32)
     for n in range(20):
@@ -290,7 +290,7 @@ def test_copies_that_arrive_together_are_delivered_together(make: Callable[[int,
 
 
 def test_a_failed_gather_gives_back_the_room_it_had(make: Callable[[int, int], Lane]) -> None:
-    """Ring and staging memory are as free as before, and the next chunks take them."""
+    """Ring and staging memory are free again, and the next chunks use them."""
     lane = make(2, 3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_lane, "gather_rows", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
@@ -299,7 +299,7 @@ def test_a_failed_gather_gives_back_the_room_it_had(make: Callable[[int, int], L
             lane.lane.send(failed)
             assert [number for number, _ in lost(*failed)] == [n, n + 1] and not any(t.waits for t in failed)
             assert lane.ring.used == 0 and not lane.lane.staging.used and not lane.lane.waiting
-    assert lane.progress.report().gathered == 8, "nothing waits for their blocks"
+    assert lane.progress.report().gathered == 8, "failed chunks must count as gathered"
     lane.lane.send([lane.chunk(n) for n in range(4, 7)])
     kit.until(lambda: len(lane.delivered) == 3)
     assert lane.delivered == [*map(lane.wanted, range(4, 7))]
@@ -318,7 +318,7 @@ def test_a_chunk_without_ring_memory_keeps_no_staging_memory(make: Callable[[int
 
 
 def test_chunks_with_other_fields_are_gathered_by_their_own_tables(make: Callable[[int, int], Lane]) -> None:
-    """Captures of other hooks share a launch of the lane, each with the fields that it takes of a row."""
+    """Captures with other hooks share a launch. Each is gathered with the fields of its own table."""
     lane = make(8, 8)
     halves = [lane.capture(np.array([[at, CHUNK // 4, 0]])) for at in (0, CHUNK // 4)]
     chunks = [lane.chunk(n, halves[n % 2]) for n in range(4)]
@@ -330,7 +330,7 @@ def test_chunks_with_other_fields_are_gathered_by_their_own_tables(make: Callabl
 
 
 def test_a_copy_fills_no_more_than_its_ring_memory(make: Callable[[int, int], Lane]) -> None:
-    """Staging memory is given out in larger units."""
+    """Units of staging memory are larger than the copy."""
     lane = make(2, 4)
     lane.lane.staging.buffer.fill_(255)
     lane.lane.send([lane.chunk(3, lane.capture(np.array([[8, 100, 0]])))])
@@ -344,14 +344,14 @@ def test_gathered_rows_are_reported_when_their_gather_is_issued(make: Callable[[
     lane = make(2, 32)
     lane.lane.send([lane.chunk(n) for n in range(5)])
     kit.until(lambda: len(lane.lane.waiting) == 3)
-    assert lane.progress.report().gathered == 4, "two chunks of two rows"
+    assert lane.progress.report().gathered == 4, "only two chunks of two rows have room"
     Event.link.set()
     kit.until(lambda: len(lane.delivered) == 5)
     assert lane.progress.report().gathered == 10
 
 
 def test_a_chunk_that_has_room_waits_behind_those_that_have_none(make: Callable[[int, int], Lane]) -> None:
-    """Chunks are gathered in the order in which they were sent, though a later one is smaller."""
+    """Chunks are gathered in the order they were sent, even if a later one is smaller."""
     Event.link.clear()
     lane = make(3, 32)
     capture = lane.capture()
@@ -370,7 +370,7 @@ def test_a_chunk_that_has_room_waits_behind_those_that_have_none(make: Callable[
 
 
 class Done:
-    """An event that has happened, or has not."""
+    """A fake event, complete or not."""
 
     def __init__(self, happened: bool = True) -> None:
         self.happened = happened
@@ -380,21 +380,21 @@ class Done:
 
 
 def test_staging_memory_is_given_out_in_a_ring_of_whole_units() -> None:
-    """Units of 512 bytes. What is in use is never given out, and an empty buffer begins anew at its start."""
+    """Units have 512 bytes. Memory in use is not allocated again, and an empty buffer starts at its beginning."""
     staging = Staging(4 * 512, torch.device("cpu"))
     a, b, c = (staging.reserve(n) for n in (1, 512, 513))
     assert a and b and c and [(s.start, s.end) for s in (a, b, c)] == [(0, 512), (512, 1024), (1024, 2048)]
-    assert staging.reserve(1) is None, "full"
+    assert staging.reserve(1) is None, "the buffer is full"
     a.copied = Done(False)  # type: ignore[assignment]
     b.copied = Done()  # type: ignore[assignment]
-    assert staging.reserve(1) is None, "the oldest is in use, and those behind it wait"
+    assert staging.reserve(1) is None, "memory after the oldest extent in use must wait"
     a.copied = Done()  # type: ignore[assignment]
-    assert staging.reserve(1025) is None, "two units are free"
+    assert staging.reserve(1025) is None, "only two units are free"
     d = staging.reserve(1024)
     assert d and (d.start, d.end) == (0, 1024) and staging.reserve(1) is None
     c.copied = d.copied = Done()  # type: ignore[assignment]
     e = staging.reserve(4 * 512)
-    assert e and (e.start, e.end) == (0, 2048), "an empty buffer begins at its start"
+    assert e and (e.start, e.end) == (0, 2048), "an empty buffer must start at its beginning"
     staging.cancel(e)
     f = staging.reserve(600)
     assert f and (f.start, f.end) == (0, 1024) and list(staging.used) == [f]
@@ -403,7 +403,7 @@ def test_staging_memory_is_given_out_in_a_ring_of_whole_units() -> None:
 
 
 def test_staging_memory_is_taken_back_without_assertions_too() -> None:
-    """As with PYTHONOPTIMIZE, which leaves statements with `assert` out."""
+    """PYTHONOPTIMIZE removes `assert` statements."""
     optimised: dict[str, Any] = {"__name__": "optimised"}
     exec(compile(Path(staging.__file__).read_text(), "optimised", "exec", optimize=1), optimised)
     memory = optimised["Staging"](2 * 512, torch.device("cpu"))
@@ -414,7 +414,7 @@ def test_staging_memory_is_taken_back_without_assertions_too() -> None:
 def test_the_speed_of_the_link_is_that_of_its_second_copy(
     make: Callable[[int, int], Lane], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bytes per second, of as much as staging memory and ring both hold."""
+    """Bytes per second, measured with a copy as large as both staging memory and ring allow."""
     lane, order = make(3, 2), list[tuple[str, int]]()
 
     class Timed:
@@ -444,7 +444,7 @@ def test_the_speed_of_the_link_is_that_of_its_second_copy(
 
 
 def test_a_tensor_goes_to_its_place_in_the_ring(make: Callable[[int, int], Lane]) -> None:
-    """In its turn between gathers."""
+    """It is copied in order with gathers."""
     lane = make(4, 4)
     extents = [lane.ring.alloc(CHUNK, 0) for _ in range(2)]
     source = torch.arange(100, dtype=torch.uint8) + 1
@@ -460,7 +460,7 @@ def test_a_tensor_goes_to_its_place_in_the_ring(make: Callable[[int, int], Lane]
 def test_a_lane_whose_copies_do_not_end_keeps_its_memory(
     make: Callable[[int, int], Lane], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread still uses it. What is delivered later is delivered."""
+    """Its thread still uses the memory. Rows that arrive later are delivered."""
     Event.link.clear()
     lane, closed, lines = make(4, 4), list[str](), list[str]()
     monkeypatch.setattr(lane.lane._pinned, "close", lambda: closed.append("closed"))
@@ -477,7 +477,7 @@ def test_a_lane_whose_copies_do_not_end_keeps_its_memory(
 def test_the_first_gather_of_a_request_is_compiled_before(
     make: Callable[[int, int], Lane], launches: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One row is gathered by the table of all hooks, which then stays on the GPU."""
+    """One row is gathered with the table of all hooks, which then stays on the GPU."""
     lane, table = make(4, 4), np.array([[64, 128, 0]])
     lane.lane.staging.buffer.fill_(0)
     lane.lane.warm_up(table)

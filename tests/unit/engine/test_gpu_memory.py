@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where memory is allocated in an engine that may sleep."""
+"""Where an engine that may sleep allocates memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dmi_connector.engine import gpu_memory
 from dmi_connector.engine.gpu_memory import freed_in_sleep, kept_in_sleep
 
 SEVERAL_POOLS = hasattr(device_allocator, "DEFERRABLE_TAGS")
-"""Whether vLLM's allocator may have several memory pools of one tag. In vLLM 0.31 it has one."""
+"""Whether vLLM's allocator supports several memory pools per tag. In vLLM 0.31 it has one."""
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 HERE = threading.get_ident()
 
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What happens in other threads, in order. vLLM's allocator and torch's calls for a GPU are replaced."""
+    """Calls in other threads, in order. vLLM's allocator and torch's GPU calls are replaced."""
     found: list[Any] = []
 
     def note(*what: Any) -> None:
@@ -60,26 +60,26 @@ def test_an_engine_that_does_not_sleep_allocates_as_usual(events: list[Any], pla
 
 
 def test_memory_outside_of_vllms_pools_is_allocated_in_another_thread(events: list[Any]) -> None:
-    """In one that has the device, and whose work on the GPU ends before others use the memory."""
+    """The thread selects the device, and synchronizes before others use the memory."""
     assert kept_in_sleep(lambda: allocate(events), GPU, True) != HERE
     assert events == [("device", 1), "allocate", ("synchronize",)]
     events.clear()
     kept_in_sleep(lambda: allocate(events), torch.device("cuda"), True)
-    assert events[0] == ("device", 3), "the caller's device"
+    assert events[0] == ("device", 3), "the thread must use the caller's device"
 
 
 @pytest.mark.skipif(not SEVERAL_POOLS, reason="vLLM 0.31 has one memory pool per tag")
 def test_memory_that_sleep_frees_has_the_tag_of_the_caches(events: list[Any]) -> None:
     assert freed_in_sleep(lambda: allocate(events), GPU, True) != HERE
     tag = gpu_memory.CACHES
-    assert tag in device_allocator.DEFERRABLE_TAGS, "wake-up by tags gives it back with the caches"
+    assert tag in device_allocator.DEFERRABLE_TAGS, "the tag must be allocated together with the caches"
     assert events == [("device", 1), ("enter", tag), "allocate", ("leave", tag), ("synchronize",)]
 
 
 def test_an_allocator_with_one_pool_per_tag_is_left_to_the_caches(
     events: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM 0.31 forgets the pool of our memory when it allocates the caches."""
+    """vLLM 0.31 forgets the pool of this memory when it allocates the caches."""
     monkeypatch.delattr(device_allocator, "DEFERRABLE_TAGS", raising=SEVERAL_POOLS)
     freed_in_sleep(lambda: allocate(events), GPU, True)
     assert events == [("device", 1), "allocate", ("synchronize",)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FULL CUDA graphs are chosen where they were seen to be right, and nowhere else."""
+"""FULL CUDA graphs are chosen only in configurations in which they are known to be correct."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FULL, PIECES = CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE
 
 
 class Layer:
-    """An attention layer of vLLM."""
+    """A fake of vLLM's attention layer."""
 
     def __init__(
         self,

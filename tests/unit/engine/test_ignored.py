@@ -52,7 +52,7 @@ def test_the_captured_layers_and_the_ids_of_capture_args_are_not(hooks: str, ids
 def test_the_ids_of_capture_args_stand_for_no_layer(tmp_path: Path) -> None:
     draft = capture_args("q", tmp_path)["speculative_config"]["draft_model_config"]["hf_config"]
     assert layers("q", draft["eagle_aux_hidden_state_layer_ids"]) == ""
-    assert layers("q", [1, 2], owner="target") == "", "there is no speculative config"
+    assert layers("q", [1, 2], owner="target") == "", "owner target has no speculative config"
 
 
 def test_a_path_of_a_request_is_named_in_its_response_and_once_in_the_log(

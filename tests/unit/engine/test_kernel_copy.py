@@ -24,8 +24,8 @@ CASES = [
 def test_copied_rows_equal_those_of_the_torch_twin(
     dtype: str, widths: list[int], tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of contiguous values, strided ones, and one that a compiler has laid out column by column. Padding is skipped."""
-    monkeypatch.setattr(copy_kernel, "DECODE_TOKENS", 4)  # so that these sizes have both launch shapes
+    """Values are contiguous, strided, or in column-major order. Padding is skipped."""
+    monkeypatch.setattr(copy_kernel, "DECODE_TOKENS", 4)  # these sizes then use both launch shapes
     torch.manual_seed(0)
     kind = getattr(torch, dtype)
     offsets, row_bytes = kit.side_by_side([width * kind.itemsize for width in widths])
@@ -40,7 +40,7 @@ def test_copied_rows_equal_those_of_the_torch_twin(
     twin, rows = kit.untouched(kit.ROWS, row_bytes), kit.untouched(kit.ROWS, row_bytes)
     writer = RowWriter(widths, kind, offsets)
     writer.in_torch(twin, slots, values)
-    for _ in range(2):  # the second launch takes what the first has compiled
+    for _ in range(2):  # the second launch uses the compiled kernel of the first
         rows.fill_(kit.UNTOUCHED)
         writer.in_triton(rows, slots, values)
     twin[0] = rows[0] = kit.UNTOUCHED

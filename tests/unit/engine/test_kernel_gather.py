@@ -25,7 +25,7 @@ CASES = [
 
 @pytest.mark.parametrize(("itemsize", "widths", "tokens"), CASES, ids=lambda part: str(part).replace(" ", ""))
 def test_gathered_payloads_equal_those_of_the_torch_twin(itemsize: int, widths: list[int], tokens: int) -> None:
-    """Of two payloads in one launch. Bytes between them and behind them stay as they are."""
+    """One launch gathers two payloads. Bytes between and after them do not change."""
     torch.manual_seed(0)
     offsets, row_bytes = kit.side_by_side([width * itemsize for width in widths])
     rows = torch.randint(0, 256, (kit.ROWS, row_bytes), dtype=torch.uint8, device=kit.DEVICE)
@@ -59,7 +59,7 @@ def test_gathered_payloads_equal_those_of_the_torch_twin(itemsize: int, widths: 
 
 
 def test_a_launch_has_no_more_programs_on_an_axis_than_cuda_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a few bytes, such as scores of a probe, may be gathered by the million."""
+    """Millions of rows with a few bytes each, such as scores of a probe, may be gathered."""
     grids: list[tuple[int, ...]] = []
 
     class Kernel:

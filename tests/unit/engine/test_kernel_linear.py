@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of linear heads gives the head's outputs, as its twin in torch does, where they belong."""
+"""The kernel of linear heads and its torch twin write the head's outputs into their rows."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ CASES = [
     (33, MOST_OUTPUTS, "softmax"),
     (48, MOST_OUTPUTS - 1, "none"),
 ]
-"""(width, outputs, what is done to them). The widest takes several loads of weights after the other."""
+"""(width, outputs, output function). The widest head loads its weights in several pieces."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", kit.NARROW])
 @pytest.mark.parametrize(("width", "outputs", "output"), CASES, ids=lambda part: str(part))
 def test_the_outputs_are_those_of_the_head(tmp_path: Path, width: int, outputs: int, output: str, dtype: str) -> None:
-    """Within 1e-5 of the head in float64. What lies beside them in a row, and other rows, stay as they are."""
+    """Outputs are within 1e-5 of the head in float64. Other bytes of the row and other rows do not change."""
     path = save_probe(tmp_path / "risk.safetensors", "resid_pre", (3,), width, outputs, output=output)
     probe, tokens = Probe.load(str(path)), 5
     assert probe.one_kernel
     probe.prepare(width, kit.DEVICE, 3, 0)
     torch.manual_seed(outputs)
     kind = getattr(torch, dtype)
-    values = torch.randn(tokens, width + 7, device=kit.DEVICE).to(kind)[:, :width]  # rows are not side by side
+    values = torch.randn(tokens, width + 7, device=kit.DEVICE).to(kind)[:, :width]  # rows are not adjacent
     slots = kit.random_slots(tokens)
     slots[1] = -1
     offset = 16
@@ -49,7 +49,7 @@ def test_the_outputs_are_those_of_the_head(tmp_path: Path, width: int, outputs: 
     writer = RowWriter([width], kind, [offset], [probe], 3)
     writer.in_triton(rows, slots, [values])
     writer.in_torch(twin, slots, [values])
-    twin[0] = kit.UNTOUCHED  # where the twin writes padding
+    twin[0] = kit.UNTOUCHED  # the twin writes padding there
     exact = scores(path, values.cpu().float().numpy(), 3)
     for token in (0, 2, 3, 4):
         for found in (rows, twin):
@@ -63,7 +63,7 @@ def test_the_outputs_are_those_of_the_head(tmp_path: Path, width: int, outputs: 
 
 @pytest.mark.parametrize("output", ["none", "sigmoid", "softmax"])
 def test_what_is_not_a_number_or_infinite_gives_what_torch_does(tmp_path: Path, output: str) -> None:
-    """Other rows of the step have their scores."""
+    """Other rows of the step have correct scores."""
     path = save_probe(tmp_path / "risk.safetensors", "resid_pre", (), 40, 3, output=output)
     probe = Probe.load(str(path))
     probe = probe.bind("resid_pre", (0,), 40, 1)
@@ -87,7 +87,7 @@ def test_many_outputs_and_heads_with_a_norm_are_left_to_a_library(tmp_path: Path
 
 
 def test_a_rank_leaves_the_parts_of_a_sum_as_they_are(tmp_path: Path) -> None:
-    """The output function is of the sum of all ranks."""
+    """The output function applies to the sum over all ranks."""
     path = save_probe(tmp_path / "risk.safetensors", "z", (3,), 12, 2, output="sigmoid")
     probe, parts = Probe.load(str(path)).bind("z", (3,), 6, 2), []
     values = torch.randn(4, 12, device=kit.DEVICE)
@@ -101,7 +101,7 @@ def test_a_rank_leaves_the_parts_of_a_sum_as_they_are(tmp_path: Path) -> None:
 
 
 def test_weights_are_read_in_pieces_that_fit() -> None:
-    """Each case above takes one way through the kernel or the other."""
+    """The cases above cover each path through the kernel."""
     pieces = []
     for width, outputs, output in CASES:
         launch, _ = linear._launch(width, outputs, output, torch.float32, torch.device("cpu"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores in the host's memory: the kernel that copies them there, and processes that share it."""
+"""Scores in host memory: the kernel that copies them, and processes that share the memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLOTS = 50
 
 
 def memory(values: int) -> torch.Tensor:
-    """Lines of the host, which a kernel writes in place."""
+    """Pinned lines in host memory, which a kernel writes directly."""
     return torch.full((SLOTS, values), 7, dtype=torch.int32, pin_memory=runner.GPU)
 
 
@@ -36,12 +36,12 @@ def memory(values: int) -> torch.Tensor:
 def test_scores_of_a_step_come_to_the_lines_of_their_slots(
     monkeypatch: pytest.MonkeyPatch, places: list[int], most: int, tokens: int
 ) -> None:
-    """most: scores that a program copies. Lines of other slots stay as they are. The twin does the same."""
+    """most: scores per program. Lines of other slots do not change. The torch twin gives the same."""
     monkeypatch.setattr(kernel, "_BLOCK", most)
     rng = np.random.default_rng(tokens)
     rows = torch.randn(kit.ROWS, 32, device=kit.DEVICE)
     row_slots, slots = rng.permutation(kit.ROWS)[:tokens], rng.permutation(SLOTS)[:tokens]
-    row_slots[tokens // 3 : tokens // 2] = -1  # without a row
+    row_slots[tokens // 3 : tokens // 2] = -1  # tokens without a row
     slots[tokens // 2 : tokens // 2 + 2 * (tokens > 1)] = -1  # padding
     given = [torch.from_numpy(each).to(kit.DEVICE) for each in (np.append(row_slots, [3, 4]), slots)]
     copy, lines = CopyScores(torch.tensor(places, device=kit.DEVICE)), memory(len(places))
@@ -59,7 +59,7 @@ def test_scores_of_a_step_come_to_the_lines_of_their_slots(
 
 
 def host_scores() -> tuple[HostScores, np.ndarray]:
-    """Scores of two fields of all slots. Returns them, and what they are."""
+    """Scores of two fields for all slots. Returns the object and the expected values."""
     layout: Any = SimpleNamespace(
         scored=[SimpleNamespace(offset=at, stored=(2, 2)) for at in (80, 64)], row_bytes=kit.ROWS * 4
     )
@@ -108,13 +108,13 @@ def test_memory_is_registered_with_a_gpu_until_it_is_closed(monkeypatch: pytest.
     scores._register(1040)
     scores.close()
     scores.close()
-    assert calls == [(address, 1040, 2), (address,)], "mapped, so that kernels write it in place"
+    assert calls == [(address, 1040, 2), (address,)], "the memory must be mapped, because kernels write it directly"
     with pytest.raises(RuntimeError, match=r"probes: 1040 bytes .* be registered with the GPU \(2\); capture"):
         scores._register(1040)
 
 
 def test_memory_of_another_host_is_refused(tmp_path: Path) -> None:
-    """What lies at the path there is something else, or nothing."""
+    """The path there has no memory, or other memory."""
     other = tmp_path / "other"
     other.symlink_to("/dev/null")
     scores, _ = host_scores()

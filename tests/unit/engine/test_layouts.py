@@ -32,7 +32,7 @@ FIELD_BYTES = ROW_BYTES // 4
 
 
 def selections(exporter: Exporter, count: int) -> list[dict[str, tuple[int, ...]]]:
-    """Different ones: hooks of some layers."""
+    """Different selections: hooks of some layers."""
     every = [(name, layer) for name, layers in exporter.context.selection.hooks.items() for layer in layers]
     found = []
     for places in itertools.islice(itertools.combinations(every, 2), count):
@@ -50,7 +50,7 @@ def opening(number: int, hooks: dict[str, tuple[int, ...]], path: Path | str = "
 
 
 class Known:
-    """Stands for a `StoreClient`: notes which layouts it is to know."""
+    """A fake `StoreClient` that records the registered layouts."""
 
     def __init__(self) -> None:
         self.layouts: dict[int, object] = {}
@@ -86,9 +86,9 @@ def test_layouts_that_were_opened_last_are_kept_and_that_of_all_hooks(tmp_path: 
     assert len(layouts) == LAYOUTS_KEPT and layouts[0] is whole
     assert {id(each) for each in exporter.registered} == {id(each) for each in layouts}
     assert {number: layout.payload for layout, number in exporter.registered.items()} == known.layouts
-    assert known.most == LAYOUTS_KEPT and known.count == 151, "those of many captures were registered once"
+    assert known.most == LAYOUTS_KEPT and known.count == 151, "layouts of many captures must be registered once"
     exporter.before_forward(opening(0, chosen[1]))
-    assert known.count == 152, "one that was forgotten is registered anew"
+    assert known.count == 152, "a forgotten layout must be registered again"
     exporter.client = None
     exporter.ring.close()
 
@@ -105,7 +105,7 @@ def test_without_stores_few_layouts_are_kept_too(tmp_path: Path) -> None:
 def test_captures_whose_layouts_are_forgotten_meanwhile_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lane: bool
 ) -> None:
-    """Ten captures are under way at a time, and four layouts are kept."""
+    """Ten captures are in progress at a time, and four layouts are kept."""
     monkeypatch.setattr(module, "LAYOUTS_KEPT", 4)
     exporter = make_exporter(tmp_path, 64, DIMS, hooks="q,k,v,z", chunk_tokens=ROWS, segment_tokens=ROWS)
     fields = exporter.rows[:, 64:].view(torch.float32)
@@ -140,7 +140,7 @@ def test_captures_whose_layouts_are_forgotten_meanwhile_are_whole(
 
 
 def in_rows(exporter: Exporter, name: str, layers: tuple[int, ...]) -> np.ndarray:
-    """float32 [layers, ROWS, width]: what the rows hold."""
+    """The values in the rows, float32 [layers, ROWS, width]."""
     assert HOOKS[name].scope == "layer"
     fields = [exporter.context.layout.find(name, layer) for layer in layers]
     rows = exporter.rows.numpy()[:ROWS]
@@ -163,12 +163,12 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lane]:
 
 
 def part(lane: Lane, number: int, at: int) -> bytes:
-    """The bytes of chunk `number` that a table of one field at byte `at` gathers."""
+    """The bytes that a table of one field at byte `at` gathers for chunk `number`."""
     return lane.rows[2 * number : 2 * number + 2, at : at + FIELD_BYTES].contiguous().numpy().tobytes()
 
 
 def test_tables_of_layouts_that_are_gone_leave_the_lane(lane: Lane) -> None:
-    """New tables may lie where old ones lay, and their chunks are still gathered by the right ones."""
+    """New tables may have the address of old ones. Their chunks must still be gathered with the right tables."""
     seen: set[int] = set()
     for number in range(150):
         at = 4 * (number % 100)
@@ -179,13 +179,13 @@ def test_tables_of_layouts_that_are_gone_leave_the_lane(lane: Lane) -> None:
         kit.until(lambda number=number: len(lane.delivered) == number + 1)
         assert lane.delivered[-1] == (number % 32, part(lane, number % 32, at))
         lane.ring.release(lane.extents.pop())
-    assert len(seen) < 150, "some lay in the same place"
+    assert len(seen) < 150, "some tables must have had the same address"
     gc.collect()
     kit.until(lambda: len(lane.lane._tables) <= 1)
 
 
 def test_tables_stay_while_their_chunks_wait(lane: Lane) -> None:
-    """The layouts are those of the chunks alone."""
+    """Only the chunks refer to the layouts."""
     Event.link.clear()
     tables = 12
     for number in range(tables):

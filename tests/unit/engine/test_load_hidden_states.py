@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi export --to safetensors`: files that vLLM's own reader of hidden states takes."""
+"""`dmi export --to safetensors`: vLLM's own reader of hidden states accepts the files."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def test_vllms_reader_takes_exported_files(tmp_path: Path) -> None:
             want = [capture.torch("resid_pre", 0), capture.torch("resid_pre", 1), capture.torch("resid_final")]
         assert path.stem == "b" or torch.equal(found["hidden_states"], torch.stack(want, 1))
         with open(f"{path}.lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no process holds the lock
         cleanup_hidden_states(str(path))
     assert [path.name for path in tmp_path.rglob("*.safetensors*")] == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's images become in the attributes of its store, and which headers rows of such models carry."""
+"""Images of a request in the attributes of its store, and the headers of rows of multimodal models."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_store_lists_images_in_order_with_the_positions_of_their_embeddings(tm
 @pytest.mark.parametrize("first", [[], [ITEM]], ids=["text", "image"])
 @pytest.mark.parametrize("later", [[], [BROKEN]], ids=["text", "image"])
 def test_images_of_a_later_turn_are_told_at_the_end(tmp_path: object, first: list[Any], later: list[Any]) -> None:
-    """Its rows could not be checked without them."""
+    """Without them, the rows of the later turn could not be checked."""
     tracker, request = make_tracker(tmp_path), ask({"include_output_tokens": True})
     request.mm_features = list(first)
     tracker.on_new_request(request)  # type: ignore[arg-type]
@@ -86,14 +86,14 @@ def test_visual_layers_are_those_of_the_config_of_the_whole_model() -> None:
 
 
 class Context:
-    """Stands for vLLM's context of a forward."""
+    """A fake of vLLM's forward context."""
 
 
 @pytest.mark.parametrize("planned", [[40, 41, 90, 91, 0], [40], None], ids=["batch", "stale", "profiling"])
 def test_a_header_has_the_position_in_the_request_and_those_on_the_axes(
     planned: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first is vLLM's own. Of a run that it planned nothing for, no row is kept."""
+    """The first position is vLLM's own. A run without vLLM's metadata has no rows."""
     step = None if planned is None else SimpleNamespace(positions=torch.tensor(planned))
     rows, slots = torch.zeros(8, 128, dtype=torch.uint8), torch.tensor([3, 5, 1, -1])
     forward: Any = Context()

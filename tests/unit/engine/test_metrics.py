@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What captures count: a real exporter and real processes below, vLLM's own logger and Prometheus classes above."""
+"""Counts of captures: a real exporter and real processes below, vLLM's own logger and Prometheus classes above."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make_exporter(tmp_path: Path) -> Iterator[MakeExporter]:
 
 
 def run_capture(exporter: Exporter, path: Path, *losses: Loss) -> None:
-    """Open a capture, export all its chunks and close it. losses: what the scheduler says is missing."""
+    """Open a capture, export all its chunks and close it. losses: the losses that the scheduler reports."""
     hooks = dict(exporter.context.selection.hooks)
     exporter.before_forward(
         StepMetadata(opens=[Open(1, str(path), hooks, "r", None, 0, TOKENS, {"prompt_len": TOKENS})])
@@ -68,7 +68,7 @@ def run_capture(exporter: Exporter, path: Path, *losses: Loss) -> None:
 
 
 def settled(exporter: Exporter) -> dict[str, int | float]:
-    """Wait until everything is written, then what the meter tells of it."""
+    """Wait until all captures are written. Returns the meter's values."""
     until(lambda: not exporter.pending())
     stats = exporter.meter.take()
     assert stats is not None
@@ -82,7 +82,7 @@ def coordinator(exporter: Exporter) -> int:
 
 
 def test_steps_without_work_do_not_touch_the_lane(make_exporter: MakeExporter) -> None:
-    """Its threads may hold its lock, and asking torch for the current stream takes 20 us."""
+    """The lane's threads may hold its lock, and torch's lookup of the current stream takes 20 us."""
     exporter = make_exporter()
     touched: list[list[Any]] = []
     lane: Any = SimpleNamespace(send=touched.append)
@@ -95,7 +95,7 @@ def test_steps_without_work_do_not_touch_the_lane(make_exporter: MakeExporter) -
 
 
 def test_a_meter_needs_no_exporter() -> None:
-    """Rank 0 reports all counts of its client, another rank bytes alone. Levels have the rank in their key."""
+    """Rank 0 reports all counts of its client, other ranks only bytes. Keys of gauges include the rank."""
     client: Any = SimpleNamespace(counts=lambda: {"started": 2, "bytes_raw": 30, "bytes_stored": 20})
     ring = Ring(1 << 20)
     progress = Progress()
@@ -125,14 +125,16 @@ def test_a_whole_capture_counts_as_complete_with_its_bytes(
     post = Child.post
     monkeypatch.setattr(Child, "post", lambda child, message: (sent.append(message), post(child, message))[1])
     run_capture(exporter, tmp_path / "a.zarr")
-    assert [m["most_rows"] for m in sent if m["type"] == "open"] == [TOKENS], "which paces the writers"
+    assert [m["most_rows"] for m in sent if m["type"] == "open"] == [TOKENS], (
+        "the writers' pace needs the number of rows"
+    )
     told, raw = settled(exporter), TOKENS * 4 * 1024 * 4
     stored = told.pop("bytes_stored")
     assert told == {"started": 1, "complete": 1, "bytes_exported": raw + 8 * TOKENS, "bytes_raw": raw} | {
         key: told[key] for key in ("blocked_seconds",) if key in told
     }
     assert raw < stored < raw + 4096
-    assert exporter.meter.take() is None, "told twice"
+    assert exporter.meter.take() is None, "the counts must be reported once"
 
 
 def test_ranks_above_0_report_only_bytes(make_exporter: MakeExporter, tmp_path: Path) -> None:
@@ -197,7 +199,7 @@ def test_a_capture_with_a_write_error_and_an_abort_counts_as_write_error(tmp_pat
         send(client, capture, 0)
         until(lambda: list(tmp_path.glob("a.zarr*/q/c/0/0/*")))
         for path in tmp_path.glob("a.zarr*"):
-            (path / "q" / "zarr.json").mkdir()  # so that it cannot be written
+            (path / "q" / "zarr.json").mkdir()  # the coordinator cannot write this file
         capture.close(128, {}, IDS[:128], losses=[ended])
         assert client.flush(PATIENCE) and client.counts()["incomplete.write_error"] == 1, capture.reason
         capture = begin(client, tmp_path / "b.zarr")
@@ -230,7 +232,7 @@ def test_the_last_line_of_the_log_gives_the_totals(
 
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_vllm_shows_our_counts_on_its_endpoint_and_in_its_log(parallel: str) -> None:
-    """The first step has counts of two ranks and of the scheduler, the second those of one rank."""
+    """The first step has counts of two ranks and of the scheduler. The second one has counts of one rank."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
@@ -291,7 +293,7 @@ def test_requests_that_are_cancelled_in_the_queue_are_counted_apart_from_refused
 
 
 def test_the_log_says_at_the_start_what_the_selection_costs(make_exporter: MakeExporter, engine_log: list[str]) -> None:
-    """It gives bytes a token, the tokens that fit into the cache and the buffer, and the limit of the rate."""
+    """The log has the bytes per token, the tokens that fit into the cache and the buffer, and the limit of the rate."""
     exporter = make_exporter()
     [full] = [layout.payload for layout in exporter.layouts.values()]
     buffer = f"host buffer 3 MiB = {3_300_000 // full.token_bytes} tokens"

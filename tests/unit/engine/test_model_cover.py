@@ -46,7 +46,7 @@ _IN_THE_ROW = {
     *("use_parallel_residual", "qk_layernorm", "tie_word_embeddings", "model_type", "qk_norm", "use_post_norm"),
     *("use_routing_bias", "mup_enabled", "position_embedding_type", "enable_moe_block", "hidden_activation"),
 }
-"""Fields of a config that only give sizes, and those that only decide what the row of the model is."""
+"""Config fields that only give sizes, and fields that only select the entry in ARCHITECTURES."""
 _SAME = {
     **dict.fromkeys(("num_shared_experts", "moe_num_shared_experts"), "n_shared_experts"),
     **dict.fromkeys(("num_dense_layers", "moe_layer_start_index", "moe_layer_end_index"), "first_k_dense_replace"),
@@ -56,18 +56,18 @@ _SAME = {
     "layer_rope_theta": "no_rope_layer_interval",
     "moe_layer_freq": "first_k_dense_replace",
     **dict.fromkeys(("hybrid_layer_pattern", "sliding_window_size"), "sliding_window_pattern"),
-    "add_swa_attention_sink_bias": "sliding_window_pattern",  # sinks, as those of gpt-oss
+    "add_swa_attention_sink_bias": "sliding_window_pattern",  # attention sinks, as those of gpt-oss
     **dict.fromkeys(("swa_rope_theta", "rope_theta", "partial_rotary_factors"), "partial_rotary_factor"),
     "route_norm": "norm_topk_prob",
     "score_func": "scoring_func",
     "use_qkv_bias": "attention_bias",
 }
-"""Fields of some families that say what another field says in others."""
+"""{field of some families: field with the same meaning in other families}."""
 Kind = tuple[object, ...]
 
 
 def model(name: str) -> tuple[Architecture, Any, dict[str, Any]]:
-    """The row of a tiny model, fitted to its config, the config, and the fields that we gave it."""
+    """The architecture of a tiny model, fitted to its config, the config, and the fields that were set."""
     if name in WRAPPERS:
         given = wrapper_fields(name, {})
         config = AutoConfig.for_model(name, **given)
@@ -82,7 +82,7 @@ def model(name: str) -> tuple[Architecture, Any, dict[str, Any]]:
         return row.fit(config), config, TEXT_ONLY[arch]["text_config"]
     given = {**{**ARCHS, **FAMILIES, **HYBRIDS}[arch], **more}
     config = AutoConfig.for_model(arch, **{**_COMMON, **given})
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # where vLLM was imported, it has classes of its own for some configs
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # after vLLM is imported, some configs have classes of vLLM
     renamed = RENAMED[name].architecture if name in RENAMED else None
     architecture = renamed or names.get(config.model_type) or names[arch]
     if architecture not in ARCHITECTURES:
@@ -92,7 +92,7 @@ def model(name: str) -> tuple[Architecture, Any, dict[str, Any]]:
 
 
 def kinds(name: str) -> set[Kind]:
-    """What a model is an example of: columns of its row, how these make a block, options of its config."""
+    """The features of a model: fields of its architecture, their combination in a block, options of its config."""
     row, config, given = model(name)
     text = config.get_text_config()
     dims = row.dims(text)
@@ -111,7 +111,7 @@ def kinds(name: str) -> set[Kind]:
 
 
 def _latent(name: str) -> str:
-    """Which latent attention of vLLM or of the tests runs."""
+    """The implementation of latent attention, of vLLM or of the tests."""
     arch, suffix = MODELS[name][0], name.rpartition("-")[2]
     return "indexer" if arch in test_models.INDEXED else suffix if suffix in ("odd", "heads") else "kernel"
 
@@ -129,14 +129,15 @@ def of_columns(row: Architecture) -> Iterator[Kind]:
 def of_config(given: dict[str, Any]) -> Iterator[Kind]:
     for field, value in given.items():
         if field == "rope_parameters":
-            for rope in [one for one in value.values() if isinstance(one, dict)] or [value]:  # by type of layers
+            # one for each type of layers
+            for rope in [one for one in value.values() if isinstance(one, dict)] or [value]:
                 yield from (("rope", key, rope[key] if key == "rope_type" else "") for key in rope)
         elif field not in _SIZES | _IN_THE_ROW and (value is not None or field == "q_lora_rank"):
             yield "config", _SAME.get(field, field), value if isinstance(value, str | None) else ""
 
 
 def in_make_test() -> set[str]:
-    """Models of which `make test` starts an engine with all hooks."""
+    """Models for which `make test` starts an engine with all hooks."""
     found = [c for file in FILES for c in file.CONFIGURATIONS if not getattr(c, "marks", ())]
     return {name for name, _mode, _owner in found}
 
@@ -172,4 +173,4 @@ def owners(name: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("name", sorted(in_make_test() - ARCHS.keys()))
 def test_no_model_of_make_test_could_be_left_out(name: str) -> None:
     rest = {kind for other in in_make_test() - {name} for kind in kinds(other)}
-    assert kinds(name) - rest, f"{name} shows nothing that no other one shows: leave it to make models"
+    assert kinds(name) - rest, f"{name} tests nothing that no other model tests: leave it to make models"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owners of rows: the engine asks them, and another one is a class and a line in each of two tables."""
+"""Owners of rows. A further owner needs only a class and a line in each of two tables."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ ENGINE = Path(dmi_connector.engine.__file__).parent
 
 
 class Made:
-    """Stands for a class of an owner that vLLM loads by name."""
+    """A fake model class of an owner, which vLLM loads by name."""
 
 
 class Other(Target):
-    """Another owner."""
+    """A further owner."""
 
     name: ClassVar[str] = "other"
     models: ClassVar[dict[str, str]] = {"MadeModel": f"{__name__}:Made"}
@@ -56,8 +56,8 @@ def config(
     sleep: bool = False,
     **more: Any,
 ) -> Any:
-    """What owners look at in a configuration. method: the speculative one, with a schedule of no drafts. owner: the
-    option of the connector.
+    """The parts of a configuration that owners read. method: that of a speculative config whose schedule has no drafts.
+    owner: the option of the connector.
     """
     draft = SimpleNamespace(hf_config=SimpleNamespace(architectures=["ExtractHiddenStatesModel"]))
     schedule = [[1, 8, 0]]
@@ -139,7 +139,7 @@ def test_an_owner_refuses_what_it_does_not_support(method: str | None, more: dic
 
 
 def groups(*specs: Any) -> Any:
-    """A cache of one group for each spec."""
+    """The config of a cache with one group per spec."""
     made = [SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layers.{i}"]) for i, spec in enumerate(specs)]
     return SimpleNamespace(kv_cache_groups=made)
 
@@ -170,7 +170,7 @@ def test_a_connector_takes_its_blocks_of_all_groups() -> None:
 
 
 def test_a_stage_without_full_attention_has_no_pool() -> None:
-    """Every stage has the groups of the whole model, of which one may have no layer there."""
+    """Every stage has the groups of the whole model. A group may have no layer in a stage."""
     found = groups(FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32))
     found.kv_cache_groups[0].layer_names.clear()
     assert key_group(found) == (0, "", 32)
@@ -189,11 +189,11 @@ def test_a_draft_refuses_prompts_that_would_wait_for_ever() -> None:
 
 
 def test_another_owner_is_asked_first_where_the_table_says_so() -> None:
-    with mock.patch.dict(OWNERS, {"other": Other(), **OWNERS}, clear=True):  # it restores the order too
+    with mock.patch.dict(OWNERS, {"other": Other(), **OWNERS}, clear=True):  # patch.dict also restores the order
         assert owner_of(config(None, other=True)).name == "other"
         assert owner_of(config(None, other=False)).name == "target"
         made = models.MadeModel
-        assert vars(models).pop("MadeModel") is made, "it is made once"
+        assert vars(models).pop("MadeModel") is made, "the class must be made once"
         assert issubclass(made, Made) and made.__name__ == "MadeModel" and made.__module__ == models.__name__
         cache = SimpleNamespace(kv_offloading_size=None)
         assert made.capturing(SimpleNamespace(kv_transfer_config=None, cache_config=cache)) is None
@@ -205,7 +205,7 @@ def test_what_no_owner_and_no_architecture_has_is_no_class() -> None:
 
 
 def test_no_other_file_of_the_engine_asks_which_owner_it_has() -> None:
-    """No comparison with an owner's name."""
+    """No code compares with an owner's name."""
     found = []
     for path in ENGINE.rglob("*.py"):
         if path.parent.name == "owners":

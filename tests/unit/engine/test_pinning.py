@@ -68,7 +68,7 @@ def test_the_least_is_pinned_at_once_and_the_rest_later(cuda: Cuda, ring: Ring, 
     memory = PinnedRing(ring, least, DEVICE)
     assert sum(cuda.pinned.values()) == ring.usable == pinned
     first = ring.alloc(pinned, 0)
-    assert first is not None and ring.alloc(1, 0) is None, "what is not pinned is not given out"
+    assert first is not None and ring.alloc(1, 0) is None, "memory that is not pinned must not be allocated"
     cuda.go.set()
     kit.until(lambda: ring.usable == RING)
     addresses = sorted(cuda.pinned)
@@ -130,7 +130,7 @@ def test_memory_that_cannot_be_pinned_later_leaves_a_smaller_ring(
 def test_the_thread_is_made_ready_for_its_gpu_and_says_how_long_it_took(
     early: bool, cuda: Cuda, ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is said where the engine ends before all is pinned."""
+    """If the engine ends before all memory is pinned, nothing is logged."""
     asked, lines = list[Any](), list[str]()
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.append((device, ring.usable)))
     monkeypatch.setattr(pinning, "relax_captures", lambda: asked.append(threading.current_thread().name))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin registers with vLLM, in a process where nothing has imported the connector yet."""
+"""The plugin's registrations in vLLM, in a process that has not imported the connector."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that no tap wrote are found, in every dtype, and values that one wrote are not."""
+"""Values that no tap wrote are found in every dtype. Values that a tap wrote are not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REDUCED = [ArraySpec("z", "uint8", (0, 2), width, reduce={"name": "int8"}) for w
 
 
 def payload(layout: PayloadLayout, seed: int = 0) -> np.ndarray:
-    """Random bytes, of which floats are finite."""
+    """Random bytes. Floats are finite."""
     return np.random.default_rng(seed).integers(0, 0x70, layout.token_bytes * ROWS).astype(np.uint8)
 
 

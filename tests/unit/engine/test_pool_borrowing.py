@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which captures others may borrow rows from, and how a hit is cut to what they have."""
+"""Captures that lend rows to others, and the truncation of a prefix hit to these rows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def source(known: RowSources, selection: Selection = ALL, start: int = 0, number
 
 
 def filled(known: RowSources, selection: Selection = ALL, start: int = 0, stop: int = 128, number: int = 1) -> Source:
-    """A source that has handed all chunks up to `stop`."""
+    """A source that has exported all chunks up to `stop`."""
     made = source(known, selection, start, number)
     for end in range(start + CHUNK, stop + 1, CHUNK):
         known.note(made, request(), end)
@@ -64,8 +64,8 @@ def test_the_longest_part_of_a_hit_in_whole_chunks_is_found() -> None:
     for top, stop in {200: 128, 128: 128, 127: 96, 32: 32}.items():
         assert known.find(wants, request(), top) == (has, stop)
     assert known.find(wants, request(), 31) is None
-    assert known.find(wants, request(first=1), 200) is None, "other tokens"
-    assert known.find(wants, request(40), 200) == (has, 32), "as far as there are hashes"
+    assert known.find(wants, request(first=1), 200) is None, "other tokens must not be found"
+    assert known.find(wants, request(40), 200) == (has, 32), "the hit must end at the last hash"
 
 
 def test_rows_begin_at_the_same_position_and_end_at_a_hash() -> None:
@@ -87,7 +87,9 @@ def test_a_source_has_all_hooks_and_layers() -> None:
     assert known.find(source(known, number=3), request(), 200) is None
     assert known.find(source(known, other, number=3), request(), 200) is None
     with_logits = Selection({"q": (0, 2), "logits": (0,)})
-    assert known.find(source(known, with_logits, number=3), request(), 200) == (small, 64), "these are no rows"
+    assert known.find(source(known, with_logits, number=3), request(), 200) == (small, 64), (
+        "logits are not borrowed, so they must not matter"
+    )
 
 
 def test_ranks_borrow_from_the_same_selection_only() -> None:
@@ -104,10 +106,10 @@ def test_memory_is_bounded() -> None:
     for layer in range(200):
         known.kind(Selection({"q": (layer,)}))
     assert len(known._kinds) == len(known._hooks) == 64
-    assert known.find(source(known, number=2), request(), 200) is None, "its selection was forgotten"
+    assert known.find(source(known, number=2), request(), 200) is None, "its selection must be forgotten"
     off = sources(enabled=False)
     filled(off)
-    assert len(off) == 0, "there is no store to copy from"
+    assert len(off) == 0, "without stores, there is no source"
 
 
 def test_after_a_reset_of_the_cache_nothing_older_is_borrowed() -> None:
@@ -116,7 +118,7 @@ def test_after_a_reset_of_the_cache_nothing_older_is_borrowed() -> None:
     known.reset()
     assert known.find(source(known, number=2), request(), 200) is None
     known.note(has, request(), 96)
-    assert len(known) == 0, "its first rows are of before the reset"
+    assert len(known) == 0, "rows from before the reset must not be found"
 
 
 def test_a_capture_that_lacks_rows_is_forgotten() -> None:
@@ -144,19 +146,21 @@ def test_a_borrower_that_runs_takes_the_place_of_a_source_that_ended() -> None:
     known.ended(ended)
     known.ended(first)
     wants = source(known, number=8)
-    assert known.find(wants, request(), 96) == (heir, 96), "of those with most rows the last one"
-    assert known.find(wants, request(), 200) == (first, 128), "nobody who runs has these"
+    assert known.find(wants, request(), 96) == (heir, 96), "the latest of those with the most rows must be found"
+    assert known.find(wants, request(), 200) == (first, 128), "only the ended source has these rows"
     heir.ended = 1.0
     known.ended(heir)
-    assert known.find(wants, request(), 96) == (longer, 96), "it borrowed from the first one"
+    assert known.find(wants, request(), 96) == (longer, 96), "another borrower of the first one must be found"
     known.borrowed(first, wants, 128)
-    assert known.find(source(known, number=9), request(), 200) == (wants, 128), "its store need not be held again"
+    assert known.find(source(known, number=9), request(), 200) == (wants, 128), (
+        "the running borrower must be found, because its store needs no hold"
+    )
     wants.age = longer.age = 0
     known.reset()
     for end in range(CHUNK, 129, CHUNK):
         known.note(late := source(known, number=10), request(), end)
     known.ended(wants)
-    assert not len(known), "all are of before the reset"
+    assert not len(known), "entries from before the reset must be removed"
     assert late.entries == []
 
 
@@ -174,9 +178,10 @@ def tracker(tmp_path: Path) -> Tracker:
 
 
 def passes(tracker: Tracker, *asked: tuple[Any, int], began: set[str]) -> Any:
-    """One pass of vLLM's scheduler, in which requests ask with a hit of so many tokens. Returns its message.
+    """Simulate one pass of vLLM's scheduler. asked: (request, tokens of its prefix hit). Returns the message to the
+    worker.
 
-    All that may begin computes its prompt.
+    Every request that may begin computes its prompt.
     """
     new, scheduled = [], {}
     for one, hit in asked:
@@ -211,7 +216,7 @@ def test_children_that_begin_together_borrow_from_the_first(tracker: Tracker) ->
     for one in children:
         tracker.on_new_request(one)
     began: set[str] = set()
-    # In its first pass vLLM gives the first one blocks, which the others then find.
+    # In its first pass, vLLM allocates blocks for the first request. The others then find these blocks.
     first = passes(tracker, (children[0], 0), (children[1], 192), (children[2], 192), began=began)
     assert began == {"r0"} and [rows.first for rows in first.chunks] == [0, 32, 64, 96, 128, 160]
     second = passes(tracker, (children[1], 192), (children[2], 192), began=began)
@@ -239,7 +244,7 @@ def test_nobody_waits_for_the_store_of_a_source_while_a_borrower_runs(tracker: T
         opens += passes(tracker, (one, 192 if number else 0), began=began).opens
         if number > 0:
             tracker.finish(children[number - 1], [])
-    assert began == {"r0", "r1", "r2", "r3"}, "no store is finished"
+    assert began == {"r0", "r1", "r2", "r3"}, "children must begin before a store is finished"
     assert [opened.borrow and opened.borrow.request_id for opened in opens] == [None, "r0", "r1", "r2"]
     assert tracker.take_counts() == {"borrowed_tokens": 3 * 192}
 
@@ -262,7 +267,7 @@ def test_a_hit_is_cut_to_whole_chunks(tracker: Tracker) -> None:
 
 
 def test_a_hit_that_becomes_shorter_is_cut_again(tracker: Tracker) -> None:
-    """Blocks were evicted meanwhile: what is left of the hit is no whole chunk."""
+    """Blocks were evicted meanwhile, so the rest of the hit is shorter than a chunk."""
     one, two = request(200, "r0"), request(150, "r1")
     began: set[str] = set()
     for each in (one, two):
@@ -290,7 +295,7 @@ def test_without_a_source_nothing_is_read(tracker: Tracker) -> None:
 
 @pytest.mark.parametrize("span", [[0, 64], [0, 70], [48, 120]])
 def test_rows_of_a_part_of_the_prompt_are_borrowed(tracker: Tracker, span: list[int]) -> None:
-    """All that is wanted, or what is in whole chunks of it."""
+    """Either all captured rows are borrowed, or those in whole chunks."""
     one, two = request(200, "r0"), request(200, "r1")
     began: set[str] = set()
     one.kv_transfer_params = {"dmi": {"tokens": [span[0], None]}}
@@ -309,11 +314,13 @@ def test_rows_of_a_part_of_the_prompt_are_borrowed(tracker: Tracker, span: list[
     [close] = tracker.pending_closes
     assert close.length == span[1] - span[0] and sum(len(part.slots) for part in close.rows) == close.length - rows
     cut = 0 if span == [0, 64] else 192 - span[0] - rows
-    assert tracker.take_counts().get("recomputed_tokens", 0) == cut, "a hit that covers what is wanted is read whole"
+    assert tracker.take_counts().get("recomputed_tokens", 0) == cut, (
+        "a hit that covers all captured rows must not be cut"
+    )
 
 
 def ended_source(tracker: Tracker, began: set[str]) -> Path:
-    """The request r0 of 200 tokens ran and ended. Returns the path of its store, which is not there yet."""
+    """Run the request r0 of 200 tokens to its end. Returns the path of its store, which does not exist yet."""
     one = request(200, "r0")
     tracker.on_new_request(one)
     path = Path(passes(tracker, (one, 0), began=began).opens[0].path)
@@ -322,7 +329,7 @@ def ended_source(tracker: Tracker, began: set[str]) -> Path:
 
 
 def finish(path: Path, *files: str) -> None:
-    """A finished store with these files."""
+    """Write a finished store with these files."""
     for name in ("zarr.json", *files):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(name)
@@ -330,12 +337,12 @@ def finish(path: Path, *files: str) -> None:
 
 
 def held_in(path: Path) -> list[str]:
-    """Files that are linked in the directory of a store, below the directory of the engine and of the hold."""
+    """Linked files of a store's holds, relative to the hold's directory."""
     return sorted("/".join(file.parts[-2:]) for file in path.parent.glob(".dmi-held-*/*/**/*") if file.is_file())
 
 
 def test_a_finished_store_is_held_until_that_of_the_borrower_is_finished(tracker: Tracker) -> None:
-    """Whoever reads it may remove it as soon as it is there."""
+    """A reader may remove the store as soon as it exists."""
     began: set[str] = set()
     path = ended_source(tracker, began)
     finish(path, "q/zarr.json")
@@ -354,14 +361,14 @@ def test_a_finished_store_is_held_until_that_of_the_borrower_is_finished(tracker
     tracker.on_report(Report(0, stored={opens[0].path: True}))
     assert len(held_in(path)) == 2
     tracker.on_report(Report(0, stored={opens[1].path: False}))
-    assert not [*path.parent.glob(".dmi-held-*")], "the directory is there while there are links"
+    assert not [*path.parent.glob(".dmi-held-*")], "the directory must be removed with its last link"
     for one in (two, three):
         tracker.finish(one, [])
     tracker.on_report(Report(0, lost={n: [dropped([0, 1])] for n in (2, 3)}))
     four = request(200, "r3")
     tracker.on_new_request(four)
     passes(tracker, (four, 192), began=began)
-    assert four.skip_reading_prefix_cache, "the store is gone: its tokens are computed again"
+    assert four.skip_reading_prefix_cache, "the store is gone, so its tokens must be computed again"
 
 
 def test_a_request_waits_for_the_store_of_one_that_ended(tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +386,7 @@ def test_a_request_waits_for_the_store_of_one_that_ended(tracker: Tracker, monke
     tracker.finish(two, [])
     monkeypatch.setattr(pool_borrowing, "_WAIT_S", -1.0)
     passes(tracker, (late, 192), began=began)
-    assert late.skip_reading_prefix_cache, "its writers take too long"
+    assert late.skip_reading_prefix_cache, "its writers took too long, so the tokens must be computed again"
     tracker.on_report(Report(0, stored={opened.path: True}))
     assert held_in(path) == []
 
@@ -436,7 +443,7 @@ def test_links_of_an_engine_that_was_killed_are_removed(tmp_path: Path) -> None:
     assert not (tmp_path / ".dmi-held-old").exists()
     held = Path(running.hold(str(store)))
     Holds(str(tmp_path))
-    assert held.name == "a.zarr" and (held / "zarr.json").exists(), "its engine runs"
+    assert held.name == "a.zarr" and (held / "zarr.json").exists(), "links of a running engine must stay"
     running.release(str(held))
     assert os.listdir(tmp_path) == ["a.zarr"]
 

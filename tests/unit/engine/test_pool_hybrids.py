@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler half of a pool beside states of Mamba: how small a pool may be, and hits that end inside a block."""
+"""The scheduler half of a pool for models with Mamba states: its minimum size, and hits that end inside a block."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def slots_of(store_dir: Path, block: int = 0) -> PoolSlots:
 
 
 def test_a_pool_without_room_for_a_block_of_a_prompt_is_refused(tmp_path: Path) -> None:
-    """When the workers make it, vLLM does not know yet how large blocks are."""
+    """When the workers allocate the pool, vLLM does not know its block size yet."""
     slots = slots_of(tmp_path, BLOCK)
     least = -(-(4 + BLOCK) // 16) + slots.most
     page = 16 * slots._context.layout.row_bytes
@@ -39,14 +39,14 @@ def test_a_pool_without_room_for_a_block_of_a_prompt_is_refused(tmp_path: Path) 
 
 
 class Manager:
-    """vLLM's cache manager, which has so many tokens of each request."""
+    """A fake of vLLM's cache manager that finds a prefix hit of `hit` tokens."""
 
     def __init__(self, hit: int, partial: bool) -> None:
         self.hit, self.coordinator = hit, SimpleNamespace(enable_partial_hash_hits=partial)
         self.block_pool = SimpleNamespace(hash_block_size=BLOCK)
 
     def reset_prefix_cache(self) -> bool:
-        """Nothing reads it here."""
+        """Does nothing."""
         return True
 
     def get_computed_blocks(self, request: Any) -> tuple[str, int, int]:
@@ -55,7 +55,7 @@ class Manager:
 
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_hit_that_ends_inside_a_block_is_refused_where_rows_are_wanted(tmp_path: Path, partial: bool) -> None:
-    """vLLM tells connectors the whole blocks of a hit alone: here none."""
+    """vLLM tells connectors only the whole blocks of a hit. Here there is none."""
     slots, manager = slots_of(tmp_path), Manager(48, partial)
     slots.sized(1000)
     slots.bind(manager)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's half of a pool: which row a token has, and what it sees of batches."""
+"""The worker half of a pool: the rows of tokens, and the metadata of batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYER = "model.layers.0.attn"
 
 
 class Builder:
-    """Stands for the metadata builder of an attention backend."""
+    """A fake metadata builder of an attention backend."""
 
     def __init__(self, *layers: str) -> None:
         self.layer_names = list(layers)
@@ -51,7 +51,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def placed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.Tensor]]:
-    """The memory that is allocated: "kept" in sleep or "freed"."""
+    """(kind, memory) of each allocation. Its kind is "kept" or "freed" in sleep."""
     found: list[tuple[str, torch.Tensor]] = []
 
     def place(kind: str) -> Any:
@@ -70,7 +70,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.Tensor]]:
 
 @pytest.fixture
 def pool(request: pytest.FixtureRequest, config: Any, placed: list[tuple[str, torch.Tensor]]) -> RowPool:
-    """A pool. Its parameter says whether the engine may sleep."""
+    """A pool. The parameter says whether the engine may sleep."""
     options = ServerOptions.parse({"store_dir": "/x", "owner": "pool", "chunk_tokens": 8})
     layout, sleeps = SimpleNamespace(row_bytes=32), getattr(request, "param", False)
     context: Any = SimpleNamespace(options=options, layout=layout, cache_layer="dmi_rows.1", may_sleep=sleeps)
@@ -84,9 +84,9 @@ def forward(*slots: int, layer: str = LAYER) -> Any:
 def test_tokens_have_rows_where_the_table_has_pages(pool: RowPool, config: Any) -> None:
     assert config.compilation_config.static_forward_context["dmi_rows.1"] is pool
     assert pool.rows.shape == ((1 + pool.pages) * 16, 32)
-    assert pool.rows_and_slots(SimpleNamespace(slot_mapping=None), True) is None, "a profiling run"
+    assert pool.rows_and_slots(SimpleNamespace(slot_mapping=None), True) is None, "a profiling run has no rows"
     found = pool.rows_and_slots(forward(0, 40, -1, layer="any"), True)
-    assert found is not None and found[1].tolist() == [-1, -1, -1], "before there is a cache"
+    assert found is not None and found[1].tolist() == [-1, -1, -1], "before the cache is allocated, tokens have no rows"
     pool.follow(LAYER, 32, 10, config)
     pool.place(np.array([[2, 5], [3, 1]]))
     rows, slots = pool.rows_and_slots(forward(33, 80, 95, 0, -1), True) or pytest.fail("there are rows")
@@ -94,9 +94,11 @@ def test_tokens_have_rows_where_the_table_has_pages(pool: RowPool, config: Any) 
     address = slots.data_ptr()
     pool.place(np.array([[2], [-1]]))
     rows, slots = pool.rows_and_slots(forward(33, 80), False) or pytest.fail("there are rows")
-    assert slots.tolist() == [49, 16], "a later tap of the same forward looks nothing up"
+    assert slots.tolist() == [49, 16], "a later tap of the same forward must not look up slots again"
     rows, slots = pool.rows_and_slots(forward(33, 80), True) or pytest.fail("there are rows")
-    assert slots.tolist() == [-1, 16] and slots.data_ptr() == address, "graphs hold the address"
+    assert slots.tolist() == [-1, 16] and slots.data_ptr() == address, (
+        "the address must not change, because graphs hold it"
+    )
     assert pool.rows_and_slots(forward(1, layer="another"), True) is None
 
 
@@ -129,7 +131,7 @@ def test_the_pool_sees_the_metadata_of_each_batch_of_its_layer(
     pool: RowPool, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Builder, "build", Builder.build)
-    for _ in range(2):  # two engines of one process
+    for _ in range(2):  # two engines in one process
         pool.follow(LAYER, 16, 10, config)
     step = SimpleNamespace(slot_mapping=torch.tensor([16, -1]))
     assert Builder("another").build(0, step) == (step, False) and pool.step is None
@@ -141,8 +143,8 @@ def test_the_pool_sees_the_metadata_of_each_batch_of_its_layer(
     Builder(LAYER).build(0, step)
     pool.poison_step()
     filled = (pool.rows.view(torch.int16) == UNWRITTEN).all(1)
-    assert filled.nonzero().flatten().tolist() == [0, 32], "the null page takes what has no row"
+    assert filled.nonzero().flatten().tolist() == [0, 32], "only the null page and the rows of the step may be poisoned"
     seen = pool.step
     pool_memory._watching[LAYER] = lambda: None  # type: ignore[assignment]
     Builder(LAYER).build(0, SimpleNamespace())
-    assert pool.step is seen, "an engine that is gone sees nothing"
+    assert pool.step is seen, "an engine that has ended must get no metadata"

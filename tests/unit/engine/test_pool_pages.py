@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places of rows in a pool against a model of vLLM's scheduler and of a worker, in random histories.
+"""Slots of rows in a pool, in random histories of a simulated scheduler and worker.
 
-The model worker gathers rows as late as it may, so a page that is written too early gives a wrong row.
+The simulated worker gathers rows as late as it may, so a page that is written too early gives a wrong row.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from tests.probekit import save_probe
 from tests.trackerkit import DIMS, FakeRequest, dropped, make_tracker
 
 TOKENS, REQUESTS = 48, 4
-"""Tokens of a step, and requests that run at once."""
+"""Maximum tokens of a step, and maximum number of running requests."""
 LONGEST = 130
-"""Tokens of a request."""
+"""Maximum tokens of a request."""
 STORES: set[str] = set()
-"""Paths of the stores that are there."""
+"""Paths of the stores that exist."""
 HELD: Counter[str] = Counter()
-"""Holds by path. What is held stays, also when its store is removed."""
+"""{path: number of holds}. A held store stays readable after it is removed."""
 
 
 class Held:
-    """Holds of stores that are in STORES, counted in HELD."""
+    """Fake holds of the stores in STORES, which HELD counts."""
 
     @staticmethod
     def hold(store: str) -> str:
-        """The store itself."""
+        """Hold a store. Returns its path."""
         if store not in STORES:
             raise FileNotFoundError(store)
         HELD[store] += 1
@@ -52,14 +52,14 @@ class Held:
 
     @staticmethod
     def release(held: str) -> None:
-        """It goes with its store."""
+        """Release a hold."""
         assert HELD[held] > 0
         HELD[held] -= 1
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_steps() -> Iterator[None]:
-    """The smallest budget is one of these small steps."""
+    """Make the minimum token budget small, so that these short steps can be lowered to it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool_limits, "_PROMPT_TOKENS", 6)
         patch.setattr(pool_pages, "_SPARE_REQUESTS", 1)
@@ -69,7 +69,7 @@ def small_steps() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def contexts(tmp_path_factory: pytest.TempPathFactory) -> dict[int, CaptureContext]:
-    """By tokens of a chunk."""
+    """{tokens per chunk: context}."""
     root = tmp_path_factory.mktemp("stores")
     risk = str(save_probe(root / "risk.safetensors", "mlp_out", (1,), DIMS.hidden, 1))
     options = {"hooks": "q,probe.risk", "probes": {"risk": risk}, "sink": "host"}
@@ -78,10 +78,13 @@ def contexts(tmp_path_factory: pytest.TempPathFactory) -> dict[int, CaptureConte
 
 @dataclass
 class Life(FakeRequest):
-    """A request in the model. blocks: of vLLM. left: tokens that it still generates. drafts: draft tokens of its next
-    step. rows: positions of rows that were gathered. length: rows that its close says. cached: blocks that the
-    prefix cache has. borrowed: rows that it took from another. handed: rows that the worker was told of. age: resets of
-    the cache before it began. least: with `keep_if`, it is kept if the score of a row, its position, is larger.
+    """A request of the simulation.
+
+    blocks: its blocks of vLLM's cache. left: tokens that it will still generate. drafts: draft tokens of its next step.
+    rows: positions of gathered rows. length: number of rows according to its close. cached: number of its blocks in the
+    prefix cache. borrowed: number of borrowed rows. handed: number of rows that were passed to the worker. age: number
+    of cache resets before it began. least: for `keep_if`: the request is kept if a row's score, which is its position,
+    exceeds this.
     """
 
     resumable: bool = False
@@ -106,13 +109,13 @@ class Life(FakeRequest):
         return self.finish
 
     def hash_tokens(self, size: int) -> None:
-        """As vLLM: hashes of the blocks that are full now, each of all tokens before it too."""
+        """Add hashes of the new full blocks. As in vLLM, each hash covers all tokens up to the end of its block."""
         for stop in range((len(self.block_hashes) + 1) * size, self.num_tokens + 1, size):
             self.block_hashes.append(repr(self.tokens[:stop]).encode())
 
 
 class Model:
-    """vLLM's scheduler, cache and runner, and a worker, of one history."""
+    """Simulates vLLM's scheduler, cache and runner, and a worker, for one history."""
 
     def __init__(self, seed: int, contexts: dict[int, CaptureContext]) -> None:
         self.random = r = random.Random(seed)
@@ -129,14 +132,15 @@ class Model:
         pages = least + r.choice([0, 0, 1, self.slots.most, 4 * self.slots.most, 200])
         self.slots.sized(pages)
         self.tracker = Tracker(context, self.slots, r.choice([4, 40, 1 << 60]), behind=int(self.ahead))
-        self.memory: dict[int, tuple[str, int, bool]] = {}  # request, position, whether of a token that was taken
+        # {slot: (request, position, whether the token was accepted)}
+        self.memory: dict[int, tuple[str, int, bool]] = {}
         self.table: dict[int, int] = {}
         self.due: deque[Rows] = deque()
         self.gathered = 0
         self.waiting: list[Life] = []
         self.running: list[Life] = []
-        self.results: deque[list[tuple[Life, bool]]] = deque()  # whether each step samples a token of a request
-        self.copies: deque[list[tuple[int, int]]] = deque()  # slot and score of rows of steps, to be copied
+        self.results: deque[list[tuple[Life, bool]]] = deque()  # whether each step samples a token for a request
+        self.copies: deque[list[tuple[int, int]]] = deque()  # slots and scores of rows of steps, to be copied
         slots = self.block * (len(self.free) + 1)
         self.lines = np.full((slots + KEPT_STEPS * TOKENS, 1), np.nan, np.float32)
         self.tracker.scores._lines, self.tracker.scores._cache_lines = [self.lines], slots
@@ -146,11 +150,11 @@ class Model:
         self.seen: set[str] = set()  # requests that the runner knows
         self.lowest = TOKENS
         self.by_store: dict[str, Life] = {}
-        self.over: list[str] = []  # stores that no report names
-        self.spoiled: set[str] = set()  # stores that lack rows
-        self.kept = [0, 0]  # requests with `keep_if` that were dropped, and kept
-        self.heads: set[str] = set()  # requests that all others waited for
-        self.copied = 0  # scores of preempted requests that were copied to other lines
+        self.over: list[str] = []  # stores that no report has named
+        self.spoiled: set[str] = set()  # stores with missing rows
+        self.kept = [0, 0]  # requests with `keep_if` that were dropped, and that were kept
+        self.heads: set[str] = set()  # requests for which all others waited
+        self.copied = 0  # number of scores of preempted requests that were copied to other lines
         self.slots.borrowing.sources._enabled = True
         self.slots.borrowing._holds = Held()
         STORES.clear()
@@ -189,7 +193,7 @@ class Model:
         self.waiting.append(life)
 
     def holds(self, life: Life) -> bool:
-        """Whether the pool has room for all rows of a request beside the largest of the smallest steps."""
+        """Whether the pool has room for all rows of a request in addition to the largest of the shortest steps."""
         dmi: Any = life.kv_transfer_params["dmi"]  # type: ignore[index]
         include = life.kv_transfer_params["include_output_tokens"]  # type: ignore[index]
         _, stop = dmi.get("tokens") or (0, None)
@@ -200,7 +204,7 @@ class Model:
         return pages + limits.pages_of_step(limits.floor(REQUESTS), self.size) <= self.slots.pages.count
 
     def end(self, life: Life, own: bool = False) -> None:
-        """own: it came to its own end."""
+        """End a request. own: whether it ended by itself; otherwise it is aborted."""
         life.finish = "length" if own else "abort"
         for queue in (self.waiting, self.running):
             if life in queue:
@@ -216,9 +220,11 @@ class Model:
             known, first = tracked.scores.of("risk").ravel().tolist(), tracked.scores.first
             assert known == [*range(first, first + len(known))], f"{life.request_id} has scores of others"
             if own and life.blocks:
-                assert first + len(known) == max(first, min(inputs, tracked.limit)), f"{life.request_id} lacks scores"
-            kept = not known or max(known) > life.least or (own and not life.blocks)  # with some scores yet to come
-            assert (life.length is not None) == kept, f"{life.request_id} kept?"
+                assert first + len(known) == max(first, min(inputs, tracked.limit)), (
+                    f"{life.request_id} has too few scores"
+                )
+            kept = not known or max(known) > life.least or (own and not life.blocks)  # some scores are not known yet
+            assert (life.length is not None) == kept, f"{life.request_id} was wrongly kept or dropped"
             self.kept[life.length is not None] += 1
         self.free += life.blocks
         self.random.shuffle(self.free)
@@ -244,15 +250,15 @@ class Model:
         return given
 
     def ask(self, life: Life) -> int:
-        """Tokens that a request could compute."""
+        """Number of tokens that a request could compute."""
         return life.num_tokens + self.in_flight(life) + life.drafts - life.num_computed_tokens
 
     def in_flight(self, life: Life) -> int:
-        """Tokens of it that are sampled and not known yet."""
+        """Number of its sampled tokens that are not known yet."""
         return sum(one is life and samples for step in self.results for one, samples in step)
 
     def step(self) -> int:
-        """Returns the tokens of the step."""
+        """Run one step. Returns its number of tokens."""
         budget = self.config.max_num_batched_tokens
         self.lowest = min(self.lowest, budget)
         scheduled: dict[str, int] = {}
@@ -283,10 +289,10 @@ class Model:
             if not budget or len(self.running) >= REQUESTS:
                 break
             if self.in_flight(life):
-                continue  # its last result is on the way
+                continue  # its last result is still in flight
             most = min((life.num_tokens - 1) // self.block, len(life.block_hashes))
             most = 0 if life.skip_reading_prefix_cache else most
-            if life.cached < 0 or self.random.random() < 0.1:  # or blocks were evicted, or others computed them
+            if life.cached < 0 or self.random.random() < 0.1:  # blocks were evicted, or other requests computed them
                 life.cached = self.random.choice([0, self.random.randrange(most + 1), LONGEST, LONGEST])
             hit = min(life.cached, most) * self.block
             answer, _ = self.slots.matched(life, hit)  # type: ignore[arg-type]
@@ -294,7 +300,7 @@ class Model:
                 answer = 0
             if answer is None:
                 continue
-            assert len(life.block_hashes) >= life.num_tokens // self.block, "vLLM needs hashes for what it gives"
+            assert len(life.block_hashes) >= life.num_tokens // self.block, "vLLM needs the hashes of all full blocks"
             life.num_computed_tokens = hit
             n = min(life.num_tokens - hit, budget)
             if (self.slots.limits.whole and n < life.num_tokens - hit) or self.give(life, n) is None:
@@ -345,7 +351,7 @@ class Model:
         return sum(scheduled.values())
 
     def copy_scores(self, left: int) -> None:
-        """The scores of all steps but the last `left` come to the host. The score of a row is its position."""
+        """Copy the scores of all steps except the last `left` to the host. The score of a row is its position."""
         while len(self.copies) > left:
             for slot, position in self.copies.popleft():
                 self.lines[slot] = position
@@ -354,7 +360,7 @@ class Model:
         self.copy_scores(len(self.results) - 1)
         for life, samples in self.results.popleft():
             if life.left < 0 or not samples:
-                continue  # it is gone, or its prompt goes on
+                continue  # the request has ended, or its prompt is not complete
             if self.drafts:
                 rejected = self.random.randrange(life.drafts + 1) if life.drafts else 0
                 if life.num_computed_tokens:
@@ -389,13 +395,13 @@ class Model:
         self.gathered += len(rows.slots)
 
     def check_opens(self, message: StepMetadata) -> None:
-        """What is borrowed was handed before, by a request that began with the same tokens, and is still there."""
+        """Check that borrowed rows exist, were passed to the worker, and belong to the same first tokens."""
         resets = self.slots.borrowing.sources.age
         for opened in message.opens:
             life, borrow = self.by_capture[opened.capture], opened.borrow
             if borrow is None:
                 continue
-            assert life.least is None, "its scores are not known"
+            assert life.least is None, "a request with keep_if must not borrow, because borrowed rows have no scores"
             source, rows = self.by_store[borrow.path], len(borrow.token_ids)
             stop = life.start + rows
             assert borrow.request_id == source.request_id and opened.attrs["borrowed_tokens"] == rows > 0
@@ -403,8 +409,8 @@ class Model:
             assert source.tokens[:stop] == life.tokens[:stop] and source.age == resets
             assert borrow.token_ids.tolist() == life.tokens[life.start : stop]
             assert borrow.path not in self.spoiled
-            assert source.handed + source.borrowed >= rows, "rows that were not handed"
-            assert source.left >= 0 or HELD[borrow.path], "its store is gone"
+            assert source.handed + source.borrowed >= rows, "borrowed rows were not passed to the worker"
+            assert source.left >= 0 or HELD[borrow.path], "the source's store is gone"
             life.borrowed = rows
 
     def work(self, message: StepMetadata, tokens: list[tuple[Life, int, int]]) -> None:
@@ -413,14 +419,14 @@ class Model:
                 self.check_opens(message)
             for each in told:
                 life = self.by_capture[each.capture]  # type: ignore[attr-defined]
-                assert life.least is None or life.left < 0, "rows that were to wait"
+                assert life.least is None or life.left < 0, "rows of a request with keep_if must wait for its end"
                 life.handed += sum(len(rows.slots) for rows in getattr(each, "rows", [each]))
         for close in message.closes:
             assert close.stays and not close.keeps_blocks
             self.due += close.rows
         self.due += message.leaving
         for slots, line in message.kept_scores:
-            self.copy_scores(0)  # they precede it on the stream
+            self.copy_scores(0)  # on the stream, these copies come first
             self.lines[line : line + len(slots)] = self.lines[slots]
             self.copied += len(slots)
         while self.gathered < message.need:
@@ -430,7 +436,7 @@ class Model:
             assert len(set(entries)) == len(entries)
             self.table.update(zip(entries, pages, strict=True))
             used = [page for page in self.table.values() if page >= 0]
-            assert len(used) == len(set(used)) and 0 not in used, "a page has two places"
+            assert len(used) == len(set(used)) and 0 not in used, "a page has two entries"
         copies: list[tuple[int, int]] = []
         for life, first, count in tokens:
             for position in range(first, first + count):
@@ -483,13 +489,13 @@ class Model:
             idle = 0 if tokens or self.results or not here else idle + 1
             if number >= steps and not (self.waiting or self.running or self.results):
                 break
-            assert idle < 6, f"{len(self.waiting)} wait and {len(self.running)} run for ever"
+            assert idle < 6, f"{len(self.waiting)} requests wait and {len(self.running)} run forever"
         self.step()
         while self.due:
             self.gather()
 
     def check(self) -> None:
-        """Every row came once, and everything was given back."""
+        """Check that every row was gathered once and that all pages and holds were released."""
         for life in self.lives.values():
             if life.length is None:
                 assert not life.rows
@@ -499,13 +505,13 @@ class Model:
         assert HELD.total() == len(self.slots.borrowing._lent)
         self.tracker.gathered = self.gathered
         self.step()
-        assert sorted(self.slots.pages.free) == list(range(1, self.slots.pages.count + 1)), "a page is lost"
-        assert all(page < 0 for page in self.table.values()), "an entry is left"
+        assert sorted(self.slots.pages.free) == list(range(1, self.slots.pages.count + 1)), "a page was not released"
+        assert all(page < 0 for page in self.table.values()), "an entry was not removed"
         assert self.config.max_num_batched_tokens == TOKENS
 
 
 def run(seeds: range, contexts: dict[int, CaptureContext]) -> Counter[str]:
-    """What happened in these histories. lowered: in how many of them steps were made smaller."""
+    """Counts of events in these histories. lowered: histories in which the token budget was lowered."""
     seen: Counter[str] = Counter()
     for seed in seeds:
         model = Model(seed, contexts)
@@ -552,12 +558,14 @@ def test_pages_are_used_again_in_the_order_in_which_their_rows_left() -> None:
     pages.give_back(2, 10)
     pages.give_back(1, 30)
     pages.gathered(10)
-    assert (pages.take(), pages.take_need()) == (2, 0), "its rows are gathered"
-    assert (pages.take(), pages.take_need(), pages.take_need()) == (1, 30, 0), "its rows have to be"
+    assert (pages.take(), pages.take_need()) == (2, 0), "the rows of this page are gathered"
+    assert (pages.take(), pages.take_need(), pages.take_need()) == (1, 30, 0), (
+        "the rows of this page must be gathered first"
+    )
 
 
 def test_the_scheduler_half_hears_of_the_smallest_pool_and_of_none() -> None:
-    """vLLM calls it with nothing where no worker has something to say."""
+    """vLLM passes empty metadata if no worker has any."""
     heard: list[Any] = []
     connector = DMIConnector.__new__(DMIConnector)
     scores = SimpleNamespace(open=lambda *given: heard.append(given))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many rows a pool has, and how small it may be."""
+"""The number of rows of a pool, and its minimum."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_pool_of_a_given_size_has_room_for_a_request_beside_a_step() -> None:
     assert rows(GIB, row_bytes, of, pool_bytes=(least + 1) * PAGE * row_bytes) == least * PAGE
     with pytest.raises(OptionError, match=rf"pool_bytes: .* give at least {(least + 1) * PAGE * row_bytes}, or lower"):
         rows(GIB, row_bytes, of, pool_bytes=(least + 1) * PAGE * row_bytes - 1)
-    assert limits(tokens=2048, requests=8, whole=True).least_pages(64) > least, "a whole step has to fit"
+    assert limits(tokens=2048, requests=8, whole=True).least_pages(64) > least, "a whole step must fit"
 
 
 def test_draft_tokens_need_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_draft_tokens_need_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_steps_of_hybrid_models_are_not_shorter_than_a_block() -> None:
-    """Where pieces of prompts end with blocks, vLLM would compute none of a prompt, step after step."""
+    """Pieces of prompts end with blocks. With shorter steps, vLLM would never compute any of a prompt."""
 
     def of(mode: str, block: int, hybrid: bool = True, tokens: int = 2048) -> StepLimits:
         scheduler = {"max_num_batched_tokens": tokens, "max_num_scheduled_tokens": None, "max_num_seqs": 8}
@@ -73,7 +73,9 @@ def test_steps_of_hybrid_models_are_not_shorter_than_a_block() -> None:
 
     assert of("align", 1152).floor(4) == 1152 + 4
     assert of("align", 128).floor(4) == of("none", 1152).floor(4) == of("align", 1152, hybrid=False).floor(4) == 256 + 4
-    assert of("align", 1152, tokens=1024).floor(4) == 256 + 4, "no step has a whole block: pieces end anywhere"
+    assert of("align", 1152, tokens=1024).floor(4) == 256 + 4, (
+        "no step has room for a block, so pieces may end anywhere"
+    )
 
 
 def test_chunks_of_large_rows_are_short_unless_they_are_given() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits refuse captures and say why while requests go on; removal takes old stores that nobody reads or writes."""
+"""Limits refuse captures with a reason while requests continue. Retention removes old stores that are not in use."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def run(tracker: Any, kv: object, prompt: int, count: int) -> tuple[list[Any], d
     return steps, response
 
 
-ROW = 2 * 3 * 64 * 4 + 9  # bytes: 2 hooks, 3 layers, width 64, float32; and the token arrays
+ROW = 2 * 3 * 64 * 4 + 9  # bytes per row: 2 hooks, 3 layers, width 64, float32, and the token arrays
 LOGITS = 512 * 4
 
 
@@ -95,13 +95,13 @@ def test_a_prompt_beyond_max_request_bytes_is_refused(tmp_path: Path) -> None:
         assert "dmi_store" in run(tracker, {"dmi": narrowed}, 40, 3)[1], narrowed
     assert "dmi_store" in run(tracker, {}, 39, 3)[1]
     just = make_tracker(tmp_path, max_request_bytes=40 * ROW + LOGITS)
-    assert "dmi_store" in run(just, {}, 40, 1)[1], "as many bytes as the limit allows"
+    assert "dmi_store" in run(just, {}, 40, 1)[1], "a request of exactly the limit must be captured"
 
 
 def test_generated_tokens_beyond_max_request_bytes_are_missing_rows(tmp_path: Path) -> None:
     """Rows up to the limit are captured, the others are missing, in the store and in the response."""
     tracker = make_tracker(tmp_path, max_request_bytes=50 * ROW + 11 * LOGITS + ROW)
-    steps, response = run(tracker, {"include_output_tokens": True}, 40, 30)  # 40 + 30 tokens, of which 69 have a row
+    steps, response = run(tracker, {"include_output_tokens": True}, 40, 30)  # 40 + 30 tokens, 69 rows
     close = tracker.pending_closes[0]
     rows = [c for step in steps for c in step.chunks] + close.rows
     assert sorted(r for c in rows for r in range(c.first, c.first + len(c.slots))) == list(range(50))
@@ -125,11 +125,11 @@ def test_a_request_that_is_refused_for_another_reason_takes_no_bytes(tmp_path: P
     for _ in range(5):
         assert "logits" in run(tracker, {"dmi": {"keep_if": "max(risk) > 1"}}, 40, 3)[1]["dmi_error"]
     assert "dmi_store" in run(tracker, {}, 40, 3)[1]
-    assert "max_total_bytes" in run(tracker, {}, 40, 3)[1]["dmi_error"], "the limit is of this size"
+    assert "max_total_bytes" in run(tracker, {}, 40, 3)[1]["dmi_error"], "the limit must allow exactly one capture"
 
 
 def test_a_capture_beyond_max_total_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stores count that exist when the engine starts, captures let in since, and what the coordinator measures."""
+    """It counts stores from before the start, captures admitted since then, and the coordinator's measurements."""
     monkeypatch.setattr("dmi_connector.engine.scheduler.quota.REFRESH_S", 3600)
     stores = tmp_path / "stores"
     (stores / "old.zarr").mkdir(parents=True)
@@ -146,7 +146,7 @@ def test_a_capture_beyond_max_total_bytes_is_refused(tmp_path: Path, monkeypatch
     quota.admit(str(stores / "2.zarr"), 1000)
     write_usage(str(stores), Usage(4000, {}, [str(stores / "1.zarr")], time.time()))
     with pytest.raises(OptionError):
-        quota.admit(str(stores / "3.zarr"), 1)  # the file is read at an interval
+        quota.admit(str(stores / "3.zarr"), 1)  # the file is only read at intervals
     quota._read_at -= 3601
     with pytest.raises(OptionError, match="stores take 5000 bytes, 7001 more"):
         quota.admit(str(stores / "3.zarr"), 7001)
@@ -156,7 +156,7 @@ def test_a_capture_beyond_max_total_bytes_is_refused(tmp_path: Path, monkeypatch
 
 
 def test_a_capture_that_is_being_written_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts with the bytes of its prompt, or of its files if these are more, until it is measured as finished."""
+    """It counts with the bytes of its prompt, or of its files if these are larger, until it is measured as finished."""
     monkeypatch.setattr("dmi_connector.engine.scheduler.quota.REFRESH_S", 0)
     real = tmp_path / "real"
     real.mkdir()
@@ -169,7 +169,7 @@ def test_a_capture_that_is_being_written_counts_once(tmp_path: Path, monkeypatch
     monkeypatch.setattr(time, "time", lambda: now() + clock["ahead"])
 
     def room() -> int:
-        """Bytes that could still be let in, after the coordinator has measured."""
+        """The bytes that can still be admitted, after the coordinator has measured."""
         time.sleep(0.002)
         keeper.round()
         with pytest.raises(OptionError) as refused:
@@ -178,7 +178,7 @@ def test_a_capture_that_is_being_written_counts_once(tmp_path: Path, monkeypatch
 
     assert room() == 10_000
     quota.admit(str(store), 4000)
-    assert [room(), room()] == [6000, 6000], "nothing of it is there yet"
+    assert [room(), room()] == [6000, 6000], "no file of the capture exists yet"
     lock = PartialLock(str(partial))
     try:
         (partial / "data").write_bytes(b"x" * 1000)
@@ -186,35 +186,35 @@ def test_a_capture_that_is_being_written_counts_once(tmp_path: Path, monkeypatch
         (partial / "data").write_bytes(b"x" * 5000)
         assert room() == 5000
         quota.ended(str(store), nothing=False)
-        assert [room(), room()] == [5000, 5000], "it is still being written"
+        assert [room(), room()] == [5000, 5000], "the capture is still being written"
         (partial / "zarr.json").touch()
         partial.rename(store)
     finally:
         lock.release()
-    assert room() == 5000, "finished"
+    assert room() == 5000, "the finished store must count with its bytes"
     shutil.rmtree(store)
     assert room() == 10_000
     for name in ("never", "late", "given-up"):
         quota.admit(str(directory / f"{name}.zarr"), 2000)
     quota.ended(str(directory / "never.zarr"), nothing=True)
-    assert room() == 6000, "one ended before anything of it was computed"
+    assert room() == 6000, "a request that ended without rows must not count"
     (directory / "given-up.zarr.partial").mkdir()
     (directory / "given-up.zarr.partial" / "data").write_bytes(b"x" * 100)
-    assert room() == 7900, "nobody writes one any more: what there is of it counts"
+    assert room() == 7900, "a store without a writer must count with its bytes"
     quota.ended(str(directory / "late.zarr"), nothing=False)
     clock["ahead"] = 0.9 * FORGET_S
-    assert room() == 7900, "its rows may wait for a slow disk"
+    assert room() == 7900, "its rows may still wait for a slow disk"
     clock["ahead"] = 1.1 * FORGET_S
     assert room() == 9900
     (directory / USAGE_NAME).write_text('{"bytes": 1, "measured": "2026"}')
-    assert read_usage(str(directory)) is None, "of another version"
+    assert read_usage(str(directory)) is None, "a file of another version must be ignored"
     for damaged in ("", "{", "[]", "null", "3", "[" * 100_000):
         (directory / USAGE_NAME).write_text(damaged)
-        assert read_usage(str(directory)) is None, "until the keeper has measured again"
+        assert read_usage(str(directory)) is None, "a damaged file must be ignored"
 
 
 def burst(directory: Path, quota: Quota, count: int) -> None:
-    """Let captures of 2000 bytes in, and write their stores, of 500 bytes each."""
+    """Admit captures of 2000 bytes, and write their stores of 500 bytes each."""
     directory.mkdir(exist_ok=True)
     for number in range(count):
         quota.admit(str(directory / f"{number}.zarr"), 2000)
@@ -229,7 +229,7 @@ def burst(directory: Path, quota: Quota, count: int) -> None:
 
 
 def test_finished_captures_count_once_after_any_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinator's note is read when a request comes, which may be a minute and more after the last one."""
+    """The usage file is read when a request arrives, which may be more than a minute after the last one."""
     monkeypatch.setattr("dmi_connector.engine.scheduler.quota.REFRESH_S", 0)
     now, ahead = time.time, 0.0
     monkeypatch.setattr(time, "time", lambda: now() + ahead)
@@ -268,7 +268,7 @@ def test_the_newest_note_counts_after_the_clock_was_put_back(tmp_path: Path, mon
 
 
 def test_the_note_of_an_earlier_server_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quota has measured itself when it is made."""
+    """A quota measures the stores itself when it is created."""
     monkeypatch.setattr("dmi_connector.engine.scheduler.quota.REFRESH_S", 0)
     write_usage(str(tmp_path), Usage(9000, {}, [], time.time() - 3600))
     quota = Quota(ServerOptions.parse({"store_dir": str(tmp_path), "max_total_bytes": 10_000}))
@@ -280,7 +280,7 @@ def test_the_note_of_an_earlier_server_does_not_count(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("measured", [True, False])
 def test_removed_captures_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: bool) -> None:
-    """Also those that came and went between two measurements, as with upload_remove_local."""
+    """With upload_remove_local, stores may also be written and removed between two measurements."""
     monkeypatch.setattr("dmi_connector.engine.scheduler.quota.REFRESH_S", 0)
     quota = Quota(ServerOptions.parse({"store_dir": str(tmp_path), "max_total_bytes": 10_000}))
     keeper = Keeper(str(tmp_path), measure=True)
@@ -319,18 +319,18 @@ def test_captures_that_would_leave_less_than_min_free_bytes_are_refused(
     free["blocks"] = 1
     assert "dmi_error" in run(tracker, {}, 2, 1)[1]
     free["blocks"] = 1000
-    assert "dmi_store" in run(tracker, {}, 2, 1)[1], "space is there again"
+    assert "dmi_store" in run(tracker, {}, 2, 1)[1], "there is enough space again"
 
 
 def test_a_burst_leaves_min_free_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What captures under way are still to write is not free, on their own file system."""
+    """Bytes that captures in progress will still write are not free, on their own file system."""
     monkeypatch.setattr("dmi_connector.engine.scheduler.quota.REFRESH_S", 0)
     free = {str(tmp_path): 10_000, str(tmp_path / "other"): 3000}
     monkeypatch.setattr(
         os, "statvfs", lambda path: SimpleNamespace(f_bavail=free[path], f_frsize=1, f_fsid=list(free).index(path) + 7)
     )
     options = ServerOptions.parse({"store_dir": str(tmp_path), "min_free_bytes": 1000})
-    assert write_settings(options, 0, False).keep["measure"], "the coordinator says what is written"
+    assert write_settings(options, 0, False).keep["measure"], "the coordinator must measure the written bytes"
     quota, keeper = Quota(options), Keeper(str(tmp_path), measure=True)
     burst(tmp_path, quota, 4)
     with pytest.raises(OptionError) as refused:
@@ -362,7 +362,7 @@ def test_without_limits_neither_free_space_nor_stores_are_measured(
 
 
 def test_limits_are_checked_without_walking_the_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stores are walked when an engine starts, and never when a request arrives."""
+    """Stores are only walked when an engine starts, not when a request arrives."""
     options = {"store_dir": str(tmp_path), "max_total_bytes": 1 << 50, "min_free_bytes": 1, "max_request_bytes": 1000}
     quota = Quota(ServerOptions.parse(options))
     write_usage(str(tmp_path), Usage(5, {}, [], time.time()))
@@ -370,7 +370,7 @@ def test_limits_are_checked_without_walking_the_stores(tmp_path: Path, monkeypat
     stat = os.stat
 
     def of_a_directory(path: str, *args: Any, **named: Any) -> os.stat_result:
-        assert ".zarr" not in os.fspath(path), "a store was looked at"
+        assert ".zarr" not in os.fspath(path), "a store was accessed"
         return stat(path, *args, **named)
 
     for number in range(3):
@@ -388,7 +388,7 @@ def test_limits_are_checked_without_walking_the_stores(tmp_path: Path, monkeypat
 
 @pytest.fixture
 def stores(tmp_path: Path) -> Path:
-    """Five stores, s0 the oldest, one hour apart; and what is none."""
+    """Five stores, one hour apart, s0 is the oldest. Other entries are not stores."""
     directory = tmp_path / "stores"
     owner = kit.Store(1 << 20)
     for i in range(5):
@@ -422,7 +422,7 @@ def test_prune_removes_the_oldest_stores_by_age_and_by_bytes(stores: Path, tmp_p
     assert [s.path.name for s in prune(stores, older_than=0)] == ["s2.zarr", "s3.zarr", "s4.zarr"]
     left = {p.name for p in stores.iterdir()}
     assert left == {"index.jsonl", "x.zarr.partial", "empty.zarr", "link.zarr"}
-    assert (tmp_path / "elsewhere.zarr" / "zarr.json").exists(), "a link is not followed"
+    assert (tmp_path / "elsewhere.zarr" / "zarr.json").exists(), "links must not be followed"
     assert find_captures(stores) == []
     assert [line["store"] for line in read_index(stores) if line["event"] == "remove"] == [
         f"s{i}.zarr" for i in range(5)
@@ -444,7 +444,7 @@ sys.stdin.readline()
 
 @pytest.mark.parametrize("held", [(0,), (1,), (0, 1), (4,)])
 def test_stores_in_use_count_with_those_that_are_kept(held: tuple[int, ...], tmp_path: Path) -> None:
-    """Others go in their place: what is left is within the limit, as long as not all of it is in use."""
+    """Other stores are removed instead, so that the total is within the limit unless all stores are in use."""
     size = 1000
     for i in range(5):
         store = tmp_path / f"s{i}.zarr"
@@ -463,7 +463,7 @@ def test_stores_in_use_count_with_those_that_are_kept(held: tuple[int, ...], tmp
 
 
 def test_a_store_that_another_process_reads_is_not_removed(stores: Path) -> None:
-    """It stays until the reader closes it; the next oldest store is removed instead."""
+    """It stays until the reader closes it. The next oldest store is removed instead."""
     expected = f"{float(abs(open_capture(stores / 's0.zarr', 0).numpy('q')).sum())} 20\n"
     command = [sys.executable, "-c", READER, str(stores / "s0.zarr")]
     reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -475,7 +475,7 @@ def test_a_store_that_another_process_reads_is_not_removed(stores: Path) -> None
         assert not remove_store(stores / "s0.zarr")
         reader.stdin.write("\n")
         reader.stdin.flush()
-        assert reader.stdout.readline() == expected, "every value is still there"
+        assert reader.stdout.readline() == expected, "every value must still be readable"
         assert reader.stdout.readline() == "closed\n"
         assert [s.path.name for s in prune(stores, older_than=4.5 * 3600)] == ["s0.zarr"]
     finally:
@@ -496,9 +496,9 @@ def test_an_open_capture_keeps_its_store_from_removal(stores: Path) -> None:
     third = open_capture(stores / "s1.zarr", 0)
     assert not remove_store(third.path)
     del third
-    assert remove_store(stores / "s1.zarr"), "the end of the object is enough"
+    assert remove_store(stores / "s1.zarr"), "deleting the object must release the store"
     copy = pickle.loads(pickle.dumps(open_capture(stores / "s2.zarr", 0)))
-    assert not remove_store(stores / "s2.zarr"), "a copy, as in a worker process, holds it by itself"
+    assert not remove_store(stores / "s2.zarr"), "a pickled copy must have its own lock"
     assert copy.numpy("q").shape == (2, 20, 16)
     with pytest.raises(FileNotFoundError):
         type(capture)(stores / "s1.zarr", capture.attrs)
@@ -567,7 +567,7 @@ def test_the_keeper_removes_old_stores_and_measures_the_rest(stores: Path) -> No
 
 
 def test_stores_are_measured_at_any_depth_and_finished_ones_once(tmp_path: Path) -> None:
-    """Of save_path_roots; of the store directory itself only what lies in it."""
+    """save_path_roots are searched at any depth, the store directory only at the top level."""
     own, root, sizes = tmp_path / "own", tmp_path / "root", StoreSizes()
     for path in (own / "a.zarr", own / "b.zarr.partial", own / "x/c.zarr", root / "d.zarr", root / "x/y/z/e.zarr"):
         path.mkdir(parents=True)
@@ -579,19 +579,19 @@ def test_stores_are_measured_at_any_depth_and_finished_ones_once(tmp_path: Path)
     assert first.unfinished.keys() | set(first.over) >= {str(own / "b.zarr")}
     for path in (own / "a.zarr", own / "b.zarr.partial"):
         (path / "more").write_bytes(b"x" * 1000)
-    assert measure(str(own), [str(root)], sizes).nbytes == first.nbytes + 1000, "a finished store never changes"
+    assert measure(str(own), [str(root)], sizes).nbytes == first.nbytes + 1000, "a finished store must be measured once"
     assert measure(str(own), [str(root)]).nbytes == first.nbytes + 2000
     (root / "d.zarr/more").write_bytes(b"x" * 100)
     again = measure(str(own), [str(root)], sizes).nbytes
-    assert again == first.nbytes + 1100, "a copy without its root document yet is not finished"
+    assert again == first.nbytes + 1100, "a copy without a root document is not finished"
     (own / "a.zarr").rename(own / "away")
     measure(str(own), [str(root)], sizes)
     (own / "away").rename(own / "a.zarr")
-    assert measure(str(own), [str(root)], sizes).nbytes == first.nbytes + 2100, "what went is forgotten"
+    assert measure(str(own), [str(root)], sizes).nbytes == first.nbytes + 2100, "removed stores must be forgotten"
 
 
 def test_the_usage_file_names_only_stores_that_were_finished_lately(stores: Path) -> None:
-    """A keeper that has just started names them too, since the scheduler reads the names."""
+    """A new keeper names them too, because the scheduler needs the names."""
     moment = time.time() - 59
     os.utime(stores / "s4.zarr" / "zarr.json", (moment, moment))
     Keeper(str(stores), measure=True).round()
@@ -600,7 +600,7 @@ def test_the_usage_file_names_only_stores_that_were_finished_lately(stores: Path
 
 
 def test_the_coordinator_removes_old_stores_while_it_runs(stores: Path) -> None:
-    """It measures the directory too, into a private file, and removes nothing once it has ended."""
+    """It also measures the directory, writes a private file, and removes nothing after it has ended."""
     keep = {"directory": str(stores), "measure": True, "retain_seconds": int(3.5 * 3600), "interval_s": 0.1}
     client = StoreClient(1 << 20, 1, WriteSettings(keep=keep))
     kit.until(lambda: len(names(stores)) <= 3 and (stores / USAGE_NAME).exists())
@@ -672,7 +672,7 @@ def test_dmi_ls_stats_adds_up_the_captures_of_a_directory(stores: Path, capsys: 
 
 
 def test_engines_that_start_together_can_make_the_same_directory(tmp_path: Path) -> None:
-    """Of two data-parallel engines that started together, one used to fail because the other had just made it."""
+    """One of two data-parallel engines used to fail if the other one had just made the directory."""
     together = threading.Barrier(8)
 
     def make(path: Path) -> None:
@@ -713,10 +713,10 @@ def test_a_keeper_takes_at_most_a_tenth_of_a_core(
 
 
 def test_the_reason_of_the_limit_counts_rows_from_the_first_position(tmp_path: Path) -> None:
-    """A request that leaves out positions lacks fewer rows than tokens."""
+    """A request that skips positions misses fewer rows than tokens."""
     tracker = make_tracker(tmp_path, max_request_bytes=50 * ROW + 21 * LOGITS)
     wanted = {"include_output_tokens": True, "dmi": {"tokens": [10, None]}}
-    _, response = run(tracker, wanted, 40, 60)  # 99 tokens have a row, and 89 are after position 10
+    _, response = run(tracker, wanted, 40, 60)  # 99 tokens have rows, 89 of them after position 10
     close = tracker.pending_closes[0]
     assert response["dmi_missing"] == [[close.length, 89]]
     assert f"the rows of {close.length} of 89 tokens" in response["dmi_reason"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduced rows take what the reduction says, in the cache, on the link and on disk: Qwen3-4B's sizes."""
+"""Bytes of reduced rows in the cache, on the link and on disk match the reductions, for the sizes of Qwen3-4B."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
     "mixed": ("vllm-full,-logits", {"resid_*": "rp(512)", "mlp_post": "topk(64)", "*": "int8"}),
 }
 SAMPLE = 4 + 16 + 4
-"""Bytes that topk(64) adds for its sample: where it starts, values, their scale."""
+"""Bytes of the sample of topk(64): its start, its values, and their scale."""
 TOKENS = 256
 
 
@@ -40,7 +40,7 @@ def layouts(hooks: str, reduce: dict[str, str]) -> tuple[int, ChunkLayout]:
 
 
 def file_bytes(folder: Path, layout: ChunkLayout) -> int:
-    """Bytes of the arrays' files, codec none. Two layers of each stand for all."""
+    """Bytes of the files of the arrays, with codec none. Only two layers of each array are written."""
     arrays = [type(a)(**{**vars(a), "layers": a.layers[:2]}) for a in layout.payload.arrays]
     stores = kit.Store(64 << 20)
     stores.write(folder / "a.zarr", arrays, TOKENS, codec="none")
@@ -50,7 +50,7 @@ def file_bytes(folder: Path, layout: ChunkLayout) -> int:
 
 
 def nominal(hooks: str, reduce: dict[str, str]) -> float:
-    """Raw bytes over those of the table in docs/REDUCTIONS.md."""
+    """Raw bytes divided by those of the table in docs/REDUCTIONS.md."""
     selection = parse_selection(hooks, DIMS)
     rules = hook_reductions(tuple(reduce.items()), selection, DIMS, 1)
     raw = kept = 0
@@ -67,11 +67,13 @@ def test_reduced_bytes_fall_by_the_nominal_factor(case: str, tmp_path: Path) -> 
     hooks, reduce = CASES[case]
     (row, plain), (reduced_row, reduced) = layouts(hooks, {}), layouts(hooks, reduce)
     factor = nominal(hooks, reduce)
-    assert row / reduced_row == pytest.approx(factor, rel=0.03), "cache"
-    assert plain.payload.token_bytes / reduced.payload.token_bytes == pytest.approx(factor, rel=0.03), "link"
+    assert row / reduced_row == pytest.approx(factor, rel=0.03), "bytes in the cache"
+    assert plain.payload.token_bytes / reduced.payload.token_bytes == pytest.approx(factor, rel=0.03), (
+        "bytes on the link"
+    )
     small = "resid_pre,q,mlp_post" if "vllm-full" in hooks else hooks
     (_, plain), (_, reduced) = layouts(small, {}), layouts(small, reduce)
     for name in ("raw", "reduced"):
         (tmp_path / name).mkdir()
     found = file_bytes(tmp_path / "raw", plain) / file_bytes(tmp_path / "reduced", reduced)
-    assert found == pytest.approx(nominal(small, reduce), rel=0.03), "disk"
+    assert found == pytest.approx(nominal(small, reduce), rel=0.03), "bytes on disk"

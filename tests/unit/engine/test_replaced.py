@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What we replace in vLLM: the forward of the V2 runner's draft, and which ranks the executor waits for."""
+"""Replaced parts of vLLM: the forward of the V2 runner's draft, and the ranks for which the executor waits."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from dmi_connector.engine.messages import StepMetadata
 
 _TAKEN = inspect.signature(ExtractHiddenStatesSpeculator.propose).parameters
 SAMPLED = torch.tensor([[3], [5], [7]])
-"""Token of each request that the engine has, int [requests, 1]."""
+"""The latest token of each request in the engine, int [requests, 1]."""
 
 
 def propose(active: bool, aux_hidden_states: Any = None, **more: Any) -> torch.Tensor:
-    """Ask for draft tokens of requests 2 and 0, as vLLM's runner does."""
+    """Propose draft tokens for requests 2 and 0, as vLLM's runner does."""
     speculator = ExtractHiddenStatesSpeculator.__new__(ExtractHiddenStatesSpeculator)
     speculator.model = SimpleNamespace(dmi_active=active)
     batch = SimpleNamespace(idx_mapping=torch.tensor([2, 0]))
@@ -38,14 +38,15 @@ def propose(active: bool, aux_hidden_states: Any = None, **more: Any) -> torch.T
 
 @pytest.fixture
 def no_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ExtractHiddenStatesSpeculator, "propose", ExtractHiddenStatesSpeculator.propose)  # undone later
+    # so that monkeypatch restores it
+    monkeypatch.setattr(ExtractHiddenStatesSpeculator, "propose", ExtractHiddenStatesSpeculator.propose)
     replaced.skip_draft_forward()
-    replaced.skip_draft_forward()  # of a second engine in this process
+    replaced.skip_draft_forward()  # by a second engine in this process
 
 
 @pytest.mark.usefixtures("no_forward")
 def test_a_draft_of_ours_runs_no_forward() -> None:
-    assert propose(active=True).tolist() == [[7], [3]]  # a forward would ask for hidden states
+    assert propose(active=True).tolist() == [[7], [3]]  # a forward would need hidden states
 
 
 @pytest.mark.usefixtures("no_forward")
@@ -60,7 +61,7 @@ def test_a_draft_of_vllm_runs_its_forward() -> None:
 
 
 class Queue:
-    """A queue between the executor and its ranks, in one process. answer: what a rank puts into it."""
+    """A fake queue between the executor and a rank, in one process. answer: the rank's response."""
 
     def __init__(self, answer: Any = None) -> None:
         self.sent: list[Any] = []
@@ -76,17 +77,18 @@ class Queue:
 
 
 class Both:
-    """An aggregator of the answers of all ranks."""
+    """A fake aggregator of the responses of all ranks."""
 
     def aggregate(self, outputs: list[Any], output_rank: int) -> list[Any]:
         return outputs
 
 
 def executor(monkeypatch: pytest.MonkeyPatch) -> tuple[MultiprocExecutor, list[Queue]]:
-    """vLLM's executor of two ranks that answer "rank 0" and "rank 1", and their queues."""
-    monkeypatch.setattr(MultiprocExecutor, "collective_rpc", MultiprocExecutor.collective_rpc)  # undone later
+    """vLLM's executor with two ranks that respond with "rank 0" and "rank 1", and their queues."""
+    # so that monkeypatch restores it
+    monkeypatch.setattr(MultiprocExecutor, "collective_rpc", MultiprocExecutor.collective_rpc)
     replaced.ask_one_rank()
-    replaced.ask_one_rank()  # of a second engine in this process
+    replaced.ask_one_rank()  # by a second engine in this process
     made = MultiprocExecutor.__new__(MultiprocExecutor)
     ranks = [Queue("rank 0"), Queue("rank 1")]
     more = {"rpc_broadcast_mq": Queue(), "response_mqs": ranks, "futures_queue": deque(), "is_failed": False}

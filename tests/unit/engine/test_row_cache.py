@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache of rows is checked at start: slot s must be row s, in whatever vLLM calls its layout."""
+"""The start checks the layout of the cache: slot s must be row s, whatever vLLM calls its layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCKS, SLOTS, SIZE = 3, 4, 6
 
 
 def layer(cache: torch.Tensor) -> CaptureLayer:
-    """A cache layer to which vLLM has given `cache`."""
+    """A cache layer to which vLLM has bound `cache`."""
     made = CaptureLayer.__new__(CaptureLayer)
     nn.Module.__init__(made)
     made.head_size, made.kv_cache = SIZE, cache
@@ -32,9 +32,9 @@ def test_slots_of_the_known_layout_are_rows() -> None:
 @pytest.mark.parametrize(
     ("cache", "shape"),
     [
-        # Blocks of several layers by turns: other layers' pages lie between ours.
+        # Interleaved blocks of several layers: pages of other layers are between ours.
         (torch.zeros(BLOCKS, 2, 1, SLOTS, SIZE)[:, 0], rf"\[{BLOCKS}, 1, {SLOTS}, {SIZE}\]"),
-        # As before vLLM 0.29.
+        # The layout before vLLM 0.29.
         (torch.zeros(BLOCKS, SLOTS, 1, SIZE), rf"\[{BLOCKS}, {SLOTS}, 1, {SIZE}\]"),
         (torch.zeros(BLOCKS, 2, SLOTS, SIZE // 2), rf"\[{BLOCKS}, 2, {SLOTS}, {SIZE // 2}\]"),
         (torch.zeros(BLOCKS * SLOTS, SIZE), rf"\[{BLOCKS * SLOTS}, {SIZE}\]"),

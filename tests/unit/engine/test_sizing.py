@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defaults beside GPUs: ranks and engines of one machine share its cores and memory."""
+"""Default sizes on machines with GPUs, where ranks and engines share cores and memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
-    """Sets the number of GPUs and of cores."""
+    """machine(gpus, cores): set the number of GPUs and cores."""
 
     def set_up(gpus: int, cores: int) -> None:
         for number in range(gpus):
@@ -35,7 +35,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
 
 
 def defaults(token_bytes: list[int]) -> tuple[list[int], list[float]]:
-    """(writers, host buffer as a part of the memory) of each rank of an engine."""
+    """(number of writers, host buffer as a share of the memory) of each rank of an engine."""
     shares = [sizing.gpu_share(token_bytes, rank) for rank in range(len(token_bytes))]
     options = ServerOptions(store_dir="captures")
     hosts = [sizing.buffer_sizes(options, 1000, True, share=share).host / MEMORY for share in shares]
@@ -74,7 +74,7 @@ def test_options_go_before_defaults(machine: object) -> None:
 
 @pytest.mark.parametrize("option", ["host_buffer_bytes", "staging_bytes"])
 def test_the_scheduler_takes_the_least_sizes_that_the_worker_names(tmp_path: Path, option: str) -> None:
-    """Both compute with the bytes that are sent, which are fewer than those of a row in the cache."""
+    """Both compute with the bytes that are sent, which are fewer than the bytes of a row in the cache."""
     exporter = make_exporter(tmp_path, 8, SMALL, hooks="q,resid_pre")
     exporter.shutdown()
     options, token_bytes = exporter.context.options, sent_bytes(exporter.context)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which values one op writes together, and how that looks to torch.compile."""
+"""The values that one op writes together, and the op in graphs of torch.compile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outputs_of(graph: torch.fx.GraphModule) -> int:
-    """Tensors that a compiled graph returns."""
+    """Number of tensors that a compiled graph returns."""
     (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
     return len(outputs)
 
@@ -39,7 +39,7 @@ def taps_of(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
 
 
 def test_tapped_values_are_no_outputs_of_the_graph() -> None:
-    """Outputs live until the forward ends: for all layers together that would be gigabytes."""
+    """Outputs live until the end of the forward. For all layers, that would be gigabytes."""
     batch = kit.batch()
     seen: list[tuple[int, int]] = []
 
@@ -102,7 +102,7 @@ def test_values_of_several_layers_are_no_outputs_of_the_graph() -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_ops_write_beside_the_model_unless_norms_work_in_place(in_place: bool) -> None:
-    """And no value goes on from an op, so none has to outlive the piecewise graph that made it."""
+    """Ops return no values, so no value must live longer than the piecewise graph that computes it."""
     overlaps: list[list[bool]] = []
     batch, fields = kit.batch(in_place), kit.fields(0, 1, 2, width=4)
 
@@ -128,7 +128,7 @@ def test_ops_write_beside_the_model_unless_norms_work_in_place(in_place: bool) -
 
 
 def taps_in(model: torch.nn.Module, base: str) -> ModelTaps:
-    """Taps of a model that vLLM's class `base` serves, with nothing selected."""
+    """Taps of a model with vLLM's class `base`. No hook is selected."""
     context: Any = SimpleNamespace(
         layout=SimpleNamespace(fields=[], scored=[]), arch=Architecture("Some", base), drafting=None, may_sleep=False
     )
@@ -137,7 +137,7 @@ def taps_in(model: torch.nn.Module, base: str) -> ModelTaps:
 
 @pytest.mark.parametrize("may_sleep", [False, True])
 def test_tensors_of_reductions_stay_when_an_engine_sleeps(monkeypatch: pytest.MonkeyPatch, may_sleep: bool) -> None:
-    """Each layer's are prepared in one call, and nothing else is allocated there."""
+    """One call prepares those of a layer, and nothing else is allocated in it."""
     prepared, kept = [], []
     reduction = parse("int8")
     monkeypatch.setattr(type(reduction), "prepare", lambda _, *what: prepared.append(what))
@@ -172,7 +172,7 @@ def test_a_module_that_is_not_there_is_named() -> None:
 
 @pytest.mark.parametrize("base", ["some:Some", f"{TRANSFORMERS}:TransformersForCausalLM"])
 def test_calls_before_attention_run_in_their_order(base: str) -> None:
-    """vLLM's Transformers backend calls the `forward` of attention itself, past hooks."""
+    """vLLM's Transformers backend calls the `forward` of attention directly, without hooks."""
     model, seen = torch.nn.Module(), []
     model.attn = torch.nn.Identity()
     taps = taps_in(model, base)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a compiled model lasts, and what Inductor may overwrite."""
+"""Which values of a compiled model persist, and which Inductor may overwrite."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ONLY_NATIVE: dict[str, Any] = {"priority": ["native"], "splitting_ops": ATTENTIO
 def test_what_lasts_depends_on_how_vllm_compiles(
     config: dict[str, Any], in_place: bool, stream_lasts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only norms that Inductor compiles leave their inputs, and only pieces hand the residual stream on."""
+    """Norms keep their inputs only if Inductor compiles them. The stream persists only between piecewise graphs."""
     get = config.get
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(get("invariant", False))))
     passes = PassConfig(**{name: get(name, False) for name in ("fuse_norm_quant", "fuse_allreduce_rms")})
@@ -67,7 +67,9 @@ def test_what_lasts_depends_on_how_vllm_compiles(
     )
     assert compilation.compilation_of(vllm_config) == (in_place, stream_lasts, not get("lora"), False)
     monkeypatch.setattr(compilation.contract, "untested", lambda: "0.34.0")
-    assert compilation.compilation_of(vllm_config) == (True, False, False, True), "nothing is known to last"
+    assert compilation.compilation_of(vllm_config) == (True, False, False, True), (
+        "with an untested vLLM, nothing is known to persist"
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,13 +140,13 @@ def test_without_vllms_order_of_norms_they_count_as_in_place(monkeypatch: pytest
 
 
 def test_inductor_writes_no_buffer_twice() -> None:
-    """What an op was given stays as it was while it is held; with any of the options on, it does not."""
+    """A value that an op holds does not change. With any of the options on, it changes."""
     config: Any = SimpleNamespace(
         compilation_config=SimpleNamespace(inductor_compile_config={}),
         model_config=SimpleNamespace(enforce_eager=False),
     )
     compilation.disable_buffer_reuse(config)
-    compilation.disable_buffer_reuse(config)  # for a second model of one engine
+    compilation.disable_buffer_reuse(config)  # for a second model of the same engine
     once = config.compilation_config.inductor_compile_config
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
     library = torch.library.Library("dmi_test", "FRAGMENT")
@@ -163,9 +165,9 @@ def test_inductor_writes_no_buffer_twice() -> None:
     for options in (once, *({**once, name: True} for name in once)):
         torch._dynamo.reset()
         held.clear()
-        # Memory planning takes buffers out of a pool with an op that torch's own check of ops refuses where CI is set.
+        # Memory planning allocates buffers with an op that torch's check of custom ops refuses if CI is set.
         checked = functorch_config.error_on_custom_op_aliasing and not options["memory_planning"]
         with torch.inference_mode(), functorch_config.patch(error_on_custom_op_aliasing=checked):
             torch.compile(model, options=options)(torch.eye(64) + 1, torch.zeros(1))
         changed.append(sum(not torch.equal(value, before) for value, before in held))
-    assert changed[0] == 0 and all(changed[1:]), f"values written over: {changed}"
+    assert changed[0] == 0 and all(changed[1:]), f"overwritten values: {changed}"

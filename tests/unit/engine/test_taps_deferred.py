@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values whose reduction is deferred to the end of a step give the rows of reducing at once."""
+"""Reductions that are deferred to the end of a step give the same rows as immediate ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_deferred_rows_equal_those_of_reducing_at_once(tokens: int) -> None:
     slots = torch.randperm(400)[:tokens] + 1
     mine = torch.full((401, 512), 7, dtype=torch.uint8)
     want = mine.clone()
-    for step in range(2):  # the second step's values take the place of the first's
+    for step in range(2):  # values of the second step overwrite those of the first
         for field in LATER:
             places = buffered.places([field.offset])
             values = torch.randn(tokens, field.width).to(getattr(torch, field.dtype)) * (step + 1)
@@ -45,7 +45,7 @@ def test_deferred_rows_equal_those_of_reducing_at_once(tokens: int) -> None:
             one = ([field.width], values.dtype, [field.offset], [field.reduction], field.layer)
             RowWriter(*one, places)(mine, slots, [values], buffered.buffer)
             RowWriter(*one)(want, slots, [values])
-        assert step or (mine == 7).all(), "not before the end"
+        assert step or (mine == 7).all(), "rows must not change before the end"
         buffered.reduce(mine, slots, tokens)
     assert torch.equal(mine, want)
     assert (mine[slots] != 7).any()
@@ -62,7 +62,7 @@ def test_large_steps_and_other_reductions_are_not_deferred(monkeypatch: pytest.M
         buffered.reduce(rows, torch.zeros(600, dtype=torch.int64), tokens)
     assert (rows == 7).all()
     assert DeferredReductions([f for f in FIELDS if f.reduction is INT8], CPU).tokens == 0
-    row_bytes = 128  # 2 * 10 * 4 + 3 * 6 * 2, filled up to a multiple of 64
+    row_bytes = 128  # 2 * 10 * 4 + 3 * 6 * 2, padded to a multiple of 64
     monkeypatch.setattr(deferred, "MOST_BYTES", 9 * row_bytes + 1)
     assert DeferredReductions(FIELDS, CPU).tokens == 9
 
@@ -87,7 +87,7 @@ def test_sleep_frees_the_buffer_alone(monkeypatch: pytest.MonkeyPatch, may_sleep
     assert [tensor.tolist() for tensor in kept] == [[64, 192], [160, 256, 320], [0]]
     assert kept[-1] is zero_offset(CPU)
     DeferredReductions([], CPU, may_sleep)
-    assert len(freed) == 1, "there is no buffer"
+    assert len(freed) == 1, "without deferred fields, no buffer is allocated"
 
 
 def test_projections_of_many_layers_are_split(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What leaves the last layer of a model of vLLM's Transformers backend is added up by the tap."""
+"""The tap computes the output of the last layer of models that use vLLM's Transformers backend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests import tapkit as kit
 
 
 class Layer(torch.nn.Module):
-    """A layer as transformers writes it: norms are plain."""
+    """A layer as in transformers: norms do not add the residual stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ FINAL = RowField("resid_final", 0, "float32", 4, 16)
 @pytest.mark.parametrize("fields", [(), (FINAL,)], ids=["other hooks", "resid_final"])
 @pytest.mark.parametrize("norm", ["model.norm", ""], ids=["norm", "no norm"])
 def test_a_step_of_taps_ends_once_also_without_a_final_norm(norm: str, fields: tuple[RowField, ...]) -> None:
-    """What waits for the end of a step, such as deferred reductions and scores, would not run otherwise."""
+    """Otherwise, work that is deferred to the end of a step, such as reductions and scores, would not run."""
     model, ends = Wrapper(), []
     arch = Architecture("Some", "some.module:Some", plain_norms=True, parallel=True, final_norm=norm, **BLOCKS)
     install_final(ModelTaps(model, context_of(arch, *fields), Compilation(False, False)))
@@ -127,7 +127,7 @@ def test_the_stream_is_where_the_norms_that_vllm_built_have_it(fused: bool, monk
 
 
 def test_dynamo_sees_a_sum_of_the_last_terms_and_calls_no_update() -> None:
-    """With CUDA graphs vLLM refuses compiled code that calls something of that name (`bytecode_hook`)."""
+    """With CUDA graphs, vLLM refuses compiled code that calls a function named `update` (`bytecode_hook`)."""
     model = Wrapper()
     context = context_of(Architecture("Some", f"{TRANSFORMERS}:Some", plain_norms=True, parallel=True, **BLOCKS), FINAL)
     install_final(ModelTaps(model, context, Compilation(False, False)))
@@ -154,5 +154,5 @@ def test_dynamo_sees_a_sum_of_the_last_terms_and_calls_no_update() -> None:
     finally:
         handle.remove()
     (steps,) = found
-    assert sum("add" in step for step in steps) == 2, "three terms: the stream, attention and MLP"
+    assert sum("add" in step for step in steps) == 2, "the sum must have three terms: the stream, attention and MLP"
     assert called and "update" not in called

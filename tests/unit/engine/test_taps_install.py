@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which values are copied before a compiled model may overwrite them, and where taps are waited for."""
+"""Which values are copied before a compiled model may overwrite them, and where the model waits for taps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Attention(torch.nn.Module):
 
 
 class Block(torch.nn.Module):
-    """The second half of a layer, of one head. o_proj: options of its output projection."""
+    """The second half of a layer, with one head. o_proj: options of its output projection."""
 
     def __init__(self, **o_proj: bool) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Block(torch.nn.Module):
 
 
 class Rotated(torch.nn.Module):
-    """The part of a layer before its attention: two heads of four, rotated by halves."""
+    """The part of a layer before attention: two heads of size four, whose halves are rotated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Rotated(torch.nn.Module):
 
 
 def the_tap(graph: torch.fx.GraphModule) -> torch.fx.Node:
-    """The one tap op of a graph."""
+    """The only tap op of a graph."""
     (op,) = (node for node in graph.graph.nodes if node.target is torch.ops.dmi.tap)
     return op
 
@@ -87,7 +87,7 @@ def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_table_has_a_row_for_every_hook_of_a_layer() -> None:
-    """Routing and attention summaries run inside opaque ops and have functions of their own."""
+    """Routing and attention summaries run inside opaque ops, and have their own functions."""
     special = {"router_logits", "topk_ids", "topk_weights", "pattern"}
     assert {point.hook for point in points.TAP_POINTS} == {
         name for name, hook in HOOKS.items() if hook.scope == "layer" and name not in special
@@ -109,8 +109,8 @@ def test_the_table_has_a_row_for_every_hook_of_a_layer() -> None:
 def test_attn_out_is_copied_where_it_may_change(
     hooks: str, in_place: bool, o_proj: dict[str, bool], copied: bool
 ) -> None:
-    """By a norm that works in place before it is written; or by a compiler that would have to round what follows a
-    matrix product.
+    """It may be changed by an in-place norm before it is written, or by a compiler that rounds the values after a
+    matrix product in another way.
     """
     names, untested = hooks.split(","), o_proj.get("untested", False)
     block = Block() if untested else Block(**o_proj)
@@ -128,7 +128,7 @@ def test_attn_out_is_copied_where_it_may_change(
     found: list[list[str]] = []
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
-        steps, node = [], the_tap(graph).args[0][0]  # attn_out, from the op back to the product that made it
+        steps, node = [], the_tap(graph).args[0][0]  # the nodes of attn_out, from the op back to its matrix product
         while "mul" not in str(node.target):
             steps.append(node)
             node = node.args[0]
@@ -136,7 +136,7 @@ def test_attn_out_is_copied_where_it_may_change(
         order = list(graph.graph.nodes)
         norm = min(order.index(user) for user in node.users if "add" in str(user.target))
         renamed = order.index(steps[-1]) < norm
-        assert renamed or hooks == "attn_out", "vLLM refuses graphs that use a norm's input under the same name"
+        assert renamed or hooks == "attn_out", "vLLM refuses graphs that use a norm's input after the norm"
         return graph.forward
 
     torch.compile(block, backend=backend, fullgraph=True)(torch.ones(3, 4))
@@ -145,7 +145,7 @@ def test_attn_out_is_copied_where_it_may_change(
 
 
 class FusedMLP(torch.nn.Module):
-    """An MLP whose first projection returns gate and up side by side. first: options of that projection."""
+    """An MLP whose first projection returns gate and up next to each other. first: options of that projection."""
 
     def __init__(self, **first: bool) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_gate_and_up_are_copied_where_a_compiler_may_go_on_from_them_unrounded(
 
 @pytest.mark.parametrize(("hook", "module"), [("mlp_pre", "up_proj"), ("attn_out", "o_proj"), ("mlp_out", "down_proj")])
 def test_a_module_that_vllm_did_not_build_is_named(hook: str, module: str) -> None:
-    """Also where its hook depends on how that module computes."""
+    """This also holds if the hook depends on how that module computes."""
     paths = {"mlp": "mlp", "down_proj": "down_proj", module: "gone"}
     with pytest.raises(ValueError, match=r"Block has no module 'model.layers.0.gone' as vLLM built it") as refused:
         kit.tap(
@@ -212,7 +212,7 @@ def test_a_stream_that_lasts_is_not_copied_and_heads_are_copied_by_halves(
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
         stream, q = the_tap(graph).args[0]
         halves = made_by(q, "cat").args[0]
-        assert len(halves) == 2, "one for each half"
+        assert len(halves) == 2, "each half must be copied"
         found.append((negated(made_by(stream, "add")), [negated(half) for half in halves]))
         return graph.forward
 
@@ -233,7 +233,7 @@ def test_a_copy_by_halves_equals_its_source(shape: tuple[int, ...]) -> None:
 
 
 def test_the_attention_after_a_layer_that_reduces_waits_for_its_tap() -> None:
-    """Not after copies, nor for attention summaries or what exists once."""
+    """It does not wait for copies, attention summaries or hooks without layers."""
     specs = [("q", 0, "none"), ("z", 1, "int8"), ("q", 1, "none"), ("mlp_post", 3, "topk(4)")]
     specs += [("pattern", 5, "attn(2)"), ("final_ln", 0, "int8"), ("resid_pre", 7, "rp(4)")]
     fields = [RowField(hook, layer, "float32", 8, 64 * i, parse(spec)) for i, (hook, layer, spec) in enumerate(specs)]
@@ -256,7 +256,7 @@ def test_values_of_gated_attention_lie_behind_the_gates() -> None:
 
 
 class Mixed(torch.nn.Module):
-    """Attention, and a mixer of two input projections."""
+    """Attention, and a mixer with two input projections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class Mixed(torch.nn.Module):
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
-    """Values by hook, as they are when they are written."""
+    """{hook: its value when it is written}."""
     found: dict[str, torch.Tensor] = {}
 
     def write(batch: TapBatch, _beside: bool = True) -> None:
@@ -302,7 +302,7 @@ def test_two_projections_of_a_mixer_lie_side_by_side(written: dict[str, torch.Te
 
 
 class Fills(torch.nn.Module):
-    """A mixer that writes into its second argument, and an MLP whose output is added to that of experts."""
+    """A mixer that writes to its second argument, and an MLP whose output is added to that of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ def test_a_filled_argument_and_a_sum_of_two_modules_are_values(written: dict[str
 def test_the_output_of_attention_is_copied_where_the_model_adds_to_it_in_place(
     name: str, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In Step 3.5 `attn_out` of a compiled model would be the sum."""
+    """In a compiled Step 3.5, `attn_out` would otherwise be the sum."""
     copies: list[torch.Tensor] = []
     monkeypatch.setattr(install, "copied", lambda value: copies.append(value) or value.clone())
     monkeypatch.setattr(install, "_written_by_product", lambda linear: True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tap op prepares and how many tokens it writes at a time."""
+"""The tap op: what it prepares, and how many tokens it writes at a time."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from tests import tapkit as kit
 def test_kernels_of_other_steps_are_compiled_on_padding(
     spec: str, taps: int, tokens: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One token, many, and more than are deferred. No row changes but the null block, where the torch twins write
-    padding. What fails is logged and left to the step that needs it.
+    """Steps have one token, many tokens, and more tokens than are deferred.
+
+    Only the null block changes, where the torch twins write padding. A failure is logged, and the step that needs the
+    kernel compiles it.
     """
     width, reduction = 64, parse(spec)
     if reduction is not None:
@@ -57,7 +59,7 @@ def test_kernels_of_other_steps_are_compiled_on_padding(
 
 
 def test_two_models_have_places_of_their_own_and_a_freed_one_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that stands for nothing ends the op, and no row is written."""
+    """The op raises an error for a tensor without a place, and writes no row."""
     rows, slots = torch.zeros(4, 256, dtype=torch.uint8), torch.tensor([1, 2])
     kit.in_forward(monkeypatch, kit.ForwardContext(no_compile_layers={"rows": kit.RowMemory(rows, slots)}))
     batches, token = [kit.batch(), kit.batch()], torch.zeros(1, dtype=torch.int32)
@@ -95,6 +97,6 @@ def test_two_models_have_places_of_their_own_and_a_freed_one_has_none(monkeypatc
     ],
 )
 def test_only_projections_split_a_step(device: str, specs: list[str], dtype: torch.dtype, tokens: int) -> None:
-    """A value on a GPU is stood for by what is asked of it."""
+    """A fake GPU tensor has only the attributes that are read."""
     value: Any = SimpleNamespace(is_cuda=device == "cuda", shape=(20_000, 2560), dtype=dtype)
     assert op.tokens_at_once([value] * len(specs), [parse(spec) for spec in specs]) == tokens

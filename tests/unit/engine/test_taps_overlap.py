@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Taps on a branch of a CUDA graph, beside the model's kernels."""
+"""Taps on a branch of a CUDA graph, which run in parallel with the model's kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.tapkit import ForwardContext, RowMemory, in_forward
 
 
 class Streams:
-    """Stands for CUDA's streams: notes what a branch asks of them."""
+    """Fake CUDA streams that record the calls of a branch."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -38,8 +38,8 @@ class Streams:
 
 
 def test_an_op_waits_for_the_branch_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And so does the end, but not an op off the branch. Until then the values are referenced. What a forward left
-    whose capture failed is dropped.
+    """The end of the forward waits too, but an op without a branch does not. Values stay referenced until then. The
+    values of a forward whose capture failed are dropped.
     """
     streams = Streams()
     for name in ("Stream", "current_stream"):
@@ -55,7 +55,7 @@ def test_an_op_waits_for_the_branch_of_the_one_before(monkeypatch: pytest.Monkey
     token = torch.zeros(1, dtype=torch.int32)
 
     def forward(*besides: bool, end: bool = True, join: bool = False) -> list[list[bool]]:
-        """After each op (join: and what waits for it): which of the values are there yet."""
+        """Run a forward. Returns which values still exist after each op. join: let something wait after each op."""
         context = ForwardContext(no_compile_layers={"rows": RowMemory(rows, slots)})
         in_forward(monkeypatch, context)
         values: list[weakref.ref[torch.Tensor]] = []
@@ -80,13 +80,13 @@ def test_an_op_waits_for_the_branch_of_the_one_before(monkeypatch: pytest.Monkey
     assert rows.view(torch.float32)[1:3, :4].eq(1).all()
     assert forward(True, True, False, join=True) == [[False], [False, False], [False, False, False]]
     assert " ".join(streams.done) == "fork write wait fork write wait write"
-    assert forward(True, end=False) == [[True]], "a forward that fails"
+    assert forward(True, end=False) == [[True]], "the value of a failed forward stays until the next one"
     assert forward(True) == [[True]]
-    assert " ".join(streams.done) == "fork write wait", "the next one waits only for its own"
+    assert " ".join(streams.done) == "fork write wait", "the next forward must only wait for its own op"
 
 
 def test_scores_are_copied_when_all_rows_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the branch, and after the reductions that wait for the end."""
+    """They are copied after the branch and after the deferred reductions."""
     done: list[Any] = []
     branch: Any = SimpleNamespace(join=lambda _forward: done.append("join"))
     monkeypatch.setattr(op, "captured_branch", lambda _device: branch)
@@ -101,7 +101,9 @@ def test_scores_are_copied_when_all_rows_are_written(monkeypatch: pytest.MonkeyP
     torch.ops.dmi.tap_end(token.expand(2), token, tensor, "rows")
     assert done[:2] == ["join", "reduce"]
     copied, row_slots, slots_of_tokens = done[2]
-    assert copied is rows and row_slots is slots and slots_of_tokens.tolist() == [7, 8], "of the tokens of the forward"
+    assert copied is rows and row_slots is slots and slots_of_tokens.tolist() == [7, 8], (
+        "only the slots of the tokens in the forward are passed"
+    )
 
 
 def test_a_cpu_has_no_branch() -> None:
@@ -122,7 +124,7 @@ def test_a_piecewise_graph_has_no_branch(mode: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("spec", ["none", "int8", "topk(16)"])
 def test_a_captured_step_writes_the_rows_of_an_uncaptured_one(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although memory is reused as soon as an op was called, and values are overwritten once the next op has waited."""
+    """Memory is reused as soon as an op was called, and values are overwritten once the next op has waited."""
     width, tokens, device = 4096, 64, torch.device("cuda")
     row_bytes, reduction = 2 * width, parse(spec)
     if reduction is not None:

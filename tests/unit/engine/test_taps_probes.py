@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probes at the end of a step give the rows of computing them at once, and take no more memory than they may."""
+"""Probes at the end of a step give the same rows as immediate ones, and keep within their memory limit."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_probes_at_the_end_of_a_step_equal_those_at_once(fields: list[RowField],
     buffered.reduce(mine, slots, tokens)
     assert torch.equal(mine, want) and (mine[slots] != 7).any()
     waiting = [place is not None for place in buffered.places([f.offset for f in fields])]
-    assert waiting == [False, True, False, True, True], "a linear head is computed at once, by a kernel of its own"
+    assert waiting == [False, True, False, True, True], "a linear head must run at once in its own kernel"
 
 
 @pytest.mark.parametrize("number", range(5))
 def test_kernels_write_what_torch_does(fields: list[RowField], number: int) -> None:
-    """Of several layers at the end of a step, and of one at once."""
+    """Several layers run at the end of a step, and one layer runs at once."""
     probe, layer, tokens = fields[number].reduction, fields[number].layer, 5
     assert probe is not None
     probe.prepare(WIDTH, kit.DEVICE, layer, 0)
@@ -94,7 +94,7 @@ def test_kernels_write_what_torch_does(fields: list[RowField], number: int) -> N
 
 
 def check_same(rows: torch.Tensor, twin: torch.Tensor, probe: Reduction) -> None:
-    """Fail unless rows are the same. A kernel of ours adds up in another order than a library's."""
+    """Fail unless rows are equal. Our kernels add in another order than a library, so scores may differ by rounding."""
     if probe.one_kernel:
         torch.testing.assert_close(rows.view(torch.float32), twin.view(torch.float32), rtol=1e-6, atol=1e-6)
     else:

@@ -25,7 +25,7 @@ class Attention(torch.nn.Module):
 
 
 class Gated(torch.nn.Module):
-    """Attention whose queries come beside a gate."""
+    """Attention with a gate next to the queries."""
 
     def __init__(self) -> None:
         super().__init__()

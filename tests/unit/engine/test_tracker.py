@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tracker that looks for whole chunks every few steps tells the workers of the same rows as one that looks at every
-request in every step.
-"""
+"""A tracker that looks for chunks every few steps reports the same rows as one that looks in every step."""
 
 from __future__ import annotations
 
@@ -23,10 +21,11 @@ BLOCK = 16
 
 @dataclass
 class World:
-    """A scheduler of requests. It checks each row that a tracker tells of against the request's blocks of that step.
+    """A simulated scheduler. It checks each row in the tracker's messages against the blocks of the request in that
+    step.
 
-    each_step: whether the tracker looks for chunks in every step. as_new: a resumed request comes like a new one. told:
-    what it tells of each capture, in order: positions of rows, and of samples.
+    each_step: whether the tracker looks for chunks in every step. as_new: resumed requests are passed like new ones.
+    told: for each capture, the positions of rows and of samples in the messages, in order.
     """
 
     tracker: Tracker
@@ -38,7 +37,7 @@ class World:
     blocks: dict[str, list[int]] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)
     told: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
-    given: int = 0  # blocks, which are never given out again
+    given: int = 0  # number of blocks, which are never reused
 
     def add(self, prompt: int, start: int, stop: int | None = None, output: bool = True) -> None:
         name = f"r{len(self.told)}"
@@ -49,8 +48,10 @@ class World:
         self.new.append(name)
 
     def step(self, amounts: list[int], preempt: int, resume: int, cached: int) -> StepMetadata:
-        """One step: tokens for each running request (0: it is not scheduled), one preempted, one resumed, of whose
-        tokens so many are found in the prefix cache.
+        """Run one step.
+
+        amounts: tokens of each running request; 0: not scheduled. preempt, resume: index of a request; -1: none.
+        cached: tokens of the resumed request that are in the prefix cache.
         """
         gone = sorted(self.running)[preempt : preempt + 1] if preempt >= 0 and not self.new else []
         left = {name: self.blocks.pop(name, []) for name in gone}
@@ -121,7 +122,7 @@ class World:
         return next(name for name, tracked in self.tracker.tracked.items() if tracked.capture == capture)
 
     def _check(self, name: str, rows: Rows, blocks: dict[str, list[int]] | None = None) -> None:
-        """Rows follow those told before, are computed by now, and lie where the request's blocks are now."""
+        """Check that rows follow earlier ones, are computed, and are in the current blocks of the request."""
         first = self.starts[name] + rows.first
         positions = range(first, first + len(rows.slots))
         mine = (blocks or self.blocks)[name]
@@ -179,7 +180,7 @@ def test_each_row_is_told_once_from_where_it_lies_whenever_chunks_are_looked_for
 
 
 def test_chunks_of_some_steps_are_told_together(tmp_path: object) -> None:
-    """Each request completes a chunk of 16 in 16 steps."""
+    """Each request completes a chunk of 16 rows in 16 steps."""
     world = World(make_tracker(tmp_path, "resid_pre"))
     for _ in range(5):
         world.add(16, 0)
@@ -191,7 +192,7 @@ def test_chunks_of_some_steps_are_told_together(tmp_path: object) -> None:
 
 @pytest.mark.parametrize("prompts", [False, True])
 def test_rows_of_sixteen_steps_leave_together(tmp_path: object, prompts: bool) -> None:
-    """Counted from the step that told of the first of them. Ranks report when rows leave."""
+    """The count starts at the step of the first of these rows. Ranks report when rows leave."""
     world = World(make_tracker(tmp_path, "resid_pre"))
     world.add(16, 0)
     first = world.step([16], -1, -1, 0)
@@ -216,7 +217,7 @@ def test_rows_leave_at_once_when_nothing_runs_or_a_quarter_of_the_staging_memory
     world.finish(0)
     world.tracker.keep_rows = 79
     assert world.step([0], -1, -1, 0).gather
-    assert not world.step([0], -1, -1, 0).gather, "they left"
+    assert not world.step([0], -1, -1, 0).gather, "the rows must have left"
 
 
 @pytest.mark.parametrize(("policy", "each"), [("block", STEPS_TOGETHER), ("drop", 1)])
@@ -227,7 +228,7 @@ def test_ranks_report_every_few_steps_and_in_each_one_where_rows_may_be_lost(
     world.add(4, 0)
     told = [world.step([1], -1, -1, 0).report for _ in range(STEPS_TOGETHER)]
     assert [n for n, report in enumerate(told, 1) if report] == [*range(each, STEPS_TOGETHER + 1, each)]
-    assert world.step([0], -1, -1, 0).report, "no other step may follow"
+    assert world.step([0], -1, -1, 0).report, "the report must be in this step, because it may be the last one"
 
 
 def test_ranks_report_in_each_step_while_staging_memory_is_short(tmp_path: object) -> None:
@@ -240,7 +241,7 @@ def test_ranks_report_in_each_step_while_staging_memory_is_short(tmp_path: objec
 
 
 def test_chunks_are_told_sooner_when_they_fill_a_quarter_of_the_staging_memory(tmp_path: object) -> None:
-    """keep_rows is half of it."""
+    """keep_rows is half of the staging memory."""
     world = World(make_tracker(tmp_path, "resid_pre"))
     world.tracker.keep_rows = 120
     world.add(70, 0)
@@ -269,7 +270,7 @@ def test_the_rows_of_a_prompt_only_request_end_with_its_prompt(tmp_path: object)
         (95, "block", 2, [3]),
         (96, "block", 2, [3, 3]),
         (96, "drop", 2, [3, 3]),
-        (96, "block", 1, [3]),  # then it is the last one: no step may follow but the next
+        (96, "block", 1, [3]),  # the second request is the last one: no further step may follow
     ],
 )
 def test_blocks_of_ended_requests_are_kept_while_others_run(
@@ -300,7 +301,7 @@ def test_no_blocks_are_kept_for_a_sink_that_takes_no_rows(tmp_path: object) -> N
 
 
 def output_of(**more: Any) -> Any:
-    """What the scheduler says of a step in which nothing runs."""
+    """The scheduler output of a step without requests."""
     nothing = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[])
     given = {
         "preempted_req_ids": None,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows, samples and losses the tracker tells of, worked out here from the request and its blocks alone."""
+"""Rows, samples and losses in the tracker's messages, compared with the request and its blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROUP = 1
 
 
 def block(number: int, life: int = 0) -> int:
-    """The number-th block of a request: they do not lie in order. life: how often it was resumed."""
+    """Block `number` of a request. Blocks are not in order. life: how often the request was resumed."""
     return (7 * number + 3) % 64 + 100 * (1 + life)
 
 
@@ -31,10 +31,10 @@ def slot(position: int, life: int = 0) -> int:
 
 
 class Run:
-    """One request in a scheduler that gives out its blocks as they are needed.
+    """One request in a simulated scheduler that allocates its blocks as needed.
 
-    told: what each step said. Of each step `tokens` are computed; the last one samples a token. The tracker looks for
-    chunks in each step.
+    told: the message of each step. A step computes `tokens` tokens, and the last step samples a token. The tracker
+    looks for chunks in each step.
     """
 
     def __init__(self, tracker: Tracker, request: FakeRequest) -> None:
@@ -46,7 +46,7 @@ class Run:
         tracker.on_new_request(request)  # type: ignore[arg-type]
 
     def step(self, tokens: int, resumed: bool = False, ahead: int = 0) -> StepMetadata:
-        """Compute tokens. ahead: the scheduler counts so many more, which have no known id yet."""
+        """Compute tokens. ahead: number of further scheduled tokens whose ids are not known yet."""
         request = self.request
         need = -(-(request.num_computed_tokens + tokens + ahead) // BLOCK)
         had = 0 if resumed else self.blocks
@@ -109,7 +109,7 @@ def pairs(rows: list[Rows]) -> list[tuple[int, int]]:
 def test_each_wanted_row_and_sample_is_told_once_from_its_own_slot(
     tmp_path: Path, hooks: str, start: int, stop: int | None, output: bool
 ) -> None:
-    """A prompt of 40 tokens in two steps, then 20 generated ones, the last of which has no row."""
+    """A prompt of 40 tokens takes two steps. Then 20 tokens are generated. The last has no row."""
     tracker = make_tracker(tmp_path, hooks)
     run = Run(tracker, ask({"include_output_tokens": output, "dmi": {"tokens": [start, stop]}}, 40))
     run.step(21)
@@ -141,7 +141,7 @@ def test_a_chunk_is_told_in_the_step_that_computes_its_last_row(tmp_path: Path) 
 
 
 def test_the_blocks_of_a_resumed_request_take_the_place_of_its_old_ones(tmp_path: Path) -> None:
-    """Its rows so far were told before; those that follow lie in the new blocks."""
+    """Earlier rows are in earlier messages. Later rows are in the new blocks."""
     run = Run(make_tracker(tmp_path, "resid_pre"), ask({"include_output_tokens": True}, 40))
     run.step(20)
     run.request.num_computed_tokens = 0
@@ -152,7 +152,7 @@ def test_the_blocks_of_a_resumed_request_take_the_place_of_its_old_ones(tmp_path
 
 
 def test_rows_of_tokens_without_a_known_id_wait(tmp_path: Path) -> None:
-    """With asynchronous scheduling a step may compute a token after a stop."""
+    """With asynchronous scheduling, a step may compute a token after a stop."""
     run = Run(make_tracker(tmp_path, "resid_pre"), ask({"include_output_tokens": True}, 30))
     assert [one.first for one in run.step(30).chunks] == [0] and run.step(1, ahead=1).chunks == []
     run.request.tokens = run.request.tokens[:31]
@@ -165,7 +165,7 @@ def test_rows_of_tokens_without_a_known_id_wait(tmp_path: Path) -> None:
 def test_a_request_that_ends_before_its_first_token_has_a_row_for_each_of_its_prompt(
     tmp_path: Path, pooling: bool
 ) -> None:
-    """One of pooling, which samples none, and one that is aborted while its prompt is computed."""
+    """A pooling request, which samples no token, and a request that is aborted in prefill."""
     request = ask({}, 20)
     if pooling:
         request.sampling_params = None
@@ -184,7 +184,7 @@ def test_a_request_that_ends_before_its_first_token_has_a_row_for_each_of_its_pr
 def test_a_request_that_ends_inside_its_prompt_lacks_the_rest_of_it(
     tmp_path: Path, start: int, computed: int, lost: list[list[int]]
 ) -> None:
-    """The rows are counted from the start of the store."""
+    """Rows are counted from the start of the store."""
     run = Run(make_tracker(tmp_path, "resid_pre"), ask({"dmi": {"tokens": [start, None]}}, 40))
     run.step(computed)
     close, response = run.finish()
@@ -197,7 +197,9 @@ def test_a_request_that_ends_inside_its_prompt_lacks_the_rest_of_it(
 
 @pytest.mark.parametrize(("start", "copied", "rows"), [(0, 32, 40), (5, 32, 35)])
 def test_a_request_that_ends_while_it_is_preempted_says_so(tmp_path: Path, start: int, copied: int, rows: int) -> None:
-    """Its rows were computed, and whole chunks were copied. The rest went with its blocks. Rows count from `start`."""
+    """Its rows were computed, and whole chunks were copied. The other rows were lost with its blocks. Rows are counted
+    from `start`.
+    """
     asked = ask({"include_output_tokens": True, "dmi": {"tokens": [start, None]}}, 40)
     run = Run(make_tracker(tmp_path, "resid_pre"), asked)
     run.step(40)
@@ -224,7 +226,7 @@ def test_turns_of_a_session_go_on_numbering_their_rows_of_logits(tmp_path: Path)
     run.step(1)
     run.step(1)
     tokens = run.request.tokens
-    tokens[22:] = range(10)  # vLLM drops the last sampled token for the tokens of the next turn
+    tokens[22:] = range(10)  # vLLM replaces the last sampled token by the tokens of the next turn
     run.request.num_prompt_tokens = len(tokens)
     run.step(10)
     run.step(1)
@@ -235,7 +237,7 @@ def test_turns_of_a_session_go_on_numbering_their_rows_of_logits(tmp_path: Path)
 
 
 def test_a_sample_behind_the_stop_of_a_turn_gives_its_number_to_the_next(tmp_path: Path) -> None:
-    """With asynchronous scheduling it was asked for before the stop was known."""
+    """With asynchronous scheduling, the sample was requested before the stop was known."""
     run = Run(make_tracker(tmp_path, "resid_pre,logits"), ask({"include_output_tokens": True}, 20))
     for tokens in (20, 1, 1, 1):
         run.step(tokens)
@@ -245,7 +247,7 @@ def test_a_sample_behind_the_stop_of_a_turn_gives_its_number_to_the_next(tmp_pat
     run.known = False
     run.step(4)
     run.request.num_computed_tokens = run.blocks = 0
-    run.known = False  # the V2 runner is shown a resumed request as a new one
+    run.known = False  # the V2 runner gets a resumed request as a new one
     run.step(32)
     run.step(1)
     found = [(one.index, one.position) for told in run.told for one in told.samples]
@@ -352,7 +354,7 @@ def test_what_a_request_lost_is_told_in_its_response_alone(tmp_path: Path) -> No
 
 
 def test_requests_without_a_capture_leave_no_trace(tmp_path: Path) -> None:
-    """One that is not captured, one that is refused, one that ends before its first token."""
+    """The requests are not captured, refused, and ended before the first token."""
     tracker = make_tracker(tmp_path, max_total_bytes=1 << 30)
     ended: list[tuple[str, bool]] = []
     tracker.quota.ended = lambda path, nothing: ended.append((Path(path).name[:4], nothing))  # type: ignore[method-assign]
@@ -395,7 +397,7 @@ def test_prompt_embeddings_and_options_that_break_are_refused(tmp_path: Path) ->
 def test_a_request_that_fails_after_its_admission_is_served_without_a_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes no part of the quota."""
+    """It does not count for the quota."""
     tracker, ended = make_tracker(tmp_path), []
     monkeypatch.setattr(tracker.scores, "arrived", lambda _tracked: 1 // 0)
     monkeypatch.setattr(tracker.quota, "ended", lambda path, nothing: ended.append((Path(path).parent, nothing)))
@@ -407,7 +409,7 @@ def test_a_request_that_fails_after_its_admission_is_served_without_a_capture(
 
 
 BEAM = {"max_tokens": 1, "detokenize": False, "seed": None}
-"""Sampling of one step of a beam, as vLLM's server asks for it."""
+"""Sampling parameters of one step of a beam search, as in vLLM's server."""
 
 
 @pytest.mark.parametrize("end", ["", "-0a1b2c3d"])
@@ -465,7 +467,7 @@ def test_tokens_behind_the_end_are_named_in_the_response(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("generated", "says"), [(20, "is after the prompt"), (2, "is after the last row")])
 def test_tokens_behind_the_prompt_name_the_option_that_they_need(tmp_path: Path, generated: int, says: str) -> None:
-    """Rows of generated tokens are there only with include_output_tokens."""
+    """Generated tokens have rows only with include_output_tokens."""
     tracker = make_tracker(tmp_path)
     request = ask({"dmi": {"tokens": [10, 15]}}, 8)
     tracker.on_new_request(request)

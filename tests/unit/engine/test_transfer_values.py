@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits on their way off the GPU, with CPU memory in its place: where each byte comes to lie."""
+"""The copy of logits from the GPU, with CPU memory instead: the position of each byte."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dmi_connector.store.format.completeness import Cause
 
 
 class Event:
-    """Happened as soon as `done` says so."""
+    """A fake event that is complete once `done` is set."""
 
     def __init__(self, done: bool = True) -> None:
         self.done, self.recorded = done, False
@@ -41,7 +41,7 @@ class Capture:
 
 
 class Worker:
-    """Stands for an exporter. room: whether its ring has any."""
+    """A fake exporter. has_room: whether its ring has room."""
 
     def __init__(self, has_room: bool = True, lane: Any = None) -> None:
         self.memory, self.has_room, self.lane = np.zeros(4096, np.uint8), has_room, lane
@@ -59,7 +59,7 @@ class Worker:
 LOGITS = torch.arange(9, dtype=torch.float32).view(3, 3)
 SLOTS = torch.tensor([7, 1 << 40, 9])
 NBYTES = 48 + 24
-"""36 bytes of logits, up to a multiple of 16, and three slots."""
+"""36 bytes of logits, padded to a multiple of 16, and three slots."""
 
 
 @pytest.mark.parametrize("lane", [False, True])
@@ -103,7 +103,7 @@ def accepted(capture: int, slots: list[int], first: int, position: int, step: in
 
 @pytest.mark.parametrize("room", [True, False])
 def test_accepted_tokens_of_running_and_ended_captures_are_exported(room: bool) -> None:
-    """Of captures with logits. What is not there any more, or finds no room, is lost at its row."""
+    """Only captures with logits get them. A sample that is missing or finds no room is lost at its row."""
     posted: list[Any] = []
     worker: Any = Worker(has_room=room)
     one, none, other, silent = Capture(start=10), Capture(logits=None), Capture(start=3), Capture(out=None)

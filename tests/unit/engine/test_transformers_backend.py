@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks that are found by the structure of a decoder layer, and structures in which none are found."""
+"""Hooks that are found from the structure of a decoder layer, and structures without them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer as most models have it."""
+    """A layer as in most models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class AttentionFirst(Layer):
 
 
 class SharedNorm(Layer):
-    """Two modules get the stream between both blocks."""
+    """Two modules read the stream between the two blocks."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         hidden_states = hidden_states + self.attn(self.before(hidden_states))[0]
@@ -104,7 +104,7 @@ class Twice(Layer):
 
 
 class OneOfAnother(Layer):
-    """The input of the MLP is the output of attention alone, so both outputs depend on attention."""
+    """The input of the MLP is only the output of attention, so both outputs depend on attention."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         out = self.attn(hidden_states)[0]

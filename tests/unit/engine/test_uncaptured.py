@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which class of vLLM an engine runs if vLLM has one with fused kernels, whose values taps cannot read."""
+"""The class that an engine runs if vLLM has one with fused kernels, whose values taps cannot read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of repairs share."""
+"""Fixtures for tests of repairs."""
 
 from __future__ import annotations
 

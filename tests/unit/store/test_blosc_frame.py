@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames of compressed planes: Blosc's own decoder reads them, they are no longer than a copy and shorter than its."""
+"""Frames of compressed planes: Blosc decodes them. They are shorter than its own, and no longer than plain frames."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def test_recurs_needs_more_than_a_sixteenth_of_the_rows_to_begin_alike() -> None
     rows = rng.integers(1, 2**16, (64, 100), dtype="u2")
     assert not recurs(rows)
     rows[:4] = rows[4]
-    assert not recurs(rows), "four of 64 are a part of 1/16"
+    assert not recurs(rows), "4 of 64 rows are not more than a sixteenth"
     rows[5] = rows[4]
     assert recurs(rows)
     rows[:] = 0
-    assert not recurs(rows), "padding"
-    assert recurs(rows[:, :3]), "too narrow to tell"
+    assert not recurs(rows), "padding must not count"
+    assert recurs(rows[:, :3]), "rows of this width must count, because they are too short to decide"
 
 
 def test_a_frame_of_bfloat16_is_shorter_than_bloscs_own() -> None:
@@ -90,6 +90,6 @@ def test_chunks_of_a_plane_or_more_have_our_frames(count: int, own: bool) -> Non
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
 def test_a_chunk_that_no_decoder_could_read_is_refused(codec: str) -> None:
     most = CODECS[codec].most_bytes
-    chunk = np.broadcast_to(np.zeros(1, "u2"), (1, most // 2 + 1))  # it takes no memory
+    chunk = np.broadcast_to(np.zeros(1, "u2"), (1, most // 2 + 1))  # a view that takes no memory
     with pytest.raises(ValueError, match=r"a chunk of \d+ bytes is larger than a Blosc frame; reduce chunk_tokens"):
         CODECS[codec].encode(chunk)

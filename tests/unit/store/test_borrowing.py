@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that a store takes out of the files of an earlier one: the result is what it would have been without."""
+"""Rows that a store copies from an earlier store. The result equals a store without borrowed rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests import storekit as kit
 
 CHUNK, SEGMENT = 8, 16
 ROWS = 24
-"""Rows that are borrowed: a segment and a half."""
+"""Number of borrowed rows: one and a half shards."""
 ARRAYS = (ArraySpec("q", "bfloat16", (0, 1, 2), 32), ArraySpec("embed", "float32", (), 16))
 NARROW = (ArraySpec("q", "bfloat16", (0, 2), 32),)
 GRID = {"chunk": CHUNK, "segment": SEGMENT}
@@ -41,7 +41,7 @@ IDS = np.arange(60) % 97
 
 
 class Lost:
-    """What a coordinator tells of borrowed rows that are missing."""
+    """Records the missing borrowed rows that a coordinator reports."""
 
     def __init__(self) -> None:
         self.rows: list[list[int]] = []
@@ -52,7 +52,7 @@ class Lost:
 
 @pytest.fixture(scope="module", params=[1, 3])
 def stores(request: pytest.FixtureRequest) -> Iterator[kit.Store]:
-    """With so many writers. Arrays and segments are spread over them."""
+    """Stores with this number of writers. Arrays and segments are distributed over them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer_pool, "SPREAD_BYTES", 1)
         patch.setattr(writer_pool, "SEGMENT_BYTES", 1)
@@ -78,7 +78,7 @@ def open_borrower(
 
 
 def values_of(arrays: tuple[ArraySpec, ...]) -> kit.Values:
-    """LONG, of the layers that the arrays have."""
+    """The values of LONG for the layers of these arrays."""
     whole = {spec.name: spec for spec in ARRAYS}
     return {
         s.name: LONG[s.name][[whole[s.name].layers.index(layer) for layer in s.layers]] if s.layers else LONG[s.name]
@@ -87,7 +87,7 @@ def values_of(arrays: tuple[ArraySpec, ...]) -> kit.Values:
 
 
 def finish(stores: kit.Store, record: CaptureRecord, length: int, first: int = 0) -> None:
-    """Send rows from `first` on, and close."""
+    """Send the rows from `first` on, and close the capture."""
     values = values_of(tuple(replace(spec, rank=0) for spec in record.layout.arrays))
     for at in range(first, length, CHUNK):
         stores.put(record, values, at, min(CHUNK, length - at), IDS)
@@ -95,7 +95,7 @@ def finish(stores: kit.Store, record: CaptureRecord, length: int, first: int = 0
 
 
 def computed(stores: kit.Store, tmp_path: Path, length: int, arrays: tuple[ArraySpec, ...], codec: str) -> Path:
-    """The same store without borrowed rows."""
+    """Write the same store without borrowed rows."""
     record = stores.open(tmp_path / "computed.zarr", *arrays, codec=codec, request_id="c", **GRID)
     finish(stores, record, length)
     assert stores.flush(kit.PATIENCE)
@@ -103,7 +103,7 @@ def computed(stores: kit.Store, tmp_path: Path, length: int, arrays: tuple[Array
 
 
 def check_equal(found: Path, expected: Path) -> None:
-    """All files but the root document are those of the other store, but for the order of chunks in a shard."""
+    """Check that both stores are valid and complete, and have equal file sizes and values in any chunk order."""
     assert verify_store(found) == []
     ours, theirs = read_attrs(found), read_attrs(expected)
     assert ours["complete"] and {p: n for p, (n, _) in ours["files"].items()} == {
@@ -127,7 +127,7 @@ def test_a_store_with_borrowed_rows_equals_a_computed_one(
         finish(stores, source, 50)
         assert stores.flush(kit.PATIENCE)
     record = open_borrower(stores, tmp_path, arrays, codec=codec, attrs={"borrowed_tokens": ROWS})
-    if live:  # its rows come behind the opening, as from a GPU
+    if live:  # the source's rows come after the opening, as from a GPU
         for at in range(0, ROWS, CHUNK):
             stores.put(source, LONG, at, CHUNK, IDS)
     finish(stores, record, 45, ROWS)
@@ -174,7 +174,7 @@ def test_the_source_stays_until_its_rows_are_copied(stores: kit.Store, tmp_path:
 
 @pytest.mark.parametrize("end", ["close", "abort"])
 def test_a_source_is_not_finished_before_its_rows_are_copied(stores: kit.Store, tmp_path: Path, end: str) -> None:
-    """Whoever reads it may remove it at once. No row of the borrowers came yet."""
+    """A reader may remove the store at once. No row of the borrowers has arrived yet."""
     source = open_source(stores, tmp_path)
     for at in range(0, 50, CHUNK):
         stores.put(source, LONG, at, min(CHUNK, 50 - at), IDS)
@@ -194,7 +194,7 @@ def test_a_source_is_not_finished_before_its_rows_are_copied(stores: kit.Store, 
 
 
 def test_rows_are_taken_from_where_the_source_takes_them(stores: kit.Store, tmp_path: Path) -> None:
-    """Else, while files lag behind, each copy would wait for that of the source: with each borrower longer."""
+    """Otherwise each copy would wait for that of the source, longer with each borrower if writing is behind."""
     source = open_source(stores, tmp_path)
     first = open_borrower(stores, tmp_path, name="b")
     of_first = {"final": str(tmp_path / "b.zarr"), "request_id": "b"}
@@ -221,7 +221,7 @@ def test_rows_are_taken_from_where_the_source_takes_them(stores: kit.Store, tmp_
 
 @contextmanager
 def standing(stores: kit.Store) -> Iterator[None]:
-    """The writers stand still."""
+    """Stop the writers (SIGSTOP) during the `with` block."""
     for process in stores.pool.processes:
         os.kill(process.pid, signal.SIGSTOP)
     yield
@@ -230,7 +230,7 @@ def standing(stores: kit.Store) -> Iterator[None]:
 
 
 def damage(tmp_path: Path, how: str) -> None:
-    """Take rows away from the finished source."""
+    """Damage the finished source."""
     shard = tmp_path / "a.zarr" / "q" / "c" / "0" / "0" / "0"
     if how == "gone":
         shutil.rmtree(tmp_path / "a.zarr")
@@ -257,7 +257,7 @@ def damage(tmp_path: Path, how: str) -> None:
 def test_rows_that_the_source_does_not_have_are_missing(
     tmp_path: Path, how: str, missing: list[list[int]], reason: str, opened: bool
 ) -> None:
-    """before, after: the borrower is opened. No lock prevents that files are taken away by hand."""
+    """The test ids "before" and "after" say when the borrower is opened. No lock prevents manual removal of files."""
     lost = Lost()
     stores = kit.Store()
     stores.captures._borrowing._on_lost = lost
@@ -294,7 +294,7 @@ def test_rows_that_the_source_does_not_have_are_missing(
         rows[start:stop] = False
     assert np.array_equal(there.numpy("q")[:, rows], kit.to_float(LONG["q"], "bfloat16")[:, :45][:, rows])
     if how in ("other", "tokens"):
-        assert not there.numpy("q")[:, ~rows].any(), "rows of another request"
+        assert not there.numpy("q")[:, ~rows].any(), "rows of another request must not be copied"
     assert verify_store(tmp_path / "b.zarr") == []
     assert stores.shutdown()
 
@@ -382,7 +382,7 @@ def test_a_repair_finds_borrowed_rows(tmp_path: Path) -> None:
 
 
 def test_ranks_copy_their_own_files(stores: kit.Store, tmp_path: Path) -> None:
-    """Slices of the width, and layers that ranks share."""
+    """The arrays are slices of the width, and layers that ranks divide."""
     whole = (
         ArraySpec("q", "bfloat16", (0, 1, 2), 32, 2),
         ArraySpec("ln1", "bfloat16", (0, 1, 2), 32, 2, part_layers=2),

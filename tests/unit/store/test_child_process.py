@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ending a child process that detaches from this one, as the coordinator does."""
+"""Ending a child process that detaches from this process, as the coordinator does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ signal.pause()  # also after the end of input
 
 @pytest.fixture(params=["ready", "begun"])
 def detached(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Child, queue.Queue[str]]]:
-    """A child that forked, and how it died. It has answered `ready`, or another message before that."""
+    """A forked child, and how it died. It has sent `ready`, or another message before."""
     (tmp_path / "detached.py").write_text(DETACHED)
     answers: queue.Queue[dict[str, Any]] = queue.Queue()
     deaths: queue.Queue[str] = queue.Queue()
@@ -55,7 +55,7 @@ def test_kill_ends_the_process_that_detached(detached: tuple[Child, queue.Queue[
     child.kill()
     assert deaths.get(timeout=PATIENCE) == "killed"
     assert child.join(PATIENCE)
-    child.kill()  # nothing is left
+    child.kill()  # no process is left
 
 
 def test_join_kills_the_process_that_detached(detached: tuple[Child, queue.Queue[str]]) -> None:

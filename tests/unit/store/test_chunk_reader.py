@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read straight from shard files is what zarr-python reads, in any order, and damage is named."""
+"""Direct reads of shard files equal those of zarr-python, in any order. Damage is reported with its file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LENGTH, SAMPLES = 300, 70
 
 
 def write(path: Path, codec: str, skip: tuple[int, ...] = (), length: int = LENGTH) -> kit.Values:
-    """A store of ARRAYS by two ranks, without the chunks that begin at `skip`. Returns its values."""
+    """Write a store of ARRAYS from two ranks, without the chunks that begin at `skip`. Returns its values."""
     values = {s.name: kit.random_bits(s, SAMPLES if s.per_sample else length) for s in ARRAYS}
     parts = [kit.Store(4 << 20) for _ in range(2)]
     names = {"chunk": 32, "segment": 128, "codec": codec, "ranks": 2, "attrs": {"num_layers": 4}}
@@ -142,7 +142,7 @@ def test_missing_chunks_of_an_incomplete_store_read_as_zeros(codec: str, tmp_pat
     capture = open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True)
     expected = kit.to_float(values["k"], "float16")
     expected[:, 32:64], expected[:, 128:256] = 0, 0
-    assert not (tmp_path / "a.zarr/k/c/0/1/0").exists(), "a whole shard is missing"
+    assert not (tmp_path / "a.zarr/k/c/0/1/0").exists(), "a whole shard must be missing"
     np.testing.assert_array_equal(capture.numpy("k"), expected)
     np.testing.assert_array_equal(capture.numpy("k", tokens=[250, 40, 3]), expected[:, [250, 40, 3]])
 
@@ -177,7 +177,7 @@ def test_a_damaged_index_is_an_error_that_names_the_file(tmp_path: Path) -> None
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 @pytest.mark.parametrize("offset", [2**63 - 1, 2**64 - 2])
 def test_an_offset_that_no_file_has_is_an_error_that_names_the_file(offset: int, codec: str, tmp_path: Path) -> None:
-    """With a sound checksum of the index, of four chunks in two layers."""
+    """The index has a valid checksum, four chunks and two layers."""
     write(tmp_path / "a.zarr", codec)
     path = tmp_path / "a.zarr/z/c/0/0/0"
     data = path.read_bytes()
@@ -199,7 +199,7 @@ def test_a_shard_that_a_complete_store_lacks_is_an_error(tmp_path: Path) -> None
 
 
 def test_a_shard_of_another_store_is_no_error_of_memory(tmp_path: Path) -> None:
-    """Chunks of another size, with sound checksums."""
+    """Chunks have another size and valid checksums."""
     write(tmp_path / "a.zarr", "zstd")
     write(tmp_path / "b.zarr", "none")
     capture = open_capture(tmp_path / "a.zarr", timeout=0)
@@ -233,7 +233,7 @@ def test_threads_can_be_set_and_must_be_one_or_more() -> None:
 
 def test_threads_can_be_set_while_another_thread_reads() -> None:
     pool = thread_pool._Pool("dmi-test", 2)
-    executor = pool.executor()  # the other thread has it, and hands it work now
+    executor = pool.executor()  # another thread is using it
     pool.resize(3)
     assert list(executor.map(abs, [-1, -2])) == [1, 2]
     threads = {thread for thread in threading.enumerate() if thread.name.startswith("dmi-test")}
@@ -248,7 +248,7 @@ def test_a_forked_process_reads_with_threads_of_its_own(written: tuple[Capture, 
     capture, values = written
     set_read_threads(2)
     try:
-        in_threads(lambda _: None, range(4))  # the pool has its threads
+        in_threads(lambda _: None, range(4))  # start the threads of the pool
         assert thread_pool._pool._executor is not None
         child = os.fork()
         if child == 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs: each keeps its contract, and one that is added to the table works everywhere."""
+"""Codecs: each fulfils its contract, and a codec that is added to the table works everywhere."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ plain.Costs.plain_next = lambda self: True
 pace.Pace.behind = property(lambda self: True)
 writer.main()
 """
-"""A writer that is always behind, and knows the codec."""
+"""A writer that is always behind, and knows the added codec."""
 
 
 @pytest.fixture(scope="module")
 def added() -> Iterator[None]:
-    """The table has one more codec."""
+    """Adds a codec to the table."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CODECS, "gzip", GZIP)
         yield
@@ -60,7 +60,7 @@ def added() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def written(added: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, kit.Values]:
-    """A store of gzip, from a writer process that is behind, and its values."""
+    """A store with codec gzip, from a writer process that is behind, and its values."""
     root = tmp_path_factory.mktemp("gzip")
     (root / "gzip_writer.py").write_text(WRITER)
     with pytest.MonkeyPatch.context() as patch:
@@ -115,7 +115,7 @@ def test_a_frame_that_lies_about_its_own_length_is_refused(codec: str) -> None:
 
 
 def test_codecs_of_one_zarr_codec_decode_each_others_chunks() -> None:
-    """A reader knows a chunk's codec by the name in the metadata."""
+    """A reader identifies the codec of a chunk by the name in the metadata."""
     chunk = np.arange(700, dtype="u2").reshape(100, 7)
     for one in CODECS.values():
         for other in CODECS.values():
@@ -124,7 +124,7 @@ def test_codecs_of_one_zarr_codec_decode_each_others_chunks() -> None:
 
 
 def test_the_docs_name_each_codec() -> None:
-    """FORMAT.md and CAPTURING.md name the codecs, OPERATIONS.md the Zarr codecs that metadata may have."""
+    """FORMAT.md and CAPTURING.md name the codecs. OPERATIONS.md names the Zarr codecs that metadata may have."""
     stored = (DOCS / "FORMAT.md").read_text().split("## 3. Codecs")[1].split("\n## ")[0]
     assert [name for name in CODECS if f"| `{name}` |" not in stored] == []
     [option] = [line for line in (DOCS / "CAPTURING.md").read_text().splitlines() if line.startswith("| `codec` |")]
@@ -174,7 +174,7 @@ def test_verify_finds_a_flipped_bit_in_a_chunk_of_an_added_codec(
 
 
 def test_a_cut_store_of_an_added_codec_is_repaired(added: None, tmp_path: Path) -> None:
-    """Its writer died after three chunks. The file system lost the end of the last one."""
+    """Its writer died after three chunks. The file system lost the end of the last chunk."""
     spec, final = ARRAYS[0], tmp_path / "a.zarr"
     values = kit.random_bits(spec, 48)
     about = {"request_id": "r", "key": "k", "created": "2025-11-21T04:28:32+00:00", "rank": 0, "ranks": 1}

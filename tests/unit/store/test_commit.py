@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A commit that is killed at any of its steps is done again, or finished by a repair, and loses nothing."""
+"""A commit that is killed at any step can be repeated, or finished by a repair, without a loss."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VALUES = {"q": kit.random_bits(Q, ROWS)}
 
 @pytest.fixture
 def commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Message]:
-    """The message for a commit of two ranks, each with one layer. All that they write is there."""
+    """The message for a commit of two ranks with one layer each. Both have written all files."""
     stores, messages = [kit.Store(), kit.Store()], []
     final = tmp_path / "from/a.zarr"
     for rank, store in enumerate(stores):
@@ -52,14 +52,14 @@ def commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Message]
 
 
 def diverted(post: Post, messages: list[Message]) -> Post:
-    """Put commits into `messages`, and post the rest."""
+    """Append commit messages to `messages`, and post other messages."""
     return lambda message: (messages.append if message["type"] == "commit" else post)(message)
 
 
 def killed(commit: Message, to: Path, at: int, torn: bool = False) -> Message | None:
-    """Commit a copy of the store in `to` and die at one step. Returns its message, None where there is no such step.
+    """Commit a copy of the store in `to`, and die at one step. Returns its message; None if there is no such step.
 
-    torn: the root document is cut short then, if it is there.
+    torn: whether to truncate the root document afterwards, if it exists.
     """
     final = to / "a.zarr"
     message = {**commit, "final": str(final), "partial": f"{final}.partial"}
@@ -84,24 +84,24 @@ def check(store: Path, complete: bool) -> None:
 
 @pytest.mark.parametrize("lost", [False, True], ids=["complete", "incomplete"])
 def test_a_killed_commit_of_two_ranks_is_done_again(commit: Message, tmp_path: Path, lost: bool) -> None:
-    """Nothing of the other rank is waited for again, and none of its files is taken for rubbish."""
+    """The new commit does not wait for files of the other rank again, and removes none of them."""
     losses = losses_to_json([Loss.of(Cause.FELL_BEHIND, [[0, 1]])] if lost else [])
     commit |= {"losses": losses, "fsync": True}
     steps = 0
     while message := killed(commit, to := tmp_path / str(steps), steps + 1):
         steps += 1
         if (to / "a.zarr").exists():
-            continue  # it died at the line of the index
+            continue  # it died while writing the line of the index
         again = Commit.start({**message, "again": True})
         assert again.ready() and again.run()["complete"] is not lost, f"step {steps}"
         check(to / "a.zarr", not lost)
         [info] = find_captures(to)
         assert info.state == ("incomplete" if lost else "complete") and info.num_tokens == ROWS
-    assert steps > 20, "files are flushed, and files of the ranks removed"
+    assert steps > 20, "flushes and removals must be among the steps"
 
 
 def test_a_store_is_whole_without_its_line_in_the_index(commit: Message, tmp_path: Path) -> None:
-    """The disk was full, say. A repair adds the line, and leaves the store alone while a process has it open."""
+    """The disk may have been full. A repair adds the line, but leaves stores alone that another process has open."""
     final = tmp_path / "to/a.zarr"
     message = {**commit, "final": str(final), "partial": f"{final}.partial"}
     shutil.copytree(commit["partial"], message["partial"])
@@ -125,7 +125,7 @@ def test_a_store_is_whole_without_its_line_in_the_index(commit: Message, tmp_pat
 def test_every_file_and_directory_is_flushed(
     commit: Message, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repaired: bool
 ) -> None:
-    """By a commit, and by a repair that only has to rename the store."""
+    """A commit does so, and a repair that only renames the store does so too."""
     flushed: list[str] = []
     monkeypatch.setattr(commit_module, "fsync_path", flushed.append)
     partial = Path(shutil.copytree(commit["partial"], tmp_path / "a.zarr.partial"))
@@ -151,7 +151,7 @@ def test_rows_are_borrowed_at_any_step_of_a_commit(commit: Message, tmp_path: Pa
     while killed(commit, to := tmp_path / str(steps), steps + 1, torn):
         steps += 1
         if torn and len([*to.glob("a.zarr.partial/.*")]) < 3:
-            break  # the document was written in full before journals were removed
+            break  # journals are only removed after the document was written in full
         with SourceStore(str(to / "a.zarr"), ROWS, ROWS) as source:
             for rank in (0, 1):
                 [chunk] = source.chunk(replace(Q, shards=2, rank=rank, part_layers=1), 0)
@@ -168,7 +168,7 @@ def test_a_killed_commit_of_two_ranks_is_repaired(commit: Message, tmp_path: Pat
             break
         notes = list((to / "a.zarr.partial").glob(".*"))
         if torn and len(notes) < 3:
-            break  # the document was flushed before journals were removed
+            break  # journals are only removed after the document was flushed
         outcomes += [outcome.state for outcome in repair(to)]
         check(to / "a.zarr", outcomes[-1] == "published")
     assert {*outcomes} == ({"salvaged"} if torn else {"salvaged", "published"})

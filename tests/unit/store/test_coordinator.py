@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's side of stores with a real coordinator: what it writes, and what survives when either side dies."""
+"""The engine's side of stores with a real coordinator: its stores, and what survives when either side dies."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def client() -> Iterator[StoreClient]:
 
 
 def coordinator(client: StoreClient) -> int:
-    """Its process id, once it is up."""
+    """Wait until the coordinator runs. Returns its process id."""
     assert client._child.ready.wait(PATIENCE)
     return client._child.pid
 
 
 def test_a_client_that_ended_keeps_no_memory_of_its_ring() -> None:
-    """An engine in the user's own process may be one of many that start there."""
+    """A user's process may start many engines."""
     before = open_rings()
     client = StoreClient(1 << 20)
     assert open_rings() > before
@@ -65,7 +65,7 @@ def test_a_client_that_ended_keeps_no_memory_of_its_ring() -> None:
 
 
 def open_rings() -> int:
-    """Descriptors and mappings of rings in this process."""
+    """Number of descriptors and mappings of rings in this process."""
     gc.collect()
     links = (os.path.realpath(path) for path in Path("/proc/self/fd").iterdir())
     return sum("memfd:dmi-ring" in line for line in (*links, *Path("/proc/self/maps").read_text().splitlines()))
@@ -130,7 +130,7 @@ def test_captures_that_nobody_fed_are_known_after_the_shutdown(tmp_path: Path) -
 
 
 def test_ends_of_captures_travel_with_other_answers() -> None:
-    """Alone they wait for a moment. A reader sees the order in which they were put."""
+    """Without another message, they are delayed briefly. The reader sees messages in their original order."""
     reader, writer = os.pipe()
     outbox = Outbox(writer)
     ends = [{"done": n} for n in range(3)]
@@ -142,7 +142,7 @@ def test_ends_of_captures_travel_with_other_answers() -> None:
         found += list(decoder.feed(os.read(reader, 1 << 16)))
     assert found == [*ends, {"free": [7]}]
     outbox.put({"done": 4})
-    assert list(decoder.feed(os.read(reader, 1 << 16))) == [{"done": 4}], "no other answer came"
+    assert list(decoder.feed(os.read(reader, 1 << 16))) == [{"done": 4}], "the end must be sent without another message"
     outbox.close()
     os.close(reader)
     os.close(writer)
@@ -160,11 +160,13 @@ def test_a_capture_that_cannot_be_opened_fails_alone(client: StoreClient, tmp_pa
     assert client.flush(PATIENCE) and bad.state == "failed" and "must end in .zarr" in str(bad.reason)
     assert good.state == "complete" and client.ring.used == 0
     errors = client.stats()["errors"]
-    assert errors == [str(bad.reason), f"{bad.path} is failed: {bad.reason}"], "the coordinator's note, then the end"
+    assert errors == [str(bad.reason), f"{bad.path} is failed: {bad.reason}"], (
+        "the coordinator's note must come before the end"
+    )
 
 
 def test_chunks_of_several_captures_share_an_extent(client: StoreClient, tmp_path: Path) -> None:
-    """One that cannot be opened, and one whose rows are refused, cost the others nothing."""
+    """One capture cannot be opened, and the rows of another one are refused. The others are complete."""
     bad = client.open_capture(client.register(PayloadLayout((Q,))), str(tmp_path / "not-a-store"), {"prompt_len": 3})
     good = [begin(client, tmp_path / f"{n}.zarr") for n in range(3)]
     payload = kit.chunk_payload(0)
@@ -188,7 +190,7 @@ def test_chunks_of_several_captures_share_an_extent(client: StoreClient, tmp_pat
 def test_chunks_of_a_lost_capture_cost_the_others_nothing(
     client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those in one extent with it, when the coordinator was replaced in between."""
+    """Their chunks are in the same extent, and the coordinator was replaced in between."""
     monkeypatch.setattr("dmi_connector.store.write.client.SHORT_LIFE_S", 0.0)
     lost = begin(client, tmp_path / "lost.zarr")
     os.kill(coordinator(client), signal.SIGKILL)
@@ -205,7 +207,7 @@ def test_chunks_of_a_lost_capture_cost_the_others_nothing(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_capture_that_cannot_be_closed_still_ends(client: StoreClient, tmp_path: Path, ranks: int) -> None:
-    """It keeps the rows that came. With several ranks it fails, since none knows what the others have."""
+    """It keeps its rows. With several ranks it fails, because no rank knows the rows of the others."""
     layout = client.register(PayloadLayout((Q,), segment_tokens=256))
     attrs = {"prompt_len": 250, "model": "tiny"}
     capture = client.open_capture(layout, str(tmp_path / "a.zarr"), attrs, "r", "k", 0, ranks)
@@ -232,7 +234,7 @@ def test_a_killed_coordinator_fails_open_captures_and_is_replaced(
     os.kill(coordinator(client), signal.SIGKILL)
     until(lambda: lost.state == "failed")
     assert lost.reason == "the coordinator died (killed)"
-    send(client, lost, 128)  # goes nowhere, and does not fill the ring
+    send(client, lost, 128)  # it is dropped, and does not fill the ring
     lost.close(256, {}, IDS[:256])
     again = begin(client, tmp_path / "again.zarr")
     send(client, again, 0)
@@ -250,7 +252,7 @@ def test_a_killed_coordinator_fails_open_captures_and_is_replaced(
 def test_a_store_that_was_there_when_its_coordinator_died_is_known(
     client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """The engine hears of the end of a capture a moment later. A store of another request is not taken for it."""
+    """The engine learns of the end of a capture later. A store of another request is not mistaken for it."""
     monkeypatch.setattr("dmi_connector.store.write.client.SHORT_LIFE_S", 0.0)
     losses = [Loss.of(Cause.FELL_BEHIND, [[0, 5]])] if kind == "incomplete" else []
     store = kit.Store()
@@ -278,7 +280,7 @@ def test_a_store_that_was_there_when_its_coordinator_died_is_known(
 def test_captures_fail_after_a_coordinator_died_soon_after_its_start(
     client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The index names these captures too, or a bulk run would wait for their stores."""
+    """The index has these captures too. Otherwise a bulk run would wait for their stores."""
     monkeypatch.setattr("dmi_connector.store.write.client.SHORT_LIFE_S", 1e9)
     os.kill(coordinator(client), signal.SIGSTOP)
     lost = begin(client, tmp_path / "lost.zarr")
@@ -298,7 +300,7 @@ def test_captures_fail_after_a_coordinator_died_soon_after_its_start(
 
 def test_the_coordinator_ignores_signals_and_has_its_own_process_group(client: StoreClient, tmp_path: Path) -> None:
     begin(client, tmp_path / "first.zarr").close(0)
-    assert client.flush(PATIENCE)  # it is up
+    assert client.flush(PATIENCE)  # the coordinator is running now
     capture = begin(client, tmp_path / "a.zarr")
     send(client, capture, 0)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -309,7 +311,7 @@ def test_the_coordinator_ignores_signals_and_has_its_own_process_group(client: S
 
 
 def test_captures_of_a_killed_engine_keep_every_row_that_came(tmp_path: Path) -> None:
-    """Closed captures are complete, open ones incomplete."""
+    """Closed captures are complete, open ones are incomplete."""
     script = f"""
 import os, signal, sys
 sys.path.insert(0, {str(Path(__file__).resolve().parents[3])!r})
@@ -356,7 +358,7 @@ def test_rows_that_another_rank_gave_up_are_missing(tmp_path: Path) -> None:
 
 
 def test_the_coordinator_runs_on_all_cores_of_the_process_that_started_the_worker(tmp_path: Path) -> None:
-    """vLLM ties a CPU worker to one core."""
+    """vLLM binds a CPU worker to one core."""
     script = f"""
 import os, sys
 sys.path.insert(0, {str(Path(__file__).resolve().parents[3])!r})
@@ -379,7 +381,7 @@ def test_the_coordinator_has_the_memory_of_the_ring_and_frees_an_extent_after_it
     remote.memory[8192] = 7
     assert ring.memory[8192] == 7 and remote.view(b)[0] == 7
     remote.release(b)
-    assert freed == [2] and remote.used == 8192, "the space after an extent that is in use is not free yet"
+    assert freed == [2] and remote.used == 8192, "space after an extent in use must not be free"
     remote.add_users(a)
     remote.release(a)
     assert freed == [2]
@@ -391,7 +393,7 @@ def test_the_coordinator_has_the_memory_of_the_ring_and_frees_an_extent_after_it
 @settings(max_examples=200, deadline=None)
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 16 * 4096)), max_size=80))
 def test_the_coordinator_counts_the_ring_as_the_engine_does(steps: list[tuple[bool, int]]) -> None:
-    """With alignment, and with the gap at the end of the ring where an extent did not fit."""
+    """This includes alignment, and the gap at the end of the ring where an extent did not fit."""
     ring, extents, taken = Ring(1 << 16), {}, []
     remote = RemoteRing(ring.fd, ring.nbytes, SimpleNamespace(put=lambda n: ring.release(extents.pop(n))))  # type: ignore[arg-type]
     for number, (takes, size) in enumerate(steps):
@@ -405,7 +407,7 @@ def test_the_coordinator_counts_the_ring_as_the_engine_does(steps: list[tuple[bo
 
 
 def test_a_late_rank_keeps_what_it_may_still_write(tmp_path: Path) -> None:
-    """Arrays of a writer that died are not made from journals that another rank may be writing."""
+    """Arrays are not rebuilt from journals that another rank may still be writing."""
     partial = tmp_path / "a.zarr.partial"
     partial.mkdir()
     spec = ArraySpec("q", "float32", (0,), 8, 2)
@@ -423,7 +425,7 @@ def writers(client: StoreClient) -> list[psutil.Process]:
 
 
 def test_shutdown_writes_everything(tmp_path: Path) -> None:
-    """It comes right after the last message; nothing was waited for before."""
+    """It comes right after the last message, without any wait before."""
     client = StoreClient(32 << 20, 2)
     for i in range(40):
         capture = begin(client, tmp_path / f"{i}.zarr")
@@ -451,7 +453,7 @@ def test_the_shutdown_ends_in_time_when_writers_hang(tmp_path: Path) -> None:
     began = time.monotonic()
     assert not client.shutdown()
     took = time.monotonic() - began
-    assert took < 30, f"{took:.1f} s: without a limit it would be 60"
+    assert took < 30, f"{took:.1f} s; without the limit, it would be 60 s"
     assert not [p for p in stuck if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert not (tmp_path / "a.zarr").exists()
     [outcome] = repair(tmp_path)
@@ -469,7 +471,7 @@ ENDS = [("stop", True), ("length", True), ("repetition", True), ("abort", False)
 def test_a_store_is_whole_for_the_uploads_if_it_is_complete_and_its_request_ended(
     finish_reason: str | None, own: bool, complete: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both in the life of a coordinator, and after an earlier one died."""
+    """This holds for the coordinator that wrote the store, and for one that replaced a dead coordinator."""
     added: list[Any] = []
     coordinator = object.__new__(Coordinator)
     coordinator.uploads = SimpleNamespace(add=lambda *given: added.append(given))  # type: ignore[assignment]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disks fill up, processes die, requests are aborted: no store may pass for whole that is not."""
+"""Disks fill up, processes die, requests are aborted: no incomplete store may count as complete."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def writer_pid(record: CaptureRecord) -> int:
 
 
 def held(pid: int, folder: Path) -> list[str]:
-    """What a process has open below `folder`."""
+    """Files below `folder` that a process has open."""
     links = []
     for path in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # it was just closed
+        with suppress(FileNotFoundError):  # the file was just closed
             links.append(os.readlink(path))
     return [link for link in links if link.startswith(str(folder))]
 
@@ -71,7 +71,7 @@ def held(pid: int, folder: Path) -> list[str]:
 def test_a_full_disk_costs_only_the_chunk_that_did_not_fit(
     stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]
 ) -> None:
-    """A limit on file sizes stands in for a full disk: the second chunk of the first segment fails."""
+    """A limit of the file size simulates a full disk: the second chunk of the first shard fails."""
     record = stores.open(tmp_path / "a.zarr", SPEC)
     pid = writer_pid(record)
     limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
@@ -88,7 +88,7 @@ def test_a_full_disk_costs_only_the_chunk_that_did_not_fit(
     kept = np.r_[0:128, 256:300]
     np.testing.assert_array_equal(kit.bits(cap.numpy("q", tokens=kept)), values["q"][:, kept])
     assert verify_store(tmp_path / "a.zarr") == []
-    # The process goes on, and so do later captures once there is room.
+    # The process keeps running, and later captures are complete once there is space.
     resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
     stores.write(tmp_path / "b.zarr", [SPEC], 300)
     assert done[1] == ("complete", None) and verify_store(tmp_path / "b.zarr") == []
@@ -97,7 +97,7 @@ def test_a_full_disk_costs_only_the_chunk_that_did_not_fit(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB of its own."""
+    """A separate file system of 1 MiB."""
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], check=False).returncode:
         pytest.skip("mounting is not allowed here")
     yield tmp_path
@@ -107,7 +107,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_rows_on_a_disk_without_a_byte_left_wait_for_a_repair(
     small_disk: Path, stores: kit.Store, done: list[tuple[str, str | None]]
 ) -> None:
-    """Not even the metadata fits. Partial stores without rows are removed, and later captures work."""
+    """There is no space for metadata either. Partial stores without rows are removed, and later captures work."""
     stores.write(small_disk / "before.zarr", [SPEC], 10)
     pid = stores.pool.processes[0].process.pid
     record = stores.open(small_disk / "rows.zarr", SPEC)
@@ -138,7 +138,7 @@ def test_rows_on_a_disk_without_a_byte_left_wait_for_a_repair(
 def test_a_capture_without_descriptors_fails_and_the_next_one_works(
     stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]], spare: int
 ) -> None:
-    """With two left, the lock and the journal take one each, and the index notes the failure."""
+    """Two descriptors are left: one for the lock, one for the journal. The index records the failure."""
     stores.write(tmp_path / "warm.zarr", [SPEC], 1)
     pid = stores.pool.processes[0].process.pid
     until(lambda: not held(pid, tmp_path))
@@ -157,7 +157,7 @@ def test_a_capture_without_descriptors_fails_and_the_next_one_works(
 
 @pytest.mark.parametrize("what", ["q", "."])
 def test_a_store_whose_files_were_removed_is_incomplete(stores: kit.Store, tmp_path: Path, what: str) -> None:
-    """A removed file that is open can still be written to, so no write fails."""
+    """A removed file that is open can still be written, so no write fails."""
     record = stores.open(tmp_path / "dir/a.zarr", SPEC, replace(SPEC, name="k"))
     values = {name: kit.random_bits(replace(SPEC, name=name), 300) for name in "qk"}
     stores.feed(record, values, 300)
@@ -215,7 +215,7 @@ def test_a_killed_writer_makes_the_capture_incomplete_and_is_replaced(
     assert open_capture(tmp_path / "a.zarr", timeout=0, allow_incomplete=True).hooks == []
     assert verify_store(tmp_path / "a.zarr") == []
     assert stores.stats()["backlog_bytes"] == 0 and stores.stats()["writers_died"] == 1
-    stores.write(tmp_path / "b.zarr", [SPEC], 300)  # on a new process
+    stores.write(tmp_path / "b.zarr", [SPEC], 300)  # by a new process
     assert done[1] == ("complete", None)
 
 
@@ -249,7 +249,7 @@ def test_a_killed_writer_costs_only_its_unwritten_chunks(
 def test_a_killed_writer_makes_all_rows_missing_where_another_rank_writes_the_metadata(
     stores: kit.Store, tmp_path: Path, part_layers: int, files: tuple[int, int], dies: int
 ) -> None:
-    """The rank with the first file writes the metadata, so the columns or layers of the other would read as zeros."""
+    """The rank with the first file writes the metadata, so the data of the other one would be read as zeros."""
     wide = [replace(SPEC, shards=2, rank=file, part_layers=part_layers) for file in files]
     values = {"q": kit.random_bits(SPEC, 300)}
     other = kit.Store()
@@ -268,7 +268,7 @@ def test_a_killed_writer_makes_all_rows_missing_where_another_rank_writes_the_me
 
 
 def test_wrong_rows_behind_the_end_are_not_missing(stores: kit.Store, tmp_path: Path) -> None:
-    """The engine may compute a row more than the request has tokens."""
+    """The engine may compute one row more than the request has tokens."""
     record = stores.open(tmp_path / "a.zarr", SPEC)
     stores.put(record, {"q": kit.random_bits(SPEC, 44)}, 0, 44, positions=np.arange(44) + 5)
     stores.close(record, 43)
@@ -297,7 +297,7 @@ def test_rows_of_another_request_are_found_on_any_rank(stores: kit.Store, tmp_pa
 def test_a_writer_that_cannot_begin_makes_all_rows_missing_where_another_rank_writes_the_metadata(
     stores: kit.Store, tmp_path: Path, files: tuple[int, int], broken: int
 ) -> None:
-    """A limit on open files keeps it from making its directory and its journal."""
+    """A limit of open files prevents its directory and its journal."""
     wide = [replace(SPEC, shards=2, rank=file, part_layers=1) for file in files]
     other = kit.Store()
     owners = (stores, other)
@@ -326,7 +326,7 @@ def test_a_writer_that_cannot_begin_makes_all_rows_missing_where_another_rank_wr
 def test_a_shard_of_another_rank_that_cannot_be_closed_makes_all_rows_missing(
     stores: kit.Store, tmp_path: Path
 ) -> None:
-    """A limit on file sizes lets the chunk of rank 1 through, and not the index behind it."""
+    """A limit of the file size admits the chunk of rank 1, but not the shard index after it."""
     wide = [replace(SPEC, shards=2, rank=rank) for rank in range(2)]
     values = {"q": kit.random_bits(SPEC, 128)}
     other = kit.Store()
@@ -362,7 +362,7 @@ def test_a_shard_of_another_rank_that_cannot_be_closed_makes_all_rows_missing(
 def test_rows_of_the_prompt_are_missing_where_the_engine_ends_inside_it(
     stores: kit.Store, tmp_path: Path, start: int, came: list[int], missing: list[list[int]]
 ) -> None:
-    """The prompt has 250 tokens. How many tokens would have followed nobody knows."""
+    """The prompt has 250 tokens. The number of tokens that would have followed is unknown."""
     record = stores.open(tmp_path / "a.zarr", SPEC, attrs={"prompt_len": 250, "start": start})
     values = {"q": kit.random_bits(SPEC, 256)}
     stores.feed(record, values, 256, skip=[first for first in (0, 128) if first not in came])
@@ -404,7 +404,7 @@ def test_a_sample_that_never_came_reads_as_zeros_at_position_minus_1(stores: kit
 
 
 def test_a_capture_whose_writer_dies_before_the_commit_is_incomplete(stores: kit.Store, tmp_path: Path) -> None:
-    stores.write(tmp_path / "warm.zarr", [SPEC], 1)  # the process is up
+    stores.write(tmp_path / "warm.zarr", [SPEC], 1)  # start the process
     record = stores.open(tmp_path / "a.zarr", SPEC)
     os.kill(writer_pid(record), signal.SIGSTOP)
     stores.close(record, 0)
@@ -418,7 +418,7 @@ def test_a_capture_whose_writer_dies_in_the_commit_is_still_complete(
     """Its rows are written by then, and another process commits the store."""
     record = stores.open(tmp_path / "a.zarr", SPEC, ranks=2)
     stores.feed(record, {"q": kit.random_bits(SPEC, 40)}, 40)
-    stores.close(record, 40)  # and now it waits for rank 1
+    stores.close(record, 40)  # it now waits for rank 1
     until(lambda: record.state is State.COMMITTING)
     os.kill(writer_pid(record), signal.SIGKILL)
     other = kit.Store()
@@ -428,7 +428,7 @@ def test_a_capture_whose_writer_dies_in_the_commit_is_still_complete(
 
 
 def plant_document(record: CaptureRecord) -> None:
-    """Write the root document of a capture that is about to be committed, without any array."""
+    """Write the root document of a capture that is about to be committed, without arrays."""
     assert record.end is not None
     losses = record.end.losses
     attrs = {**record.end.attrs, "hooks": {}, "files": {}, "finished": record.created, "complete": not losses}
@@ -441,7 +441,7 @@ def plant_document(record: CaptureRecord) -> None:
 def test_a_store_that_lacks_only_its_name_gets_it_when_its_writer_dies(
     stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]], lost: bool
 ) -> None:
-    """What the other ranks left is gone by then: to wait for them would be in vain."""
+    """The files of other ranks are already removed, so waiting for them would be futile."""
     record = stores.open(tmp_path / "a.zarr", SPEC, ranks=2)
     stores.close(record, 40 if lost else 0, losses=[Loss.of(Cause.FELL_BEHIND, [[0, 40]])] if lost else [])
     until(lambda: record.state is State.COMMITTING)
@@ -457,12 +457,12 @@ def test_a_store_that_lacks_only_its_name_gets_it_when_its_writer_dies(
 def test_a_store_that_has_its_name_is_not_committed_again(
     stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]], lost: bool
 ) -> None:
-    """The writer died between the renaming and its line in the index."""
+    """The writer died after renaming the store and before writing the line of the index."""
     record = stores.open(tmp_path / "a.zarr", SPEC, ranks=2)
     losses = [Loss.of(Cause.FELL_BEHIND, [[0, 40]])] if lost else []
     stores.close(record, 40, losses=losses) if lost else stores.close(record, 0)
     until(lambda: record.state is State.COMMITTING)
-    os.kill(writer_pid(record), signal.SIGSTOP)  # or it might see the document and commit the store itself
+    os.kill(writer_pid(record), signal.SIGSTOP)  # otherwise it may see the document and commit the store itself
     plant_document(record)
     Path(record.partial).rename(tmp_path / "a.zarr")
     os.kill(writer_pid(record), signal.SIGKILL)
@@ -475,10 +475,10 @@ def test_a_store_that_has_its_name_is_not_committed_again(
 def test_a_capture_whose_commit_kills_two_writers_fails(
     stores: kit.Store, tmp_path: Path, done: list[tuple[str, str | None]]
 ) -> None:
-    """It may be what kills them. Its rows stay for a repair."""
+    """The capture may be the cause of the deaths. Its rows stay for a repair."""
     record = stores.open(tmp_path / "a.zarr", SPEC, ranks=2)
     stores.feed(record, {"q": kit.random_bits(SPEC, 40)}, 40)
-    stores.close(record, 40)  # and now it waits for rank 1
+    stores.close(record, 40)  # it now waits for rank 1
     until(lambda: record.state is State.COMMITTING)
     for number in (1, 2):
         committer = record.committer
@@ -492,7 +492,7 @@ def test_a_capture_whose_commit_kills_two_writers_fails(
 def test_no_writer_holds_a_capture_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: list[tuple[str, str | None]]
 ) -> None:
-    """Each of the two that wrote it gives it up, so that a repair can take it."""
+    """Both of its writers release it, so that a repair can take it."""
     monkeypatch.setattr("dmi_connector.store.write.coordinator.writer_pool.SPREAD_BYTES", 1)
     p = kit.Store(writers=2, on_done=lambda record: done.append((record.state, record.reason)))
     try:
@@ -540,7 +540,7 @@ def test_a_loss_named_at_the_close_makes_a_sound_but_incomplete_store(stores: ki
 
 
 def test_rows_that_never_came_are_missing(stores: kit.Store, tmp_path: Path) -> None:
-    """Nobody names a loss: what came is compared with what the end says."""
+    """No loss is reported. The rows that arrived are compared with the length in the end message."""
     record = stores.open(tmp_path / "a.zarr", SPEC)
     stores.feed(record, {"q": kit.random_bits(SPEC, 300)}, 300, skip=[128])
     stores.close(record, 300)
@@ -554,7 +554,7 @@ def test_rows_that_never_came_are_missing(stores: kit.Store, tmp_path: Path) -> 
 def test_verify_finds_missing_rows_that_no_loss_names(
     stores: kit.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: list[list[int]]
 ) -> None:
-    """Also where the rows beside them are named."""
+    """This also holds if adjacent rows are reported."""
     monkeypatch.setattr(RowCheck, "absent", lambda *_: [])
     record = stores.open(tmp_path / "a.zarr", SPEC)
     stores.feed(record, {"q": kit.random_bits(SPEC, 300)}, 300, skip=[128])
@@ -570,7 +570,7 @@ def test_a_chunk_off_the_grid_makes_the_capture_incomplete(
 ) -> None:
     record = stores.open(tmp_path / "a.zarr", SPEC)
     stores.put(record, {"q": kit.random_bits(SPEC, first + count)}, first, count)
-    stores.close(record, 128)  # shorter than the last chunk says
+    stores.close(record, 128)  # shorter than the last chunk implies
     assert stores.flush(PATIENCE) and record.state == "incomplete"
 
 
@@ -610,7 +610,7 @@ def test_open_capture_says_at_a_timeout_what_it_found(stores: kit.Store, tmp_pat
 
 def test_a_new_partial_directory_without_a_lock_counts_as_being_written(tmp_path: Path) -> None:
     partial = tmp_path / "a.zarr.partial"
-    partial.mkdir()  # a writer that has yet to lock it
+    partial.mkdir()  # its writer has not locked it yet
     with pytest.raises(TimeoutError, match="still being written"):
         open_capture(tmp_path / "a.zarr", timeout=0)
     os.utime(partial, (time.time() - 60, time.time() - 60))
@@ -652,7 +652,7 @@ def test_a_writer_ends_with_its_engine_and_leaves_a_partial_store(tmp_path: Path
 
 
 def test_open_capture_does_not_wait_for_a_capture_that_failed(tmp_path: Path) -> None:
-    """The index says so, while the caller waits or before."""
+    """The index reports the failure before the call or during it."""
     final = tmp_path / "a.zarr"
 
     def line(event: str, **more: object) -> None:
@@ -671,7 +671,7 @@ def test_open_capture_does_not_wait_for_a_capture_that_failed(tmp_path: Path) ->
     (tmp_path / "a.zarr.partial").mkdir()
     with pytest.raises(CaptureFailed, match=r"dmi repair makes a store of what a\.zarr\.partial holds"):
         open_capture(final, timeout=PATIENCE)
-    line("start", state="started")  # the newest line counts
+    line("start", state="started")  # the latest line counts
     with pytest.raises(TimeoutError):
         open_capture(final, timeout=0)
     line("abort", state="aborted")
@@ -695,7 +695,7 @@ def test_open_capture_does_not_wait_where_no_writer_is_left(tmp_path: Path) -> N
 
 
 def test_another_writer_may_take_over(stores: kit.Store, tmp_path: Path) -> None:
-    """One that died has left the partial store without a lock for a moment."""
+    """A writer that died leaves the partial store without a lock for a moment."""
     (tmp_path / "a.zarr.partial/q").mkdir(parents=True)
     timer = threading.Timer(0.5, lambda: stores.write(tmp_path / "a.zarr", [SPEC], 3))
     timer.start()

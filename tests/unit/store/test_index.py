@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index of a store directory finds captures by key and request id, torn lines or not."""
+"""The index of a store directory finds captures by key and request id, even with torn lines."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def test_a_request_id_is_found_with_the_parts_that_vllm_adds_to_it(tmp_path: Pat
         start(tmp_path, f"{i}.zarr", f"2025-01-01T00:00:0{9 - i}", request_id=name)
     start(tmp_path, "none.zarr", "2025-01-02")
     found = [c.request_id for c in find_captures(tmp_path, request_id="cmpl-7")]
-    assert found == ["11_cmpl-7", "0_cmpl-7-ff00", "cmpl-7-0-ab12", "cmpl-7"]  # by start, the latest last
+    assert found == ["11_cmpl-7", "0_cmpl-7-ff00", "cmpl-7-0-ab12", "cmpl-7"]  # in order of start, the latest last
     assert len(find_captures(tmp_path)) == 8 and find_captures(tmp_path, key="k") == []
 
 
 def test_a_capture_of_the_responses_api_is_found_by_the_id_of_its_response(tmp_path: Path) -> None:
-    """vLLM numbers the requests of one response, from 0 on."""
+    """vLLM numbers the requests of one response from 0."""
     ids = ["resp_a1_0-9f3b", "resp_a1_1-77aa", "resp_a1_12", "0_resp_a1_2-b", "resp_a1", "resp_a1_x", "resp_a1_0x-1"]
     for i, name in enumerate([*ids, "resp_a12_0-1", "resp_a1__0"]):
         start(tmp_path, store_name(None, name), f"2025-01-01T00:00:0{i}", request_id=name)
@@ -61,10 +61,14 @@ def test_a_path_that_is_no_directory_of_stores_is_refused(tmp_path: Path) -> Non
                 ValueError, match=rf"/{name} is a store; give its directory, or open it with open_capture"
             ):
                 find(tmp_path / name)
-        assert len(find(tmp_path / "index")) == 0, "as a server leaves it that wrote nothing"
+        assert len(find(tmp_path / "index")) == 0, (
+            "a directory without stores must be accepted, because a server may write none"
+        )
     (tmp_path / "index").rename(tmp_path / "stores.zarr")
     start(tmp_path / "stores.zarr", "b.zarr", "1")
-    assert len(find_captures(tmp_path / "stores.zarr")) == 1, "its index says that it is a directory of stores"
+    assert len(find_captures(tmp_path / "stores.zarr")) == 1, (
+        "a directory with an index must be accepted in spite of its suffix"
+    )
 
 
 def test_torn_lines_of_the_index_are_skipped(tmp_path: Path) -> None:
@@ -110,7 +114,7 @@ def test_the_index_gives_the_state_of_each_capture(tmp_path: Path) -> None:
 
 
 def test_a_store_that_begins_anew_has_nothing_of_its_earlier_life(tmp_path: Path) -> None:
-    """As after a removal, by a client that names its stores itself."""
+    """After a removal, a client that names its stores may use a name again."""
     start(tmp_path, "a.zarr", "1", key="old", request_id="r1")
     line = {"event": "finish", "store": "a.zarr", "state": "incomplete", "reason": "why", "finished": "2", "bytes": 7}
     append_index(str(tmp_path), {**line, "num_tokens": 3})
@@ -125,7 +129,7 @@ def test_a_store_that_begins_anew_has_nothing_of_its_earlier_life(tmp_path: Path
 
 
 def test_a_tail_of_new_lines_alone_begins_at_the_end(tmp_path: Path) -> None:
-    """Also where there is no index yet, and where the last line is torn."""
+    """This also holds if there is no index yet, or if the last line is torn."""
 
     def finish(name: str) -> None:
         append_index(str(tmp_path), {"event": "finish", "store": name, "state": "complete"})
@@ -142,7 +146,7 @@ def test_a_tail_of_new_lines_alone_begins_at_the_end(tmp_path: Path) -> None:
 
 
 def test_finding_a_key_parses_only_lines_of_its_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines without the key belong to them too: their store's name has it."""
+    """Lines without a key also belong to the stores of the key, because the names of stores include it."""
     for i in range(200):
         start(
             tmp_path, store_name(f"k{i}", f"cmpl-{i}"), f"2025-01-01T00:00:{i:03d}", key=f"k{i}", request_id=f"cmpl-{i}"
@@ -157,12 +161,12 @@ def test_finding_a_key_parses_only_lines_of_its_stores(tmp_path: Path, monkeypat
     [eight] = find_captures(tmp_path, key="k8")
     [same] = find_captures(tmp_path, request_id="cmpl-8")
     assert eight == same and (eight.state, eight.bytes) == ("complete", 5)
-    assert len(parsed) < 60, "k7, k70 to k79 and their like"
+    assert len(parsed) < 60, "only lines of k7, k70 to k79 and the like must be parsed"
 
 
 @pytest.mark.parametrize("key", ["a/b", 'say "hi"', "sch\u00f6n", "k" * 200, "", "x"])
 def test_keys_that_names_do_not_hold_are_found_too(tmp_path: Path, key: str) -> None:
-    """x: somebody gave the store another name."""
+    """For x, somebody has renamed the store."""
     name = "other.zarr" if key == "x" else store_name(key, "r1")
     start(tmp_path, name, "1", key=key, request_id="r1")
     start(tmp_path, store_name("y", "r2"), "2", key="y", request_id="r2")
@@ -182,7 +186,7 @@ def test_stores_that_the_index_does_not_name_are_found(tmp_path: Path, monkeypat
     stores.write(named, [SPEC], 10, key="one", request_id="r1")
     foreign = tmp_path / "there" / store_name("a/b", "r2-0-77")
     stores.write(foreign, [SPEC], 11, key="a/b", request_id="r2-0-77")
-    others = {"-r3": None, "cmpl-" + "r" * 36: "k" * 128}  # neither name has the whole request id
+    others = {"-r3": None, "cmpl-" + "r" * 36: "k" * 128}  # neither name has the full request id
     for request_id, key in others.items():
         store = tmp_path / "others" / store_name(key, request_id)
         stores.write(store, [SPEC], 12, key=key, request_id=request_id)
@@ -199,17 +203,19 @@ def test_stores_that_the_index_does_not_name_are_found(tmp_path: Path, monkeypat
     assert [c.store for c in find_captures(named.parent, request_id="r2")] == [copied]
     assert find_captures(named.parent, key="a_b") == [] and find_captures(named.parent, key="two") == []
     append_index(named.parent, {"event": "remove", "store": named.name, "state": "removed"})
-    assert [c.store for c in find_captures(named.parent)] == [copied], "the index says that the other one is removed"
+    assert [c.store for c in find_captures(named.parent)] == [copied], (
+        "a store that the index lists as removed must be left out"
+    )
 
     opened: list[Path] = []
     monkeypatch.setattr(index, "info_of", opened.append)
     start(named.parent, copied.name, "3", key="a/b", request_id="r2")
     append_index(named.parent, {"event": "finish", "store": copied.name, "state": "complete"})
-    assert len(find_captures(named.parent, key="a/b")) == 1 and not opened, "stores that it names stay closed"
+    assert len(find_captures(named.parent, key="a/b")) == 1 and not opened, "stores in the index must not be opened"
 
 
 def test_a_store_whose_end_the_index_lacks_is_found_as_it_is(tmp_path: Path) -> None:
-    """Its writer was killed between the renaming and the line, or the disk was full."""
+    """Its writer was killed before it wrote the line, or the disk was full."""
     stores = kit.Store(1 << 20)
     loss = Loss.of(Cause.FELL_BEHIND, [[0, 2]])
     for name, losses in (("a", []), ("b", [loss]), ("damaged", [])):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts that are forgotten: memory does not grow with their number, and no capture suffers."""
+"""Layouts that are forgotten: memory does not grow with their number, and captures are not affected."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def client() -> Iterator[StoreClient]:
 
 
 def layout_of(number: int) -> PayloadLayout:
-    """Layouts that differ in the layers of one array, whose payloads are those of `kit.Q`."""
+    """Layouts that differ in the layers of one array. Their payloads are those of `kit.Q`."""
     return PayloadLayout((ArraySpec("q", "float32", (number, number + 1), 64),), segment_tokens=256, codec="none")
 
 
@@ -52,7 +52,7 @@ def finish(client: StoreClient, capture: OpenCapture) -> None:
 
 
 def check(path: Path, number: int) -> None:
-    """The store of `finish` with layout `number`."""
+    """Check the store of `finish` with layout `number`."""
     assert verify_store(path) == []
     with open_capture(path, timeout=0) as found:
         assert found.layers["q"] == [number, number + 1]
@@ -60,13 +60,13 @@ def check(path: Path, number: int) -> None:
 
 
 def coordinator(client: StoreClient) -> int:
-    """Its process id, once it is up."""
+    """Wait until the coordinator runs. Returns its process id."""
     assert client._child.ready.wait(PATIENCE)
     return client._child.pid
 
 
 def writers(client: StoreClient) -> list[psutil.Process]:
-    """All of them, once they are up."""
+    """Wait until all writers run. Returns their processes."""
     parent = psutil.Process(coordinator(client))
     until(lambda: [p.name() for p in parent.children()] == ["dmi-writer"] * client.writers)
     return parent.children()
@@ -76,7 +76,7 @@ def writers(client: StoreClient) -> list[psutil.Process]:
 
 
 def test_captures_of_many_layouts_are_whole_and_few_layouts_are_kept(client: StoreClient, tmp_path: Path) -> None:
-    """Each is forgotten some captures later, when these may still be written."""
+    """Each layout is forgotten some captures later, when its captures may still be written."""
     known: list[int] = []
     for number in range(300):
         known.append(client.register(layout_of(number)))
@@ -91,7 +91,7 @@ def test_captures_of_many_layouts_are_whole_and_few_layouts_are_kept(client: Sto
 
 
 def test_a_layout_may_be_forgotten_while_its_last_captures_are_written(client: StoreClient, tmp_path: Path) -> None:
-    """Writers have not even opened them; one capture is still fed."""
+    """The writers have not opened them yet, and one capture is still fed."""
     layout = client.register(layout_of(5))
     suspended = writers(client)
     for process in suspended:
@@ -114,7 +114,7 @@ def test_a_layout_may_be_forgotten_while_its_last_captures_are_written(client: S
 def test_a_new_coordinator_knows_the_layouts_that_were_not_forgotten(
     client: StoreClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the same numbers, whatever was forgotten before or while there was none."""
+    """Numbers of layouts do not change, whether others were forgotten before or while there was no coordinator."""
     monkeypatch.setattr("dmi_connector.store.write.client.SHORT_LIFE_S", 0.0)
     layouts = {number: client.register(layout_of(number)) for number in range(6)}
     for number in (0, 3):
@@ -160,11 +160,11 @@ def test_layouts_for_a_coordinator_that_is_not_replaced_take_no_memory(
     assert client._child._queue.qsize() == waiting and client._layouts == {}
 
 
-# ---- what the processes keep ----------------------------------------------------------------------------------------
+# ---- memory of the processes ----------------------------------------------------------------------------------------
 
 
 def test_coordinator_and_writers_keep_few_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the coordinator is in this process, and a writer beside the real one gets what that is sent."""
+    """The coordinator runs in this process. A second writer gets the messages that are sent to the real one."""
     posted: list[Message] = []
     post = Child.post
     monkeypatch.setattr(Child, "post", lambda child, m: (posted.append(m), post(child, m))[1])
@@ -201,7 +201,7 @@ def test_coordinator_and_writers_keep_few_layouts(tmp_path: Path, monkeypatch: p
 
 
 def test_a_layout_is_kept_until_its_captures_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later segments are opened by other writers then, one of which is new."""
+    """Other writers then open later segments. One of these writers is new."""
     monkeypatch.setattr("dmi_connector.store.write.coordinator.writer_pool.SEGMENT_BYTES", 1)
     stores = kit.Store(4 << 20, writers=3)
     values = {"q": kit.random_bits(Q, 1400)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores of prompts with images: which rows are theirs, and what is checked of them."""
+"""Stores of prompts with images: the rows of images, and the checks of these rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def stores() -> Iterator[kit.Store]:
 
 
 def axes(length: int = LENGTH) -> np.ndarray:
-    """Positions on three axes [length, 3], as Qwen2.5-VL counts: an image of 1 x 5, then one of 2 x 4 embeddings."""
+    """Positions on three axes [length, 3], as in Qwen2.5-VL: an image of 1 x 5, then one of 2 x 4 embeddings."""
     found: list[list[int]] = []
     at = 0
     for rows, columns, stop in ((1, 5, 9), (2, 4, 20), (0, 0, length)):
@@ -74,7 +74,7 @@ def test_a_store_of_text_has_no_media(stores: kit.Store, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("length", [1, 3])
 def test_positions_of_a_short_prompt_are_sound(stores: kit.Store, tmp_path: Path, length: int) -> None:
-    """Those of its first token are 0 on every axis."""
+    """The positions of its first token are 0 on every axis."""
     write(stores, tmp_path / "a.zarr", axes()[:length], [])
     assert verify_store(tmp_path / "a.zarr") == []
 
@@ -82,11 +82,11 @@ def test_positions_of_a_short_prompt_are_sound(stores: kit.Store, tmp_path: Path
 @pytest.mark.parametrize(
     ("row", "wrong", "found"),
     [
-        (2, [2, 2, 3], True),  # text has one position
-        (2, [3, 3, 3], True),  # before the first image that is the one in the request
-        (6, [9, 1, 0], False),  # an image's own are not known
+        (2, [2, 2, 3], True),  # text has equal positions on all axes
+        (2, [3, 3, 3], True),  # before the first image, it is the position in the request
+        (6, [9, 1, 0], False),  # the positions of an image are not known
         (10, [8, 8, 9], True),  # between images
-        (25, [7, 7, 7], True),  # behind the last one it is less by a fixed number
+        (25, [7, 7, 7], True),  # after the last image, it is smaller by a constant
         (50, [51, 51, 51], True),
     ],
 )
@@ -112,7 +112,7 @@ def test_positions_of_a_request_are_no_fault() -> None:
 
 @pytest.mark.parametrize("known", [0, 1])
 def test_images_of_a_later_turn_make_no_row_wrong(stores: kit.Store, tmp_path: Path, known: int) -> None:
-    """They are told at the end. Rows behind them come before, with other positions on the axes."""
+    """The images are reported at the end. Rows after them arrive earlier, with other positions on the axes."""
     path, values = tmp_path / "a.zarr", {"mrope_positions": axes()[None].view("u4")}
     first = {"media": MEDIA[:known]} if known else {}
     record = stores.open(path, AXES, attrs={"prompt_len": 10, **first})
@@ -133,7 +133,7 @@ def test_a_store_with_wrong_positions_says_so(stores: kit.Store, tmp_path: Path)
 
 
 def stream() -> tuple[list[ArraySpec], dict[str, np.ndarray]]:
-    """A residual stream of three layers. Behind the first two, something is added to the rows of images."""
+    """The residual stream of three layers. After the first two, visual features are added to rows of images."""
     rng = np.random.default_rng(0)
     specs = [ArraySpec(name, "float32", (0, 1, 2), 16) for name in STREAM]
     values = {name: np.zeros((3, LENGTH, 16), np.float32) for name in STREAM}
@@ -154,9 +154,10 @@ def stream() -> tuple[list[ArraySpec], dict[str, np.ndarray]]:
     ("hook", "layer", "row", "found"),
     [
         ("resid_pre", 1, 30, True),  # text
-        ("resid_pre", 1, 5, False),  # an image, behind a layer with visual features: the other sum has it
+        # an image, after a layer with visual features: the sum for the text rows does not apply
+        ("resid_pre", 1, 5, False),
         ("resid_mid", 0, 5, True),
-        ("resid_final", 0, 14, True),  # an image, behind a layer without
+        ("resid_final", 0, 14, True),  # an image, after a layer without visual features
     ],
 )
 def test_sums_behind_visual_layers_are_checked_for_text_alone(
@@ -171,9 +172,9 @@ def test_sums_behind_visual_layers_are_checked_for_text_alone(
         return [problem.what for problem in verify_store(tmp_path / name)]
 
     assert problems("good.zarr", values) == []
-    assert problems("whole.zarr", values, identities=True, visual_layers=0), "the sums do not hold for all rows"
+    assert problems("whole.zarr", values, identities=True, visual_layers=0), "the sums must not hold for all rows"
     values[hook][layer, row] += 1
-    if hook == "resid_pre":  # what is added to it stays right
+    if hook == "resid_pre":  # keep the sums after it correct
         values["resid_mid"][layer, row] += 1
         values["mlp_out"][layer, row] -= 1
     assert bool(problems("wrong.zarr", values)) == found
@@ -216,7 +217,7 @@ def test_sums_for_text_are_right_wherever_a_store_begins(stores: kit.Store, tmp_
         return [problem.where for problem in verify_store(tmp_path / name)]
 
     assert problems("good.zarr", whole) == []
-    for position in (max(start, 20), 59):  # text behind the images
+    for position in (max(start, 20), 59):  # text after the images
         whole["resid_mid"][1, position] += 1
         whole["attn_out"][1, position] += 1
         row = position - start
@@ -227,7 +228,7 @@ def test_sums_for_text_are_right_wherever_a_store_begins(stores: kit.Store, tmp_
 
 @pytest.mark.parametrize("layer", [0, 2])
 def test_sums_are_checked_in_layers_of_every_rank(stores: kit.Store, tmp_path: Path, layer: int) -> None:
-    """Two ranks wrote attn_out, layers 0 and 1 the one, layer 2 the other."""
+    """Two ranks wrote attn_out: one wrote layers 0 and 1, the other one layer 2."""
     specs, values = stream()
     wide = [replace(spec, shards=2, part_layers=2) if spec.name == "attn_out" else spec for spec in specs]
     values["attn_out"][layer, 30] += 1
@@ -243,7 +244,7 @@ def test_sums_are_checked_in_layers_of_every_rank(stores: kit.Store, tmp_path: P
 
 @pytest.mark.parametrize("wrong", [None, ("attn_out", 0), ("mlp_out", 1), ("attn_out", 2)])
 def test_sums_of_layers_with_one_block(stores: kit.Store, tmp_path: Path, wrong: tuple[str, int] | None) -> None:
-    """Layer 1 has an MLP, the others have a mixer."""
+    """Layer 1 has an MLP, the other layers have a mixer."""
     rng = np.random.default_rng(0)
     stream = rng.standard_normal((LENGTH, 8)).astype(np.float32)
     values = {hook: np.zeros((3, LENGTH, 8), np.float32) for hook in ("resid_pre", "attn_out", "mlp_out")}
@@ -271,7 +272,9 @@ def test_sums_of_parallel_blocks_leave_the_stream_between_them_out(stores: kit.S
     attrs = {"identities": True, "num_layers": 3, "parallel": True}
     stores.write(tmp_path / "a.zarr", specs, LENGTH, values=bits, attrs=attrs)
     wrong = {problem.where for problem in verify_store(tmp_path / "a.zarr")}
-    assert wrong == {"resid_pre layer 1 token 4", "resid_pre layer 2 token 4"}, "rows of images have something added"
+    assert wrong == {"resid_pre layer 1 token 4", "resid_pre layer 2 token 4"}, (
+        "visual features are added to rows of images"
+    )
     values["resid_mid"] += 1
     bits["resid_mid"] = kit.bits(values["resid_mid"])
     stores.write(tmp_path / "b.zarr", specs, LENGTH, values=bits, attrs=attrs)

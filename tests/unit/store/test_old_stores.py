@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores that earlier code wrote still open. tests/data/stores-VERSION.tar.xz holds stores of each format version, the
-JSON beside it their values: [shape, SHA-256 of the float32 bytes] of each hook.
+"""Stores that earlier code wrote can still be opened.
+
+tests/data/stores-VERSION.tar.xz has stores of each format version. The JSON next to it has their values: [shape,
+SHA-256 of the float32 bytes] of each hook.
 """
 
 from __future__ import annotations
@@ -51,9 +53,9 @@ def test_an_old_store_reads_as_it_was_written(version: str, name: str, unpacked:
     with open_capture(store, timeout=0, allow_incomplete=True) as capture:
         facts = {key: getattr(capture, key) for key in ("complete", "reason", "missing", "prompt_len")}
         assert facts == {key: wanted[key] for key in facts}
-        assert capture.attrs.get("loss_spans") == wanted.get("loss_spans")  # since 1.4
+        assert capture.attrs.get("loss_spans") == wanted.get("loss_spans")  # since format 1.4
         np.testing.assert_array_equal(capture.token_ids, wanted["token_ids"])
-        if "draft_index" in wanted:  # since 1.5
+        if "draft_index" in wanted:  # since format 1.5
             np.testing.assert_array_equal(capture.draft_index, wanted["draft_index"])
             counts = {"scheduled": found.draft_tokens_scheduled, "accepted": found.draft_tokens_accepted}
             assert capture.attrs["draft_tokens"] == wanted["draft_tokens"] == counts

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast writers work: at a share of their time while the ring is sure to hold what comes, or an engine decodes and
-there is room, else at once.
+"""The pace of writers. They use a share of their time while the ring is sure to hold all coming rows, or while an
+engine decodes and the ring has room. Otherwise they work without rests.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def send(stores: kit.Store, record: CaptureRecord, first: int) -> None:
 
 
 def shares(stores: kit.Store) -> Shares:
-    """As a writer reads them."""
+    """The shares as a writer reads them."""
     pace = Pace(os.dup(stores.pool._pace.fd))
     try:
         return pace.shares
@@ -67,7 +67,7 @@ def shares(stores: kit.Store) -> Shares:
 
 
 def share(stores: kit.Store) -> float:
-    """Of the time of a writer for rows of generated tokens."""
+    """The share of a writer's time for rows of generated tokens."""
     return shares(stores).generated
 
 
@@ -77,7 +77,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def test_the_share_grows_as_the_ring_fills() -> None:
-    """The ring may not hold all that comes here, so rows of prompts are written at once."""
+    """The ring may not hold all coming rows here, so rows of prompts are written at once."""
     grown = [shares_for(LEAST, used, 9.0) for used in (0.0, 0.5, 0.625, 0.75, 1.0)]
     assert [s.generated for s in grown] == [0.25, 0.25, 0.625, 1.0, 1.0] and {s.prompt for s in grown} == {1.0}
     assert [shares_for(1.0, used, 9.0) for used in (0.0, 0.7, 1.0)] == [(1.0, 1.0)] * 3
@@ -91,7 +91,7 @@ def test_writers_do_not_hurry_while_the_ring_is_sure_to_hold_all() -> None:
 
 
 def test_a_rest_ends_once_the_rows_have_waited_long_enough() -> None:
-    """The coordinator changes no share meanwhile."""
+    """The coordinator does not change the shares meanwhile."""
     pace = Pace()
     pace.shares = Shares(0.01, 0.01)
     for generated in (True, False):
@@ -102,7 +102,7 @@ def test_a_rest_ends_once_the_rows_have_waited_long_enough() -> None:
         pace.rest(1000.0, generated, since=began - LATE_S + 0.3)
         assert 0.25 < time.monotonic() - began < kit.PATIENCE
         began = time.monotonic()
-        pace.rest(1.0, generated, since=began - LATE_S / 2)  # a hundredth would be 99 seconds
+        pace.rest(1.0, generated, since=began - LATE_S / 2)  # a share of a hundredth would rest for 99 seconds
         assert time.monotonic() - began < 50
     pace.close()
 
@@ -110,7 +110,7 @@ def test_a_rest_ends_once_the_rows_have_waited_long_enough() -> None:
 def test_a_rest_lasts_as_long_as_the_share_asks() -> None:
     pace = Pace()
     began = time.monotonic()
-    pace.rest(10.0, True, began)  # there is no limit yet
+    pace.rest(10.0, True, began)  # no share is set yet
     assert time.monotonic() - began < 1
     other = Pace(os.dup(pace.fd))
     pace.shares = Shares(0.25, 0.5)
@@ -131,7 +131,7 @@ def test_a_rest_lasts_as_long_as_the_share_asks() -> None:
 
 
 def test_writers_hurry_when_much_waits_and_when_nobody_decodes(paced: kit.Store, tmp_path: Path) -> None:
-    """The writer is stopped, so all that is sent waits."""
+    """The writer is stopped, so all sent chunks wait."""
     assert share(paced) == 1.0
     record = begin(paced, tmp_path / "a.zarr")
     pid = paced.pool.processes[0].pid
@@ -149,7 +149,7 @@ def test_writers_hurry_when_much_waits_and_when_nobody_decodes(paced: kit.Store,
     assert share(paced) == pytest.approx(LEAST, abs=0.01)
     second = begin(paced, tmp_path / "b.zarr")
     paced.close(record, 14 * CHUNK)
-    assert share(paced) < 1.0, "another capture is open"
+    assert share(paced) < 1.0, "another capture is still open"
     paced.abort(second)
     assert share(paced) == 1.0
     assert paced.flush(kit.PATIENCE) and verify_store(tmp_path / "a.zarr") == []
@@ -201,7 +201,7 @@ def test_a_capture_that_cannot_begin_does_not_slow_the_writers(paced: kit.Store,
 def test_chunks_after_the_prompt_and_rows_of_logits_count_as_generated(
     paced: kit.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end of the prompt is counted from where the capture begins."""
+    """The end of the prompt is counted from the start of the capture."""
     attrs = {"prompt_len": 3 * CHUNK, "start": CHUNK, "model": "m"}
     record = paced.open(tmp_path / "a.zarr", WIDE, LOGITS, attrs=attrs, segment=1024)
     sent: list[Message] = []
@@ -215,12 +215,12 @@ def test_chunks_after_the_prompt_and_rows_of_logits_count_as_generated(
 
 
 def test_generated_rows_take_only_a_share_of_the_writers_time(paced: kit.Store, tmp_path: Path) -> None:
-    """The share is a quarter. A busy machine only makes it less."""
+    """The share is a quarter. On a busy machine it is even less."""
     chunks, pid = 40, paced.pool.processes[0].pid
     record = begin(paced, tmp_path / "a.zarr", attrs={"prompt_len": 1})
     worked, began = cpu_seconds(pid), time.monotonic()
     for number in range(chunks):
-        kit.until(lambda: paced.ring.used < RING // 4)  # so that there is room all the time
+        kit.until(lambda: paced.ring.used < RING // 4)  # there is always room
         send(paced, record, number * CHUNK)
     kit.until(lambda: paced.ring.used == 0)
     lasted, worked = time.monotonic() - began, cpu_seconds(pid) - worked
@@ -249,20 +249,20 @@ def test_writers_rest_before_each_chunk_for_the_work_on_the_last_one(tmp_path: P
 
 
 def test_prompt_rows_are_paced_while_the_ring_can_hold_all_that_may_come(paced: kit.Store, tmp_path: Path) -> None:
-    """The ring has room for 15 chunks, one of which is kept free. Rows that came, and those of a capture that has
-    ended, may come no more.
+    """The ring has room for 15 chunks. One is kept free. Rows that have arrived are no longer expected, and
+    neither are those of an ended capture.
     """
     pid = paced.pool.processes[0].pid
     os.kill(pid, signal.SIGSTOP)
     try:
         few, many = begin(paced, tmp_path / "a.zarr", 8 * CHUNK), begin(paced, tmp_path / "b.zarr", 7 * CHUNK)
         send(paced, few, 0)
-        assert shares(paced) == pytest.approx((LEAST, 1.0), abs=0.01), "15 in all, and room for one as large"
+        assert shares(paced) == pytest.approx((LEAST, 1.0), abs=0.01), "15 chunks may come, and one must be kept free"
         paced.abort(few)
         send(paced, many, 0)
-        assert shares(paced) == pytest.approx((LEAST, LEAST), abs=0.01), "8 in all"
+        assert shares(paced) == pytest.approx((LEAST, LEAST), abs=0.01), "only 8 chunks may come"
         unknown = begin(paced, tmp_path / "c.zarr")
-        assert shares(paced).prompt == pytest.approx(LEAST, abs=0.01), "as it was told last"
+        assert shares(paced).prompt == pytest.approx(LEAST, abs=0.01), "the share must stay until the next chunk"
         send(paced, unknown, 0)
         assert shares(paced).prompt == 1.0
     finally:
@@ -273,7 +273,7 @@ def test_prompt_rows_are_paced_while_the_ring_can_hold_all_that_may_come(paced: 
 
 
 def test_the_bytes_to_come_follow_from_the_most_rows_of_a_capture(paced: kit.Store, tmp_path: Path) -> None:
-    """With logits they are unknown, since the rows of all requests of a step travel together."""
+    """With logits they are unknown, because the logits of all requests of a step are sent together."""
 
     def most(rows: int | None, *arrays: ArraySpec) -> int:
         record = paced.open(tmp_path / "a.zarr", *arrays, most_rows=rows)
@@ -286,7 +286,7 @@ def test_the_bytes_to_come_follow_from_the_most_rows_of_a_capture(paced: kit.Sto
 
 
 def test_no_bytes_are_to_come_once_all_captures_have_ended(tmp_path: Path) -> None:
-    """They end by a close, an abort or the death of their writer."""
+    """They end with a close, an abort or the death of their writer."""
     stores = kit.Store(RING, 2, settings=WriteSettings(least_share=LEAST))
     records = [begin(stores, tmp_path / f"{i}.zarr", 8 * CHUNK) for i in range(4)]
     assert stores.captures._to_come == 4 * 8 * CHUNK_BYTES
@@ -309,12 +309,12 @@ def test_no_bytes_are_to_come_once_all_captures_have_ended(tmp_path: Path) -> No
 
 
 def test_rows_that_have_waited_long_are_written_without_a_new_message(tmp_path: Path) -> None:
-    """A rest of many seconds ends when the rows have waited for three, although no message comes."""
+    """A rest of many seconds ends when the rows have waited for three seconds, even without a new message."""
     stores = kit.Store(RING, settings=WriteSettings(least_share=0.004))
     assert stores.pool.processes[0].ready.wait(kit.PATIENCE)
     record = begin(stores, tmp_path / "a.zarr", 14 * CHUNK)
     began = time.monotonic()
-    for number in range(14):  # some 5 ms of work each, before each of which it rests for a second
+    for number in range(14):  # each takes about 5 ms of work, with a rest of a second before it
         send(stores, record, number * CHUNK)
     kit.until(lambda: stores.ring.used == 0)
     assert time.monotonic() - began < LATE_S + 3

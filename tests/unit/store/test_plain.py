@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writers that fall behind leave chunks as they are where that is quicker. Every reader reads them as others."""
+"""Writers that are behind leave chunks uncompressed if that is faster. All readers support these chunks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ARRAYS = (
     ArraySpec("mlp_post", "float16", (0, 1), 512),
     ArraySpec("logits", "float32", (), 33, per_sample=True),
 )
-"""The zeros after 44 rows of `mlp_post` are a hole in the file."""
+"""Arrays of the stores. The zeros after 44 rows of `mlp_post` are a hole in the file."""
 MB = 1 << 20
 
 
@@ -69,7 +69,7 @@ def test_a_plain_chunk_is_its_bytes_and_the_zeros_it_lacks(codec: str) -> None:
 def test_every_reader_reads_stores_of_plain_and_compressed_chunks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, codec: str, length: int
 ) -> None:
-    """Two of three chunks are plain."""
+    """Two of three chunks are uncompressed."""
     monkeypatch.setattr(writer_pool, "WRITER", "tests.plainwriter")
     stores, path = kit.Store(8 << 20), tmp_path / "a.zarr"
     values = stores.write(path, ARRAYS, length, 5, codec=codec)
@@ -87,20 +87,22 @@ def test_every_reader_reads_stores_of_plain_and_compressed_chunks(
 
 
 def others(path: Path, spec: ArraySpec) -> list[np.ndarray]:
-    """The array as tensorstore reads it, and as zarr-python does, which knows no bfloat16."""
+    """The array read by tensorstore, and by zarr-python unless it is bfloat16, which it does not support."""
     store = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path / spec.name)}}
     found = [tensorstore.open(store).result().read().result()]
     return found if spec.dtype == "bfloat16" else [*found, np.asarray(zarr.open_array(path / spec.name, mode="r")[:])]
 
 
 class Machine:
-    """A writer that obeys its `Costs`, on a simulated core and disk. Speeds are in MB/s of raw and of stored bytes."""
+    """A simulated writer that follows its `Costs`. Speeds are in MB/s of raw bytes, and for `writes` of stored
+    bytes.
+    """
 
     def __init__(self, compresses: float, writes: float, ratio: float = 0.66) -> None:
         self.costs, self.compresses, self.writes, self.ratio = Costs(), compresses, writes, ratio
 
     def run(self, chunks: int, mb: int = 4) -> float:
-        """Write chunks while the writer is behind. Returns the share of plain ones."""
+        """Write chunks while the writer is behind. Returns the share of uncompressed ones."""
         count = 0
         for _ in range(chunks):
             plain = self.costs.plain_next()
@@ -113,7 +115,7 @@ class Machine:
 def test_chunks_are_plain_where_cores_are_the_limit_and_not_where_the_disk_is() -> None:
     assert Machine(600, 2000).run(640) > 0.95
     assert Machine(600, 100).run(640) == 0
-    assert Machine(600, 100, ratio=1.0).run(640) > 0.95, "nothing shrinks"
+    assert Machine(600, 100, ratio=1.0).run(640) > 0.95, "chunks that do not shrink must stay uncompressed"
 
 
 def test_a_writer_that_stays_behind_notices_that_the_limit_is_another_one() -> None:
@@ -129,7 +131,7 @@ def test_a_writer_that_stays_behind_notices_that_the_limit_is_another_one() -> N
 
 @pytest.mark.parametrize("seconds", [9.0, 0.0])
 def test_one_bad_measure_of_either_kind_is_outlived(seconds: float) -> None:
-    """A writer gives way to the engine for a while; or its first arrays are small, and their cost says nothing."""
+    """A writer may give way to the engine for a while, or its first arrays may be too small to measure costs."""
     slow_disk, fast_disk = Machine(600, 100), Machine(600, 2000)
     for machine in (slow_disk, fast_disk):
         machine.run(10)
@@ -144,7 +146,9 @@ def test_nothing_is_plain_before_some_megabytes_were_compressed() -> None:
     costs.add(False, MB, MB, encoding_s=1.0, writing_s=0.001)
     assert not any(costs.plain_next() for _ in range(100))
     costs.add(False, 3 * MB, 3 * MB, encoding_s=1.0, writing_s=0.001)
-    assert [costs.plain_next() for _ in range(64)] == ([True] * 31 + [False]) * 2, "one in 32 is measured again"
+    assert [costs.plain_next() for _ in range(64)] == ([True] * 31 + [False]) * 2, (
+        "one chunk in 32 must be compressed as a measurement"
+    )
 
 
 def test_a_file_system_that_writes_at_the_end_of_a_file_counts_as_slow() -> None:
@@ -158,7 +162,7 @@ def test_a_file_system_that_writes_at_the_end_of_a_file_counts_as_slow() -> None
 
 @pytest.mark.parametrize("always", [False, True])
 def test_writers_are_behind_while_most_of_the_ring_waits(tmp_path: Path, always: bool) -> None:
-    """The writer is stopped, so all that is sent waits. The ring has room for 15 chunks."""
+    """The writer is stopped, so all sent chunks wait. The ring has room for 15 chunks."""
     stores = kit.Store(16 * TAKEN, settings=WriteSettings(always_compress=always))
     record = stores.open(tmp_path / "a.zarr", WIDE, segment=1024, codec="zstd")
     process = stores.pool.processes[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures whose writer or engine was killed: every chunk that a writer answered must be salvaged, as it was sent."""
+"""Captures whose writer or engine was killed: every chunk that a writer has acknowledged must be salvaged unchanged."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.repairkit import (
 def test_every_chunk_of_a_killed_writer_is_salvaged(
     writer: Writing, tmp_path: Path, codec: str, chunks: int, tail: int
 ) -> None:
-    """It is killed within a segment, at its end or in a later one, after whole chunks or after a shorter last one."""
+    """It is killed within a shard, at its end or in a later one, after whole chunks or after a shorter last one."""
     values = write(writer, tmp_path / "a.zarr", chunks, codec, tail)
     outcome = only(repair.repair(tmp_path))
     length = chunks * CHUNK + tail
@@ -98,7 +98,7 @@ KILLS = [
 def test_every_chunk_a_writer_answered_survives_the_death_of_the_engine(
     tmp_path: Path, delay: float, all_of_them: bool
 ) -> None:
-    """All processes are killed, or the engine alone: then its writers find the end of their input."""
+    """Either all processes are killed, or only the engine. In that case, writers read the end of their input."""
     final = tmp_path / "a.zarr"
     script = "import sys; from tests.repairkit import engine; engine(sys.argv[1])"
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
@@ -111,11 +111,12 @@ def test_every_chunk_a_writer_answered_survives_the_death_of_the_engine(
             os.killpg(process.pid, signal.SIGKILL)
         else:
             process.kill()
-        answered = int((process.stdout.read().split() or [answered])[-1])  # ends with the last process of the group
+        # the output ends when the last process of the group has ended
+        answered = int((process.stdout.read().split() or [answered])[-1])
     outcome = only(repair.repair(tmp_path))
-    while outcome.state == "written":  # killed, but not gone yet
+    while outcome.state == "written":  # the processes are killed, but have not ended yet
         outcome = only(repair.repair(tmp_path))
-    # One writer may be a chunk ahead of the other.
+    # One writer may be one chunk ahead of the other.
     missing = outcome.missing
     assert answered <= outcome.num_tokens - CHUNK * len(missing) and len(missing) <= 1, outcome
     assert all(outcome.num_tokens - start == CHUNK for start, _ in missing)
@@ -126,14 +127,14 @@ def test_every_chunk_a_writer_answered_survives_the_death_of_the_engine(
 
 
 def test_a_repair_does_not_touch_a_capture_that_is_being_written(writer: Writing, tmp_path: Path) -> None:
-    """It is being written until its directory is renamed, also after its arrays are closed."""
+    """Until its directory is renamed, it counts as being written, even after its arrays are closed."""
     values = make_values(SPECS)
     writer.open(tmp_path / "a.zarr", SPECS, "zstd", facts(SPECS))
     for first in (0, 16):
         writer.chunk(SPECS, values, first, CHUNK)
         assert only(repair.repair(tmp_path, remove_empty=True)).state == "written"
     writer.ask("close", length=32, samples={})
-    writer.ask("drop", id=2)  # between two messages it looks which captures have their names
+    writer.ask("drop", id=2)  # between messages, the writer checks which captures were renamed
     assert only(repair.repair(tmp_path)).state == "written"
     writer.kill()
     assert only(repair.repair(tmp_path)).state == "salvaged"
@@ -141,19 +142,19 @@ def test_a_repair_does_not_touch_a_capture_that_is_being_written(writer: Writing
 
 
 def test_a_writer_closes_all_files_of_a_capture_that_has_ended(writer: Writing, tmp_path: Path) -> None:
-    """A capture ends with its final name, or with an abort."""
+    """A capture ends with the rename or with an abort."""
 
     def held() -> list[str]:
         links = []
         for path in Path(f"/proc/{writer.pid}/fd").iterdir():
-            with suppress(FileNotFoundError):  # it was just closed
+            with suppress(FileNotFoundError):  # the file was just closed
                 links.append(os.readlink(path))
         return [link for link in links if link.startswith(str(tmp_path))]
 
     for name, end in (("a", "rename"), ("b", "abort")):
         writer.open(tmp_path / f"{name}.zarr", SPECS, "zstd", facts(SPECS))
         writer.chunk(SPECS, make_values(SPECS), 0, CHUNK)
-        assert len(held()) == 4, "the directory, its journal and two shards"
+        assert len(held()) == 4, "the writer must have four files open: the directory, its journal and two shards"
         if end == "rename":
             writer.ask("close", length=CHUNK, samples={})
             (tmp_path / "a.zarr.partial").rename(tmp_path / "a.zarr")
@@ -194,14 +195,14 @@ def test_a_repair_that_is_killed_can_be_run_again(
     renamed = after and name in ("publish", "rename")
     outcomes = repair.repair(tmp_path)
     assert [o.state for o in outcomes] in ([["salvaged"], ["published"]] if not renamed else [[]])
-    if renamed:  # all but the line of the index
+    if renamed:  # only the line of the index is missing
         assert verify_store(tmp_path / "a.zarr") == []
     else:
         check(tmp_path / "a.zarr", values, 48)
 
 
 def test_a_repair_of_many_stores_goes_on_after_a_failure(tmp_path: Path) -> None:
-    """One cannot be repaired, the others are. What is no partial store is not touched."""
+    """One store cannot be repaired, the others are. Other files and directories are not changed."""
     values = {}
     for name in ("a", "b"):
         values[name] = write(Writing(), tmp_path / f"{name}.zarr", 2)
@@ -218,7 +219,7 @@ def test_a_repair_of_many_stores_goes_on_after_a_failure(tmp_path: Path) -> None
 
 
 def test_a_damaged_store_does_not_keep_others_out_of_the_index(tmp_path: Path) -> None:
-    """Their writers were killed before the last line of each."""
+    """Their writers were killed before the last line of each store."""
     stores = kit.Store(1 << 20)
     for name in ("a", "b", "c"):
         stores.write(tmp_path / f"{name}.zarr", [kit.Q], 10)
@@ -239,7 +240,7 @@ def test_a_damaged_store_does_not_keep_others_out_of_the_index(tmp_path: Path) -
 def test_a_whole_store_damaged_since_is_neither_published_nor_removed(
     writer: Writing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its journals are removed already."""
+    """Its journals are already removed."""
     write(writer, tmp_path / "a.zarr", 3)
     with monkeypatch.context() as patch:
         patch.setattr(commit.os, "rename", killed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a repair makes of damage: torn and changed journals and shards."""
+"""Repairs of damaged data: torn and changed journals and shards."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ALL = (*SPECS, LOGITS)
 
 
 class Record(NamedTuple):
-    """One record of a journal: its kind, where it begins and ends in the file, and where its fields begin."""
+    """One record of a journal: its kind, its start and end in the file, and the starts of its fields."""
 
     kind: str
     start: int
@@ -53,7 +53,7 @@ class Record(NamedTuple):
 
 
 def records(data: bytes) -> list[Record]:
-    """The records of a journal of ALL, as docs/FORMAT.md describes them (section 10)."""
+    """The records of a journal of ALL, in the format of docs/FORMAT.md (section 10)."""
     found, at = [], 0
     while at < len(data):
         size = int.from_bytes(data[at : at + 4], "little")
@@ -74,7 +74,7 @@ def records(data: bytes) -> list[Record]:
 
 
 class Journal(NamedTuple):
-    """A journal with records of each kind, the values of its capture, and what it is to be in (a partial store)."""
+    """A journal with records of each kind, the values of its capture, and the partial store that contains it."""
 
     values: kit.Values
     partial: Path
@@ -82,7 +82,7 @@ class Journal(NamedTuple):
     data: bytes
 
     def damaged(self, data: bytes, to: Path) -> Path:
-        """A copy of the partial store whose journal is `data`. Returns its directory."""
+        """Copy the partial store, with `data` as its journal. Returns the directory."""
         shutil.copytree(self.partial, to / "a.zarr.partial")
         (to / "a.zarr.partial" / self.name).write_bytes(data)
         return to
@@ -90,7 +90,7 @@ class Journal(NamedTuple):
 
 @pytest.mark.parametrize("again", [3, 63])
 def test_samples_of_dropped_steps_are_not_salvaged(again: int, tmp_path: Path) -> None:
-    """The engine dropped its last four steps, and sampled once more. 64 samples fill a shard."""
+    """The engine dropped its last four steps, and sampled one of them again. 64 samples fill a shard."""
     writer, values, newer = Writing(), make_values(ALL), make_values(ALL)
     newer["logits"] = newer["logits"][::-1].copy()
     writer.open(tmp_path / "a.zarr", ALL, "zstd", facts(ALL))
@@ -108,7 +108,9 @@ def test_samples_of_dropped_steps_are_not_salvaged(again: int, tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def journal(tmp_path_factory: pytest.TempPathFactory) -> Journal:
-    """Of two chunks, two samples, a last chunk of 8 rows, one more sample, and the end, which leaves that one out."""
+    """A journal of two chunks, two samples, a last chunk of 8 rows, one more sample, and an end that does not count
+    this sample.
+    """
     writer, values, root = Writing(), make_values(ALL), tmp_path_factory.mktemp("journal")
     writer.open(root / "a.zarr", ALL, "zstd", facts(ALL))
     writer.chunk(SPECS, values, 0, CHUNK)
@@ -125,11 +127,11 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Journal:
 
 
 ROWS, SAMPLES = [0, 0, 16, 32, 32, 40, 40, 40], [0, 0, 0, 0, 2, 2, 3, 2]
-"""What the first 0 to 7 records of `journal` know of: token rows and samples."""
+"""Numbers of token rows and of samples after the first 0 to 7 records of `journal`."""
 
 
 def expect(journal: Journal, directory: Path, whole: int, torn: int) -> None:
-    """A repair makes a store of what the first `whole` records say. torn: bytes after them."""
+    """Check that a repair makes a store from the first `whole` records. torn: number of bytes after them."""
     outcome = only(repair.repair(directory))
     if whole < 2:
         assert outcome.state == "empty"
@@ -138,7 +140,9 @@ def expect(journal: Journal, directory: Path, whole: int, torn: int) -> None:
         [Loss.of(Cause.HOOKS_WITHOUT_ROWS, hooks="logits").words] if whole < 4 else []
     )
     assert (outcome.state, outcome.num_tokens, notes_of(outcome)) == ("salvaged", ROWS[whole], notes)
-    assert (len(outcome.notes) == len(notes)) == (whole == 7), "the end says how many rows there were"
+    assert (len(outcome.notes) == len(notes)) == (whole == 7), (
+        "without an end record, a note must say that the number of rows is unknown"
+    )
     check(directory / "a.zarr", journal.values, ROWS[whole])
     if whole >= 4:
         capture = open_capture(directory / "a.zarr", timeout=0, allow_incomplete=True)
@@ -148,7 +152,7 @@ def expect(journal: Journal, directory: Path, whole: int, torn: int) -> None:
 
 
 def cut(journal: Journal, at: int, directory: Path) -> None:
-    """Cut the journal at a byte, and repair."""
+    """Cut the journal at a byte, repair, and check the store."""
     before = [record for record in records(journal.data) if record.stop <= at]
     expect(journal, journal.damaged(journal.data[:at], directory), len(before), at - before[-1].stop if before else at)
 
@@ -169,7 +173,7 @@ def test_a_torn_journal_keeps_what_lies_before_any_tear(journal: Journal, tmp_pa
 
 
 def known(content: JournalContent) -> tuple[int, int, int | None, int]:
-    """Token rows, samples and length that a journal knows of, and its torn bytes."""
+    """(token rows, samples, length, torn bytes) of a journal."""
     q, embed, logits = content.arrays
     assert q.counts == embed.counts and set(q.counts) == set(content.token_ids) == set(q.places)
     assert logits.counts.keys() == logits.positions.keys() == logits.places.keys()
@@ -178,7 +182,7 @@ def known(content: JournalContent) -> tuple[int, int, int | None, int]:
 
 @pytest.mark.parametrize("damage", ["cut", "bit"])
 def test_a_journal_is_read_up_to_any_damage(journal: Journal, tmp_path: Path, damage: str) -> None:
-    """It is cut at every byte, or a bit of every byte is flipped."""
+    """It is cut at every byte, or one bit of every byte is flipped."""
     data, path, whole = journal.data, tmp_path / "journal", records(journal.data)
     for at in range(len(data)):
         changed = data[:at] + (bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :] if damage == "bit" else b"")
@@ -188,7 +192,7 @@ def test_a_journal_is_read_up_to_any_damage(journal: Journal, tmp_path: Path, da
             with pytest.raises(ValueError, match="no sound header"):
                 read_journal(path)
             continue
-        samples = max(SAMPLES[: len(before) + 1])  # what the end leaves out is in its `samples`
+        samples = max(SAMPLES[: len(before) + 1])  # samples after the end record are excluded by its `samples`
         told = known(read_journal(path))
         assert told == (ROWS[len(before)], samples, None, len(changed) - before[-1].stop), at
     path.write_bytes(data)
@@ -215,7 +219,7 @@ FORGED = {
 
 @pytest.mark.parametrize("kind", FORGED)
 def test_records_of_another_format_are_a_value_error(kind: str, tmp_path: Path) -> None:
-    """They have the right checksum."""
+    """Their checksums are valid."""
     frames = [FRAME.pack(len(record), crc32c(record)) + record for record in FORGED[kind]]
     (tmp_path / "journal").write_bytes(b"".join(frames))
     with pytest.raises(ValueError, match=r"^it has a (record|chunk)|^its header"):
@@ -223,7 +227,7 @@ def test_records_of_another_format_are_a_value_error(kind: str, tmp_path: Path) 
 
 
 def test_zeros_after_the_records_of_a_journal_are_torn_bytes(journal: Journal, tmp_path: Path) -> None:
-    """What a file system may leave of a write it had not finished."""
+    """A file system may leave zeros after an unfinished write."""
     expect(journal, journal.damaged(journal.data + bytes(100), tmp_path), 7, 100)
 
 
@@ -231,7 +235,7 @@ def test_zeros_after_the_records_of_a_journal_are_torn_bytes(journal: Journal, t
 def test_a_flipped_bit_in_a_journal_costs_only_what_lies_after_it(
     journal: Journal, tmp_path: Path, number: int
 ) -> None:
-    """Without the header of its journal nothing is salvaged."""
+    """If the header of its journal is damaged, nothing is salvaged."""
     start, stop = records(journal.data)[number][1:3]
     for at in (start, (start + stop) // 2, stop - 1):
         damaged = bytearray(journal.data)
@@ -281,7 +285,7 @@ def test_a_flipped_bit_costs_only_its_own_chunk(writer: Writing, tmp_path: Path,
 
 
 def test_rows_that_writers_disagree_about_are_missing(tmp_path: Path) -> None:
-    """One writer has a short last chunk, the other has rows after it: padding must not count as rows."""
+    """One writer has a short last chunk, the other one has rows after it. Padding must not count as rows."""
     values, partial = make_values(SPECS), tmp_path / "a.zarr.partial"
     for spec, rows in ((Q, 20), (EMBED, 32)):
         layout = PayloadLayout((spec,), CHUNK, SEGMENT, "none")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is salvaged of captures of several ranks, of samples, and of captures that were closed."""
+"""Salvaged parts of captures of several ranks, of samples, and of captures that were closed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.repairkit import (
 
 @pytest.mark.parametrize("part_layers", [0, 1])
 def test_rows_that_only_one_rank_wrote_are_missing_after_a_repair(tmp_path: Path, part_layers: int) -> None:
-    """Only rows of shared hooks need both ranks: hooks that rank 0 alone holds stay whole."""
+    """Only rows of shared hooks need both ranks. Hooks that only rank 0 has stay complete."""
     wide = ArraySpec("z", "bfloat16", (0, 2), 20, shards=2, part_layers=part_layers)
     values, ranks = make_values([wide, EMBED]), [Writing(), Writing()]
     for rank, writing in enumerate(ranks):
@@ -52,7 +52,7 @@ def test_rows_that_only_one_rank_wrote_are_missing_after_a_repair(tmp_path: Path
             writing.chunk(specs, values, n * CHUNK, CHUNK)
         if rank:
             writing.kill()
-            assert only(repair.repair(tmp_path)).state == "written", "rank 0 lives"
+            assert only(repair.repair(tmp_path)).state == "written", "rank 0 is still running"
     ranks[0].kill()
     outcome = only(repair.repair(tmp_path))
     assert (outcome.state, outcome.missing) == ("salvaged", [[48, 96]])
@@ -76,7 +76,7 @@ def test_shared_hooks_are_left_out_if_a_rank_wrote_nothing(tmp_path: Path, write
 
 @pytest.mark.parametrize("other", [False, True])
 def test_hooks_that_another_rank_writes_whole_are_salvaged_or_named(tmp_path: Path, other: bool) -> None:
-    """Rank 0 knows of them. other: whether rank 1 has begun."""
+    """Rank 0 has a record of them. other: whether rank 1 has begun."""
     wide = ArraySpec("z", "bfloat16", (0, 2), 20)
     values, ranks = make_values([wide, EMBED]), [Writing(), Writing()]
     ranks[0].open(tmp_path / "a.zarr", [wide], "none", facts([wide, EMBED], 0, 2))
@@ -90,11 +90,13 @@ def test_hooks_that_another_rank_writes_whole_are_salvaged_or_named(tmp_path: Pa
     assert sorted(outcome.hooks) == (["embed", "z"] if other else ["z"])
     assert notes_of(outcome) == ([] if other else ["hooks without rows: embed"])
     check(tmp_path / "a.zarr", values, CHUNK)
-    assert read_attrs(tmp_path / "a.zarr")["created"].endswith(":32+00:00"), "as rank 0 has told the index"
+    assert read_attrs(tmp_path / "a.zarr")["created"].endswith(":32+00:00"), (
+        "the time must be that of rank 0, which is in the index"
+    )
 
 
 def test_the_facts_of_a_rank_without_arrays_are_salvaged(tmp_path: Path) -> None:
-    """Rank 0 writes nothing of a request, but the index has the time at which it began there."""
+    """Rank 0 writes nothing for the request, but the index has the time at which it began there."""
     values, ranks = make_values([EMBED]), [Writing(), Writing()]
     ranks[0].open(tmp_path / "a.zarr", [], "none", facts([EMBED], 0, 2))
     ranks[1].open(tmp_path / "a.zarr", [EMBED], "none", facts([EMBED], 1, 2))
@@ -104,14 +106,16 @@ def test_the_facts_of_a_rank_without_arrays_are_salvaged(tmp_path: Path) -> None
         writing.kill()
     assert only(repair.repair(tmp_path)).hooks == ["embed"]
     check(tmp_path / "a.zarr", values, CHUNK)
-    assert read_attrs(tmp_path / "a.zarr")["created"].endswith(":32+00:00"), "as rank 0 has told the index"
+    assert read_attrs(tmp_path / "a.zarr")["created"].endswith(":32+00:00"), (
+        "the time must be that of rank 0, which is in the index"
+    )
 
 
 # ---- samples and closed captures -------------------------------------------
 
 
 def test_all_rows_of_logits_but_a_damaged_one_are_salvaged(writer: Writing, tmp_path: Path) -> None:
-    """There are more samples than one shard holds, and only one chunk of token rows."""
+    """More samples than fit into one shard, and only one chunk of token rows."""
     values = make_values((*SPECS, LOGITS))
     writer.open(tmp_path / "a.zarr", (*SPECS, LOGITS), "zstd", facts((*SPECS, LOGITS)))
     writer.chunk(SPECS, values, 0, CHUNK)
@@ -148,7 +152,7 @@ def test_samples_are_salvaged_where_no_chunk_was_written(writer: Writing, tmp_pa
 def test_all_rows_are_salvaged_if_the_writer_dies_before_the_commit(
     writer: Writing, tmp_path: Path, length: int
 ) -> None:
-    """The capture was closed, so its true length is known, and the indexes of its shards are cut to it."""
+    """The capture was closed, so its length is known, and the indexes of its shards are cut to it."""
     values, _ = close(writer, tmp_path / "a.zarr", length, 3)
     writer.kill()
     assert only(repair.repair(tmp_path)).notes == []
@@ -160,7 +164,7 @@ def test_all_rows_are_salvaged_if_the_writer_dies_before_the_commit(
 def test_a_store_that_lacks_only_its_name_is_published(
     writer: Writing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store that has its root document is whole."""
+    """A store with a root document is complete."""
     final = tmp_path / "a.zarr"
     values, closed = close(writer, final, 70, 3)
     writer.kill()

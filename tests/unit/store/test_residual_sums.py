@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sums of the residual stream `dmi verify` checks in a store that has a part of the model's layers."""
+"""The sums of the residual stream that `dmi verify` checks in a store with some of the model's layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TWO = {"resid_pre": (0, 1), "attn_out": (0, 1), "mlp_out": (0, 1), "resid_final"
 
 
 def test_the_stream_behind_the_model_is_no_sum_of_a_layer_before_the_last() -> None:
-    """The first two layers of four: what is behind layer 1 is not stored."""
+    """The store has the first two of four layers, so the stream after layer 1 is not stored."""
     assert equations({"num_layers": 4}, arrays(**TWO)) == [
         (("resid_pre", 1), ("resid_pre", 0), ("attn_out", 0), ("mlp_out", 0))
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ring never gives the same byte out twice, and always drains."""
+"""The ring never allocates a byte twice, and always drains."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shared() -> Iterator[Ring]:
 def test_extents_never_overlap_and_the_ring_drains_in_any_order(
     shared: Ring, first: int, steps: list[tuple[str, int]]
 ) -> None:
-    """Also while more of it becomes usable."""
+    """More of the ring may become usable at any time."""
     ring = shared
     ring.allow(first * ALIGN)
     held: list[Extent] = []
@@ -97,7 +97,7 @@ def test_a_held_extent_is_freed_by_its_last_release_and_misuse_is_refused(shared
 
 
 def _waits_for(ring: Ring, nbytes: int) -> Future[Extent | None]:
-    """What an `alloc` without a timeout gives, in another thread."""
+    """The result of an `alloc` without a timeout in another thread."""
     found: Future[Extent | None] = Future()
 
     def wait() -> None:
@@ -119,7 +119,9 @@ def test_a_closed_ring_gives_nothing_out_to_those_who_wait_and_later() -> None:
     assert waiting.result(PATIENCE) is None
     assert ring.used == 0
     ring.release(first)
-    assert _waits_for(ring, 1).result(PATIENCE) is None, "also where the space of an extent is free"
+    assert _waits_for(ring, 1).result(PATIENCE) is None, (
+        "a closed ring must allocate nothing, even if it has free space"
+    )
 
 
 def test_more_bytes_than_a_smaller_ring_will_ever_have_are_refused() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into a store comes out of it: every codec, dtype and edge length, through every reader."""
+"""Stored values are read unchanged: every codec, dtype and edge length, with every reader."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_tensorstore_reads_all_arrays(stores: kit.Store, tmp_path: Path) -> None
 
 
 def test_plain_zarr_reads_a_store_in_a_fresh_interpreter(stores: kit.Store, tmp_path: Path) -> None:
-    """Only an installed entry point makes bfloat16 known; the test writes the metadata of one."""
+    """zarr knows bfloat16 only through an installed entry point, so the test writes the metadata of one."""
     values = stores.write(tmp_path / "a.zarr", ALL[:2], 300)
     values["q"].tofile(tmp_path / "expected.bin")
     info = tmp_path / "site" / "dmi_probe-1.0.dist-info"
@@ -180,7 +180,7 @@ def test_plain_zarr_reads_a_store_in_a_fresh_interpreter(stores: kit.Store, tmp_
         "assert str(got.dtype) == 'bfloat16', got.dtype\n"
         "assert np.array_equal(got.view('u2').ravel(), np.fromfile(sys.argv[2], 'u2'))\n"
         "assert zarr.open_group(sys.argv[1], mode='r')['embed'][:].dtype == 'float32'\n"
-        # An array's own path works once a group was opened: zarr loads no entry point for an array alone.
+        # The path of an array works after a group was opened, because zarr loads no entry point for an array alone.
         "assert zarr.open(sys.argv[1] + '/q').dtype == got.dtype\n"
         "assert 'torch' not in sys.modules and 'vllm' not in sys.modules\n"
     )
@@ -225,7 +225,7 @@ def test_the_slices_of_two_ranks_read_as_one_array(stores: kit.Store, tmp_path: 
 def test_a_rank_may_write_several_runs_of_the_layers(
     stores: kit.Store, tmp_path: Path, length: int, first: int
 ) -> None:
-    """As where a request takes layers that the server's runs do not divide evenly. first: who writes the first one."""
+    """A request may select layers that the server's runs do not divide. first: the rank that writes the first run."""
     runs = [replace(PARTS, shards=3, part_layers=1, rank=rank) for rank in range(3)]
     other, values = kit.Store(), {PARTS.name: kit.random_bits(PARTS, length)}
     mine, theirs = (runs[:1], runs[1:]) if first == 0 else (runs[1:], runs[:1])
@@ -289,7 +289,7 @@ def test_arrays_of_one_capture_are_spread_over_writers(
 
 @pytest.mark.parametrize("end", ["closed", "aborted", "killed"])
 def test_the_load_of_a_writer_ends_with_its_captures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    """So that later captures go to the writer that has least to do."""
+    """Later captures then go to the writer with the least load."""
     monkeypatch.setattr("dmi_connector.store.write.coordinator.writer_pool.SPREAD_BYTES", 1)
     p = kit.Store(8 << 20, writers=2)
     try:
@@ -309,7 +309,7 @@ def test_the_load_of_a_writer_ends_with_its_captures(tmp_path: Path, monkeypatch
 def test_only_one_writer_is_sent_the_token_ids_of_a_chunk(
     stores: kit.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its journal keeps them, and the facts of the capture."""
+    """Its journal has the token ids and the facts of the capture."""
     monkeypatch.setattr("dmi_connector.store.write.coordinator.writer_pool.SPREAD_BYTES", 1)
     sent: list[dict[str, Any]] = []
     post = Child.post
@@ -318,7 +318,9 @@ def test_only_one_writer_is_sent_the_token_ids_of_a_chunk(
     chunks = [(m["first"], "token_ids" in m) for m in sent if m["type"] == "chunk"]
     assert chunks == [(0, True), (0, False), (128, True), (128, False)]
     assert sorted(m["about"] is None for m in sent if m["type"] == "open") == [False, True]
-    assert [m["generated"] for m in sent if m["type"] == "chunk"] == [True] * 4, "the prompt has 100 tokens"
+    assert [m["generated"] for m in sent if m["type"] == "chunk"] == [True] * 4, (
+        "all chunks must count as generated, because the prompt has 100 tokens"
+    )
 
 
 def test_captures_that_share_an_extent_may_send_chunks_out_of_order(stores: kit.Store, tmp_path: Path) -> None:
@@ -349,7 +351,7 @@ def test_a_short_chunk_is_padded_with_zeros() -> None:
     from dmi_connector.store.write.arrays.shard_writer import encode
 
     rng = np.random.default_rng(0)
-    for count in (3, 7, 1, 5, 5):  # one after the other through the same memory
+    for count in (3, 7, 1, 5, 5):  # one after the other, through the same memory
         chunk = rng.integers(1, 9, (count, 6), dtype="u2")
         whole = np.frombuffer(blosc.decompress(encode(chunk, "lz4", 8).body), "u2").reshape(8, 6)
         np.testing.assert_array_equal(whole, np.concatenate([chunk, np.zeros((8 - count, 6), "u2")]))
@@ -365,7 +367,7 @@ def test_the_padding_of_a_last_chunk_takes_no_disk_space(stores: kit.Store, tmp_
     stored = 130 * wide.token_bytes
     if codec == "none":
         assert found.st_size > 256 * wide.token_bytes
-    assert found.st_blocks * 512 < stored + (16 << 10), "two layers of one hole each, and pages around them"
+    assert found.st_blocks * 512 < stored + (16 << 10), "two layers must have one hole each, and pages around it"
 
 
 def test_holes_are_zeros_after_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,7 +427,7 @@ def test_an_append_that_fails_halfway_leaves_no_trace(
             patch.setattr(os, "pwritev", full_disk)
         with pytest.raises((OSError, ValueError), match=r"No space left|encoder"):
             writer.append(slots, chunks("encoded" in fault))
-    assert (tmp_path / "shard").stat().st_size > 600_004, "bytes went out before it failed"
+    assert (tmp_path / "shard").stat().st_size > 600_004, "bytes must be written before the failure"
     assert writer.append(slots[:1], [encode(rows[0], "none")]) == 600_004
     size, content = writer.close()
     data = (tmp_path / "shard").read_bytes()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every row of every chunk is compared with the request: its token id, its position, and whether it came."""
+"""Every row of every chunk is compared with the request: its token id, its position, and whether it arrived."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ START = 50
 
 
 def headers(first: int, count: int, ids: np.ndarray = IDS, start: int = START) -> np.ndarray:
-    """Headers of rows [first, first + count), and some bytes behind them."""
+    """Headers of rows [first, first + count), followed by some other bytes."""
     rows = np.arange(first, first + count)
     pairs = np.stack([ids[rows], rows + start], axis=1).astype("<i4")
     return np.concatenate([pairs.view("u1").ravel(), np.full(5, 255, "u1")])
 
 
 def check(*chunks: tuple[int, int], ids: np.ndarray = IDS) -> RowCheck:
-    """A check that has seen these chunks: (first row, rows)."""
+    """A check that has seen these chunks: (first row, number of rows)."""
     found = RowCheck(START)
     for first, count in chunks:
         np.testing.assert_array_equal(found.positions(headers(first, count, ids), first, count), ids[first:][:count])
@@ -53,7 +53,7 @@ def test_the_first_of_several_wrong_token_ids_is_named() -> None:
 
 
 def test_rows_behind_the_end_are_not_compared() -> None:
-    """The engine may compute a row more than the request has tokens."""
+    """The engine may compute one row more than the request has tokens."""
     ids = IDS.copy()
     ids[250:] = 1000
     assert check(*ALL, ids=ids).losses(IDS[:250]) == []

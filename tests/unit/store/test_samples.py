@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-sample rows past the end: an engine may sample once more before it learns that a request has ended."""
+"""Per-sample rows after the end: an engine may sample once more before it learns that a request has ended."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_surplus_sample_is_left_out(tmp_path: Path, samples: int) -> None:
 
 @pytest.mark.parametrize("again", [62, 63, 64])
 def test_a_sample_that_comes_again_takes_the_place_of_the_first(tmp_path: Path, again: int) -> None:
-    """An engine that drops a step samples its positions once more, also where that filled a file."""
+    """An engine that drops a step samples its positions again, even if their file was already full."""
     count = 80
     stores = kit.Store(1 << 20, writers=1)
     values = {"q": kit.random_bits(Q, 90), "logits": kit.random_bits(LOGITS, count + 2)}
@@ -59,7 +59,7 @@ def test_a_sample_that_comes_again_takes_the_place_of_the_first(tmp_path: Path, 
 
 
 def test_verify_finds_damage_in_a_surplus_sample(tmp_path: Path) -> None:
-    """It lies in the shard, and its bytes are as safe as the others."""
+    """It is in the shard, and is checked like other samples."""
     stores = kit.Store(1 << 20, writers=1)
     values = {"q": kit.random_bits(Q, 8), "logits": kit.random_bits(LOGITS, 3)}
     path = tmp_path / "a.zarr"
@@ -90,7 +90,7 @@ def test_a_missing_sample_makes_the_capture_incomplete(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_sample_that_one_rank_lacks_is_recorded(tmp_path: Path, rank: int) -> None:
-    """Rank 0 marks the sample. Another rank does not write positions, so all rows count as missing."""
+    """Rank 0 marks the sample. Another rank has no positions, so all its rows count as missing."""
     spec = ArraySpec("logits", "float32", (), 6, 2, rank)
     writer = ArrayWriter(str(tmp_path), PayloadLayout((spec,), codec="none"), [0], FileCache(16))
     for sample in (0, 2):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments of a long capture that several writers share: its store is that of one writer, even if one of them dies."""
+"""Segments of a long capture that several writers share. The store equals that of one writer, even if a writer dies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.storekit import PATIENCE, until
 SPEC = ArraySpec("q", "float32", (0, 1), 64)
 LOGITS = ArraySpec("logits", "float32", (), 32)
 ROWS = 1400
-"""Six segments of 256 rows, the last one short."""
+"""Number of rows: six segments of 256 rows, the last one short."""
 
 
 @pytest.fixture
@@ -82,7 +82,9 @@ def test_segments_go_to_the_writers_in_turn(
     assert finish(tmp_path)["bytes_raw"] == record.bytes_raw == ROWS * SPEC.token_bytes + 3 * LOGITS.token_bytes
     opens = [m for m in sent if m["type"] == "open"]
     assert [m["leads"] for m in opens] == [True, False, False] and sum(m["about"] is not None for m in opens) == 1
-    assert all(m["token_ids"] for m in sent if m["type"] == "chunk"), "each chunk is in one journal with its ids"
+    assert all(m["token_ids"] for m in sent if m["type"] == "chunk"), (
+        "each chunk must be in a journal with its token ids"
+    )
 
 
 def test_small_segments_and_parts_on_several_writers_stay_where_they_are(
@@ -92,7 +94,7 @@ def test_small_segments_and_parts_on_several_writers_stay_where_they_are(
     arrays = [replace(SPEC, name=name) for name in "qkv"]
     record = stores.open(tmp_path / "a.zarr", *arrays)
     stores.feed(record, dict.fromkeys("qkv", values["q"]), ROWS)
-    assert len(record.assignments) == 3, "each writer has an array"
+    assert len(record.assignments) == 3, "each writer must have one array"
     monkeypatch.setattr("dmi_connector.store.write.coordinator.writer_pool.SEGMENT_BYTES", 256 * SPEC.token_bytes + 1)
     other = stores.open(tmp_path / "b.zarr", SPEC)
     stores.feed(other, values, ROWS)
@@ -106,7 +108,7 @@ def test_small_segments_and_parts_on_several_writers_stay_where_they_are(
 def test_a_writer_that_dies_costs_only_its_unwritten_chunks(
     stores: kit.Store, tmp_path: Path, values: kit.Values, segment: int
 ) -> None:
-    """Of its segments and of those of others the commit makes the array anew, by the journals of all."""
+    """The commit rebuilds the array from the segments of all writers, with the help of their journals."""
     record = stores.open(tmp_path / "a.zarr", SPEC, LOGITS)
     late = 256 * segment
     stores.feed(record, values, ROWS, skip=[late])
@@ -145,12 +147,12 @@ def test_later_segments_of_a_writer_that_died_go_to_others(
 
 
 def test_a_repair_joins_the_journals_of_all_writers(stores: kit.Store, tmp_path: Path, values: kit.Values) -> None:
-    """As after a kill of everything."""
+    """All processes were killed."""
     record = stores.open(tmp_path / "a.zarr", SPEC)
     stores.feed(record, values, ROWS)
     until(lambda: stores.ring.used == 0)
     assert len(list((tmp_path / "a.zarr.partial").glob(".journal*"))) == 3
-    stores.captures._over = True  # the coordinator is gone too
+    stores.captures._over = True  # the coordinator has ended too
     for assignment in record.assignments:
         assignment.process.process.kill()
     until(lambda: [outcome.state for outcome in repair(tmp_path / "a.zarr.partial")] != ["written"])
@@ -187,7 +189,7 @@ def test_an_aborted_capture_of_several_writers_leaves_nothing(
 
 @pytest.mark.parametrize("leads", [True, False])
 def test_what_a_writer_of_segments_cannot_finish_is_missing(tmp_path: Path, leads: bool) -> None:
-    """Without metadata the array is not there at all; with the leader's, rows would read as zeros."""
+    """Without metadata, the array would be missing. With that of the leader, its rows would be read as zeros."""
     writer = ArrayWriter(str(tmp_path), PayloadLayout((SPEC,), 128, 256, "none"), [0], FileCache(8), None, leads)
     writer.chunk(np.zeros(SPEC.token_bytes * 128, "u1"), 256, 128)
     assert writer.close(300, {}) == {}

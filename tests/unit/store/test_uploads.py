@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of the backlog when the uploader process dies, without a process and without S3."""
+"""The backlog of uploads when the uploader process dies, with a fake process and without S3."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dmi_connector.store.write.settings import UploadSettings
 
 
 class Told:
-    """What an `Uploads` says."""
+    """Records the notes and counts of an `Uploads`."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -33,7 +33,7 @@ class Told:
 
 
 class Dying:
-    """Stands for the uploader process: notes what it is given."""
+    """A fake uploader process that records messages."""
 
     def __init__(self, name: str, *_: object) -> None:
         self.name, self.posted, self.skipped = name, list[str](), list[str]()
@@ -43,15 +43,15 @@ class Dying:
         self.skipped += [message["store"]] if message["type"] == "skip" else []
 
     def finish(self) -> None:
-        """It is told to end."""
+        """Does nothing."""
 
     def join(self, timeout: float) -> None:
-        """Nothing to wait for."""
+        """Does nothing."""
 
 
 @pytest.fixture
 def dying(monkeypatch: pytest.MonkeyPatch) -> tuple[Uploads, Told]:
-    """Uploads whose process dies when a test says so, with three stores that wait."""
+    """Uploads with three waiting stores. The test decides when its process dies."""
     monkeypatch.setattr(uploads_module, "Child", Dying)
     told = Told()
     uploads = Uploads(UploadSettings("s3://bucket/x"), "private", told.notes.append, told.count)
@@ -61,21 +61,19 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> tuple[Uploads, Told]:
 
 
 def die(uploads: Uploads) -> Dying:
-    """The process dies. Returns the next one."""
+    """Let the process die. Returns the next one."""
     uploads._on_death(uploads._child, "signal 9")  # type: ignore[arg-type]
     return uploads._child  # type: ignore[return-value]
 
 
 def test_an_upload_between_deaths_of_the_process_keeps_the_backlog(dying: tuple[Uploads, Told]) -> None:
-    """Only deaths without an upload between them give it up, also after one that gave up."""
+    """Only several deaths without an upload in between give up waiting stores, also after an earlier time."""
     uploads, told = dying
     for number in range(4):
         die(uploads)
         assert die(uploads).posted == ["s/0.zarr", "s/1.zarr", "s/2.zarr"], f"after {2 * number + 2} deaths"
         uploads._on_message(uploads._child, {"uploaded": "s/earlier.zarr", "bytes": 5})  # type: ignore[arg-type]
-    assert uploads.backlog == 300 and told.counts == {"bytes_queued": 300}, (
-        "one that did not wait is no upload of these"
-    )
+    assert uploads.backlog == 300 and told.counts == {"bytes_queued": 300}, "an upload of another store must not count"
     uploads._on_message(uploads._child, {"uploaded": "s/1.zarr", "bytes": 60})  # type: ignore[arg-type]
     assert told.counts == {"bytes_queued": 300, "uploaded": 1, "bytes_uploaded": 60} and uploads.backlog == 200
     for _ in range(3):
@@ -98,7 +96,7 @@ def test_a_death_of_an_earlier_process_is_none_of_the_new_one(dying: tuple[Uploa
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], tuple[Uploads, Told]]:
-    """small(drop): uploads of which 100 bytes may wait."""
+    """small(drop): uploads with a backlog of at most 100 bytes."""
     monkeypatch.setattr(uploads_module, "Child", Dying)
 
     def make(drop: bool) -> tuple[Uploads, Told]:
@@ -112,7 +110,7 @@ def test_under_policy_drop_the_backlog_may_be_as_large_as_its_limit(
     small: Callable[[bool], tuple[Uploads, Told]],
 ) -> None:
     uploads, told = small(True)
-    uploads.add("s/large.zarr", 101)  # nothing waits: one store always may
+    uploads.add("s/large.zarr", 101)  # a single store may always wait
     uploads.add("s/late.zarr", 1)
     uploads._on_message(uploads._child, {"uploaded": "s/large.zarr", "bytes": 101})  # type: ignore[arg-type]
     for name, nbytes in (("a", 60), ("b", 40), ("c", 1)):
@@ -130,7 +128,7 @@ def test_under_policy_block_the_engine_waits_only_while_more_than_the_limit_wait
     uploads.add("s/b.zarr", 1)
     asked = iter([True, False])
     uploads.wait_for_room(lambda: next(asked))
-    assert next(asked, None) is None, "it waits while it is needed"
+    assert next(asked, None) is None, "the call must wait while the backlog is full"
 
 
 def test_a_store_that_failed_waits_no_more_and_is_counted_once(
@@ -155,7 +153,7 @@ def test_a_shutdown_says_how_many_stores_are_left_and_waits_for_none_afterwards(
     assert told.notes == ([f"{left} stores are not uploaded yet: dmi repair finishes that"] if left else [])
     uploads.wait_for_room(lambda: pytest.fail("waited for room while it ends"))
     uploads._on_death(uploads._child, "signal 15")  # type: ignore[arg-type]
-    assert len(told.notes) == bool(left), "the end of a process that was told to end is no fault"
+    assert len(told.notes) == bool(left), "the requested end of a process must not count as a fault"
 
 
 @pytest.mark.parametrize("remove", [False, True])
@@ -198,7 +196,7 @@ def test_a_directory_that_is_gone_does_not_end_the_uploader(tmp_path: Path) -> N
     uploader.finish()
     told = list(Decoder().feed(os.read(answers, 1 << 16)))
     assert [m["failed"] for m in told if "failed" in m] == [str(tmp_path / "gone/a.zarr")]
-    assert len([m for m in told if "note" in m]) == 4, "two of the directory, and one of each store"
+    assert len([m for m in told if "note" in m]) == 4, "two notes must name the directory, and one each store"
     os.close(answers)
     os.close(end)
 

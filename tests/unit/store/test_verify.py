@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verify finds every kind of damage, and says where."""
+"""verify finds every kind of damage, and reports where it is."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_file_that_the_disk_does_not_give_is_a_problem_of_its_store(
 
 
 def test_verify_finds_every_flipped_bit(sound: Path, tmp_path: Path) -> None:
-    """200 flips over the whole store, and one in each file: no byte of a store is padding. Each run flips other bits;
+    """200 flips over the whole store, and one in each file. No byte of a store is padding. Each run flips other bits;
     DMI_TEST_SEED repeats a run.
     """
     path = copy(sound, tmp_path)
@@ -111,7 +111,7 @@ def test_verify_finds_every_flipped_bit(sound: Path, tmp_path: Path) -> None:
 
 def test_verify_names_the_tokens_of_a_flipped_bit(sound: Path, tmp_path: Path) -> None:
     path = copy(sound, tmp_path)
-    shard = path / "q/c/0/1/0"  # the second segment begins at token 256
+    shard = path / "q/c/0/1/0"  # the second shard begins at token 256
     data = bytearray(shard.read_bytes())
     data[5] ^= 4
     shard.write_bytes(data)
@@ -150,7 +150,7 @@ def test_verify_finds_files_that_do_not_belong_to_the_store(sound: Path, tmp_pat
 
 
 def test_verify_finds_attributes_that_contradict_the_arrays(sound: Path, tmp_path: Path) -> None:
-    """The checksum of the attributes is right."""
+    """The checksum of the attributes is valid."""
     path = copy(sound, tmp_path)
     document = json.loads((path / "zarr.json").read_bytes())
     attrs = document["attributes"]["dmi"]
@@ -165,7 +165,7 @@ def test_verify_finds_values_that_are_not_finite(stores: kit.Store, tmp_path: Pa
     values = {s.name: kit.random_bits(s, 5 if s.per_sample else 300) for s in ARRAYS}
     values["q"][1, 140, 3] = 0x7F80  # +inf
     values["logits"].view("f4")[2, 4] = np.nan
-    values["logits"].view("f4")[3, 4] = -np.inf  # a masked token: legal
+    values["logits"].view("f4")[3, 4] = -np.inf  # a masked token, which is legal
     values["logits"].view("f4")[4, :2] = np.inf
     stores.write(tmp_path / "a.zarr", ARRAYS, 300, 5, values=values)
     problems = verify_store(tmp_path / "a.zarr")
@@ -184,7 +184,7 @@ def test_verify_finds_values_that_are_not_finite(stores: kit.Store, tmp_path: Pa
     "spec", ["int8", "int8(affine)", "int8(32)", "fp8", "topk(8)", "topk(8,exact)", "rp(8)", "round(7)"]
 )
 def test_verify_finds_values_of_reduced_hooks_that_are_not_finite(stores: kit.Store, tmp_path: Path, spec: str) -> None:
-    """Their bytes are whole numbers, and always finite."""
+    """Their bytes are integers, and always finite."""
     import torch
 
     rows = np.random.default_rng(0).standard_normal((200, 64)).astype("f4")
@@ -235,7 +235,7 @@ def test_a_reduction_that_does_not_fit_its_rows_is_a_problem(stores: kit.Store, 
 
 
 def rewrite(store: Path, change: dict[str, bytes], **attrs: object) -> None:
-    """Forge files of a store, with the sizes and checksums that they should have, and some root attributes."""
+    """Forge files of a store, with matching sizes and checksums, and some root attributes."""
     document = json.loads((store / "zarr.json").read_bytes())
     own = document["attributes"]["dmi"]
     for path, data in change.items():
@@ -254,7 +254,7 @@ def plain(values: list[int], dtype: str) -> bytes:
 
 
 def test_verify_finds_token_arrays_that_contradict_the_attributes(sound: Path, tmp_path: Path) -> None:
-    """All checksums are right."""
+    """All checksums are valid."""
     for what, change, attrs, expected in (
         ("start", {}, {"start": 3}, {"positions": "row 0 is position 0, not 3"}),
         ("gap", {"positions/c/0": plain([*range(200), *range(201, 301)], "<i4")}, {}, {"positions": "row 200 is"}),
@@ -288,7 +288,7 @@ def test_verify_finds_token_arrays_that_contradict_the_attributes(sound: Path, t
 def test_verify_compares_a_store_with_the_line_of_its_beginning(
     sound: Path, tmp_path: Path, name: str, value: str
 ) -> None:
-    """Each of the three tells two requests apart."""
+    """Each of the three attributes distinguishes two requests."""
     path = copy(sound, tmp_path)
     shutil.copyfile(sound.parent / INDEX_NAME, tmp_path / INDEX_NAME)
     assert verify_store(path) == []
@@ -298,7 +298,7 @@ def test_verify_compares_a_store_with_the_line_of_its_beginning(
     assert found.where == "zarr.json"
     assert found.what == f"{name} is {value!r}, but the directory's index has {own!r}"
     (tmp_path / INDEX_NAME).unlink()
-    assert verify_store(path) == [], "without an index nobody knows"
+    assert verify_store(path) == [], "without an index, the difference cannot be found"
 
 
 # ---- files that changed places ------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ BETWEEN_RANKS = {
 
 
 def make_pair(root: Path, codec: str, tp: int) -> Path:
-    """Stores a and b of `tp` ranks, whose files have the same sizes with codec none."""
+    """Stores a and b of `tp` ranks. With codec none, corresponding files have the same size."""
     length, samples = 300, 70
     owners = [kit.Store(4 << 20) for _ in range(tp)]
     specs = [replace(s, shards=tp if s.name in ("k", "v") else 1) for s in EXCHANGED]
@@ -384,7 +384,7 @@ def pair_of_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 @contextmanager
 def exchanged(root: Path, first: str, one: str, second: str, other: str) -> Iterator[set[Path]]:
-    """File `one` of store `first` and file `other` of store `second` have changed places. Gives these stores."""
+    """Exchange file `one` of store `first` with file `other` of store `second` during the block. Yields the stores."""
 
     def exchange() -> None:
         a, b, aside = root / f"{first}.zarr" / one, root / f"{second}.zarr" / other, root.parent / f"{root.name}-aside"
@@ -401,7 +401,7 @@ def exchanged(root: Path, first: str, one: str, second: str, other: str) -> Iter
 
 @pytest.mark.parametrize("what", EXCHANGES)
 def test_verify_finds_files_that_changed_places(pair: Path, what: str) -> None:
-    """In the directory, and in each store that has a foreign file."""
+    """The directory has a problem, and so has each store with a foreign file."""
     with exchanged(pair, *EXCHANGES[what]) as stores:
         assert verify_dir(pair)
         for store in stores:
@@ -415,11 +415,11 @@ def test_verify_finds_files_of_ranks_that_changed_places(pair_of_ranks: Path, wh
             assert verify_store(store), store
 
 
-# Without a codec all shards have the same size.
+# Without compression, all shards have the same size.
 @pytest.mark.parametrize("pair_of_ranks", ["none", pytest.param("zstd", marks=pytest.mark.soak)], indirect=True)
 @pytest.mark.parametrize("first", ["k/c/0/0/0", "k/c/0/2/1", "v/c/0/1/1", "logits/c/1/0", "token_ids/c/0"])
 def test_verify_finds_a_copy_in_the_place_of_any_other_file(pair_of_ranks: Path, tmp_path: Path, first: str) -> None:
-    """Whatever file it replaces, in its own store or the other one."""
+    """Every other file of its own store and of the other store is replaced."""
     root = Path(shutil.copytree(pair_of_ranks, tmp_path / "root"))
     data = (root / "a.zarr" / first).read_bytes()
     for name in "ab":
@@ -447,7 +447,7 @@ def test_a_store_is_not_removed_while_it_is_verified(pair: Path, monkeypatch: py
 def test_a_store_that_is_removed_meanwhile_is_not_damaged(
     pair: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is listed, and retention removes it before it is read."""
+    """It is listed, but retention removes it before it is read."""
     listed = [*verify.stores_of(pair), pair / "gone.zarr"]
     for module in (verify, verify_command):
         monkeypatch.setattr(module, "stores_of", lambda _place: listed)
@@ -464,7 +464,7 @@ RESIDUAL = ("resid_pre", "attn_out", "resid_mid", "mlp_out")
 
 
 def residual_stream(dtype: str, length: int, layers: int = 3, width: int = 32) -> kit.Values:
-    """A stream that adds up with the rounding of `dtype`."""
+    """A residual stream whose sums are correct up to the rounding of `dtype`."""
     native = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
     rng = np.random.default_rng(0)
     out: dict[str, list[np.ndarray]] = {name: [] for name in RESIDUAL}
@@ -508,7 +508,7 @@ def test_sums_without_all_their_rows_are_not_checked_and_the_others_are(
 ) -> None:
     """An incomplete store may lack a chunk of one hook. The same tokens of another layer are still compared."""
     values = residual_stream("float32", 200)
-    values["resid_mid"][2, 150, 3] ^= 1 << 24  # in the chunk that is lacking in layer 0
+    values["resid_mid"][2, 150, 3] ^= 1 << 24  # in the chunk that is missing in layer 0
     specs = [ArraySpec(n, "float32", (0, 1, 2), 32) for n in RESIDUAL]
     path, attrs = tmp_path / "a.zarr", {"identities": True, "num_layers": 3}
     losses = [Loss.of(Cause.FELL_BEHIND, [[128, 200]])]
@@ -531,7 +531,7 @@ def test_sums_without_all_their_rows_are_not_checked_and_the_others_are(
 
 
 TOLERATED = {"float32": 1e-5, "float16": 2 * 2.0**-11, "bfloat16": 2 * 2.0**-8}
-"""Of docs/FORMAT.md, section 7: the error of a sum as a part of the largest magnitude in the three rows."""
+"""Tolerances of docs/FORMAT.md, section 7: the error of a sum, relative to the largest magnitude in the three rows."""
 
 
 @pytest.mark.parametrize("dtype", TOLERATED)
@@ -539,7 +539,7 @@ TOLERATED = {"float32": 1e-5, "float16": 2 * 2.0**-11, "bfloat16": 2 * 2.0**-8}
 def test_a_sum_may_be_off_by_the_tolerance_and_no_more(
     stores: kit.Store, tmp_path: Path, dtype: str, values: tuple[float, float, float]
 ) -> None:
-    """The largest magnitude of a row is 64, in one of the three. Another column is off."""
+    """The largest magnitude of a row is 64, in one of the three rows. The error is in another column."""
     specs = [ArraySpec(name, dtype, (0,), 4) for name in RESIDUAL[:3]]
     for part, found in ((0.97, []), (1.03, ["resid_mid layer 0 token 150"])):
         rows = {
@@ -559,7 +559,7 @@ def test_a_sum_may_be_off_by_the_tolerance_and_no_more(
 def test_without_the_stream_between_them_both_blocks_are_added_at_once(
     stores: kit.Store, tmp_path: Path, dtype: str, parallel: bool
 ) -> None:
-    """A sum of three is rounded twice, and may be off by half as much again."""
+    """A sum of three is rounded twice, so its tolerance is 1.5 times as large."""
     names = ("resid_pre", "attn_out", "mlp_out", "resid_final")
     specs = [ArraySpec(name, dtype, (0,) if name != "resid_final" else (), 4) for name in names]
     for part, found in ((1.47, []), (1.53, ["resid_final layer 0 token 150"])):
@@ -594,7 +594,7 @@ def test_without_the_stream_between_them_both_blocks_are_added_at_once(
 def test_a_layer_of_one_value_is_suspect(
     spec: ArraySpec, value: float, suspect: bool, codec: str, stores: kit.Store, tmp_path: Path
 ) -> None:
-    """As memory is that no tap wrote. One expert of many tokens, and equal weights, are legal."""
+    """Memory that no tap wrote looks like this. The same expert for many tokens and equal weights are legal."""
     arrays = (spec, ArraySpec("ln2", "float32", (0, 3), 8))
     values = {one.name: kit.random_bits(one, 300) for one in arrays}
     values[spec.name][-1] = np.array(value, numpy_dtype(spec.dtype)).view(f"u{spec.itemsize}")
@@ -612,7 +612,7 @@ def test_a_layer_of_one_value_is_suspect(
 def test_a_zero_that_the_residual_stream_shows_is_not_suspect(
     zero: str, before_it: str, stores: kit.Store, tmp_path: Path
 ) -> None:
-    """The weights of such a layer are zero, as those of layers that are added to a model are at first."""
+    """The weights of such a layer are zero, like those of layers that are added to a model before training."""
     values = residual_stream("float32", 200)
     before, after = {"attn_out": ("resid_pre", "resid_mid"), "mlp_out": ("resid_mid", "resid_final")}[zero]
     values[zero][2] = 0

@@ -15,7 +15,7 @@ from dmi_connector.store.write.writer import RingPages, serve
 
 
 class Notes:
-    """A writer that notes what it handles. pages: of the ring; input: closed when so many pieces are mapped."""
+    """A fake writer that records messages. pages: of the ring. stdin: closed when at most `last` bytes are left."""
 
     def __init__(self, pages: RingPages, stdin: int, last: int) -> None:
         self.commits: list[Any] = []
@@ -38,12 +38,12 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> mmap.mmap:
 
 
 def test_messages_and_the_end_of_input_go_before_pages(ring: mmap.mmap) -> None:
-    """All pages of a large ring may take a minute."""
+    """Mapping all pages of a large ring may take a minute."""
     pages, (read, write) = RingPages(ring), os.pipe()
     os.write(write, pack({"number": 1}) + pack({"number": 2}))
     notes = Notes(pages, write, 6 * mmap.PAGESIZE)
     serve(notes, read, pages)  # type: ignore[arg-type]
-    assert notes.handled == [(1, len(ring)), (2, len(ring))], "before the first piece"
+    assert notes.handled == [(1, len(ring)), (2, len(ring))], "messages must be handled before the first page is mapped"
     assert pages.left == 6 * mmap.PAGESIZE
     os.close(read)
 

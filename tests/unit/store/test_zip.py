@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store in one zip file reads, verifies and exports as its directory does."""
+"""A store in one zip file is read, verified and exported like its directory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests import storekit as kit
 
 SPECS = (
     ArraySpec("resid_pre", "bfloat16", (0, 1, 2), 16),
-    ArraySpec("z", "float32", (0, 1), 2048),  # its shards are mapped
+    ArraySpec("z", "float32", (0, 1), 2048),  # its shards are mapped into memory
     ArraySpec("logits", "float32", (), 10),
 )
 
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two whole stores and one that lacks rows; `a.zip` of the first."""
+    """Two complete stores, one with missing rows, and `a.zip` of the first."""
     root = tmp_path_factory.mktemp("stores")
     owner = kit.Store(8 << 20)
     for name, codec in (("a", "none"), ("b", "zstd")):
@@ -45,7 +45,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def same(one: Capture, other: Capture) -> None:
-    """Both hold the same."""
+    """Check that both captures have equal attributes and values."""
     assert one.attrs == other.attrs and one.hooks == other.hooks
     for hook in one.hooks:
         assert np.array_equal(kit.bits(one.numpy(hook)), kit.bits(other.numpy(hook))), hook
@@ -141,7 +141,7 @@ def test_other_zip_files_are_refused(stores: Path, tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match=r"gone\.zip was not there after 0 s"):
         open_capture(tmp_path / "gone.zip", 0)
     cut = (stores / "a.zip").read_bytes()
-    (tmp_path / "cut.zip").write_bytes(cut[len(cut) // 2 :])  # entries lie before its beginning
+    (tmp_path / "cut.zip").write_bytes(cut[len(cut) // 2 :])  # entries are before its beginning
     with pytest.raises(ValueError, match=r"cut\.zip"):
         open_capture(tmp_path / "cut.zip", 0).numpy("z")
 
@@ -150,7 +150,7 @@ def test_other_zip_files_are_refused(stores: Path, tmp_path: Path) -> None:
 def test_an_entry_that_no_zip_file_has_is_refused(tmp_path: Path, forged: dict[str, object]) -> None:
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("zarr.json", b"{}")
-        info = archive.infolist()[0]  # what the directory at the end of the file will say
+        info = archive.infolist()[0]  # the entry in the central directory at the end of the file
         for name, value in forged.items():
             setattr(info, name, value)
     with pytest.raises(ValueError, match=r"x\.zip"):

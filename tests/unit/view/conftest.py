@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the page share: stores, and in each file servers and a browser, which take CPU time while open."""
+"""Fixtures for tests of the page: stores, and servers and a browser per file, which take CPU time while open."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def serve() -> Iterator[Callable[..., str]]:
-    """serve(path, *options): the address that `dmi view` prints. Tests that ask for the same share a server."""
+    """serve(path, *options): the address that `dmi view` prints. Tests with the same arguments share a server."""
     started: list[subprocess.Popen[str]] = []
 
     @functools.cache
@@ -69,7 +69,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
 
 @pytest.fixture
 def page(browser: Chrome, serve: Callable[..., str], stores: Path, model: Path) -> Iterator[Page]:
-    """A page of its own, with the store "story" open. At the end its console must be empty."""
+    """A new page with the store "story" open. Its console must be empty at the end."""
     shown = Page(browser, f"{serve(stores, '--model', model)}#story.zarr?layer=0")
     shown.shows("#name", "story")
     shown.drawn()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the functions behind the panels of `dmi view` return, each answer compared as a whole."""
+"""Full return values of the functions behind the panels of `dmi view`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ LENGTH, START, HOLE, LAYERS, VOCABULARY = 40, 5, (4, 7), (1, 2), 16
 IDS = (np.arange(LENGTH) % VOCABULARY).astype("<i4")
 RNG = np.random.default_rng(8)
 EXPERTS = np.argsort(RNG.random((2, LENGTH, 6)), axis=-1)[..., :2].astype("<i4")
-EXPERTS[1, 39, 0] = 6  # the largest number is that of the last row and layer
+EXPERTS[1, 39, 0] = 6  # the largest number is in the last row and layer
 WEIGHTS = np.sort(RNG.random((2, LENGTH, 2)).astype("f4"))[..., ::-1]
 LOGITS = RNG.standard_normal((12, VOCABULARY)).astype("f4")
-"""Of positions 20 to 31, which are rows 15 to 26: they predict the tokens of rows 16 to 27."""
+"""Logits of positions 20 to 31, which are rows 15 to 26. They predict the tokens of rows 16 to 27."""
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stores of 40 tokens: "said" notes the number of experts, "routed" has router logits, "plain" has neither, and
-    lacks rows 4 to 6.
+    """Stores of 40 tokens: "said" has the number of experts as an attribute, "routed" has router logits, "plain" has
+    neither, and its rows 4 to 6 are missing.
     """
     root, owner = tmp_path_factory.mktemp("whole"), kit.Store(1 << 22)
     ids, weights = ArraySpec("topk_ids", "int32", LAYERS, 2), ArraySpec("topk_weights", "float32", LAYERS, 2)
@@ -87,7 +87,7 @@ def test_the_load_of_a_layer_counts_the_experts_that_are_shown(plain: Capture) -
 
 
 def test_alternatives_are_the_likeliest_tokens_of_the_row_before(plain: Capture) -> None:
-    """A row before without logits gives none, nor does the first row."""
+    """There are none for the first row, or if the previous row has no logits."""
     row = 15 + 6
     own = log_softmax(LOGITS[5:6])[0]
     came = float(np.exp(own[IDS[row]]))
@@ -127,7 +127,7 @@ def test_a_capture_lacks_what_its_lens_or_predictions_need(plain: Capture, root:
 
 
 def test_attribution_needs_only_the_blocks_that_a_layer_has(tmp_path: Path) -> None:
-    """As in Nemotron-H, whose layers have one block each."""
+    """In Nemotron-H, for example, each layer has only one block."""
     owner = kit.Store(1 << 20)
     layers = {"resid_pre": (0,), "attn_out": (0, 2), "mlp_out": (1,), "resid_final": ()}
     specs = [ArraySpec(hook, "float32", numbers, 8) for hook, numbers in layers.items()]
@@ -175,11 +175,11 @@ def test_attention_of_a_window_and_the_largest_weights(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
     assert len(both) == 2 and np.array_equal(both[1], found) and not np.array_equal(both[0], found)
     order = np.argsort(-whole[20], kind="stable")
-    assert [one["row"] for one in top] == order[:10].tolist(), "ten of them"
+    assert [one["row"] for one in top] == order[:10].tolist(), "at most ten keys must be returned"
     assert [one["weight"] for one in top] == pytest.approx(whole[20][order[:10]], rel=1e-4)
     assert [one["row"] for one in few] == np.argsort(-whole[4], kind="stable")[:2].tolist()
     with open_capture(tmp_path / "late.zarr") as capture:
-        assert attention.shown(capture)["until"] == 0, "keys before its first row are not there"
+        assert attention.shown(capture)["until"] == 0, "without earlier keys, no row may have attention"
 
 
 # ---- the list -------------------------------------------------------------------------------------------------------
@@ -191,21 +191,21 @@ def names_of(library: Library, again: bool) -> list[str]:
 
 
 def test_a_list_that_is_shown_takes_up_new_stores_alone(root: Path, tmp_path: Path) -> None:
-    """Newest first. Links, files, unfinished stores and directories that are no capture are left out, and what was
-    removed; what is listed already is not read again.
+    """The newest store comes first. Removed stores, links, files, unfinished stores and directories without a capture
+    are left out. Stores that are already listed are not read again.
     """
     for name in ("said", "plain"):
         shutil.copytree(root / f"{name}.zarr", tmp_path / f"{name}.zarr")
     library = Library(tmp_path)
     begun = names_of(library, again=True)
-    assert sorted(begun) == ["plain.zarr", "said.zarr"], "the first list is read as a whole"
+    assert sorted(begun) == ["plain.zarr", "said.zarr"], "the first list must have all stores"
     shutil.copytree(root / "routed.zarr", tmp_path / "routed.zarr")
     (tmp_path / "none.zarr").mkdir()
     (tmp_path / "file.zarr").touch()
     shutil.copytree(root / "said.zarr", tmp_path / "other")
     (tmp_path / "link.zarr").symlink_to(root / "said.zarr")
     shutil.rmtree(tmp_path / "said.zarr")
-    os.truncate(tmp_path / "plain.zarr/zarr.json", 0)  # it is known, so nobody looks
+    os.truncate(tmp_path / "plain.zarr/zarr.json", 0)  # a known store is not read again
     found = library._with_new()
     started = [info.started for info, _ in found.values()]
     assert set(found) == {"plain.zarr", "routed.zarr"} and started == sorted(started, reverse=True)
@@ -217,7 +217,7 @@ def test_a_list_that_is_shown_takes_up_new_stores_alone(root: Path, tmp_path: Pa
     assert list(library._with_new()) == ["plain.zarr"]
     one = Library.at(root / "said.zarr")
     for again in (False, True, True):
-        assert names_of(one, again) == ["said.zarr"], "the others of its directory are not listed"
+        assert names_of(one, again) == ["said.zarr"], "other stores of its directory must not be listed"
 
 
 def test_a_lost_sample_is_no_row_with_logits(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_what_verify_finds_is_told_by_kind(root: Path, tmp_path: Path) -> None:
 
 
 def test_the_lens_of_a_row_names_its_places(tmp_path: Path, model: Path) -> None:
-    """The chosen token comes first where its row before is there, and lies in the window."""
+    """The chosen token comes first if it is in the window and its previous row is not missing."""
     rng, owner = np.random.default_rng(6), kit.Store(1 << 22)
     stream = rng.standard_normal((2, 20, viewkit.HIDDEN)).astype("f4")
     final = rng.standard_normal((1, 20, viewkit.HIDDEN)).astype("f4")
@@ -273,7 +273,9 @@ def test_the_lens_of_a_row_names_its_places(tmp_path: Path, model: Path) -> None
                 ids = np.full(3, capture.token_ids[token])
                 np.testing.assert_allclose(pieces[0][2].logprobs, own[np.arange(3), ids], rtol=1e-4)
                 assert pieces[0][2].best.tolist() == own.argmax(1).tolist()
-        assert len(list(predictions.lens_map(capture, end, names, slice(0, 4), 0))) == 3, "nothing is before the first"
+        assert len(list(predictions.lens_map(capture, end, names, slice(0, 4), 0))) == 3, (
+            "the first row has no previous row"
+        )
         places, ids, shares = lens.predictions(capture, end, 5, 4)
         own = log_softmax(end.logits(np.concatenate([stream[:, 5], final[:, 5]])))
         assert places == names and np.array_equal(ids, np.argsort(-own, axis=1)[:, :4])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi view` over HTTP: who is answered, and that answers have the values of the stores."""
+"""`dmi view` over HTTP: who gets responses, and whether they have the values of the stores."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """Made-up stores, with an index."""
+    """Made-up stores with an index."""
     root = tmp_path_factory.mktemp("stores")
     viewkit.write_stores(root, model)
     return root
@@ -57,7 +57,7 @@ def floats(response: Any) -> np.ndarray:
     return np.frombuffer(response.content, "<f4").reshape([int(n) for n in response.headers["x-shape"].split(",")])
 
 
-# ---- who is answered ------------------------------------------------------------------------------------------------
+# ---- access ---------------------------------------------------------------------------------------------------------
 
 PLACES = ["", "api/captures", "api/capture/story.zarr", "api/heat/story.zarr", "static/main.js", "nothing"]
 
@@ -148,7 +148,7 @@ def test_the_list_is_searched_and_paged(stores: Path) -> None:
     assert set(names()) == {f"{n}.zarr" for n in ("story", "long", "lossy", "bare", *(f"run-{i:05}" for i in range(3)))}
     assert names(search="STORY") == ["story.zarr"]
     assert names(search="incomplete") == ["lossy.zarr"]
-    assert names(search="cmpl-long 0") == ["long.zarr"], "all words, in any field"
+    assert names(search="cmpl-long 0") == ["long.zarr"], "all words must match, in any field"
     assert names(search="nobody") == []
     assert names(first=2, count=3) == names()[2:5]
     (line,) = page.get("api/captures", params={"search": "lossy"}).json()["captures"]
@@ -159,7 +159,7 @@ def test_a_search_of_texts_goes_on_where_it_stopped(stores: Path, model: Path, m
     monkeypatch.setattr(texts_index, "_SECONDS", 0)
     page = client(stores)
     found = page.get("api/captures", params={"search": "lighthouse"}).json()
-    assert (found["total"], found["pending"]) == (0, 7), "no text was read yet"
+    assert (found["total"], found["pending"]) == (0, 7), "no text must be read yet"
     shown = page.get("api/captures").json()["captures"]
     assert {line["name"]: line["text"][:14] for line in shown}["story.zarr"] == "The lighthouse"
     found = page.get("api/captures", params={"search": "lighthouse LANTERN"}).json()
@@ -169,10 +169,10 @@ def test_a_search_of_texts_goes_on_where_it_stopped(stores: Path, model: Path, m
 
 
 def test_texts_are_cut_to_what_is_shown_and_to_what_is_searched(tmp_path: Path) -> None:
-    """The list shows 96 characters of the prompt on one line. 2,048 tokens are searched, in lower case."""
+    """The list shows 96 characters of the prompt on one line. A search covers 2,048 tokens, in lower case."""
 
     class Words:
-        """Stands for `Texts`: a word for each token."""
+        """A fake `Texts`: one word per token."""
 
         def whole(self, ids: list[int]) -> str:
             asked.append(len(ids))
@@ -191,13 +191,13 @@ def test_texts_are_cut_to_what_is_shown_and_to_what_is_searched(tmp_path: Path) 
     pairs = [(info, name) for name, info in sorted(infos.items())]
     for words, found in ((["w2047", "a.zarr"], ["a.zarr"]), (["w2048"], []), (["w0", "w1"], ["a.zarr", "b.zarr"])):
         assert [info.store.name for info in index.search(pairs, words)[0]] == found
-    assert len(asked) == 4, "each is read once"
+    assert len(asked) == 4, "each text must be read once"
     about = {"model": "tiny", "prompt_len": 14, "start": 10}
     owner = kit.Store(1 << 20)
     owner.write(tmp_path / "later.zarr", [ArraySpec("q", "float32", (), 1)], 20, ids=ids[:20], attrs=about)
     assert owner.shutdown()
     later = next(info for info in Library.at(tmp_path)._found() if info.store.name == "later.zarr")
-    assert index.prompt(later) == "W0 W1 W2 W3", "the prompt ends at position 14, which is row 4"
+    assert index.prompt(later) == "W0 W1 W2 W3", "the prompt must end at position 14, which is row 4"
     broken = texts_index.TextIndex(lambda _model: (_ for _ in ()).throw(ValueError("no tokenizer")))
     assert broken.prompt(infos["b.zarr"]) == "" and broken.search(pairs, ["w0"]) == ([], 0)
 
@@ -239,7 +239,7 @@ def test_ten_thousand_captures_are_listed_in_pieces(tmp_path: Path) -> None:
     page = client(tmp_path / "many")
     found = page.get("api/captures", params={"count": 10**6}).json()
     assert found["total"] == 10_000 and len(found["captures"]) == 200
-    assert found["captures"][0]["name"] == "run-09999.zarr", "the newest is first"
+    assert found["captures"][0]["name"] == "run-09999.zarr", "the newest store must come first"
     last = page.get("api/captures", params={"first": 9_950, "count": 100}).json()["captures"]
     assert len(last) == 50
     assert page.get("api/captures", params={"search": "key-7"}).json()["total"] == 11 * 100
@@ -253,7 +253,7 @@ def test_the_list_follows_the_directory(stores: Path, tmp_path: Path, model: Pat
 
 
 def test_the_list_follows_an_index_that_alone_grew(tmp_path: Path) -> None:
-    """The directory itself does not change when a line is appended."""
+    """Appending a line does not change the directory itself."""
     viewkit.write_list(tmp_path / "some", 3)
     page, index = client(tmp_path / "some"), tmp_path / "some" / "index.jsonl"
     assert page.get("api/captures", params={"search": "late"}).json()["total"] == 0
@@ -359,7 +359,7 @@ def test_statistics_of_logits_stand_at_their_tokens(real: Path) -> None:
         found = floats(page.get("api/heat/full.zarr", params={"hook": "logits", "statistic": name, "index": 3}))
         assert found.shape == (1, 26)
         np.testing.assert_allclose(found[0, rows], wanted, rtol=1e-4)
-        assert np.isnan(np.delete(found[0], rows)).all(), "other tokens have no logits"
+        assert np.isnan(np.delete(found[0], rows)).all(), "tokens without logits must have no value"
 
 
 def test_missing_rows_have_no_value(stores: Path) -> None:
@@ -460,7 +460,9 @@ def test_tokens_have_their_text(stores: Path, model: Path, real: Path) -> None:
     assert "".join(found["texts"]) == viewkit.STORY
     part = client(stores).get("api/tokens/story.zarr", params={"first": 10, "count": 5}).json()
     assert (part["first"], part["texts"]) == (10, found["texts"][10:15])
-    assert client(real).get("api/tokens/full.zarr").json()["texts"] is None, "the model of this store is gone"
+    assert client(real).get("api/tokens/full.zarr").json()["texts"] is None, (
+        "without its model, the store must have no texts"
+    )
     assert client(real, tokenizer=model).get("api/tokens/full.zarr").json()["texts"] is not None
     assert client(real, model=model).get("api/tokens/full.zarr").json()["texts"] is not None
 
@@ -631,7 +633,7 @@ def test_the_server_listens_on_loopback_and_says_where(
     server.serve(stores, model=model, tokenizer=model, say=said.append)
     server.serve(stores / "story.zarr", made[0].sockets[0][1], say=said.append)
     first, second = made
-    assert first.sockets == second.sockets, "the port is free again at the end"
+    assert first.sockets == second.sockets, "the port must be free again at the end"
     ((host, port),) = first.sockets
     assert host == "127.0.0.1" and port > 0
     tokens = [text.removeprefix(f"http://127.0.0.1:{port}/").removesuffix("/") for text in said]
@@ -731,7 +733,7 @@ ASKED = (
 
 
 def test_answers_are_those_of_before(stores: Path, model: Path) -> None:
-    """data/answers.json has the recorded answers, whose keys the page reads.
+    """data/answers.json has the recorded responses, whose keys the page reads.
 
     For arrays it has the shape, the number of NaN values and the mean magnitude.
     """
@@ -752,7 +754,7 @@ def test_answers_are_those_of_before(stores: Path, model: Path) -> None:
 
 
 def without_times(answer: dict[str, Any]) -> dict[str, Any]:
-    """The answer without times, and without the model and sizes of files, which depend on paths of this run.
+    """A response without times, models and sizes of files, which depend on paths of this run.
 
     Floats in base64 are replaced by their mean magnitude.
     """

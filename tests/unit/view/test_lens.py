@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logit lens of one token, and that of all tokens where the page asks for something else meanwhile."""
+"""The logit lens of one token, and that of all tokens while the page requests something else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_last_place_gives_the_logits_that_the_engine_stored(tmp_path: Path) 
             places, ids, shares = predictions(capture, end, int(row), 5)
             assert places == ["0", "1", "2", "final"]
             wanted = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
-            np.testing.assert_allclose(shares[-1], wanted[ids[-1]], rtol=0.05)  # bfloat16
+            np.testing.assert_allclose(shares[-1], wanted[ids[-1]], rtol=0.05)  # rounding of bfloat16
             assert logits[ids[-1, 0]] >= logits.max() - 0.05
 
 
@@ -51,7 +51,7 @@ def test_a_model_of_another_width_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("k", [16, 4])
 def test_projections_of_the_stream_are_named_in_place_of_a_lens(tmp_path: Path, k: int) -> None:
-    """Also those that are as wide as the stream."""
+    """Projections as wide as the stream are named too."""
     reduction = parse(f"rp({k})")
     assert reduction is not None
     settings = {**reduction.settings(), "dtype": "float32", "width": 16}
@@ -84,4 +84,4 @@ def test_what_is_awaited_is_not_computed_once_the_client_has_gone(
     path = "/secret/api/predicted/story.zarr"
     app = make_app(Library.at(stores), "secret", model)
     asyncio.run(app({**scope, "path": path, "raw_path": path.encode()}, receive, send))  # type: ignore[arg-type]
-    assert computed[0] == "final" and len(computed) < 5, "of 13 places"
+    assert computed[0] == "final" and len(computed) < 5, "fewer than 5 of 13 places must be computed"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the panels of `dmi view` are answered over HTTP: predictions, attribution, experts, latents."""
+"""Responses for the panels of `dmi view` over HTTP: predictions, attribution, experts, latents."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from tests import storekit as kit
 from tests import viewkit
 
 START, VOCABULARY = 3, 30
-"""Of the store "late": position of its first row, and tokens of its logits."""
+"""Position of the first row of the store "late", and the size of its vocabulary."""
 LATE_IDS = np.arange(24, dtype="<i4") + 9
 ROWS, HOLE, BAD = 300, slice(64, 96), 100
-"""Of the store "lossy": its rows are more than are encoded at a time; some are missing, and one is not finite."""
+"""Of the store "lossy": number of rows, more than are encoded at a time; missing rows; a row that is not finite."""
 STREAM = np.random.default_rng(3).standard_normal((2, ROWS, viewkit.HIDDEN)).astype("f4")
 STREAM[1, BAD, 5] = np.nan
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    """captures/ with the store "parts" of `write_panels` and those of above, and sae/."""
+    """captures/ with the store "parts" of `write_panels` and the stores above, and sae/."""
     root = tmp_path_factory.mktemp("answers")
     (root / "captures").mkdir()
     viewkit.write_panels(root / "captures", model)
@@ -91,7 +91,7 @@ def refused(page: TestClient, action: str, store: str, **query: Any) -> str:
     return str(response.json()["error"])
 
 
-# ---- what a capture says --------------------------------------------------------------------------------------------
+# ---- attributes of a capture ----------------------------------------------------------------------------------------
 
 
 def test_a_capture_says_all_that_the_page_reads(page: TestClient) -> None:
@@ -138,7 +138,9 @@ def test_a_capture_says_all_that_the_page_reads(page: TestClient) -> None:
 
 @pytest.mark.parametrize("with_model", [True, False])
 def test_the_rows_with_a_prediction_are_those_behind_a_distribution(root: Path, model: Path, with_model: bool) -> None:
-    """Of the final stream, and without a model of captured logits, whose positions begin at that of the first row."""
+    """The distribution comes from the final stream, or without a model from captured logits, whose positions begin at
+    that of the first row.
+    """
     found = told(client(root, model=model if with_model else None), "capture", "late")["hooks"][-1]
     statistics = [
         {"name": "log-probability", "index": None, "signed": False, "flipped": True},
@@ -163,7 +165,7 @@ def test_experts_and_their_load(page: TestClient, parts: Capture) -> None:
 
 @pytest.mark.parametrize("name", ["parts.zarr", "not-there-yet.zarr", "renamed"])
 def test_a_store_is_told_from_a_directory_of_stores(name: str, root: Path, tmp_path: Path) -> None:
-    """By its name, as its request may still be under way, or by what it holds."""
+    """It is recognised by its name, because its request may still run, or by its content."""
     (tmp_path / "parts.zarr").symlink_to(root / "captures/parts.zarr")
     if name == "renamed":
         (tmp_path / name).mkdir()
@@ -177,7 +179,7 @@ def test_a_store_is_told_from_a_directory_of_stores(name: str, root: Path, tmp_p
 
 
 def test_the_lens_of_all_tokens_comes_in_pieces(page: TestClient, parts: Capture, model: Path) -> None:
-    """First the chosen token at all places, then each place with all tokens."""
+    """First the chosen token at all places, then all tokens at each place."""
     end, places = Unembedding.load(model), [*map(str, range(12)), "final"]
     rows = [*parts.numpy("resid_pre"), parts.numpy("resid_final")]
     answer = page.get("api/predicted/parts.zarr", params={"first": 10, "count": 10, "token": 13})
@@ -185,7 +187,7 @@ def test_the_lens_of_all_tokens_comes_in_pieces(page: TestClient, parts: Capture
     assert [piece["place"] for piece in pieces[:4]] == [None, "final", "0", "6"] and pieces[0]["token"] == 13
     assert sorted(piece["place"] for piece in pieces[1:]) == sorted(places)
     for piece in pieces[1:]:
-        own = log_softmax(end.logits(rows[places.index(piece["place"])]))[9:19]  # those before the window
+        own = log_softmax(end.logits(rows[places.index(piece["place"])]))[9:19]  # the rows before those of the window
         assert piece["token"] == 10
         np.testing.assert_allclose(piece["logprobs"], own[np.arange(10), parts.token_ids[10:20]], rtol=1e-4)
         np.testing.assert_allclose(piece["entropy"], -(np.exp(own) * own).sum(-1), rtol=1e-4, atol=1e-6)
@@ -218,7 +220,9 @@ def test_a_token_outside_the_vocabulary_has_no_log_probability(root: Path) -> No
     heat = {"hook": "prediction", "statistic": "log-probability"}
     found = floats(page.get("api/heat/late.zarr", params=heat))[0]
     finite = np.flatnonzero(np.isfinite(found))
-    assert (finite + 9).tolist() == list(range(19, VOCABULARY)), "rows 10 to 20; token 30 of row 21 is not among them"
+    assert (finite + 9).tolist() == list(range(19, VOCABULARY)), (
+        "only rows 10 to 20 must have a value, because row 21 predicts token 30"
+    )
     entropy = floats(page.get("api/heat/late.zarr", params={**heat, "statistic": "entropy"}))[0]
     assert np.flatnonzero(np.isfinite(entropy)).tolist() == list(range(10, 22))
     last = told(page, "alternatives", "late", token=21)
@@ -260,7 +264,7 @@ def test_attribution_needs_every_block_and_the_final_stream(page: TestClient, ro
 
 
 def sae_at(folder: Path, root: Path, **facts: Any) -> Path:
-    """A copy of the autoencoder with other facts in its `cfg.json`; its directory."""
+    """Copy the autoencoder, with other fields in its `cfg.json`. Returns the directory."""
     folder.mkdir()
     tensors = load_file(root / "sae/sae_weights.safetensors")
     save_file(tensors, folder / "sae_weights.safetensors")
@@ -278,7 +282,9 @@ def test_the_hook_of_an_autoencoder_is_given_or_that_of_its_files(root: Path, tm
     scope = load_file(root / "sae/sae_weights.safetensors")
     (tmp_path / "scope").mkdir()
     np.savez(tmp_path / "scope/params.npz", **scope, threshold=np.zeros(24, "f4"))
-    assert Latents.load(tmp_path / "scope/params.npz", "resid_pre@1").hook == "resid_pre@1", "it has no cfg.json"
+    assert Latents.load(tmp_path / "scope/params.npz", "resid_pre@1").hook == "resid_pre@1", (
+        "an autoencoder without cfg.json"
+    )
     for path in (bare, tmp_path / "scope/params.npz"):
         with pytest.raises(ValueError, match=r"its files name no hook; give --sae-hook, such as resid_pre@12"):
             Latents.load(path, None)
@@ -338,7 +344,7 @@ def test_the_strongest_latents_of_a_token(page: TestClient, root: Path, parts: C
 
 @pytest.mark.parametrize("k", [None, 5])
 def test_one_latent_in_a_window(k: int | None, root: Path) -> None:
-    """With the k largest of a row, whether a latent is kept depends on the others. 17: one that is active."""
+    """With the k largest of a row, other latents decide whether a latent is kept. Latent 17 is active."""
     latents = Latents.load(root / "sae", "resid_pre@1")
     latents = replace(latents, encoder=replace(latents.encoder, k=k))
     wanted = latents.encoder.encode(np.nan_to_num(STREAM[1]))[:, 17]
@@ -355,7 +361,7 @@ def test_one_latent_in_a_window(k: int | None, root: Path) -> None:
 
 
 def test_the_strongest_contexts_of_a_latent(root: Path, model: Path) -> None:
-    """In all stores that have the hook, and a histogram of the values above 0."""
+    """All stores that have the hook are searched. The histogram has the values above 0."""
     latents = Latents.load(root / "sae", "resid_pre@1")
     found = told(client(root, model=model, sae=latents), "contexts", latent=17)
     own: list[tuple[str, np.ndarray, np.ndarray]] = []
@@ -382,7 +388,9 @@ def test_the_strongest_contexts_of_a_latent(root: Path, model: Path) -> None:
 
 
 def test_contexts_are_searched_for_a_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also within a store: one of 32,000 tokens may take a minute. A first block of the newest store is read."""
+    """The limit also holds within a store, because a store of 32,000 tokens may take a minute. A first block of the
+    newest store is always read.
+    """
     monkeypatch.setattr(view_latents, "_SECONDS", -1.0)
     found = told(client(root, sae=Latents.load(root / "sae", "resid_pre@1")), "contexts", latent=17)
     assert (found["read"], found["rows"]) == (1, HOLE.start)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi view` over HTTP while a store is written: the list, the rows so far, and how the request ends."""
+"""`dmi view` over HTTP while a store is being written: the list, the rows so far, and the end of the request."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_every_statistic_of_rows_under_way_is_answered(store: kit.Store, tmp_pat
 
 
 def test_rows_wait_for_their_logits(store: kit.Store, tmp_path: Path) -> None:
-    """The last eight samples may come again. A row without its logits would be hatched as one that never has any."""
+    """The last eight samples may be replaced. A row without its logits would look as if it had none."""
     page, record, values = client(tmp_path), begin(store, tmp_path / "a.zarr", LOGITS), kit.random_bits(LOGITS, 40)
     store.feed(record, VALUES, 32, ids=IDS)
     has(page, 9)  # the last row of the prompt is the first with logits
@@ -191,7 +191,9 @@ def test_the_page_says_how_a_request_ended_that_gives_no_store(store: kit.Store,
     kit.until(lambda: page.get("api/capture/a.zarr").status_code == 404)
     assert "was aborted, and nothing of it was kept" in page.get("api/capture/a.zarr").json()["error"]
     kit.until(lambda: listed(page) == {})
-    assert "was aborted" in page.get("api/heat/a.zarr?hook=q_rot").json()["error"], "also once it left the list"
+    assert "was aborted" in page.get("api/heat/a.zarr?hook=q_rot").json()["error"], (
+        "a request that left the list must still be named"
+    )
 
 
 def test_a_request_that_ends_while_it_is_read_is_answered_from_its_store(
@@ -293,7 +295,7 @@ def test_a_capture_of_rows_under_way_reads_as_the_finished_one(store: kit.Store,
 
 
 def test_what_ended_is_forgotten_but_for_those_that_gave_no_store(store: kit.Store, tmp_path: Path) -> None:
-    """A page that is left open for days does not keep the journals of every request that was looked at."""
+    """A page may be open for days. It must not keep the journals of all requests that were shown."""
     library, records = Library.at(tmp_path), {name: begin(store, tmp_path / f"{name}.zarr") for name in "abc"}
     kit.until(lambda: len(library._running.infos()) == 3)
     for name, record in records.items():

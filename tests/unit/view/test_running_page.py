@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of `dmi view` in headless Chromium while a store is written: it grows, ends and fails without a reload."""
+"""The page of `dmi view` in headless Chromium during a capture: it grows, ends and fails without a reload."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def store() -> Iterator[kit.Store]:
 
 
 def shows(page: Page, count: int) -> None:
-    """Wait until the page has so many tokens, all with a colour."""
+    """Wait until the page has this number of tokens, all with a colour."""
     page.until(lambda: len(page.all(".token")) == count and all(page.colours()), f"{count} tokens with colours")
     assert page.all(".token.lost") == []
     assert "no value" not in page.text("#text-legend") + page.text("#heat-legend")
 
 
 def rows(path: Path) -> int:
-    """Rows that all hooks of a store have, -1 before anything is known of it. The page sees what is seen here."""
+    """Number of rows that all hooks of a store have; -1 if nothing is known yet. The page sees the same."""
     partial = PartialStore(path)
     if not partial.path.exists():
         return -1
@@ -62,7 +62,7 @@ def wait_for_rows(path: Path, count: int) -> None:
 def first_rows(
     browser: Chrome, serve: Callable[..., str], store: kit.Store, folder: Path, query: str = ""
 ) -> tuple[Any, Page]:
-    """(A request under way with 64 rows, the page that shows them)."""
+    """(a running request with 64 rows, the page that shows it)."""
     record = store.open(folder / "a.zarr", *SPECS, attrs=ABOUT, chunk=64, segment=64)
     store.put(record, VALUES, 0, 64)
     wait_for_rows(folder / "a.zarr", 64)
@@ -130,7 +130,7 @@ def test_the_newest_window_moves_on_and_a_failure_is_said(
     page.shows("#running", "The request has ended without a store: capture")
     page.shows("#running", "was aborted, and nothing of it was kept; capture it again.")
     page.shows("#total", "0 captures")
-    assert len(page.all(".token")) == 64, "what was seen stays"
+    assert len(page.all(".token")) == 64, "the tokens that were shown must stay"
     assert all("404" in line for line in page.log())
 
 
@@ -152,8 +152,8 @@ window.fetch = async (url, options) => {
   return window.refused ? new Response('{"error": "too much to do"}', { status: 503 }) : get(url, options);
 };
 """
-"""What would happen after a second happens when the test says so. asked: how often the capture was asked for. refused:
-whether the server has no answer to that.
+"""Timers of one second run when the test says so. asked: number of requests for the capture. refused: whether the
+server refuses them.
 """
 ASKED = "return window.asked"
 PASS = "const due = [...window.timers.values()]; window.timers.clear(); due.forEach((run) => run())"
@@ -162,12 +162,12 @@ SEEN = """
 Object.defineProperty(document, "hidden", { value: arguments[0], configurable: true });
 document.dispatchEvent(new Event("visibilitychange"));
 """
-"""Hides the tab, or shows it."""
+"""Hides or shows the tab."""
 
 
 @pytest.fixture
 def clock(browser: Chrome) -> Iterator[None]:
-    """Time that passes when the test says so, in pages that are loaded from now on."""
+    """Pages that are loaded from now on have a clock that the test controls."""
     added = browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": CLOCK})
     yield
     browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
@@ -192,7 +192,7 @@ def test_it_asks_while_the_tab_is_seen_and_a_request_is_under_way(
     page.run(PASS)
     page.until(lambda: not page.one("#running").is_displayed() and len(page.all(".token")) == 64, "it has ended")
     page.until(lambda: state(page, "a.zarr").startswith("64 tokens"), "the list")
-    assert page.run(WAITING) == 0, "nothing is under way"
+    assert page.run(WAITING) == 0, "without a running request, the page must not wait"
     record = store.open(tmp_path / "b.zarr", *SPECS, attrs=ABOUT)
     wait_for_rows(tmp_path / "b.zarr", 0)
     page.run(SEEN, False)
@@ -210,14 +210,14 @@ def test_rows_are_drawn_before_newer_ones_are_asked_for_and_a_failing_server_is_
     wait_for_rows(tmp_path / "a.zarr", 128)
     page.run(CHOOSE, "hook", "q_rot")
     page.shows("#heat-title", "q_rot, norm")
-    assert page.one("#heat").get_attribute("aria-label").endswith(" 64 tokens"), "those that the page knows of"
+    assert page.one("#heat").get_attribute("aria-label").endswith(" 64 tokens"), "only known tokens must be drawn"
     page.run(HOLD, "api/heat/")
     page.run(PASS)
     page.until(lambda: len(page.all(".token")) == 128 and page.run("return window.held") == 1, "values are awaited")
     assert page.all(".token.lost") == [] and len([one for one in page.colours() if one]) == 64
     asked = page.run(ASKED)
     page.run(PASS)
-    assert page.run(ASKED) == asked, "newer rows would stop the drawing of these"
+    assert page.run(ASKED) == asked, "newer rows must not be requested while these are drawn"
     page.run("window.release()")
     shows(page, 128)
     both_wait(page)

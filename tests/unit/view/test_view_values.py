@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latents, attribution and texts of `dmi view`, each compared with what is worked out here. Captures are made up."""
+"""Latents, attribution and texts of `dmi view`, compared with expected values, for made-up captures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROWS = RNG.standard_normal((30, WIDTH)).astype("f4")
 
 
 class Rows:
-    """A capture of the rows of resid_pre in some layers. lost: rows that it lacks, as (first, stop)."""
+    """A fake capture of resid_pre in some layers. lost: its missing rows, [first, stop)."""
 
     def __init__(self, name: str, rows: np.ndarray, layers: list[int], lost: tuple[int, int] = (0, 0)) -> None:
         self.path, self.layers, self._rows = Path(name), {"resid_pre": layers}, rows
@@ -54,14 +54,14 @@ class Rows:
         return self._rows[None, rows] if layer is None else self._rows[rows]
 
     def runs(self, most: int) -> list[slice]:
-        """Two runs beside the rows that are lost."""
+        """Two runs, before and after the missing rows."""
         assert most == 256
         return [slice(0, self._lost[0]), slice(self._lost[1], len(self._rows))]
 
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captures are not looked at for what they hold."""
+    """Skips the checks of captures."""
     monkeypatch.setattr(latents, "hook_and_layer", lambda name, _attrs: (name.split("@")[0], int(name.split("@")[1])))
     monkeypatch.setattr(Latents, "lacking", lambda self, capture: None if capture.attrs["num_tokens"] else "no rows")
 
@@ -91,7 +91,7 @@ def test_the_strongest_latents_come_first_and_equal_ones_in_order(checked: None)
     found = Latents(many, "resid_pre@3")
     capture: Any = Rows("a.zarr", np.array([[0], [2]], "f4"), [3])
     wanted = [{"latent": 5, "value": 3.0}, *({"latent": at, "value": 2.0} for at in range(40) if at not in (5, 30))]
-    assert found.strongest(capture, 1, 99) == wanted, "the one that is not active is left out"
+    assert found.strongest(capture, 1, 99) == wanted, "an inactive latent must be left out"
     assert found.strongest(capture, 1, 7) == wanted[:7]
     assert found.strongest(capture, 0, 7) == [{"latent": 5, "value": 1.0}]
 
@@ -112,7 +112,7 @@ def test_a_latent_of_a_window_has_no_value_where_rows_are_lost_or_not_finite(row
 def test_contexts_of_a_latent_are_its_largest_values_in_all_stores(
     checked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight tokens before and four behind. Time stands still."""
+    """The context is eight tokens before and four after. Time does not advance."""
     monkeypatch.setattr(latents.time, "monotonic", lambda: 5.0)
     encoder = SparseEncoder(np.ones((1, 1), "f4"), np.zeros(1, "f4"), np.zeros(1, "f4"))
     one, other = np.full((20, 1), -1, "f4"), np.full((3, 1), -1, "f4")
@@ -193,7 +193,7 @@ def test_an_autoencoder_names_its_hook_or_is_told(
 
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_attribution_is_of_the_token_after_a_row(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the likeliest one after the last row. Row 0 of the store has no known token."""
+    """The target of the last row is the token with the largest logit. Row 0 of the store has no known token."""
     asked: list[Any] = []
 
     def numpy(hook: str, *, tokens: slice) -> np.ndarray:
@@ -267,7 +267,7 @@ def test_a_line_of_the_list_has_the_name_of_the_model_without_its_directory() ->
 
 
 def test_texts_are_read_once_and_searched_with_what_else_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All words must occur. Where the time is over, captures that were not read wait for the next search. A store that
+    """All words must match. If the time is over, captures that were not read wait for the next search. A store that
     cannot be read is read again after half a minute.
     """
     read: list[str] = []
@@ -302,7 +302,7 @@ def test_texts_are_read_once_and_searched_with_what_else_is_known(monkeypatch: p
     clock[0] += 29
     assert index.prompt(infos["c"]) == "" and len(read) == 3
     clock[0] += 2
-    assert index.prompt(infos["c"]) == "" and len(read) == 4, "it failed again"
+    assert index.prompt(infos["c"]) == "" and len(read) == 4, "the store must be read again"
     failing.clear()
     clock[0] += 31
     assert index.prompt(infos["c"]) == "W4" and index.search(every, ["w4"]) == ([infos["c"]], 0)
@@ -319,7 +319,7 @@ def test_texts_are_read_once_and_searched_with_what_else_is_known(monkeypatch: p
 
 
 def test_experts_of_a_store_without_rows_are_none() -> None:
-    """Their number is that of the largest one, where nothing else says it."""
+    """Their number is that of the largest one, unless an attribute has it."""
 
     class Routed:
         attrs: dict[str, Any] = {}
@@ -347,7 +347,7 @@ def test_experts_of_a_store_without_rows_are_none() -> None:
 
 
 def test_stores_that_cannot_be_opened_are_passed_over() -> None:
-    """Whatever went wrong with one of them, others come."""
+    """Other stores follow, whatever the error was."""
     errors = {"a": KeyError("x"), "b": OSError("x"), "c": ValueError("x")}
 
     def opened(name: str) -> str:
@@ -360,7 +360,7 @@ def test_stores_that_cannot_be_opened_are_passed_over() -> None:
 
 
 def test_tokens_behind_captured_logits_have_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the first row count. A lost sample has the position -1, and nothing follows the last row."""
+    """The token after the first row counts. A lost sample has the position -1, and no token follows the last row."""
     monkeypatch.setattr(predictions, "lacking", lambda *_: None)
     monkeypatch.setattr(predictions.lens, "lacking", lambda *_: "no model")
     for start in (0, 3):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""As torchvision.transforms."""
+"""Stand-in for torchvision.transforms."""
 
 from torchvision.transforms.functional import InterpolationMode
 

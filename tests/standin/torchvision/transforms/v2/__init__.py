@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""As torchvision.transforms.v2."""
+"""Stand-in for torchvision.transforms.v2."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""As torchvision.transforms.v2.functional."""
+"""Stand-in for torchvision.transforms.v2.functional."""
 
 from torchvision.transforms.functional import (
     InterpolationMode,
