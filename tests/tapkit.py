@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from dmi_connector.engine.taps.batches import TapBatch
+from dmi_connector.engine.model.architectures import Architecture
+from dmi_connector.engine.model.coverage import Coverage
+from dmi_connector.engine.taps import install
+from dmi_connector.engine.taps.batches import ModelTaps, TapBatch
 from dmi_connector.engine.taps.compilation import Compilation
 from dmi_connector.engine.taps.op import Place
-from dmi_connector.layout import RowField
+from dmi_connector.layout import RowField, RowLayout
 
 CACHE_LAYER = "rows.0"
 
@@ -72,3 +75,23 @@ def in_forward(patch: pytest.MonkeyPatch, context: Any) -> None:
     """Make `context` vLLM's forward context."""
     patch.setattr("vllm.forward_context.get_forward_context", lambda: context)
     patch.setattr("vllm.forward_context.is_forward_context_available", lambda: True)
+
+
+def tap(block: torch.nn.Module, batch: TapBatch, fields: list[RowField], **modules: str) -> None:
+    """Install taps of `fields` on a layer that has only these modules."""
+    every = {"ln1", "qkv", "attn", "o_proj", "ln2", "mlp", "down_proj"}
+    context: Any = SimpleNamespace(
+        drafting=None,
+        may_sleep=False,
+        arch=Architecture("Block", "", **{**dict.fromkeys(every, ""), **modules}),
+        dims=SimpleNamespace(moe_layers=(), qk_rope_head_dim=0),
+        block_scale=1.0,
+        layout=RowLayout(tuple(fields), 0, {}),
+        cache_layer=CACHE_LAYER,
+        coverage=Coverage(),
+    )
+    holder = torch.nn.Module()
+    holder.model = torch.nn.Module()
+    holder.model.layers = torch.nn.ModuleList([block])
+    taps = ModelTaps(holder, context, batch.taps.compilation)
+    install.install_layer(taps, block, 0, batch)

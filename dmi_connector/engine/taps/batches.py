@@ -157,6 +157,10 @@ class ModelTaps:
 
         return hook
 
+    def module(self, path: str) -> nn.Module:
+        """The module of the model at `path`."""
+        return self._model.get_submodule(path)
+
     def follow(self) -> None:
         """Move hooks from modules that were replaced to their replacements, such as LoRA layers."""
         for hook in self._hooks:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm import envs
@@ -45,14 +46,38 @@ def compilation_of(vllm_config: VllmConfig) -> Compilation:
     in_place = not _norms_compiled(vllm_config) or envs.VLLM_BATCH_INVARIANT or config.backend not in _BACKENDS
     if vllm_config.model_config.enforce_eager:
         return Compilation(in_place, False, plain)
-    from vllm.config import CompilationMode
-
-    split = config.mode == CompilationMode.VLLM_COMPILE and config.splitting_ops_contain_attention()
-    piecewise = split and not config.use_inductor_graph_partition
     passes, ranks = config.pass_config, vllm_config.parallel_config.tensor_parallel_size
     quantised = vllm_config.quant_config is not None
     fused = (passes.fuse_allreduce_rms and ranks > 1) or (passes.fuse_norm_quant and quantised)
-    return Compilation(in_place, piecewise and not in_place and not fused, plain)
+    return Compilation(in_place, is_piecewise(vllm_config) and not in_place and not fused, plain)
+
+
+def is_piecewise(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM splits a model into graphs at attention and mixers before it compiles it."""
+    from vllm.config import CompilationMode
+
+    config = vllm_config.compilation_config
+    split = config.mode == CompilationMode.VLLM_COMPILE and config.splitting_ops_contain_attention()
+    return split and not config.use_inductor_graph_partition
+
+
+def check_mixers(vllm_config: VllmConfig, hooks: Container[str]) -> None:
+    """Raises ValueError for `mix_proj` if a mixer on a GPU may overwrite it before it is captured.
+
+    In decode, a mixer writes the result of its convolution over its input projection. vLLM does not declare that. If
+    the graph is not split at mixers, Inductor may copy the projection afterwards.
+    """
+    from vllm.config import CompilationMode
+
+    mode = vllm_config.compilation_config.mode
+    compiled = not vllm_config.model_config.enforce_eager and mode != CompilationMode.NONE
+    gpu = vllm_config.device_config.device_type != "cpu"
+    if "mix_proj" in hooks and gpu and compiled and not is_piecewise(vllm_config):
+        raise ValueError(
+            "compilation_config: the compiled graph is not split at mixers (mode, splitting_ops, "
+            "use_inductor_graph_partition or fuse_attn_quant), so mix_proj could be overwritten while it is captured; "
+            "leave these options out, or take mix_proj out of the hooks, as in 'vllm-full,-mix_proj'"
+        )
 
 
 def _norms_compiled(vllm_config: VllmConfig) -> bool:

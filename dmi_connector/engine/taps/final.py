@@ -14,7 +14,7 @@ from torch import nn
 
 from dmi_connector.engine.model.architectures import FORWARD
 from dmi_connector.engine.taps.batches import ModelTaps
-from dmi_connector.engine.taps.values import copied, first, norm_outputs
+from dmi_connector.engine.taps.values import as_built, copied, first, norm_outputs
 
 
 def install_final(taps: ModelTaps) -> None:
@@ -28,7 +28,7 @@ def install_final(taps: ModelTaps) -> None:
     ends = arch.positions != FORWARD  # otherwise `end_forward` ends the taps of a step
 
     def at_final_norm(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        value, stream = norm_outputs(arch, args, output)
+        value, stream = norm_outputs(built, args, output)
         if final:
             batch.add_all(final, _sum(terms, stream))
         batch.add_all(normed, copied(value) if taps.compilation.copies else value)
@@ -48,7 +48,8 @@ def install_final(taps: ModelTaps) -> None:
     if not context.last_stage:
         taps.hook(arch.path(context.here[-1], "layer"), after_stage)
         return
-    path = arch.final_norm or arch.path(context.dims.layers - 1, "layer")
+    last = arch.path(context.dims.layers - 1, "layer")
+    built, path = as_built(arch, taps.module(last)), arch.final_norm or last
     if arch.final_norm:
         taps.hook(path, at_final_norm)
     elif final or ends:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from dmi_connector.engine.taps.points import (
     added,
 )
 from dmi_connector.engine.taps.routing import install_routing
-from dmi_connector.engine.taps.values import copied, first
+from dmi_connector.engine.taps.values import as_built, copied, first
 from dmi_connector.layout import RowField, RowLayout
 
 
@@ -79,7 +79,8 @@ def joined_before_attention(fields: Sequence[RowField]) -> set[int]:
 def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatch, more: bool = False) -> None:
     """Register the taps of layer `index`. module: the layer. more: whether later layers share the batch."""
     context, compilation = taps.context, taps.compilation
-    arch, path = context.arch.of_layer(index, context.dims), f"{context.arch.layers}.{index}"
+    arch = as_built(context.arch.of_layer(index, context.dims), module)
+    path = f"{context.arch.layers}.{index}"
     experts = index in context.dims.moe_layers
     points = _points(arch, context.layout, index, experts)
     attn: Any = module.get_submodule(arch.attn) if arch.attn else None
@@ -88,8 +89,14 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
         _unfuse_norms(module.get_submodule(arch.attn.rpartition(".")[0]))
     if any(point.hook == "indexer_topk" for point, _ in points):
         _choose_in_every_step(module.get_submodule(arch.indexer))
+    if arch.attn:
+        _check_inputs(module.get_submodule(arch.attn.rpartition(".")[0]), arch, {point.hook for point, _ in points})
+    _use_one_stream(module)
     mlp_taps = any(point.stage in (MLP_IN, EXPERTS_IN, MLP_OUT) for point, _ in points)
     layer = LayerFacts(module, arch, compilation, *sizes, experts, mlp_taps, context.block_scale)
+    if any(point.module == "down_proj" for point, _ in points) and (down_proj := _module(layer, "down_proj")):
+        _pass_unquantised(down_proj)
+    _check_sums(layer, points)
     ends = {_end_of(arch, stage, points): stage for stage in STAGES if any(point.stage is stage for point, _ in points)}
     for name in MODULES:
         mine = [(point, fields) for point, fields in points if point.module == name]
@@ -134,6 +141,67 @@ def _choose_in_every_step(indexer: Any) -> None:
             "lacks; leave indexer_topk out"
         )
     indexer.indexer_op.dense_mha_metadata_layer_name = ""
+
+
+def _check_inputs(attention: Any, arch: Architecture, hooks: Set[str]) -> None:
+    """Raise ValueError for hooks of queries and keys that are not where they are read.
+
+    With the attention backend HPC_ATTN, vLLM's HunYuan V3 computes norms and rotary embeddings in the kernel that
+    writes keys to the cache. The keys among the arguments of attention are those before both. In vLLM 0.33, a
+    projection of MiMo V2 with FP8 weights may return keys and values chunk by chunk.
+    """
+    hidden = sorted(hooks & {"q", "k", "q_rot", "k_rot"})
+    if hidden and getattr(attention, "hpc_rope_norm", None) is not None:
+        raise ValueError(
+            f"hooks: {', '.join(hidden)} of {arch.name} are not read right with the attention backend HPC_ATTN, which "
+            "computes norms and rotary embeddings in its own kernel; choose another backend (--attention-backend), or "
+            "leave these hooks out"
+        )
+    if "k" in hooks and getattr(attention, "kv_chunk_rows", None):
+        raise ValueError(
+            f"hooks: k of {arch.name} is not read right with these weights and this tensor_parallel_size, with which "
+            "the projection returns keys and values chunk by chunk; leave k out"
+        )
+
+
+def _check_sums(layer: LayerFacts, points: Points) -> None:
+    """Raise ValueError for outputs of blocks that vLLM sums over tensor-parallel ranks only after their modules."""
+    mlp = _module(layer, "mlp")
+    later = {
+        "o_proj": _is_part(_module(layer, "o_proj")),
+        "mlp": _is_part(_module(layer, "down_proj")) or not getattr(mlp, "output_is_reduced", True),
+    }
+    outputs = {"attn_proj", "attn_out", "mlp_proj", "mlp_out"}
+    hooks = sorted({point.hook for point, _ in points if later.get(point.module) and point.hook in outputs})
+    if hooks:
+        raise ValueError(
+            f"tensor_parallel_size: a rank has only a part of {', '.join(hooks)} of {layer.arch.name}, because vLLM "
+            f"sums over ranks later; set it to 1, or take them out of the hooks, as in 'vllm-full,-{hooks[0]}'"
+        )
+
+
+def _is_part(linear: nn.Module | None) -> bool:
+    """Whether the output of a linear layer is one of several ranks' terms of a sum."""
+    return getattr(linear, "tp_size", 1) > 1 and not getattr(linear, "reduce_results", True)
+
+
+def _use_one_stream(layer: Any) -> None:
+    """Let a layer run its MLP after attention, and on the model's stream.
+
+    On a GPU vLLM 0.33 runs the MLPs of Cohere 2 with experts in an opaque op, beside attention. A compiled layer writes
+    all its values after the MLP. It would then have no tap of the MLP, and write nothing.
+    """
+    if getattr(layer, "dual_stream", None) is not None:
+        layer.dual_stream = None
+
+
+def _pass_unquantised(linear: Any) -> None:
+    """Let vLLM pass the input of a linear layer to it unquantised.
+
+    On a GPU vLLM may fuse the activation before a quantised layer with the quantisation of the layer's input. The input
+    is then no tensor, and has quantised values.
+    """
+    linear.requires_unquantized_input = True
 
 
 Points = Sequence[tuple[TapPoint, Sequence[RowField]]]

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from dmi_connector.engine.model.architectures import Architecture
 
@@ -26,6 +28,14 @@ def first(output: Any) -> torch.Tensor:
     """The output of a module, or the first element of an output that is a tuple."""
     value: torch.Tensor = output[0] if isinstance(output, tuple) else output
     return value
+
+
+def as_built(arch: Architecture, layer: nn.Module) -> Architecture:
+    """The row of a layer, with the kind of norms that vLLM built. layer: a layer of the model.
+
+    From vLLM 0.33 on, Cohere 2 with experts has fused add-and-norms if its config has `rms_norm_eps`.
+    """
+    return replace(arch, plain_norms=False) if getattr(layer, "uses_rms_norm", False) else arch
 
 
 def norm_outputs(arch: Architecture, args: tuple[Any, ...], output: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import ExaoneMoeConfig, GlmMoeDsaConfig
+from transformers import ExaoneMoeConfig, GlmMoeDsaConfig, Step3p7TextConfig
 
 pytest.importorskip("vllm")
 from vllm.model_executor.models.openpangu import OpenPanguDecoderLayer
@@ -40,6 +40,28 @@ def config(**fields: Any) -> Any:
 def test_layers_with_experts_are_those_that_the_config_names(fields: dict[str, Any], layers: tuple[int, ...]) -> None:
     dims = ARCHITECTURES["MixtralForCausalLM"].dims(config(num_experts=8, num_experts_per_tok=2, **fields))
     assert dims.moe_layers == layers
+
+
+def test_sizes_of_step_are_the_same_from_the_config_of_transformers_and_from_vllms() -> None:
+    """vLLM 0.33 reads the first, earlier versions the second."""
+    other = {"attention_type": "sliding_attention", "num_attention_heads": 6, "num_attention_groups": 2, "head_dim": 16}
+    fields: Any = {
+        "num_hidden_layers": 6,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "vocab_size": 32,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"] * 2,
+        "moe_layers_enum": "2,3,5",
+        "attention_other_setting": other,
+    }
+    theirs = Step3p7TextConfig(**fields, num_key_value_heads=2, n_routed_experts=8, num_experts_per_tok=2)
+    ours: Any = SimpleNamespace(**fields, num_attention_groups=2, moe_num_experts=8, num_experts_per_tok=2)
+    row = ARCHITECTURES["Step3p5ForCausalLM"]
+    dims = row.dims(theirs)
+    assert dims == row.dims(ours)
+    assert (dims.heads, dims.attn_layers, dims.moe_layers) == (6, (1, 2, 4, 5), (2, 3, 5))
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])

@@ -15,6 +15,7 @@ from vllm.config import CompilationConfig
 from vllm.config.compilation import PassConfig
 
 from dmi_connector.engine.taps import compilation
+from dmi_connector.engine.taps.values import copied
 
 ATTENTION = CompilationConfig._attention_ops
 ONLY_NATIVE: dict[str, Any] = {"priority": ["native"], "splitting_ops": ATTENTION, "mode": 3}
@@ -69,6 +70,64 @@ def test_what_lasts_depends_on_how_vllm_compiles(
     assert compilation.compilation_of(vllm_config) == (True, False, False, True), (
         "with an untested vLLM, nothing is known to persist"
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "refused"),
+    [
+        ({"mode": 3, "splitting_ops": ATTENTION}, "cuda", False),
+        ({"mode": 3, "splitting_ops": ATTENTION[:2]}, "cuda", True),
+        ({"mode": 3, "splitting_ops": []}, "cuda", True),
+        ({"mode": 3, "splitting_ops": []}, "cpu", False),
+        ({"mode": 3, "splitting_ops": ATTENTION, "use_inductor_graph_partition": True}, "cuda", True),
+        ({"mode": 2, "splitting_ops": ATTENTION}, "cuda", True),
+        ({"mode": 0, "splitting_ops": []}, "cuda", False),
+    ],
+)
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_projection_of_a_mixer_is_refused_in_a_graph_that_is_not_split_there(
+    config: dict[str, Any], device: str, refused: bool, eager: bool
+) -> None:
+    vllm_config: Any = SimpleNamespace(
+        compilation_config=CompilationConfig(**{**config, "splitting_ops": list(config["splitting_ops"])}),
+        model_config=SimpleNamespace(enforce_eager=eager),
+        device_config=SimpleNamespace(device_type=device),
+    )
+    compilation.check_mixers(vllm_config, ("mix_core", "mix_z"))
+    if not refused or eager:
+        compilation.check_mixers(vllm_config, ("mix_proj",))
+        return
+    with pytest.raises(ValueError, match=r"compilation_config: the compiled graph is not split .* take mix_proj out"):
+        compilation.check_mixers(vllm_config, ("mix_proj",))
+
+
+def test_a_copy_that_is_written_late_has_what_an_op_wrote_over_its_source_without_saying_so() -> None:
+    """Why `mix_proj` is refused in such graphs: Inductor makes a copy where it is first used."""
+    with torch.library._scoped_library("dmi_test", "FRAGMENT") as library:
+        library.define("core(Tensor projected, Tensor(a!) out) -> ()")
+        library.define("tap(Tensor value, Tensor(a!) token) -> ()")
+        seen: list[torch.Tensor] = []
+
+        def core(projected: torch.Tensor, out: torch.Tensor) -> None:
+            out.copy_(projected)
+            projected.zero_()  # as vLLM's `causal_conv1d_update` on a GPU
+
+        library.impl("core", core, "CPU")
+        library.impl("core", lambda *_: None, "Meta")
+        library.impl("tap", lambda value, _token: seen.append(value.clone()), "CPU")
+        library.impl("tap", lambda *_: None, "Meta")
+
+        def mixer(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+            projected, out = x @ x, torch.empty_like(x)
+            copy = copied(projected)
+            torch.ops.dmi_test.core(projected, out)
+            out = out @ x
+            torch.ops.dmi_test.tap(copy, token)
+            return out
+
+        torch._dynamo.reset()
+        torch.compile(mixer, fullgraph=True)(torch.eye(4), torch.zeros(1, dtype=torch.int32))
+    assert seen[0].count_nonzero() == 0
 
 
 def test_without_vllms_order_of_norms_they_count_as_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch._dynamo import convert_frame
 pytest.importorskip("vllm")
 from dmi_connector.engine.model.architectures import TRANSFORMERS, Architecture
 from dmi_connector.engine.model.coverage import Coverage
-from dmi_connector.engine.taps.batches import ModelTaps
+from dmi_connector.engine.taps.batches import ModelTaps, TapBatch
 from dmi_connector.engine.taps.compilation import Compilation
 from dmi_connector.engine.taps.final import install_final
 from dmi_connector.layout import RowField
@@ -90,6 +90,40 @@ def test_a_step_of_taps_ends_once_also_without_a_final_norm(norm: str, fields: t
     x = torch.ones(3, 4)
     torch.testing.assert_close(torch.compile(model.model, backend=backend, fullgraph=True)(x), model.model(x))
     assert ends == [1]
+
+
+class AddNorm(torch.nn.Module):
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, x + residual
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_stream_is_where_the_norms_that_vllm_built_have_it(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 may build fused add-and-norms in Cohere 2 with experts, whose row has plain norms."""
+    found: dict[str, torch.Tensor] = {}
+
+    def write(batch: TapBatch, _beside: bool = True) -> None:
+        found.update({f.hook: value.clone() for f, value in zip(batch.fields, batch.values, strict=True)})
+
+    monkeypatch.setattr(TapBatch, "write", write)
+    model, x, residual = Wrapper(), torch.ones(3, 4), torch.full((3, 4), 5.0)
+    model.model.norm = AddNorm()
+    for layer in model.model.layers:
+        layer.input_layernorm, layer.uses_rms_norm = AddNorm(), fused
+    arch = Architecture("Some", "some.module:Some", plain_norms=True, parallel=True, **BLOCKS)
+    install_final(ModelTaps(model, context_of(arch, FINAL), Compilation(False, False)))
+    model.model.norm(x, residual)
+    kit.tap(
+        model.model.layers[0],
+        kit.batch(),
+        [RowField("resid_pre", 0, "float32", 4, 0)],
+        ln1="input_layernorm",
+        plain_norms=True,
+        parallel=True,
+    )
+    model.model.layers[0].input_layernorm(x, residual)
+    stream = x + residual if fused else x
+    assert torch.equal(found["resid_final"], stream) and torch.equal(found["resid_pre"], stream)
 
 
 def test_dynamo_sees_a_sum_of_the_last_terms_and_calls_no_update() -> None:

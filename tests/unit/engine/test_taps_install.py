@@ -11,12 +11,11 @@ import torch
 
 pytest.importorskip("vllm")
 from dmi_connector.engine.model.architectures import ARCHITECTURES, Architecture
-from dmi_connector.engine.model.coverage import Coverage
 from dmi_connector.engine.taps import install, points
-from dmi_connector.engine.taps.batches import ModelTaps, TapBatch
+from dmi_connector.engine.taps.batches import TapBatch
 from dmi_connector.engine.taps.compilation import Compilation
 from dmi_connector.hooks import HOOKS
-from dmi_connector.layout import RowField, RowLayout
+from dmi_connector.layout import RowField
 from dmi_connector.reduce import parse
 from tests import tapkit as kit
 
@@ -75,26 +74,6 @@ class Rotated(torch.nn.Module):
         return self.attn(torch.cat([second, first], -1).flatten(1)) + residual[..., :8]
 
 
-def tap(block: torch.nn.Module, batch: TapBatch, fields: list[RowField], **modules: str) -> None:
-    """Install taps of `fields` on a layer that has only these modules."""
-    every = {"ln1", "qkv", "attn", "o_proj", "ln2", "mlp", "down_proj"}
-    context: Any = SimpleNamespace(
-        drafting=None,
-        may_sleep=False,
-        arch=Architecture("Block", "", **{**dict.fromkeys(every, ""), **modules}),
-        dims=SimpleNamespace(moe_layers=(), qk_rope_head_dim=0),
-        block_scale=1.0,
-        layout=RowLayout(tuple(fields), 0, {}),
-        cache_layer=kit.CACHE_LAYER,
-        coverage=Coverage(),
-    )
-    holder = torch.nn.Module()
-    holder.model = torch.nn.Module()
-    holder.model.layers = torch.nn.ModuleList([block])
-    taps = ModelTaps(holder, context, batch.taps.compilation)
-    install.install_layer(taps, block, 0, batch)
-
-
 def the_tap(graph: torch.fx.GraphModule) -> torch.fx.Node:
     """The only tap op of a graph."""
     (op,) = (node for node in graph.graph.nodes if node.target is torch.ops.dmi.tap)
@@ -136,7 +115,7 @@ def test_attn_out_is_copied_where_it_may_change(
     names, untested = hooks.split(","), o_proj.get("untested", False)
     block = Block() if untested else Block(**o_proj)
     fields = [RowField(name, 0, "float32", 4, 16 * i) for i, name in enumerate(names)]
-    tap(
+    kit.tap(
         block,
         kit.batch(in_place, copies=untested),
         fields,
@@ -186,7 +165,9 @@ def test_gate_and_up_are_copied_where_a_compiler_may_go_on_from_them_unrounded(
     lora = first.pop("lora", False)
     block = torch.nn.Sequential(FusedMLP(**first))
     fields = [RowField(name, 0, "float32", 4, 16 * i) for i, name in enumerate(("mlp_pre", "mlp_pre_linear"))]
-    tap(block, kit.batch(products_last=not lora), fields, mlp="0", up_proj="0.gate_up_proj", down_proj="0.down_proj")
+    kit.tap(
+        block, kit.batch(products_last=not lora), fields, mlp="0", up_proj="0.gate_up_proj", down_proj="0.down_proj"
+    )
     found: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
@@ -202,7 +183,7 @@ def test_a_module_that_vllm_did_not_build_is_named(hook: str, module: str) -> No
     """This also holds if the hook depends on how that module computes."""
     paths = {"mlp": "mlp", "down_proj": "down_proj", module: "gone"}
     with pytest.raises(ValueError, match=r"Block has no module 'model.layers.0.gone' as vLLM built it") as refused:
-        tap(
+        kit.tap(
             Block(),
             kit.batch(),
             [RowField(hook, 0, "float32", 4, 0), RowField("mlp_post", 0, "float32", 4, 16)],
@@ -216,7 +197,7 @@ def test_a_stream_that_lasts_is_not_copied_and_heads_are_copied_by_halves(
     lasts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block, fields = Rotated(), [RowField("resid_pre", 0, "float32", 16, 0), RowField("q", 0, "float32", 8, 64)]
-    tap(block, kit.batch(stream_lasts=lasts), fields, attn="attn", qkv="qkv", ln1="ln1")
+    kit.tap(block, kit.batch(stream_lasts=lasts), fields, attn="attn", qkv="qkv", ln1="ln1")
     found: list[tuple[int, list[int]]] = []
     written: list[list[torch.Tensor]] = []
 
@@ -268,38 +249,6 @@ def test_the_shared_key_of_latent_attention_is_found_beside_the_latent_and_in_ke
     assert torch.equal(points._rotary_key(over_heads, (None, heads, made), None), key[:, 0])
 
 
-class Gated(torch.nn.Module):
-    """Attention with a gate next to the queries of two heads of size four. Other widths are those of one head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Module()
-        self.inner.attn, self.inner.qkv = Attention(heads=2), torch.nn.Identity()
-        self.inner.attn.num_kv_heads = 1
-        self.inner.q_norm, self.inner.k_norm = torch.nn.Identity(), torch.nn.Identity()
-        self.inner.use_fused_qk_norm_rope_gate = True
-
-
-@pytest.mark.parametrize(("hook", "fused"), [("v", True), ("q", False), ("k", False)])
-def test_gated_attention_calls_its_norms_where_these_are_tapped(hook: str, fused: bool) -> None:
-    block = Gated()
-    paths: Any = {name: f"inner.{name}" for name in ("attn", "qkv", "q_norm", "k_norm")}
-    tap(block, kit.batch(False), [RowField(hook, 0, "float32", 4, 0)], **paths, gated=True)
-    assert block.inner.use_fused_qk_norm_rope_gate == fused
-
-
-def test_an_indexer_chooses_in_every_step_where_its_choice_is_captured() -> None:
-    block = torch.nn.Module()
-    block.indexer = torch.nn.Identity()
-    block.indexer.indexer_op = SimpleNamespace(dense_mha_metadata_layer_name="model.layers.0.self_attn.attn")
-    field = RowField("indexer_topk", 0, "int32", 4, 0)
-    tap(block, kit.batch(False), [field], indexer="indexer")
-    assert block.indexer.indexer_op.dense_mha_metadata_layer_name == ""
-    del block.indexer.indexer_op.dense_mha_metadata_layer_name
-    with pytest.raises(ValueError, match="indexer_topk needs dense_mha_metadata_layer_name"):
-        tap(block, kit.batch(False), [field], indexer="indexer")
-
-
 def test_values_of_gated_attention_lie_behind_the_gates() -> None:
     layer: Any = SimpleNamespace(arch=Architecture("Gated", "", gated=True), q_size=8, kv_size=4)
     qkv = torch.arange(24.0)[None]
@@ -345,7 +294,7 @@ def of_hooks(*hooks: str) -> list[RowField]:
 
 def test_two_projections_of_a_mixer_lie_side_by_side(written: dict[str, torch.Tensor]) -> None:
     block, paths = Mixed(), {name: name for name in ("mix_first", "mix_in", "mix_norm", "mix_out")}
-    tap(block, kit.batch(), of_hooks("mix_proj", "attn_out"), **paths, attn="", o_proj="mix_out")
+    kit.tap(block, kit.batch(), of_hooks("mix_proj", "attn_out"), **paths, attn="", o_proj="mix_out")
     x = torch.arange(12.0).view(3, 4)
     block(x)
     torch.testing.assert_close(written["mix_proj"], torch.cat([2 * x, 2 * (x + 1)], -1))
@@ -372,7 +321,7 @@ class Filling(torch.nn.Module):
 
 def test_a_filled_argument_and_a_sum_of_two_modules_are_values(written: dict[str, torch.Tensor]) -> None:
     block = Fills()
-    tap(block, kit.batch(), of_hooks("attn_out", "mlp_out"), fills="mixer", mlp_first="experts", mlp="mlp")
+    kit.tap(block, kit.batch(), of_hooks("attn_out", "mlp_out"), fills="mixer", mlp_first="experts", mlp="mlp")
     x = torch.arange(12.0).view(3, 4)
     added = block(x)
     torch.testing.assert_close(written["attn_out"], 3 * x)

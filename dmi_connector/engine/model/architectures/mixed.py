@@ -97,23 +97,35 @@ class MiMo(Mixed):
 
 
 class Step(Mixed):
-    """Step 3.5: one type of layer may have other sizes. vLLM computes the final norm only for the rows of logits."""
+    """Step 3.5: one type of layer may have other sizes. vLLM computes the final norm only for the rows of logits.
+
+    vLLM 0.33 reads the config with a class of transformers, earlier versions with a class of their own.
+    """
 
     adds_in_place: ClassVar[bool] = True
 
+    def layer_config(self, config: Any) -> Any:
+        return config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
+
     def sizes(self, config: Any) -> list[Sizes | None]:
-        usual = Sizes(config.num_attention_heads, config.num_attention_groups, config.head_dim)
-        other = config.attention_other_setting or {}
+        names = ("num_attention_heads", "num_attention_groups", "head_dim")
+        if getattr(config, "is_heterogeneous", False):
+            layers = (config.per_layer_config[i] for i in range(config.num_hidden_layers))
+            return [Sizes(*(getattr(layer, name) for name in names)) for layer in layers]
+        usual = Sizes(*(getattr(config, name) for name in names))
+        other = getattr(config, "attention_other_setting", None)
         if not other:
             return [usual] * config.num_hidden_layers
-        names = ("num_attention_heads", "num_attention_groups", "head_dim")
         windows = Sizes(*(other[name] for name in names))
         return [windows if kind == other["attention_type"] else usual for kind in config.layer_types]
 
     def dims(self, config: Any) -> ModelDims:
+        dims = super().dims(config)
+        if getattr(config, "mlp_layer_types", None):
+            return dims
         listed = getattr(config, "moe_layers_enum", None)
         experts = range(1, config.num_hidden_layers) if listed is None else map(int, listed.split(","))
-        return replace(super().dims(config), moe_layers=tuple(experts))
+        return replace(dims, moe_layers=tuple(experts))
 
     def of_layer(self, index: int, dims: ModelDims) -> Architecture:
         row = super().of_layer(index, dims)
