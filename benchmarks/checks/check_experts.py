@@ -23,6 +23,7 @@ import numpy as np
 
 from benchmarks import common
 from benchmarks.capture import note
+from benchmarks.checks.engines import take
 
 MODULE = "benchmarks.checks.check_experts"
 HOOKS = "hidden-states,topk_ids"
@@ -143,9 +144,7 @@ def main(argv: list[str] | None = None) -> int:
         if status := common.run_child(MODULE, argv, name):
             failures.append(f"{name}: the engine ended with status {status}")
             continue
-        part = Path(f"{args.out}.{name}")
-        found = json.loads(part.read_text())
-        part.unlink()
+        found = take(args.out, name)
         tokens = found.pop("tokens")
         stock = stock or tokens
         if name != "stock":

@@ -43,6 +43,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common, drafts
+from benchmarks.checks.engines import cosines_of, end, take
+from benchmarks.checks.reduced_rows import attention_error, kept_rows
 from benchmarks.checks.same_tokens import MOST_TIE, MOST_TIE_OF_ARCH, compare_tokens, token_failures
 from dmi_connector.cli.tiny_hybrids import ON_CPU
 
@@ -151,7 +153,7 @@ def child(args: argparse.Namespace) -> None:
     """Run one engine, `args.child`, on all prompts. Its scheduler runs in this process."""
     from vllm import LLM
 
-    from dmi_connector import capture_args, open_capture
+    from dmi_connector import capture_args
 
     ours = not args.child.startswith("stock")
     extra: dict[str, Any] = {}
@@ -187,57 +189,12 @@ def child(args: argparse.Namespace) -> None:
         "stores": [(o.kv_transfer_params or {}).get("dmi_store") for o in outputs],
     }
     common.save(f"{args.out}.{args.child}", found)
-    for _ in range(3):
-        llm.llm_engine.step()  # exports the last rows; an engine in its own process runs these steps by itself
-    for store in found["stores"] if ours else []:
-        open_capture(store, timeout=60, allow_incomplete=True)
-    llm.llm_engine.engine_core.shutdown()
+    end(llm, found["stores"] if ours else [])
 
 
 def _basis(args: argparse.Namespace) -> str:
     """The path of the basis of engine "pca"."""
     return f"{args.out}.safetensors"
-
-
-def _kept(reduction: Any, values: np.ndarray, got: np.ndarray, basis: str) -> tuple[np.ndarray, float]:
-    """(expected decoded rows of the float32 `values` [layers, n, ..., width], gap of top k (see MOST_GAP) or 0).
-
-    got: the decoded rows of the store, [layers, n, ...].
-    """
-    from dmi_connector.reduce.basis import Basis
-    from dmi_connector.reduce.pca import Pca
-    from dmi_connector.reduce.projection import RandomProjection, matrix
-    from dmi_connector.reduce.topk import TopK
-
-    if isinstance(reduction, RandomProjection):
-        return values @ matrix(values.shape[-1], reduction.k, reduction.seed, reduction.distribution), 0.0
-    if isinstance(reduction, Pca):
-        rows = values.reshape(*values.shape[:2], -1)  # heads side by side
-        parts = [Basis.load(basis).of(reduction.hook, layer, reduction.k) for layer in range(len(rows))]
-        return np.stack([(r - p.mean) @ (p.components / p.std) for r, p in zip(rows, parts, strict=True)]), 0.0
-    if isinstance(reduction, TopK):
-        kept, magnitude = got != 0, np.abs(values)
-        left_out = np.where(kept, 0, magnitude).max(-1) - np.where(kept, magnitude, np.inf).min(-1)
-        return np.where(kept, values, 0), float((left_out / magnitude.max(-1)).max())
-    return values, 0.0
-
-
-def _attention_error(capture: Any) -> float:
-    """The larger of two errors. One is the difference of a stored weight from the weight at its position in the pattern
-    that q_rot and k_rot give. The other one is the amount by which a weight that was left out exceeds the smallest kept
-    one.
-    """
-    worst = 0.0
-    reduction = capture.reduction("pattern")
-    for layer in range(capture.attrs["num_layers"]):
-        positions, weights, _ = reduction.split(capture.numpy("pattern", layer))  # [rows, heads, m]
-        pattern = capture.attention(layer).transpose(1, 0, 2)
-        there = np.where(positions >= 0, np.take_along_axis(pattern, np.maximum(positions, 0), -1), 0)
-        worst = float(np.maximum(worst, np.abs(weights - there).max()))
-        rest = pattern.copy()
-        np.put_along_axis(rest, np.maximum(positions, 0), 0, -1)
-        worst = float(np.maximum(worst, (rest.max(-1) - weights[..., -1]).max()))
-    return worst
 
 
 def stored_logits(store: str, tokens: int) -> np.ndarray | None:
@@ -280,7 +237,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             drafted["accepted"] += counts["accepted"]
             drafted["rows_of_accepted"] += int(np.count_nonzero(capture.draft_index))
         if "pattern" in capture.hooks:
-            attention = float(np.maximum(attention or 0.0, _attention_error(capture)))
+            attention = float(np.maximum(attention or 0.0, attention_error(capture)))
         reference = expect(tuple(ids))
         for hook in reference:
             if hook not in capture.hooks or hook in ("token_ids", "positions", "topk_ids", "topk_weights"):
@@ -293,13 +250,12 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             else:
                 got, want = capture.numpy(hook), want[:, :expected]
                 got = got[None] if got.ndim == 2 else got
-                want, this = _kept(capture.reduction(hook), want, got, _basis(args))
+                want, this = kept_rows(capture.reduction(hook), want, got, _basis(args))
                 gap = float(np.maximum(gap, this))
             if got.shape != want.shape:
                 problems.append(f"{name}: {hook} has shape {got.shape}, not {want.shape}")
                 continue
-            norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(want, axis=-1)
-            cosines = (got * want).sum(-1) / np.maximum(norms, 1e-30)
+            cosines = cosines_of(got, want)
             least = float(cosines.min())
             limit = args.least_cosine or LEAST_COSINE_OF_ARCH.get(args.arch, LEAST_COSINE)
             below.setdefault(hook, []).extend((~(cosines >= limit)).ravel().tolist())
@@ -391,9 +347,7 @@ def main(argv: list[str] | None = None) -> int:
         if status := common.run_child(MODULE, argv, name, VLLM_ENABLE_V1_MULTIPROCESSING="0"):
             print(f"{name}: the engine ended with status {status}", file=sys.stderr)
             return 1
-        part = Path(f"{args.out}.{name}")
-        found = json.loads(part.read_text())
-        part.unlink()
+        found = take(args.out, name)
         stock = stock or found
         results[name] = {k: found[k] for k in ("facts", "steps")} | {"seconds": round(time.perf_counter() - begin, 1)}
         results[name] |= {"drafts_of": args.drafts} if args.drafts else {}

@@ -29,9 +29,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common
+from benchmarks.checks import check_gpu
+from benchmarks.checks.engines import cosines_of, end, take
 
 MODULE = "benchmarks.checks.check_indexer"
-HOOKS = "vllm-full,attention,indexer_topk,mlp_pre*"
+HOOKS = f"{check_gpu.HOOKS},indexer_topk"
 LENGTHS = (5, 64, 129, 300, 450, 600, 900, 1200)
 OUTPUT_TOKENS = 40
 TOPK = 512
@@ -52,10 +54,7 @@ SIZES: dict[str, Any] = {
 }
 """Sizes that the kernels support."""
 ENGINE = {"dtype": "bfloat16", "max_model_len": 1536, "max_num_batched_tokens": 512, "gpu_memory_utilization": 0.4}
-LEAST_COSINE = 0.99
 LEAST_COSINE_OF_Z = 0.999
-MOST_FLIPPED = 0.05
-"""Maximum fraction of a hook's rows below the limit, because rounding changes chosen experts."""
 LEAST_COMMON = 0.85
 """Minimum mean part of the positions in the first layer that transformers chooses too."""
 
@@ -64,7 +63,7 @@ def child(args: argparse.Namespace) -> None:
     """Run engine `args.child` on all prompts: "stock", or an owner of rows."""
     from vllm import LLM, SamplingParams
 
-    from dmi_connector import capture_args, open_capture
+    from dmi_connector import capture_args
 
     extra: dict[str, Any] = {}
     if args.child != "stock":
@@ -84,17 +83,7 @@ def child(args: argparse.Namespace) -> None:
         "stores": [(output.kv_transfer_params or {}).get("dmi_store") for output in outputs],
     }
     common.save(f"{args.out}.{args.child}", found)
-    for _ in range(3):
-        llm.llm_engine.step()  # exports the last rows; an engine in its own process runs these steps by itself
-    for store in found["stores"] if extra else []:
-        open_capture(store, timeout=60, allow_incomplete=True)
-    llm.llm_engine.engine_core.shutdown()
-
-
-def cosines(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """Cosines of rows, float32 [..., rows]."""
-    norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(want, axis=-1)
-    return (got * want).sum(-1) / np.maximum(norms, 1e-30)
+    end(llm, found["stores"] if extra else [])
 
 
 def chosen(positions: np.ndarray) -> tuple[np.ndarray, int]:
@@ -164,15 +153,15 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             if got.shape != (shape := (len(want), len(ids) - 1, *want.shape[2:])):
                 problems.append(f"{name}: {hook} has shape {got.shape}, not {shape}")
                 continue
-            near = cosines(got[:, :TOPK], want[:, : len(ids) - 1][:, :TOPK])
+            near = cosines_of(got[:, :TOPK], want[:, : len(ids) - 1][:, :TOPK])
             cosine[hook] = float(np.minimum(cosine.get(hook, 1.0), near.min()))
-            below.setdefault(hook, []).extend((~(near >= LEAST_COSINE)).ravel().tolist())
+            below.setdefault(hook, []).extend((~(near >= check_gpu.LEAST_COSINE)).ravel().tolist())
         for number, layer in enumerate(capture.layers["indexer_topk"]):
             mask, bad = chosen(capture.numpy("indexer_topk", layer))
             wrong += bad
             weight = weights[f"model.layers.{layer}.self_attn.kv_b_proj.weight"]
             z = np.array(capture.numpy("z", layer), np.float32)
-            of_z = float(np.minimum(of_z, cosines(z, attended(capture, layer, weight, mask)).min()))
+            of_z = float(np.minimum(of_z, cosines_of(z, attended(capture, layer, weight, mask)).min()))
             theirs, _ = chosen(reference["indexer_topk"][number][: len(mask)])
             common_parts.setdefault(layer, []).extend(((mask & theirs).sum(-1) / TOPK)[TOPK:].tolist())
     return {"requests": len(found["stores"]), "rows": rows, "rows_missing": missing, "problems": problems[:10],
@@ -194,7 +183,7 @@ def failures(found: dict[str, Any]) -> list[str]:
         wrong.append(f"indexer_topk: too few positions are those of transformers: {found['chosen_in_common']}")
     below = found["rows_below"].items()
     return wrong + [
-        f"{hook}: {part:.2%} of rows have a lower cosine" for hook, part in below if not part <= MOST_FLIPPED
+        f"{hook}: {part:.2%} of rows have a lower cosine" for hook, part in below if not part <= check_gpu.MOST_FLIPPED
     ]
 
 
@@ -223,9 +212,7 @@ def main(argv: list[str] | None = None) -> int:
             wrong += [f"{name}: the engine ended with status {status}"] * (name != "stock")
             results[name] = {"status": status}
             continue
-        part = Path(f"{args.out}.{name}")
-        engines[name] = json.loads(part.read_text())
-        part.unlink()
+        engines[name] = take(args.out, name)
         results[name] = {"cudagraph_mode": engines[name]["cudagraph_mode"]}
         if name != "stock":
             results[name] |= compare(args, engines[name])

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plugin of vLLM for programs that tests start as a user does: workers of their engines are forked, not spawned.
+"""A plugin of vLLM that forks the workers of engines, for programs that tests start as a user does.
 
-Each that is spawned imports vLLM for twelve seconds of a core. On a GPU all are spawned: see runner.py.
+vLLM spawns workers on a CPU. A spawned worker imports vLLM, which takes twelve CPU seconds. On a GPU the plugin is not
+loaded (runner.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ FOLDER = Path(__file__).parent
 
 
 def environment() -> Mapping[str, str]:
-    """Variables of a program that loads this plugin."""
+    """Environment variables with which a program loads this plugin."""
     from tests.runner import GPU
 
     paths = (str(FOLDER), str(FOLDER.parents[1]), os.environ.get("PYTHONPATH"))
@@ -23,7 +24,7 @@ def environment() -> Mapping[str, str]:
 
 
 def register() -> None:
-    """vLLM calls this in each process, before that starts others."""
+    """Entry point of the plugin. vLLM calls it in each process, before the process starts others."""
     if multiprocessing.parent_process() is None:
         return  # this process starts the engine, which starts the workers
     import pytest

@@ -62,7 +62,7 @@ def is_piecewise(vllm_config: VllmConfig) -> bool:
 
 
 def check_mixers(vllm_config: VllmConfig, hooks: Container[str]) -> None:
-    """Raises ValueError for `mix_proj` if a mixer on a GPU may overwrite it before it is captured.
+    """Raise ValueError for `mix_proj` if a mixer on a GPU may overwrite it before it is captured.
 
     In decode, a mixer writes the result of its convolution over its input projection. vLLM does not declare that. If
     the graph is not split at mixers, Inductor may copy the projection afterwards.

@@ -144,23 +144,23 @@ def _choose_in_every_step(indexer: Any) -> None:
 
 
 def _check_inputs(attention: Any, arch: Architecture, hooks: Set[str]) -> None:
-    """Raise ValueError for hooks of queries and keys that are not where they are read.
+    """Raise ValueError for hooks of queries and keys whose values are not in the tensors that taps read.
 
     With the attention backend HPC_ATTN, vLLM's HunYuan V3 computes norms and rotary embeddings in the kernel that
-    writes keys to the cache. The keys among the arguments of attention are those before both. In vLLM 0.33, a
-    projection of MiMo V2 with FP8 weights may return keys and values chunk by chunk.
+    writes keys to the cache. Attention then gets keys without norms and rotary embeddings. In vLLM 0.33, a projection
+    of MiMo V2 with FP8 weights may return keys and values in alternating chunks.
     """
     hidden = sorted(hooks & {"q", "k", "q_rot", "k_rot"})
     if hidden and getattr(attention, "hpc_rope_norm", None) is not None:
         raise ValueError(
-            f"hooks: {', '.join(hidden)} of {arch.name} are not read right with the attention backend HPC_ATTN, which "
+            f"hooks: {', '.join(hidden)} of {arch.name} cannot be captured with the attention backend HPC_ATTN, which "
             "computes norms and rotary embeddings in its own kernel; choose another backend (--attention-backend), or "
             "leave these hooks out"
         )
     if "k" in hooks and getattr(attention, "kv_chunk_rows", None):
         raise ValueError(
-            f"hooks: k of {arch.name} is not read right with these weights and this tensor_parallel_size, with which "
-            "the projection returns keys and values chunk by chunk; leave k out"
+            f"hooks: k of {arch.name} cannot be captured with these weights and this tensor_parallel_size, because the "
+            "projection then returns keys and values in alternating chunks; leave k out"
         )
 
 
@@ -198,8 +198,8 @@ def _use_one_stream(layer: Any) -> None:
 def _pass_unquantised(linear: Any) -> None:
     """Let vLLM pass the input of a linear layer to it unquantised.
 
-    On a GPU vLLM may fuse the activation before a quantised layer with the quantisation of the layer's input. The input
-    is then no tensor, and has quantised values.
+    On a GPU vLLM may fuse the activation before a quantised layer with the quantisation of the layer's input. Then
+    the input has quantised values, and is not a tensor.
     """
     linear.requires_unquantized_input = True
 

@@ -333,7 +333,7 @@ def test_many_prompts_take_no_more_memory_than_a_few(
             found.append((anonymous_bytes(), pa.total_allocated_bytes(), sys.getallocatedblocks()))
     assert total == count and ids == count * (count - 1) // 2
     memory, of_arrow, objects = (max(amounts) - amounts[0] for amounts in zip(*found, strict=True))
-    # Memory of the process that other tests have left free may hide a few MiB. The number of objects hides nothing.
+    # The memory of the process may hide a few MiB, which other tests left free. The number of objects does not.
     assert memory < 16 * MIB, f"{memory / MIB:.0f} MiB more"
     assert of_arrow < 10 * count and objects < count // 10, f"Arrow has {of_arrow} bytes more, Python {objects} objects"
     assert os.path.getsize(files["lines"]) > 50 * count

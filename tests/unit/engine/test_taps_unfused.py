@@ -54,7 +54,7 @@ def test_queries_and_keys_of_a_kernel_that_writes_the_cache_are_refused(hook: st
     if hook == "v":
         kit.tap(block, kit.batch(), fields, **paths)
         return
-    with pytest.raises(ValueError, match=rf"hooks: {hook} of Block are not read right with .* HPC_ATTN.*leave these"):
+    with pytest.raises(ValueError, match=rf"hooks: {hook} of Block cannot be captured with .* HPC_ATTN.*leave these"):
         kit.tap(block, kit.batch(), fields, **paths)
 
 
@@ -67,7 +67,7 @@ def test_keys_that_lie_between_values_are_refused(hook: str, rows: int) -> None:
     if hook == "q" or not rows:
         kit.tap(block, kit.batch(), fields, **paths)
         return
-    with pytest.raises(ValueError, match=r"hooks: k of Block is not read right with these weights .*leave k out"):
+    with pytest.raises(ValueError, match=r"hooks: k of Block cannot be captured with these weights .*leave k out"):
         kit.tap(block, kit.batch(), fields, **paths)
 
 
