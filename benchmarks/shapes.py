@@ -50,6 +50,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False, "routed_scaling_factor": 1.0, "vocab_size": 102400, "max_position_embeddings": 16384,
         "tie_word_embeddings": False,
     },
+    "deepseek-v32": {
+        "model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"], "hidden_size": 4096,
+        "num_hidden_layers": 10, "num_attention_heads": 64, "num_key_value_heads": 64, "kv_lora_rank": 512,
+        "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64,
+        "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 1, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5, "vocab_size": 129280,
+        "max_position_embeddings": 16384, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+    },
     "qwen3-32b": {
         "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 5120, "num_hidden_layers": 64,
         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 25600,

@@ -18,6 +18,8 @@ PACKED = 8
 """Number of 4-bit values per int32."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column of each 4-bit value in an int32 of AWQ."""
+LARGEST_INPUT = 32.0
+"""Largest magnitude of activations with a static scale."""
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Tensors = dict[str, torch.Tensor]
 
@@ -71,10 +73,23 @@ def fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"weight": q, "weight_scale": scales}, q.float() * scales
 
 
-def _compressed(kind: str, layout: str) -> dict[str, Any]:
-    """The config of compressed-tensors: weights have a scale per output, activations a dynamic scale per token."""
+def fp8_static(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    scale = weight.abs().max() / 448
+    q = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": q, "weight_scale": scale.reshape(1), "input_scale": torch.tensor([LARGEST_INPUT / 448])}, (
+        q.float() * scale
+    )
+
+
+def _compressed(kind: str, layout: str, static: bool = False) -> dict[str, Any]:
+    """The config of compressed-tensors: weights have a scale per output, activations a dynamic scale per token.
+
+    static: both have one scale per layer instead.
+    """
     common = {"num_bits": 8, "type": kind, "symmetric": True}
     weights, inputs = {"strategy": "channel", "dynamic": False}, {"strategy": "token", "dynamic": True}
+    if static:
+        weights = inputs = {"strategy": "tensor", "dynamic": False}
     group = {"targets": ["Linear"], "weights": common | weights, "input_activations": common | inputs}
     method = {"quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed"}
     return {**method, "ignore": ["lm_head"], "config_groups": {"group_0": group}}
@@ -86,6 +101,7 @@ SCHEMES: dict[str, tuple[Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]],
     "awq": (awq, {"quant_method": "awq", **_FOUR_BITS, "zero_point": True, "version": "gemm"}),
     "int8": (int8, _compressed("int", "int-quantized")),
     "fp8": (fp8, _compressed("float", "float-quantized")),
+    "fp8-static": (fp8_static, _compressed("float", "float-quantized", static=True)),
 }
 
 

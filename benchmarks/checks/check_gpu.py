@@ -54,9 +54,10 @@ HOOKS = "vllm-full,attention,mlp_pre*"
 LENGTHS = (5, 16, 31, 64, 127, 128, 129, 200, 300, 400)
 SIZES: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 4}
 SIZES_OF_ARCH: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"qk_nope_head_dim": 128, "v_head_dim": 128},
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), {"qk_nope_head_dim": 128, "v_head_dim": 128}),
+    "granitemoehybrid": {"mamba_n_heads": 3, "mamba_d_head": 64, "mamba_d_state": 128},
     "nemotron_h": {"head_dim": 64, "mamba_head_dim": 64, "ssm_state_size": 128},
-    "qwen3_5_text": {"head_dim": 64, **ON_CPU},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), {"head_dim": 64, **ON_CPU}),
 }
 """Sizes for families whose GPU kernels do not support the default ones."""
 ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 320, "gpu_memory_utilization": 0.5}
@@ -280,6 +281,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--arch", default="qwen3", help="a family of dmi_connector.cli.tiny_models (default: %(default)s)")
     p.add_argument("--heads", type=int, default=0, help="attention heads of Qwen3 (0: 4)")
     p.add_argument("--head-dim", type=int, default=SIZES["head_dim"], help="with 128, each step is one CUDA graph")
+    p.add_argument("--sizes", type=json.loads, default={}, help="JSON: other fields of the configuration of the model")
     p.add_argument("--drafts", choices=drafts.METHODS, help="use speculative decoding, with owner target only")
     p.add_argument("--least-cosine", type=float, default=0.0, help="minimum cosine of a row (0: that of the family)")
     p.add_argument("--eager", action="store_true")
@@ -333,7 +335,8 @@ def main(argv: list[str] | None = None) -> int:
     from dmi_connector.analysis.fit_pca import fit_pca
     from dmi_connector.cli.tiny_models import make_model
 
-    make_model(args.arch, args.model, dtype="bfloat16", **sizes_of(args.arch, args.head_dim, args.heads))
+    sizes = {**sizes_of(args.arch, args.head_dim, args.heads), **args.sizes}
+    make_model(args.arch, args.model, dtype="bfloat16", **sizes)
     results: dict[str, Any] = {"header": common.header(MODULE, argv)}
     stock: dict[str, Any] = {}
     found: dict[str, Any] = {}
