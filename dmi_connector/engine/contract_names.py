@@ -413,6 +413,10 @@ NAMES: dict[str, dict[str, Name]] = {
             "vllm.model_executor.models.interfaces:SupportsMultiModal.embed_input_ids",
             "makes the embeddings of our first forward",
         ),
+        "encoders_only": Name(
+            "vllm.config:MultiModalConfig.__dataclass_fields__.mm_encoder_only",
+            "if set, vLLM runs no language model; refused at start",
+        ),
         "pruned": Name(
             "vllm.config:MultiModalConfig.__dataclass_fields__.video_pruning_rate",
             "if set, vLLM drops tokens of videos; refused at start",
