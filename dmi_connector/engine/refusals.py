@@ -147,8 +147,8 @@ def _check_model(vllm_config: VllmConfig) -> None:
         )
     if getattr(model.multimodal_config, "mm_encoder_only", False):
         raise ValueError(
-            "mm_encoder_only: True runs encoders of images and no language model, so there is nothing to capture; remove "
-            "--mm-encoder-only, or capture in the engine that runs the language model"
+            "mm_encoder_only: True runs encoders of images and no language model, so there is nothing to capture; "
+            "remove --mm-encoder-only, or capture in the engine that runs the language model"
         )
     if pruned := getattr(model.multimodal_config, "video_pruning_rate", None):
         raise ValueError(

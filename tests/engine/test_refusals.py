@@ -257,7 +257,7 @@ def test_an_engine_without_a_language_model_is_refused(known_models: None, tmp_p
     from dmi_connector.cli.tiny_models import make_model
 
     model = make_model("qwen2_5_vl", tmp_path / "model")
-    with pytest.raises(ValueError, match=r"mm_encoder_only: True runs .* no language model.*; remove --mm-encoder-only"):
+    with pytest.raises(ValueError, match=r"mm_encoder_only: .* no language model.*; remove --mm-encoder-only"):
         capture_context(vllm_config(model, tmp_path / "captures", mm_encoder_only=True))
 
 
