@@ -193,6 +193,10 @@ NAMES: dict[str, dict[str, Name]] = {
             "vllm.v1.attention.backend:AttentionMetadataBuilder.build",
             "wrapped to read the metadata of every batch, because a pool has no cache layer that receives it",
         ),
+        "capture_builders": Name(
+            "vllm.v1.attention.backend:AttentionMetadataBuilder.build_for_cudagraph_capture",
+            "wrapped too, because a backend that chooses between two does not call `build` while a graph is captured",
+        ),
         "attention_spec": Name(
             "vllm.v1.kv_cache_interface:FullAttentionSpec",
             "identifies the cache group that keeps a slot for each token of a request",
@@ -408,6 +412,10 @@ NAMES: dict[str, dict[str, Name]] = {
         "makes_embeddings": Name(
             "vllm.model_executor.models.interfaces:SupportsMultiModal.embed_input_ids",
             "makes the embeddings of our first forward",
+        ),
+        "encoders_only": Name(
+            "vllm.config:MultiModalConfig.__dataclass_fields__.mm_encoder_only",
+            "if set, vLLM runs no language model; refused at start",
         ),
         "pruned": Name(
             "vllm.config:MultiModalConfig.__dataclass_fields__.video_pruning_rate",

@@ -8,6 +8,10 @@ FlashAttention 3 supports it. FlashAttention 4 claims support in vLLM 0.33, but 
 gives wrong attention for heads of up to 64 values, or of more than 128: in a step with one token per request, it plans
 for another kernel than the one in the graph (vLLM 0.32, H200: 9 of 30 sequences right with heads of 64 values, 30 of 30
 with 128). So FULL is chosen only if tests found it to be correct.
+
+Qwen3-VL adds visual features to the output of its first layers, from a buffer that vLLM clears in Python after each
+forward. No Python runs while a graph of a whole step is replayed. With FULL the features of an image would be added to
+the tokens of later steps too.
 """
 
 from __future__ import annotations
@@ -34,20 +38,24 @@ except on Blackwell GPUs.
 """
 
 
-def choose_graphs(vllm_config: VllmConfig, option: str) -> None:
+def choose_graphs(vllm_config: VllmConfig, option: str, visual_layers: int) -> None:
     """Replace vLLM's default mode by FULL if FULL is correct, and log in which steps capture costs more.
 
-    Logs a warning if the user chose FULL, and FULL gives wrong attention.
+    Logs a warning if the user chose FULL, and FULL gives wrong values.
 
     Call it once the attention layers are built and before the KV cache is. option: `ServerOptions.cuda_graphs`.
+    visual_layers: `CaptureContext.visual_layers`.
     """
     config = vllm_config.compilation_config
     given = config.cudagraph_mode
     if given in (None, CUDAGraphMode.NONE) or vllm_config.device_config.device_type == "cpu":
         return
-    why_not = _why_not_full(vllm_config)
+    visual = visual_layers > 0 and vllm_config.model_config.supports_multimodal_inputs
+    why_not = _VISUAL if visual else _why_not_full(vllm_config)
     if given == CUDAGraphMode.FULL and why_not == _WRONG_HEADS:
         logger.warning("dmi_connector: cudagraph_mode: FULL gives wrong attention here: %s; leave it out", why_not)
+    if given == CUDAGraphMode.FULL and why_not == _VISUAL:
+        logger.warning("dmi_connector: cudagraph_mode: FULL gives wrong values here: %s; leave it out", why_not)
     if given == CUDAGraphMode.FULL_AND_PIECEWISE and option == "auto" and not why_not:
         config.cudagraph_mode = CUDAGraphMode.FULL
     if config.cudagraph_mode != CUDAGraphMode.FULL:
@@ -68,6 +76,7 @@ def choose_graphs(vllm_config: VllmConfig, option: str) -> None:
 
 
 _WRONG_HEADS = f"{_BACKEND} has heads of up to {_WRONG_UP_TO} values, or of more than {_RIGHT_UP_TO}"
+_VISUAL = "the first layers add visual features, which vLLM does not clear when it replays a graph of a whole step"
 
 
 def _why_not_full(vllm_config: VllmConfig) -> str:

@@ -77,7 +77,7 @@ class Tapped:
             from dmi_connector.engine.replaced import tell_logits_of
 
             tell_logits_of(note_logits_of, vllm_config.use_v2_model_runner)
-        choose_graphs(vllm_config, context.options.cuda_graphs)
+        choose_graphs(vllm_config, context.options.cuda_graphs, context.visual_layers)
         self.dmi_context = context
         assert isinstance(self, nn.Module)
         self.dmi_taps = install(self, context, compilation)

@@ -145,6 +145,11 @@ def _check_model(vllm_config: VllmConfig) -> None:
             "enable_prompt_embeds: True embeds every prompt outside the model's forward, where neither token ids nor "
             "embeddings can be captured; remove --enable-prompt-embeds"
         )
+    if getattr(model.multimodal_config, "mm_encoder_only", False):
+        raise ValueError(
+            "mm_encoder_only: True runs encoders of images and no language model, so there is nothing to capture; "
+            "remove --mm-encoder-only, or capture in the engine that runs the language model"
+        )
     if pruned := getattr(model.multimodal_config, "video_pruning_rate", None):
         raise ValueError(
             f"video_pruning_rate: {pruned} drops tokens of videos and moves others, so positions of rows "

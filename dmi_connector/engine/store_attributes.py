@@ -75,11 +75,11 @@ def _attention(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, An
         return {"latent": True, **({} if layers[0] is None else {"scale": float(layers[0].impl.scale)})}
     if any(layer is None or not hasattr(layer, "sliding_window") for layer in layers):
         return {}
-    impls = [layer.impl for layer in layers]
-    slopes = impls[0].alibi_slopes
+    impls = [_impl(layer) for layer in layers]
+    slopes = getattr(impls[0], "alibi_slopes", None)  # a kernel without ALiBi or a soft cap may not name them
     facts = {
         "scale": float(impls[0].scale),
-        "soft_cap": float(impls[0].logits_soft_cap or 0) or None,
+        "soft_cap": float(getattr(impls[0], "logits_soft_cap", None) or 0) or None,
         "windows": [getattr(found.get(i), "sliding_window", None) for i in numbers],
         "chunks": [getattr(found.get(i), "attention_chunk_size", None) for i in numbers],
         "sinks": any(getattr(impl, "sinks", None) is not None for impl in impls),
@@ -87,3 +87,13 @@ def _attention(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, An
         "alibi_slopes": None if slopes is None else [float(slope) for slope in slopes],
     }
     return {name: value for name, value in facts.items() if value and value != [None] * len(numbers)}
+
+
+def _impl(layer: Any) -> Any:
+    """The `impl` of an attention layer. If its backend chooses between two for each batch, the first of the two.
+
+    On a GPU, vLLM chooses such a backend for models whose image tokens attend to each other. The `impl` of this backend
+    lacks most attributes. Both backends get the same arguments, and have these attributes.
+    """
+    impl = layer.impl
+    return impl.get_impl_variants()[0] if hasattr(impl, "get_impl_variants") else impl

@@ -253,6 +253,14 @@ def test_pruned_videos_are_refused(known_models: None, tmp_path: Path) -> None:
         capture_context(vllm_config(model, tmp_path / "captures", video_pruning_rate=0.5))
 
 
+def test_an_engine_without_a_language_model_is_refused(known_models: None, tmp_path: Path) -> None:
+    from dmi_connector.cli.tiny_models import make_model
+
+    model = make_model("qwen2_5_vl", tmp_path / "model")
+    with pytest.raises(ValueError, match=r"mm_encoder_only: .* no language model.*; remove --mm-encoder-only"):
+        capture_context(vllm_config(model, tmp_path / "captures", mm_encoder_only=True))
+
+
 def latent_model(folder: Path, arch: str = "deepseek_v3", **fields: Any) -> Path:
     """A tiny model whose config.json is replaced by these fields."""
     from dmi_connector.cli.tiny_models import make_model

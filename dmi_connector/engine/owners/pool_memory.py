@@ -143,24 +143,28 @@ _watching: dict[str, weakref.ref[RowPool]] = {}
 def watch_steps(layer: str, pool: RowPool, vllm_config: VllmConfig) -> None:
     """Call `pool.planned` with the metadata of each batch.
 
-    Both model runners of vLLM pass the metadata to `build` of the layer's metadata builder, which this function wraps.
+    Both model runners of vLLM pass the metadata to `build` of the layer's metadata builder, and while they capture a
+    CUDA graph to `build_for_cudagraph_capture`. This function wraps both: the second calls the first, except in a
+    backend that chooses between two.
     """
     _watching[layer] = weakref.ref(pool)
     attention: Any = vllm_config.compilation_config.static_forward_context[layer]
     builder = attention.get_attn_backend().get_builder_cls()
-    if not hasattr(builder.build, "dmi_tells"):
-        builder.build = _telling(builder.build)
+    for name, at in (("build", 1), ("build_for_cudagraph_capture", 0)):
+        if not hasattr(getattr(builder, name), "dmi_tells"):
+            setattr(builder, name, _telling(getattr(builder, name), at))
 
 
-def _telling(build: Any) -> Any:
+def _telling(build: Any, at: int) -> Any:
+    """`build`, which also passes on the metadata. at: index of the metadata among the arguments."""
+
     @wraps(build)
-    def told(
-        self: Any, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args: Any, **kwargs: Any
-    ) -> Any:
+    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+        metadata: CommonAttentionMetadata = args[at] if len(args) > at else kwargs["common_attn_metadata"]
         for layer, known in [*_watching.items()]:
             if layer in self.layer_names and (pool := known()) is not None:
-                pool.planned(common_attn_metadata)
-        return build(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
+                pool.planned(metadata)
+        return build(self, *args, **kwargs)
 
     told.dmi_tells = True  # type: ignore[attr-defined]
     return told

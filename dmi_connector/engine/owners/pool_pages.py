@@ -389,8 +389,8 @@ class PoolSlots(RowSlots):
             return
         find = kv_cache_manager.get_computed_blocks
 
-        def get_computed_blocks(request: Request) -> Any:
-            found = find(request)
+        def get_computed_blocks(request: Request, *limit: Any) -> Any:  # vLLM 0.33 passes the maximum length of a hit
+            found = find(request, *limit)
             if request.request_id in self._rows:
                 self._hits[request.request_id] = found[1]
             return found

@@ -67,7 +67,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("head_size", [65, 80, 96, 128])
 def test_full_graphs_are_chosen_where_they_are_right(lines: list[str], head_size: int) -> None:
     given = config(PIECES, Layer(head_size), object(), Layer(head_size))
-    graphs.choose_graphs(given, "auto")
+    graphs.choose_graphs(given, "auto", 0)
     assert given.compilation_config.cudagraph_mode == FULL and not lines
 
 
@@ -86,21 +86,35 @@ def test_full_graphs_are_chosen_where_they_are_right(lines: list[str], head_size
 )
 def test_elsewhere_vllms_default_stays_and_the_log_says_why(lines: list[str], layer: Layer, said: str) -> None:
     given = config(PIECES, Layer(), layer)
-    graphs.choose_graphs(given, "auto")
+    graphs.choose_graphs(given, "auto", 0)
     assert given.compilation_config.cudagraph_mode == PIECES
     assert len(lines) == 1 and said in lines[0]
+
+
+@pytest.mark.parametrize("mode", [PIECES, FULL])
+@pytest.mark.parametrize("images", [True, False])
+def test_a_model_whose_first_layers_add_visual_features_keeps_its_default(
+    lines: list[str], mode: CUDAGraphMode, images: bool
+) -> None:
+    """vLLM clears them in the forward of Qwen3-VL, which does not run when a graph of a whole step is replayed."""
+    given = config(mode, Layer())
+    given.model_config = SimpleNamespace(supports_multimodal_inputs=images)
+    graphs.choose_graphs(given, "auto", 3)
+    assert given.compilation_config.cudagraph_mode == (mode if images else FULL)
+    assert len(lines) == images and all("the first layers add visual features" in line for line in lines)
+    assert mode == PIECES or all("FULL gives wrong values here" in line for line in lines)
 
 
 def test_an_untested_vllm_keeps_its_default(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs.contract, "untested", lambda: "0.34.0")
     given = config(PIECES, Layer())
-    graphs.choose_graphs(given, "auto")
+    graphs.choose_graphs(given, "auto", 0)
     assert given.compilation_config.cudagraph_mode == PIECES and "vLLM 0.34.0 was not tested" in lines[0]
 
 
 def test_the_v1_runner_keeps_its_default(lines: list[str]) -> None:
     given = config(PIECES, Layer(), v2=False)
-    graphs.choose_graphs(given, "auto")
+    graphs.choose_graphs(given, "auto", 0)
     assert given.compilation_config.cudagraph_mode == PIECES and "V1 model runner" in lines[0]
 
 
@@ -116,20 +130,20 @@ def test_the_v1_runner_keeps_its_default(lines: list[str]) -> None:
 )
 def test_what_a_user_set_stays(lines: list[str], mode: CUDAGraphMode, option: str, said: str) -> None:
     given = config(mode, Layer())
-    graphs.choose_graphs(given, option)
+    graphs.choose_graphs(given, option, 0)
     assert given.compilation_config.cudagraph_mode == mode
     assert len(lines) == bool(said) and all(said in line for line in lines)
 
 
 def test_a_user_who_asks_for_full_where_it_is_wrong_is_warned(lines: list[str]) -> None:
     given = config(FULL, Layer(64))
-    graphs.choose_graphs(given, "auto")
+    graphs.choose_graphs(given, "auto", 0)
     assert given.compilation_config.cudagraph_mode == FULL
     assert lines[0].startswith("dmi_connector: cudagraph_mode: FULL gives wrong attention here: FLASH_ATTN has heads")
 
 
 def test_graphs_that_end_early_are_mentioned(lines: list[str]) -> None:
-    graphs.choose_graphs(config(FULL, Layer(), largest=128), "auto")
+    graphs.choose_graphs(config(FULL, Layer(), largest=128), "auto", 0)
     assert len(lines) == 1 and "the largest CUDA graph has 128 tokens" in lines[0]
-    graphs.choose_graphs(config(PIECES, Layer(), device="cpu"), "auto")
+    graphs.choose_graphs(config(PIECES, Layer(), device="cpu"), "auto", 0)
     assert len(lines) == 1

@@ -39,7 +39,7 @@ def test_a_pool_without_room_for_a_block_of_a_prompt_is_refused(tmp_path: Path) 
 
 
 class Manager:
-    """A fake of vLLM's cache manager that finds a prefix hit of `hit` tokens."""
+    """A fake of vLLM's cache manager that finds a prefix hit of `hit` tokens, or of `most` in vLLM 0.33."""
 
     def __init__(self, hit: int, partial: bool) -> None:
         self.hit, self.coordinator = hit, SimpleNamespace(enable_partial_hash_hits=partial)
@@ -49,13 +49,16 @@ class Manager:
         """Does nothing."""
         return True
 
-    def get_computed_blocks(self, request: Any) -> tuple[str, int, int]:
-        return "blocks", self.hit, 0
+    def get_computed_blocks(self, request: Any, most: int | None = None) -> tuple[str, int, int]:
+        return "blocks", self.hit if most is None else min(self.hit, most), 0
 
 
+@pytest.mark.parametrize("limit", [(), (None,), (80,)])
 @pytest.mark.parametrize("partial", [False, True])
-def test_a_hit_that_ends_inside_a_block_is_refused_where_rows_are_wanted(tmp_path: Path, partial: bool) -> None:
-    """vLLM tells connectors only the whole blocks of a hit. Here there is none."""
+def test_a_hit_that_ends_inside_a_block_is_refused_where_rows_are_wanted(
+    tmp_path: Path, partial: bool, limit: tuple[int | None, ...]
+) -> None:
+    """vLLM tells connectors only the whole blocks of a hit. Here there is none. limit: what vLLM 0.33 passes too."""
     slots, manager = slots_of(tmp_path), Manager(48, partial)
     slots.sized(1000)
     slots.bind(manager)  # type: ignore[arg-type]
@@ -66,7 +69,7 @@ def test_a_hit_that_ends_inside_a_block_is_refused_where_rows_are_wanted(tmp_pat
         request: Any = FakeRequest(name, kv, list(range(90)), 90)
         request.skip_reading_prefix_cache = request.resumable = False
         tracker.on_new_request(request)
-        assert manager.get_computed_blocks(request)[1] == 48
+        assert manager.get_computed_blocks(request, *limit)[1] == 48
         answers.append(slots.matched(request, 0)[0])
     assert answers == ([None, 0, 0] if partial else [0, 0, 0])
     nothing = SimpleNamespace(req_ids=[], new_block_ids=[])

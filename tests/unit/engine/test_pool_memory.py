@@ -28,6 +28,10 @@ class Builder:
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> tuple[Any, bool]:
         return common_attn_metadata, fast_build
 
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """As in a backend that chooses between two: calls `build` of another builder."""
+        return common_attn_metadata
+
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -130,9 +134,14 @@ def test_a_longer_step_than_vllm_announced_is_an_error(pool: RowPool, config: An
 def test_the_pool_sees_the_metadata_of_each_batch_of_its_layer(
     pool: RowPool, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Builder, "build", Builder.build)
+    for name in ("build", "build_for_cudagraph_capture"):
+        monkeypatch.setattr(Builder, name, getattr(Builder, name))
     for _ in range(2):  # two engines in one process
         pool.follow(LAYER, 16, 10, config)
+    captured = SimpleNamespace(slot_mapping=torch.tensor([-1]))
+    assert Builder("another").build_for_cudagraph_capture(captured) is captured and pool.step is None
+    assert Builder(LAYER).build_for_cudagraph_capture(captured) is captured and pool.step is captured
+    pool.step = None
     step = SimpleNamespace(slot_mapping=torch.tensor([16, -1]))
     assert Builder("another").build(0, step) == (step, False) and pool.step is None
     assert Builder("another", LAYER).build(0, common_attn_metadata=step, fast_build=True) == (step, True)
