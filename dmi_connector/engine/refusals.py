@@ -204,8 +204,8 @@ def check_attention(arch: Architecture, model: ModelConfig) -> None:
     divisor = getattr(model.hf_text_config, arch.float16_divisor, 1.0) if arch.float16_divisor else 1.0
     if model.dtype is torch.float16 and divisor != 1.0:
         raise ValueError(
-            f"dtype: float16 lets vLLM divide the residual stream of {arch.name} by {arch.float16_divisor} "
-            f"({divisor}), so its hooks would not be those of the model; set dtype to bfloat16"
+            f"dtype: float16 lets vLLM divide the residual stream of {arch.name}, or what shared experts add to it, by "
+            f"{arch.float16_divisor} ({divisor}), so its hooks would not be those of the model; set dtype to bfloat16"
         )
 
 
