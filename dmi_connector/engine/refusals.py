@@ -41,6 +41,7 @@ def check(vllm_config: VllmConfig) -> None:
     _check_parallel(vllm_config.parallel_config)
     _check_pipeline(vllm_config)
     _check_model(vllm_config)
+    _check_offloading(vllm_config)
     _check_compilation(vllm_config)
     owner_of(vllm_config).check(vllm_config)
     _check_sleep(vllm_config)
@@ -159,6 +160,23 @@ def _check_model(vllm_config: VllmConfig) -> None:
         raise ValueError(
             f"model: {model.model!r} carries {streams} residual streams at a time (altup_num_inputs in its config), "
             "and a hook is a tensor of one; use a model with one residual stream"
+        )
+
+
+def _check_offloading(vllm_config: VllmConfig) -> None:
+    """Refuses weights on the host that a GPU cannot read there.
+
+    vLLM then runs a layer inside a call of the same layer (`torch.func.functional_call`), so its taps run twice.
+    """
+    from vllm.utils.platform_utils import is_uva_available
+
+    offload = vllm_config.offload_config
+    backend, size = offload.offload_backend, offload.uva.cpu_offload_gb
+    prefetch = backend == "prefetch" or (backend == "auto" and offload.prefetch.offload_group_size > 0)
+    if size and not prefetch and (envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA or not is_uva_available()):
+        raise ValueError(
+            f"cpu_offload_gb: {size:g} without unified virtual addressing runs the taps of a layer twice; leave "
+            "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA out, set --offload-backend prefetch, or remove --cpu-offload-gb"
         )
 
 
