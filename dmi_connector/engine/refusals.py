@@ -41,6 +41,7 @@ def check(vllm_config: VllmConfig) -> None:
     _check_parallel(vllm_config.parallel_config)
     _check_pipeline(vllm_config)
     _check_model(vllm_config)
+    _check_offloading(vllm_config)
     _check_compilation(vllm_config)
     owner_of(vllm_config).check(vllm_config)
     _check_sleep(vllm_config)
@@ -167,6 +168,23 @@ def _check_model(vllm_config: VllmConfig) -> None:
         )
 
 
+def _check_offloading(vllm_config: VllmConfig) -> None:
+    """Refuses weights on the host that a GPU cannot read there.
+
+    vLLM then runs a layer inside a call of the same layer (`torch.func.functional_call`), so its taps run twice.
+    """
+    from vllm.utils.platform_utils import is_uva_available
+
+    offload = vllm_config.offload_config
+    backend, size = offload.offload_backend, offload.uva.cpu_offload_gb
+    prefetch = backend == "prefetch" or (backend == "auto" and offload.prefetch.offload_group_size > 0)
+    if size and not prefetch and (envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA or not is_uva_available()):
+        raise ValueError(
+            f"cpu_offload_gb: {size:g} without unified virtual addressing runs the taps of a layer twice; leave "
+            "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA out, set --offload-backend prefetch, or remove --cpu-offload-gb"
+        )
+
+
 def _check_compilation(vllm_config: VllmConfig) -> None:
     """Checks that the compile hash can include the selection of hooks, and that compiled code keeps tapped values."""
     if not isinstance(vllm_config.additional_config, dict):
@@ -209,8 +227,8 @@ def check_attention(arch: Architecture, model: ModelConfig) -> None:
     divisor = getattr(model.hf_text_config, arch.float16_divisor, 1.0) if arch.float16_divisor else 1.0
     if model.dtype is torch.float16 and divisor != 1.0:
         raise ValueError(
-            f"dtype: float16 lets vLLM divide the residual stream of {arch.name} by {arch.float16_divisor} "
-            f"({divisor}), so its hooks would not be those of the model; set dtype to bfloat16"
+            f"dtype: float16 lets vLLM divide the residual stream of {arch.name}, or what shared experts add to it, by "
+            f"{arch.float16_divisor} ({divisor}), so its hooks would not be those of the model; set dtype to bfloat16"
         )
 
 

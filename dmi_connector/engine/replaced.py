@@ -105,7 +105,8 @@ def ask_one_rank() -> None:
 def decomposed_experts() -> Iterator[None]:
     """Let vLLM build expert layers with kernels that do not include routing, if vLLM offers that (from 0.33 on).
 
-    vLLM asks each router whether it supports a kernel that includes routing. The answer changes nothing else.
+    vLLM asks each router whether it supports a kernel that includes routing. The answer changes nothing else. Raises
+    ValueError if the engine's `moe_backend` has no other kernel for these experts.
     """
     from vllm.model_executor.layers.fused_moe.router.fused_moe_router import FusedMoERouter
 
@@ -116,8 +117,19 @@ def decomposed_experts() -> Iterator[None]:
     FusedMoERouter.supports_monolithic_kernels = property(lambda _router: False)
     try:
         yield
+    except (ValueError, NotImplementedError) as error:
+        if _NEEDS_OTHER_KERNELS not in str(error):
+            raise
+        raise ValueError(
+            "moe_backend: topk_ids and topk_weights need kernels of experts that do not include routing, and vLLM has "
+            f"none here ({error}); choose another --moe-backend, or leave these hooks out"
+        ) from error
     finally:
         FusedMoERouter.supports_monolithic_kernels = asked
+
+
+_NEEDS_OTHER_KERNELS = "routes adjusted after routing"
+"""In vLLM's message, the reason why a kernel that includes routing was not chosen."""
 
 
 def _replace(cls: Any, method: Any) -> Any:

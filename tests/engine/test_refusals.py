@@ -244,6 +244,22 @@ def test_models_without_a_residual_stream_are_refused(
         capture_context(vllm_config(model, tmp_path / "captures"))
 
 
+@pytest.mark.parametrize("addressed", [True, False])
+@pytest.mark.parametrize("disabled", [True, False])
+def test_weights_on_the_host_that_a_gpu_cannot_read_are_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, addressed: bool, disabled: bool
+) -> None:
+    """vLLM then calls a layer inside a call of this layer. With `prefetch` it does not."""
+    monkeypatch.setenv("VLLM_WEIGHT_OFFLOADING_DISABLE_UVA", str(int(disabled)))
+    monkeypatch.setattr("vllm.utils.platform_utils.is_uva_available", lambda: addressed)
+    args: dict[str, Any] = {"cpu_offload_gb": 1.5}
+    refused = pytest.raises(ValueError, match=r"cpu_offload_gb: 1\.5 without .* the taps of a layer twice; .*prefetch")
+    with refused if disabled or not addressed else nullcontext():
+        capture_context(vllm_config(model, tmp_path / "captures", **args))
+    for more in ({"offload_group_size": 2}, {"offload_backend": "prefetch", "offload_group_size": 2}):
+        capture_context(vllm_config(model, tmp_path / "captures", **args, **more))
+
+
 def test_pruned_videos_are_refused(known_models: None, tmp_path: Path) -> None:
     from dmi_connector.cli.tiny_models import make_model
 

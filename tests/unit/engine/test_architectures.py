@@ -12,8 +12,10 @@ from torch import nn
 from transformers import ExaoneMoeConfig, GlmMoeDsaConfig, Step3p7TextConfig
 
 pytest.importorskip("vllm")
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.models.openpangu import OpenPanguDecoderLayer
 
+from dmi_connector.engine import refusals
 from dmi_connector.engine.model.architectures import ARCHITECTURES
 from dmi_connector.engine.taps.install import TAP_POINTS
 from dmi_connector.engine.taps.values import norm_outputs
@@ -144,6 +146,41 @@ def test_the_stream_of_pangu_is_read_where_vllm_adds_to_it(sandwich: bool, dtype
     layer.get_submodule(row.ln2).register_forward_hook(tap)
     OpenPanguDecoderLayer.forward(layer, None, torch.ones(2, 4, dtype=dtype), None)
     assert [value.unique().tolist() for value in seen] == [[middle]]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Glm4MoeForCausalLM",
+        "Glm4vMoeForConditionalGeneration",
+        "Glm4MoeLiteForCausalLM",
+        "LagunaForCausalLM",
+        "NemotronHForCausalLM",
+    ],
+)
+def test_float16_is_refused_where_vllm_divides_the_output_of_shared_experts(name: str) -> None:
+    """The layers of DeepSeek divide the residual stream by the same factor. Those of these models do not."""
+    runner: Any = SimpleNamespace(routed_scaling_factor=4.0)
+    for dtype, sums in ((torch.bfloat16, 1 + 4.0), (torch.float16, 1 / 4 + 1)):
+        outputs = MoERunner._maybe_apply_routed_scale_to_output(runner, *torch.ones(2, 1, dtype=dtype))
+        assert sum(outputs) == sums
+    latent = {"kv_lora_rank": 8, "qk_rope_head_dim": 4}
+    known = config(n_routed_experts=8, hybrid_override_pattern="ME*E", text_config=config(), **latent)
+    row = ARCHITECTURES[name].fit(known)
+    known.routed_scaling_factor = known.moe_routed_scaling_factor = 4.0
+    model: Any = SimpleNamespace(model="any", use_mla="latent" in row.features, hf_text_config=known)
+    for model.dtype in (torch.float32, torch.bfloat16):
+        refusals.check_attention(row, model)
+    model.dtype = torch.float16
+    with pytest.raises(ValueError, match=rf"float16 .* of {name}, .*shared experts .* \(4\.0\).*bfloat16"):
+        refusals.check_attention(row, model)
+
+
+def test_float16_is_accepted_for_nemotron_h_without_experts() -> None:
+    known = config(hybrid_override_pattern="M-*-", routed_scaling_factor=4.0)
+    row = ARCHITECTURES["NemotronHForCausalLM"].fit(known)
+    model: Any = SimpleNamespace(dtype=torch.float16, use_mla=False, hf_text_config=known)
+    refusals.check_attention(row, model)
 
 
 def test_layers_with_experts_of_k_exaone_are_those_of_vllm() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from vllm.model_executor.layers.fused_moe.router.fused_moe_router import FusedMoERouter
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.worker.gpu.spec_decode.extract_hidden_states import ExtractHiddenStatesSpeculator
 
@@ -138,3 +139,21 @@ def test_an_error_that_nobody_would_hear_of_ends_the_process(rank: int, report: 
     for step in (lambda: connector.handle_preemptions(metadata), connector.wait_for_save):
         with pytest.raises(RuntimeError if report or rank == 0 else SystemExit):
             step()
+
+
+@pytest.mark.parametrize("kind", [ValueError, NotImplementedError])
+def test_a_kernel_that_includes_routing_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    """What vLLM 0.33 raises while it builds experts with a `moe_backend` that has only such kernels."""
+    yes = property(lambda _router: True)
+    monkeypatch.setattr(FusedMoERouter, "supports_monolithic_kernels", yes, raising=False)
+    theirs = "MoE backend FLASHINFER_TRTLLM does not support the deployment configuration since kernel does not support"
+    with (
+        pytest.raises(ValueError, match=r"moe_backend: topk_ids .*_TRTLLM .*\); choose another --moe-backend"),
+        replaced.decomposed_experts(),
+    ):
+        raise kind(f"{theirs} routes adjusted after routing.")
+    with pytest.raises(kind, match=r"^MoE backend .* support LoRA\.$"), replaced.decomposed_experts():
+        raise kind(f"{theirs} LoRA.")
+    assert vars(FusedMoERouter)["supports_monolithic_kernels"] is yes

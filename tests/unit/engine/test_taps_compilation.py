@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch._functorch import config as functorch_config
+from torch._inductor import pattern_matcher
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 pytest.importorskip("vllm")
 from vllm.config import CompilationConfig
@@ -171,3 +173,44 @@ def test_inductor_writes_no_buffer_twice() -> None:
             torch.compile(model, options=options)(torch.eye(64) + 1, torch.zeros(1))
         changed.append(sum(not torch.equal(value, before) for value, before in held))
     assert changed[0] == 0 and all(changed[1:]), f"overwritten values: {changed}"
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_value_that_a_tap_reads_is_not_fused_with_the_next_op(captured: bool) -> None:
+    """So vLLM's passes leave a norm, an activation or attention whose result is captured apart from quantisation."""
+    passes = pattern_matcher.PatternMatcherPass()
+    pattern_matcher.register_replacement(
+        lambda x: torch.sin(x).round(), torch.zeros_like, [torch.ones(4)], pattern_matcher.fwd_only, passes
+    )
+    fused: list[int] = []
+    seen: list[torch.Tensor] = []
+
+    def model(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        value = torch.sin(x)
+        if captured:
+            torch.ops.dmi_test.taps([value.reshape(-1, 4)], token)
+        return value.round()
+
+    with torch.library._scoped_library("dmi_test", "FRAGMENT") as library:
+        library.define("taps(Tensor[] values, Tensor(a!) token) -> ()", tags=(torch.Tag.flexible_layout,))
+        library.impl("taps", lambda values, _token: seen.append(values[0].clone()), "CPU")
+        library.impl("taps", lambda *_: None, "Meta")
+        torch._dynamo.reset()
+        options: Any = {"post_grad_custom_post_pass": Applies(passes, fused)}
+        x = torch.full((2, 4), 2.0)
+        out = torch.compile(model, fullgraph=True, options=options)(x, torch.zeros(1, dtype=torch.int32))
+    assert fused == [not captured] and torch.equal(out, torch.full_like(x, captured))
+    assert len(seen) == captured and all(torch.allclose(value, torch.sin(x)) for value in seen)
+
+
+class Applies(CustomGraphPass):
+    """A pass of Inductor that applies patterns, and notes how many matched."""
+
+    def __init__(self, passes: Any, counts: list[int]) -> None:
+        self.passes, self.counts = passes, counts
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.counts.append(self.passes.apply(graph))
+
+    def uuid(self) -> None:
+        """None: Inductor caches no graph."""

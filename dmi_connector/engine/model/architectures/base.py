@@ -73,7 +73,8 @@ class Architecture:
         sums: whether a layer changes the stream only by the outputs of its blocks.
         scale: field of the config by which the output of a block is multiplied before it is added.
         embed_scaled: whether embeddings are multiplied by the square root of their width.
-        float16_divisor: field of the config by which vLLM divides the stream in float16.
+        float16_divisor: field of the config by which vLLM divides the stream, or the output of shared experts, in
+            float16.
 
     Hooks:
         only: the hooks that can be captured; (): all. lacks: hooks that are not the input or output of any module.

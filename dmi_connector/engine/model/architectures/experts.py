@@ -93,9 +93,20 @@ EXPERTS: tuple[Architecture, ...] = (
         f"{MODELS}.granitemoeshared:GraniteMoeSharedForCausalLM",
         **_GRANITE_SHARED,
     ),
-    Laguna("LagunaForCausalLM", f"{MODELS}.laguna:LagunaForCausalLM", **QK_NORM, **_SEPARATE),
+    Laguna(
+        "LagunaForCausalLM",
+        f"{MODELS}.laguna:LagunaForCausalLM",
+        **QK_NORM,
+        **_SEPARATE,
+        float16_divisor="moe_routed_scaling_factor",
+    ),
     Architecture("OlmoeForCausalLM", f"{MODELS}.olmoe:OlmoeForCausalLM", **QK_NORM, one_rank=("q", "k")),
-    Architecture("Glm4MoeForCausalLM", f"{MODELS}.glm4_moe:Glm4MoeForCausalLM", **QK_NORM),
+    Architecture(
+        "Glm4MoeForCausalLM",
+        f"{MODELS}.glm4_moe:Glm4MoeForCausalLM",
+        **QK_NORM,
+        float16_divisor="routed_scaling_factor",
+    ),
     Architecture(
         "GptOssForCausalLM",
         f"{MODELS}.gpt_oss:GptOssForCausalLM",

@@ -43,7 +43,9 @@ class NemotronH(Hybrid):
             )
         # vLLM has no CPU kernel for experts without a gate, so hooks of routing were not tested. They are left out.
         known = tuple(name for name, hook in HOOKS.items() if hook.only != "moe")
-        return replace(self, only=known) if "E" in config.hybrid_override_pattern else self
+        if "E" not in config.hybrid_override_pattern:
+            return self
+        return replace(self, only=known, float16_divisor="routed_scaling_factor")
 
     def of_layer(self, index: int, dims: ModelDims) -> Architecture:
         if index in (dims.mlp_layers or ()):

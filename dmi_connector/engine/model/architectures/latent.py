@@ -70,27 +70,27 @@ _INDEXED = "vllm.models.deepseek_v32"
 """vLLM's Python module for models with an indexer. On a GPU its classes compute norms and rotary embeddings in fused
 kernels. On other platforms its classes are those of `deepseek_v2`.
 """
-_DEEPSEEK: dict[str, Any] = {"float16_divisor": "routed_scaling_factor"}
+_SCALED: dict[str, Any] = {"float16_divisor": "routed_scaling_factor"}
 
 LATENT: tuple[Architecture, ...] = (
-    Latent("DeepseekV2ForCausalLM", f"{MODELS}.deepseek_v2:DeepseekV2ForCausalLM", **_DEEPSEEK),
-    Latent("DeepseekV3ForCausalLM", f"{MODELS}.deepseek_v2:DeepseekV3ForCausalLM", **_DEEPSEEK),
+    Latent("DeepseekV2ForCausalLM", f"{MODELS}.deepseek_v2:DeepseekV2ForCausalLM", **_SCALED),
+    Latent("DeepseekV3ForCausalLM", f"{MODELS}.deepseek_v2:DeepseekV3ForCausalLM", **_SCALED),
     Latent(
         "MistralLarge3ForCausalLM",
         f"{MODELS}.mistral_large_3:MistralLarge3ForCausalLM",
-        **_DEEPSEEK,
+        **_SCALED,
     ),
-    Latent("Glm4MoeLiteForCausalLM", f"{MODELS}.glm4_moe_lite:Glm4MoeLiteForCausalLM"),
+    Latent("Glm4MoeLiteForCausalLM", f"{MODELS}.glm4_moe_lite:Glm4MoeLiteForCausalLM", **_SCALED),
     Latent(
         "DeepseekV32ForCausalLM",
         f"{MODELS}.deepseek_v2:DeepseekV3ForCausalLM",
         f"{_INDEXED}:DeepseekV32ForCausalLM",
-        **_DEEPSEEK,
+        **_SCALED,
     ),
     Latent(
         "GlmMoeDsaForCausalLM",
         f"{MODELS}.deepseek_v2:GlmMoeDsaForCausalLM",
         f"{_INDEXED}:GlmMoeDsaForCausalLM",
-        **_DEEPSEEK,
+        **_SCALED,
     ),
 )
