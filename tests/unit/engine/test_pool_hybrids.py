@@ -39,7 +39,7 @@ def test_a_pool_without_room_for_a_block_of_a_prompt_is_refused(tmp_path: Path) 
 
 
 class Manager:
-    """A fake of vLLM's cache manager that finds a prefix hit of `hit` tokens, or of fewer if the caller sets a limit."""
+    """A fake of vLLM's cache manager that finds a prefix hit of `hit` tokens, or of fewer if the caller limits it."""
 
     def __init__(self, hit: int, partial: bool) -> None:
         self.hit, self.coordinator = hit, SimpleNamespace(enable_partial_hash_hits=partial)
