@@ -4,6 +4,8 @@
 vLLM's own CPU kernels only support bfloat16 and heads of 128. `stand_in` replaces the op that runs them by the
 functions below, so tests compare rows, taps and stores in float32. The rest is vLLM's: the model, the order of its
 modules, the states and their metadata.
+
+`order_of_gpu` lets vLLM's own CPU kernels run in the forward that vLLM has for GPUs.
 """
 
 from __future__ import annotations
@@ -28,6 +30,36 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     if not hasattr(torch.ops.vllm, NAME):
         direct_register_custom_op(op_name=NAME, op_func=core, mutates_args=["out"])
     monkeypatch.setattr(torch.ops.vllm, "cpu_gdn_attention_core", getattr(torch.ops.vllm, NAME))
+
+
+def order_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines of this process run the forward of gated delta nets for GPUs, with vLLM's CPU kernels.
+
+    With drafts, this forward calls an op that computes core and norm. Where vLLM's op calls its kernel for both, the
+    stand-in calls one for the core, and then the norm, which vLLM's op also does for prompts.
+    """
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention as Mixer
+    from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import cpu_gdn_attention_core
+
+    build = Mixer.__init__
+
+    def built(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        self.enable_fused_gdn_spec_decode = self.speculative_config is not None
+
+    def core_alone(
+        self: Any, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor
+    ) -> None:
+        cpu_gdn_attention_core(mixed_qkv, b, a, core_attn_out, self.prefix)
+
+    def norm(self: Any, x: torch.Tensor, output_gate: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(self.norm.forward_native(x, output_gate))
+
+    monkeypatch.setattr(Mixer, "__init__", built)
+    monkeypatch.setattr(Mixer, "forward_cpu", Mixer.forward_cuda)
+    monkeypatch.setattr(Mixer, "_forward_core", core_alone)
+    monkeypatch.setattr(Mixer, "_rms_norm_gated_cuda", norm)
+    monkeypatch.setattr(Mixer, "_warmup_prefill_kernels", lambda *_: None)
 
 
 def core(qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Tensor, layer_name: LayerNameType) -> None:

@@ -389,8 +389,8 @@ class PoolSlots(RowSlots):
             return
         find = kv_cache_manager.get_computed_blocks
 
-        def get_computed_blocks(request: Request, *limit: Any) -> Any:  # vLLM 0.33 passes the maximum length of a hit
-            found = find(request, *limit)
+        def get_computed_blocks(request: Request, *limits: Any, **more: Any) -> Any:
+            found = find(request, *limits, **more)  # from vLLM 0.33 on, with a maximum length of the hit
             if request.request_id in self._rows:
                 self._hits[request.request_id] = found[1]
             return found

@@ -87,6 +87,8 @@ def install_layer(taps: ModelTaps, module: nn.Module, index: int, batch: TapBatc
     sizes = _sizes(attn, context.dims.qk_rope_head_dim) if arch.attn else (0, 0, 0, 0)
     if arch.gated and arch.attn and {"q", "k"} & {point.hook for point, _ in points}:
         _unfuse_norms(module.get_submodule(arch.attn.rpartition(".")[0]))
+    if any(point.module == "mix_norm" for point, _ in points):
+        _unfuse_cores(module.get_submodule(arch.mix_norm.rpartition(".")[0]))
     if any(point.hook == "indexer_topk" for point, _ in points):
         _choose_in_every_step(module.get_submodule(arch.indexer))
     if arch.attn:
@@ -127,6 +129,14 @@ def _unfuse_norms(attention: Any) -> None:
     """Disable vLLM's fused kernel of gated attention. Taps need the norms of q and k to run as modules."""
     if hasattr(attention, "use_fused_qk_norm_rope_gate"):
         attention.use_fused_qk_norm_rope_gate = False
+
+
+def _unfuse_cores(mixer: Any) -> None:
+    """Disable vLLM's op of gated delta nets for draft tokens. It computes the norm after the core by itself, so the
+    norm does not run as a module. The ops that vLLM then uses also verify draft tokens.
+    """
+    if hasattr(mixer, "enable_fused_gdn_spec_decode"):
+        mixer.enable_fused_gdn_spec_decode = False
 
 
 def _choose_in_every_step(indexer: Any) -> None:

@@ -43,6 +43,29 @@ def test_gated_attention_calls_its_norms_where_these_are_tapped(hook: str, fused
     assert block.inner.use_fused_qk_norm_rope_gate == fused
 
 
+class Delta(torch.nn.Module):
+    """A gated delta net, which may compute core and norm of draft tokens in one op, as vLLM's does on a GPU."""
+
+    def __init__(self, fused: bool | None) -> None:
+        super().__init__()
+        self.mixer = torch.nn.Module()
+        for name in ("proj", "norm", "out"):
+            setattr(self.mixer, name, torch.nn.Identity())
+        if fused is not None:
+            self.mixer.enable_fused_gdn_spec_decode = fused
+
+
+@pytest.mark.parametrize(("hook", "fused"), [("mix_proj", True), ("mix_core", False), ("mix_z", True)])
+def test_a_mixer_calls_its_norm_where_the_output_of_its_core_is_captured(hook: str, fused: bool) -> None:
+    paths: Any = {"mix_in": "mixer.proj", "mix_norm": "mixer.norm", "mix_out": "mixer.out", "o_proj": "mixer.out"}
+    block, fields = Delta(True), [RowField(hook, 0, "float32", 4, 0)]
+    kit.tap(block, kit.batch(False), fields, **paths)
+    assert block.mixer.enable_fused_gdn_spec_decode == fused
+    other = Delta(None)  # Mamba 2 has no such op
+    kit.tap(other, kit.batch(False), fields, **paths)
+    assert not hasattr(other.mixer, "enable_fused_gdn_spec_decode")
+
+
 @pytest.mark.parametrize("hook", ["q", "k", "q_rot", "k_rot", "v"])
 def test_queries_and_keys_of_a_kernel_that_writes_the_cache_are_refused(hook: str) -> None:
     """vLLM's HunYuan V3 with HPC_ATTN gives attention keys without norm and rotary embedding."""
