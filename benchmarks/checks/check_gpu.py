@@ -45,7 +45,7 @@ import numpy as np
 from benchmarks import common, drafts
 from benchmarks.checks.engines import cosines_of, end, take
 from benchmarks.checks.reduced_rows import attention_error, kept_rows
-from benchmarks.checks.same_tokens import MOST_TIE, MOST_TIE_OF_ARCH, compare_tokens, token_failures
+from benchmarks.checks.same_tokens import MOST_TIE, MOST_TIE_OF_ARCH, UNIT, compare_tokens, own_gap, token_failures
 from dmi_connector.cli.tiny_hybrids import ON_CPU
 
 MODULE = "benchmarks.checks.check_gpu"
@@ -54,10 +54,17 @@ HOOKS = "vllm-full,attention,mlp_pre*"
 LENGTHS = (5, 16, 31, 64, 127, 128, 129, 200, 300, 400)
 SIZES: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 4}
 SIZES_OF_ARCH: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), {"qk_nope_head_dim": 128, "v_head_dim": 128}),
-    "granitemoehybrid": {"mamba_n_heads": 3, "mamba_d_head": 64, "mamba_d_state": 128},
+    **{name: {"qk_nope_head_dim": 128, "v_head_dim": 128} for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")},
+    "granitemoehybrid": {
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+    },
     "nemotron_h": {"head_dim": 64, "mamba_head_dim": 64, "ssm_state_size": 128},
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), {"head_dim": 64, **ON_CPU}),
+    **{name: {"head_dim": 64, **ON_CPU} for name in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")},
 }
 """Sizes for families whose GPU kernels do not support the default ones."""
 ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 320, "gpu_memory_utilization": 0.5}
@@ -68,11 +75,13 @@ LEAST_COSINE_OF_ARCH, LEAST_COSINE = {"qwen3": 0.998, "nemotron_h": 0.96, "gemma
 transformers in bfloat16 reaches 0.9994, 0.960 and 0.963 for these families, and 0.996 for a Gemma 3, whose residual
 stream is large.
 """
-MOST_FLIPPED = 0.05
+MOST_FLIPPED = 0.08
 """Maximum fraction of a hook's rows below the limit in models with experts, because rounding changes chosen experts.
 
-With transformers in bfloat16, 0.5 to 3.8 % of the rows of logits are below it (docs/ENGINEERING.md).
+With transformers in bfloat16, 0.5 to 5.0 % of the rows of a hook are below it, and 7.5 % in `glm_moe_dsa`.
 """
+ROUTING = {"router_logits", "topk_ids"}
+"""Hooks of models with experts."""
 MOST_GAP = 0.1
 """Maximum by which a value that top k left out may exceed a kept one, relative to the row's largest value."""
 MOST_ATTENTION_ERROR = 1e-4
@@ -220,9 +229,10 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     cosine: dict[str, float] = {}
     below: dict[str, list[int]] = {}
     error: dict[str, float] = {}
-    missing, rows, problems, attention, gap = 0, 0, [], None, 0.0
+    missing, rows, problems, attention, gap, own, experts = 0, 0, [], None, 0.0, 0.0, False
     drafted = {"scheduled": 0, "accepted": 0, "rows_of_accepted": 0}
-    for store, prompt, tokens in zip(found["stores"], found["prompts"], found["tokens"], strict=True):
+    requests = zip(found["stores"], found["prompts"], found["tokens"], found["seeded"], strict=True)
+    for store, prompt, tokens, seeded in requests:
         ids = prompt + tokens
         capture, name = open_capture(store, timeout=10, allow_incomplete=True), Path(store).name
         problems += common.store_problems(store)
@@ -237,6 +247,9 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             drafted["scheduled"] += counts["scheduled"]
             drafted["accepted"] += counts["accepted"]
             drafted["rows_of_accepted"] += int(np.count_nonzero(capture.draft_index))
+        experts = experts or not ROUTING.isdisjoint(capture.hooks)
+        if not seeded and (logits := stored_logits(store, len(tokens))) is not None:
+            own = float(np.maximum(own, own_gap(logits, tokens)))
         if "pattern" in capture.hooks:
             attention = float(np.maximum(attention or 0.0, attention_error(capture)))
         reference = expect(tuple(ids))
@@ -265,7 +278,7 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             error[hook] = float(np.maximum(error.get(hook, 0.0), worst))  # NaN counts as the largest
     return {"requests": len(found["stores"]), "rows": rows, "rows_missing": missing, "problems": problems[:10],
             "least_cosine": cosine, "rows_below": {hook: float(np.mean(low)) for hook, low in below.items()},
-            "experts": "router_logits" in cosine, "largest_relative_error": error, "top_k_gap": gap,
+            "experts": experts, "largest_own_gap": own, "largest_relative_error": error, "top_k_gap": gap,
             "attention_error": attention, **({"drafts": drafted} if args.drafts else {})}  # fmt: skip
 
 
@@ -305,6 +318,8 @@ def _failures(found: dict[str, Any]) -> list[str]:
     below = found.get("rows_below", {})
     most = MOST_FLIPPED if found.get("experts") else 0.0
     wrong += [f"{hook}: {part:.2%} of rows have a lower cosine" for hook, part in below.items() if not part <= most]
+    if not found.get("largest_own_gap", 0.0) <= UNIT:
+        wrong.append(f"a greedy token's stored logit is below the largest one, by {found['largest_own_gap']} of it")
     if not found.get("top_k_gap", 0.0) <= MOST_GAP:
         wrong.append(f"top k left out a value larger than a kept one, by {found['top_k_gap']} of the row's largest")
     if not (found.get("attention_error") or 0.0) <= MOST_ATTENTION_ERROR:

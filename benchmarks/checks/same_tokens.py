@@ -46,9 +46,17 @@ def first_difference(ours: Sequence[int], stock: Sequence[int]) -> int | None:
 def gap(row: np.ndarray, ours: int, stock: int) -> float:
     """How far the lower logit of two tokens is below the largest one, relative to the largest absolute logit.
 
-    row: float32 [vocab], from which the tokens were sampled. Our token should have the largest logit.
+    row: float32 [vocab], from which the tokens were sampled. Our token should have the largest logit. Infinite for a
+    token that is not in the vocabulary.
     """
+    if max(ours, stock) >= len(row):
+        return float("inf")
     return float((row.max() - min(row[ours], row[stock])) / max(float(np.abs(row).max()), 1e-30))
+
+
+def own_gap(rows: np.ndarray, tokens: Sequence[int]) -> float:
+    """The largest `gap` of the tokens of a greedy request, from the rows of logits in its store: 0 without rounding."""
+    return max(gap(row, token, token) for row, token in zip(rows, tokens, strict=True))
 
 
 def compare_tokens(

@@ -40,9 +40,7 @@ if not VNNI:
 LACKS = {} if AVX512 else dict.fromkeys(("gptq", "awq"), "no AVX-512")
 if not GPU:
     LACKS["fp8-static"] = "vLLM's CPU build lacks static_scaled_fp8_quant"
-KERNELS = [
-    pytest.param(name, marks=pytest.mark.skipif(name in LACKS, reason=LACKS.get(name, ""))) for name in SCHEMES
-]
+KERNELS = [pytest.param(name, marks=pytest.mark.skipif(name in LACKS, reason=LACKS.get(name, ""))) for name in SCHEMES]
 """Quantisation schemes. vLLM's build for CPUs without AVX-512 has no kernel for 4-bit weights."""
 ASKS = {"short": Ask(prompt(20)), "long": Ask(prompt(200))}
 
