@@ -153,13 +153,10 @@ def test_reads_beside_their_limits() -> None:
         values = run["median"][one["read"]], run["median"][one["limit"]], one["ratio"], one["ratio_processor_time"]
         same(" ".join(row[2:]), *values)
     ranks = results("cpu-reading.json")["runs"]["cpu-reading-ranks"]["of_limit"]
-    text = " ".join(page("READING.md").split())
-    for name, said in (
-        ("two ranks,", r"is read at (\S+) to (\S+) of the speed"),
-        ("two ranks by layer", r"at (\S+) to (\S+) \(run"),
-    ):
+    said = [row[1] for row in table("READING.md", "| read | speed |") if "`cpu-reading-ranks`" in row[1]]
+    for name, speed in zip(("two ranks,", "two ranks by layer"), said, strict=True):
         ratios = [one["ratio"] for one in ranks if one["read"].startswith(name)]
-        same(" ".join(re.findall(said, text)[0]), min(ratios), max(ratios))
+        same(speed.split(" (")[0], min(ratios), max(ratios))
 
 
 def test_reads_beside_those_of_an_earlier_commit() -> None:
