@@ -105,8 +105,9 @@ def stores_of(stores: Sequence[Given], hooks: Sequence[str], model: str | None, 
 
 
 def layers_of(store: Given, hook: str, layers: Sequence[int] | None) -> list[int | None]:
-    """The layers to fit; [None] for a hook that exists once. layers: negative numbers count from the last layer; None:
-    all.
+    """The layers to fit; [None] for a hook that exists once.
+
+    layers: layer numbers; negative numbers count from the last layer; None: all captured layers.
     """
     with _opened(store) as capture:
         own = capture.layers[hook]

@@ -70,7 +70,7 @@ class LazyTensors(MutableMapping[str, "torch.Tensor"]):
 
 
 class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
-    """TransformerLens' ActivationCache over a store. `why_absent` says why it lacks a name."""
+    """TransformerLens' ActivationCache over a store. `why_absent` says why the cache lacks a tensor."""
 
     def __init__(self, capture: StoreReader, model: Any = None, batch_dim: bool = True) -> None:
         self._capture, self._batch = capture, batch_dim

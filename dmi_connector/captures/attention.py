@@ -115,10 +115,10 @@ _QUERIES = 128
 def attention(capture: StoreReader, layer: int, head: int | None = None, queries: slice | None = None) -> np.ndarray:
     """Attention weights of one layer, float32 [heads, queries, keys], or [queries, keys] for one `head`.
 
-    softmax(scale * q k') over the keys that each query attends to (Vaswani et al., 2017), from `q_rot` and `k_rot`, or
-    from `q` and `k` for models without rotary embedding. Grouped heads share their keys. The store has the parameters
-    of each layer: scale, soft cap, sliding window, chunk, and ALiBi slopes. For older stores without these parameters,
-    full attention with the scale 1 / sqrt(head_dim) is assumed.
+    The weights are softmax(scale * q k') over the keys that each query attends to (Vaswani et al., 2017). q and k are
+    `q_rot` and `k_rot`, or `q` and `k` for models without rotary embedding. Grouped heads share their keys. The store
+    has the parameters of each layer: scale, soft cap, sliding window, chunk, and ALiBi slopes. For older stores without
+    these parameters, full attention with the scale 1 / sqrt(head_dim) is assumed.
 
     queries: rows of the store, all by default. The keys are all rows up to the last query.
 
@@ -149,7 +149,7 @@ def queries_and_keys(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The inputs of attention for the queries `rows`: float32 queries [rows, width] and keys [rows.stop, width].
 
-    head: only checked. Raises KeyError and ValueError like `attention`.
+    head: the head that will be computed; only its number is checked. Raises KeyError and ValueError like `attention`.
     """
     _check_model(capture)
     names = seen_by_attention(capture)
@@ -199,8 +199,8 @@ def weights_of_head(
 def window_of_head(capture: StoreReader, layer: int, head: int, q: np.ndarray, k: np.ndarray, first: int) -> np.ndarray:
     """Attention weights of one head on the keys from row `first` on, float32 [queries, 1 + keys].
 
-    The first column is the sum of the weights on earlier keys. The arguments are those of `weights_of_head`. Weights on
-    all keys are in memory for only some queries at a time.
+    The first column is the sum of the weights on earlier keys. The arguments are those of `weights_of_head`. At a
+    time, the weights on all keys are in memory for at most _QUERIES queries.
     """
     weights = np.zeros((len(q), 1 + len(k) - first), np.float32)
     for queries, keys, shares, sums in _softmax(capture, layer, head, q, k, first):

@@ -18,7 +18,7 @@ from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.read.verify import Problem, begun_stores, stores_of, unseen, verify_store
 
 _FEW = 10
-"""Maximum number of stores for which each store gets a line."""
+"""Maximum number of stores for which a line is printed for each store."""
 _LOG_EVERY_S = 10
 """Seconds between lines of progress, if standard error is no terminal."""
 

@@ -19,7 +19,7 @@ _STEM_LENGTH = 160
 
 
 def safe(text: str) -> str:
-    """A key or request id, in which characters that store names do not allow are replaced by "_"."""
+    """`text` with "_" for each run of characters that store names do not allow. text: a key or request id."""
     return _UNSAFE.sub("_", text)
 
 
@@ -35,7 +35,7 @@ def store_name(key: str | None, request_id: str) -> str:
 
 
 def may_be_named(name: str, word: str) -> bool:
-    """Whether `word` may be the key or request id of a store with this name. `store_name` cuts long ones."""
+    """Whether `word` may be the key or request id of a store with this name. A long one is truncated in a name."""
     return safe(word).lstrip(".-") in name or len(name) > _STEM_LENGTH
 
 

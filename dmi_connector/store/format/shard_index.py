@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encodes and decodes the index at the end of a shard file, which has the location of each inner chunk.
 
-For every inner chunk of the shard, in C order, it has the offset and length as little-endian uint64, both 2**64 - 1 for
-an absent chunk. The little-endian crc32c of these bytes follows.
+The index has the offset and the length of every inner chunk of the shard as little-endian uint64, in C order. For an
+absent chunk both are 2**64 - 1. The little-endian crc32c of these bytes follows.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def append_index(directory: str, record: dict[str, Any]) -> None:
 
 
 _RANK_PREFIX = ".rank-"
-"""Prefix of the names of files with the results of ranks above 0, which rank 0 reads."""
+"""Prefix of file names. Each rank above 0 writes its results to such a file, and rank 0 reads it."""
 FOUND_BY = ("prompt_len", "model")
 """Attributes that the index repeats, so that readers filter by them without opening stores."""
 
@@ -83,7 +83,7 @@ def append_finish(final: str, attrs: dict[str, Any], bytes_raw: int) -> None:
 def append_failed(final: str, reason: str, request: Mapping[str, Any]) -> None:
     """Append the line of a capture that failed. Raises OSError.
 
-    request: the known ones of its `key`, `request_id` and `created`.
+    request: `key`, `request_id` and `created` of the request, as far as they are known.
     """
     line = {"event": "finish", "store": os.path.basename(final), "state": "failed", "reason": reason}
     line |= {name: request[name] for name in ("key", "request_id", "created") if name in request}
@@ -118,8 +118,7 @@ def finished_attrs(final: str, request_id: str | None, key: str | None) -> dict[
 def publish(partial: str, final: str, attrs: dict[str, Any], fsync: bool = False) -> None:
     """Rename a partial directory to its final name. Raises OSError.
 
-    attrs: the root attributes, of which the root document is written already. fsync: flush all files and directories
-    first.
+    attrs: the attributes in the root document, which is already written. fsync: flush all files and directories first.
     """
     expect_free(final)
     if fsync:
@@ -293,7 +292,10 @@ class Commit:
             return False
 
     def _rebuild(self, rebuild: Rebuild, files: FileList) -> int:
-        """Rebuild arrays without metadata, whose writer died or failed, from journals. Returns the bytes of rows."""
+        """Rebuild the arrays of a writer that died or failed from journals. Returns the bytes of their rows.
+
+        These arrays have no metadata yet.
+        """
         hooks = self.message["attrs"].get("hooks", {})
         lacking = {name for name in hooks if f"{name}/zarr.json" not in files}
         if not lacking:
