@@ -13,7 +13,8 @@ tokens. For every store it records:
 - the least cosine of a row of `z` with attention that is computed from the store's own `q_rot`, `kv_c`, `k_pe` and
   `indexer_topk`, and the weights of the checkpoint;
 - the mean part of the positions that transformers chooses too, where not all are chosen. vLLM scores in FP8;
-- how many requests got the tokens of an engine that does not capture. vLLM runs that engine with other kernels.
+- how many requests got the tokens of an engine that does not capture, and how far the logits of the first differing
+  tokens are apart (`same_tokens.py`). vLLM runs that engine with other kernels.
 
 The exit status is 1 if an engine that captures fails, rows are missing, a store has problems, or values are off.
 """
@@ -21,6 +22,7 @@ The exit status is 1 if an engine that captures fails, rows are missing, a store
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from pathlib import Path
@@ -31,6 +33,7 @@ import numpy as np
 from benchmarks import common
 from benchmarks.checks import check_gpu
 from benchmarks.checks.engines import cosines_of, end, take
+from benchmarks.checks.same_tokens import compare_tokens
 
 MODULE = "benchmarks.checks.check_indexer"
 HOOKS = f"{check_gpu.HOOKS},indexer_topk"
@@ -170,6 +173,11 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
             "chosen_in_common": {layer: float(np.mean(part)) for layer, part in common_parts.items()}}  # fmt: skip
 
 
+def logits_of(found: dict[str, Any], number: int) -> np.ndarray | None:
+    """The logits of a request, see `check_gpu.stored_logits`."""
+    return check_gpu.stored_logits(found["stores"][number], len(found["tokens"][number]))
+
+
 def failures(found: dict[str, Any]) -> list[str]:
     """What is wrong in the findings of one engine, as messages."""
     wrong = list(found["problems"])
@@ -221,8 +229,9 @@ def main(argv: list[str] | None = None) -> int:
         common.save(args.out, results)
     if stock := engines.pop("stock", None):
         for name, found in engines.items():
-            same = sum(mine == theirs for mine, theirs in zip(found["tokens"], stock["tokens"], strict=True))
-            results[name]["same_tokens_as_stock"] = f"{same} of {len(stock['tokens'])}"
+            tokens = found["tokens"]
+            logits = functools.partial(logits_of, found)
+            results[name] |= compare_tokens(tokens, stock["tokens"], [False] * len(tokens), logits)
     common.save(args.out, results)
     print("\n".join(wrong) or "all as it should be")
     return 1 if wrong else 0

@@ -31,10 +31,10 @@ LEAST_SEEDED = 0.5
 """Minimum fraction of seeded requests with the tokens of stock. Two stock engines had 26 of 30 requests in common on an
 H100; 10 of the 30 had seeds, so at least 6 of these 10 did. With wrong logits or a wrong seed, none have.
 """
-MOST_BEYOND_OF_EXPERTS = 0.25
+MOST_BEYOND_OF_EXPERTS = 0.5
 """Maximum fraction of greedy requests that may differ by more than a tie in a model with experts. If rounding changes
-the experts of a row, its logits change by far more. On an H100, at most 2 of 30 requests of such a model differed at
-all.
+the experts of a row, its logits change by far more. With a small `exaone_moe`, transformers in bfloat16 and in float32
+differ so in 4 of 10 requests.
 """
 
 

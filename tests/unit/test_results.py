@@ -75,39 +75,65 @@ def test_values_are_as_near_as_the_page_says() -> None:
 
 
 def test_the_page_about_models_has_the_table_of_the_results() -> None:
-    """For a GPU it has the five models that ran there, and no other model of their architectures."""
+    """For a GPU it has the models that ran there, and no other model of their architectures."""
     found = results("models.json")
     gpu = found["gpu"]["models"]
     text = models.table(found["found"], gpu)
     assert text in models.PAGE.read_text()
     ran = {line.split("`")[1] for line in text.splitlines()[2:] if not line.endswith("| not run |")}
-    assert ran == {one["model"] for one in gpu.values()} and len(ran) == 5
-    same_tokens = [list(map(int, one["same_tokens"].split(" of "))) for one in gpu.values()]
-    first, again = (row[3] for row in table("CORRECTNESS.md", "| machine | engine |") if row[-1] == "`models.json`")
-    assert first == "{} of {}".format(*map(sum, zip(*same_tokens, strict=True)))
-    assert again == gpu["GPTNeoXForCausalLM"]["stock_again"]["same_tokens_as_stock"]
+    assert ran == {one["model"] for one in gpu.values()} and len(ran) == len(gpu)
+    later = {arch: one for arch, one in gpu.items() if "vllm" in one}
+    rows = [row for row in table("CORRECTNESS.md", "| machine | engine |") if row[-1] == "`models.json`"]
+    for runs, row in ((gpu.keys() - later.keys(), rows[0]), (later.keys(), rows[2])):
+        same_tokens = [list(map(int, gpu[arch]["same_tokens"].split(" of "))) for arch in runs]
+        assert row[3] == "{} of {}".format(*map(sum, zip(*same_tokens, strict=True)))
+    assert rows[1][3] == gpu["GPTNeoXForCausalLM"]["stock_again"]["same_tokens_as_stock"]
+    assert rows[2][1].startswith(f"{len(later)} engines")
+    assert f"| {len(later)} small models of other families" in page("COMPATIBILITY.md")
 
 
-def test_models_with_rows_in_a_pool_on_a_gpu() -> None:
-    found = results("compat.json")
-    checks = {**found["hybrids_of_0.33"]["checks"], **found["models_of_0.33"]["checks"]}
-    rows = table("MODELS.md", "| model | requests with stock's tokens |")
-    said = {row[0].strip("`"): row[1] for row in rows}
-    assert said == {arch: one["same_tokens_as_stock"] for arch, one in checks.items()}
-    for arch, _, cosine in rows:
-        same(cosine, min(checks[arch.strip("`")]["least_cosine"].values()))
-    assert all(one["rows"] == 5610 and not one["rows_missing"] and not one["problems"] for one in checks.values())
+def test_models_on_a_gpu() -> None:
+    gpu = results("models.json")["gpu"]
+    later = [one for one in gpu["models"].values() if "vllm" in one]
+    for one in (*later, *gpu["two_ranks"].values()):
+        assert one["rows"] == 5610 and not one["rows_missing"] and not one["problems"], one["model"]
+        assert one.get("largest_own_gap", 0.0) == 0.0
+    text = page("MODELS.md")
+    ties = [one["largest_tie"] for one in later if one["rows_below"] is None and one["largest_tie"]]
+    assert f"at most {max(ties):.1%}".replace("%", " %") in text
+    beyond = {one["model"]: one["beyond_tie"] for one in later if one.get("beyond_tie")}
+    assert beyond == {"mimo_v2_flash": 3, "minimax_m2": 8, "llama4": 2}
+    assert "In `mimo_v2_flash`, `minimax_m2` and `llama4`, 3, 8\n  and 2 of 20" in text
+    said = {name.strip("`"): (tokens, values) for name, tokens, values in table("MODELS.md", "| model | requests with")}
+    assert said.keys() == {one["model"] for one in gpu["two_ranks"].values()}
+    for one in gpu["two_ranks"].values():
+        tokens, values = said[one["model"]]
+        assert tokens == one["same_tokens"]
+        if one["rows_below"] is None:
+            same(values, one["cosine"])
+        else:
+            assert values == f"{1 - one['rows_below']:.1%}".replace("%", " %")
+
+
+def test_images_on_a_gpu() -> None:
+    said = {row[0].split("`")[1]: row[1] for row in table("MODELS.md", "| CUDA graph mode | least cosine")}
+    engines = results("compat.json")["images_of_0.33"]["engines"]
+    assert said.keys() == engines.keys()
+    for mode, requests in engines.items():
+        same(said[mode], min(found[0] for one in requests for found in one.values() if isinstance(found, list)))
 
 
 def test_attention_with_an_indexer_on_a_gpu() -> None:
-    target, pool = results("compat.json")["indexer_of_0.33"]["checks"].values()
-    (_, of_z), (_, wrong), (_, shared), (_, near) = table("MODELS.md", "| what | result |")
-    for one in (target, pool):
+    checks = results("compat.json")["indexer_of_0.33"]["checks"]
+    rows = table("MODELS.md", "| engine | `z`, least cosine |")
+    assert [row[0] for row in rows] == list(checks)
+    for (_, of_z, wrong, shared, near, tokens), one in zip(rows, checks.values(), strict=True):
         same(of_z, one["least_cosine_of_z"])
         same(shared, *one["chosen_in_common"].values())
         same(near, 1 - one["most_rows_below"][0])
         assert int(wrong) == one["rows_without_a_choice"] == one["rows_missing"] == len(one["problems"])
-        assert f"{one['rows']:,} each" in page("MODELS.md")
+        assert f"compared {one['rows']:,} rows of each engine" in page("MODELS.md")
+        assert tokens == one.get("same_tokens_as_stock", "not compared")
 
 
 @pytest.mark.parametrize(
@@ -118,6 +144,7 @@ def test_attention_with_an_indexer_on_a_gpu() -> None:
         (2, "DeepSeek-V2-Lite, 14 of 27 layers, H100"),
         (3, "pythia, H200"),
         (4, "qwen3-moe, H200"),
+        (5, "deepseek-v32, H200"),
     ],
 )
 def test_larger_shapes(row: int, name: str) -> None:

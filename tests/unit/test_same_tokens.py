@@ -19,6 +19,7 @@ from benchmarks.checks.same_tokens import (
     compare_tokens,
     first_difference,
     gap,
+    own_gap,
     token_failures,
 )
 from dmi_connector.cli.tiny_models import ARCHS, FAMILIES
@@ -53,6 +54,17 @@ def test_a_gap_is_a_part_of_the_largest_logit_of_either_sign() -> None:
     assert gap(ROWS[0], 0, 1) == 3 / 8
     assert gap(ROWS[1], 1, 2) == 0.1875 / 4 == MOST_TIE
     assert gap(ROWS[1], 2, 2) == MOST_TIE, "if both tokens are 2, the gap must still be counted from the largest logit"
+
+
+def test_a_token_outside_the_vocabulary_is_no_tie() -> None:
+    wrong = one([4, 1, 1])
+    assert wrong["largest_tie"] == float("inf") and wrong["beyond_tie"] == 1
+
+
+def test_our_own_tokens_have_the_largest_stored_logits() -> None:
+    assert own_gap(ROWS, OURS) == 0.0
+    assert own_gap(ROWS, [0, 2, 1]) == MOST_TIE
+    assert own_gap(ROWS, [0, 4, 1]) == float("inf")
 
 
 def test_a_tie_is_explained_and_a_wrong_token_is_not() -> None:
