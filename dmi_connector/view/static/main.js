@@ -235,7 +235,7 @@ function said(at, column) {
   return Number.isFinite(value) ? short(value) : `none (${why(now.first + column)})`;
 }
 
-function layerName(row) { return now.heat.hook.layers.length ? String(now.heat.hook.layers[row]) : ""; }
+function layerName(row, { layers } = now.heat.hook) { return layers.length ? String(layers[row]) : ""; }
 
 function row(values, at, width) { return values.subarray(at * width, (at + 1) * width); }
 
@@ -256,7 +256,7 @@ function paint() {
   drawLegend($("heat-legend"), own ? own[choices.row] : scale);
   $("heat").setAttribute("aria-label", `${$("heat-title").textContent}: ${layers} layers, ${columns} tokens`);
   heat.show({
-    values, rows: layers, columns, rowNames: layerName,
+    values, rows: layers, columns, rowNames: (at) => layerName(at, hook), // the map stays when its values are forgotten
     colour: (value, at) => (own ? own[at] : scale).colour(value),
     columnName: (column) => (now.first + column).toLocaleString("en"),
     mark: { row: layers > 1 ? choices.row : -1, column: now.token === null ? -1 : now.token - now.first },

@@ -102,6 +102,16 @@ def test_hook_and_statistic_change_the_colours(page: Page) -> None:
     assert not page.one("#layer").is_enabled(), "resid_final exists once"
 
 
+def test_a_heat_map_is_drawn_again_while_other_values_are_loaded(page: Page) -> None:
+    page.run(HOLD, "api/heat/")
+    page.run(CHOOSE, "hook", "q_rot")
+    page.until(lambda: page.run("return window.held") == 1, "other values are asked for")
+    width = page.run("return document.getElementById('heat').width")
+    page.run("document.getElementById('heat').parentElement.style.width = '300px'")
+    page.until(lambda: page.run("return document.getElementById('heat').width") not in (0, width), "drawn again")
+    page.run("window.release()")
+
+
 def test_an_index_stays_in_its_range(page: Page) -> None:
     set_to = (
         "const box = document.getElementById(arguments[0]); box.value = arguments[1];"
