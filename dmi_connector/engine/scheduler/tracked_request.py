@@ -98,6 +98,8 @@ class Tracked:
 
         With asynchronous scheduling, a sample after a stop may have been requested. The next sample reuses its number.
         """
+        if self.turn == -1:  # now, because a turn may have one step alone
+            self.note_tokens()
         if self._begun != self.request.num_prompt_tokens:
             self._begun, self._samples = self.request.num_prompt_tokens, self.samples_until(computed)
 
