@@ -87,7 +87,7 @@ def test_full_graphs_are_chosen_where_they_are_right(lines: list[str], head_size
         (Layer(window=512), "sliding windows"),
         (Layer(kind="encoder_only"), "attention that is not causal"),
     ],
-    ids="heads-of-64 heads-of-256 backend latent flash-attention-4 flash-attention-2 windows encoder".split(),
+    ids=["heads-64", "heads-256", "backend", "latent", "flash-attention-4", "flash-attention-2", "windows", "encoder"],
 )
 def test_elsewhere_vllms_default_stays_and_the_log_says_why(lines: list[str], layer: Layer, said: str) -> None:
     given = config(PIECES, Layer(), layer)
