@@ -9,6 +9,10 @@ gives wrong attention for heads of up to 64 values, or of more than 128: in a st
 for another kernel than the one in the graph (vLLM 0.32, H200: 9 of 30 sequences right with heads of 64 values, 30 of 30
 with 128). So FULL is chosen only if tests found it to be correct.
 
+Its plan also has to agree with the graph on the layout of splits: it does if `flash_attn_max_num_splits_for_cuda_graph`
+allows several. For attention that is not causal, as in encoders, vLLM's graph holds the longest query of a dummy batch,
+which is shorter than those of later steps.
+
 Qwen3-VL adds visual features to the output of its first layers, from a buffer that vLLM clears in Python after each
 forward. No Python runs while a graph of a whole step is replayed. With FULL the features of an image would be added to
 the tokens of later steps too.
@@ -32,6 +36,8 @@ _BACKEND, _VERSION = "FLASH_ATTN", 3
 """The attention backend and the version of its kernels whose values in full graphs were compared."""
 _WRONG_UP_TO, _RIGHT_UP_TO = 64, 128
 """FULL is correct for head sizes above the first number and up to the second."""
+_DECODER = "decoder"
+"""The type of causal attention, in `AttentionType` of vLLM."""
 _LARGEST = 512
 """Approximate number of tokens in the largest steps of a busy engine. vLLM's default largest graph has at most as many,
 except on Blackwell GPUs.
@@ -93,6 +99,8 @@ def _why_not_full(vllm_config: VllmConfig) -> str:
         for layer in vllm_config.compilation_config.static_forward_context.values()
         if isinstance(layer, AttentionLayerBase)
     ]
+    if (splits := vllm_config.attention_config.flash_attn_max_num_splits_for_cuda_graph) < 2:
+        return f"flash_attn_max_num_splits_for_cuda_graph is {splits}"
     for layer in layers:
         backend = layer.get_attn_backend()
         if backend.get_name() != _BACKEND:
@@ -100,6 +108,8 @@ def _why_not_full(vllm_config: VllmConfig) -> str:
         kernels = getattr(layer.impl, "vllm_flash_attn_version", None)
         if kernels != _VERSION:
             return f"{_BACKEND} runs FlashAttention {kernels}"
+        if layer.impl.attn_type != _DECODER:
+            return "attention that is not causal"
         spec = layer.get_kv_cache_spec(vllm_config)
         support = backend.get_builder_cls().get_cudagraph_support(vllm_config, spec)
         if support != AttentionCGSupport.ALWAYS:

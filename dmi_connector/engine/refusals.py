@@ -85,6 +85,11 @@ def _check_parallel(parallel: ParallelConfig) -> None:
             "enable_fault_tolerance: True continues after a rank has failed, which was not tested with capture; remove "
             "--enable-fault-tolerance"
         )
+    if getattr(parallel, "enable_elastic_ep", False):
+        raise ValueError(
+            "enable_elastic_ep: True adds and removes data-parallel engines at run time, and captures CUDA graphs "
+            "again, which was not tested with capture; remove --enable-elastic-ep"
+        )
     if parallel.enable_dbo:
         raise ValueError("enable_dbo: True splits a batch in two, which capture does not support; remove --enable-dbo")
     if parallel.ubatch_size > 1:

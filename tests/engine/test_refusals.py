@@ -484,6 +484,24 @@ def test_an_engine_that_goes_on_without_a_failed_rank_is_refused(model: Path, tm
         capture_context(config)
 
 
+@pytest.mark.parametrize("owner", OWNERS)
+def test_experts_that_move_between_engines_are_refused(model: Path, tmp_path: Path, owner: str) -> None:
+    config = vllm_config(model, tmp_path, owner=owner)  # as an argument, it needs several GPUs
+    refusals.check(config)
+    config.parallel_config.enable_elastic_ep = True
+    with pytest.raises(ValueError, match=r"enable_elastic_ep: True .*remove --enable-elastic-ep"):
+        refusals.check(config)
+
+
+@pytest.mark.parametrize("owner", ["target", "pool"])
+def test_draft_tokens_that_the_gpu_leaves_out_are_refused(model: Path, tmp_path: Path, owner: str) -> None:
+    config = vllm_config(model, tmp_path, owner=owner, speculative_config=NGRAM)
+    refusals.check(config)
+    config.speculative_config.enable_adaptive_verification = True  # as an argument, it needs CUDA graphs
+    with pytest.raises(ValueError, match=r"speculative_config: enable_adaptive_verification True .*leave it out"):
+        refusals.check(config)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_ranks_with_schedulers_of_their_own_are_refused(model: Path, tmp_path: Path, tp: int) -> None:
     config = vllm_config(model, tmp_path)

@@ -30,6 +30,11 @@ def check_chain(vllm_config: VllmConfig) -> None:
             f"speculative_config: draft tokens of method {speculative.method!r} may not form a chain; use one of "
             f"{', '.join(CHAINS)}, or none"
         )
+    if getattr(speculative, "enable_adaptive_verification", False):  # vLLM 0.32
+        raise ValueError(
+            "speculative_config: enable_adaptive_verification True lets the GPU leave out draft tokens of a step, so "
+            "stores could not count those that were verified; leave it out"
+        )
     tree = getattr(speculative, "speculative_token_tree", None)  # vLLM 0.31
     chain = [(0,) * depth for depth in range(1, speculative.num_speculative_tokens + 1)]
     if tree is not None and ast.literal_eval(tree) != chain:

@@ -68,6 +68,7 @@ class Tracked:
     _begun: int = -1  # the running turn
     _turn: int = -1  # the turn of the last sample
     _shift: int = 0  # in that turn: position of a sample minus its number
+    _kept: int = 0  # number of tokens that were known at the last preemption; the request keeps them
 
     @property
     def wanted(self) -> int:
@@ -96,10 +97,19 @@ class Tracked:
     def begin_turn(self, computed: int) -> None:
         """The request enters a batch. A new turn of a session keeps `computed` tokens of earlier turns.
 
+        If the request was preempted as its turn ended, `computed` may be lower: it keeps at least `_kept` tokens.
         With asynchronous scheduling, a sample after a stop may have been requested. The next sample reuses its number.
         """
+        if self.turn == -1:  # now, because a turn may have one step alone
+            self.note_tokens()
         if self._begun != self.request.num_prompt_tokens:
-            self._begun, self._samples = self.request.num_prompt_tokens, self.samples_until(computed)
+            kept = max(computed, self._kept)
+            self._begun, self._samples = self.request.num_prompt_tokens, self.samples_until(kept)
+
+    def preempted(self) -> Tracked:
+        """The request is preempted. A step in flight may still add tokens to it, and end its turn. Returns self."""
+        self._kept = self.request.num_tokens
+        return self
 
     @property
     def turn_ended(self) -> bool:

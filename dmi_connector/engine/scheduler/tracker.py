@@ -156,7 +156,7 @@ class Tracker:
         for request_id in output.preempted_req_ids or ():
             if request_id in self.tracked:
                 self._take_blocks()
-                leaving = self.tracked[request_id]
+                leaving = self.tracked[request_id].preempted()
                 before = self._computed_before(request_id)
                 computed = self.slots.preempted(leaving, before, metadata)
                 self.scores.preempted(leaving, before, computed, metadata)

@@ -28,10 +28,11 @@ class Layer:
         support: str = "ALWAYS",
         window: int | None = None,
         kernels: int = 3,
+        kind: str = "decoder",
     ) -> None:
         builder = SimpleNamespace(get_cudagraph_support=lambda _config, _spec: AttentionCGSupport[support])
         self.head_size = head_size
-        self.impl = SimpleNamespace(vllm_flash_attn_version=kernels)
+        self.impl = SimpleNamespace(vllm_flash_attn_version=kernels, attn_type=kind)
         self._backend = SimpleNamespace(get_name=lambda: name, get_builder_cls=lambda: builder)
         self._spec = SimpleNamespace(sliding_window=window)
 
@@ -42,7 +43,9 @@ class Layer:
         return self._spec
 
 
-def config(mode: CUDAGraphMode, *layers: object, largest: int = 512, device: str = "cuda", v2: bool = True) -> Any:
+def config(
+    mode: CUDAGraphMode, *layers: object, largest: int = 512, device: str = "cuda", v2: bool = True, splits: int = 32
+) -> Any:
     return SimpleNamespace(
         compilation_config=SimpleNamespace(
             cudagraph_mode=mode,
@@ -51,6 +54,7 @@ def config(mode: CUDAGraphMode, *layers: object, largest: int = 512, device: str
         ),
         device_config=SimpleNamespace(device_type=device),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+        attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=splits),
         use_v2_model_runner=v2,
     )
 
@@ -81,14 +85,26 @@ def test_full_graphs_are_chosen_where_they_are_right(lines: list[str], head_size
         (Layer(kernels=4), "FLASH_ATTN runs FlashAttention 4"),
         (Layer(support="UNIFORM_BATCH"), "FLASH_ATTN supports graphs of UNIFORM_BATCH only on this GPU"),
         (Layer(window=512), "sliding windows"),
+        (Layer(kind="encoder_only"), "attention that is not causal"),
     ],
-    ids=["heads-of-64", "heads-of-256", "backend", "latent", "flash-attention-4", "flash-attention-2", "windows"],
+    ids=["heads-64", "heads-256", "backend", "latent", "flash-attention-4", "flash-attention-2", "windows", "encoder"],
 )
 def test_elsewhere_vllms_default_stays_and_the_log_says_why(lines: list[str], layer: Layer, said: str) -> None:
     given = config(PIECES, Layer(), layer)
     graphs.choose_graphs(given, "auto", 0)
     assert given.compilation_config.cudagraph_mode == PIECES
     assert len(lines) == 1 and said in lines[0]
+
+
+@pytest.mark.parametrize("splits", [0, 1])
+def test_a_limit_of_splits_with_which_plan_and_graph_may_differ_keeps_the_default(
+    lines: list[str], splits: int
+) -> None:
+    """0: the plan chooses the number for each step. 1: with large blocks, plan and graph pack heads differently."""
+    given = config(PIECES, Layer(), splits=splits)
+    graphs.choose_graphs(given, "auto", 0)
+    assert given.compilation_config.cudagraph_mode == PIECES
+    assert len(lines) == 1 and f"flash_attn_max_num_splits_for_cuda_graph is {splits}" in lines[0]
 
 
 @pytest.mark.parametrize("mode", [PIECES, FULL])

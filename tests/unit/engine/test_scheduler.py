@@ -362,6 +362,23 @@ def test_logits_of_every_turn_of_a_session_are_stored_beside_drafts(make: Make, 
     assert [stored.logits[index] for index in range(len(positions))] == [(tokens[at], at) for at in positions]
 
 
+def test_a_turn_of_one_step_alone_has_its_logits_beside_drafts(make: Make) -> None:
+    """The first step of the session is the last one of its turn: the next prompt comes before another step."""
+    numbers = count(5)
+    engine = make(ahead=False, drafts=3, hooks="q,logits", tokens=lambda: next(numbers))
+    name = engine.add(range(5, 15), 1, resumable=True)
+    engine.turn(name, range(40, 60), 20)
+    request = engine.requests[name]
+    assert request.num_prompt_tokens == 30
+    engine.drain()
+    engine.exporter.shutdown()
+    stored, tokens = engine.stored[name], list(request.all_token_ids)
+    length, samples, *_, losses = stored.ends[0]
+    positions = [9, *range(29, length)]
+    assert samples == {"logits": len(positions)} and losses == []
+    assert [stored.logits[index] for index in range(len(positions))] == [(tokens[at], at) for at in positions]
+
+
 def test_a_draft_of_two_steps_whose_results_came_at_once_is_unknown(make: Make) -> None:
     """A pause lets the steps in flight end before another one is planned."""
     engine = make(drafts=3, hooks="q,logits", tokens=lambda: 9)

@@ -83,6 +83,20 @@ class Run:
             request.tokens.append(1000 + request.num_tokens)
         return self.told[-1]
 
+    def preempt(self) -> None:
+        """Preempt the request in a step of other requests. The result of its last step is not there yet."""
+        last = self.request.tokens.pop()
+        nothing: Any = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[])
+        output: Any = SimpleNamespace(
+            preempted_req_ids={self.request.request_id},
+            num_scheduled_tokens={"another": 1},
+            total_num_scheduled_tokens=1,
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=nothing,
+        )
+        self.told.append(self.tracker.step(output))
+        self.request.tokens.append(last)
+
     def finish(self) -> tuple[Close, dict[str, Any]]:
         keep, response = self.tracker.finish(
             self.request,
@@ -252,6 +266,23 @@ def test_a_sample_behind_the_stop_of_a_turn_gives_its_number_to_the_next(tmp_pat
     run.step(1)
     found = [(one.index, one.position) for told in run.told for one in told.samples]
     assert found == [(0, 19), (1, 20), (2, 21), (3, 22), (3, 31), (4, 32)]
+    assert run.finish()[0].samples == 5
+
+
+def test_a_turn_that_ends_after_a_preemption_keeps_its_samples(tmp_path: Path) -> None:
+    """A step in flight ends the turn. vLLM 0.33 keeps its tokens, of which the prefix cache has fewer."""
+    run = Run(make_tracker(tmp_path, "resid_pre,logits"), ask({"include_output_tokens": True}, 20))
+    for tokens in (20, 1, 1):
+        run.step(tokens)
+    run.preempt()
+    run.request.tokens[22:] = range(10)
+    run.request.num_prompt_tokens = 32
+    run.request.num_computed_tokens, run.blocks = 16, 0
+    run.known = False
+    run.step(16)
+    run.step(1)
+    found = [(one.index, one.position) for told in run.told for one in told.samples]
+    assert found == [(0, 19), (1, 20), (2, 21), (3, 31), (4, 32)]
     assert run.finish()[0].samples == 5
 
 
