@@ -162,6 +162,12 @@ NAMES: dict[str, dict[str, Name]] = {
             "covers additional_config, where the selection is written: a graph with other taps is never reused",
         ),
     },
+    "rows in the cache": {
+        "zeroes": Name(
+            "vllm.v1.worker.utils:KVBlockZeroer",
+            "zeroes newly allocated blocks; told to leave out our cache layer, whose rows may still be read",
+        ),
+    },
     "draft": {
         "draft": Name(
             "vllm.model_executor.models.extract_hidden_states:ExtractHiddenStatesModel",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,6 +51,22 @@ def skip_draft_forward() -> None:
         return original(self, *args, **kwargs)
 
     original = _replace(ExtractHiddenStatesSpeculator, propose)
+
+
+def zero_no_rows(backend: type) -> None:
+    """Let vLLM zero all caches in newly allocated blocks except the cache of rows. backend: the backend of its layer.
+
+    vLLM zeroes new blocks if layers have caches of different dtypes, as with an FP8 cache beside the rows. On the V2
+    runner this precedes the last moment to read rows of freed blocks (`handle_preemptions`), so rows of an ended or
+    preempted request would be lost. The cache layer calls this when it is built.
+    """
+    from vllm.v1.worker.utils import KVBlockZeroer
+
+    def __init__(self: Any, device: Any, attn_groups_iter: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        """vLLM's method, without the layers of `backend`."""
+        original(self, device, [group for group in attn_groups_iter if group.backend is not backend], *args, **kwargs)
+
+    original = _replace(KVBlockZeroer, __init__)
 
 
 def tell_logits_of(note: Callable[[Any], None], v2: bool) -> None:

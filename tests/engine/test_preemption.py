@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,12 +86,25 @@ LONG = ("draft, prefix caching", _DRAFTS)
 """Configurations of `make soak`. Prefix caching is the same for owners draft and target."""
 
 
+@pytest.fixture(scope="module")
+def zeroed_blocks() -> Iterator[None]:
+    """vLLM zeroes new blocks before their first step, as it does with an FP8 cache."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", True)
+        yield
+
+
 @pytest.fixture(
     scope="module",
     params=[pytest.param(name, marks=pytest.mark.soak if name in LONG else ()) for name in CONFIGURATIONS],
 )
 def run(
-    request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tiny_model: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    zeroed_blocks: None,
 ) -> Run:
     run = Run(tmp_path_factory.mktemp("preemption"))
     owner, caching = CONFIGURATIONS[request.param]

@@ -704,7 +704,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, item: str) -> None:
 
 
 ITEMS = [(feature, item) for feature, names in NAMES.items() for item in names]
-USED = ("always", "routing of experts")
+USED = ("always", "rows in the cache", "routing of experts")
 """Features of an eager engine on a CPU with owner target and expert routing among its hooks."""
 
 
@@ -733,12 +733,12 @@ def test_a_missing_name_is_refused_where_it_is_used_alone(
 @pytest.mark.parametrize(
     ("args", "features"),
     [
-        ({"owner": "draft"}, {"draft", "draft on the V1 runner"}),
-        ({"owner": "target", "enforce_eager": False}, {"compilation"}),
-        ({"owner": "target", "tensor_parallel_size": 2}, {"several ranks"}),
-        ({"owner": "target", "speculative_config": NGRAM}, {"speculative decoding"}),
+        ({"owner": "draft"}, {"rows in the cache", "draft", "draft on the V1 runner"}),
+        ({"owner": "target", "enforce_eager": False}, {"rows in the cache", "compilation"}),
+        ({"owner": "target", "tensor_parallel_size": 2}, {"rows in the cache", "several ranks"}),
+        ({"owner": "target", "speculative_config": NGRAM}, {"rows in the cache", "speculative decoding"}),
         ({"owner": "pool", "speculative_config": NGRAM}, {"pool", "speculative decoding"}),
-        ({"owner": "target", "model_impl": "transformers"}, {"Transformers backend"}),
+        ({"owner": "target", "model_impl": "transformers"}, {"rows in the cache", "Transformers backend"}),
     ],
     ids=lambda value: "" if isinstance(value, set) else "-".join(map(str, value.values())),
 )

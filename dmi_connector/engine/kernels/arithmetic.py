@@ -84,8 +84,22 @@ def steps_over(steps: tl.constexpr, span):
 
 
 @triton.jit
+def e4m3_of(value):
+    """The bits, uint8, of the e4m3 number nearest to a float32 in e4m3's range, ties to even.
+
+    Integers are computed, because Triton converts to e4m3 only on GPUs of compute capability 8.9 or later.
+    """
+    exact = nearest_e4m3(value)
+    bits = exact.to(tl.int32, bitcast=True)
+    normal = ((bits & 0x7FFFFFFF) >> 20) - (120 << 3)  # the exponent's bias is 127 in float32, and 7 in e4m3
+    subnormal = (tl.abs(exact) * 512.0).to(tl.int32)
+    found = tl.where(tl.abs(exact) < _LEAST_NORMAL, subnormal, normal)
+    return (found | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
 def nearest_e4m3(value):
-    """Round a float32 in e4m3's range to the nearest e4m3 number, ties to even. Converting it to e4m3 is then exact."""
+    """Round a float32 in e4m3's range to the nearest e4m3 number, ties to even."""
     bits = value.to(tl.int32, bitcast=True)
     normal = ((bits + ((1 << 19) - 1) + ((bits >> 20) & 1)) & ~((1 << 20) - 1)).to(tl.float32, bitcast=True)
     subnormal = (value + _NEAREST_SUBNORMAL) - _NEAREST_SUBNORMAL

@@ -18,10 +18,10 @@ from dmi_connector.engine.kernels.arithmetic import (
     E4M3_MAX,
     INFINITE,
     INT8_MAX,
+    e4m3_of,
     float_of,
     largest,
     load_row,
-    nearest_e4m3,
     quantise,
     scale_of,
     size_of,
@@ -191,6 +191,6 @@ def _fp8(row, x, width: tl.constexpr, BLOCK: tl.constexpr):
     for start in tl.static_range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         scaled = load_row(x, columns, width) * inverse
-        exact = nearest_e4m3(tl.minimum(tl.maximum(scaled, -E4M3_MAX), E4M3_MAX))
-        tl.store(row + columns, exact.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=columns < padded)
+        bits = e4m3_of(tl.minimum(tl.maximum(scaled, -E4M3_MAX), E4M3_MAX))
+        tl.store(row + columns, bits, mask=columns < padded)
     tl.store((row + padded).to(tl.pointer_type(tl.float32)), scale_of(span, E4M3_MAX))

@@ -36,7 +36,8 @@ class Draft(Paged):
         return drafts and not asked(vllm_config)
 
     def features(self, vllm_config: VllmConfig) -> list[str]:
-        return ["draft", f"draft on the V{2 if vllm_config.use_v2_model_runner else 1} runner"]
+        runner = 2 if vllm_config.use_v2_model_runner else 1
+        return [*super().features(vllm_config), "draft", f"draft on the V{runner} runner"]
 
     def check(self, vllm_config: VllmConfig) -> None:
         super().check(vllm_config)

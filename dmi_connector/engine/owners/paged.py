@@ -107,6 +107,9 @@ class PagedSlots(RowSlots):
 class Paged(Owner):
     """An owner whose rows are in pages of vLLM's cache."""
 
+    def features(self, vllm_config: VllmConfig) -> list[str]:
+        return ["rows in the cache"]
+
     def check(self, vllm_config: VllmConfig) -> None:
         model = vllm_config.model_config
         if model.is_hybrid:

@@ -13,7 +13,7 @@ from vllm.model_executor.models import extract_hidden_states as stock
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheSpec
 
-from dmi_connector.engine import contract
+from dmi_connector.engine import contract, replaced
 from dmi_connector.engine.owners.step import StepRows
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class CaptureLayer(StepRows, nn.Module, AttentionLayerBase):
         if self.layer_name in layers:
             raise ValueError(f"Duplicate layer name: {self.layer_name}")
         layers[self.layer_name] = self
+        replaced.zero_no_rows(CaptureBackend)
 
     @property
     def rows(self) -> torch.Tensor | None:

@@ -59,7 +59,8 @@ class Target(Paged):
         return not asked(vllm_config)
 
     def features(self, vllm_config: VllmConfig) -> list[str]:
-        return ["speculative decoding"] if vllm_config.speculative_config is not None else []
+        drafts = ["speculative decoding"] if vllm_config.speculative_config is not None else []
+        return [*super().features(vllm_config), *drafts]
 
     def check(self, vllm_config: VllmConfig) -> None:
         super().check(vllm_config)

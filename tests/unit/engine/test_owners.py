@@ -95,10 +95,10 @@ def test_the_arguments_of_one_engine_are_not_those_of_another() -> None:
 @pytest.mark.parametrize(
     ("method", "v2", "asked", "owner", "features"),
     [
-        (None, True, "", "target", []),
-        ("ngram", True, "", "target", ["speculative decoding"]),
-        (args.EXTRACT_HIDDEN_STATES, False, "", "draft", ["draft", "draft on the V1 runner"]),
-        (args.EXTRACT_HIDDEN_STATES, True, "", "draft", ["draft", "draft on the V2 runner"]),
+        (None, True, "", "target", ["rows in the cache"]),
+        ("ngram", True, "", "target", ["rows in the cache", "speculative decoding"]),
+        (args.EXTRACT_HIDDEN_STATES, False, "", "draft", ["rows in the cache", "draft", "draft on the V1 runner"]),
+        (args.EXTRACT_HIDDEN_STATES, True, "", "draft", ["rows in the cache", "draft", "draft on the V2 runner"]),
         (None, True, "pool", "pool", ["pool"]),
         (None, True, "hybrid pool", "pool", ["pool", "hybrid models"]),
         ("ngram", False, "pool", "pool", ["pool", "speculative decoding"]),

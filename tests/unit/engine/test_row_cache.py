@@ -3,11 +3,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from dmi_connector.engine.owners.row_cache import CaptureLayer
+pytest.importorskip("vllm")
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, HiddenStateCacheSpec
+from vllm.v1.worker.utils import AttentionGroup, KVBlockZeroer
+
+from dmi_connector.engine import replaced
+from dmi_connector.engine.owners.row_cache import CaptureBackend, CaptureLayer
 
 BLOCKS, SLOTS, SIZE = 3, 4, 6
 
@@ -46,3 +54,28 @@ def test_another_layout_is_refused_with_the_fix(cache: torch.Tensor, shape: str)
         ValueError, match=rf"kv_cache: .*as {shape} with strides .*install vllm>=.*VLLM_KV_CACHE_LAYOUT"
     ):
         layer(cache).check_cache()
+
+
+def test_new_blocks_are_zeroed_without_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of an ended request may still be read when vLLM zeroes its blocks for another request."""
+    monkeypatch.setattr(KVBlockZeroer, "__init__", KVBlockZeroer.__init__)  # so that it is restored
+    replaced.zero_no_rows(CaptureBackend)
+    replaced.zero_no_rows(CaptureBackend)  # by a second engine in this process
+    sizes = {"block_size": SLOTS, "num_kv_heads": 1, "head_size": SIZE}
+    groups = [
+        AttentionGroup(AttentionBackend, ["attention"], FullAttentionSpec(**sizes, dtype=torch.uint8), 0),
+        AttentionGroup(CaptureBackend, ["rows"], HiddenStateCacheSpec(**sizes, dtype=torch.float32), 0),
+    ]
+    layers = {
+        "attention": SimpleNamespace(kv_cache=torch.zeros(BLOCKS, 1, SLOTS, 2 * SIZE, dtype=torch.uint8)),
+        "rows": layer(torch.zeros(BLOCKS, 1, SLOTS, SIZE)),
+    }
+    made = KVBlockZeroer(
+        torch.device("cpu"),
+        attn_groups_iter=iter(groups),
+        kernel_block_sizes=[SLOTS],
+        static_forward_context=layers,
+        num_blocks=BLOCKS,
+    )
+    assert made._meta is not None
+    assert made._meta[0].tolist() == [layers["attention"].kv_cache.data_ptr()]
