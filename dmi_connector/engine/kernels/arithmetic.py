@@ -87,9 +87,11 @@ def steps_over(steps: tl.constexpr, span):
 def e4m3_of(value):
     """The bits, uint8, of the e4m3 number nearest to a float32 in e4m3's range, ties to even.
 
-    Integers are computed, because Triton converts to e4m3 only on GPUs of compute capability 8.9 or later.
+    On GPUs before compute capability 8.9 Triton cannot convert to e4m3, so integers are computed there.
     """
     exact = nearest_e4m3(value)
+    if tl.target_info.cuda_capability_geq(8, 9):
+        return exact.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     bits = exact.to(tl.int32, bitcast=True)
     normal = ((bits & 0x7FFFFFFF) >> 20) - (120 << 3)  # the exponent's bias is 127 in float32, and 7 in e4m3
     subnormal = (tl.abs(exact) * 512.0).to(tl.int32)

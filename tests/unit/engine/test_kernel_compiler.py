@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's compiler accepts the kernels for the oldest supported GPUs. Other tests run them in its interpreter."""
+"""Triton's compiler accepts the kernels for old and new GPUs. Other tests run them in its interpreter."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton.backends.nvidia")
 
-CAPABILITY = 80
-"""Compute capability 8.0, of an A100."""
 SPECS = ("int8", "int8(affine)", "int8(32)", "fp8", "round(3)", "topk(8)", "topk(5,exact,sample=9)")
 PROGRAM = """
 import sys
@@ -56,11 +55,29 @@ for spec in ["none", *sys.argv[2:]]:
 """
 
 
-def test_every_kernel_of_reductions_compiles_for_an_old_gpu(tmp_path: Path) -> None:
+def compiled(folder: Path, capability: int, specs: Sequence[str]) -> str:
+    """Compile the kernels of these reductions. Returns what the compiler's process printed: a line per reduction."""
     root = str(Path(__file__).parents[3])
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": root, "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", PROGRAM, str(CAPABILITY), *SPECS]
+    environment |= {"PYTHONPATH": root, "TRITON_CACHE_DIR": str(folder)}
+    command = [sys.executable, "-c", PROGRAM, str(capability), *specs]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split("\n") == ["none", *SPECS, ""]
+    return done.stdout
+
+
+def test_every_kernel_of_reductions_compiles_for_an_old_gpu(tmp_path: Path) -> None:
+    """The capability 8.0 is that of an A100."""
+    assert compiled(tmp_path, 80, SPECS).split("\n") == ["none", *SPECS, ""]
+    assert "e4m3" not in machine_code(tmp_path)
+
+
+def test_a_gpu_that_has_e4m3_converts_to_it(tmp_path: Path) -> None:
+    """The capability 9.0 is that of an H100. The instruction takes fewer operations than integers."""
+    compiled(tmp_path, 90, ["fp8"])
+    assert "e4m3" in machine_code(tmp_path)
+
+
+def machine_code(folder: Path) -> str:
+    """The PTX of all compiled kernels."""
+    return "".join(path.read_text() for path in folder.rglob("*.ptx"))
