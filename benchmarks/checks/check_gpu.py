@@ -322,7 +322,7 @@ def _failures(found: dict[str, Any]) -> list[str]:
     below = found.get("rows_below", {})
     most = MOST_FLIPPED if found.get("experts") else 0.0
     wrong += [f"{hook}: {part:.2%} of rows have a lower cosine" for hook, part in below.items() if not part <= most]
-    if not found.get("largest_own_gap", 0.0) <= UNIT:
+    if found.get("drafts_of") != "eagle3" and not found.get("largest_own_gap", 0.0) <= UNIT:
         wrong.append(f"a greedy token's stored logit is below the largest one, by {found['largest_own_gap']} of it")
     if not found.get("top_k_gap", 0.0) <= MOST_GAP:
         wrong.append(f"top k left out a value larger than a kept one, by {found['top_k_gap']} of the row's largest")

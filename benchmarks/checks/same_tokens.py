@@ -56,7 +56,7 @@ def gap(row: np.ndarray, ours: int, stock: int) -> float:
 
 def own_gap(rows: np.ndarray, tokens: Sequence[int]) -> float:
     """The largest `gap` of the tokens of a greedy request, from the rows of logits in its store: 0 without rounding."""
-    return max(gap(row, token, token) for row, token in zip(rows, tokens, strict=True))
+    return float(np.max([gap(row, token, token) for row, token in zip(rows, tokens, strict=True)]))
 
 
 def compare_tokens(

@@ -65,6 +65,17 @@ def test_our_own_tokens_have_the_largest_stored_logits() -> None:
     assert own_gap(ROWS, OURS) == 0.0
     assert own_gap(ROWS, [0, 2, 1]) == MOST_TIE
     assert own_gap(ROWS, [0, 4, 1]) == float("inf")
+    assert np.isnan(own_gap(np.array([[1.0, 0.0], [np.nan, 0.0]], np.float32), [0, 1]))
+
+
+def test_only_drafts_that_are_accepted_at_random_may_lack_the_largest_logits() -> None:
+    steps = {"scheduled_tokens": 1, "expected_tokens": 1, "largest_decode_step": 1, "draft_tokens": 0}
+    for value in (0.5, float("nan")):
+        (message,) = check_gpu._failures({"steps": steps, "largest_own_gap": value})
+        assert "stored logit" in message
+    accepted = {"steps": {**steps, "largest_decode_step": 2, "draft_tokens": 1}, "largest_own_gap": 0.5}
+    assert check_gpu._failures({**accepted, "drafts_of": "eagle3"}) == []
+    assert len(check_gpu._failures({**accepted, "drafts_of": "ngram"})) == 1
 
 
 def test_a_tie_is_explained_and_a_wrong_token_is_not() -> None:
