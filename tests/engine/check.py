@@ -141,7 +141,8 @@ def relative_errors(
     """
     capture = open_capture(path, timeout=300)
     check_header(capture, tokens, prompt_len, 0, len(tokens) - 1, path.name)
-    want = oracle.run(tokens, images) if images else reference(oracle, tokens)
+    blocks = capture.attrs.get("attention", {}).get("image_blocks", False)
+    want = oracle.run(tokens, images, blocks) if images else reference(oracle, tokens)
     assert set(capture.attrs["hooks"]) == set(want) - {"token_ids", "positions"}, f"{path.name}: {capture.hooks}"
     errors = {}
     for hook, whole in want.items():

@@ -18,11 +18,15 @@ import torch
 from torch.nn import functional as F
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
+from tests.runner import GPU
+
 NAME = "gdn_attention_core_of_tests"
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let eager engines of this process run gated delta nets in float32."""
+    """Let eager engines of this process run gated delta nets in float32. On a GPU, vLLM's kernels run."""
+    if GPU:
+        return
     from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import register_cpu_gdn_attention_ops
     from vllm.utils.torch_utils import direct_register_custom_op
 
@@ -36,8 +40,11 @@ def order_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let engines of this process run the forward of gated delta nets for GPUs, with vLLM's CPU kernels.
 
     With drafts, this forward calls an op that computes core and norm. Where vLLM's op calls its kernel for both, the
-    stand-in calls one for the core, and then the norm, which vLLM's op also does for prompts.
+    stand-in calls one for the core, and then the norm, which vLLM's op also does for prompts. On a GPU, nothing
+    changes.
     """
+    if GPU:
+        return
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention as Mixer
     from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import cpu_gdn_attention_core
 

@@ -105,11 +105,11 @@ def make_pair(method: str, tiny_model: Callable[..., Path], folder: Path) -> Pai
 
 @contextmanager
 def drafting(pair: Pair, **args: Any) -> Iterator[LLM]:
-    """`harness.engine` with a draft. vLLM's n-gram kernel for the V2 runner does not run in Triton's interpreter, so
-    `_propose` replaces it.
+    """`harness.engine` with a draft. vLLM's n-gram kernel for the V2 runner does not run in Triton's interpreter, so on
+    a CPU `_propose` replaces it.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if runner.V2:
+        if runner.V2 and not runner.GPU:
             from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
             patch.setattr(NgramGPUSpeculator, "propose", _propose)

@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-KERNEL: dict[str, Any] = {"attention_config": {"backend": "CPU_MLA"}}
+from tests.runner import GPU
+
+KERNEL: dict[str, Any] = {} if GPU else {"attention_config": {"backend": "CPU_MLA"}}
 """Options of an engine that uses vLLM's float32 kernel on any CPU. With AMX, vLLM would use one in bfloat16."""
 WHOLE: dict[str, Any] = {"max_num_batched_tokens": 512}
 """For owner draft with that kernel. vLLM does not split prompts then, so a step must hold max_model_len tokens."""
-ROTARY = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+ROTARY: dict[str, Any] = {} if GPU else {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
 """Options of an eager engine. vLLM 0.32's CPU kernel rotates heads incorrectly if they are next to other values."""
 ODD = {"kv_lora_rank": 280, "qk_rope_head_dim": 40, "qk_nope_head_dim": 20, "v_head_dim": 28}
 """Sizes without a kernel on a CPU. vLLM checks their sum: 320, 512 or 576."""

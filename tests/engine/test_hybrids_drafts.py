@@ -20,7 +20,7 @@ from tests.engine import delta_cpu
 from tests.engine.drafts import Pair, drafting
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, generate, prompt
 from tests.engine.test_hybrids import check_rounded, make
-from tests.runner import V2
+from tests.runner import GPU, V2
 
 MODEL = "qwen3_5-bf16"
 MODES = ["eager", pytest.param("compiled", marks=pytest.mark.soak)]
@@ -49,6 +49,7 @@ def test_rows_of_accepted_tokens_are_those_of_transformers(mode: str, known_mode
     pair = Pair(MODEL, model, {**NGRAM, "method": "ngram_gpu" if V2 else "ngram"})
     args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, "pool", pool_bytes=48 << 20, **SMALL)
     args |= {"dtype": "bfloat16", "enforce_eager": mode == "eager", "enable_prefix_caching": False}
+    args |= {"gdn_prefill_backend": "triton"} if GPU else {}
     with pytest.MonkeyPatch.context() as patch:
         delta_cpu.order_of_gpu(patch)
         with drafting(pair, **args) as llm:

@@ -40,8 +40,11 @@ NAMES = ("qwen3_next", "qwen3_5_moe-text", "nemotron_h", *FIELDS)
 class _Oracle(Oracle):
     """The oracle without the refused hook."""
 
-    def run(self, token_ids: Sequence[int], images: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
-        return {hook: rows for hook, rows in super().run(token_ids, images).items() if hook != "mix_proj"}
+    def run(
+        self, token_ids: Sequence[int], images: Mapping[str, Any] | None = None, image_blocks: bool = False
+    ) -> dict[str, np.ndarray]:
+        found = super().run(token_ids, images, image_blocks)
+        return {hook: rows for hook, rows in found.items() if hook != "mix_proj"}
 
 
 @pytest.fixture(scope="module", params=[SHORT, *(pytest.param(name, marks=pytest.mark.soak) for name in NAMES)])

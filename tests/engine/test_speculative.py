@@ -28,7 +28,7 @@ from tests.engine.harness import (
     submit,
     watch_scheduler,
 )
-from tests.runner import V2
+from tests.runner import GPU, V2
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -63,6 +63,8 @@ LONG += ["ngram-pool", "eagle3-compiled-pool", "suffix", "suffix-compiled"]
 if V2:
     # vLLM's V1 runner has ngram_gpu on a GPU alone. Compiled models are those of V1.
     CASES, LONG = ["ngram_gpu", "draft_model", "eagle3", "eagle", "mtp", "dflash"], ["eagle3-pool"]
+if GPU:
+    LONG += [f"{case}-compiled" for case in CASES] + ["mtp-compiled-pool"]
 
 
 def watch_samples(llm: LLM, run: Run) -> None:

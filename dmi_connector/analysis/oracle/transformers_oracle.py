@@ -83,12 +83,14 @@ class Oracle:
                 module.variance_epsilon = self.config.rms_norm_eps  # as in vLLM; transformers uses 1e-6
 
     @torch.no_grad()
-    def run(self, token_ids: Sequence[int], images: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
+    def run(
+        self, token_ids: Sequence[int], images: Mapping[str, Any] | None = None, image_blocks: bool = False
+    ) -> dict[str, np.ndarray]:
         """Compute every hook in one forward over `token_ids`. Returns {hook: values}.
 
         token_ids: the prompt, then the generated tokens. images: the output of the model's image processor for the
-        images of the prompt, such as `pixel_values`. `token_ids` then contains placeholders. Image tokens attend only
-        to earlier tokens, as on vLLM's CPU backend.
+        images of the prompt, such as `pixel_values`. `token_ids` then contains placeholders. image_blocks: whether the
+        tokens of an image attend to each other, as in Gemma 3 on a GPU. vLLM's CPU backend lacks this.
 
         Hooks of layers are float32 [layers, tokens, width]. The layer axis has only the layers that have the hook.
         Hooks that exist once are float32 [1, tokens, width]. `logits` is float32 [tokens, vocab], and row i predicts
@@ -109,7 +111,7 @@ class Oracle:
                 self._watch_inputs(recorder)
             ids = torch.tensor([list(token_ids)], dtype=torch.long)
             with seen_attention(recorder.rows, self._attention) if self.twin.rotary else nullcontext():
-                logits = self.model(ids, use_cache=False, **self._with_images(ids, images)).logits
+                logits = self.model(ids, use_cache=False, **self._with_images(ids, images, image_blocks)).logits
         self.layers = dict(recorder.layers)
         # Widths of hooks that are left out may differ by layer. `_share_keys` needs all hooks of latent attention.
         without = () if self.twin.latent else self.without
@@ -145,13 +147,13 @@ class Oracle:
             ids.append(int(logits[0, -1].argmax()))
         return ids[len(token_ids) :]
 
-    def _with_images(self, ids: torch.Tensor, images: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _with_images(self, ids: torch.Tensor, images: Mapping[str, Any] | None, image_blocks: bool) -> dict[str, Any]:
         """Keyword arguments of a forward over a prompt with images; {} without images. ids: [1, tokens]."""
         if not images:
             return {}
         pixels = {"pixel_values": images["pixel_values"].to(self.model.dtype)}
-        told = {"mm_token_type_ids": (ids == self.model.config.image_token_id).int()}
-        return {**images, **pixels, **(told if "image_grid_thw" in images else {})}
+        names = ["mm_token_type_ids"] * ("image_grid_thw" in images) + ["token_type_ids"] * image_blocks
+        return {**images, **pixels, **dict.fromkeys(names, (ids == self.model.config.image_token_id).int())}
 
     def _watch_inputs(self, recorder: Recorder) -> None:
         """Record the input embeddings of the language model, including images, and the positions of M-RoPE."""
@@ -246,7 +248,8 @@ def compare(capture: Capture, oracle: Oracle, images: Mapping[str, Any] | None =
     """
     rows = np.concatenate([np.arange(run.start, run.stop) for run in capture.runs(_RUN)] or [np.arange(0)])
     _check_comparable(capture, rows)
-    expected = oracle.run(capture.token_ids.tolist(), images)
+    blocks = capture.attrs.get("attention", {}).get("image_blocks", False)
+    expected = oracle.run(capture.token_ids.tolist(), images, blocks)
     errors = {}
     for hook, entry in capture.attrs["hooks"].items():
         reduction = capture.reduction(hook)

@@ -24,6 +24,7 @@ from dmi_connector.reduce import parse
 from dmi_connector.store.format.completeness import Cause, Loss
 from tests import oraclestore
 from tests import storekit as kit
+from tests.vision import IMAGE, image, processed
 
 IDS = [7, 300, 41, 41, 500, 260, 8, 99, 130, 64, 12, 345]
 
@@ -392,11 +393,32 @@ def test_images_go_into_the_model_in_its_dtype_with_the_places_of_their_tokens()
     model = SimpleNamespace(dtype=torch.bfloat16, config=SimpleNamespace(image_token_id=9))
     ids, pixels, grid = torch.tensor([[1, 9, 9, 2]]), torch.ones(2, 3), torch.tensor([[1, 2, 3]])
     oracle: Any = SimpleNamespace(model=model)
-    assert Oracle._with_images(oracle, ids, None) == {} == Oracle._with_images(oracle, ids, {})
-    found = Oracle._with_images(oracle, ids, {"pixel_values": pixels, "image_grid_thw": grid})
+    assert Oracle._with_images(oracle, ids, None, True) == {} == Oracle._with_images(oracle, ids, {}, True)
+    found = Oracle._with_images(oracle, ids, {"pixel_values": pixels, "image_grid_thw": grid}, False)
     assert found["pixel_values"].dtype == torch.bfloat16 and found["image_grid_thw"] is grid
     assert found["mm_token_type_ids"].tolist() == [[0, 1, 1, 0]] and found["mm_token_type_ids"].dtype == torch.int32
-    assert Oracle._with_images(oracle, ids, {"pixel_values": pixels}).keys() == {"pixel_values"}
+    assert Oracle._with_images(oracle, ids, {"pixel_values": pixels}, False).keys() == {"pixel_values"}
+
+
+def test_tokens_of_an_image_attend_to_each_other_where_the_capture_did(tmp_path: Path) -> None:
+    """As in Gemma 3 on a GPU. Rows before the image are the same."""
+    model = make_model("gemma3", tmp_path / "model")
+    oracle, images = Oracle(model), processed(model, "gemma3", [image(2, 2)])
+    ids = [7, 300, *[IMAGE] * 4, 41, 500]
+    causal, blocks = (oracle.run(ids, images, image_blocks) for image_blocks in (False, True))
+    difference = np.abs(causal["resid_final"][0] - blocks["resid_final"][0]).max(-1)
+    assert (difference[:2] == 0).all() and (difference[2:5] > 0.01).all()
+    for facts, expected in (({}, causal), ({"attention": {"image_blocks": True}}, blocks)):
+        capture: Any = SimpleNamespace(
+            path="a.zarr",
+            attrs={"hooks": {"resid_final": {"layers": []}}, "start": 0, **facts},
+            reason=None,
+            token_ids=np.array(ids),
+            runs=lambda most: [slice(0, len(ids))],
+            reduction=lambda hook: None,
+            numpy=lambda hook, expected=expected: expected[hook][0],
+        )
+        assert compare(capture, oracle, images) == {"resid_final": 0}
 
 
 def test_layers_that_are_stored_are_compared_with_those_of_the_same_numbers() -> None:
@@ -404,7 +426,7 @@ def test_layers_that_are_stored_are_compared_with_those_of_the_same_numbers() ->
     values = np.arange(24, dtype="f4").reshape(4, 3, 2)
     expected = {"q": values, "resid_final": values[:1], "few": values[:2]}
     layers = {"q": [0, 1, 2, 3], "few": [2, 3]}
-    oracle: Any = SimpleNamespace(run=lambda ids, images: expected, without=(), layers=layers)
+    oracle: Any = SimpleNamespace(run=lambda ids, images, image_blocks: expected, without=(), layers=layers)
 
     def differences(num_layers: int, **hooks: tuple[list[int], np.ndarray]) -> dict[str, float]:
         capture: Any = SimpleNamespace(
