@@ -36,6 +36,9 @@ CHUNK, SEGMENT, BLOCK = 32, 64, 128
 
 SMALL: dict[str, Any] = {"chunk_tokens": CHUNK, "segment_tokens": SEGMENT, "check": "poison"}
 """Options for captures with many chunks and shards. `poison` reveals values that no tap wrote."""
+if runner.GPU:
+    # The defaults suit an engine that has the machine for itself. Here, many test processes share it.
+    SMALL |= {"host_buffer_bytes": 256 << 20, "writers": 2}
 
 ENGINE = {"max_model_len": 512, "max_num_batched_tokens": 128, "max_num_seqs": 16, "dtype": "float32"}
 """Engine arguments. A prompt of 300 tokens is prefilled in several steps, which it shares with other requests."""
