@@ -104,10 +104,10 @@ def rates(case: Case, seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def exported(nbytes: float, finished: Sequence[float], missing: int) -> dict[str, float]:
-    """How fast `nbytes` bytes reached their sink. finished: seconds of each round until all bytes had.
+    """How fast `nbytes` bytes reached their sink. finished: seconds of each round until its last byte reached the sink.
 
-    Without missing rows, the median of the rounds counts. Otherwise rounds have other numbers of bytes, and the last
-    round counts, to which `nbytes` belongs.
+    Without missing rows, the median of all rounds is used. With missing rows, rounds differ in their number of bytes.
+    Then the last round is used, to which `nbytes` belongs.
     """
     seconds = finished[-1] if missing else statistics.median(finished)
     return {"exported_GB": nbytes / 1e9, "finished_s": seconds, "GB_per_s": nbytes / 1e9 / seconds}

@@ -4,8 +4,8 @@
     python -m benchmarks.stores --out results.json [--directory /dev/shm/dmi-stores] [--writers 15] [--codec none]
         [--always-compress]
 
-Captures hold normally distributed bf16 values of 36 layers with Qwen3-4B's widths, 2.56 MB per token, or those of
---arrays. For comparison, as many processes write the same chunks to plain files.
+Captures hold normally distributed bf16 values of 36 layers with Qwen3-4B's widths, 2.56 MB per token, or the hooks of
+--arrays. For comparison, `--writers` + 1 processes write as many bytes to plain files.
 """
 
 from __future__ import annotations

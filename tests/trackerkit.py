@@ -24,7 +24,7 @@ DIMS = ModelDims("Qwen3ForCausalLM", 3, 64, 4, 2, 32, 192, 512)
 def make_tracker(
     store_dir: object, hooks: str = "resid_pre,mlp_out,logits", blocks: int = 0, **options: Any
 ) -> Tracker:
-    """A tracker of a float32 model with chunks of 16 tokens and blocks of 16 slots. blocks: size of the cache."""
+    """A tracker of a float32 model with chunks of 16 tokens and blocks of 16 slots. blocks: number of cache blocks."""
     parsed = ServerOptions.parse({"store_dir": str(store_dir), "hooks": hooks, "chunk_tokens": 16, **options})
     dims, probes = with_probes(DIMS, parsed.probes, 1)
     selection = parse_selection(parsed.hooks, dims)

@@ -4,15 +4,16 @@
     python -m benchmarks.checks.check_indexer --out check.json --arch deepseek_v32
 
 vLLM's kernels need DeepGEMM and FlashMLA. A small random model answers prompts of fewer and of more than index_topk
-tokens. For every store it records:
+tokens. For every engine that captures, the result has:
 
-- rows missing, and problems of the store;
-- for each hook the least cosine of a row of the first index_topk rows with transformers in float32. There the indexer
-  chooses all earlier tokens;
-- rows of `indexer_topk` that are not a choice: positions that come twice or are later than the token, or too few;
+- the number of missing rows, and problems of the stores;
+- for each hook the least cosine between a row and that of transformers in float32, over the first index_topk rows of
+  each store. There the indexer chooses all earlier tokens;
+- the number of invalid rows of `indexer_topk`: a position occurs twice, is later than the token, or is missing;
 - the least cosine of a row of `z` with attention that is computed from the store's own `q_rot`, `kv_c`, `k_pe` and
   `indexer_topk`, and the weights of the checkpoint;
-- the mean part of the positions that transformers chooses too, where not all are chosen. vLLM scores in FP8;
+- the mean share of positions that transformers chooses too, in rows that do not choose all earlier tokens. It is below
+  1 because vLLM computes scores in FP8;
 - how many requests got the tokens of an engine that does not capture, and how far the logits of the first differing
   tokens are apart (`same_tokens.py`). vLLM runs that engine with other kernels.
 
@@ -59,7 +60,7 @@ SIZES: dict[str, Any] = {
 ENGINE = {"dtype": "bfloat16", "max_model_len": 1536, "max_num_batched_tokens": 512, "gpu_memory_utilization": 0.4}
 LEAST_COSINE_OF_Z = 0.999
 LEAST_COMMON = 0.85
-"""Minimum mean part of the positions in the first layer that transformers chooses too."""
+"""Minimum mean share of the positions in the first layer that transformers chooses too."""
 
 
 def child(args: argparse.Namespace) -> None:
@@ -90,7 +91,7 @@ def child(args: argparse.Namespace) -> None:
 
 
 def chosen(positions: np.ndarray) -> tuple[np.ndarray, int]:
-    """(whether row i attends to token j, bool [rows, rows]; number of rows that are not a choice).
+    """(whether row i attends to token j, bool [rows, rows]; number of invalid rows).
 
     positions: `indexer_topk` of a layer, int32 [rows, index_topk].
     """

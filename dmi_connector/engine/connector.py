@@ -69,7 +69,7 @@ class DMIConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: no other engine receives KV. So vLLM need not drop output in flight of a preempted request."""
+        """False: no other engine receives KV. A request preempted with its last output in flight may end."""
         return False
 
     # ---- scheduler half -------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class DMIConnector(KVConnectorBase_V1):
                 self.exporter.after_forward(metadata)
 
     def _reporting(self) -> Exporter | None:
-        """The exporter, in a step in which ranks report. A single rank also reports lost rows at once."""
+        """The exporter if this rank reports in this step, else None. A single rank also reports lost rows at once."""
         metadata, exporter = self._connector_metadata, self.exporter
         if exporter is None or not isinstance(metadata, StepMetadata) or metadata.report:
             return exporter

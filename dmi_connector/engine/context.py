@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes what one engine captures. Each process computes it once. Models, row cache and connector share it."""
+"""`CaptureContext` describes what one engine captures. Each process computes it once, for its models and connector."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class CaptureContext:
 
     layouts: the row layout of each rank. dtype: dtype of the model. tp: tensor-parallel size. rank: the rank of this
     process, 0 if it has none. may_sleep: whether vLLM may discard its caches (sleep mode). owner: the owner of the
-    rows. block_scale: the factor of the output of a block before it is added to the residual stream. embed_scale: the
-    factor of the embeddings. visual_layers: visual features are added to the residual stream after each of this many
-    first layers. drafting: the speculative decoding of the engine, or None. stages: the layers of each rank's pipeline
-    stage, () without stages. The last stage is rank 0, because it has the logits and vLLM waits for its answer.
-    coverage: which fields the taps of this process have written.
+    rows. block_scale: the output of a block is multiplied by it before it is added to the residual stream. embed_scale:
+    embeddings are multiplied by it. visual_layers: visual features are added to the residual stream after each of this
+    many first layers. drafting: the speculative decoding of the engine, or None. stages: the layers of each rank's
+    pipeline stage, () without stages. The last stage is rank 0, because it has the logits and vLLM waits for its
+    answer. coverage: which fields the taps of this process have written.
     """
 
     options: ServerOptions
@@ -113,7 +113,7 @@ class CaptureContext:
 
     @property
     def fingerprint(self) -> str:
-        """All settings that change the compiled graph. vLLM's compile hash includes it."""
+        """All settings that change the compiled graph, as text that vLLM's compile hash includes."""
         fields = [f for layout in self.layouts for f in layout.fields]
         settings = {f.hook: f.reduction.settings() for f in fields if f.reduction is not None}
         # The graph does not depend on the content of a file, such as the weights of a probe.

@@ -53,11 +53,11 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "query_starts": Name(
             "vllm.v1.attention.backend:CommonAttentionMetadata.__dataclass_fields__.query_start_loc",
-            "query starts of a batch, which place rows of logits",
+            "the index of each request's first token in a batch, which locates the tokens of rows of logits",
         ),
         "batch_slots": Name(
             "vllm.v1.attention.backend:CommonAttentionMetadata.__dataclass_fields__.slot_mapping",
-            "slots of a batch, which place rows of logits",
+            "the slot of each token of a batch, by which the request of a row of logits is found",
         ),
         "request_positions": Name(
             "vllm.v1.attention.backend:CommonAttentionMetadata.__dataclass_fields__.positions",
@@ -235,11 +235,11 @@ NAMES: dict[str, dict[str, Name]] = {
     "hybrid models": {
         "aligned_states": Name(
             "vllm.config:CacheConfig.__dataclass_fields__.mamba_cache_mode",
-            "says whether pieces of prompts end where blocks end",
+            "says whether the parts of a prompt that steps compute end where blocks end",
         ),
         "partial_hits": Name(
             "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
-            "detects prefix hits that end inside a block: vLLM tells a connector only their whole blocks",
+            "detects prefix hits that end inside a block, because vLLM tells a connector only their whole blocks",
         ),
     },
     "speculative decoding": {
@@ -279,7 +279,7 @@ NAMES: dict[str, dict[str, Name]] = {
     "several ranks": {
         "answers": Name(
             "vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc",
-            "several ranks: told to wait for one rank only in steps in which ranks do not report",
+            "several ranks: told to wait for only one rank in steps in which ranks do not report",
         ),
     },
     "pipeline stages": {

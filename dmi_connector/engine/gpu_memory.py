@@ -37,7 +37,7 @@ def kept_in_sleep(allocate: Callable[[], T], device: torch.device, may_sleep: bo
 
 
 def freed_in_sleep(allocate: Callable[[], T], device: torch.device, may_sleep: bool) -> T:
-    """As `kept_in_sleep`, but sleep() frees the memory and loses its content. It is there again when the caches are.
+    """As `kept_in_sleep`, but sleep() frees the memory and loses its content. Wake-up allocates it with the caches.
 
     vLLM 0.31 keeps one memory pool per tag, so there the memory stays on the GPU.
     """

@@ -122,12 +122,12 @@ class Sample:
 class StepMetadata(KVConnectorMetadata):
     """The scheduler's message to the workers for one step.
 
-    opens: executed before the forward. closes: executed before the forward, which may overwrite freed blocks, unless
-    their blocks are kept. chunks: full chunks that are pending after the forward. preempted: captures whose blocks were
-    freed since the last step. leaving: full chunks that are pending before the forward: those of preempted captures,
-    and with a pool also those of others. idle: whether nothing is computed; then it may be the last step for a long
-    time. gather: whether all pending rows are exported now, including those of this step. report: whether each rank
-    reports. release: whether kept blocks were freed; all pending rows are then exported before the forward.
+    opens: executed before the forward. closes: executed before the forward, which may overwrite freed blocks. Those
+    whose blocks are kept may wait. chunks: full chunks that are pending after the forward. preempted: captures whose
+    blocks were freed since the last step. leaving: full chunks that are pending before the forward: those of preempted
+    captures, and with a pool also those of others. idle: whether nothing is computed; then it may be the last step for
+    a long time. gather: whether all pending rows are exported now, including those of this step. report: whether each
+    rank reports. release: whether kept blocks were freed; all pending rows are then exported before the forward.
 
     The next fields are for a pool. table: (entries, pages) of the table that change before the forward, int64 [2,
     entries]; None without a change. need: number of rows, since the start, to gather before that change, because their

@@ -2,8 +2,8 @@
 """Makes the model classes that replace those of vLLM's registry.
 
 `models.NAME` is vLLM's class NAME, with taps if our connector is configured. A few are classes of owners
-(`Owner.models`). vLLM imports them by name. Without our connector, their modules and compiled graph are those of vLLM's
-class. If the architecture names a class in `Architecture.uncaptured`, the model is then one of that class.
+(`Owner.models`). vLLM imports them by name. Without our connector, a model has the modules and the compiled graph of
+vLLM's class. If the architecture names another class in `Architecture.uncaptured`, that class is used instead.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ class Tapped:
             self.dmi_taps.resting = True
 
     def dmi_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Write the inputs of the forward, if the embeddings are computed before it, or by another pipeline stage.
+        """Write the inputs of the forward to its rows, if they are computed before it, or by another pipeline stage.
 
-        Returns its keyword arguments.
+        Returns the keyword arguments of the forward.
         """
         from dmi_connector.engine.taps.inputs import write_inputs
 
@@ -126,7 +126,7 @@ class Tapped:
         return given if embeddings is None else {**given, "input_ids": None}
 
     def dmi_positions(self, positions: torch.Tensor) -> None:
-        """Write the positions after a forward, for models whose layers may not get them."""
+        """Write the positions to the rows after a forward, for models whose layers may not get positions."""
         if self.dmi_context is not None and self.dmi_context.arch.positions == FORWARD:
             from dmi_connector.engine.taps.inputs import end_forward
 
@@ -223,7 +223,7 @@ def _tapped_class(name: str) -> type:
 
 
 def _owners_class(name: str, place: str) -> type:
-    """Make an owner's class for a model of vLLM. `capturing` is set here, because owners do not know the context."""
+    """Make an owner's class for a model of vLLM, and set its `capturing`, because owners do not know the context."""
     base = _imported(place)
 
     def capturing(vllm_config: Any) -> CaptureContext | None:

@@ -58,7 +58,7 @@ class ProbeFacts:
 
 @dataclass(frozen=True)
 class ProbeFile:
-    """One file. width: width of the hook. hidden: total number of values between matrices."""
+    """One file. width: width of the hook. hidden: total width of the hidden layers."""
 
     path: str
     sha256: str

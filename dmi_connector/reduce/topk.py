@@ -188,8 +188,8 @@ class TopK(Reduction):
     def tally(self, stored: np.ndarray, width: int, dtype: str) -> Tally:
         """Sums of |x| per value over rows [rows, stored width]. Rows with infinities or NaN are left out.
 
-        With int8 values, a massive value rounds the other kept values to 0. Each kept value is at least as large as any
-        sampled value that was not kept, so the largest of these replaces smaller kept values.
+        With int8 values, one massive value makes the other kept values 0. But a kept value is at least as large as each
+        sampled value that was not kept. So smaller kept values are replaced by the largest of those.
         """
         stored = stored[self._finite(stored, width, dtype)]
         kept, values = self.indexes(stored, width), np.abs(self._values(stored, self._value_at(width), self.k, dtype))

@@ -28,7 +28,7 @@ _PARTIAL = ".zarr" + PARTIAL_SUFFIX
 
 
 class RunningCapture(Capture):
-    """The first rows of a running request that all hooks had when this object was made. Later rows are not added.
+    """The rows of a running request, up to the last row that all hooks had when this object was made.
 
     It reads the files of the writers without a lock. Raises FileNotFoundError once the store is renamed.
     """

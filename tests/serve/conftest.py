@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two real servers for all tests of this directory, one after the other: first with owner draft, then with owner
-target. They stop before other tests, because idle workers of two engines take a tenth of a core.
+target. They are stopped before tests of other directories, because idle workers of two engines take a tenth of a core.
 
 The first server is started as by a user, except that its worker is forked. All processes of the second one are forked
 (tests/programs.py). It has two data-parallel engines and a logits processor, which vLLM supports only with owner

@@ -4,9 +4,9 @@
 Rows are derived for text models that vLLM serves through its Transformers backend. This backend builds a model of
 transformers, and replaces some modules by vLLM's layers. The forward of a decoder layer is the code of transformers.
 
-So a layer without weights is traced with torch.fx; each module that it calls is one node of the graph. The layer must
-return the sum of three terms: its input, an output that depends on attention (`attn_out`), and an output that does not
-(`mlp_out`). No hook is guessed from the name of a module.
+So a layer is traced with torch.fx, without its weights. Each module that it calls is one node of the graph. The layer
+must return the sum of three terms: its input, an output that depends on attention (`attn_out`), and an output that does
+not (`mlp_out`). No hook is guessed from the name of a module.
 """
 
 from __future__ import annotations

@@ -109,10 +109,10 @@ class RowMemory(Protocol):
 
     @property
     def step_tokens(self) -> int:
-        """Maximum number of tokens per step, if rows stay after vLLM has freed their tokens' slots; otherwise 0."""
+        """Maximum tokens per step with a pool, whose rows stay after vLLM has freed their tokens' slots; else 0."""
 
     def slots_in_cache(self, forward: ForwardContext) -> torch.Tensor:
-        """vLLM's slots of the tokens of this forward, for the layer of `cache_slots`: int64; padding is negative."""
+        """vLLM's slots of the tokens of this forward, in the layer of `cache_slots`: int64; negative for padding."""
 
     def place(self, table: np.ndarray) -> None:
         """Change entries of the table of a pool, see `StepMetadata.table`."""
@@ -125,8 +125,8 @@ class RowSlots(ABC):
     """The scheduler's half: the slots of the rows of a request, and how long they are kept.
 
     block_size: slots per block of vLLM's cache group `group`, whose blocks are in `Tracked.blocks`. eager: whether the
-    blocks of a step are recorded, and `cover` is called, before its forward. stays: whether rows of an ended request
-    stay until they are gathered.
+    scheduler records the blocks of a step, and calls `cover`, before the forward of the step. stays: whether rows of an
+    ended request stay until they are gathered.
     """
 
     eager: ClassVar[bool] = False
@@ -166,7 +166,7 @@ class RowSlots(ABC):
 
     @abstractmethod
     def ended(self, request: Request, blocks: list[int], waiting: bool, others: bool) -> bool:
-        """A captured request ended. Returns whether vLLM keeps its blocks until workers name the request.
+        """A captured request ended. Returns whether vLLM keeps its blocks until the workers report it.
 
         waiting: whether staging memory is short (`Tracker.keep_rows`). others: whether other captured requests run.
         """
@@ -182,7 +182,7 @@ class RowSlots(ABC):
         return None
 
     def lost(self, captures: Iterable[int]) -> None:  # noqa: B027
-        """These captures lack rows."""
+        """Rows of these captures are missing, so none are borrowed from them."""
 
     def stored(self, path: str, whole: bool) -> None:  # noqa: B027
         """A capture has ended. path: path of its store. whole: whether the store exists and has all rows."""

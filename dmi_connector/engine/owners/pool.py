@@ -14,11 +14,11 @@ The slot of a row depends on its request and position, never on the batch:
 All of this runs on the engine's stream, so a page is overwritten only after its rows were gathered. If a step reuses
 pages with pending rows, its message says how many rows must be gathered before the forward (`StepMetadata.need`).
 
-A request is admitted when the pool has pages for the most rows that it holds at a time, without prompt tokens of the
-step (`PoolSlots.most`). With `keep_if`, these are pages for all of its rows (`StepLimits.room_of_all`). A step may have
-more prompt tokens than the pool has rows. So, while prompts are captured, the scheduler half lowers vLLM's token budget
-to the pages that admitted requests leave. A page is then free whenever one is needed, and no admitted request waits for
-another.
+A request is admitted when the pool has pages for the maximum number of rows that it holds at a time, not counting the
+prompt tokens of the step (`PoolSlots.most`). With `keep_if`, these are pages for all of its rows
+(`StepLimits.room_of_all`). A step may have more prompt tokens than the pool has rows. So, while prompts are captured,
+the scheduler half lowers vLLM's token budget to the pages that admitted requests leave. A page is then free whenever
+one is needed, and no admitted request waits for another.
 
 The pool does not keep rows of cached tokens. A captured request borrows them from an earlier capture
 (pool_borrowing.py), or computes the tokens again.

@@ -156,7 +156,7 @@ def watch_steps(layer: str, pool: RowPool, vllm_config: VllmConfig) -> None:
 
 
 def _telling(build: Any, at: int) -> Any:
-    """`build`, which also passes on the metadata. at: index of the metadata among the arguments."""
+    """Wrap `build`, so that it also passes the metadata to pools. at: index of the metadata among its arguments."""
 
     @wraps(build)
     def told(self: Any, *args: Any, **kwargs: Any) -> Any:

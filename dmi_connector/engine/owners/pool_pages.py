@@ -35,12 +35,12 @@ _SPARE_REQUESTS = 64
 class _Rows:
     """The rows of one request.
 
-    pages: pages of the pool, in order of positions. first: index of `pages[0]` in the request, whose page n has the
-    positions from n * size on. entries: the table entry of each page, -1 for a page that is not in the table. captured:
-    position up to which rows exist after a preemption or borrowing. exported: position up to which rows were handed to
-    the workers. seen: number of computed tokens after the last step that was looked at. ahead: position up to which
-    rows get pages as soon as vLLM allocates blocks. stop, most: see `PoolSlots._room`. admitted: whether `most` pages
-    are reserved for it. reads_cache: whether its options allow prefix-cache hits. reads: see `CacheReads`.
+    pages: pages of the pool, in order of positions. Page n of a request has its positions from n * size on. first: the
+    n of `pages[0]`. entries: the table entry of each page, -1 for a page that is not in the table. captured: position
+    up to which rows exist after a preemption or borrowing. exported: position up to which rows were handed to the
+    workers. seen: number of computed tokens after the last step that was checked. ahead: position up to which rows get
+    pages as soon as vLLM allocates blocks. stop, most: see `PoolSlots._room`. admitted: whether `most` pages are
+    reserved for it. reads_cache: whether its options allow prefix-cache hits. reads: see `CacheReads`.
     """
 
     tracked: Captured
@@ -351,9 +351,9 @@ class PoolSlots(RowSlots):
         self._choose_budget()
 
     def _choose_budget(self) -> None:
-        """Set the token budget of the next step. While prompts are captured, the pool has a row for each token of it.
+        """Set the token budget of the next step. While prompts are captured, the pool has a free row for each token.
 
-        Pages are left for waiting requests: for as many as may run and fit in addition to the smallest budget.
+        Some pages stay free for waiting requests: for as many requests as may run, and fit beside the smallest budget.
         """
         limits, spare = self.limits, self.pages.count - self._admitted_pages
         tokens = limits.tokens

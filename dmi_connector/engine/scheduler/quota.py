@@ -96,7 +96,7 @@ class Quota:
     """Admits new captures of one scheduler. The constructor measures the existing stores.
 
     The coordinator measures stores from time to time. A capture that was unfinished at that time, or was admitted
-    later, also counts with the bytes of its prompt that were not written yet. They do not count as free space either.
+    later, also counts with the bytes of its prompt that were not written yet. These bytes are not free space either.
     """
 
     def __init__(self, options: ServerOptions) -> None:

@@ -97,8 +97,9 @@ class Tracked:
     def begin_turn(self, computed: int) -> None:
         """The request enters a batch. A new turn of a session keeps `computed` tokens of earlier turns.
 
-        If the request was preempted as its turn ended, `computed` may be lower: it keeps at least `_kept` tokens.
-        With asynchronous scheduling, a sample after a stop may have been requested. The next sample reuses its number.
+        If the request was preempted as its turn ended, `computed` may be too low: it keeps at least `_kept` tokens.
+        With asynchronous scheduling, logits of a token after a stop may have been requested. The next sample gets the
+        number of these logits.
         """
         if self.turn == -1:  # now, because a turn may have one step alone
             self.note_tokens()
@@ -119,7 +120,7 @@ class Tracked:
     def note_tokens(self, mixed: bool = False) -> int:
         """Process the tokens that a step added: accepted draft tokens, then one sampled token.
 
-        If a stop cuts the tokens after a draft token, the draft token counts as the sampled one, which has no row.
+        If the request stops at an accepted draft token, this token counts as the sampled one, which has no row.
         mixed: whether the tokens may come from two steps. Returns the number of accepted draft tokens.
         """
         request, drafted = self.request, self.drafted

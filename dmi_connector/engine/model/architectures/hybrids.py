@@ -28,7 +28,7 @@ class Hybrid(Architecture):
 
 
 class NemotronH(Hybrid):
-    """Nemotron-H. A layer has one block, a mixer (Mamba 2), attention, an MLP or experts, and so no `resid_mid`."""
+    """Nemotron-H: each layer has one block: Mamba 2, attention, an MLP or experts. So there is no `resid_mid`."""
 
     @property
     def features(self) -> frozenset[str]:
@@ -150,7 +150,7 @@ _DELTA: dict[str, Any] = {
 
 
 def _mamba(path: str) -> dict[str, Any]:
-    """Fields of a row whose mixer is vLLM's Mamba 2. path: of the mixer in a layer."""
+    """Fields of a row whose mixer is vLLM's Mamba 2. path: path of the mixer in a layer."""
     paths = {"mix_in": "in_proj", "mix_norm": "norm", "mix_out": "out_proj"}
     return {**{name: f"{path}.{module}" for name, module in paths.items()}, "one_rank": ("mix_proj",)}
 

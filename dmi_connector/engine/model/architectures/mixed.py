@@ -87,7 +87,7 @@ class Gemma4(Mixed):
 
 
 class MiMo(Mixed):
-    """MiMo V2: layers with sliding windows may have other heads. Values are scaled before attention."""
+    """MiMo V2: layers with sliding windows may have heads of other numbers or sizes. Attention gets scaled values."""
 
     def sizes(self, config: Any) -> list[Sizes | None]:
         names = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
