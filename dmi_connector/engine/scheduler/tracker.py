@@ -379,10 +379,10 @@ class Tracker:
             facts: dict[str, Any] = {"limit": limit} if end == tracked.quota_end else {"finish": str(finish)}
             # A request that was not aborted has computed all its rows, but a preemption may have freed its blocks.
             preempted = not request.num_computed_tokens and str(finish) in completeness.OWN_ENDS
-            early = Cause.PREEMPTED if preempted else Cause.ENDED_EARLY
-            cause = Cause.QUOTA if end == tracked.quota_end else early
+            cause = Cause.QUOTA if end == tracked.quota_end else Cause.PREEMPTED if preempted else Cause.ENDED_EARLY
             if cause is Cause.ENDED_EARLY:  # counts the tokens of the request
-                facts |= {"end": min(end, computed), "expected": expected}
+                copied = tracked.exported if tracked.exported > params.start else 0  # also before a preemption
+                facts |= {"end": max(min(end, computed), copied), "expected": expected}
             else:  # counts the rows of the store
                 facts |= {"end": end - start, "expected": expected - start}
             losses = [Loss.of(cause, [[end - start, expected - start]], **facts)]
