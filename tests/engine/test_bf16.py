@@ -22,6 +22,7 @@ from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.store.read.verify import verify_store
 from tests.engine.check import check_header, hooks_of
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
+from tests.runner import GPU
 
 LENGTHS = (5, 33, 130, 300)
 EXACT = ("embed", "resid_pre", "ln1", "q", "k", "v")  # of layer 0
@@ -82,6 +83,8 @@ def test_stores_are_whole_and_in_bfloat16(run: Run, captures: dict[str, Capture]
 def test_values_are_bit_equal_where_the_order_of_operations_is_the_same(
     run: Run, captures: dict[str, Capture], half: Oracle
 ) -> None:
+    if GPU:
+        pytest.skip("a GPU sums the squares of a norm in another order")
     if not run.facts["eager"]:
         pytest.skip("a compiler may keep intermediate values in float32")
     for name, capture in captures.items():

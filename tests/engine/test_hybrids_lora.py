@@ -17,12 +17,14 @@ from tests.engine.check import relative_errors
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
 from tests.engine.test_hybrids import DELTA, make
 from tests.engine.test_models import MOST
+from tests.runner import GPU
 
 SLOTS = 2
 """Number of adapter slots. One stays empty, because vLLM uses the last slot for tokens without an adapter on a CPU."""
 SOAK = ("qwen3_5-text", "granitemoehybrid-dense", "lfm2")
 
 
+@pytest.mark.skipif(GPU, reason="vLLM's kernels of adapters for GPUs do not support float32")
 @pytest.mark.parametrize("name", ["nemotron_h", *(pytest.param(name, marks=pytest.mark.soak) for name in SOAK)])
 def test_each_request_of_a_batch_has_the_values_of_its_adapter(name: str, known_models: None, tmp_path: Path) -> None:
     from vllm.lora.request import LoRARequest

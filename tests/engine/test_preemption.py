@@ -13,7 +13,7 @@ import pytest
 from dmi_connector import capture_args, find_captures, open_capture
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from tests.engine.check import check_store, hooks_of
-from tests.engine.drafts import make_pair
+from tests.engine.drafts import K, make_pair
 from tests.engine.harness import (
     ALL_HOOKS,
     CHUNK,
@@ -28,6 +28,7 @@ from tests.engine.harness import (
     submit,
     watch_scheduler,
 )
+from tests.runner import ASYNC
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -167,13 +168,17 @@ def test_preempted_requests_with_borrowed_rows_have_whole_stores(run: Run, oracl
 
 
 def test_a_request_aborted_while_preempted_keeps_its_whole_chunks(run: Run, oracle: Callable[..., Oracle]) -> None:
-    """With owner pool, the rest of the rows is stored too."""
+    """With owner pool, the rest of the rows is stored too.
+
+    With asynchronous scheduling and drafts, the request is preempted before the scheduler knows which rows of its last
+    step are of accepted tokens. Rows of this step are missing then.
+    """
     for name, ask in AGAIN.items():
         [capture] = find_captures(run.store_dir, key=name)
         tokens, options = run.tokens(name), {}
         if name == run.facts["victim"]:
             known, chunk = len(tokens) - 1, run.facts["chunk"]
-            rows = known // chunk * chunk
+            rows = (known - (1 + K if ASYNC and chunk == 1 else 0)) // chunk * chunk
             assert not run.replies[name].finished and len(ask.prompt) < known, "the request was not aborted in decode"
             assert rows < known or chunk == 1, "the request was aborted at the end of a chunk"
             if run.facts["owner"] != "pool":

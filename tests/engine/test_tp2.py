@@ -19,6 +19,7 @@ from dmi_connector.store.write.finish.repair import repair
 from tests.engine.check import check_store, hooks_of
 from tests.engine.faults import Live, check_rows, gone, kill, many, processes, until
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
+from tests.runner import GPU
 
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
 
@@ -98,8 +99,10 @@ def test_a_store_of_two_ranks_reads_like_that_of_the_whole_model(run: Run, oracl
     for name in ("len1", "len33", "len128", "len300", "again"):
         length = len(run.replies[name].prompt_token_ids)
         check_store(run.store(name), oracle("qwen3"), run.tokens(name), length, run.facts["hooks"])
-    borrowed = 256 if run.facts["owner"] == "pool" else 0
-    assert read_attrs(run.store("again")).get("borrowed_tokens", 0) == borrowed
+    borrowed = {256} if run.facts["owner"] == "pool" else {0}
+    if GPU:  # the scheduler is in a spawned process, where `borrowers_wait` has no effect
+        borrowed.add(0)
+    assert read_attrs(run.store("again")).get("borrowed_tokens", 0) in borrowed
     tokens = run.tokens("only")
     check_store(run.store("only"), oracle("qwen3"), tokens, 40, run.facts["hooks"], rows=(0, 40))
 
