@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ RESULTS = common.ROOT / "benchmarks" / "results" / "models.json"
 `found`: a `summary`, with the `commit` that measured each model. `gpu`: results on GPUs, added by hand. `gpu["models"]`
 has for each architecture: `model`: its name in the table. `cosine`: minimum cosine of a row with float32. `rows_below`:
 for models with experts, the largest fraction of a hook's rows below LEAST_COSINE, else None. `same_tokens`:
-requests with the tokens of stock vLLM. `gpu["speed"]` has the decode speed of larger shapes.
+requests with the tokens of stock vLLM. `gpu["float32"]["models"]` has errors by mode as in `found`, measured on a
+GPU. `gpu["speed"]` has the decode speed of larger shapes.
 """
 PAGE = common.ROOT / "docs" / "MODELS.md"
 BEGIN = "<!-- written by make models -->"
@@ -87,14 +89,20 @@ def merged(before: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str
 
 
 def table(models: list[dict[str, Any]], gpu: dict[str, Any]) -> str:
-    """A table with a row for each model of a `summary`. gpu: results by architecture, see RESULTS."""
-    lines = [["model", "architecture", "hooks", "eager", "compiled", "two ranks", "GPU, bf16"]]
+    """A table with a row for each model of a `summary`. gpu: results on GPUs, see RESULTS."""
+    lines = [["model", "architecture", "hooks", "eager", "compiled", "two ranks", "GPU, float32", "GPU, bf16"]]
     for one in models:
         name, architecture = one["model"], one["architecture"]
-        errors = [f"{one[mode][0]:.1e} (`{one[mode][1]}`)" if mode in one else "not run" for mode in MODES]
+        errors = [_error(one.get(mode)) for mode in MODES]
+        errors.append(_error(max(gpu["float32"]["models"].get(name, {}).values(), default=None)))
         lines.append([f"`{name}`", f"`{architecture}`", str(one["hooks"]), *errors])
-        lines[-1].append(_on_gpu(gpu.get(architecture, {}), name))
+        lines[-1].append(_on_gpu(gpu["models"].get(architecture, {}), name))
     return common.markdown(lines)
+
+
+def _error(found: Sequence[Any] | None) -> str:
+    """An error and the hook that has it."""
+    return "not run" if found is None else f"{found[0]:.1e} (`{found[1]}`)"
 
 
 def _on_gpu(found: dict[str, Any], name: str) -> str:
@@ -116,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv:
         found = merged(before, found)
     common.save(RESULTS, {"header": header, "found": found, "gpu": before["gpu"]})
-    common.write_table(PAGE, BEGIN, table(found, before["gpu"]["models"]))
+    common.write_table(PAGE, BEGIN, table(found, before["gpu"]))
     return status
 
 

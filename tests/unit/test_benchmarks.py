@@ -122,13 +122,17 @@ def test_the_table_of_models_says_what_a_gpu_gave() -> None:
             for name in ("small", "small-odd")
         ]
     )
-    gpu = {"A": {"model": "small", "cosine": 0.99777, "rows_below": None, "same_tokens": "59 of 60"}}
+    bf16 = {"A": {"model": "small", "cosine": 0.99777, "rows_below": None, "same_tokens": "59 of 60"}}
+    float32 = {"small": {"eager": [3e-6, "z"], "compiled": [2e-6, "k"]}}
+    gpu = {"models": bf16, "float32": {"models": float32}}
     head, _, first, second = models.table(found, gpu).splitlines()
-    assert head.endswith("| GPU, bf16 |") and second.endswith("| not run | not run | not run |")
-    assert first.endswith("| 1.0e-06 (`q`) | not run | not run | cosine 0.99777, tokens 59 of 60 |")
-    gpu["A"] |= {"rows_below": 0.0236}
+    assert head.endswith("| GPU, float32 | GPU, bf16 |") and second.endswith(
+        "| not run | not run | not run | not run |"
+    )
+    assert first.endswith("| 1.0e-06 (`q`) | not run | not run | 3.0e-06 (`z`) | cosine 0.99777, tokens 59 of 60 |")
+    bf16["A"] |= {"rows_below": 0.0236}
     assert "| 97.6 % of rows ≥ 0.99, tokens 59 of 60 |" in models.table(found, gpu)
-    assert models.table(found, {}).count("not run") == 6
+    assert models.table(found, {"models": {}, "float32": {"models": {}}}).count("not run") == 8
 
 
 def test_a_run_of_some_models_keeps_the_results_of_the_others() -> None:

@@ -78,7 +78,7 @@ def test_the_page_about_models_has_the_table_of_the_results() -> None:
     """For a GPU it has the models that ran there, and no other model of their architectures."""
     found = results("models.json")
     gpu = found["gpu"]["models"]
-    text = models.table(found["found"], gpu)
+    text = models.table(found["found"], found["gpu"])
     assert text in models.PAGE.read_text()
     ran = {line.split("`")[1] for line in text.splitlines()[2:] if not line.endswith("| not run |")}
     assert ran == {one["model"] for one in gpu.values()} and len(ran) == len(gpu)
