@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -55,13 +55,15 @@ def capture_args(
     """
     if owner not in OWNERS:
         raise OptionError(f"owner: {owner!r} is unknown; choose one of {', '.join(OWNERS)}")
-    selection = list(hooks) if isinstance(hooks, Iterable) and not isinstance(hooks, str) else hooks
-    extra = {"hooks": selection, "store_dir": os.path.abspath(store_dir), **options}
+    selection = list(hooks) if isinstance(hooks, Iterable) and not isinstance(hooks, str | Mapping) else hooks
+    directory = os.fspath(store_dir) if isinstance(store_dir, os.PathLike) else store_dir
+    extra = {"hooks": selection, "store_dir": directory, **options}
     if isinstance(given := options.get("probes"), dict):
         extra["probes"] = {n: os.fspath(file) if isinstance(file, os.PathLike) else file for n, file in given.items()}
     if owner == POOL:
         extra["owner"] = POOL
     parsed = ServerOptions.parse(extra)
+    extra["store_dir"] = parsed.store_dir  # absolute: the engine may run in another directory
     check_names(parsed.hooks, [name for name, _ in parsed.probes])
     transfer = {
         "kv_connector": POOL_CONNECTOR if owner == POOL else CONNECTOR,

@@ -226,9 +226,10 @@ def _names(name: str, item: str, hooks: Iterable[str]) -> tuple[tuple[str, ...],
         if found:
             return found, True
     if name.startswith(PROBE):
+        own = [hook for hook in hooks if hook.startswith(PROBE)]
         raise SelectionError(
-            f"hooks: {item!r} is no probe of this server; name its file in probes, as in "
-            f'{{"{name.removeprefix(PROBE)}": "FILE.safetensors"}}'
+            f"hooks: {item!r} is no known probe{suggest(name, own) or ';'} known probes: {', '.join(own) or 'none'};"
+            f' the option probes of a server adds others, as in {{"{name.removeprefix(PROBE)}": "FILE.safetensors"}}'
         )
     known = list(dict.fromkeys((*hooks, *ALIASES, "resid_post", *PRESETS, *ALWAYS)))
     raise SelectionError(f"hooks: {item!r} is unknown{suggest(name, known) or ';'} known names: {', '.join(known)}")

@@ -25,7 +25,7 @@ from dmi_connector.reduce import ReduceError, parse
 from dmi_connector.reduce.modes import rules_of
 from dmi_connector.reduce.probe import Probe
 from dmi_connector.reduce.probe_option import parse_probe
-from dmi_connector.urls import parse_url
+from dmi_connector.urls import is_url, parse_url
 from dmi_connector.wording import suggest
 
 POLICIES = ("block", "drop")
@@ -49,6 +49,8 @@ _MOST_SCORE = sys.float_info.max
 
 
 def _path(option: str, value: object) -> str:
+    if is_url(value):
+        raise refuse(option, value, "is a URL; give a local directory, and the URL as the option upload")
     if isinstance(value, str) and value and "\0" not in value:
         with contextlib.suppress(UnicodeEncodeError):
             os.fsencode(value)

@@ -27,8 +27,12 @@ def show(value: object) -> str:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """`": did you mean 'x'?"` with the name in `known` that is most like `word`; "" if none is like it."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    """`": did you mean 'x'?"` with the name in `known` that is most like `word`; "" if none is like it.
+
+    For a hook with its layer, such as q@3, this is the hook.
+    """
+    names, alone = list(known), word.partition("@")[0]
+    near = [alone] if alone in names else difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     return f": did you mean {near[0]!r}?" if near else ""
 
 

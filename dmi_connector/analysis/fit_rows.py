@@ -135,7 +135,12 @@ def _check(hook: str) -> None:
 
 
 def _check_whole(capture: Capture, hook: str) -> None:
-    """Raise KeyError for a hook that the store lacks, and ValueError for an alias or a hook that is stored reduced."""
+    """Raise KeyError for a hook that the store lacks, and ValueError for a name with a layer, an alias, or a hook that
+    is stored reduced.
+    """
+    alone, _, layer = hook.partition("@")
+    if layer and alone in capture:
+        raise ValueError(f"--hook {hook} names a layer; write --hook {alone} --layer {layer}")
     if hook not in capture:
         near = suggest(hook, capture.hooks) or ";"
         raise KeyError(f"{capture.path} holds no {hook}{near} it holds {', '.join(capture.hooks)}")

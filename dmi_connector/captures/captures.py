@@ -14,7 +14,7 @@ import numpy as np
 
 from dmi_connector.captures import tables
 from dmi_connector.captures.capture import Capture, open_capture
-from dmi_connector.captures.filters import Time, Where, between, holding, lengths, parse_time, whole, why_none
+from dmi_connector.captures.filters import Time, Where, between, holding, keys_of, lengths, parse_time, whole, why_none
 from dmi_connector.captures.finding import below_prefix, is_unreadable, opening
 from dmi_connector.captures.names import hook_and_layer
 from dmi_connector.captures.one_model import OneModel, is_named
@@ -28,6 +28,7 @@ from dmi_connector.store.read.hook_names import Layers
 from dmi_connector.store.read.index import (
     FINISHED,
     CaptureInfo,
+    check_text,
     find_captures,
     info_of,
     is_store,
@@ -78,9 +79,9 @@ def open_captures(
     only when they are read, or by dmi verify.
 
     If no store passes the filters, a warning says why. Stores of a directory without an index are found by their names
-    (*.zarr), and each is opened once. Raises ValueError for an invalid time or prompt_len, for a directory that does
-    not exist or whose stores are one level below, and for a store in place of a directory. Raises KeyError for a hook
-    that none of the stores has.
+    (*.zarr), and each is opened once. Raises ValueError for an invalid filter, for a directory that does not exist or
+    whose stores are one level below, and for a store in place of a directory. Raises KeyError for a hook that none of
+    the stores has.
     """
     filters: dict[str, Any] = {"key": key, "request_id": request_id, "model": model, "after": after, "before": before}
     filters |= {"prompt_len": prompt_len, "where": where}
@@ -107,6 +108,9 @@ def _open(
     """`open_captures` without its warnings. given: the other filters, except those that are None."""
     key, request_id, model = given.get("key"), given.get("request_id"), given.get("model")
     prompt_len, where = given.get("prompt_len"), given.get("where")
+    keys = keys_of(key)
+    check_text("request_id", request_id)
+    check_text("model", given.get("model"))
     place = place_of(directory)
     if isinstance(place, RemotePath):
         found = below_prefix(place, on_error)
@@ -116,7 +120,6 @@ def _open(
         one = key if isinstance(key, str) else None
         found = find_captures(place, one, request_id)
     skipped = [(info.store, info.reason or "") for info in found if on_error == "skip" and is_unreadable(info)]
-    keys = {key} if isinstance(key, str) else key
     allowed = None if prompt_len is None else lengths(prompt_len)
     begin, end = parse_time("after", given.get("after")), parse_time("before", given.get("before"))
     states = FINISHED if incomplete else FINISHED[:1]
@@ -191,7 +194,7 @@ def captures_of(
     CaptureIncomplete if a path names a store that lacks rows. Raises ValueError for a path that is neither a store nor
     a directory.
     """
-    keys = {key} if isinstance(key, str) else key
+    keys = keys_of(key)
     infos: list[CaptureInfo] = []
     directories: tuple[Path, ...] = ()
     paths, why = list(paths), ""

@@ -17,7 +17,7 @@ from dmi_connector.hooks import HOOKS
 from dmi_connector.store.format.remote_path import Place, RemotePath, is_gone
 from dmi_connector.store.read.files.thread_pool import in_fetch_threads, in_threads
 from dmi_connector.store.read.hook_names import HookTable
-from dmi_connector.store.read.index import CaptureInfo
+from dmi_connector.store.read.index import CaptureInfo, check_text
 from dmi_connector.store.read.metadata import NotACapture, read_attrs
 from dmi_connector.wording import suggest
 
@@ -93,6 +93,16 @@ def why_none(place: Place, found: Sequence[CaptureInfo], given: Mapping[str, Any
         if not any(is_named(name, given["model"]) for name in names):  # else another filter leaves its stores out
             near = suggest(given["model"], [*names, *(PurePath(name).name for name in names)])
     return f"none of {len(found)} stores of {place} passes {asked or 'the filters'}{near}"
+
+
+def keys_of(key: str | Collection[str] | None) -> set[str] | None:
+    """The keys that the filter `key` accepts; None: all. Raises ValueError for what is neither a key nor some keys."""
+    if not isinstance(key, Collection) or isinstance(key, str | bytes):
+        check_text("key", key)
+        return None if key is None else {key}
+    for one in key:
+        check_text("key", one)
+    return {*key}
 
 
 def lengths(prompt_len: range | SupportsIndex) -> range:

@@ -62,7 +62,7 @@ class FittedFile:
         Raises ReduceError if it cannot be read or has another format, and for a tensor that is missing, has another
         shape or dtype, or has values that are not finite or below `least`.
         """
-        path = os.fspath(path)
+        path = os.path.expanduser(os.fspath(path))
         try:
             found = os.stat(path)
             return _load(cls, path, found.st_mtime_ns, found.st_size)  # type: ignore[arg-type]  # a class is hashable

@@ -68,6 +68,13 @@ def store(path: Path, scales: Path, values: np.ndarray, shards: int = 1, copy: b
     return reduction
 
 
+def test_a_file_may_be_in_the_home_directory(scales: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the files of `probes` may be."""
+    monkeypatch.setenv("HOME", str(scales.parent))
+    reduction = parse(f"int8(channel=~/{scales.name})")
+    assert isinstance(reduction, ChannelInt8) and reduction.source == str(scales)
+
+
 @pytest.fixture
 def captured(tmp_path: Path, scales: Path) -> Path:
     """A store of the first calibration rows."""

@@ -458,6 +458,7 @@ def test_a_request_narrows_layers_and_keeps_hooks_that_exist_once() -> None:
 def test_only_a_near_name_is_suggested() -> None:
     assert suggest("mlp_pots", HOOKS) == ": did you mean 'mlp_post'?"
     assert suggest("q_rot", ["resid_pre", "mlp_out"]) == ""
+    assert suggest("q@3", ["q_rot", "q"]) == ": did you mean 'q'?", "some commands take the layer as another option"
 
 
 def test_layers_of_hybrid_models_have_the_hooks_of_their_blocks() -> None:

@@ -132,7 +132,7 @@ def test_capture_args_refuse_what_the_engine_would(files: dict[str, Path], tmp_p
         == (given("probe.risk", risk=str(files["risk"]))["kv_transfer_config"])
     )
     assert given("probe.*,-probe.last", risk=str(files["risk"]), last=str(files["last"]))
-    with pytest.raises(SelectionError, match=r"'probe\.rsk' is no probe of this server; name its file in probes"):
+    with pytest.raises(SelectionError, match=r"'probe\.rsk' is no known probe: did you mean 'probe\.risk'\?"):
         given("probe.rsk", risk=str(files["risk"]))
     with pytest.raises(SelectionError, match=r"'risk' is not captured; add probe\.risk to hooks"):
         given("hidden-states", risk=str(files["risk"]))

@@ -39,6 +39,7 @@ def test_server_options_left_out_have_their_defaults() -> None:
         ("store_dir", None, "give the directory"),
         ("store_dir", "", "give the directory"),
         ("store_dir", "a\0b", "give the directory"),
+        ("store_dir", "s3://bucket/captures", "the URL as the option upload"),
         ("store_dirs", "/x", "did you mean 'store_dir'"),
         ("codec", "gzip", "zstd"),
         ("codec", "zstdd", "did you mean 'zstd'"),
@@ -320,6 +321,21 @@ def test_capture_args_refuses_unknown_owners_and_options() -> None:
         capture_args(codecs="lz4")
     with pytest.raises(OptionError, match="hooks: 5 is not valid; give hook names"):
         capture_args(5)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=re.escape("hooks: {'q': 'int8'} is not valid; give hook names")):
+        capture_args({"q": "int8"})
+
+
+def test_capture_args_reads_store_dir_as_the_server_does() -> None:
+    """`dmi serve` and `dmi run` call `capture_args` too."""
+
+    def directory(store_dir: Any) -> str:
+        config: dict[str, Any] = capture_args(store_dir=store_dir)["kv_transfer_config"]["kv_connector_extra_config"]
+        return config["store_dir"]
+
+    assert directory("~/captures") == directory(Path("~/captures")) == os.path.expanduser("~/captures")
+    for bad in ("", None, 5, ["captures"], "s3://bucket/captures"):
+        with pytest.raises(OptionError, match="store_dir: "):
+            directory(bad)
 
 
 def test_the_docs_name_all_of_the_contract() -> None:

@@ -71,6 +71,8 @@ class TokenBatches(IterableDataset[Batch]):
                 f"hooks {hooks!r}, batch_size {batch_size}, buffer_tokens {buffer_tokens}: not valid; name a hook, and"
                 " give a batch_size from 1 to buffer_tokens"
             )
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype {dtype!r} is not valid; give a dtype of torch, as in dtype=torch.float32")
         choice = RowChoice(skip, phase, after, mask, last)
         self.views: dict[str, RowView] = {}
         self._view = named_rows(found, names[0], choice)

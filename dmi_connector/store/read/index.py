@@ -100,6 +100,8 @@ def find_captures(
     directory whose stores are one level below, and for a store. In a directory without an index, raises ValueError for
     a damaged store too, unless on_error="skip".
     """
+    check_text("key", key)
+    check_text("request_id", request_id)
     place = place_of(directory)
     if isinstance(place, RemotePath):
         return indexed_captures(place, key, request_id)
@@ -116,6 +118,12 @@ def find_captures(
         lines = _lines(place, word)
     unnamed = map(_scanned_or_failed, (store for store in others if store.name not in lines))
     return sorted([*found, *_wanted(unnamed, key, request_id)], key=lambda info: info.started)
+
+
+def check_text(name: str, value: object) -> None:
+    """Raise ValueError unless the value of a filter is None or a text. Keys are texts, also those of row numbers."""
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{name} {value!r} is not valid; give a text, as in {name}={str(value)!r}")
 
 
 def check_directory(place: Path) -> None:

@@ -362,6 +362,7 @@ def test_a_directory_can_be_given(captures: Captures) -> None:
         ({"hooks": "z"}, ValueError, r"'z' has layers \[0, 1\]; name one, as in 'z@0'"),
         ({"hooks": "z@one"}, ValueError, "'z@one' names no layer"),
         ({"hooks": "z@7"}, KeyError, "no layer 7"),
+        ({"dtype": "float32"}, ValueError, "dtype 'float32' is not valid; give a dtype of torch"),
         ({"rank": 2, "world_size": 2}, ValueError, "rank 2 is not valid; use 0 to 1"),
     ],
 )

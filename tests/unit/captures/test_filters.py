@@ -108,6 +108,10 @@ def test_commands_name_a_hook_that_is_misspelt(parent: Path, run: Run, tmp_path:
         (["fidelity", store, "--hooks", "q,resid_prr"], "holds no hook 'resid_prr': did you mean 'resid_pre'"),
         (["fit-pca", store, "--hook", "resid_prr", "--rank", 1, "-o", out], "did you mean 'resid_pre'"),
         (["plot", store, "--kind", "heat", "--hook", "resid_prr", "-o", f"{out}.png"], "did you mean 'resid_pre'"),
+        (["diff", store, store, "--hooks", "q@0"], "no hook is called 'q@0': did you mean 'q'"),
+        (["fidelity", store, "--hooks", "q@0"], "holds no hook 'q@0': did you mean 'q'"),
+        (["fit-pca", store, "--hook", "q@0", "--rank", 1, "-o", out], "--hook q@0 names a layer; write --hook q --lay"),
+        (["plot", store, "--kind", "heat", "--hook", "q@0", "-o", f"{out}.png"], "'q@0' is not in this store: did you"),
     ):
         status, _, err = run(*argv)
         assert status == 2 and words in err and len(err.splitlines()) == 1, err
