@@ -55,6 +55,7 @@ class DMIConnector(KVConnectorBase_V1):
             from dmi_connector.engine.scheduler.tracker import Tracker
             from dmi_connector.engine.transfer.chunk_layout import sent_bytes
 
+            self.context.owner.before_scheduler(vllm_config)
             if self.context.ranks > 1:
                 ask_one_rank()
             behind = int(bool(vllm_config.scheduler_config.async_scheduling))
