@@ -108,6 +108,10 @@ NAMES: dict[str, dict[str, Name]] = {
             "vllm.v1.core.kv_cache_manager:KVCacheManager.free",
             "frees the kept blocks; a second call does nothing",
         ),
+        "turns": Name(
+            "vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session",
+            "wrapped in the scheduler: says how many tokens of earlier turns a session keeps",
+        ),
         "own_ids": Name(
             "vllm.envs:environment_variables.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
             "if set, a client may reuse the id of an ended request, so no blocks are kept for ended requests",

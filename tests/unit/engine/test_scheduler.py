@@ -21,7 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from dmi_connector.layout import DRAFT_UNKNOWN
 from tests.lanekit import Event
-from tests.schedulerkit import Engine
+from tests.schedulerkit import Engine, sessions_of_033
 
 PROMPT = range(5, 45)
 Make = Callable[..., Engine]
@@ -169,7 +169,7 @@ def test_rows_and_logits_of_accepted_tokens_come_from_a_pool(make: Make, seed: i
     kinds |= {"borrows": seed % 3 == 0}
     engine = make(seed=seed, hooks="q,logits", ahead=seed % 4 != 0, on_gpu=seed % 2 == 0, **kinds)
     live(engine, steps=80)
-    assert engine.faults() == [] and any(max(grown) > 1 for grown in engine.grown.values())
+    assert engine.faults() == [] and any(map(any, engine.drafted.values()))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -185,7 +185,7 @@ def test_rows_and_logits_of_accepted_tokens_alone_are_stored_in_random_lives(mak
         chunk=(1, 8)[seed % 5 == 0],
     )
     live(engine, steps=100)
-    assert engine.faults() == [] and any(max(grown) > 1 for grown in engine.grown.values())
+    assert engine.faults() == [] and any(map(any, engine.drafted.values()))
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -379,6 +379,44 @@ def test_a_turn_of_one_step_alone_has_its_logits_beside_drafts(make: Make) -> No
     assert [stored.logits[index] for index in range(len(positions))] == [(tokens[at], at) for at in positions]
 
 
+def test_an_abort_between_two_turns_keeps_the_logits_of_the_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next prompt is there when the turn ends, and the client leaves before another step."""
+    sessions_of_033(monkeypatch)
+    numbers = count(5)
+    engine = make(ahead=False, drafts=3, hooks="q,logits", tokens=lambda: next(numbers))
+    name = engine.add(range(5, 15), 12, resumable=True)
+    engine.send(name, range(40, 60), 20)
+    while name not in engine.turns:
+        engine.step()
+    engine.abort(name)
+    engine.drain()
+    assert engine.faults() == [] and len(engine.stored[name].logits) > 9
+
+
+@pytest.mark.parametrize("pages", [0, 60])
+@pytest.mark.parametrize(("drafts", "outputs"), [(0, True), (3, True), (3, False)])
+def test_a_turn_that_ends_after_a_preemption_is_whole(
+    make: Make, monkeypatch: pytest.MonkeyPatch, drafts: int, outputs: bool, pages: int
+) -> None:
+    """Its last step is in flight then. The next prompt is there already."""
+    sessions_of_033(monkeypatch)
+    numbers, preempted = count(5), 0
+    engine = make(drafts=drafts, hooks="q,logits", tokens=lambda: next(numbers), pages=pages)
+    name = engine.add(range(5, 15), 9, outputs=outputs, resumable=True)
+    request = engine.requests[name]
+    for turn in range(6):
+        engine.send(name, range(40, 50), 9)
+        while len(engine.turns.get(name, ())) <= turn:
+            before = request.status
+            engine.step()
+            preempted += before == RequestStatus.PREEMPTED and len(engine.turns.get(name, ())) > turn
+            if request in engine.scheduler.running and request.num_output_tokens > 4:
+                engine.preempt(name)
+    engine.hang_up(name)
+    engine.drain()
+    assert engine.faults() == [] and preempted > 1
+
+
 def test_a_draft_of_two_steps_whose_results_came_at_once_is_unknown(make: Make) -> None:
     """A pause lets the steps in flight end before another one is planned."""
     engine = make(drafts=3, hooks="q,logits", tokens=lambda: 9)
@@ -420,9 +458,9 @@ def test_no_draft_is_numbered_wrong_where_two_steps_end_at_once(make: Make, seed
     found: Counter[bool] = Counter()
     for name, stored in engine.stored.items():
         index: Any = stored.draft_index
-        want = [*[0] * 9, *(n for grown in engine.grown.get(name, []) for n in (*range(1, grown), 0))]
         found.update((index == DRAFT_UNKNOWN).tolist())
-        assert all(mine in (number, DRAFT_UNKNOWN) for mine, number in zip(index.tolist(), want, strict=False)), name
+        pairs = zip(index.tolist(), engine.drafted[name], strict=False)
+        assert all(mine in (number, DRAFT_UNKNOWN) for mine, number in pairs), name
     assert 0 < found[True] < found[False]
 
 
