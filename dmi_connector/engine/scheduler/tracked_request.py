@@ -68,7 +68,8 @@ class Tracked:
     _samples: int = 0  # number of rows of logits that were requested
     _begun: int = -1  # the running turn
     _turn: int = -1  # the turn of the last sample
-    _shift: int = 0  # in that turn: position of a sample minus its number
+    # For each turn with samples: position of a sample minus its number, and the first number.
+    _numbering: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def wanted(self) -> int:
@@ -146,14 +147,20 @@ class Tracked:
         """
         turn = self.request.num_prompt_tokens if turn is None else turn
         if self._turn != turn:
-            self._turn, self._shift = turn, position - self._samples
-        number = position - self._shift
+            self._turn = turn
+            self._numbering.append((position - self._samples, self._samples))
+        number = position - self._numbering[-1][0]
         self._samples = max(self._samples, number + 1)
         return number
 
     def samples_until(self, end: int) -> int:
         """Number of rows of logits at positions below `end`."""
-        return max(0, min(self._samples, end - self._shift))
+        samples = self._samples
+        for shift, first in reversed(self._numbering):
+            if end - shift > first:
+                return min(samples, end - shift)
+            samples = first
+        return 0
 
     @property
     def has_logits(self) -> bool:

@@ -292,6 +292,21 @@ def test_a_turn_that_ends_after_a_preemption_keeps_its_samples(tmp_path: Path) -
     assert run.finish()[0].samples == 5
 
 
+def test_a_session_that_loses_rows_of_its_last_turn_keeps_the_samples_of_earlier_ones(tmp_path: Path) -> None:
+    """It ends while it is preempted, and has only its whole chunks. They end inside the prompt of the last turn."""
+    run = Run(make_tracker(tmp_path, "resid_pre,logits"), ask({"include_output_tokens": True}, 20))
+    for tokens in (20, 1, 1):
+        run.step(tokens)
+    run.next_turn(range(16))
+    for tokens in (16, 1):
+        run.step(tokens)
+    run.request.num_computed_tokens = 0
+    close, _ = run.finish()
+    found = [(one.index, one.position) for told in run.told for one in told.samples]
+    assert found == [(0, 19), (1, 20), (2, 21), (3, 37), (4, 38)]
+    assert (close.length, close.samples) == (32, 3)
+
+
 def test_a_window_behind_the_first_turn_has_the_samples_in_it(tmp_path: Path) -> None:
     wanted = {"include_output_tokens": True, "dmi": {"tokens": [20, 32]}}
     run = Run(make_tracker(tmp_path, "resid_pre,logits"), ask(wanted, 20))
