@@ -18,10 +18,12 @@ EXTRACT_HIDDEN_STATES = "extract_hidden_states"
 """Method of vLLM's speculative config. With it, rows are in the cache layer of vLLM's draft model."""
 PLACEHOLDER_LAYERS = [1]
 """Layer ids in the speculative config. vLLM requires at least one. The id has no effect."""
+NO_DRAFTS = [[1, MAX_BATCH, 0]]
+"""Schedule of draft tokens (`num_speculative_tokens_per_batch_size`): none at any batch size."""
 _DRAFT = {
     "method": EXTRACT_HIDDEN_STATES,
     "num_speculative_tokens": 1,
-    "num_speculative_tokens_per_batch_size": [[1, MAX_BATCH, 0]],  # no drafts at any batch size
+    "num_speculative_tokens_per_batch_size": NO_DRAFTS,
     "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": PLACEHOLDER_LAYERS}},
 }
 OWNER_ARGS: dict[str, dict[str, Any]] = {"draft": {"speculative_config": _DRAFT}, "target": {}, POOL: {}}

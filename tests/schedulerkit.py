@@ -38,6 +38,7 @@ from dmi_connector.engine.kernels.lookup import Lookup
 from dmi_connector.engine.owners.paged import PagedSlots
 from dmi_connector.engine.owners.pool_limits import PAGE, StepLimits
 from dmi_connector.engine.owners.pool_pages import PoolSlots
+from dmi_connector.engine.replaced import tell_turns
 from dmi_connector.engine.scheduler.tracker import Tracker
 from dmi_connector.engine.transfer.gpu_lane import DeviceLane
 from dmi_connector.engine.transfer.logits import LogitsExport
@@ -76,6 +77,31 @@ class SchedulerHalf(DMIConnector):
         KVConnectorBase_V1.__init__(self, vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self.tracker = self.tracker_given
         self.context = self.tracker.context
+
+
+def sessions_of_033(patch: pytest.MonkeyPatch) -> None:
+    """Let an older vLLM continue sessions as 0.33 does. A session keeps all tokens except the last sampled one.
+
+    Older versions keep the computed tokens. After a preemption these are none, and the session is in no queue.
+    """
+    original, take_result = Scheduler._update_request_as_session, Scheduler.update_from_output
+
+    def _update_request_as_session(self: Scheduler, session: Request, update: Any) -> None:
+        computed, kept = session.num_computed_tokens, session.num_tokens - 1
+        session.num_computed_tokens = kept
+        original(self, session, update)
+        session.num_computed_tokens = min(computed, kept)
+
+    def update_from_output(self: Scheduler, *result: Any) -> Any:
+        answers = take_result(self, *result)
+        queued = {*self.waiting, *getattr(self, "kv_holding_waiting", ()), *getattr(self, "skipped_waiting", ())}
+        for request in self.requests.values():
+            if request.resumable and request.status == RequestStatus.WAITING and request not in queued:
+                self._enqueue_waiting_request(request)
+        return answers
+
+    patch.setattr(Scheduler, "_update_request_as_session", _update_request_as_session)
+    patch.setattr(Scheduler, "update_from_output", update_from_output)
 
 
 class Stored:
@@ -233,6 +259,9 @@ class Engine:
             self.pool = self.exporter.layer = Pool(self.exporter.rows, blocks)  # type: ignore[assignment]
         self.tracker = Tracker(self.exporter.context, slots, keep_rows, behind=int(ahead))
         SchedulerHalf.tracker_given = self.tracker
+        # so that monkeypatch restores it
+        patch.setattr(Scheduler, "_update_request_as_session", Scheduler._update_request_as_session)
+        tell_turns(DMIConnector)
         # slots and scores of steps that are not copied to the host yet
         self._copies = deque[tuple[list[int], list[int]]]()
         if scored:
@@ -262,8 +291,11 @@ class Engine:
         self.replies: dict[str, Any] = {}
         self.aborted: set[str] = set()
         self.samples: list[tuple[int, int]] = []
-        self.grown: dict[str, list[int]] = {}  # {request: number of new tokens in each step}
-        self._late, self._drafts = late, drafts
+        self.outputs: dict[str, bool] = {}  # whether rows of generated tokens are captured
+        self.drafted: dict[str, list[int]] = {}  # {request: `Close.draft_index` of each token}
+        self.turns: dict[str, list[tuple[int, int]]] = {}  # ended turns of sessions: (end of the prompt, tokens kept)
+        self._note_tokens()
+        self._late, self._drafts, self._with_logits = late, drafts, "logits" in hooks
         self._ahead, self._queue = ahead, deque[tuple[Any, Any]]()
         self._batch: dict[str, dict[str, Any]] = {}  # the runner's state of its requests
         self._free = self.free
@@ -286,6 +318,25 @@ class Engine:
 
         self.exporter._open = opened  # type: ignore[method-assign]
 
+    def _note_tokens(self) -> None:
+        """Keep the result of each step, and the turns of sessions."""
+        added, next_turn = self.scheduler._update_request_with_output, self.scheduler._update_request_as_session
+
+        def noted(request: Request, tokens: list[int], *args: Any, **more: Any) -> tuple[list[int], bool]:
+            tokens, stopped = added(request, tokens, *args, **more)
+            self.drafted[request.request_id] += [*range(1, len(tokens)), 0]
+            return tokens, stopped
+
+        def noted_turn(request: Request, update: Any) -> None:
+            prompt, drafted = request.num_prompt_tokens, self.drafted[request.request_id]
+            next_turn(request, update)
+            kept = request.num_prompt_tokens - len(update.prompt_token_ids)
+            self.turns.setdefault(request.request_id, []).append((prompt, kept))
+            drafted[kept:] = [0] * len(update.prompt_token_ids)
+
+        self.scheduler._update_request_with_output = noted  # type: ignore[method-assign]
+        self.scheduler._update_request_as_session = noted_turn  # type: ignore[method-assign]
+
     def add(self, prompt: Sequence[int], max_tokens: int, dmi: Any = None, outputs: bool = True, **more: Any) -> str:
         """Begin a request. outputs: whether to capture its generated tokens too. Returns its id."""
         name = more.pop("name", f"r{len(self.requests)}")
@@ -293,6 +344,8 @@ class Engine:
         sampling = SamplingParams(max_tokens=max_tokens, extra_args={"kv_transfer_params": wanted})
         sampling.update_from_generation_config({}, STOP)
         self.requests[name] = Request(name, list(prompt), sampling, None, block_hasher=self.hasher, **more)
+        self.outputs[name] = outputs or (self.pool is not None and self.requests[name].resumable)
+        self.drafted[name] = [0] * len(prompt)
         self.scheduler.add_request(self.requests[name])
         return name
 
@@ -300,9 +353,24 @@ class Engine:
         """Run steps until a turn of a session has ended, and begin its last turn."""
         while self.requests[name].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
             self.step()
+        self.send(name, prompt, max_tokens)
+        self.hang_up(name)
+
+    def send(self, name: str, prompt: Sequence[int], max_tokens: int) -> None:
+        """Send the next prompt of a session."""
+        sampling = SamplingParams(max_tokens=max_tokens)
+        sampling.update_from_generation_config({}, STOP)
         more = {"block_hasher": self.hasher, "resumable": True}
-        self.scheduler.add_request(Request(name, list(prompt), SamplingParams(max_tokens=max_tokens), None, **more))
+        self.scheduler.add_request(Request(name, list(prompt), sampling, None, **more))
+
+    def hang_up(self, name: str) -> None:
+        """End a session after its last turn."""
         self.scheduler.add_request(Request(name, [0], SamplingParams(max_tokens=1), None))
+
+    def preempt(self, name: str) -> None:
+        """Preempt a running request. The steps in flight may still add tokens to it."""
+        self.scheduler.running.remove(self.requests[name])
+        self.scheduler._preempt_request(self.requests[name], 0.0)
 
     def abort(self, name: str) -> None:
         self.aborted.add(name)
@@ -326,13 +394,9 @@ class Engine:
         """Process the result of the oldest step in flight."""
         output, result = self._queue.popleft()
         self._copy_scores(len(self._queue))
-        before = {name: self.requests[name].num_tokens for name in output.num_scheduled_tokens}
         answers = self.scheduler.update_from_output(output, result).get(0)
-        for name, tokens in before.items():
-            if grown := self.requests[name].num_tokens - tokens:
-                self.grown.setdefault(name, []).append(grown)
         if self._drafts and not self._ahead:
-            self._propose(list(before))
+            self._propose(list(output.num_scheduled_tokens))
         for answer in answers.outputs if answers else ():
             if answer.finish_reason is not None:
                 self.replies[answer.request_id] = answer.kv_transfer_params
@@ -360,7 +424,10 @@ class Engine:
         """Store rows of logits. Each row names its token and position."""
         for stored, _, index, position, offset in rows:
             token, at = self.exporter.ring.view(extent)[offset : offset + 8].view(np.float32).astype(int).tolist()
-            assert index not in stored.logits and at == position, f"sample {index} is of {at}, not of {position}"
+            assert at == position, f"sample {index} is of {at}, not of {position}"
+            assert index not in stored.logits or not self._drafts, f"sample {index} came twice"
+            # a step whose result vLLM dropped is computed again; a writer drops the later rows too
+            stored.logits = {known: row for known, row in stored.logits.items() if known < index}
             assert not stored.ends, f"sample {index} came after the end of its store, which drops it"
             stored.logits[index] = token, position
         self.exporter.ring.release(extent)
@@ -459,7 +526,7 @@ class Engine:
             self._copies.append(copied)
             if self.random.random() < 0.5:
                 self._copy_scores(0)
-        if self._drafts and slots:
+        if self._with_logits and slots:
             self._logits(counts, slots, tokens)
         if not self._late:
             self.worker.wait_for_save()
@@ -494,8 +561,7 @@ class Engine:
             tokens = list(request.all_token_ids)
             if ids != tokens[stored.start : stored.start + length]:
                 found.append(f"{name}: its token ids are others")
-            if self._drafts:
-                found += self._faults_of_drafts(name, stored)
+            found += self._faults_of_samples(name, stored)
             for row in set(range(length)) - lost:
                 if stored.rows.get(row) != (ids[row], stored.start + row):
                     found.append(f"{name}: row {row} is {stored.rows.get(row)}, not {(ids[row], stored.start + row)}")
@@ -503,18 +569,19 @@ class Engine:
                 found.append(f"{name}: rows {sorted(lost)} of {length} are lost")
         return found
 
-    def _faults_of_drafts(self, name: str, stored: Stored) -> list[str]:
+    def _faults_of_samples(self, name: str, stored: Stored) -> list[str]:
         """Problems with the drafts and logits of a store, compared with the tokens that the scheduler accepted."""
         length, samples, *_ = stored.ends[0]
         request, end = self.requests[name], stored.start + length
-        numbers = [n for grown in self.grown.get(name, []) for n in (*range(1, grown), 0)]
-        index = [*[0] * request.num_prompt_tokens, *numbers][stored.start : end]
-        found = []
-        if stored.draft_index is None or stored.draft_index.tolist() != index:
+        index, found = self.drafted[name][stored.start : end], []
+        if self._drafts and (stored.draft_index is None or stored.draft_index.tolist() != index):
             found.append(f"{name}: draft_index is {stored.draft_index}, not {index}")
-        first = max(request.num_prompt_tokens - 1, stored.start)
         tokens = list(request.all_token_ids)
-        want = {i: (tokens[p], p) for i, p in enumerate(range(first, end))}
+        positions: list[int] = []
+        for prompt, kept in [*self.turns.get(name, ()), (request.num_prompt_tokens, end)]:
+            limit = end if self.outputs[name] else min(end, prompt)
+            positions += range(max(prompt - 1, stored.start), min(kept, limit))
+        want = {i: (tokens[p], p) for i, p in enumerate(positions)}
         # the store drops the other rows
         there = {i: row for i, row in stored.logits.items() if i < samples.get("logits", 0)}
         if samples and (samples["logits"] != len(want) or there != want):

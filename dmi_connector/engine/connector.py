@@ -51,10 +51,12 @@ class DMIConnector(KVConnectorBase_V1):
         slots = self.context.owner.row_slots(self.context, kv_cache_config, vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             from dmi_connector.engine import sizing
-            from dmi_connector.engine.replaced import ask_one_rank
+            from dmi_connector.engine.replaced import ask_one_rank, tell_turns
             from dmi_connector.engine.scheduler.tracker import Tracker
             from dmi_connector.engine.transfer.chunk_layout import sent_bytes
 
+            self.context.owner.before_scheduler(vllm_config)
+            tell_turns(DMIConnector)
             if self.context.ranks > 1:
                 ask_one_rank()
             behind = int(bool(vllm_config.scheduler_config.async_scheduling))
@@ -95,6 +97,11 @@ class DMIConnector(KVConnectorBase_V1):
 
     def on_new_request(self, request: Request) -> None:
         self.tracker.on_new_request(request)
+
+    def on_next_turn(self, request: Request, kept: int) -> None:
+        """A session got its next prompt (replaced.py). kept: number of tokens of earlier turns before that prompt."""
+        if (tracked := self.tracker.tracked.get(request.request_id)) is not None:
+            tracked.kept = kept
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self.tracker.slots.matched(request, num_computed_tokens)

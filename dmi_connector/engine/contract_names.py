@@ -108,6 +108,14 @@ NAMES: dict[str, dict[str, Name]] = {
             "vllm.v1.core.kv_cache_manager:KVCacheManager.free",
             "frees the kept blocks; a second call does nothing",
         ),
+        "turns": Name(
+            "vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session",
+            "wrapped in the scheduler: says how many tokens of earlier turns a session keeps",
+        ),
+        "pauses": Name(
+            "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.has_pending_push_work",
+            "a pause, and the sleep after it, waits until rows are copied off the GPU or out of a pool",
+        ),
         "own_ids": Name(
             "vllm.envs:environment_variables.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION",
             "if set, a client may reuse the id of an ended request, so no blocks are kept for ended requests",
@@ -477,10 +485,6 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
     },
     "sleep": {
-        "pauses": Name(
-            "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.has_pending_push_work",
-            "a pause, and the sleep after it, waits until other processes have copied their rows off the GPU",
-        ),
         "before_sleep": Name(
             "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.reset_cache",
             "called before vLLM frees its caches, so that rows are copied first",

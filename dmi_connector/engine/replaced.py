@@ -96,6 +96,23 @@ def tell_logits_of(note: Callable[[Any], None], v2: bool) -> None:
     original = _replace(GPUModelRunner, _calc_spec_decode_metadata)
 
 
+def tell_turns(connector: type[Any]) -> None:
+    """Scheduler: call `on_next_turn` of a connector of this class when a session gets its next prompt.
+
+    vLLM drops the last sampled token, and appends the prompt to the tokens before it. This may happen between two
+    steps, and to a request that was preempted. The scheduler half calls this.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    def _update_request_as_session(self: Any, session: Any, update: Any) -> None:
+        """vLLM's method."""
+        original(self, session, update)
+        if isinstance(self.connector, connector):
+            self.connector.on_next_turn(session, session.num_prompt_tokens - len(update.prompt_token_ids or ()))
+
+    original = _replace(Scheduler, _update_request_as_session)
+
+
 def ask_one_rank() -> None:
     """Executor of several ranks: wait for the answer of only one rank in steps in which ranks do not report.
 

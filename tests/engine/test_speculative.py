@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
+from vllm.v1.request import Request
 
 from dmi_connector import capture_args, find_captures, open_capture
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
-from tests.engine.check import check_store, hooks_of
+from tests.engine.check import check_store, hooks_of, reference, same
 from tests.engine.drafts import RANDOM, K, Pair, drafting, make_pair
 from tests.engine.harness import (
     ALL_HOOKS,
@@ -122,6 +124,25 @@ def lives(llm: LLM, run: Run) -> None:
         step(llm, run)
     llm.llm_engine.abort_request(["aborted"])
     finish((llm, run))
+    talk(llm, run)
+
+
+def talk(llm: LLM, run: Run) -> None:
+    """A session of two turns. The second prompt is there when the first turn ends, in its only step."""
+    core = llm.llm_engine.engine_core.engine_core
+    extra = {"kv_transfer_params": {"include_output_tokens": True, "dmi": {"key": "session"}}}
+
+    def ask(tokens: list[int], most: int, resumable: bool = True) -> Request:
+        sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, extra_args=extra)
+        more: Any = {"block_hasher": core.request_block_hasher, "resumable": resumable}
+        return Request("session", tokens, sampling, None, **more)
+
+    session = ask(prompt(30, seed=7), 1)
+    for request in (session, ask(REPEATED, 40), ask([0], 1, resumable=False)):
+        core.add_request(request)
+    while core.scheduler.has_requests():
+        llm.llm_engine.step()
+    run.facts["session"] = list(session.all_token_ids), session.num_prompt_tokens
 
 
 @pytest.fixture(scope="module", params=[*CASES, *(pytest.param(case, marks=pytest.mark.soak) for case in LONG)])
@@ -219,6 +240,19 @@ def test_aborts_grammars_and_seeds_act_as_without_drafts(run: Run) -> None:
         assert run.tokens("seeded") == run.tokens("seeded-again")
     else:
         assert len(run.replies["grammar"].outputs[0].token_ids) > 3, "with less to generate nothing is drafted"
+
+
+@pytest.mark.parametrize("run", CASES[:1], indirect=True)
+def test_each_turn_of_a_session_has_its_logits(run: Run, oracle: Callable[..., Oracle]) -> None:
+    tokens, second = run.facts["session"]
+    assert second == 30 + len(REPEATED)
+    [found] = find_captures(run.store_dir, key="session")
+    capture = open_capture(found.store)
+    positions = [29, *range(second - 1, second + 39)]
+    assert found.state == "complete" and capture.logits_positions.tolist() == positions
+    want = reference(oracle(run.facts["pair"].arch), tokens)["logits"][positions]
+    same(capture.numpy("logits"), want, "logits")
+    assert capture.token_ids.tolist() == tokens[:-1] and capture.draft_index.any()
 
 
 @pytest.mark.soak

@@ -12,7 +12,7 @@ from vllm import SamplingParams
 
 from dmi_connector import capture_args
 from tests.engine.check import check_store, hooks_of
-from tests.engine.harness import ALL_HOOKS, Ask, Run, engine, generate, prompt, watch_scheduler
+from tests.engine.harness import ALL_HOOKS, BLOCK, Ask, Run, engine, generate, prompt, watch_scheduler
 from tests.runner import GPU, V2
 
 GREEDY = {f"greedy{n}": Ask(prompt(n), sampling={"max_tokens": 24}) for n in (5, 40, 130)}
@@ -143,3 +143,21 @@ def test_installing_the_package_changes_no_compile_hash(tiny_model: Callable[...
         without = compile_hash()
     assert compile_hash() == without
     assert compile_hash(additional_config={"dmi_connector": "x"}) != without
+
+
+@pytest.mark.skipif(V2, reason="the V2 runner needs the schedule of 0 draft tokens")
+def test_a_prompt_that_lacks_one_token_in_the_cache_has_one_row_of_logits(
+    tiny_model: Callable[..., Path], oracle: Callable[..., Any], tmp_path: Path
+) -> None:
+    """vLLM 0.33 turns the schedule off on its V1 runner. Then it may plan a draft token for such a prompt."""
+    run, args = Run(tmp_path), capture_args("logits", tmp_path, "draft")
+    del args["speculative_config"]["num_speculative_tokens_per_batch_size"]
+    again = Ask(prompt(BLOCK + 1), sampling={"max_tokens": 4})
+    with engine(tiny_model("qwen3"), enforce_eager=True, **args) as llm:
+        watch_scheduler(llm, run)
+        generate(llm, run, {"first": again})
+        generate(llm, run, {"before": GREEDY["greedy5"], "again": again, "behind": GREEDY["greedy40"]})
+    request = run.replies["again"].kv_transfer_params["dmi_request_id"]
+    assert run.drafts == 0 and [step[request] for step in run.steps if request in step] == [1] * 4
+    for name, reply in run.replies.items():
+        check_store(run.store(name), oracle("qwen3"), run.tokens(name), len(reply.prompt_token_ids), ["logits"])

@@ -284,6 +284,9 @@ class Owner(ABC):
         """The output of the tapped model's forward. output: the output of vLLM's forward."""
         return output
 
+    def before_scheduler(self, vllm_config: VllmConfig) -> None:  # noqa: B027
+        """Called in the scheduler's process, before vLLM's scheduler reads the configuration of drafts."""
+
     # ---- the connector's two halves ---------------------------------------------------------------------------------
 
     @abstractmethod

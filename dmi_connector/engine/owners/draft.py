@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from dmi_connector.args import EXTRACT_HIDDEN_STATES, PLACEHOLDER_LAYERS
+from dmi_connector.args import EXTRACT_HIDDEN_STATES, NO_DRAFTS, PLACEHOLDER_LAYERS
 from dmi_connector.engine.owners.asked import asked
 from dmi_connector.engine.owners.paged import Paged
 from dmi_connector.wording import show
@@ -65,6 +66,17 @@ class Draft(Paged):
                 "classes of this model's config; use owner='target' or owner='pool'"
             )
         self._check_whole_prompts(vllm_config)
+
+    def before_scheduler(self, vllm_config: VllmConfig) -> None:
+        """V1 runner: let vLLM's scheduler plan no draft tokens, because the proposer proposes none (replaced.py).
+
+        vLLM 0.33 turns the schedule off for this runner, and a configuration may lack it. A request with one token left
+        to compute, such as the last one after a prefix-cache hit, would then be scheduled with a draft token. It would
+        have two rows of logits, and `LogitsExport` expects one per request.
+        """
+        if not vllm_config.use_v2_model_runner:
+            assert vllm_config.speculative_config is not None
+            vllm_config.speculative_config.num_speculative_tokens_per_batch_size = deepcopy(NO_DRAFTS)
 
     def _check_whole_prompts(self, vllm_config: VllmConfig) -> None:
         """Raise ValueError if chunked prefill is off and the longest prompt does not fit into a step.

@@ -48,9 +48,8 @@ class DraftTokens:
         for one in tracked.values():
             if not one.opened:
                 continue
-            if logits and one.has_logits and one.turn_ended:  # `limit` is that of the next turn already
-                outputs = one.params.include_output_tokens
-                metadata.accepted += self._accepted(one, one.request.num_computed_tokens if outputs else one.turn)
+            if logits and one.has_logits and one.turn_ended:
+                metadata.accepted += self._of_ended_turn(one)
             rows += one.note_tokens(self._behind > 0 and self._two_ended(one))
             if logits and one.has_logits:
                 metadata.accepted += self._accepted(one, one.request.num_tokens - 1)
@@ -89,12 +88,18 @@ class DraftTokens:
 
     def close(self, tracked: Tracked, start: int, end: int, close: Close) -> None:
         """Add draft attributes and the remaining logits to the end of a capture of positions [start, end)."""
+        if tracked.has_logits and tracked.turn_ended:
+            close.accepted = self._of_ended_turn(tracked)
         tracked.note_tokens(self._behind > 0 and self._two_ended(tracked))
         close.attrs["draft_tokens"] = {"scheduled": tracked.scheduled, "accepted": tracked.accepted}
         close.draft_index = tracked.draft_index(start, end)
         if tracked.has_logits:
-            close.accepted = self._accepted(tracked, end)
+            close.accepted += self._accepted(tracked, end)
             close.samples = tracked.samples_until(end)
+
+    def _of_ended_turn(self, tracked: Tracked) -> list[Accepted]:
+        """`_accepted` for a turn that ended since the last step. `Tracked.limit` is that of the next turn already."""
+        return self._accepted(tracked, tracked.kept if tracked.params.include_output_tokens else tracked.turn)
 
     def _accepted(self, tracked: Tracked, end: int) -> list[Accepted]:
         """A message for the accepted logits below position `end` that were not sent yet. [] if there are none."""

@@ -36,7 +36,7 @@ class Tracked:
     sentence on options that are ignored. opened: whether it was ever scheduled. media: number of multimodal inputs in
     its first turn. blocks: its blocks in the cache group of the rows. scores: its scores, if the scheduler needs them.
     opening: with `keep_if`, the message that begins its capture, which is sent after the request has ended. stopped:
-    why `stop_if` ended it.
+    why `stop_if` ended it. kept: in a session, number of tokens of earlier turns before the prompt of the last one.
 
     The next fields are for speculative decoding. last_step: the last step that computed its tokens. decided: position
     up to which logits of accepted tokens were requested from the workers. drafted: `Close.draft_index` of the tokens
@@ -58,6 +58,7 @@ class Tracked:
     scores: RequestScores | None = None
     opening: Open | None = None
     stopped: str = ""
+    kept: int = 0
     last_step: int = 0
     decided: int = 0
     drafted: bytearray = field(default_factory=bytearray)
@@ -67,8 +68,8 @@ class Tracked:
     _samples: int = 0  # number of rows of logits that were requested
     _begun: int = -1  # the running turn
     _turn: int = -1  # the turn of the last sample
-    _shift: int = 0  # in that turn: position of a sample minus its number
-    _kept: int = 0  # number of tokens that were known at the last preemption; the request keeps them
+    # For each turn with samples: position of a sample minus its number, and the first number.
+    _numbering: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def wanted(self) -> int:
@@ -94,27 +95,20 @@ class Tracked:
         self.exported += rows
         self.due += rows
 
-    def begin_turn(self, computed: int) -> None:
-        """The request enters a batch. A new turn of a session keeps `computed` tokens of earlier turns.
+    def begin_turn(self) -> None:
+        """The request enters a batch, maybe with a new turn of a session.
 
-        If the request was preempted as its turn ended, `computed` may be too low: it keeps at least `_kept` tokens.
         With asynchronous scheduling, logits of a token after a stop may have been requested. The next sample gets the
         number of these logits.
         """
         if self.turn == -1:  # now, because a turn may have one step alone
             self.note_tokens()
         if self._begun != self.request.num_prompt_tokens:
-            kept = max(computed, self._kept)
-            self._begun, self._samples = self.request.num_prompt_tokens, self.samples_until(kept)
-
-    def preempted(self) -> Tracked:
-        """The request is preempted. A step in flight may still add tokens to it, and end its turn. Returns self."""
-        self._kept = self.request.num_tokens
-        return self
+            self._begun, self._samples = self.request.num_prompt_tokens, self.samples_until(self.kept)
 
     @property
     def turn_ended(self) -> bool:
-        """Whether a session got its next prompt since `note_tokens`. Computed tokens of the previous turn are kept."""
+        """Whether a session got its next prompt since `note_tokens`."""
         return self.turn not in (-1, self.request.num_prompt_tokens)
 
     def note_tokens(self, mixed: bool = False) -> int:
@@ -129,7 +123,7 @@ class Tracked:
             if count >= 0:
                 drafted += _STEPS[count] if count < len(_STEPS) and not mixed else _indexes(count, mixed) + b"\0"
             return max(0, count)
-        count = max(0, request.num_computed_tokens - len(drafted)) if self.turn_ended else 0
+        count = max(0, self.kept - len(drafted)) if self.turn_ended else 0
         self.turn = request.num_prompt_tokens
         self.drafted = (drafted + _indexes(count, mixed))[: self.turn].ljust(self.turn, b"\0")
         self.decided = max(self.decided, self.turn - 1)
@@ -154,14 +148,20 @@ class Tracked:
         """
         turn = self.request.num_prompt_tokens if turn is None else turn
         if self._turn != turn:
-            self._turn, self._shift = turn, position - self._samples
-        number = position - self._shift
+            self._turn = turn
+            self._numbering.append((position - self._samples, self._samples))
+        number = position - self._numbering[-1][0]
         self._samples = max(self._samples, number + 1)
         return number
 
     def samples_until(self, end: int) -> int:
         """Number of rows of logits at positions below `end`."""
-        return max(0, min(self._samples, end - self._shift))
+        samples = self._samples
+        for shift, first in reversed(self._numbering):
+            if end - shift > first:
+                return min(samples, end - shift)
+            samples = first
+        return 0
 
     @property
     def has_logits(self) -> bool:

@@ -156,7 +156,7 @@ class Tracker:
         for request_id in output.preempted_req_ids or ():
             if request_id in self.tracked:
                 self._take_blocks()
-                leaving = self.tracked[request_id].preempted()
+                leaving = self.tracked[request_id]
                 before = self._computed_before(request_id)
                 computed = self.slots.preempted(leaving, before, metadata)
                 self.scores.preempted(leaving, before, computed, metadata)
@@ -170,7 +170,7 @@ class Tracker:
             tracked = self.tracked.get(new.req_id)
             if tracked is not None:
                 tracked.blocks = list(new.block_ids[self.slots.group])
-                tracked.begin_turn(new.num_computed_tokens)
+                tracked.begin_turn()
                 if not tracked.opened:
                     tracked.opened = True
                     self._with_logits += tracked.has_logits

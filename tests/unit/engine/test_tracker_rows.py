@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,14 @@ class Run:
         )
         self.told.append(self.tracker.step(output))
         self.request.tokens.append(last)
+
+    def next_turn(self, tokens: Sequence[int]) -> None:
+        """Begin the next turn of a session. vLLM replaces the last sampled token by the tokens of its prompt."""
+        request = self.request
+        kept = request.num_tokens - 1
+        request.tokens[kept:] = tokens
+        request.num_prompt_tokens = len(request.tokens)
+        self.tracker.tracked[request.request_id].kept = kept
 
     def finish(self) -> tuple[Close, dict[str, Any]]:
         keep, response = self.tracker.finish(
@@ -241,9 +250,7 @@ def test_turns_of_a_session_go_on_numbering_their_rows_of_logits(tmp_path: Path)
     run.step(20)
     run.step(1)
     run.step(1)
-    tokens = run.request.tokens
-    tokens[22:] = range(10)  # vLLM replaces the last sampled token by the tokens of the next turn
-    run.request.num_prompt_tokens = len(tokens)
+    run.next_turn(range(10))
     run.step(10)
     run.step(1)
     found = [(one.index, one.position) for told in run.told for one in told.samples]
@@ -258,8 +265,8 @@ def test_a_sample_behind_the_stop_of_a_turn_gives_its_number_to_the_next(tmp_pat
     for tokens in (20, 1, 1, 1):
         run.step(tokens)
     run.request.num_computed_tokens = 22
-    run.request.tokens[22:] = range(10)
-    run.request.num_prompt_tokens = 32
+    del run.request.tokens[23:]
+    run.next_turn(range(10))
     run.known = False
     run.step(4)
     run.request.num_computed_tokens = run.blocks = 0
@@ -277,8 +284,7 @@ def test_a_turn_that_ends_after_a_preemption_keeps_its_samples(tmp_path: Path) -
     for tokens in (20, 1, 1):
         run.step(tokens)
     run.preempt()
-    run.request.tokens[22:] = range(10)
-    run.request.num_prompt_tokens = 32
+    run.next_turn(range(10))
     run.request.num_computed_tokens, run.blocks = 16, 0
     run.known = False
     run.step(16)
@@ -288,13 +294,27 @@ def test_a_turn_that_ends_after_a_preemption_keeps_its_samples(tmp_path: Path) -
     assert run.finish()[0].samples == 5
 
 
+def test_a_session_that_loses_rows_of_its_last_turn_keeps_the_samples_of_earlier_ones(tmp_path: Path) -> None:
+    """It ends while it is preempted, and has only its whole chunks. They end inside the prompt of the last turn."""
+    run = Run(make_tracker(tmp_path, "resid_pre,logits"), ask({"include_output_tokens": True}, 20))
+    for tokens in (20, 1, 1):
+        run.step(tokens)
+    run.next_turn(range(16))
+    for tokens in (16, 1):
+        run.step(tokens)
+    run.request.num_computed_tokens = 0
+    close, _ = run.finish()
+    found = [(one.index, one.position) for told in run.told for one in told.samples]
+    assert found == [(0, 19), (1, 20), (2, 21), (3, 37), (4, 38)]
+    assert (close.length, close.samples) == (32, 3)
+
+
 def test_a_window_behind_the_first_turn_has_the_samples_in_it(tmp_path: Path) -> None:
     wanted = {"include_output_tokens": True, "dmi": {"tokens": [20, 32]}}
     run = Run(make_tracker(tmp_path, "resid_pre,logits"), ask(wanted, 20))
     run.step(20)
     run.step(1)
-    run.request.tokens[21:] = range(11)
-    run.request.num_prompt_tokens = 32
+    run.next_turn(range(11))
     run.step(11)
     run.step(1)
     assert [(one.index, one.position) for told in run.told for one in told.samples] == [(0, 20), (1, 31)]
