@@ -220,10 +220,8 @@ def _names(name: str, item: str, hooks: Iterable[str]) -> tuple[tuple[str, ...],
     if name in PRESETS:
         return PRESETS[name], True
     if any(c in name for c in "*?"):
-        found = tuple(
-            n for n in fnmatch.filter(hooks, name) if n != "pattern"
-        )  # it is expensive, so only its full name selects it
-        if found:
+        # pattern is expensive, so only its full name selects it
+        if found := tuple(n for n in fnmatch.filter(hooks, name) if n != "pattern"):
             return found, True
     if name.startswith(PROBE):
         own = [hook for hook in hooks if hook.startswith(PROBE)]
