@@ -219,10 +219,10 @@ def _names(name: str, item: str, hooks: Iterable[str]) -> tuple[tuple[str, ...],
         return (ALIASES[name],), False
     if name in PRESETS:
         return PRESETS[name], True
-    if any(c in name for c in "*?"):
-        # pattern is expensive, so only its full name selects it
-        if found := tuple(n for n in fnmatch.filter(hooks, name) if n != "pattern"):
-            return found, True
+    # pattern is expensive, so only its full name selects it
+    wanted = tuple(n for n in fnmatch.filter(hooks, name) if n != "pattern") if any(c in name for c in "*?") else ()
+    if wanted:
+        return wanted, True
     if name.startswith(PROBE):
         own = [hook for hook in hooks if hook.startswith(PROBE)]
         raise SelectionError(
