@@ -181,6 +181,10 @@ NAMES: dict[str, dict[str, Name]] = {
             "vllm.model_executor.models.extract_hidden_states:ExtractHiddenStatesModel",
             "vLLM's cache-only draft model; ours is registered under its name",
         ),
+        "no_drafts": Name(
+            "vllm.config:SpeculativeConfig.__dataclass_fields__.num_speculative_tokens_per_batch_size",
+            "the schedule of 0 draft tokens, with which each request decodes one token per step; set on the V1 runner",
+        ),
     },
     "draft on the V1 runner": {
         "proposer": Name(
@@ -196,10 +200,6 @@ NAMES: dict[str, dict[str, Name]] = {
         "speculator": Name(
             "vllm.v1.worker.gpu.spec_decode.extract_hidden_states:ExtractHiddenStatesSpeculator.propose",
             "V2 runner: told to leave out the draft's forward, if our draft is loaded",
-        ),
-        "no_drafts": Name(
-            "vllm.config:SpeculativeConfig.__dataclass_fields__.num_speculative_tokens_per_batch_size",
-            "V2 runner: the schedule of 0 draft tokens, with which each request decodes one token per step",
         ),
     },
     "pool": {
