@@ -66,7 +66,13 @@ class TokenBatches(IterableDataset[Batch]):
         names = [hooks] if isinstance(hooks, str) else list(hooks)
         self.fields = [name for name in names if name in DTYPES]
         names = [name for name in names if name not in DTYPES]
-        if not names or batch_size < 1 or buffer_tokens < batch_size:
+        numbers = {"batch_size": batch_size, "buffer_tokens": buffer_tokens, "seed": seed, "epochs": epochs}
+        for option, given in numbers.items():
+            least = 0 if option == "seed" else 1
+            endless = option == "epochs" and given is None
+            if not endless and (not isinstance(given, int | np.integer) or given < least):
+                raise ValueError(f"{option} {given!r} is not valid; give a whole number from {least} on")
+        if not names or buffer_tokens < batch_size:
             raise ValueError(
                 f"hooks {hooks!r}, batch_size {batch_size}, buffer_tokens {buffer_tokens}: not valid; name a hook, and"
                 " give a batch_size from 1 to buffer_tokens"

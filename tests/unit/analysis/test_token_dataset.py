@@ -357,7 +357,12 @@ def test_a_directory_can_be_given(captures: Captures) -> None:
     ("options", "error", "message"),
     [
         ({"hooks": []}, ValueError, "not valid; name a hook"),
-        ({"batch_size": 0}, ValueError, "batch_size 0, .*: not valid"),
+        ({"batch_size": 0}, ValueError, "batch_size 0 is not valid; give a whole number from 1 on"),
+        ({"batch_size": 5.0}, ValueError, "batch_size 5.0 is not valid; give a whole number from 1 on"),
+        ({"buffer_tokens": "9"}, ValueError, "buffer_tokens '9' is not valid; give a whole number"),
+        ({"seed": -1}, ValueError, "seed -1 is not valid; give a whole number from 0 on"),
+        ({"epochs": -1}, ValueError, "epochs -1 is not valid; give a whole number from 1 on"),
+        ({"epochs": 0}, ValueError, "epochs 0 is not valid"),
         ({"buffer_tokens": 19}, ValueError, "give a batch_size from 1 to buffer_tokens"),
         ({"hooks": "z"}, ValueError, r"'z' has layers \[0, 1\]; name one, as in 'z@0'"),
         ({"hooks": "z@one"}, ValueError, "'z@one' names no layer"),
