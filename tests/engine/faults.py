@@ -37,7 +37,9 @@ def until(condition: Callable[[], Any], what: str, seconds: float = 600) -> None
 
 
 def processes(kind: str, root: int | None = None) -> list[psutil.Process]:
-    """Live descendants of a process (default: this one) and of the coordinators that serve them, filtered by name.
+    """The live processes of one kind in the group of a process (default: this one), without the process itself.
+
+    The group is that of `group_of`.
 
     kind: a part of the command name or of the first argument: "dmi-writer", "dmi-coordinator", "EngineCore" or
     "Worker".
@@ -78,7 +80,7 @@ class Disk:
 
     @contextmanager
     def full(self, writers: Sequence[psutil.Process]) -> Iterator[None]:
-        """Let no more bytes be written during the `with` block; without a mount, not by these writers."""
+        """During the `with` block, no process can write to the disk. Without a mount, only `writers` cannot."""
         limits = [process.rlimit(psutil.RLIMIT_FSIZE) for process in writers]
         if self.mounted:
             with open(self.path / "ballast", "wb", buffering=0) as ballast:
@@ -185,8 +187,10 @@ def finished(folder: Path, tag: str, count: int = MANY, seconds: float = 600) ->
 
 
 def check_rows(capture: Capture, oracle: Oracle, tokens: Sequence[int] | None = None) -> int:
-    """Check the values of every row that is not missing and of every sample that is not lost. Returns the number of
-    these rows.
+    """Check the values of all rows that are not missing, and of all samples that are not lost.
+
+    Returns the number of rows that are not missing. If rows are missing and `tokens` is None, no values are checked,
+    because later rows depend on unknown tokens.
 
     tokens: all token ids of the request, if known.
     """
@@ -197,7 +201,7 @@ def check_rows(capture: Capture, oracle: Oracle, tokens: Sequence[int] | None = 
     np.testing.assert_array_equal(held[rows], np.array(ids, "<i4")[rows])
     assert capture.complete == (capture.reason is None) and (capture.missing == [] or not capture.complete)
     if tokens is None and len(rows) < len(held):
-        return len(rows)  # later rows depend on unknown tokens
+        return len(rows)
     want = reference(oracle, ids) if ids else {}
     for hook in capture.attrs["hooks"] if ids else ():
         if hook == "logits":
@@ -212,7 +216,10 @@ def check_rows(capture: Capture, oracle: Oracle, tokens: Sequence[int] | None = 
 
 
 def group_of(process: psutil.Process) -> list[psutil.Process]:
-    """A process, its descendants, and the coordinators that serve them, which are no descendants, with theirs."""
+    """A process, its descendants, the coordinators of these engines, and the descendants of the coordinators.
+
+    A coordinator is not a descendant of its engine.
+    """
     family = [process, *process.children(recursive=True)]
     engines = {p.pid for p in family}
     for other in psutil.process_iter():
@@ -238,8 +245,9 @@ def runs(process: psutil.Process) -> bool:
 
 
 def memory(pid: int, *kinds: str) -> int:
-    """Bytes of memory of a process, by default "RssAnon" and "RssShmem". Pages of files are left out, because the
-    kernel decides when to free them.
+    """Bytes of memory of a process: the sum of fields of /proc/PID/status, such as "RssAnon" and "RssShmem".
+
+    "RssFile" is not useful here, because the kernel decides when to free pages of files.
     """
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return sum(int(fields[name].split()[0]) << 10 for name in kinds)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="Ray is not installe
 
 @dataclass
 class Ray:
-    """Starts processes with Ray. env: their environment. folder: Ray's files; a short path, for its sockets."""
+    """Starts processes with Ray. env: their environment. folder: holds Ray's files. Paths of sockets must be short."""
 
     env: dict[str, str]
     folder: Path
@@ -195,7 +195,9 @@ def test_the_only_worker_is_started_again(ray: Ray, tiny_model: Callable[..., Pa
 def test_a_node_that_is_lost_and_a_run_that_is_killed_lose_no_prompt(
     ray: Ray, cluster: str, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """The cluster has an address. The other node runs the prompts of the lost node, the next run those of the first."""
+    """The run connects to a cluster by its address. The other node runs the prompts of the lost node. Then the run is
+    killed, and a second run finishes its prompts.
+    """
     out, model, path = tmp_path / "out", tiny_model("qwen3"), tmp_path / "p.jsonl"
     prompts = write_ids(path, 1000)
     asked = ("--ray", cluster, "--workers", "2")
@@ -206,9 +208,7 @@ def test_a_node_that_is_lost_and_a_run_that_is_killed_lose_no_prompt(
             raylet = actor.parent()
             assert raylet is not None and "raylet" in raylet.name()
             raylet.kill()
-            until(
-                lambda: '"engine_ended"' in log.read_text() or process.poll() is not None, "the loss is not told", 180
-            )
+            until(lambda: '"engine_ended"' in log.read_text() or process.poll() is not None, "no loss is reported", 180)
             left = stores(out)
         until(lambda: process.poll() is not None or stores(out) >= left + 100, "the other node does not go on")
         assert process.poll() is None and stores(out) < len(prompts), why(out, log.read_text())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thousands of short requests with random options: every store is valid, and neither memory nor files grow.
 
-`make soak` runs all of them, other runs a short form.
+`make soak` runs 4,000 requests. `make test` runs 90.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def touch_the_cache(llm: Any) -> None:
     """Write to every slot of vLLM's paged cache once.
 
     The kernel allocates a page when it is first written. Without this, the first requests would look like a leak.
-    120,000 tokens use the 40,960 slots in turn.
+    The cache has 40,960 slots, and these requests have 120,000 tokens, so every slot is used.
     """
     asks = [Ask(prompt(500, seed=100 + i), kv={"dmi": {"enabled": False}}) for i in range(240)]
     prompts = [{"prompt_token_ids": list(ask.prompt)} for ask in asks]
@@ -171,6 +171,6 @@ def test_stores_are_sound_and_nothing_leaks_in_90_requests(tiny_model: Callable[
 @pytest.mark.timeout(3600)
 def test_stores_are_sound_and_nothing_leaks_in_4000_requests(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     soak = run_soak(tiny_model("qwen3"), tmp_path / "captures", total=4000, parts=20, touch=True)
-    # vLLM's worker grows ever more slowly, also without a connector: from 1,474 MiB to 1,633 in the first 3,000 of
-    # these requests, and to 1,655 in the next 1,000. With a connector it grows by 6 to 11 MiB in these 1,000.
+    # Without a connector, vLLM's worker grew from 1,474 to 1,633 MiB in the first 3,000 of these requests, and to 1,655
+    # in the last 1,000. With a connector it grows by 6 to 11 MiB in the last 1,000.
     check(soak, warm=14, mib=4, worker_mib=24)

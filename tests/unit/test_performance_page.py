@@ -160,6 +160,23 @@ def test_drafts_with_slow_cores_could_be_written_at() -> None:
     same(said[0], found["sustained_tok_per_s_of_stock_median"])
 
 
+def test_speeds_with_which_writers_that_fell_behind_could_keep_up() -> None:
+    text = " ".join(page("PERFORMANCE.md").split())
+
+    def kept_up(runs: dict[str, Any], run: str, *setups: str, load: str = "short64") -> list[float]:
+        return ratios([runs[run]["engines"][setup]["loads"][load] for setup in setups], "sustained_tok_per_s")
+
+    large = kept_up(BUSY, "h200-32-cores", ZSTD, load="short256")
+    same(text.split("The writers fell behind: ")[1].split(" of stock")[0], min(large), max(large))
+    run = "h200-drafts-writers"
+    eagle3 = kept_up(BUSY, run, *(f"{ZSTD} eagle3{writers}" for writers in ("", ":8", ":5")))
+    said = text.split(f"In `{run}` ")[1].split(". ")[0].replace("EAGLE-3", "")
+    same(said, min(eagle3), max(eagle3), *kept_up(BUSY, run, f"{ZSTD} ngram"))
+    answers = RANKS["h200-two-answers"]["engines"][DRAFT]["loads"]["short64"]
+    said = text.split("`h200-two-answers`: the table")[1].split("The engine ran at ")[1].split(". ")[0]
+    same(said, *ratios([answers]))
+
+
 def test_notes_on_rows_in_a_pool() -> None:
     text = page("PERFORMANCE.md").split("### Rows in a pool")[1].split("\n## ")[0]
     shared, long = (BUSY[f"h200-pool-{name}"]["engines"][POOL]["loads"] for name in ("shared", "long128"))

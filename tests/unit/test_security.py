@@ -183,7 +183,7 @@ def modes(directory: Path) -> list[tuple[Path, int]]:
 @pytest.mark.parametrize("umask", [0o000, 0o077])
 @pytest.mark.parametrize("mode", UMASKS)
 def test_every_file_and_directory_has_the_mode_of_file_mode(tmp_path: Path, mode: str, umask: int) -> None:
-    """They are finished and partial stores, the index and the directory. The umask of the engine does not matter."""
+    """This includes partial stores, the index and the store directory. The umask of the engine does not matter."""
     directory, file = {"private": (0o700, 0o600), "group": (0o750, 0o640), "world": (0o755, 0o644)}[mode]
     stores = tmp_path / "stores"
     arrays = [Q, ArraySpec("logits", "float32", (), 8)]
@@ -394,7 +394,7 @@ MALFORMED: list[tuple[str, object]] = [
 
 @pytest.mark.parametrize(("name", "value"), MALFORMED)
 def test_readers_refuse_malformed_attributes(sound: Path, name: str, value: object) -> None:
-    """The attribute has the right type, but invalid content."""
+    """The attribute has the wrong type, or invalid content."""
     forge(sound, "", {}, {name: value})
     said = f"its 'dmi' attribute has no valid {name}"
     with pytest.raises(ValueError, match=f"{said}$"):

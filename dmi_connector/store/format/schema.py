@@ -16,12 +16,12 @@ FORMAT_VERSION = "1.5"
 PARTIAL_SUFFIX = ".partial"
 INDEX_NAME = "index.jsonl"
 INDEX_FOLDER = "index"
-"""Folder of indexes in an object store. Each index has one writing process."""
+"""Folder of indexes in an object store. Each process writes its own index."""
 ATTR_KEY = "dmi"
 SAMPLES_PER_SHARD = 64
 """Number of rows of a per-sample array (logits) per shard file. An inner chunk has one row."""
 SAMPLES_AGAIN = 8
-"""Number of later samples after which a sample is final. An engine that discards a step samples its positions again."""
+"""Number of later samples after which a sample is final. Before that, an engine that discards a step replaces it."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Grid:
 def effective_grid(length: int, chunk_tokens: int, segment_tokens: int) -> Grid:
     """The grid of a store of `length` tokens.
 
-    A store with fewer than `chunk_tokens` rows has one chunk with its length. A store with fewer than `segment_tokens`
-    rows has one segment with the length of all its chunks. So a short store is not padded to a whole chunk or segment.
+    If `length` is below `chunk_tokens`, the store has one chunk of `length` tokens. If all chunks together have fewer
+    than `segment_tokens` tokens, they form one segment. So a short store is not padded to a whole chunk or segment.
     """
     chunk = max(1, min(chunk_tokens, length))
     whole = max(1, -(-length // chunk)) * chunk

@@ -21,11 +21,15 @@ from dmi_connector.store.read.files.thread_pool import each_of
 Found = tuple[str, str, bool]
 """(where, what, whether it is damage) of a problem, see `verify.Problem`."""
 _FED_BY = {"attn_out": ("v", "z"), "mlp_out": ("mlp_pre", "mlp_pre_linear", "mlp_post")}
-"""{output of a block: hooks that are zero together with it if the weights of the layer are zero}."""
+"""{output of a block: other hooks of the block that are zero too if the weights of the layer are zero}."""
 
 
 def is_old(attrs: Mapping[str, Any]) -> bool:
-    """Whether the checksum of a file is the crc32c of all its bytes, which for most files depends only on the size."""
+    """Whether a store has format 1.0, in which the checksum of a file is the crc32c of all its bytes.
+
+    Chunks end in their own crc32c. So the checksum of most files depends only on sizes, and adds nothing to the checks
+    of the chunks.
+    """
     return str(attrs["format_version"]) == "1.0"
 
 
@@ -58,7 +62,7 @@ class ChunkChecks:
     ) -> Iterator[tuple[str, str]]:
         """Yield (where, what) of layers with only one value.
 
-        arrays: the arrays that were checked. summed: hooks and layers that sums of the residual stream confirm.
+        arrays: the arrays that were checked. summed: (hook, layer) pairs that match the sums of the residual stream.
         """
         excused = {(hook, layer) for output, layer in summed for hook in (output, *_FED_BY.get(output, ()))}
         for hook, layer in ((name, layer) for name, array in arrays.items() for layer in array.layers or (0,)):
@@ -111,7 +115,10 @@ class ChunkChecks:
         yield from self._surplus(path, reader, {slot for slot, *_ in chunks})
 
     def _surplus(self, path: str, reader: ShardReader, known: set[tuple[int, ...]]) -> Iterator[Found]:
-        """Check chunks past the array's end: the engine may sample once more before it learns of a request's end."""
+        """Check chunks past the end of the array.
+
+        They exist if the engine sampled once more before it learned that the request had ended.
+        """
         for slot in np.ndindex(reader.index.shape[:-1]):
             if slot not in known and reader.index[slot][0] != EMPTY:
                 try:
@@ -120,7 +127,7 @@ class ChunkChecks:
                     yield path, str(error), True
 
     def _note(self, array: HookArray, index: int, values: np.ndarray) -> None:
-        """Record whether all values of a layer are equal; for integers and experts' weights, whether all are 0.
+        """Record whether a layer has only one value. For integers and experts' weights, only the value 0 counts.
 
         index: index along the layer axis.
         """

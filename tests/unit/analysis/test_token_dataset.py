@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of tokens: each token once an epoch, the same in each run, and exactly resumed."""
+"""Batches of a `TokenDataset`. An epoch has each token at most once. Runs are reproducible, and resuming is exact."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPECS = (ArraySpec("resid_pre", "bfloat16", (0, 1), 8), ArraySpec("z", "float32"
 
 
 def named(number: int, length: int) -> kit.Values:
-    """Values that name their token: 1000 * store + row in `z`, and as the bits of `resid_pre`."""
+    """Values that identify their token: 1000 * store + row, as a float in `z` and as raw bits in `resid_pre`."""
     ids = np.arange(length) + 1000 * number
     z = np.zeros((2, length, 4), "f4")
     z[1] = ids[:, None]
@@ -468,7 +468,7 @@ def test_a_name_that_means_another_tensor_there_is_refused(tmp_path: Path) -> No
 
 
 def test_names_that_depend_on_the_model_are_those_of_its_store(tmp_path: Path) -> None:
-    """Of queries behind a norm or not, and of projections before a post-norm."""
+    """They are the names of queries with and without a norm, and of attention outputs before and after a post-norm."""
     owner = kit.Store(1 << 20)
     specs = [ArraySpec(name, "float32", (0, 1), 8) for name in ("q", "attn_proj", "attn_out")]
     for name, attrs, held in (
@@ -520,7 +520,7 @@ def test_rows_that_fill_no_batch_are_not_read(tmp_path: Path, monkeypatch: pytes
 
 
 def test_each_loop_of_workers_begins_where_the_one_before_it_ended() -> None:
-    """The workers of one loop have one base seed; their ids are in their own seeds."""
+    """Workers of one loop have the same base seed. The seed of a worker is the base seed plus its id."""
     loops, first = WorkerLoops(), Position(2, 5, 9)
 
     def start(base: int, worker: int) -> Position:
@@ -532,7 +532,7 @@ def test_each_loop_of_workers_begins_where_the_one_before_it_ended() -> None:
 
 
 def test_loops_of_workers_with_equal_seeds_go_on() -> None:
-    """Torch may be seeded before each loop. Each call is of a new process."""
+    """Seeds are equal if torch is seeded before each loop. Each call of `start` stands for a new process."""
     loops, first = WorkerLoops(), Position(0, 0, 1)
     epochs = []
     for worker in (0, 1, 1, 0, 0, 1, 2, 2, 0, 1):

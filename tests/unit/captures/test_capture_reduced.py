@@ -156,7 +156,7 @@ def test_a_summary_of_attention_gives_positions_weights_and_entropy(
     stores.write(tmp_path / "a.zarr", [spec], TOKENS, values={"pattern": rows.view("u1").reshape(2, TOKENS, width)})
     cap = open_capture(tmp_path / "a.zarr", timeout=0)
     if shards == 2:
-        cap.attrs["hooks"]["pattern"]["shards"] = 2  # the same bytes as of two ranks
+        cap.attrs["hooks"]["pattern"]["shards"] = 2  # two ranks would write the same bytes
     positions, weights, entropy = cap.attention_summary(2)
     assert (positions.dtype, weights.dtype, entropy.dtype) == (np.int32, np.float32, np.float32)
     np.testing.assert_array_equal(positions, rows[1, ..., :m])
@@ -176,7 +176,7 @@ WIDTH, RANK = 16, 5
 
 
 def of_layers(layers: tuple[int, ...]) -> np.ndarray:
-    """Float32 [layers, 200, WIDTH]: rows with decreasing variance by direction, and a mean, for each layer."""
+    """Float32 [layers, 200, WIDTH]. Dimensions differ in variance. The mean of a layer is its number."""
     rng = np.random.default_rng(3)
     return np.stack(
         [rng.normal(size=(200, WIDTH)) * rng.permutation(0.5 ** np.arange(WIDTH)) + layer for layer in layers]
@@ -288,7 +288,7 @@ def test_another_basis_is_refused(scores: tuple[Capture, np.ndarray, Path], tmp_
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_directions_are_projected_as_the_rows_of_each_rank_were(stores: kit.Store, tmp_path: Path, shards: int) -> None:
-    """Each rank projects its slice of the width with a matrix of that width."""
+    """Each rank projects its slice of a row. The matrix has as many rows as the slice has values."""
     import torch
 
     k, width, layers = 4, 32, (0, 1)

@@ -38,18 +38,21 @@ from dmi_connector.urls import parse_url
 
 PARTIAL = ".zarr" + schema.PARTIAL_SUFFIX
 LOCKED_WITHIN_S = 60.0
-"""Maximum time until the uploader of a running server, which may have to start first, locks a finished store."""
+"""Maximum time from the end of a store until a server's uploader locks it. The uploader may have to start first."""
 
 
 @dataclass
 class Outcome:
     """The outcome of the repair of one store.
 
-    state, for a partial store: "salvaged" (it is now an incomplete store), "published" (it was complete but not yet
-    renamed), "written" (a process still writes it: skipped), "empty" (nothing can be salvaged), "removed" (it was
-    empty), "refused" (a store already has its name) or "failed". For a finished store: "recorded" (only its last line
-    was missing in the index). For an interrupted upload: "uploaded", "not uploaded", or "waits" (a running server will
-    upload it). store: path of the finished store. notes: losses and problems. url: the upload's destination.
+    state: one of these.
+      - A partial store: "salvaged" (it is now an incomplete store), "published" (it was complete but not yet renamed),
+        "written" (skipped, because a process still writes it), "empty" (nothing can be salvaged), "removed" (it was
+        empty), "refused" (a store already has its name) or "failed".
+      - A finished store: "recorded" (its last line was missing in the index, and was added) or "failed".
+      - An interrupted upload: "uploaded", "not uploaded", or "waits" (a running server will upload it).
+
+    store: path of the finished store. notes: losses and problems. url: the upload's destination.
     """
 
     partial: str
@@ -103,8 +106,8 @@ def repair(path: str | os.PathLike[str], remove_empty: bool = False) -> list[Out
 def record_ends(directory: Path) -> list[Outcome]:
     """Append the missing last lines of finished stores to the index.
 
-    A store that a process has open is skipped, because that process may be the writer, which is about to append the
-    line. Readers find such a store without the line. A damaged store becomes a failed outcome. Raises OSError.
+    A store that a process has open is skipped: the process may be the writer, which then appends the line itself.
+    Readers also find a store without the line. A damaged store becomes a failed outcome. Raises OSError.
     """
     outcomes = []
     for store in unrecorded_stores(directory):
@@ -132,7 +135,7 @@ def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_
     """Upload the stores of a directory whose upload was interrupted or failed.
 
     Stores that a running server will upload are skipped. retry_seconds: how long a failing upload is retried. After one
-    has failed for so long, the bucket counts as down, and each of the other stores is tried once.
+    upload has failed in spite of retries, each later store is tried only once.
     """
     unfinished = [i for i in indexed_captures(directory) if i.upload in ("pending", "failed") and i.finished]
     waiting = [info for info in unfinished if info.url and isinstance(info.store, Path) and info.store.is_dir()]
@@ -147,11 +150,11 @@ def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_
                 continue
             began = time.monotonic()
             outcomes.append(_finish_upload(info, alone, retry_seconds, parts))
-            # Permanent errors fail at once. Pauses double, so the last retry is after a quarter of the time.
+            # Permanent errors fail at once. Retries last more than a quarter of the time: a pause at most doubles.
             if outcomes[-1].state == "not uploaded" and time.monotonic() - began > retry_seconds / 4:
                 retry_seconds = 0
         for part in parts.values():
-            with contextlib.suppress(OSError):  # without the index, readers find stores by opening each once
+            with contextlib.suppress(OSError):  # without the index, readers open each store once
                 part.write()
     return outcomes
 

@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 UPLOADER = "dmi_connector.store.write.finish.uploader"
 _DEATHS = 3
-"""All waiting uploads fail after so many deaths of the uploader process without a finished upload in between."""
+"""All waiting uploads fail when the uploader process has died this often with no finished upload in between."""
 _LOOK_S = 0.5
-"""Interval at which a wait for room checks whether it is still needed."""
+"""Interval at which `wait_for_room` calls `needed`."""
 
 
 class Uploads:
