@@ -49,8 +49,8 @@ _MOST_SCORE = sys.float_info.max
 
 
 def _path(option: str, value: object) -> str:
-    if is_url(value):
-        raise refuse(option, value, "is a URL; give a local directory, and the URL as the option upload")
+    if is_url(value):  # not shown, because it may hold a secret
+        raise OptionError(f"{option}: the value is a URL; give a local directory, and the URL as the option upload")
     if isinstance(value, str) and value and "\0" not in value:
         with contextlib.suppress(UnicodeEncodeError):
             os.fsencode(value)
