@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,9 +83,9 @@ def _parse(option: str, value: object, forms: str) -> Condition | None:
     text = value.strip() if isinstance(value, str) and len(value) <= _LONGEST else ""
     patterns = (_ROW,) if option == "dmi.stop_if" else (_AGGREGATE, _COUNT)
     found = next(filter(None, (pattern.fullmatch(text) for pattern in patterns)), None)
-    if found is None:
+    parts = found.groupdict() if found else {}
+    given: dict[str, Any] = {name: float(part) if name.endswith("value") else part for name, part in parts.items()}
+    finite = all(math.isfinite(part) for part in given.values() if isinstance(part, float))
+    if found is None or not finite:
         raise refuse(option, value, f"is not valid; give {forms}, with the name of a probe")
-    given: dict[str, Any] = {
-        name: float(part) if name.endswith("value") else part for name, part in found.groupdict().items()
-    }
     return Condition(text, **given)

@@ -292,6 +292,8 @@ def test_request_options_are_read_and_foreign_ones_are_ignored() -> None:
         ({"dmi": {"keep_if": "sum(risk) > 0.8"}}, ["dmi.keep_if: 'sum(risk) > 0.8' is not valid"]),
         ({"dmi": {"keep_if": "risk > 0.8"}}, ["dmi.keep_if: 'risk > 0.8' is not valid"]),
         ({"dmi": {"keep_if": "max(risk) > 1.2.3"}}, ["dmi.keep_if: 'max(risk) > 1.2.3' is not valid"]),
+        ({"dmi": {"keep_if": "max(risk) > 1e999"}}, ["dmi.keep_if: 'max(risk) > 1e999' is not valid"]),
+        ({"dmi": {"stop_if": "risk < -1e999"}}, ["dmi.stop_if: 'risk < -1e999' is not valid"]),
         ({"dmi": {"keep_if": "count(risk) > 3"}}, ["dmi.keep_if: 'count(risk) > 3' is not valid"]),
         ({"dmi": {"stop_if": "max(risk) > 0.8"}}, ["dmi.stop_if: 'max(risk) > 0.8' is not valid; give NAME > 0.95"]),
         ({"dmi": {"loss_spans": "1:5"}}, ["dmi.loss_spans", "'1:5'", "as in [[12, 80], [95, 130]]"]),
