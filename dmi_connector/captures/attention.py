@@ -159,7 +159,7 @@ def queries_and_keys(
     for name in names:
         check_own_values(capture, name, layer)
     check_head(head, heads_of(capture))
-    if capture.attrs.get("attention", {}).get("image_blocks") and (capture.media[rows.start : rows.stop] >= 0).any():
+    if image_blocks(capture) and (capture.media[rows.start : rows.stop] >= 0).any():
         raise ValueError(
             f"{capture.path}: attention of image tokens cannot be computed: in this model they see later tokens of "
             "their image; give queries without them"
@@ -169,6 +169,11 @@ def queries_and_keys(
         raise ValueError(f"{capture.path} lacks rows before the queries, and attention needs all of them as keys")
     q = capture.numpy(names[0], layer, slice(rows.start, rows.stop))
     return q, capture.numpy(names[1], layer, slice(0, rows.stop))
+
+
+def image_blocks(capture: StoreReader) -> bool:
+    """Whether tokens of an image attend to each other in this capture, as in Gemma 3 on a GPU."""
+    return bool(capture.attrs.get("attention", {}).get("image_blocks"))
 
 
 def heads_of(capture: StoreReader) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 
 from dmi_connector import Capture, open_capture
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
+from dmi_connector.captures.attention import image_blocks
 from dmi_connector.hooks import HOOKS, USUAL
 from dmi_connector.store.read.verify import verify_store
 from tests.runner import ATOL
@@ -141,8 +142,7 @@ def relative_errors(
     """
     capture = open_capture(path, timeout=300)
     check_header(capture, tokens, prompt_len, 0, len(tokens) - 1, path.name)
-    blocks = capture.attrs.get("attention", {}).get("image_blocks", False)
-    want = oracle.run(tokens, images, blocks) if images else reference(oracle, tokens)
+    want = oracle.run(tokens, images, image_blocks(capture)) if images else reference(oracle, tokens)
     assert set(capture.attrs["hooks"]) == set(want) - {"token_ids", "positions"}, f"{path.name}: {capture.hooks}"
     errors = {}
     for hook, whole in want.items():

@@ -91,7 +91,9 @@ CROWD = {f"crowd{n}": Ask(prompt(n, 1), sampling={"max_tokens": 80}) for n in (9
 ROUNDING = 3
 """Maximum error of a bfloat16 engine from float32, relative to that of transformers in bfloat16."""
 LEAST_COSINE = 0.98
-"""Minimum cosine of a row with the float32 row of transformers on a GPU, whose kernels round more often."""
+"""Minimum cosine of a row with the float32 row of transformers on a GPU. `benchmarks.checks.check_gpu` found 0.9979 for
+a small Qwen3.5 (docs/MODELS.md).
+"""
 
 
 def rounds(name: str) -> bool:
@@ -209,8 +211,12 @@ def check_rounded(run: Run, lengths: Mapping[str, int], exact: Oracle, half: Ora
         tokens = run.tokens(name)
         want, usual = exact.run(tokens), half.run(tokens)
         hooks = [hook for hook in want if hook not in ("token_ids", "positions")]
-        assert set(open_capture(run.store(name), timeout=300).attrs["hooks"]) == set(hooks)
-        hooks = [hook for hook in hooks if hook != "mrope_positions"]
+        capture = open_capture(run.store(name), timeout=300)
+        assert set(capture.attrs["hooks"]) == set(hooks)
+        if "mrope_positions" in hooks:
+            hooks.remove("mrope_positions")
+            positions = want["mrope_positions"][0, : len(tokens) - 1]
+            assert np.array_equal(capture.numpy("mrope_positions").reshape(positions.shape), positions), name
         for hook, cosine in cosines(run.store(name), exact, tokens, length, hooks).items():
             norms = np.linalg.norm(usual[hook], axis=-1) * np.linalg.norm(want[hook], axis=-1)
             theirs = float(((usual[hook] * want[hook]).sum(-1) / norms).min())

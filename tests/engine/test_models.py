@@ -26,10 +26,13 @@ from tests.engine import latent_cpu, renamed, routing_cpu, sparse_cpu
 from tests.engine.check import attention_weights, relative_errors
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
 from tests.engine.wrapped import ALL as RENAMED
-from tests.runner import ATOL, GPU
+from tests.runner import GPU
 
-MOST = ATOL
-"""Maximum error, relative to the hook's largest value."""
+MOST = 2e-3 if GPU else 1e-5
+"""Maximum error, relative to the hook's largest value.
+
+On a GPU, the largest was 1.5e-3 for images in an eager GLM-4V, and 9.7e-6 otherwise (docs/MODELS.md).
+"""
 LENGTHS = (5, 33, 300)
 """Prompt lengths. 300 needs several prefill steps, and exceeds every window and chunk of these models."""
 FOUND = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_final", "logits")

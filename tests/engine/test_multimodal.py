@@ -8,7 +8,6 @@ text and prompts with images.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +23,10 @@ from dmi_connector.cli.tiny_vision import WRAPPERS
 from tests.engine import delta_cpu
 from tests.engine.check import relative_errors
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
-from tests.runner import ATOL, GPU
+from tests.engine.test_models import MOST, RESULT
+from tests.runner import GPU
 from tests.vision import IMAGE, PLACEHOLDERS, image, processed
 
-RESULT = os.environ.get("MODELS_RESULT", "")
-"""The file for errors, as in tests/engine/test_models.py."""
-MOST = ATOL
-"""Maximum error, relative to the hook's largest value."""
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _SIZES = {"text_config": {**_HEADS, "hidden_size": 128}, "vision_config": {"out_hidden_size": 128}}
 EVEN = dict.fromkeys(("qwen2_5_vl", "glm4v"), _SIZES)

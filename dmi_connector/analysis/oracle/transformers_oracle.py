@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from dmi_connector.analysis.oracle.oracle_config import attention_layers, config_of, is_heterogeneous
 from dmi_connector.analysis.oracle.oracle_twins import ABSENT, LLAMA, TWINS, Point
 from dmi_connector.analysis.oracle.recorder import Recorder, seen_attention
+from dmi_connector.captures.attention import image_blocks
 from dmi_connector.captures.capture import Capture
 from dmi_connector.hook_table import HOOKS
 from dmi_connector.reduce import Keeps
@@ -248,8 +249,7 @@ def compare(capture: Capture, oracle: Oracle, images: Mapping[str, Any] | None =
     """
     rows = np.concatenate([np.arange(run.start, run.stop) for run in capture.runs(_RUN)] or [np.arange(0)])
     _check_comparable(capture, rows)
-    blocks = capture.attrs.get("attention", {}).get("image_blocks", False)
-    expected = oracle.run(capture.token_ids.tolist(), images, blocks)
+    expected = oracle.run(capture.token_ids.tolist(), images, image_blocks(capture))
     errors = {}
     for hook, entry in capture.attrs["hooks"].items():
         reduction = capture.reduction(hook)
