@@ -297,7 +297,7 @@ def _joined(taps: ModelTaps, point: TapPoint, index: int, layer: LayerFacts) -> 
     def read(facts: LayerFacts, _args: tuple[Any, ...], output: Any) -> torch.Tensor:
         value = point.join(facts, noted[0], first(output))
         noted.clear()
-        return copied(value)
+        return value
 
     taps.hook(layer.arch.path(index, point.first), note)
     return read

@@ -26,7 +26,7 @@ from torch import nn
 
 from dmi_connector.engine.model.architectures import Architecture
 from dmi_connector.engine.taps.compilation import Compilation
-from dmi_connector.engine.taps.values import first, norm_outputs
+from dmi_connector.engine.taps.values import copied, first, norm_outputs
 
 Read = Callable[["LayerFacts", tuple[Any, ...], Any], torch.Tensor]
 """(the layer, arguments of a module, its output; None in a pre-hook) -> the value of a tap point, [..., width]."""
@@ -182,16 +182,21 @@ def _linear(layer: LayerFacts, args: tuple[Any, ...], output: Any) -> torch.Tens
 
 
 Join = Callable[["LayerFacts", torch.Tensor, torch.Tensor], torch.Tensor]
-"""(the layer, outputs of two modules in the order in which they run) -> the value of a tap point."""
+"""(the layer, outputs of two modules in the order in which they run) -> the value of a tap point, a copy."""
 
 
 def _side_by_side(_layer: LayerFacts, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return torch.cat([one, other], -1)
+    """Both outputs, concatenated. In a compiled model, copies of them are.
+
+    Inductor may let an input of a concatenation be written into its result. The strides of the outputs would change,
+    but vLLM compiles the next graph, which reads them, for the old strides.
+    """
+    return torch.cat([copied(one), copied(other)], -1)
 
 
 def _sum(layer: LayerFacts, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     value = one + other
-    return value if layer.scale == 1.0 else value * layer.scale
+    return copied(value if layer.scale == 1.0 else value * layer.scale)
 
 
 class TapPoint(NamedTuple):

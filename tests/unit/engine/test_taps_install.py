@@ -301,6 +301,24 @@ def test_two_projections_of_a_mixer_lie_side_by_side(written: dict[str, torch.Te
     torch.testing.assert_close(written["attn_out"], 2 * (2 * (x + 1) + 2 * x))
 
 
+def test_no_tensor_of_the_model_is_concatenated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, Inductor let the matrix product of a concatenated tensor write into the result. That changed strides
+    that the next graph of vLLM was compiled for, so the model gated with values of other positions.
+    """
+    kit.without_cache(monkeypatch)
+    torch._dynamo.reset()
+    joined: list[torch.fx.Node] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        joined.extend(node for node in graph.graph.nodes if node.target is torch.cat)
+        return graph.forward
+
+    block, paths = Mixed(), {name: name for name in ("mix_first", "mix_in", "mix_norm", "mix_out")}
+    kit.tap(block, kit.batch(), of_hooks("mix_proj", "attn_out"), **paths, attn="", o_proj="mix_out")
+    torch.compile(block, backend=backend, fullgraph=True)(torch.ones(3, 4))
+    assert [[part.target for part in node.args[0]] for node in joined] == [[torch.neg, torch.neg]]
+
+
 class Fills(torch.nn.Module):
     """A mixer that writes to its second argument, and an MLP whose output is added to that of experts."""
 
