@@ -134,12 +134,15 @@ class _NemotronVL(_Remote):
 
 
 class _Step3p7(_Remote):
-    """The config as the code of the checkpoint defines it. transformers' class lacks fields that vLLM reads."""
+    """The config as the code of the checkpoint defines it."""
 
     model_type = "step3p7_remote"
 
     def __post_init__(self, **fields: Any) -> None:
-        from vllm.transformers_utils.configs.step3p5 import Step3p5Config
+        try:
+            from vllm.transformers_utils.configs.step3p5 import Step3p5Config
+        except ModuleNotFoundError:  # vLLM 0.33 uses transformers' class
+            from transformers import Step3p7TextConfig as Step3p5Config
 
         if isinstance(self.llm_config, dict):
             self.llm_config = Step3p5Config(**self.llm_config)
@@ -212,6 +215,12 @@ def _step3p5(config: dict[str, Any]) -> dict[str, Any]:
         "moe_top_k": text["num_experts_per_tok"],
         "moe_layers_enum": ",".join(str(i) for i in range(text["num_hidden_layers"]) if i not in dense),
         "moe_router_activation": "sigmoid",
+        "moe_router_scaling_factor": 1.0,
+        "norm_expert_weight": True,
+        "use_moe_router_bias": True,
+        "need_fp32_gate": True,
+        "swiglu_limits": None,
+        "swiglu_limits_shared": None,
         "rope_theta": [10000.0] * text["num_hidden_layers"],
         "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0],
     }
