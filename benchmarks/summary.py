@@ -71,7 +71,7 @@ def _spread(values: list[float]) -> Found:
     return {"rounds": len(values), "least": min(values), "most": max(values)}
 
 
-# ---- of each kind ------------------------------------------------------------------------------------------------
+# ---- one function for each kind of result --------------------------------------------------------------------------
 
 
 def _bursts(engine: Found) -> Found:

@@ -226,7 +226,7 @@ def _names(name: str, item: str, hooks: Iterable[str]) -> tuple[tuple[str, ...],
     if name.startswith(PROBE):
         own = [hook for hook in hooks if hook.startswith(PROBE)]
         raise SelectionError(
-            f"hooks: {item!r} is no known probe{suggest(name, own) or ';'} known probes: {', '.join(own) or 'none'};"
+            f"hooks: {item!r} is not a known probe{suggest(name, own) or ';'} known probes: {', '.join(own) or 'none'};"
             f' the option probes of a server adds others, as in {{"{name.removeprefix(PROBE)}": "FILE.safetensors"}}'
         )
     known = list(dict.fromkeys((*hooks, *ALIASES, "resid_post", *PRESETS, *ALWAYS)))

@@ -32,9 +32,9 @@ def check_names(where: str, given: Mapping[Any, Any], known: Sequence[str]) -> N
 
 
 def integer(option: str, value: object, low: int, high: int) -> int:
-    """The value, a whole number from `low` to `high`. Raises OptionError."""
+    """The value, an integer from `low` to `high`. Raises OptionError."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise refuse(option, value, f"is not valid; give a whole number from {low} to {high}")
+        raise refuse(option, value, f"is not valid; give an integer from {low} to {high}")
     return value
 
 

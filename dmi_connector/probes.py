@@ -69,9 +69,9 @@ def _source(name: str, probe: AnyProbe, dims: ModelDims) -> tuple[Hook, tuple[in
         source, layers = ("resid_final", (0,)) if layers[0] == dims.layers - 1 else ("resid_pre", (layers[0] + 1,))
     hook = HOOKS.get(source)
     if hook is None:
-        raise ReduceError(f"{what}, which is no hook{suggest(source, HOOKS) or ';'} hooks: {', '.join(HOOKS)}")
+        raise ReduceError(f"{what}, which is not a hook{suggest(source, HOOKS) or ';'} hooks: {', '.join(HOOKS)}")
     if hook.dtype == "int32" or hook.scope == "sampled" or source in summaries():
-        why = "which holds whole numbers" if hook.dtype == "int32" else "which has no row of values for each token"
+        why = "which holds integers" if hook.dtype == "int32" else "which has no row of values for each token"
         raise ReduceError(f"{what}, {why}; make a probe of another hook")
     if hook.scope == "layer" and not layers:
         raise ReduceError(f"{what}, and names no layer; give one")

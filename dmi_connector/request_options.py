@@ -172,9 +172,9 @@ class CaptureParams:
             if name not in known:
                 near = suggest(name[:SUGGEST_FROM], known) or ";"
                 has = ", ".join(known) or "none (start it with the option probes)"
-                raise refuse(option, name, f"is no probe of this server{near} it has: {has}")
+                raise refuse(option, name, f"is not a probe of this server{near} it has: {has}")
             if option == "dmi.probes" and known[name].form == TOP:
-                raise refuse(option, name, "has indexes of neurons, which are no scores; ask for dmi.summary")
+                raise refuse(option, name, "has indexes of neurons, which are not scores; ask for dmi.summary")
             if option in conditions and not known[name].one_score:
                 raise refuse(option, name, "has several scores per row; name a probe of one output in one layer")
 

@@ -129,7 +129,7 @@ def _alerts(value: object, probes: Sequence[tuple[str, str]]) -> tuple[tuple[str
     for name, least in value.items():
         if name not in files:
             known = ", ".join(files) or "none"
-            raise refuse("probe_alerts", name, f"is no probe{suggest(name, files) or ';'} probes: {known}")
+            raise refuse("probe_alerts", name, f"is not a probe{suggest(name, files) or ';'} probes: {known}")
         if isinstance(least, bool) or not isinstance(least, int | float) or not -_MOST_SCORE <= least <= _MOST_SCORE:
             raise refuse("probe_alerts", {name: least}, "is not valid; give a number; larger scores are counted")
         probe = parse_probe(name, files[name])
@@ -218,7 +218,7 @@ class ServerOptions:
         for name in sorted(_OF_VLLM.keys() & extra.keys()):
             raise OptionError(
                 f"kv_connector_extra_config: option {name!r} is one of vLLM's ExampleHiddenStatesConnector: "
-                f"{_OF_VLLM[name]} docs/FROM_VLLM.md has both side by side"
+                f"{_OF_VLLM[name]} docs/FROM_VLLM.md compares the options of both"
             )
         check_names("kv_connector_extra_config", extra, [f.name for f in fields(cls)])
         chunk = integer("chunk_tokens", extra.get("chunk_tokens", cls.chunk_tokens), 1, 1 << 16)

@@ -25,7 +25,7 @@ def parse_url(option: str, value: object) -> tuple[str, str]:
     match = re.fullmatch(r"([A-Za-z][A-Za-z0-9+.-]+):/+([^/]*)(/.*)?", value) if isinstance(value, str) else None
     fix = "give a URL as in s3://bucket/prefix"
     if match is None:
-        raise ValueError(f"{option}: {show(value)} is no URL; {fix}")
+        raise ValueError(f"{option}: {show(value)} is not a URL; {fix}")
     scheme, bucket, path = match[1], match[2], (match[3] or "").strip("/")
     if "@" in bucket or "?" in bucket + path:
         raise ValueError(

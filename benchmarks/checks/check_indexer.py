@@ -7,10 +7,10 @@ vLLM's kernels need DeepGEMM and FlashMLA. A small random model answers prompts 
 tokens. For every engine that captures, the result has:
 
 - the number of missing rows, and problems of the stores;
-- for each hook the least cosine between a row and that of transformers in float32, over the first index_topk rows of
+- for each hook the lowest cosine between a row and that of transformers in float32, over the first index_topk rows of
   each store. There the indexer chooses all earlier tokens;
 - the number of invalid rows of `indexer_topk`: a position occurs twice, is later than the token, or is missing;
-- the least cosine of a row of `z` with attention that is computed from the store's own `q_rot`, `kv_c`, `k_pe` and
+- the lowest cosine of a row of `z` with attention that is computed from the store's own `q_rot`, `kv_c`, `k_pe` and
   `indexer_topk`, and the weights of the checkpoint;
 - the mean share of positions that transformers chooses too, in rows that do not choose all earlier tokens. It is below
   1 because vLLM computes scores in FP8;

@@ -21,7 +21,7 @@ def kept_rows(reduction: Any, values: np.ndarray, got: np.ndarray, basis: str) -
     if isinstance(reduction, RandomProjection):
         return values @ matrix(values.shape[-1], reduction.k, reduction.seed, reduction.distribution), 0.0
     if isinstance(reduction, Pca):
-        rows = values.reshape(*values.shape[:2], -1)  # heads side by side
+        rows = values.reshape(*values.shape[:2], -1)  # heads are concatenated
         parts = [Basis.load(basis).of(reduction.hook, layer, reduction.k) for layer in range(len(rows))]
         return np.stack([(r - p.mean) @ (p.components / p.std) for r, p in zip(rows, parts, strict=True)]), 0.0
     if isinstance(reduction, TopK):

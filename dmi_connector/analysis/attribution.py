@@ -15,7 +15,7 @@ from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.reduce import Keeps
 
 _BLOCKS = {"attn_out": "attn", "mlp_out": "mlp"}
-"""{hook: the block in the label of its share}."""
+"""{hook: name of its block in labels}."""
 
 
 def logit_attribution(

@@ -101,7 +101,7 @@ def diff(a: Capture, b: Capture, hooks: str = "*", tolerance: float | None = Non
     hook or no row to compare.
     """
     if tolerance is not None and not 0 <= tolerance < math.inf:
-        raise ValueError(f"tolerance: {tolerance} is not valid; give a number from 0 on, as in 0.01")
+        raise ValueError(f"tolerance: {tolerance} is not valid; give a number of at least 0, as in 0.01")
     positions, differ = _common(a, b)
     if not len(positions):
         where = "their first tokens differ" if differ is not None else "no position is in both"

@@ -104,7 +104,7 @@ def fidelity(
                 downstream = Downstream(rows, concepts, lens, encoder, attended)
                 for spec, reduction in reductions.items():
                     if reduction is None or (why := _unfit(reduction, rows.shape[1])):
-                        reasons.append("'none' is no reduction" if reduction is None else why)
+                        reasons.append("'none' is not a reduction" if reduction is None else why)
                     else:
                         found.append(_measure(spec, reduction, hook, layer, rows, tokens, dtypes[hook], downstream))
     if not found:

@@ -103,14 +103,14 @@ def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             for row in rows:
                 yield rows.line_num, {str(name).strip(): value for name, value in row.items()}
         except csv.Error as error:
-            raise ValueError(f"--labels {file}: line {rows.line_num + 1} is no CSV ({error}); correct it") from error
+            raise ValueError(f"--labels {file}: line {rows.line_num + 1} is not CSV ({error}); correct it") from error
         return
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 yield number, dict(json.loads(line))
             except (ValueError, TypeError, RecursionError) as error:
-                raise ValueError(f"--labels {file}: line {number} is no JSON object ({error})") from error
+                raise ValueError(f"--labels {file}: line {number} is not a JSON object ({error})") from error
 
 
 class _Stores:
@@ -139,9 +139,8 @@ def fit_probe(
     after the file.
 
     labels: labels of captures, see `read_labels`. Captures without a label are left out, as are rows with a NaN or
-    an infinity, both with a warning. layer: required if several
-    layers were captured. rows: as in `mean_difference`. held_out: fraction of each label's captures in the test set.
-    seed: seed of the random choice of these captures.
+    an infinity, both with a warning. layer: required if several layers were captured. rows: as in `mean_difference`.
+    held_out: fraction of each label's captures in the test set. seed: seed of the random choice of these captures.
 
     Raises ValueError as `mean_difference` does, for a hook that was not stored in full, for stores of several models,
     and for fewer than two captures of a label. Raises KeyError for a hook or layer that was not captured,

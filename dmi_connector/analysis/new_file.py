@@ -19,7 +19,9 @@ def new_file(out: Path, command: str) -> Iterator[Path]:
     if os.path.lexists(out):
         raise FileExistsError(f"{out} exists; give a new name")
     if not out.parent.is_dir():
-        raise FileNotFoundError(f"{command}: {out}: there is no directory {out.parent}; create it or give another -o")
+        raise FileNotFoundError(
+            f"{command}: {out}: the directory {out.parent} does not exist; create it, or give another -o"
+        )
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         partial.touch()

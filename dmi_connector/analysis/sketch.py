@@ -231,6 +231,6 @@ def _why_not(array: str, attrs: Mapping[str, Any], path: Place) -> str:
         return "it has rows for sampled tokens only"
     reduced = StoredReduction.of(attrs["hooks"][array], path)
     if reduced is None:
-        return "" if attrs["hooks"][array]["dtype"] in FLOATS else "it holds whole numbers"
+        return "" if attrs["hooks"][array]["dtype"] in FLOATS else "it holds integers"
     kept = Keeps.DIRECTIONS in reduced.reduction.keeps
     return "" if kept else f"it was stored as {reduced.reduction.kind}, which keeps no directions"

@@ -92,10 +92,10 @@ class Rows:
         return self._shuffled is None and self._source.count() is None and not self._ended
 
     def total(self) -> int | None:
-        """Number of rows of the share, without blank ones that `load` got.
+        """Number of rows of the share, without the blank rows that `load` found.
 
-        It is exact if the source knows its length or was read to the end, else an estimate. None if it is to be
-        estimated from fewer than _SAMPLE rows.
+        The number is exact if the source knows its length or was read to the end, else an estimate. None if fewer than
+        _SAMPLE rows were read for the estimate.
         """
         total = self._with_blank()
         return None if total is None else total - self._blank

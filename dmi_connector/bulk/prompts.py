@@ -88,7 +88,7 @@ class Prompt:
             wanted = ", ".join(columns.prompts)
             raise BadRow(f"the row has none of the columns {wanted}; its columns: {', '.join(map(str, row)) or 'none'}")
         if not isinstance(text, str):
-            raise BadRow(f"{columns.prompt}: {show(text)} is not a text")
+            raise BadRow(f"{columns.prompt}: {show(text)} is not a string")
         if not text:
             raise BadRow(f"{columns.prompt}: the text is empty")
         if chat:
@@ -108,7 +108,7 @@ def _name(row: Mapping[str, Any], columns: Columns) -> str | None:
         return name
     if isinstance(name, int) and not isinstance(name, bool):
         return str(name)
-    raise BadRow(f"{columns.id}: {show(name)} is not a text or a whole number")
+    raise BadRow(f"{columns.id}: {show(name)} is not a string or an integer")
 
 
 def _token_ids(column: str, value: object) -> tuple[int, ...]:
@@ -146,5 +146,5 @@ def _messages(column: str, value: object) -> tuple[dict[str, Any], ...]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise BadRow(f"{column}: {show(message)} is not a message with a role and a content")
         if not isinstance(message.get("content", ""), str):
-            raise BadRow(f"{column}: the content of {show(message)} is not a text")
+            raise BadRow(f"{column}: the content of {show(message)} is not a string")
     return tuple(dict(message) for message in value)

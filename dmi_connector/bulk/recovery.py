@@ -196,7 +196,7 @@ def _stores(out: Path, run: str, order: Order) -> Iterator[tuple[int, str]]:
 def is_sound(path: Path) -> bool:
     """Whether a finished store is complete and undamaged, and its request was not aborted.
 
-    Values that are not finite are no damage: the model would compute them again.
+    Values that are not finite do not count as damage: the model would compute them again.
     """
     return _is_whole(path) and not any(problem.damage for problem in verify_store(path, begun={}))
 
@@ -252,7 +252,9 @@ def _remove_rest(path: Path) -> None:
     """Remove an unfinished store, or the rest of an interrupted removal. Raises ValueError if a process uses it."""
     with claim(path) as alone:
         if not alone:
-            raise ValueError(f"{path} is written or repaired by another process; wait for its end, and start again")
+            raise ValueError(
+                f"{path} is written or repaired by another process; wait until it has finished, and start again"
+            )
         if not path.name.endswith(PARTIAL_SUFFIX):
             shutil.rmtree(path)
             return

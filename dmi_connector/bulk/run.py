@@ -30,7 +30,7 @@ from dmi_connector.store.write.finish.retention import remove_store
 _TRIES = 2
 """Maximum number of captures of a prompt whose stores are incomplete."""
 _QUIET_S = 5.0
-"""Seconds after an answer at which its store, if the index has no line of it, is looked up by path."""
+"""Seconds after an answer at which a store without a line in the index is looked up by path."""
 _MOST_FAILURES = 100
 """Number of consecutive failed captures that stops the run."""
 _ROWS_PER_TURN = 10_000
@@ -298,7 +298,7 @@ class Run:
                 del self._flights[flight.placed.position]
                 self.outcome.lost += 1
             elif path is not None and is_abandoned(f"{path}.partial"):
-                if flight.abandoned:  # seen twice: at the first look, a rename may fall between the two checks above
+                if flight.abandoned:  # on the second check: a rename may fall between the two checks above
                     flight.captured = failed(path, "its writers ended before it was finished")
                     self._settle(flight)
                 flight.abandoned = True

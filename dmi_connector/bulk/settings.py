@@ -144,7 +144,7 @@ def engine_gpus(flags: Sequence[str]) -> int:
         if name in sizes:
             value = flag.partition("=")[2]
             if not re.fullmatch("0*[1-9][0-9]{0,8}", value):
-                raise ValueError(f"--{name} {value!r} is not valid; give a whole number from 1 on")
+                raise ValueError(f"--{name} {value!r} is not valid; give an integer of at least 1")
             sizes[name] = int(value)
     return math.prod(sizes.values())
 
@@ -199,7 +199,7 @@ def settle(out: Path, fingerprint: Mapping[str, Any]) -> Iterator[str]:
                 if written or not is_unused(out, str(noted["run"]), LIFE_NAME):
                     raise _refusal(out, noted["settings"], wanted)
                 _write(out, wanted, os.replace)
-                written = True  # if they do not read back as written, the next turn raises
+                written = True  # if they do not read back as written, the next iteration raises
         if not alone:
             if time.monotonic() > deadline:
                 raise _refusal(out, noted["settings"], wanted)
@@ -231,7 +231,7 @@ def _noted(out: Path) -> dict[str, Any]:
         if found == _FORMAT:
             settings = noted["settings"]
             if not str.isalnum(noted["run"]):  # it becomes part of file names
-                raise ValueError(f"run {noted['run']!r} is no name of a run")
+                raise ValueError(f"run {noted['run']!r} is not the name of a run")
             settings |= _resolved(settings)  # older versions saved no defaults
             settings["columns"] = {**asdict(Columns()), **settings["columns"]}
             settings["sampling"] = _resolved_sampling(settings["sampling"])

@@ -97,7 +97,7 @@ def _look(path: Path) -> tuple[str, list[Path]]:
     """(kind of an input, its files). The kind is "lines", "parquet" or "arrow". Raises ValueError."""
     kinds = "a file of JSON lines (.jsonl), of Parquet (.parquet), or a data set's directory"
     if not path.exists():
-        raise ValueError(f"--prompts {path} is not there; give {kinds}")
+        raise ValueError(f"--prompts {path} does not exist; give {kinds}")
     if path.is_file():
         if path.suffix in (".jsonl", ".ndjson", ".json"):
             return "lines", [path]
@@ -175,7 +175,7 @@ def _parsed(raw: bytes) -> object:
     try:
         row: object = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise BadRow(f"the line is no JSON: {error}") from error
+        raise BadRow(f"the line is not JSON: {error}") from error
     if row is None:
         raise BadRow("the line is null; give an object with columns, or leave the line blank")
     return row
@@ -346,10 +346,10 @@ class Arrow(_Columnar):
                     _check_columns(path, stream.schema.names, self.columns)
                     yield from stream
             except FileNotFoundError as error:
-                raise ValueError(f"--prompts {path} is not there; save the data set again") from error
+                raise ValueError(f"--prompts {path} does not exist; save the data set again") from error
             except (pa.ArrowException, OSError) as error:
                 why = " ".join(str(error).split())
-                raise ValueError(f"--prompts {path} is no Arrow stream: {why}; save the data set again") from error
+                raise ValueError(f"--prompts {path} is not an Arrow stream: {why}; save the data set again") from error
 
     def count(self) -> int | None:
         """Number of rows of all files."""

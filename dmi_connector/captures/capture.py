@@ -81,7 +81,7 @@ class Capture(StoreReader):
 
     def __getitem__(self, name: str) -> np.ndarray:
         if not isinstance(name, str):
-            raise KeyError(f"{name!r} is no name of a hook; write cap['q'], or cap['q@3'] for one layer")
+            raise KeyError(f"{name!r} is not the name of a hook; write cap['q'], or cap['q@3'] for one layer")
         hook, layer = hook_and_layer(name, self.attrs)
         if hook != name.partition("@")[0]:  # a name of TransformerLens means the values before reduction
             check_own_values(self, hook, layer)
@@ -126,7 +126,8 @@ class Capture(StoreReader):
         """The largest latents of each row, for a probe that is an autoencoder: (ids, values), each [tokens, k].
 
         ids: int64, in descending order of value. values: float32. If fewer than k latents are active, the rest have id
-        -1 and value 0. Raises KeyError for a hook that was not captured, and ValueError for one that is no autoencoder.
+        -1 and value 0. Raises KeyError for a hook that was not captured, and ValueError for one that is not an
+        autoencoder.
         """
         return latents(self, hook, tokens)
 

@@ -124,7 +124,7 @@ def parse_time(name: str, value: Time | None) -> datetime.datetime | None:
     try:
         at = None if value is None else datetime.datetime.fromisoformat(str(value))
     except ValueError as error:
-        raise ValueError(f"{name} {value!r} is no time; write it as in 2026-01-31 or 2026-01-31T12:00") from error
+        raise ValueError(f"{name} {value!r} is not a time; write it as in 2026-01-31 or 2026-01-31T12:00") from error
     return at.replace(tzinfo=datetime.UTC) if at is not None and at.tzinfo is None else at
 
 

@@ -12,10 +12,10 @@ from dmi_connector.wording import suggest
 
 
 def check_equal(name: str, attrs: Mapping[str, Any]) -> None:
-    """Raise KeyError, with the reason, for a TransformerLens name of a tensor that is no hook of the store's model."""
+    """Raise KeyError, with the reason, for a TransformerLens name of a tensor that is not a hook of the model."""
     why = why_not_equal(split_name(name)[0], attrs)
     if why is not None:
-        raise KeyError(f"{name!r} has no equal here: {why}")
+        raise KeyError(f"{name!r} has no equivalent here: {why}")
 
 
 def parse_name(name: str, attrs: Mapping[str, Any]) -> tuple[str, int | None]:
@@ -23,7 +23,7 @@ def parse_name(name: str, attrs: Mapping[str, Any]) -> tuple[str, int | None]:
 
     layer: None for a name without a layer. attrs: the root attribute of the store, because some names depend on its
     model. A name that is not from TransformerLens is returned as it is, whether or not the store has the hook. Raises
-    KeyError for a TransformerLens name of a tensor that is no hook of the store's model.
+    KeyError for a TransformerLens name of a tensor that is not a hook of the store's model.
     """
     check_equal(name, attrs)
     short, layer = split_name(name)
@@ -32,14 +32,14 @@ def parse_name(name: str, attrs: Mapping[str, Any]) -> tuple[str, int | None]:
         return equal[short], layer
     if layer is not None:
         near = suggest(short, equal)
-        raise KeyError(f"{name!r} has no equal here; suffixes that have: {', '.join(equal)}{near}")
+        raise KeyError(f"{name!r} has no equivalent here; suffixes that have one: {', '.join(equal)}{near}")
     return name, None
 
 
 def hook_and_layer(name: str, attrs: Mapping[str, Any]) -> tuple[str, int | None]:
     """(hook, layer) of "resid_pre@3", or of a name as in `parse_name`.
 
-    Raises ValueError if the text after "@" is no integer, and KeyError as `parse_name` does.
+    Raises ValueError if the text after "@" is not an integer, and KeyError as `parse_name` does.
     """
     hook, at, layer = name.partition("@")
     if not at:

@@ -32,7 +32,7 @@ class OneModel:
             self._first = store, model
         elif model != self._first[1]:
             raise ValueError(
-                f"{store} is of the model {model}, {self._first[0]} of {self._first[1]}: their rows do not belong"
-                " together; name one model with open_captures(model=...), with --model of dmi export, dmi fit-pca and"
+                f"{store} is of the model {model}, {self._first[0]} of {self._first[1]}: their rows cannot be"
+                " mixed; name one model with open_captures(model=...), with --model of dmi export, dmi fit-pca and"
                 " dmi fit-scales, or give its stores alone"
             )

@@ -75,7 +75,7 @@ def tally(capture: StoreReader, hook: str, layer: int | None = None, tokens: Tok
     check_own_values(capture, hook, layer)
     rows, reduced = capture.stored(source, tokens)
     if reduced is None and rows.dtype.kind in "iu":
-        raise ValueError(f"{hook!r} holds whole numbers, which have no magnitude to average; name another hook")
+        raise ValueError(f"{hook!r} holds integers, which have no magnitude to average; name another hook")
     if reduced is None:
         return Tally.of(rows.astype(np.float32))
     return reduced.tally(rows, (capture.attrs["hooks"][source.array]["layers"] or [0])[source.index])

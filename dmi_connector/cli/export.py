@@ -54,7 +54,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 """{option that only some formats take: keyword arguments of add_argument}."""
 _LOG_EVERY_S = 10
-"""Seconds between lines of progress, if standard error is no terminal."""
+"""Seconds between lines of progress, if standard error is not a terminal."""
 NOT_FINITE = 3
 """Exit status if values are not finite. `dmi verify` has the same."""
 

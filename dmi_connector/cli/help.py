@@ -63,7 +63,7 @@ COMMANDS = {
         ("dmi prune captures --older-than 7d --dry-run", "dmi prune captures --keep-bytes 500G"),
     ),
     "diff": Help(
-        "Say where the values of two captures of the same tokens first differ.",
+        "Show where the values of two captures of the same tokens first differ.",
         ("dmi diff captures/ONE.zarr captures/OTHER.zarr", "dmi diff before after --hooks 'resid_*'"),
     ),
     "export": Help(

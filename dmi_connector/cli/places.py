@@ -30,7 +30,7 @@ def directory(path: str, kind: str) -> Path:
         parse_url("path", path)
         raise ValueError(f"{path} is a URL, which this command does not take; give {kind} on this machine")
     if not os.path.isdir(path):
-        raise ValueError(f"{path} is {'a file' if os.path.exists(path) else 'not there'}; give {kind}")
+        raise ValueError(f"{path} {'is a file' if os.path.exists(path) else 'does not exist'}; give {kind}")
     return Path(path)
 
 

@@ -78,31 +78,31 @@ def add_plot_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="DIR",
-        help="directory of the model: of lens and attribution (default: the one that the store names); of uncertainty,"
-        " to compute the logits of every row (default: the captured logits)",
+        help="directory of the model: for lens and attribution (default: the model that the store names); for"
+        " uncertainty, to compute the logits of every row (default: the captured logits)",
     )
     parser.add_argument(
-        "--hook", metavar="HOOK", help="required for heat, text, neuron and difference; of drift (default: resid_final)"
+        "--hook", metavar="HOOK", help="required for heat, text, neuron, difference; for drift (default: resid_final)"
     )
     parser.add_argument(
         "--layer",
         type=int,
         metavar="N",
-        help="required for attention; of text, neuron, difference and drift, required if the hook has several layers",
+        help="required for attention; for text, neuron, difference and drift, required if the hook has several layers",
     )
     parser.add_argument(
         "--values",
         metavar="STAT",
-        help="of text: the statistic that colours tokens, as norm or largest-value (default: the hook's first)",
+        help="for text: the statistic that colours tokens, such as norm or largest-value (default: the hook's first)",
     )
     parser.add_argument(
         "--neuron",
         type=int,
         metavar="N",
-        help="index of a value in a row: required for neuron; of heat, to draw this value instead of norms; of"
+        help="index of a value in a row: required for neuron; for heat, to draw this value instead of norms; for"
         " text, for statistics of one value, one output of a probe or one latent",
     )
-    parser.add_argument("--head", type=int, metavar="N", help="of text, for statistics of one head (--hook pattern)")
+    parser.add_argument("--head", type=int, metavar="N", help="for text: statistics of one head (--hook pattern)")
     parser.add_argument(
         "--against",
         action="append",
@@ -110,16 +110,16 @@ def add_plot_options(parser: argparse.ArgumentParser) -> None:
         help="required for difference: a store or a directory of stores to compare with; can be repeated",
     )
     parser.add_argument(
-        "--rows", metavar="ROWS", help="of text: FIRST:STOP; of difference: all (default), prompt, generated or last"
+        "--rows", metavar="ROWS", help="for text: FIRST:STOP; for difference: all (default), prompt, generated or last"
     )
     parser.add_argument(
-        "--since", metavar="ROW", help="of drift, what rows are compared with: prompt (default) or previous"
+        "--since", metavar="ROW", help="for drift: what rows are compared with: prompt (default) or previous"
     )
     parser.add_argument(
         "--token",
         type=int,
         metavar="ID",
-        help="of attribution (default: the token that came next); of text, with --hook logits",
+        help="token id: for attribution (default: the next token); for text with --hook logits",
     )
 
 

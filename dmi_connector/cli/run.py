@@ -84,7 +84,9 @@ def add_run(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=COLUMN",
         help="input column of prompt, messages, prompt_token_ids, id or loss_mask, as in prompt=text; can be repeated",
     )
-    prompts.add_argument("--chat", action="store_true", help="apply the chat template: a text is the user's message")
+    prompts.add_argument(
+        "--chat", action="store_true", help="apply the chat template: the prompt is the user's message"
+    )
     prompts.add_argument("--shuffle", type=int, metavar="SEED", help="shuffle the rows with this seed")
     prompts.add_argument("--limit", type=_count, metavar="N", help="only the first N rows, after shuffling")
     prompts.add_argument(
@@ -146,7 +148,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid; give a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid; give an integer of at least 1")
     return int(text)
 
 

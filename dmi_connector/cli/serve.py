@@ -190,7 +190,7 @@ def _config_captures(passed: Sequence[str], given: dict[str, Any]) -> bool:
     for name in names:
         path = Path(name)
         if not path.is_file():
-            raise OptionError(f"config: {name!r} is no file; give a YAML file of vLLM flags, as in configs/")
+            raise OptionError(f"config: {name!r} is not a file; give a YAML file of vLLM flags, as in configs/")
         if not re.search(r"^[\"']?kv[-_]transfer[-_]config\b", path.read_text(), re.MULTILINE):
             continue
         if given:

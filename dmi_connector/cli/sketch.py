@@ -26,13 +26,13 @@ _FILE = ".safetensors"
 def add_sketch(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `dmi sketch`."""
     parser.add_argument("stores", metavar="STORE|DIR|URL", nargs="+", help="stores, or directories of stores")
-    parser.add_argument("--hooks", required=True, metavar="HOOKS", help="as the server names them: resid_post@10-20")
+    parser.add_argument("--hooks", required=True, metavar="HOOKS", help="as in the server option: resid_post@10-20")
     parser.add_argument("-k", type=int, default=64, metavar="K", help="rows of a sketch (default: 64)")
     parser.add_argument(
         "-o", "--out", required=True, metavar="DIR|FILE", help="a directory, or a new .safetensors file"
     )
     parser.add_argument(
-        "--follow", action="store_true", help="also captures that are still being written, to their end"
+        "--follow", action="store_true", help="also read captures that are still being written, until they end"
     )
     parser.add_argument("--merge", action="store_true", help="one sketch of all captures, in a FILE")
     parser.add_argument("--json", action="store_true", help="print a JSON list, one entry per file")
@@ -110,7 +110,7 @@ def _groups(stores: Sequence[Place], out: Path, merge: bool) -> list[tuple[Path,
     """(file, its stores) pairs. Raises ValueError if `out` does not fit the stores, OSError if it cannot be made."""
     is_file = out.suffix == _FILE
     if merge and not is_file:
-        raise ValueError(f"-o {out} is no file name; --merge writes one file: give -o NAME{_FILE}")
+        raise ValueError(f"-o {out} is not a file name; --merge writes one file: give -o NAME{_FILE}")
     if is_file and not merge and len(stores) > 1:
         raise ValueError(f"-o {out} is one file for {len(stores)} captures; give a directory, or --merge")
     if is_file:

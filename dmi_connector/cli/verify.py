@@ -20,7 +20,7 @@ from dmi_connector.store.read.verify import Problem, begun_stores, stores_of, un
 _FEW = 10
 """Maximum number of stores for which a line is printed for each store."""
 _LOG_EVERY_S = 10
-"""Seconds between lines of progress, if standard error is no terminal."""
+"""Seconds between lines of progress, if standard error is not a terminal."""
 
 
 def add_verify(parser: argparse.ArgumentParser) -> None:

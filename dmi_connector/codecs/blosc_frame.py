@@ -108,7 +108,7 @@ def frame_lengths(frame: np.ndarray) -> tuple[int, int]:
 
 
 def plain_header(itemsize: int, nbytes: int) -> bytes:
-    """The header of a plain frame with `nbytes` bytes of elements. It fits every compressor in the Zarr metadata."""
+    """The header of a plain frame with `nbytes` bytes of elements, valid with every compressor in the Zarr metadata."""
     return _HEADER.pack(_VERSION, _ZSTD_VERSION, _ZSTD | _PLAIN, itemsize, nbytes, nbytes, _HEADER.size + nbytes)
 
 

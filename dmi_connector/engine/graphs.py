@@ -6,8 +6,8 @@ more. FULL runs them as one graph, if the attention backend supports that.
 
 FlashAttention 3 supports it. FlashAttention 4 claims support in vLLM 0.33, but its values were not compared. Version 3
 gives wrong attention for heads of up to 64 values, or of more than 128: in a step with one token per request, it plans
-for another kernel than the one in the graph (vLLM 0.32, H200: 9 of 30 sequences right with heads of 64 values, 30 of 30
-with 128). So FULL is chosen only if tests found it to be correct.
+for another kernel than the one in the graph (vLLM 0.32, H200: 9 of 30 sequences correct with heads of 64 values, 30 of
+30 with 128). So FULL is chosen only if tests found it to be correct.
 
 Its plan also has to agree with the graph on the layout of splits: it does if `flash_attn_max_num_splits_for_cuda_graph`
 allows several. For attention that is not causal, as in encoders, vLLM's graph holds the longest query of a dummy batch,

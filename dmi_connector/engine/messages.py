@@ -91,7 +91,7 @@ class Close:
     rows: its last rows. length: number of rows of the store. samples: number of rows of logits. attrs: root attributes
     of the store. losses: rows that were requested but not computed. keeps_blocks: id of the request if its blocks are
     kept until these rows are gathered; None if they are already free. stays: whether the rows lie outside of vLLM's
-    blocks, so that they may wait. draft_index: index of the draft token in its step per row, from 1 on, or 0 for
+    blocks, so that they may wait. draft_index: index of the draft token in its step per row, counted from 1; 0 for
     sampled and prompt tokens; None without speculative decoding. accepted: its last logits.
     """
 
@@ -122,7 +122,7 @@ class Sample:
 class StepMetadata(KVConnectorMetadata):
     """The scheduler's message to the workers for one step.
 
-    opens: executed before the forward. closes: executed before the forward, which may overwrite freed blocks. Those
+    opens: executed before the forward. closes: executed before the forward, which may overwrite freed blocks. Closes
     whose blocks are kept may wait. chunks: full chunks that are pending after the forward. preempted: captures whose
     blocks were freed since the last step. leaving: full chunks that are pending before the forward: those of preempted
     captures, and with a pool also those of others. idle: whether nothing is computed; then it may be the last step for

@@ -16,6 +16,6 @@ def refuse_sketch(spec: str) -> None:
     """Raise ReduceError for Frequent Directions, "fd(64)", which sketches many rows together and encodes none."""
     if _SKETCH.match(spec):
         raise ReduceError(
-            f"reduce: {spec!r} is no encoding of rows: Frequent Directions makes one sketch of all rows of a capture;"
-            " leave it out, and run dmi sketch on the stores, also while they are written"
+            f"reduce: {spec!r} is not a reduction: Frequent Directions makes one sketch of all rows of a capture; leave"
+            " it out, and run dmi sketch on the stores, also while they are written"
         )

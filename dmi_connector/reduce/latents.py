@@ -209,7 +209,7 @@ class Latents(Reduction):
 
 
 def _facts_of(path: str) -> _Facts:
-    """The facts about an encoder. Raises ReduceError if it is no encoder, or its weights are not finite."""
+    """The facts about an encoder. Raises ReduceError if it is not an encoder, or its weights are not finite."""
     try:
         file = weights_file(path)
         found = os.stat(file)

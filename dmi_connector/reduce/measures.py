@@ -13,7 +13,7 @@ PAIRS = 512
 PROBES = 16
 """Maximum number of probes. A probe is the mean row of a frequent token minus the mean row of all other tokens."""
 OF_VALUES = {
-    "cosine_least": "least cosine between a row and its decoded row",
+    "cosine_least": "lowest cosine between a row and its decoded row",
     "cosine_median": "median of these cosines",
     "importance": "Spearman correlation of the mean |x| of each neuron, before and after",
     "error": "norm of the difference divided by the norm, over all rows together",

@@ -130,8 +130,9 @@ class Probe(Reduction):
             )
         if shards > 1 and not self.linear:
             raise ReduceError(
-                f"probes: {self.path} is no linear probe, and each of {shards} ranks has only a slice of {hook}; give "
-                "a linear one without a norm, or a hook that every rank has whole (docs/HOOKS.md), or run on one rank"
+                f"probes: {self.path} is not a linear probe, and each of {shards} ranks has only a slice of {hook}; "
+                "give a linear probe without a norm, or a hook that every rank has whole (docs/HOOKS.md), or run on "
+                "one rank"
             )
         return replace(self, source=hook, layers=tuple(layers), shards=shards)
 

@@ -133,7 +133,7 @@ def _load(path: str, modified: int, size: int) -> ProbeFile:
         with open(path, "rb") as raw:
             digest = hashlib.file_digest(raw, "sha256").hexdigest()
     except (OSError, ValueError) as error:
-        raise ReduceError(f"probes: {path} is no safetensors file ({error}); give a file of a probe") from error
+        raise ReduceError(f"probes: {path} is not a safetensors file ({error}); give a file of a probe") from error
     if text is None:
         raise ReduceError(
             f"probes: {path} has no {METADATA!r} in its metadata; dmi fit-probe and docs/PROBES.md make it"

@@ -62,7 +62,7 @@ class SparseEncoder:
             return _of_llama_scope(file, settings)
         config = file.parent / "cfg.json"
         if not config.exists():
-            raise ValueError(f"sae: {config} is not there; it says how the encoder works")
+            raise ValueError(f"sae: {config} does not exist; it describes the encoder")
         facts, tensors = _facts(config), FloatTensors(file)
         unnamed = "topk" if "encoder.weight" in tensors.names or facts.get("k") is not None else "standard"
         kind = facts.get("architecture", facts.get("activation", unnamed))
@@ -76,7 +76,7 @@ class SparseEncoder:
                 f" {facts.get('finetuning_scaling_factor')!r}; relu or topk without the factor work"
             )
         if kind == "topk" and (type(k) is not int or k < 1):
-            raise ValueError(f"sae: {config} has k {k!r}; a topk encoder needs a whole number from 1 on")
+            raise ValueError(f"sae: {config} has k {k!r}; a topk encoder needs an integer of at least 1")
         normed = facts.get("normalize_activations", "none")
         if kind not in _KINDS or normed not in ("none", None, *_NORMS):
             raise ValueError(
@@ -188,7 +188,7 @@ def _number(settings: Path, name: str, number: object, zero: bool = False) -> fl
     """A setting of Llama Scope. Raises ValueError unless it is a number above 0, or 0 with `zero`."""
     if not isinstance(number, int | float) or not (number > 0 or (zero and number == 0)):
         raise ValueError(
-            f"sae: {settings} has {name} {number!r}; it needs a number {'from 0 on' if zero else 'above 0'}"
+            f"sae: {settings} has {name} {number!r}; it needs a number {'of at least 0' if zero else 'above 0'}"
         )
     return number
 
@@ -212,7 +212,7 @@ def _facts(config: Path) -> dict[str, Any]:
     try:
         found = json.loads(config.read_bytes())
     except ValueError as error:
-        raise ValueError(f"sae: {config} is no JSON ({error})") from error
+        raise ValueError(f"sae: {config} is not JSON ({error})") from error
     if not isinstance(found, dict):
         raise ValueError(f"sae: {config} holds {type(found).__name__}, not an object of settings")
     return found
@@ -223,7 +223,7 @@ def weights_file(given: str | os.PathLike[str]) -> Path:
     path = Path(os.path.expanduser(given))
     if not path.is_dir():
         if not path.exists():
-            raise ValueError(f"sae: {path} is not there; give a safetensors file, or its directory")
+            raise ValueError(f"sae: {path} does not exist; give a safetensors file, or its directory")
         return path
     if (path / _GEMMA_SCOPE).exists():
         return path / _GEMMA_SCOPE

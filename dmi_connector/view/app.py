@@ -170,7 +170,7 @@ def _number(request: Request, name: str, default: int | None = None) -> int:
     """A non-negative integer of the query."""
     text = request.query_params.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdecimal() and len(text) < 12):
-        raise ValueError(f"{name}={text!r} is not valid; give a whole number")
+        raise ValueError(f"{name}={text!r} is not valid; give an integer")
     return int(text)
 
 

@@ -33,7 +33,7 @@ class NoSuchStore(LookupError):
     """The directory has no finished store with this name."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        super().__init__(f"{name!r} is no finished store of {directory}; reload the list")
+        super().__init__(f"{name!r} is not a finished store of {directory}; reload the list")
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Library:
             names = {e.name for e in entries if e.name.endswith(".zarr") and e.is_dir(follow_symlinks=False)}
             every = {name: one for name, one in self._listed.items() if name in names}
             for name in names - every.keys():
-                with contextlib.suppress(ValueError):  # damaged stores, and those that are no captures, are not listed
+                with contextlib.suppress(ValueError):  # damaged stores, and those that are not captures, are not listed
                     info = info_of(self.directory / name)
                     every[name] = (info, _text(info))
             self._listed = dict(sorted(every.items(), key=lambda item: item[1][0].started, reverse=True))

@@ -17,8 +17,8 @@ _ROWS = 4096
 def shown(capture: Capture) -> dict[str, Any] | None:
     """The experts that can be shown, as JSON; None if `topk_ids` was not captured.
 
-    layers: layers with experts. count: number of experts. each: number of experts per token. weights: whether their
-    weights were captured.
+    layers: layers with experts. count: number of experts. each: number of experts per token. weights: whether
+    `topk_weights` was captured.
     """
     if IDS not in capture:
         return None

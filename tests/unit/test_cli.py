@@ -201,7 +201,7 @@ def test_plots_have_true_norms_and_token_labels(stores: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["info", "nowhere"], ["nowhere", "not there"]),
+        (["info", "nowhere"], ["nowhere does not exist"]),
         (["info", "{stores}/one.zarr/resid_pre"], ["not a capture"]),
         (["ls", "nowhere"], ["nowhere", "store directory"]),
         (["ls", "{stores}/index.jsonl"], ["is a file"]),
@@ -209,8 +209,8 @@ def test_plots_have_true_norms_and_token_labels(stores: Path, tmp_path: Path) ->
         (["verify", "{stores}/one.zarr/resid_pre/c"], ["no finished store"]),
         (["export", "{stores}/short.zarr", "--to", "safetensors"], ["resid_pre"]),
         (["plot", "{stores}/short.zarr", "-o", "x.png"], ["no residual stream", "q"]),
-        (["plot", "{stores}/one.zarr", "-o", "/nowhere/x.png"], ["there is no directory /nowhere;"]),
-        (["plot", "{stores}/one.zarr", "-o", "nodir/x.png"], ["nodir/x.png", "there is no directory nodir;"]),
+        (["plot", "{stores}/one.zarr", "-o", "/nowhere/x.png"], ["the directory /nowhere does not exist;"]),
+        (["plot", "{stores}/one.zarr", "-o", "nodir/x.png"], ["nodir/x.png", "the directory nodir does not exist;"]),
         (["plot", "{stores}/one.zarr", "-o", "/proc/x.png"], ["/proc/x.png cannot be written (", "give another"]),
         (["export", "{stores}", "--to", "zip", "-o", "/proc/x"], ["/proc/x cannot be created (", "give another -o"]),
         (["plot", "{stores}/one.zarr", "-o", "x.png", "--tokenizer", "nowhere"], ["tokenizer", "nowhere"]),
@@ -275,7 +275,7 @@ assert not heavy, heavy
     subprocess.run([sys.executable, "-c", script], check=True, cwd=stores, capture_output=True)
 
 
-def test_a_pipe_that_closes_early_is_no_error(stores: Path) -> None:
+def test_a_pipe_that_closes_early_is_not_an_error(stores: Path) -> None:
     command = f"{sys.executable} -m dmi_connector.cli info {stores / 'one.zarr'} | head -n 1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -283,7 +283,7 @@ def test_a_pipe_that_closes_early_is_no_error(stores: Path) -> None:
 
 
 @pytest.mark.parametrize(("verb", "status"), [("ls", 0), ("verify", 1)])
-def test_a_pipe_that_closes_before_the_output_is_written_is_no_error(verb: str, status: int, stores: Path) -> None:
+def test_a_pipe_that_closes_before_the_output_is_written_is_not_an_error(verb: str, status: int, stores: Path) -> None:
     ends = os.pipe()
     os.close(ends[0])
     done = buffered(f"{verb} {stores}", ends[1])
@@ -343,9 +343,7 @@ def test_serve_takes_sizes_and_times_with_units(capsys: pytest.CaptureFixture[st
     assert (extra["max_total_bytes"], extra["min_free_bytes"]) == (2 * 10**12, 9)
     with pytest.raises(SystemExit):
         serve("m", "--staging-bytes", "1GiB")
-    assert (
-        "--staging-bytes: '1GiB' is not valid; give a whole number, with one of k, M, G, T" in capsys.readouterr().err
-    )
+    assert "--staging-bytes: '1GiB' is not valid; give an integer, with one of k, M, G, T" in capsys.readouterr().err
 
 
 def test_serve_looks_at_directories_before_it_starts_the_engine(
@@ -358,7 +356,7 @@ def test_serve_looks_at_directories_before_it_starts_the_engine(
     assert "store_dir: " in (error := capsys.readouterr().err) and "cannot be created" in error
     roots = ["--allow-custom-save-path", "--save-path-roots", str(tmp_path / "none")]
     assert main(["serve", "m", "--store-dir", str(tmp_path / "stores"), *roots]) == 2
-    assert "is no directory; create it or leave it out" in capsys.readouterr().err
+    assert "is not a directory; create it or leave it out" in capsys.readouterr().err
     assert not started
 
 
@@ -494,7 +492,7 @@ def test_the_demo_fails_on_wrong_values_and_damaged_stores(capsys: pytest.Captur
     assert demo.judge(["x is damaged"], {"q": 0.0}) == 1
 
 
-def test_a_url_is_no_place_to_export_to(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_to_a_url_is_refused(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(stores / "one.zarr"), "--to", "zip", "-o", "s3://bucket/zips"]) == 2
     assert "-o s3://bucket/zips: a URL" in capsys.readouterr().err
 

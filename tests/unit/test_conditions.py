@@ -31,7 +31,7 @@ def test_a_condition_compares_scores(text: str, measure: float, refuted: bool) -
 
 
 @pytest.mark.parametrize("text", ["max(risk) > 5", "min(risk) < -5", "mean(risk) > 5", "count(risk > 1) > 5"])
-def test_nothing_is_known_of_scores_that_are_no_numbers(text: str) -> None:
+def test_conditions_on_nan_scores_are_unknown(text: str) -> None:
     condition = keep_if(text)
     assert condition is not None and condition.refutes(condition.measure(ROWS))
     assert not condition.refutes(condition.measure(np.append(ROWS, np.float32("nan"))))

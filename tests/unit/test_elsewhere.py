@@ -135,5 +135,5 @@ def test_a_listed_path_leaves_no_store_on_any_system(path: str) -> None:
     assert leaves_store(path) and not leaves_store("q/c/0/0/0")
 
 
-def test_a_drive_of_windows_is_no_url() -> None:
+def test_a_windows_drive_is_not_a_url() -> None:
     assert not is_url("C:/captures") and not is_url("C:\\captures") and is_url("s3://bucket")

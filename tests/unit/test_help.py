@@ -47,7 +47,7 @@ def test_options_of_probes_say_what_each_does(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "line"), [(name, line) for name, (_, lines) in COMMANDS.items() for line in lines])
-def test_the_examples_are_taken(name: str, line: str) -> None:
+def test_the_examples_are_valid(name: str, line: str) -> None:
     program, command, *arguments = shlex.split(line)
     assert (program, command) == ("dmi", name)
     if name == "serve":

@@ -109,12 +109,12 @@ def test_hook_and_layer_come_from_the_settings_or_the_option(tmp_path: Path) -> 
         (("hook=q", "layer=1", "k=0"), "k=0 of .* is not valid"),
     ],
 )
-def test_what_cannot_be_encoded_is_refused(more: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_rows_that_cannot_be_encoded_are_refused(more: tuple[str, ...], message: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=f"^probes: .*{message}"):
         parsed(save_encoder(tmp_path, WIDTH, LATENTS), *more)
 
 
-def test_what_is_no_encoder_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_encoders_are_refused(tmp_path: Path) -> None:
     folder = save_encoder(tmp_path, WIDTH, LATENTS)
     bad = save_encoder(tmp_path / "bad", WIDTH, LATENTS, shift=float("nan"))
     with pytest.raises(OptionError, match=r"cannot be used as a probe or an autoencoder .*not finite"):
@@ -122,7 +122,7 @@ def test_what_is_no_encoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="is an autoencoder, and each of 2 ranks has only a slice of q"):
         with_probes(DIMS, [("sae", f"{folder}, hook=q, layer=1")], 2)
     (folder / "cfg.json").unlink()
-    with pytest.raises(OptionError, match=r"cannot be used .*cfg\.json is not there"):
+    with pytest.raises(OptionError, match=r"cannot be used .*cfg\.json does not exist"):
         parsed(folder, "hook=q", "layer=1")
 
 

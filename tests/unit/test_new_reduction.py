@@ -129,7 +129,7 @@ def test_it_is_written_in_settings_and_kept_in_stores() -> None:
         parse("sign(3)")
 
 
-def test_what_is_read_is_what_it_decodes(captured: Capture, values: Values) -> None:
+def test_reading_returns_the_decoded_values(captured: Capture, values: Values) -> None:
     assert verify_store(captured.path) == []
     assert captured.shape("q") == (2, TOKENS, SMALL.hidden)
     for (hook, layer), rows in values.items():
@@ -141,7 +141,7 @@ def test_what_is_read_is_what_it_decodes(captured: Capture, values: Values) -> N
         np.testing.assert_allclose(importance([captured], hook, layer), mean, rtol=1e-5)
 
 
-def test_what_it_does_not_keep_is_refused(captured: Capture) -> None:
+def test_operations_that_it_does_not_support_are_refused(captured: Capture) -> None:
     mean_difference([captured], [captured], "resid_mid", 0)
     with pytest.raises(ValueError, match="'resid_mid' was stored as sign, from which this cannot be computed"):
         drift(captured, "resid_mid", 0)
@@ -157,7 +157,7 @@ def test_it_has_statistics_of_its_own(captured: Capture) -> None:
     np.testing.assert_array_equal(found, np.abs(captured.numpy("q", 1, slice(3, 9))).max(1))
 
 
-def test_its_fidelity_and_its_difference_to_full_rows_are_told(
+def test_its_fidelity_and_its_difference_from_full_rows_are_measured(
     captured: Capture, values: Values, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     full = torch.stack([values["resid_mid", layer] for layer in (0, 1)]).numpy()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notebooks of examples/ without an engine: they run on stores of what transformers computes.
+"""Notebooks of examples/ without an engine. They run on stores with the activations of transformers.
 
 Kernels are forked (programs.py). Those of tests/engine/test_demo.py start as for a user.
 """
@@ -27,7 +27,7 @@ TOKENS = np.random.default_rng(0).integers(10, 500, 40).tolist()
 
 
 def run(name: str, store: Path, monkeypatch: pytest.MonkeyPatch, *mistakes: Mistake) -> tuple[str, int]:
-    """What a notebook prints, and its pictures."""
+    """Run a notebook on a store. Returns (its printed text, number of pictures)."""
     return notebookkit.execute(notebookkit.read(name), monkeypatch, mistakes, DMI_STORE=str(store))
 
 
@@ -49,10 +49,10 @@ def test_routing_follows_from_the_logits(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite"])
-def test_the_first_look_reads_the_ends_of_families(
+def test_the_first_look_supports_norms_and_logits_of_several_families(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gains of 1 + weight, scaled and capped logits."""
+    """The families have gains of 1 + weight, and scaled or capped logits."""
     oracle = Oracle(make_model(family, tmp_path / "model"))
     store = analysiskit.write_store(tmp_path / "a.zarr", oracle, TOKENS, 20)
     wrong = "guesses = 1.2 * guesses; cap.attrs['dtype'] = 'bfloat16'"
@@ -60,13 +60,16 @@ def test_the_first_look_reads_the_ends_of_families(
     assert float(re.findall(r"from the captured logits: (\S+)", text)[0]) < 1e-3 and pictures == 2, text
 
 
-# ---- of a model that was trained for some seconds -------------------------------------------------------------------
+# ---- with a model that is trained for some seconds ------------------------------------------------------------------
 
 
 def many(
     name: str, stores: Path, monkeypatch: pytest.MonkeyPatch, shorter: tuple[str, str], *mistakes: Mistake
 ) -> tuple[str, int]:
-    """What a notebook prints, and its pictures, with fewer steps. With all: tests/engine/test_examples.py."""
+    """Run a notebook on several stores, with fewer steps. Returns (its printed text, number of pictures).
+
+    tests/engine/test_examples.py runs all steps.
+    """
     notebook = notebookkit.shorter(notebookkit.read(name), *shorter)
     return notebookkit.execute(notebook, monkeypatch, mistakes, DMI_CAPTURES=str(stores))
 
@@ -78,7 +81,7 @@ def forked_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def gradients() -> Iterator[None]:
-    """An engine in this process has switched them off."""
+    """Enable gradients, which an engine in this process has disabled."""
     with torch.enable_grad():
         yield
 
@@ -87,7 +90,7 @@ def gradients() -> Iterator[None]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     model = make_model("qwen3", tmp_path_factory.mktemp("trained"), num_hidden_layers=2, intermediate_size=256)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the notebooks: with more, other work on the cores makes it many times slower
+    torch.set_num_threads(1)  # as in the notebooks; with more threads, other load makes training many times slower
     losses = train(model, texts()[0], steps=300, batch=4)
     torch.set_num_threads(threads)
     assert np.mean(losses[-10:]) < 0.5 * losses[0], "it learnt nothing"
@@ -95,7 +98,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 
 
 def prompts(count: int, tokens: int) -> torch.Tensor:
-    """int64 [count, tokens] of the text that is held out."""
+    """Prompts from the held-out text, int64 [count, tokens]."""
     ids = make_tokenizer()(texts()[1], verbose=False)["input_ids"]
     return torch.tensor(ids[: count * tokens]).reshape(count, tokens)
 
@@ -104,7 +107,8 @@ def test_the_autoencoder_explains_more_than_its_baselines(
     trained: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stores = oraclestore.write_many(trained, tmp_path, prompts(60, 128).tolist(), ["mlp_post"])
-    mixed = "test = test[:, np.random.default_rng(1).permutation(width)]"  # neurons of another order than in training
+    # the neurons in another order than in training
+    mixed = "test = test[:, np.random.default_rng(1).permutation(width)]"
     mistake = Mistake("class SAE", mixed, r"AssertionError\S*: every baseline")
     text, pictures = many("sae", stores, monkeypatch, ("STEPS = 512, 8, 500", "STEPS = 512, 8, 160"), mistake)
     explains = dict(re.findall(r"^(.+?) +explains (-?\d\.\d+)$", text, re.M))

@@ -90,7 +90,7 @@ def test_a_file_that_would_give_no_true_scores_is_refused(
         load(path)
 
 
-def test_what_is_no_file_of_a_probe_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_probes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ReduceError, match=r"nowhere cannot be read \(No such file"):
         load(tmp_path / "nowhere")
     path = tmp_path / "plain.safetensors"
@@ -98,12 +98,12 @@ def test_what_is_no_file_of_a_probe_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ReduceError, match="has no 'dmi_probe' in its metadata"):
         load(path)
     path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(ReduceError, match="is no safetensors file"):
+    with pytest.raises(ReduceError, match="is not a safetensors file"):
         load(path)
     for header in (b'{"__metadata__": 5}', b"[" * 100_000):
         path.write_bytes(len(header).to_bytes(8, "little") + header)
         assert not is_probe(path)
-        with pytest.raises(ReduceError, match="is no safetensors file"):
+        with pytest.raises(ReduceError, match="is not a safetensors file"):
             load(path)
 
 
@@ -132,7 +132,7 @@ def test_capture_args_refuse_what_the_engine_would(files: dict[str, Path], tmp_p
         == (given("probe.risk", risk=str(files["risk"]))["kv_transfer_config"])
     )
     assert given("probe.*,-probe.last", risk=str(files["risk"]), last=str(files["last"]))
-    with pytest.raises(SelectionError, match=r"'probe\.rsk' is no known probe: did you mean 'probe\.risk'\?"):
+    with pytest.raises(SelectionError, match=r"'probe\.rsk' is not a known probe: did you mean 'probe\.risk'\?"):
         given("probe.rsk", risk=str(files["risk"]))
     with pytest.raises(SelectionError, match=r"'risk' is not captured; add probe\.risk to hooks"):
         given("hidden-states", risk=str(files["risk"]))
@@ -180,7 +180,7 @@ def test_probes_are_hooks_of_one_engine(files: dict[str, Path]) -> None:
     assert layout.row_bytes == 256  # header, q, and 5 fields of 16 bytes
 
 
-def test_the_residual_stream_behind_a_layer_lies_before_the_next(files: dict[str, Path]) -> None:
+def test_resid_post_is_resid_pre_of_the_next_layer(files: dict[str, Path]) -> None:
     dims, computed = with_probes(DIMS, options(files, "post", "early", "alias"), 1)
     sources = {name: (hook.source, hook.layers) for name, hook in dims.hooks.items() if hook.source}
     assert sources == {
@@ -208,8 +208,8 @@ def test_two_ranks_write_slices_of_what_is_sliced_and_one_rank_the_rest(files: d
 @pytest.mark.parametrize(
     ("hook", "layers", "width", "message"),
     [
-        ("resid_prex", (1,), 32, "resid_prex, which is no hook: did you mean 'resid_pre'"),
-        ("topk_ids", (1,), 32, "topk_ids, which holds whole numbers"),
+        ("resid_prex", (1,), 32, "resid_prex, which is not a hook: did you mean 'resid_pre'"),
+        ("topk_ids", (1,), 32, "topk_ids, which holds integers"),
         ("logits", (), 512, "logits, which has no row of values for each token"),
         ("pattern", (1,), 4, "pattern, which has no row of values for each token"),
         ("resid_pre", (7,), 32, r"which does not exist in layer 7: resid_pre is in layers 0, 1, 2, 3"),
@@ -232,7 +232,7 @@ def test_only_linear_probes_can_be_added_up_over_ranks(tmp_path: Path) -> None:
     deep = save_probe(tmp_path / "deep.safetensors", "z", (1,), WIDTH, 4, 1)
     normed = save_probe(tmp_path / "normed.safetensors", "z", (1,), WIDTH, 1, norm="unit")
     for path in (deep, normed):
-        with pytest.raises(OptionError, match=r"is no linear probe, and each of 2 ranks has only a slice of z"):
+        with pytest.raises(OptionError, match=r"is not a linear probe, and each of 2 ranks has only a slice of z"):
             with_probes(DIMS, [("p", str(path))], 2)
         with_probes(DIMS, [("p", str(path))], 1)
     whole = save_probe(tmp_path / "whole.safetensors", "resid_pre", (1,), WIDTH, 4, 1)
@@ -345,8 +345,8 @@ def test_a_norm_needs_no_file_and_is_of_all_layers_of_its_hook() -> None:
     ("text", "message"),
     [
         ("norm(resid_post)", r"of resid_post in all layers; give norm\(resid_pre\), and norm\(resid_final\)"),
-        ("norm(resid_prr)", "of resid_prr, which is no hook: did you mean 'resid_pre'"),
-        ("norm(topk_ids)", "of topk_ids, which holds whole numbers"),
+        ("norm(resid_prr)", "of resid_prr, which is not a hook: did you mean 'resid_pre'"),
+        ("norm(topk_ids)", "of topk_ids, which holds integers"),
         ("norm(kv_c)", "of kv_c, which does not exist: Qwen3ForCausalLM has no kv_c"),
         ("norm(mlp_post)", r"norm\(mlp_post\) needs whole rows, and each of 2 ranks has only a slice of mlp_post"),
     ],
@@ -447,7 +447,7 @@ def test_rows_that_did_not_come_have_no_neuron() -> None:
         ("top(mlp_post,17)", 1, r"top\(mlp_post,17\) is not valid; it may keep 1 to 16"),
         ("top(mlp_post, 9)", 8, r"top\(mlp_post, 9\) is not valid; it may keep 1 to 8"),
         ("top(resid_post)", 1, r"of resid_post in all layers; give top\(resid_pre\), and top\(resid_final\)"),
-        ("top(topk_ids)", 1, "of topk_ids, which holds whole numbers"),
+        ("top(topk_ids)", 1, "of topk_ids, which holds integers"),
         ("top(kv_c)", 1, "of kv_c, which does not exist: Qwen3ForCausalLM has no kv_c"),
         ("top()", 1, r"top\(\) .*cannot be read"),
     ],

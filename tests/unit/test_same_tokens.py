@@ -56,7 +56,7 @@ def test_a_gap_is_a_part_of_the_largest_logit_of_either_sign() -> None:
     assert gap(ROWS[1], 2, 2) == MOST_TIE, "if both tokens are 2, the gap must still be counted from the largest logit"
 
 
-def test_a_token_outside_the_vocabulary_is_no_tie() -> None:
+def test_a_token_outside_the_vocabulary_is_not_a_tie() -> None:
     wrong = one([4, 1, 1])
     assert wrong["largest_tie"] == float("inf") and wrong["beyond_tie"] == 1
 
@@ -98,7 +98,7 @@ def test_the_gap_is_looked_for_in_the_row_that_gave_the_token() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_logits_that_are_no_numbers_explain_nothing(bad: float) -> None:
+def test_nan_logits_explain_no_difference(bad: float) -> None:
     rows = ROWS.copy()
     rows[1, 2] = bad
     with np.errstate(invalid="ignore"):

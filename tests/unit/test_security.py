@@ -114,7 +114,7 @@ def test_a_planted_index_is_not_followed(client: StoreClient, tmp_path: Path) ->
     assert (tmp_path / "victim").read_text() == "mine" and client.counts()["failed"] == 0
     assert verify_store(tmp_path / "stores" / "a.zarr") == [], "the store itself must be valid"
     os.mkfifo(tmp_path / "index.jsonl")
-    with pytest.raises(OSError, match="is no file"):
+    with pytest.raises(OSError, match="is not a file"):
         append_index(str(tmp_path), {"event": "start", "store": "a.zarr"})
 
 
@@ -165,7 +165,7 @@ def test_custom_paths_need_allow_custom_save_path(client: StoreClient, tmp_path:
 
 def test_a_missing_save_path_root_is_refused_when_the_engine_starts(tmp_path: Path) -> None:
     options = {"store_dir": str(tmp_path / "s"), "allow_custom_save_path": True, "save_path_roots": f"{tmp_path}/no"}
-    with pytest.raises(ValueError, match=r"^save_path_roots: '.*/no' is no directory; create it or leave it out"):
+    with pytest.raises(ValueError, match=r"^save_path_roots: '.*/no' is not a directory; create it or leave it out"):
         check_directories(ServerOptions.parse(options))
     assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o700, (
         "the store directory must be created with private mode"
@@ -469,7 +469,7 @@ def test_readers_stay_inside_the_store(sound: Path, array: object) -> None:
     orphans = [path for path in sorted(attrs["files"]) if path.startswith("q/")]
     forge(sound, "", {}, {"hooks": {**attrs["hooks"], "q": hook}})
     if array != "token_ids":
-        with pytest.raises(ValueError, match="is no name of an array"):
+        with pytest.raises(ValueError, match="is not the name of an array"):
             open_capture(sound, 0)
     problems = verify_store(sound)
     assert [p.where for p in problems] == [*orphans, "q"]

@@ -46,14 +46,14 @@ def test_server_options_left_out_have_their_defaults() -> None:
         ("hooks", [], "give hook names"),
         ("hooks", {"q": 1}, "give hook names"),
         ("hooks", ["q", 1], "give hook names"),
-        ("chunk_tokens", 0, "whole number from 1"),
-        ("chunk_tokens", True, "whole number"),
-        ("chunk_tokens", 1.5, "whole number"),
-        ("chunk_tokens", "128", "whole number"),
+        ("chunk_tokens", 0, "integer from 1"),
+        ("chunk_tokens", True, "integer"),
+        ("chunk_tokens", 1.5, "integer"),
+        ("chunk_tokens", "128", "integer"),
         ("segment_tokens", 1000, "multiple of chunk_tokens (128)"),
-        ("writers", -1, "whole number from 0 to 256"),
-        ("host_buffer_bytes", -1, "whole number"),
-        ("staging_bytes", 1 << 50, "whole number"),
+        ("writers", -1, "integer from 0 to 256"),
+        ("host_buffer_bytes", -1, "integer"),
+        ("staging_bytes", 1 << 50, "integer"),
         ("owner", "target", "leave owner out"),
         ("owner", "pools", "did you mean 'pool'? choose one of pool"),
         ("policy", "wait", "block, drop"),
@@ -63,8 +63,8 @@ def test_server_options_left_out_have_their_defaults() -> None:
         ("allow_custom_save_path", True, "give the directories allowed"),
         ("save_path_roots", ["relative"], "absolute directories"),
         ("save_path_roots", ["/a/../b"], "without '.' and '..'"),
-        ("max_request_bytes", -1, "whole number from 0"),
-        ("retain_seconds", 1.5, "whole number from 0"),
+        ("max_request_bytes", -1, "integer from 0"),
+        ("retain_seconds", 1.5, "integer from 0"),
     ],
 )
 def test_server_refusals_name_option_value_and_fix(option: str, value: object, fix: str) -> None:
@@ -143,7 +143,7 @@ def test_each_server_option_is_read(tmp_path: Path) -> None:
     "value, says",
     [
         (0.5, "probe_alerts: 0.5 is not valid; give {name: score}"),
-        ({"q": 0.5}, "probe_alerts: 'q' is no probe; probes: p, wide"),
+        ({"q": 0.5}, "probe_alerts: 'q' is not a probe; probes: p, wide"),
         ({"p": True}, "probe_alerts: {'p': True} is not valid; give a number"),
         ({"p": float("nan")}, "probe_alerts: {'p': nan} is not valid; give a number"),
         ({"p": 10**400}, "probe_alerts: {'p': 1000"),
@@ -182,8 +182,8 @@ def test_local_copies_go_only_after_an_upload() -> None:
 @pytest.mark.parametrize(
     "value, fix",
     [
-        (5, "5 is no URL; give a URL as in s3://bucket/prefix"),
-        ("captures", "'captures' is no URL; give a URL as in s3://bucket/prefix"),
+        (5, "5 is not a URL; give a URL as in s3://bucket/prefix"),
+        ("captures", "'captures' is not a URL; give a URL as in s3://bucket/prefix"),
         ("https://bucket/x", "has the scheme 'https', which is not supported; give a URL as in s3://bucket/prefix"),
         ("s3://a:hush@bucket/x", "the URL holds a user name or a query (not shown); give a URL"),
     ],
@@ -275,7 +275,7 @@ def test_request_options_are_read_and_foreign_ones_are_ignored() -> None:
         ({"dmi": {"tokens": [1]}}, ["dmi.tokens", "[start, stop]"]),
         ({"dmi": {"tokens": [5, 5]}}, ["dmi.tokens", "empty"]),
         ({"dmi": {"tokens": [-1, 5]}}, ["dmi.tokens start", "-1"]),
-        ({"dmi": {"tokens": [0, 1 << 60]}}, ["dmi.tokens stop", "whole number"]),
+        ({"dmi": {"tokens": [0, 1 << 60]}}, ["dmi.tokens stop", "integer"]),
         ({"dmi": {"enabled": None}}, ["dmi.enabled", "None"]),
         ({"dmi": {"probes": ["risk"]}}, ["dmi.probes: ['risk']", '{"inline": "max"}']),
         ({"dmi": {"probes": {"risk": "max"}}}, ["dmi.probes: {'risk': 'max'}", '{"inline": "max"}']),
@@ -403,14 +403,14 @@ def test_names_unlike_dmi_are_left_to_other_connectors(name: str) -> None:
     assert CaptureParams.parse({name: {"enabled": False}}) == CaptureParams()
 
 
-def test_what_a_response_said_may_come_with_the_next_request() -> None:
+def test_keys_of_a_response_are_accepted_in_the_next_request() -> None:
     """Proxies of disaggregated serving pass it on."""
     answered = {"dmi_store": "s.zarr", "dmi_request_id": "r", "dmi_key": "k", "dmi_missing": [[0, 1]], "dmi_reason": ""}
     assert CaptureParams.parse({**answered, "dmi_warning": "what"}) == CaptureParams()
     assert CaptureParams.parse({"dmi_error": "why"}) == CaptureParams()
 
 
-def test_of_many_names_few_are_compared_and_all_of_ours_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_of_many_names_are_compared_and_all_of_ours_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
     monkeypatch.setattr("dmi_connector.request_options.get_close_matches", lambda name, *_, **__: compared.append(name))
     many = {f"include_other_{number:07d}": 0 for number in range(100_000)}

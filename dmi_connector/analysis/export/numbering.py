@@ -81,7 +81,7 @@ def _run_number(info: CaptureInfo, entries: dict[str, dict[str, Any]], number_by
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         fix = "use --number-by row" if number_by == "id" else "correct the manifest, or leave the store out"
-        raise ValueError(f"export: the {number_by} {value!r} of {info.store} is not an integer from 0 on; {fix}")
+        raise ValueError(f"export: the {number_by} {value!r} of {info.store} is not an integer of at least 0; {fix}")
     return value
 
 

@@ -24,7 +24,7 @@ class PackedRows:
 
     hook: such as "resid_pre@3". In the attribute, a negative layer is replaced by its number. skip: rows left out at
     the start of each store. finite: what happens to contexts with values that are not finite. name: TransformerLens'
-    name of the hook, or `hook` if TransformerLens has no equal hook. contexts: number of contexts. left: number of rows
+    name of the hook, or `hook` if TransformerLens has no equivalent. contexts: number of contexts. left: number of rows
     at the end that do not fill a context.
 
     Raises ValueError for a hook of several layers without a layer, for logits, projections and summaries, and if the

@@ -45,9 +45,11 @@ def new_figure(width: float, height: float, out: str | os.PathLike[str]) -> Figu
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("plot: matplotlib is not installed; install dmi_connector[plot]")
     if Path(out).suffix.lower() not in FORMATS:
-        raise ValueError(f"plot: {os.fspath(out)} has another ending than {' or '.join(FORMATS)}; give one of these")
+        raise ValueError(f"plot: {os.fspath(out)} has another extension than {' or '.join(FORMATS)}; give one of these")
     if not local_path(out).absolute().parent.is_dir():
-        raise ValueError(f"plot: {os.fspath(out)}: there is no directory {Path(out).parent}; create it or give another")
+        raise ValueError(
+            f"plot: {os.fspath(out)}: the directory {Path(out).parent} does not exist; create it, or give another"
+        )
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(width, _LEAST_WIDTH), height), dpi=130)

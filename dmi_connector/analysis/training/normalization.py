@@ -126,7 +126,7 @@ def load_normalizations(path: str | os.PathLike[str]) -> dict[str, Normalization
                 raise ValueError(f"normalize: {path} holds no normalisation; {_GIVE}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise ValueError(f"normalize: {path} is no safetensors file ({error}); {_GIVE}") from error
+        raise ValueError(f"normalize: {path} is not a safetensors file ({error}); {_GIVE}") from error
     return {
         name: Normalization(one["kind"], tensors[f"{name}.mean"], one["scale"], tensors.get(f"{name}.matrix"))
         for name, one in about.items()

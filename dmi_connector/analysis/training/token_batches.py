@@ -71,7 +71,7 @@ class TokenBatches(IterableDataset[Batch]):
             least = 0 if option == "seed" else 1
             endless = option == "epochs" and given is None
             if not endless and (not isinstance(given, int | np.integer) or given < least):
-                raise ValueError(f"{option} {given!r} is not valid; give a whole number from {least} on")
+                raise ValueError(f"{option} {given!r} is not valid; give an integer of at least {least}")
         if not names or buffer_tokens < batch_size:
             raise ValueError(
                 f"hooks {hooks!r}, batch_size {batch_size}, buffer_tokens {buffer_tokens}: not valid; name a hook, and"

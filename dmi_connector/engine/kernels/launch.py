@@ -12,7 +12,7 @@ DECODE_TOKENS = 512
 """Maximum number of tokens of a step that counts as a decode step. Kernels have a launch shape for decode steps."""
 
 _ALIGN = 16
-"""Bytes. Triton compiles a kernel anew for pointers that are not multiples of this."""
+"""Bytes. Triton compiles a kernel again for pointers that are not multiples of this."""
 
 Grid = tuple[int, int, int]
 

@@ -17,8 +17,8 @@ _SAMPLED = 1
 def first_forward(model: Any, vllm_config: VllmConfig) -> None:
     """Run a forward of _FEW_TOKENS tokens, and compute logits. model: the tapped model.
 
-    The connector calls it if no forward has run: on a CPU without compilation. As in vLLM's profiling run, there is no
-    KV cache, and attention computes nothing.
+    The connector calls this function if no forward has run: on a CPU without compilation. As in vLLM's profiling run,
+    there is no KV cache, and attention computes nothing.
     """
     device = next(model.parameters()).device
     ids = torch.zeros(_FEW_TOKENS, dtype=torch.int32, device=device)

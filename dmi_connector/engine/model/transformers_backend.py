@@ -159,14 +159,14 @@ def _layers(model: nn.Module, count: int) -> tuple[str, str]:
 
 
 def _check_state(layer: nn.Module, attention: str) -> None:
-    """Raise _NotFound if a module other than attention keeps a state from token to token, as Mamba does.
+    """Raise _NotFound if a module other than attention keeps a recurrent state, as Mamba does.
 
     vLLM's Transformers backend has a cache for attention only.
     """
     for path, module in layer.named_modules():
         caches = [name for name in inspect.signature(module.forward).parameters if name.startswith(("cache_", "past_"))]
         if path and caches and not _overlap(path, attention):
-            raise _NotFound(f"{path} in a layer keeps a state from token to token ({caches[0]}), as in hybrid models")
+            raise _NotFound(f"{path} in a layer keeps a recurrent state ({caches[0]}), as in hybrid models")
 
 
 def _path(model: nn.Module, module: nn.Module) -> str:

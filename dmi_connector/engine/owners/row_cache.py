@@ -98,7 +98,7 @@ class CaptureLayer(StepRows, nn.Module, AttentionLayerBase):
         return slots
 
     def place(self, table: np.ndarray) -> None:
-        """There is no table: rows lie in vLLM's blocks."""
+        """Raises RuntimeError: rows are in vLLM's blocks, which have no table."""
         raise RuntimeError(f"a table of {table.shape[1]} entries was sent to an engine whose rows have no pages")
 
     def check_cache(self) -> None:

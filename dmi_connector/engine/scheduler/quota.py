@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Enforces limits on the bytes that requests may write.
 
-The tracker calls it when a request arrives. A call makes at most one statvfs. At most once per second it also reads a
-small file, in which the coordinator records the bytes of all stores (store/write/finish/retention.py).
+The tracker checks these limits when a request arrives. A check makes at most one statvfs. At most once per second, a
+check also reads a small file in which the coordinator records the bytes of all stores
+(store/write/finish/retention.py).
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def write_inputs(
     """
     if ids is None:
         raise RuntimeError(
-            f"{taps.context.arch.name}: no token ids entered the forward, so rows could not be checked; "
-            "turn off the feature that embeds prompts elsewhere"
+            f"{taps.context.arch.name}: the forward got no token ids, so rows could not be checked; "
+            "turn off the feature that calls it without them"
         )
     layout, once = taps.context.layout, taps.once
     axes = layout.find(AXES, 0)

@@ -215,7 +215,9 @@ def compile_others(place: Place, rows: torch.Tensor, values: Sequence[torch.Tens
             slots = torch.full((tokens,), -1, dtype=torch.int64, device=rows.device)
             place.tap(padding, offsets).write(rows, slots, padding)
     except Exception as error:
-        logger.warning("dmi_connector: kernels could not be compiled ahead (%s: %s)", type(error).__name__, error)
+        logger.warning(
+            "dmi_connector: kernels could not be compiled ahead of time (%s: %s)", type(error).__name__, error
+        )
 
 
 def _tap_join(token: torch.Tensor) -> None:

@@ -41,7 +41,7 @@ def announce(
     if layers := context.selection.hooks.get("pattern"):
         dims = context.dims
         logger.info(
-            "dmi_connector: attention summaries of %d layers look at all keys again: %.1f MFLOP for each token and "
+            "dmi_connector: attention summaries of %d layers read all keys twice: %.1f MFLOP for each token and "
             "1,000 tokens of its context",
             len(layers),
             len(layers) * dims.heads * dims.head_dim * 2 * 1000 / context.tp / 1e6,

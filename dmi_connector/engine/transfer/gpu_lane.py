@@ -4,8 +4,8 @@
     rows in the cache --gather kernel--> staging memory (GPU) --copies--> ring (pinned host memory) --> coordinator
 
 Several chunks form a parcel, which takes one copy and one message. While staging memory and ring have room, the
-engine's thread launches the gathers of all parcels. If there is no room, rows stay in the cache and the engine goes on.
-The lane's thread gathers them once there is room.
+engine's thread launches the gathers of all parcels. If there is no room, rows stay in the cache, and the lane's
+thread gathers them later. The engine does not wait.
 
 All gathers run on the engine's stream, whichever thread launches them. Kernels on a second stream make later replays of
 CUDA graphs 5 % slower. One stream also needs no events: kernels launched before a gather have written their rows.

@@ -53,7 +53,7 @@ class Cause(enum.Enum):
     NOT_SALVAGED = "write_error", "what is left of {hooks} cannot be salvaged: {error}"
     NOT_WRITTEN = "write_error", ""  # only lists rows; another loss says why the writer stopped
     HOOKS_WITHOUT_DATA = "other", "hooks without data: {hooks}"
-    # In a repair.
+    # During a repair.
     SALVAGED = "other", "salvaged after the writer or the engine was killed"
     LENGTH_UNKNOWN = "other", "how many rows the request had is not known: rows from {length} on may be lost"
     JOURNAL_TORN = "other", "a journal ends in {nbytes} bytes of a torn record"

@@ -17,9 +17,9 @@ its stores used. A copy is named SHA256.safetensors.
 
 
 def check_sha256(sha256: str, store: Place) -> None:
-    """Raise ValueError if a hash in a store is no SHA-256, because it becomes part of a path."""
+    """Raise ValueError if a hash in a store is not a SHA-256 hash, because the hash becomes part of a path."""
     if re.fullmatch("[0-9a-f]{64}", sha256) is None:
-        raise ValueError(f"{store} names the file {sha256!r}, which is no SHA-256")
+        raise ValueError(f"{store} names the file {sha256!r}, which is not a SHA-256")
 
 
 def keep_copy(source: str, sha256: str, folder: str, store_dir: str, file_mode: str) -> None:

@@ -95,7 +95,7 @@ def _client(bucket: str, prefix: str | None, _environment: tuple[object, ...]) -
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
     if endpoint and not re.match(r"https?://[^/]", endpoint):  # obstore panics
         raise RemoteError(
-            f"AWS_ENDPOINT_URL: {endpoint!r} is no URL of a server; write it as in http://localhost:9000", lasting=True
+            f"AWS_ENDPOINT_URL: {endpoint!r} is not a URL; write it as in http://localhost:9000", lasting=True
         )
     config: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
     if endpoint.startswith("http://"):
@@ -158,7 +158,7 @@ def requests_for(place: RemotePath) -> Iterator[ModuleType]:
     try:
         yield obstore
     except FileNotFoundError:
-        raise FileNotFoundError(f"{place} is not there") from None
+        raise FileNotFoundError(f"{place} does not exist") from None
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
         raise _denied(place, _words(error)) from None
     except exceptions.BaseError as error:
@@ -169,14 +169,14 @@ def requests_for(place: RemotePath) -> Iterator[ModuleType]:
             raise _denied(place, words) from None
         if "NoSuchBucket" in words:
             raise FileNotFoundError(
-                f"{place} is not there: the bucket does not exist, or AWS_REGION is not its region"
+                f"{place} was not found: the bucket does not exist, or AWS_REGION is not its region"
             ) from None
         told = re.sub(r"https?://\S+", "", str(error)).lower()  # the name of a bucket may contain "credential"
         # 169.254.* are the addresses of AWS's metadata services, which give the credentials of a role.
         if "169.254." in str(error) or ("credential" in told and "status" not in words):
             raise _denied(place, "no credentials were found") from None
         lasting = re.search(r"status 4(?!08|09|29)\d\d", words) is not None
-        raise RemoteError(f"{place}: the object store did not answer as it should ({words})", lasting) from None
+        raise RemoteError(f"{place}: unexpected response of the object store ({words})", lasting) from None
 
 
 def _denied(place: RemotePath, words: str) -> RemoteDenied:

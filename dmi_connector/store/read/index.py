@@ -131,7 +131,7 @@ def check_directory(place: Path) -> None:
     if place.exists() and is_store(place) and not (place / INDEX_NAME).exists():
         raise ValueError(f"{place} is a store; give its directory, or open it with open_capture")
     if not place.is_dir():
-        raise ValueError(f"{place} is no directory; give a directory of stores")
+        raise ValueError(f"{place} is not a directory; give a directory of stores")
     check_not_above(place)
 
 
@@ -203,7 +203,7 @@ def _unnamed(directory: Path, word: str = "") -> list[Path]:
 
 
 def _scanned(store: Path) -> CaptureInfo | None:
-    """The `CaptureInfo` of a store; None if it was just removed, or is no capture. Raises ValueError if damaged."""
+    """The `CaptureInfo` of a store; None if it was just removed, or is not a capture. Raises ValueError if damaged."""
     try:
         return info_of(store)
     except NotACapture:
@@ -225,7 +225,7 @@ def _scanned_or_failed(store: Path) -> CaptureInfo | None:
 
 
 def info_of(store: Place) -> CaptureInfo:
-    """The `CaptureInfo` of a finished store. Raises ValueError for a damaged store, or a directory that is no store."""
+    """The `CaptureInfo` of a finished store. Raises ValueError if the store is damaged, or not a store."""
     attrs = read_attrs(store)
     return CaptureInfo(
         store=store,

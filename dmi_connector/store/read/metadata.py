@@ -170,7 +170,7 @@ def check_arrays(files: StoreFiles, attrs: dict[str, Any]) -> dict[str, dict[str
     names = [hook["array"] for hook in attrs["hooks"].values()]
     for name in names:
         if not isinstance(name, str):  # a forged value may not be hashable
-            raise ValueError(f"{files}: {name!r} is no name of an array")
+            raise ValueError(f"{files}: {name!r} is not the name of an array")
     extra = ["logits_positions"] if "logits" in names else []
     found = dict.fromkeys([*names, *schema.token_arrays(attrs), *extra])
     if not files.remote:
@@ -190,7 +190,7 @@ def read_array(files: StoreFiles, name: str) -> dict[str, Any]:
     Raises ValueError that names the array and the fault.
     """
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{files}: {name!r} is no name of an array")
+        raise ValueError(f"{files}: {name!r} is not the name of an array")
     where = f"{files}: the metadata of array {name!r}"
     try:
         raw = files.read(f"{name}/zarr.json")

@@ -36,7 +36,7 @@ class CaptureIncomplete(RuntimeError):
         super().__init__(
             f"capture {path} is incomplete: {reason or 'no reason given'};"
             f" missing rows: {missing or 'unknown'}."
-            " Open it with allow_incomplete=True to read what is there (missing rows read as zeros)"
+            " Open it with allow_incomplete=True to read it (missing rows read as zeros)"
         )
         self.path, self.reason, self.missing = str(path), reason, missing
 

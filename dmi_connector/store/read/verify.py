@@ -166,7 +166,7 @@ class _Check:
         for name, hook in attrs["hooks"].items():
             if hook["array"] != name:
                 if hook["array"] not in list(own):  # a list, because values of a forged store may not be hashable
-                    yield self.problem(name, f"its array {hook['array']!r} is no hook")
+                    yield self.problem(name, f"its array {hook['array']!r} is not a hook")
                 continue
             try:
                 array, reduced = self._open(attrs, name, hook), StoredReduction.of(hook, self.store)
@@ -253,7 +253,7 @@ class _Check:
             if len(values[name]) != length:
                 yield self.problem(name, f"it has {len(values[name])} values for {length} tokens")
             if document != schema.plain_document(dtype, length, "token"):
-                yield self.problem(name, "zarr.json is not that of a token array of this length")
+                yield self.problem(name, "zarr.json does not describe a token array of this length")
         positions = values.get("positions")
         if positions is None or len(positions) != length:
             return
@@ -289,5 +289,5 @@ class _Check:
                 raise ValueError(f"{plain} does not have {length} values")
             positions = json.loads(self.files.read(f"{plain}/zarr.json"))
             if positions != schema.plain_document("int32", length, "sample"):
-                raise ValueError(f"zarr.json of {plain} is not that of {length} samples")
+                raise ValueError(f"zarr.json of {plain} does not describe {length} samples")
         return HookArray.parse(self.files, name, document, complete=True)

@@ -44,7 +44,7 @@ def wait_for(final: Place, seconds: float, there: Callable[[Place], bool] | None
     """
     deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_S
     if isinstance(final, Path) and not final.absolute().parent.is_dir():
-        raise FileNotFoundError(f"capture {final} is not there, and neither is its directory; give the right path")
+        raise FileNotFoundError(f"capture {final} does not exist, and neither does its directory; correct the path")
     watch = None if isinstance(final, RemotePath) else Watch(final)
     if isinstance(final, RemotePath) and not _exists(final):
         check_bucket(final)
@@ -54,7 +54,7 @@ def wait_for(final: Place, seconds: float, there: Callable[[Place], bool] | None
             watch.check()
         left = deadline - time.monotonic()
         if not left > 0:  # also for NaN
-            raise TimeoutError(f"capture {final} was not there after {seconds:g} s: {_seen(final)}")
+            raise TimeoutError(f"capture {final} was not found after {seconds:g} s: {_seen(final)}")
         time.sleep(min(pause, left))
         pause = min(pause * 1.5, _LONGEST_PAUSE_S)
 
@@ -79,7 +79,7 @@ def _seen(final: Place) -> str:
         return "it is not in the bucket, or not uploaded in full"
     partial = _partial(final)
     if not partial.exists():
-        return "nothing of it exists yet"
+        return "it does not exist yet"
     if is_abandoned(partial):
         return f"its writers ended and left {partial.name}; dmi repair makes a store of what they wrote"
     return f"it is still being written as {partial.name}"
@@ -89,15 +89,15 @@ def _how_it_ended(final: Path, line: Mapping[str, Any]) -> str:
     """Why a capture gives no store, and what to do. line: its merged index line."""
     state, reason, partial = line.get("state"), line.get("reason"), _partial(final)
     if state == "failed" and partial.exists():
-        return f"failed: {reason}; mend that, then dmi repair makes a store of what {partial.name} holds"
+        return f"failed: {reason}; fix the cause, then dmi repair recovers the rows in {partial.name}"
     if state == "failed":
-        return f"failed: {reason}; nothing of it is left: mend that and capture it again"
+        return f"failed: {reason}; no rows are left: fix the cause, and capture it again"
     if state == "aborted":
-        return "was aborted, and nothing of it was kept; capture it again"
+        return "was aborted, and no rows were kept; capture it again"
     if state == "removed":
         return "was removed by dmi prune or retention; capture it again"
     if state == "unfinished":
-        return f"is not there: its writers ended and left {partial.name}; dmi repair makes a store of what they wrote"
+        return f"does not exist: its writers exited and left {partial.name}; dmi repair recovers what they wrote"
     return f"was removed from this machine after its upload; open {line.get('url')}"
 
 

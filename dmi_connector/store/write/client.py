@@ -218,7 +218,9 @@ class StoreClient:
         self._child.finish()
         ended = self._child.join(timeout)
         if not ended:
-            self._note(f"writing did not end within {timeout:g} s of the shutdown: dmi repair takes what is there")
+            self._note(
+                f"writing did not end within {timeout:g} s of the shutdown: dmi repair recovers what was written"
+            )
         self.ring.close()
         return ended and self._child.status == 0
 
@@ -291,7 +293,7 @@ class StoreClient:
             if finished_attrs(capture.path, names["request_id"], names["key"]) is None:
                 append_failed(capture.path, str(capture.reason), names)
         except OSError as error:
-            self._note(f"{capture.path} failed, and the index cannot say so: {error}")
+            self._note(f"{capture.path} failed, and the index does not record it: {error}")
 
     def _note(self, text: str) -> None:
         self._errors.append(text)

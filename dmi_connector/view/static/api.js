@@ -15,7 +15,7 @@ async function sent(url, signal) {
   if (response.ok) return response;
   const text = await response.text();
   let message = text;
-  try { message = JSON.parse(text).error; } catch { /* some errors are no JSON */ }
+  try { message = JSON.parse(text).error; } catch { /* some errors are not JSON */ }
   throw Object.assign(new Error(message), { status: response.status });
 }
 

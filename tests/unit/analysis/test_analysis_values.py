@@ -126,9 +126,9 @@ def test_the_tolerance_is_given_or_the_largest_of_the_two_dtypes(
 
 
 @pytest.mark.parametrize("tolerance", [-0.1, float("inf"), float("nan")])
-def test_a_tolerance_below_0_or_without_end_is_refused(tolerance: float, root: Path) -> None:
+def test_a_negative_or_infinite_tolerance_is_refused(tolerance: float, root: Path) -> None:
     with open_capture(root / "full/full.zarr") as a:
-        with pytest.raises(ValueError, match=rf"^tolerance: {tolerance} is not valid; give a number from 0 on"):
+        with pytest.raises(ValueError, match=rf"^tolerance: {tolerance} is not valid; give a number of at least 0"):
             diff(a, a, tolerance=tolerance)
         with pytest.raises(
             ValueError,
@@ -259,7 +259,7 @@ def test_a_table_of_parquet_has_the_tokens_and_a_null_key_where_there_is_none(ro
     ("contexts", "last", "dtype"),
     [(65535, 9, "<u2"), (65536, 9, "<u4"), (3, 65545, "<u2"), (3, 65546, "<u4"), (1 << 17, 1 << 17, "<u4")],
 )
-def test_locations_of_delphi_are_as_narrow_as_they_can_be(
+def test_locations_of_delphi_have_the_smallest_dtype(
     contexts: int, last: int, dtype: str, root: Path, tmp_path: Path
 ) -> None:
     """All files have the same dtype. A continued run reads the data of an earlier one."""
@@ -302,7 +302,7 @@ def test_features_of_specforge_are_named_and_shaped(full: Any, lossy: Any) -> No
     assert "no loss_spans" in str(error.value)
 
 
-def test_a_fit_replaces_no_file_and_leaves_no_part(tmp_path: Path) -> None:
+def test_a_fit_replaces_no_file_and_leaves_no_partial_file(tmp_path: Path) -> None:
     out = tmp_path / "a.safetensors"
     with new_file(out, "fit pca") as partial:
         assert partial.parent == tmp_path and not partial.exists() and not out.exists()
@@ -311,7 +311,7 @@ def test_a_fit_replaces_no_file_and_leaves_no_part(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match=rf"^{out} exists; give a new name$"), new_file(out, "fit pca"):
         pass
     there = tmp_path / "no/a"
-    says = rf"^fit pca: {there}: there is no directory {there.parent}; create it or give another -o$"
+    says = rf"^fit pca: {there}: the directory {there.parent} does not exist; create it, or give another -o$"
     with pytest.raises(FileNotFoundError, match=says), new_file(there, "fit pca"):
         pass
     with pytest.raises(RuntimeError), new_file(tmp_path / "b", "fit pca") as partial:
@@ -372,9 +372,9 @@ def test_figures_have_the_sizes_of_what_they_show(tmp_path: Path) -> None:
         canvas.layer_axis(panel, [f"L{i}" for i in range(count)], "layer")
         assert panel.get_yticks().tolist() == shown and panel.get_ylabel() == "layer", count
         assert [t.get_text() for t in panel.get_yticklabels()] == [f"L{i}" for i in shown]
-    with pytest.raises(ValueError, match=r"a\.pdf has another ending than \.png or \.svg; give one of these$"):
+    with pytest.raises(ValueError, match=r"a\.pdf has another extension than \.png or \.svg; give one of these$"):
         canvas.new_figure(1, 1, tmp_path / "a.pdf")
-    with pytest.raises(ValueError, match=r"there is no directory .*/no; create it or give another$"):
+    with pytest.raises(ValueError, match=r"the directory .*/no does not exist; create it, or give another$"):
         canvas.new_figure(1, 1, tmp_path / "no/a.png")
 
 

@@ -60,7 +60,7 @@ def test_the_share_of_the_largest_weights_is_counted(stores: list[Path], hook: s
     assert same.measures["attention"] == 1
 
 
-def test_where_attention_cannot_be_computed_it_is_not_measured(
+def test_attention_that_cannot_be_computed_is_not_measured(
     stores: list[Path], oracle: Callable[..., Oracle], tmp_path: Path
 ) -> None:
     assert AttentionOverlap.of(stores, "v", 1) is None

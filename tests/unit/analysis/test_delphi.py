@@ -118,7 +118,7 @@ def test_rows_are_normalised_as_the_encoder_was_trained(save: Save) -> None:
     assert len(digests) == 3
 
 
-def test_what_an_encoder_cannot_do_is_named(save: Save, tmp_path: Path) -> None:
+def test_unsupported_encoders_and_rows_are_refused_with_the_reason(save: Save, tmp_path: Path) -> None:
     for config, words in (
         ({"architecture": "temporal"}, "architecture 'temporal'"),
         ({"normalize_activations": "expected_average_only_in"}, "normalize_activations 'expected_average_only_in'"),
@@ -136,9 +136,9 @@ def test_what_an_encoder_cannot_do_is_named(save: Save, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds 2 safetensors files"):
         SparseEncoder.load(folder)
     (folder / "cfg.json").unlink()
-    with pytest.raises(ValueError, match=r"cfg\.json is not there"):
+    with pytest.raises(ValueError, match=r"cfg\.json does not exist"):
         SparseEncoder.load(folder / "sae_weights.safetensors")
-    with pytest.raises(ValueError, match="nowhere is not there"):
+    with pytest.raises(ValueError, match="nowhere does not exist"):
         SparseEncoder.load(tmp_path / "nowhere")
 
 
@@ -225,7 +225,7 @@ def test_rows_of_a_hook_without_another_name_have_its_number(tmp_path: Path) -> 
     assert np.array_equal(rows[0].read(0, 1), rows[1].read(0, 1))
 
 
-def test_a_killed_run_goes_on_without_its_last_entries(
+def test_a_killed_run_continues_without_its_last_entries(
     stores: Path, tmp_path: Path, save: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, out = save(), tmp_path / "latents"
@@ -279,7 +279,7 @@ def test_files_begin_and_end_where_delphis_do(latents: int, edges: list[int]) ->
     assert [first for first, _ in bounds] == edges[:-1] and [last + 1 for _, last in bounds] == edges[1:]
 
 
-def test_of_many_files_the_middle_ones_begin_where_delphis_do() -> None:
+def test_splits_begin_at_the_same_latents_as_delphis() -> None:
     """torch.linspace(0, 24576, 124).long()[[40, 41, 42]] and torch.linspace(0, 100, 91).long()[[44, 45, 46]]."""
     assert [delphi._bounds(24576, 123)[i][0] for i in (40, 41, 42)] == [7992, 8191, 8391]
     assert [delphi._bounds(100, 90)[i][0] for i in (44, 45, 46)] == [48, 49, 51]
@@ -335,7 +335,7 @@ def test_configs_that_mean_something_else_are_refused(save: Save, config: dict[s
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_config_that_is_no_object_is_named(save: Save, text: str) -> None:
+def test_a_config_that_is_not_an_object_is_named(save: Save, text: str) -> None:
     config = save() / "cfg.json"
     config.write_text(text)
     with pytest.raises(ValueError, match=r"cfg\.json"):

@@ -116,7 +116,7 @@ def test_the_first_difference_is_that_of_the_forward(write: Write, capsys: pytes
 
 
 @pytest.mark.parametrize("hook", ["topk_ids", "indexer_topk"])
-def test_whole_numbers_differ_by_their_share_and_choices_have_no_order(hook: str, tmp_path: Path) -> None:
+def test_integers_differ_by_their_share_and_choices_have_no_order(hook: str, tmp_path: Path) -> None:
     ids = np.arange(2 * ROWS * 4, dtype=np.int32).reshape(2, ROWS, 4)
     other = ids[..., ::-1].copy()
     other[1, 3, 0] = other[0, 6, 2] = 10_000
@@ -180,7 +180,7 @@ def test_rows_of_other_widths_are_not_compared_and_stores_need_no_dtype(tmp_path
     assert [hook.name for hook in found.hooks] == ["q@0"]
 
 
-def test_rows_behind_another_token_and_missing_rows_are_not_compared(write: Write) -> None:
+def test_rows_after_a_different_token_and_missing_rows_are_not_compared(write: Write) -> None:
     other = IDS.copy()
     other[8] = 90
 
@@ -195,7 +195,7 @@ def test_rows_behind_another_token_and_missing_rows_are_not_compared(write: Writ
         both(write("c"), write("d", ids=IDS + 1))
 
 
-def test_a_value_that_is_finite_in_one_alone_differs(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_that_is_finite_in_only_one_capture_differs(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     def change(values: dict[str, np.ndarray]) -> None:
         values["resid_pre"][0, 3, 0] = np.nan
 
@@ -208,7 +208,7 @@ def test_a_value_that_is_finite_in_one_alone_differs(write: Write, capsys: pytes
     assert printed["first"]["hook"] == "resid_pre" and printed["first"]["worst"] is None
 
 
-def test_hooks_of_one_alone_are_named(write: Write) -> None:
+def test_hooks_of_only_one_capture_are_named(write: Write) -> None:
     few = [ARRAYS[0], ArraySpec("mlp_out", "float32", (1,), WIDTH)]
 
     def change(values: dict[str, np.ndarray]) -> None:
@@ -292,7 +292,7 @@ def test_captures_that_begin_later_are_paired_by_the_prompt_tokens_that_they_hav
     assert names == {("later", "later")} and alone == 2
 
 
-def test_unknown_tokens_of_a_salvaged_store_are_no_other_tokens(write: Write) -> None:
+def test_unknown_tokens_of_a_salvaged_store_are_not_a_difference(write: Write) -> None:
     ids = IDS + 1
     lost = [Loss.of(Cause.TOKEN_IDS_UNKNOWN), Loss(Cause.FELL_BEHIND, rows=((4, 6),))]
     whole, salvaged = (

@@ -80,7 +80,7 @@ def test_concepts_are_those_of_the_most_frequent_tokens_or_of_labels(stores: lis
 
 
 @pytest.mark.parametrize("by", ["tokens", "labels"])
-def test_scores_of_concepts_are_kept_by_what_keeps_the_rows(stores: list[Path], by: str) -> None:
+def test_scores_of_concepts_are_kept_by_accurate_reductions(stores: list[Path], by: str) -> None:
     chosen = "tokens" if by == "tokens" else {("store", f"{n}.zarr"): bool(n % 2) for n in range(STORES)}
     assert measured(stores, "round(23)", labels=chosen)["concepts"] > 0.9999
     assert measured(stores, "int8(16)", labels=chosen)["concepts"] > 0.99
@@ -195,7 +195,7 @@ def test_the_mean_magnitude_of_neurons_is_ranked(stores: list[Path]) -> None:
     assert measured(stores, "round(23)")["importance"] == 1
 
 
-def test_what_is_below_a_bar_is_named() -> None:
+def test_measures_below_a_bar_are_named() -> None:
     measures = {"pairs": 0.95, "probes": 0.9499, "error": 0.5, "lens_kl": 3.0, "importance": math.nan}
     assert below(measures, 0.95) == ["probes", "importance"]
 

@@ -233,7 +233,7 @@ def test_another_choice_of_layers_does_not_replace_a_file(stores: Path, tmp_path
 
 
 @pytest.mark.parametrize("to", ["safetensors", "zip"])
-def test_what_is_named_decides_between_a_file_and_a_directory(
+def test_the_given_path_decides_between_a_file_and_a_directory(
     stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     """Selecting one store of a directory with --key does not name a file."""
@@ -252,7 +252,7 @@ def test_what_is_named_decides_between_a_file_and_a_directory(
     assert "needs -o DIR" in run(stores, "--key", "3", "--to", to)[2]
 
 
-def test_a_run_goes_on_where_the_last_one_was_killed(stores: Path, tmp_path: Path, run: Run) -> None:
+def test_a_run_continues_where_the_last_one_was_killed(stores: Path, tmp_path: Path, run: Run) -> None:
     """A killed process leaves an incomplete file under another name."""
     flags, out = [stores, "--to", "speculators", "-o", tmp_path / "hs"], tmp_path / "hs"
     code = f"""
@@ -280,7 +280,7 @@ main(["export", {str(stores)!r}, "--to", "speculators", "-o", {str(out)!r}])
     assert run(*flags)[1] == f"{out}: 0 written, 3 were there\n"
 
 
-def test_a_run_that_fails_leaves_no_part_of_a_file(
+def test_a_run_that_fails_leaves_no_partial_file(
     stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> np.ndarray:
@@ -299,7 +299,7 @@ def test_a_run_that_wrote_no_file_does_not_fix_the_options(stores: Path, tmp_pat
     assert "was written with" in run(*flags, "--layers", "2")[2]
 
 
-def test_the_note_is_there_before_the_first_file(
+def test_the_note_is_written_before_the_first_file(
     stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, replace, named = tmp_path / "hs", os.replace, []
@@ -339,7 +339,7 @@ def test_files_named_like_stores_are_written_in_any_order(stores: Path, tmp_path
     ("to", "name"),
     [("speculators", "hs_1.safetensors"), ("numpy", "b.npz"), ("webdataset", "shard-000007.tar")],
 )
-def test_files_of_other_programs_are_not_taken_for_files_of_an_export(
+def test_files_of_other_programs_are_not_mistaken_for_files_of_an_export(
     stores: Path, tmp_path: Path, run: Run, to: str, name: str
 ) -> None:
     """Such a file may be the hidden states that vLLM's own connector wrote for speculators."""
@@ -370,7 +370,7 @@ def test_a_store_that_is_named_twice_is_exported_once(stores: Path, tmp_path: Pa
     assert run(stores, stores / "b.zarr", "--to", "speculators", "-o", tmp_path)[1].endswith("3 written\n")
 
 
-def test_stores_that_are_gone_keep_their_numbers(stores: Path, tmp_path: Path, run: Run) -> None:
+def test_removed_stores_keep_their_numbers(stores: Path, tmp_path: Path, run: Run) -> None:
     flags = ["--to", "speculators", "--number-by", "key", "-o", tmp_path / "hs"]
     assert run(stores / "a.zarr", *flags)[1].endswith("1 written\n")
     assert run(stores / "b.zarr", *flags)[1].endswith("1 written\n")
@@ -404,7 +404,7 @@ def test_mistakes_are_named(
     assert (status, out) == (2, "") and words in err, err
 
 
-def test_stores_of_two_models_are_no_set(tmp_path: Path, run: Run) -> None:
+def test_stores_of_two_models_are_refused(tmp_path: Path, run: Run) -> None:
     owner = kit.Store(1 << 22)
     (tmp_path / "stores").mkdir()
     for name in ("m0", "m1"):
@@ -423,7 +423,7 @@ def test_stores_of_two_models_are_no_set(tmp_path: Path, run: Run) -> None:
     assert status == 0 and [path.name for path in (tmp_path / "one").glob("*.zip")] == ["m0.zip"]
 
 
-def test_keys_that_are_no_numbers_are_named(stores: Path, tmp_path: Path, run: Run) -> None:
+def test_keys_that_are_not_numbers_are_named(stores: Path, tmp_path: Path, run: Run) -> None:
     owner = kit.Store(1 << 20)
     for name, key in (("a", "7"), ("b", "7"), ("c", "x")):
         owner.write(tmp_path / f"{name}.zarr", SPECS, 5, attrs={"num_layers": 3}, key=key)
@@ -451,7 +451,7 @@ def test_stores_that_lack_rows_are_refused_by_name_and_left_out_of_directories(t
     assert status == 2 and "all 1 captures lack rows (dmi ls says which)" in err
     assert main(["fidelity", str(tmp_path / "b.zarr")]) == 2
     assert [info.store.name for info in captures_of([tmp_path]).infos] == ["a.zarr"]
-    with pytest.raises(ValueError, match="is no directory"):
+    with pytest.raises(ValueError, match="is not a directory"):
         captures_of([tmp_path / "nowhere"])
 
 
@@ -461,7 +461,7 @@ def test_each_option_of_a_format_has_a_flag() -> None:
     assert set(FLAGS) == {option for target in TARGETS.values() for option in target.options}
 
 
-def test_a_terminal_sees_how_many_stores_are_done(
+def test_a_terminal_shows_the_number_of_finished_stores(
     stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -471,9 +471,7 @@ def test_a_terminal_sees_how_many_stores_are_done(
     assert err.endswith("\r256/300 rows exported\r300/300 rows exported\n")
 
 
-def test_a_terminal_sees_how_much_of_a_zip_file_is_written(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_shows_the_progress_of_a_zip_file(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = kit.Store(1 << 24)
     spec = ArraySpec("resid_pre", "bfloat16", (0,), 2048)
     owner.write(tmp_path / "a.zarr", [spec], 1200, attrs={"num_layers": 1}, codec="none", segment=256)
@@ -485,7 +483,7 @@ def test_a_terminal_sees_how_much_of_a_zip_file_is_written(
 
 
 @pytest.mark.parametrize("to", ["zip", "speculators"])
-def test_a_log_sees_a_line_now_and_then(
+def test_a_log_gets_a_line_of_progress_at_intervals(
     stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     clock = iter(range(0, 1000, 6))  # 6 seconds per store
@@ -505,7 +503,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("to", SETTINGS)
-def test_a_run_and_the_one_after_it_say_what_they_did(stores: Path, tmp_path: Path, to: str) -> None:
+def test_a_run_and_the_next_one_print_what_they_did(stores: Path, tmp_path: Path, to: str) -> None:
     """Compares files, notes, progress and the settings that a later run must match with data/exports.json."""
     captures, out = captures_of([str(stores)]), tmp_path / "out"
     said = []

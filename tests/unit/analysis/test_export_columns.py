@@ -197,7 +197,7 @@ def test_nothing_is_written_into_a_store(
     ("hook", "words"),
     [("resid_pre", "name one, as in 'resid_pre@0'"), ("logits", "a row for each sampled token"), ("z@0", "z")],
 )
-def test_hooks_that_are_no_column_are_refused(
+def test_hooks_that_are_not_columns_are_refused(
     stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str, hook: str, words: str
 ) -> None:
     assert main(["export", str(stores), "--to", to, "--hook", hook, "-o", str(tmp_path / "out")]) == 2

@@ -89,12 +89,12 @@ def test_order_says_that_it_is_not_the_row(captures: Path, run: Run) -> None:
     assert run("order")[1].endswith("3 were there\n"), "file N must be of row N"
 
 
-def test_keys_of_a_run_are_told_from_other_keys(run: Run) -> None:
+def test_keys_of_a_run_are_distinguished_from_other_keys(run: Run) -> None:
     status, _, error = run("key")
     assert status == 2 and "is from dmi run; use --number-by row" in error and "order" not in error
 
 
-def test_what_has_no_row_is_named(captures: Path, run: Run) -> None:
+def test_an_unusable_number_of_a_store_is_refused_with_the_fix(captures: Path, run: Run) -> None:
     change(captures, 2, id="doc-2")
     assert "the id 'doc-2' of" in (error := run("id")[2]) and "use --number-by row" in error
     change(captures, 2, row=4)

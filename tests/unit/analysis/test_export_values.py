@@ -94,7 +94,7 @@ def test_an_export_counts_what_it_writes_keeps_and_leaves_out(tmp_path: Path) ->
     assert stores.opened[6:] == [1, 2, 3, 4, 5] and len(told) == 6
 
 
-def test_stores_that_are_kept_are_noted_and_told(tmp_path: Path) -> None:
+def test_stores_that_are_kept_are_recorded_and_printed(tmp_path: Path) -> None:
     done, _ = export(Stores("a", "b", "c"), tmp_path, FiniteCheck("keep"), {"b": "nan"})
     assert done == Done(tmp_path, 3, 0, warnings=(f"1 kept: {WHAT}",))
     noted = json.loads((tmp_path / NOTE).read_text())
@@ -122,7 +122,7 @@ def test_an_export_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
     assert none == Done(tmp_path / "none", 0, 0) and told == []
 
 
-def test_a_file_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
+def test_a_file_gets_its_name_when_it_is_complete(tmp_path: Path) -> None:
     with whole(tmp_path / "deep/x.zip") as partial:
         partial.write_text("x")
         assert partial == tmp_path / "deep/x.zip.partial" and not (tmp_path / "deep/x.zip").exists()
@@ -135,7 +135,7 @@ def test_a_file_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["x.zip"]
 
 
-def test_no_export_goes_into_a_store_or_under_a_file(tmp_path: Path) -> None:
+def test_exports_into_a_store_or_below_a_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.zarr").mkdir()
     (tmp_path / "a.zarr/zarr.json").touch()
     for path in (tmp_path / "a.zarr", tmp_path / "a.zarr/deep/out"):
@@ -170,7 +170,7 @@ def test_one_store_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         zip_module.export_file(stores, tmp_path / "x.zip", print, "finite")  # type: ignore[arg-type]
 
 
-def test_ids_have_a_margin_and_a_gap_and_begin_a_line_where_they_do_not_fit() -> None:
+def test_ids_have_a_margin_and_a_gap_and_begin_a_line_if_they_do_not_fit() -> None:
     from dmi_connector.analysis.pictures.text_layout import _ID_GAP as GAP
     from dmi_connector.analysis.pictures.text_layout import _ID_PAD as PAD
 

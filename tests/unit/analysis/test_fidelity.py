@@ -75,7 +75,7 @@ def test_a_fitted_basis_finds_the_directions_of_the_rows(basis: Path) -> None:
         np.testing.assert_allclose(part.std, 0.7 ** np.arange(RANK), rtol=0.15)
 
 
-def test_groups_have_bases_of_their_own(stores: list[Path], tmp_path: Path) -> None:
+def test_each_group_has_its_own_basis(stores: list[Path], tmp_path: Path) -> None:
     """All groups have the same few directions, so a basis per group keeps as much as one for all groups."""
     out = tmp_path / "heads.safetensors"
     words = ["--hook", "resid_mid", "--rank", "8", "--group", "24", "-o", str(out)]
@@ -121,7 +121,9 @@ def test_a_basis_is_not_overwritten(stores: list[Path], basis: Path, capsys: pyt
     assert "exists; give a new name" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "why"), [("nowhere/b.st", "there is no directory"), ("x" * 255, "cannot be written")])
+@pytest.mark.parametrize(
+    ("name", "why"), [("nowhere/b.st", "does not exist; create it"), ("x" * 255, "cannot be written")]
+)
 def test_a_place_that_cannot_be_written_is_named_before_the_fit(
     stores: list[Path],
     tmp_path: Path,
@@ -185,7 +187,7 @@ def test_a_fit_reads_each_row_once(stores: list[Path], monkeypatch: pytest.Monke
     np.testing.assert_array_equal(np.concatenate(blocks), np.concatenate(held))
 
 
-def test_whole_numbers_are_no_hook_to_reduce(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_integer_hooks_cannot_be_reduced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store, experts = kit.Store(1 << 20), ArraySpec("topk_ids", "int32", (0, 1), 4)
     store.write(tmp_path / "a.zarr", [experts, FINAL], 20)
     assert store.shutdown(kit.PATIENCE)
@@ -243,7 +245,7 @@ def test_dmi_fidelity_prints_a_table_or_json(stores: list[Path], capsys: pytest.
     assert main(command) == 0
     table = capsys.readouterr().out
     assert table.startswith("| hook | width | reduction | size | cosine least |")
-    assert table.count("| resid_mid | 96 |") == 2 and "- cosine least: least cosine between a row" in table
+    assert table.count("| resid_mid | 96 |") == 2 and "- cosine least: lowest cosine between a row" in table
     assert main([*command, "--layer", "1", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert [(one["layer"], one["reduction"]) for one in listed] == [(1, "int8"), (1, "fp8")]
@@ -275,7 +277,7 @@ def test_stores_without_rows_are_left_out_or_named(
     assert caplog.messages == [f"fidelity: {empty} holds no rows; it is left out"]
 
 
-def test_fidelity_asks_every_store_for_its_model_and_for_whole_rows(
+def test_fidelity_checks_the_model_and_the_rows_of_every_store(
     stores: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     owner, other, reduced = kit.Store(4 << 20), tmp_path / "other.zarr", tmp_path / "reduced.zarr"
@@ -284,7 +286,7 @@ def test_fidelity_asks_every_store_for_its_model_and_for_whole_rows(
     owner.write(reduced, [ArraySpec("resid_mid", "uint8", (0, 1), WIDTH + 4, reduce=settings)], TOKENS)
     assert owner.shutdown(kit.PATIENCE)
     for store, said in (
-        (other, f"{other} is of the model another, {stores[0]} of tiny: their rows do not belong together; name one"),
+        (other, f"{other} is of the model another, {stores[0]} of tiny: their rows cannot be mixed; name one"),
         (reduced, f"fidelity: resid_mid of {reduced} is stored reduced; give stores that hold it in full, or name"),
     ):
         assert main(["fidelity", str(stores[0]), str(store), "--hooks", "resid_mid", "--reduce", "int8"]) == 2
@@ -321,8 +323,11 @@ def test_fidelity_counts_negative_layers_from_the_last(stores: list[Path], tmp_p
         (["--layer", "99"], "--layer 99 of resid_mid is not in {store}; it has 0, 1"),
         (["--layer", "1", "--layer", "-3"], "--layer -3 of resid_mid is not in {store}; it has 0, 1"),
         (["--reduce", "rp(9999)"], "(reduce: rp(9999) is wider than the 96 values of a row; give a smaller k)"),
-        (["--reduce", "none"], "no reduction can be measured ('none' is no reduction); give another --reduce"),
-        (["--reduce", "none", "--reduce", "topk(97)"], "no reduction; reduce: topk(97) keeps more than the 96 values"),
+        (["--reduce", "none"], "no reduction can be measured ('none' is not a reduction); give another --reduce"),
+        (
+            ["--reduce", "none", "--reduce", "topk(97)"],
+            "not a reduction; reduce: topk(97) keeps more than the 96 values",
+        ),
     ],
 )
 def test_fidelity_says_why_nothing_is_measured(
@@ -336,7 +341,7 @@ def test_fidelity_says_why_nothing_is_measured(
 @pytest.mark.parametrize("name", ["../../elsewhere", "/etc/passwd", "", "A" * 64, "0" * 63])
 def test_a_store_can_name_its_basis_only_by_its_sha256(tmp_path: Path, basis: Path, name: str) -> None:
     (tmp_path / "bases").mkdir()
-    with pytest.raises(ValueError, match="which is no SHA-256"):
+    with pytest.raises(ValueError, match="which is not a SHA-256"):
         find_fitted(Basis, name, tmp_path / "a.zarr")
     with pytest.raises(ValueError, match="holds another basis file"):
         find_fitted(Basis, "0" * 64, tmp_path / "a.zarr", basis)

@@ -72,7 +72,7 @@ def test_an_autoencoder_takes_the_same_rows_of_both_in_one_order(monkeypatch: py
         np.testing.assert_array_equal(one, all_of[chosen])
 
 
-def test_what_decoding_leaves_is_a_share_of_the_variance_of_normalised_rows() -> None:
+def test_unexplained_is_the_fraction_of_the_variance_of_normalised_rows() -> None:
     rows, bias = np.array([[1, 2], [3, 6], [5, 1]], "f4"), np.array([0.5, 0], "f4")
     encoder: Any = SimpleNamespace(encode=lambda x: x[:, :1] * 2, normed=lambda x: x * 10)
     found = Autoencoder("q", 0, encoder, (np.array([[1, 3]], "f4"), bias)).unexplained(rows, rows + 1)
@@ -96,7 +96,7 @@ def test_what_decoding_leaves_is_a_share_of_the_variance_of_normalised_rows() ->
         ("nothing", 2, 4, "nothing and layer 2; name a hook"),
     ],
 )
-def test_an_autoencoder_is_of_one_place(hook: str, layer: int | None, layers: int, place: Any) -> None:
+def test_an_autoencoder_has_one_hook_and_layer(hook: str, layer: int | None, layers: int, place: Any) -> None:
     one = Autoencoder(hook, layer, ENCODER, None)
     if isinstance(place, tuple):
         assert one.place(layers) == place
@@ -128,10 +128,10 @@ def test_lines_of_labels_have_numbers(text: str, lines: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("line", "why"), [("{", "Expecting"), ("7", "'int' object is not"), ("[1]", "cannot convert")])
-def test_a_line_that_is_no_object_is_named(line: str, why: str, tmp_path: Path) -> None:
+def test_a_line_that_is_not_an_object_is_named(line: str, why: str, tmp_path: Path) -> None:
     file = tmp_path / "labels"
     file.write_text(f'{{"key": "a"}}\n{line}\n')
-    with pytest.raises(ValueError, match=rf"^--labels {file}: line 2 is no JSON object \(.*{why}") as caught:
+    with pytest.raises(ValueError, match=rf"^--labels {file}: line 2 is not a JSON object \(.*{why}") as caught:
         list(_lines(file))
     assert isinstance(caught.value.__cause__, ValueError | TypeError)
 
@@ -312,7 +312,7 @@ def test_the_worst_layer_is_the_largest_error_and_the_least_share() -> None:
     assert _worst("lens_top", [0.3, 0.1, 0.2]) == 0.1 and math.isnan(_worst("lens_top", [math.nan, 0.1]))
 
 
-def test_what_is_measured_and_what_fits() -> None:
+def test_hooks_and_layers_to_measure() -> None:
     layers: Any = {"q": [0, 2], "resid_final": [None]}
     for place, wanted, found in (
         (("q", 2), None, True),
@@ -377,7 +377,7 @@ def test_the_lens_of_restored_rows_is_compared_on_some_rows(block: int, monkeypa
     }
 
 
-def test_only_what_can_be_measured_is() -> None:
+def test_only_measures_that_can_be_computed_are_given() -> None:
     """Scores of concepts do not need full rows. All other measures do."""
     seen: list[Any] = []
 
@@ -397,7 +397,7 @@ def test_only_what_can_be_measured_is() -> None:
     assert Downstream(rows, concepts, None).measures(rows, None) == {"concepts": pytest.approx(1)}
 
 
-def test_probes_that_tell_nothing_apart_have_no_correlation() -> None:
+def test_constant_probe_scores_have_no_correlation() -> None:
     """Here, all rows belong to one token. With two tokens, an exact reduction has the correlation 1."""
     rows = np.random.default_rng(0).standard_normal((6, 4)).astype("f4")
     one = ReducedRows(rows, rows, rows, np.zeros(6, "i4"), 0, "float32")

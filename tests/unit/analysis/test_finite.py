@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that are not finite: every way from stores to training code counts and names them."""
+"""Values that are not finite: each export and each kind of batch counts these rows and names their stores."""
 
 from __future__ import annotations
 
@@ -50,12 +50,14 @@ FLAGS: dict[str, list[str]] = {
     "webdataset": ["--hook", "resid_pre@1", "--shard-size", "1"],
 }
 FORMATS = [name for name in TARGETS if name != "saelens"]
-"""saelens needs datasets: tests/types/test_sae_lens.py."""
+"""Formats that are tested here. saelens needs datasets: tests/types/test_sae_lens.py."""
 Run = Callable[..., tuple[int, str, str]]
 
 
 def values(number: int, bad: dict[str, tuple[int, float]] | None = None) -> kit.Values:
-    """Finite values. bad: hook -> (row, value): that value is in the last element of all rows from this row on."""
+    """Finite values, except `bad`: {hook: (row, value)} puts the value into the last element of all rows from this row
+    on.
+    """
     rng = np.random.default_rng(number)
     found: kit.Values = {}
     for spec in SPECS:
@@ -81,7 +83,7 @@ BAD: dict[str, dict[str, tuple[int, float]]] = {
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """DIR/KIND/a.zarr and c.zarr are finite, b.zarr is not from row 21 on: the last 39 of 60 rows."""
+    """Stores DIR/KIND/a.zarr, b.zarr and c.zarr of 60 rows. In b.zarr, rows from row 21 on are not finite."""
     root, owner = tmp_path_factory.mktemp("finite"), kit.Store(1 << 22)
     for kind, bad in BAD.items():
         for number, name in enumerate("abc"):
@@ -96,7 +98,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sae(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An encoder of which latent 0 is the last value of a row, and latent 1 the first."""
+    """An encoder with two latents: latent 0 is the last value of a row, and latent 1 the first."""
     folder = tmp_path_factory.mktemp("sae")
     encoder = np.zeros((WIDTH, 2), np.float32)
     encoder[-1, 0] = encoder[0, 1] = 1
@@ -172,14 +174,14 @@ def test_another_policy_is_refused() -> None:
 # ---- exports ------------------------------------------------------------------------------------------------
 
 
-def test_every_format_is_here() -> None:
+def test_the_formats_have_these_defaults() -> None:
     assert {target.finite for target in TARGETS.values()} == {"skip", "keep"}
     assert [target.name for target in TARGETS.values() if target.finite == "keep"] == ["zip"]
 
 
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("kind", list(BAD))
-def test_every_export_names_them_and_leaves_them_out(
+def test_every_export_names_the_store_and_leaves_its_rows_out(
     stores: Path, tmp_path: Path, run: Run, kind: str, to: str
 ) -> None:
     out = tmp_path / "out"
@@ -188,10 +190,10 @@ def test_every_export_names_them_and_leaves_them_out(
         out = tmp_path / "skipped"
     flags = ["--finite", "skip"] if to == "zip" else []
     bad = stores / kind / "b.zarr"
-    for _ in range(2):  # the second run has nothing to do, and says the same
+    for _ in range(2):  # the second run has nothing to do, and prints the same
         status, text, err = run(to, stores / kind, *flags, "-o", out)
         assert status == 3 and err == f"dmi: {bad}: row {FROM} holds values that are not finite\n", err
-        # Contexts of 10 rows: 18 of three stores, of which rows 81 to 119 are not finite.
+        # 18 contexts of 10 rows, from three stores; rows 81 to 119 are not finite
         left = "4 contexts" if to == "delphi" else "1"
         assert text.endswith(f"{left} left out: values that are not finite\n"), text
         found = written(to, out)
@@ -209,10 +211,10 @@ def test_every_export_names_them_and_leaves_them_out(
         assert latents["locations"].tolist() == want.tolist(), "contexts are numbered without those left out"
 
 
-def test_a_killed_export_of_shards_forgets_none(
+def test_a_killed_export_of_shards_remembers_stores_that_are_not_finite(
     stores: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The note names them before the shard without them has its name."""
+    """The note is written before the shard without these stores is renamed."""
     flags = [stores / "nan", "--shard-size", "1G", "-o", tmp_path]
     with monkeypatch.context() as patch, pytest.raises(BaseException, match="killed"):
         patch.setattr(webdataset, "note_not_finite", lambda *_args: pytest.fail("killed"))
@@ -223,9 +225,7 @@ def test_a_killed_export_of_shards_forgets_none(
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_they_are_kept_or_end_the_export_where_that_is_asked_for(
-    stores: Path, tmp_path: Path, run: Run, to: str
-) -> None:
+def test_policies_keep_and_fail_apply_to_every_format(stores: Path, tmp_path: Path, run: Run, to: str) -> None:
     bad = stores / "nan/b.zarr"
     status, text, err = run(to, stores / "nan", "--finite", "fail", "-o", tmp_path / "fail")
     assert (status, text) == (3, ""), text
@@ -233,20 +233,22 @@ def test_they_are_kept_or_end_the_export_where_that_is_asked_for(
         err == f"dmi: {bad}: row {FROM} holds values that are not finite; leave the store out, or give --finite keep\n"
     )
     assert finite(written(to, tmp_path / "fail"))
-    assert run(to, stores / "nan", "--finite", "skip", "-o", tmp_path / "fail")[0] == 3, "what failed goes on"
+    assert run(to, stores / "nan", "--finite", "skip", "-o", tmp_path / "fail")[0] == 3, (
+        "the failed export must continue"
+    )
     for _ in range(2):
         status, text, err = run(to, stores / "nan", "--finite", "keep", "-o", tmp_path / "keep")
         assert status == 3 and err == f"dmi: {bad}: row {FROM} holds values that are not finite\n", err
         assert "kept: values that are not finite" in text, text
     found = written(to, tmp_path / "keep")
-    assert to in ("routed-experts", "delphi") or not finite(found), "ids of experts are whole numbers"
+    assert to in ("routed-experts", "delphi") or not finite(found), "ids of experts are integers"
     assert len(found) == (1 if to == "delphi" else 3)
     if to != "zip":
         assert "was written with" in run(to, stores / "nan", "-o", tmp_path / "keep")[2], "no set of both"
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_finite_stores_end_with_0_and_nothing_left_gives_no_file(
+def test_finite_stores_exit_with_0_and_no_file_is_written_without_rows(
     stores: Path, tmp_path: Path, run: Run, to: str
 ) -> None:
     status, text, err = run(to, stores / "nan/a.zarr", "-o", f"{tmp_path}/sound/")
@@ -260,14 +262,14 @@ def test_finite_stores_end_with_0_and_nothing_left_gives_no_file(
 
 
 @pytest.mark.parametrize("to", ["safetensors", "zip"])
-def test_one_file_is_not_written_or_kept(stores: Path, tmp_path: Path, run: Run, to: str) -> None:
+def test_a_single_file_is_not_written_or_is_written_with_keep(stores: Path, tmp_path: Path, run: Run, to: str) -> None:
     bad, out = stores / "inf/b.zarr", tmp_path / "one"
     assert run(to, bad, "--finite", "skip", "-o", out)[0] == 3 and not list(tmp_path.iterdir())
     assert run(to, bad, "--finite", "keep", "-o", out)[:2][0] == 3 and out.exists()
 
 
-def test_activations_that_float16_cannot_hold_count(stores: Path, tmp_path: Path, run: Run) -> None:
-    """1e6 is finite in the store, and infinite in the file of Delphi."""
+def test_activations_beyond_the_range_of_float16_count(stores: Path, tmp_path: Path, run: Run) -> None:
+    """1e6 is finite in the store, and becomes infinite in Delphi's float16."""
     for to in ("safetensors", "zip"):
         assert run(to, stores / "large", "-o", tmp_path / to)[0] == 0
     status, text, err = run("delphi", stores / "large", "-o", tmp_path / "delphi")
@@ -293,7 +295,7 @@ def test_latents_are_the_same_in_one_step_or_many(
 def test_contexts_come_with_their_own_tokens(
     stores: Path, monkeypatch: pytest.MonkeyPatch, step: int, first: int, stop: int
 ) -> None:
-    """SAELens' data set is made of these."""
+    """The export for SAELens uses this class."""
     monkeypatch.setattr(PackedRows, "step", step)
     captures = open_captures(stores / "nan")
     every = captures.rows("resid_pre", 1)[:].reshape(18, 10, WIDTH)
@@ -308,14 +310,14 @@ def test_contexts_come_with_their_own_tokens(
         assert check.rows == {str(stores / "nan/b.zarr"): 39} and check.first == {str(stores / "nan/b.zarr"): FROM}
 
 
-def test_the_note_of_a_directory_names_them(stores: Path, tmp_path: Path, run: Run) -> None:
+def test_the_note_of_a_directory_names_the_stores(stores: Path, tmp_path: Path, run: Run) -> None:
     run("speculators", stores / "nan", "--finite", "keep", "-o", tmp_path)
     noted = json.loads((tmp_path / NOTE).read_text())
     assert noted["not_finite"] == {str(stores / "nan/b.zarr"): FROM}
 
 
 @pytest.mark.parametrize("hook", ["router_logits", "topk_weights"])
-def test_routing_is_checked_by_each_hook_behind_it(tmp_path: Path, run: Run, hook: str) -> None:
+def test_routing_is_checked_by_each_hook_that_determines_it(tmp_path: Path, run: Run, hook: str) -> None:
     owner = kit.Store(1 << 22)
     for name, bad in (("a", {}), ("b", {hook: (FROM, np.inf)})):
         owner.write(tmp_path / f"in/{name}.zarr", SPECS, LENGTH, 4, values(0, bad), attrs=ATTRS)
@@ -335,7 +337,7 @@ def test_zip_and_verify_agree_on_each_hook(tmp_path: Path, run: Run) -> None:
     assert len(found) == 6 and all(not any(p.damage for p in verify_store(store)) for store in found)
     for store in found:
         assert verify_store(store), store
-        # A row of logits is that of the token at its position.
+        # row i of logits belongs to the token at logits_positions[i]
         row = int(open_capture(store).logits_positions[3]) if store.stem == "logits" else 3
         said = f"dmi: {store}: row {row} holds values that are not finite\n"
         assert run("zip", store, "-o", f"{store}.zip")[::2] == (3, said)
@@ -362,12 +364,12 @@ def test_batches_leave_rows_out_and_count_them(stores: Path, kind: str, workers:
     rows = open_captures(stores / kind).rows("resid_pre", 1)[:]
     given = {tuple(row) for row in found.float().numpy().tolist()}
     assert given <= {tuple(row) for row in rows.tolist()} and len(given) == len(found)
-    if workers != 2:  # there, what does not fill a batch of each worker is left out
+    if workers != 2:  # with two workers, rows that do not fill a batch of each worker are left out
         assert count == 39
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_without_a_finite_row_do_not_come(stores: Path, workers: int) -> None:
+def test_batches_without_a_finite_row_are_skipped(stores: Path, workers: int) -> None:
     data = make(stores / "nan", batch_size=4, buffer_tokens=4, shuffle=False)
     loader = data.loader(workers)
     with pytest.warns(RuntimeWarning):
@@ -387,7 +389,7 @@ def test_batches_without_a_finite_row_do_not_come(stores: Path, workers: int) ->
         assert [batch.tolist() for batch in resumed] == every[25:], "they count for a resume"
 
 
-def test_ranks_do_not_lose_a_batch(stores: Path) -> None:
+def test_ranks_do_not_skip_a_batch(stores: Path) -> None:
     data = make(stores / "nan", batch_size=4, buffer_tokens=4, shuffle=False, rank=0, world_size=2)
     with (
         pytest.raises(
@@ -398,7 +400,7 @@ def test_ranks_do_not_lose_a_batch(stores: Path) -> None:
         list(data)
 
 
-def test_batches_keep_them_or_end(stores: Path) -> None:
+def test_batches_keep_the_rows_or_raise(stores: Path) -> None:
     data = make(stores / "inf", finite="keep")
     with pytest.warns(RuntimeWarning, match="were kept"):
         found = torch.cat(list(data))
@@ -413,7 +415,7 @@ def test_batches_keep_them_or_end(stores: Path) -> None:
         make(stores / "inf", finite="drop")
 
 
-def test_values_that_a_dtype_cannot_hold_are_left_out(stores: Path) -> None:
+def test_values_beyond_the_range_of_a_dtype_are_left_out(stores: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(torch.cat(list(make(stores / "large")))) == 2 * LENGTH
@@ -432,7 +434,7 @@ def test_a_row_is_left_out_of_all_hooks(stores: Path) -> None:
     assert sum(len(batch["topk_ids@1"]) for batch in batches) == 3 * LENGTH - 39
 
 
-def test_batches_of_a_view_count_them(stores: Path) -> None:
+def test_batches_of_a_view_count_the_rows(stores: Path) -> None:
     view = open_captures(stores / "nan").rows("resid_pre", 1)
     with pytest.warns(RuntimeWarning, match="39 rows of 1 stores .* kept"):
         assert sum(map(len, view.batches(50))) == 3 * LENGTH
@@ -447,7 +449,7 @@ def test_batches_of_a_view_count_them(stores: Path) -> None:
 
 
 @pytest.mark.parametrize(("policy", "says"), [("skip", 1), ("keep", 1), ("fail", 0)])
-def test_a_policy_that_raises_does_not_warn_too(policy: str, says: int) -> None:
+def test_a_policy_that_raises_does_not_warn(policy: str, says: int) -> None:
     check = FiniteCheck(policy)
     with contextlib.suppress(NotFinite):
         check.see(Path("/a.zarr"), [3, 5])

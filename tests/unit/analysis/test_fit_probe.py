@@ -50,7 +50,7 @@ def labels(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_probe_finds_what_the_labels_differ_in(
+def test_a_probe_finds_the_direction_in_which_labels_differ(
     stores: list[Path], labels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "risk.safetensors"
@@ -84,14 +84,14 @@ def test_a_probe_finds_what_the_labels_differ_in(
     np.testing.assert_array_equal(load(tmp_path / "again.safetensors").of(3)[0][0], file.of(3)[0][0])
 
 
-def test_a_hook_that_knows_nothing_is_no_better_than_the_frequent_label(stores: list[Path], tmp_path: Path) -> None:
+def test_a_hook_without_information_is_no_better_than_the_frequent_label(stores: list[Path], tmp_path: Path) -> None:
     labels = {("store", store.name): bool(label(number)) for number, store in enumerate(stores)}
     found = fit_probe(stores, labels, "resid_final", tmp_path / "p.safetensors", held_out=0.5)
     assert found.accuracy <= found.baseline + 0.05 and abs(found.auc - 0.5) < 0.15
     assert load(tmp_path / "p.safetensors").facts.layers == ()
 
 
-def test_rows_and_stores_that_do_not_count_are_left_out(
+def test_rows_and_stores_without_labels_are_left_out(
     stores: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     labels = {("request_id", f"request-{number}"): bool(label(number)) for number in range(STORES - 4)}
@@ -128,11 +128,11 @@ def test_rows_that_are_not_finite_are_left_out_of_the_fit_and_of_the_test(
         ("", "holds no label; give a CSV file with a header, or JSON lines"),
         ("key,label\na,maybe\n", "line 2 is .* give key, request_id or store, and the label 0 or 1"),
         ("name,label\na,1\n", "line 2 is .*'name'"),
-        ('{"key": "a", "label": 1}\n{"key": "a"', "line 2 is no JSON object"),
+        ('{"key": "a", "label": 1}\n{"key": "a"', "line 2 is not a JSON object"),
         ('{"key": "a", "label": 1}\n{"key": "a", "label": false}', "key 'a' has both labels"),
         (
             "text,key,label\n" + 200_000 * "x" + ",a,1\n",
-            "line 2 is no CSV .*field larger than field limit",
+            "line 2 is not CSV .*field larger than field limit",
         ),
         ("key,label\n\udce9,1\n", "the text is not UTF-8 .*save it as UTF-8"),
     ],
@@ -166,7 +166,7 @@ def test_lines_of_labels_end_only_at_line_feeds(text: str, mark: str, tmp_path: 
     assert read_labels(path) == {("key", "a"): True, ("key", "b"): False}
 
 
-def test_what_cannot_be_fitted_is_refused(stores: list[Path], tmp_path: Path) -> None:
+def test_invalid_fits_are_refused(stores: list[Path], tmp_path: Path) -> None:
     every = {("store", store.name): bool(label(number)) for number, store in enumerate(stores)}
     few = dict(list(every.items())[:4])
     out = tmp_path / "p.safetensors"

@@ -52,7 +52,7 @@ def test_each_value_goes_to_its_nearest_centroid() -> None:
     torch.testing.assert_close(squares, distances.amin(2), atol=1e-5, rtol=1e-5)
 
 
-def test_k_means_begins_with_rows_that_lie_apart() -> None:
+def test_k_means_begins_with_rows_that_are_far_apart() -> None:
     """Each group of points is one point repeated, so a row of a chosen group cannot be drawn again."""
     points = torch.tensor([[0.0, 0], [9, 0], [0, 7]])
     x = points[torch.tensor([0, 0, 0, 0, 0, 0, 1, 2, 0, 0])][None]
@@ -69,7 +69,7 @@ def test_a_centroid_without_a_row_takes_the_farthest_one() -> None:
     assert centroids.ravel().tolist() == [1.0, 70.0] and error == pytest.approx(2 + 800)
 
 
-def test_sub_vectors_have_centroids_of_their_own() -> None:
+def test_each_sub_vector_has_its_own_centroids() -> None:
     rows = np.zeros((40, 2, 2), "f4")
     rows[::2, 0], rows[::4, 1] = 3, (5, -1)
     centroids, error = k_means(rows, 2)
@@ -150,7 +150,7 @@ class View:
         return self.rows[chosen]
 
 
-def test_whitening_does_not_blow_up_directions_without_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whitening_does_not_amplify_directions_without_variance(monkeypatch: pytest.MonkeyPatch) -> None:
     """The minimum standard deviation is a thousandth of the largest one."""
     monkeypatch.setattr(normalization, "_BLOCK", 7)
     spread = np.array([50.0, 2.0, 1e-6])
@@ -180,7 +180,7 @@ def test_a_mean_norm_needs_a_row_that_is_not_zero() -> None:
     assert Normalization.fit(view).scale == pytest.approx(np.sqrt(2) / 2.5)
 
 
-def test_what_is_given_becomes_a_normalisation_of_each_hook(tmp_path: Path) -> None:
+def test_the_option_becomes_a_normalisation_of_each_hook(tmp_path: Path) -> None:
     views: Any = {"q": View(np.array([[3, 4]], "f4")), "k": View(np.array([[6, 8]], "f4"))}
     assert of_views(views, None, 0) == {}
     fitted = of_views(views, "mean_norm", 0)
@@ -209,7 +209,7 @@ def test_what_is_given_becomes_a_normalisation_of_each_hook(tmp_path: Path) -> N
         ):
             load_normalizations(tmp_path / "x.safetensors")
     (tmp_path / "text").write_text("no file of tensors")
-    with pytest.raises(ValueError, match=r"^normalize: .*text is no safetensors file .*; give a file of save_n"):
+    with pytest.raises(ValueError, match=r"^normalize: .*text is not a safetensors file .*; give a file of save_n"):
         of_views(views, tmp_path / "text", 0)
     with pytest.raises(OSError, match=r"^normalize: .*gone/x cannot be written .*; give another path"):
         normalization.save_normalizations(tmp_path / "gone/x", {"k": one})

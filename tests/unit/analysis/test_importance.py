@@ -181,7 +181,7 @@ def test_importance_refuses_hooks_without_neurons_and_absent_layers(stores: list
         importance(capture, "ln2", 0)
     with pytest.raises(ValueError, match="name one layer"):
         importance(capture, "q")
-    with pytest.raises(ValueError, match="'topk_ids' holds whole numbers"):
+    with pytest.raises(ValueError, match="'topk_ids' holds integers"):
         importance(capture, "topk_ids", 0)
     with pytest.raises(KeyError, match=r"0\.zarr: hook 'mlp_pst' is not in this store: did you mean 'mlp_post'\?"):
         importance(capture, "mlp_pst")

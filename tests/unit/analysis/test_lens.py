@@ -81,7 +81,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(open_capture(store, 0), oracle, Unembedding.load(folder / "model"), streams, out.logits[0].double())
 
 
-def test_the_lens_is_what_transformers_gives_for_each_stream(case: Case) -> None:
+def test_the_lens_equals_that_of_transformers_for_each_stream(case: Case) -> None:
     found = logit_lens(case.capture, case.unembedding, top=3)
     assert found.layers == [*map(str, range(len(case.streams) - 1)), "final"]
     final = case.predicted(case.streams[-1])
@@ -151,7 +151,7 @@ def test_blocks_of_any_size_give_the_same(case: Case, monkeypatch: pytest.Monkey
                 np.testing.assert_allclose(value, before[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-def test_attribution_sums_to_the_logit_of_the_token_that_came_next(case: Case) -> None:
+def test_attribution_sums_to_the_logit_of_the_next_token(case: Case) -> None:
     uncapped = replace(case.unembedding, soft_cap=None).logits(case.capture.numpy("resid_final"))
     following = np.append(IDS[1:], uncapped[-1].argmax())
     shares, labels = logit_attribution(case.capture, case.unembedding)
@@ -163,7 +163,9 @@ def test_attribution_sums_to_the_logit_of_the_token_that_came_next(case: Case) -
     np.testing.assert_allclose(difference.sum(0), uncapped[:, 7] - uncapped[:, 9], atol=2e-5 * np.abs(uncapped).max())
 
 
-def test_what_layers_add_is_not_split_where_they_scale_the_stream(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_of_layers_is_not_split_if_they_scale_the_stream(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(case.capture.attrs, "identities", False)
     with pytest.raises(ValueError, match=r"layers also scale the residual stream.*; use the logit lens"):
         logit_attribution(case.capture, case.unembedding)
@@ -347,7 +349,7 @@ def test_bfloat16_weights_and_sharded_files_are_read(tmp_path: Path) -> None:
     assert np.array_equal(Unembedding.load(tmp_path / "parts").weight, whole.weight)
 
 
-def test_what_follows_from_a_lost_token_is_not_known(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_row_before_a_lost_token_has_no_next_token(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     known = np.arange(TOKENS) != 16
     monkeypatch.setattr(lens, "known_tokens", lambda _capture: known)
     monkeypatch.setattr(attribution, "known_tokens", lambda _capture: known)

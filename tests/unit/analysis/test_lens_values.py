@@ -194,7 +194,7 @@ def test_shares_of_a_logit_are_of_all_parts(
 
 
 @pytest.mark.parametrize("rows", [None, slice(2, 11)])
-def test_what_no_block_added_to_images_is_a_part_of_its_own(rows: slice | None) -> None:
+def test_visual_features_added_to_images_are_a_separate_part(rows: slice | None) -> None:
     """In models that add visual features to the stream, the row "visual" has them."""
     capture: Any = Held(identities=False, visual_layers=2)
     shares, labels = logit_attribution(capture, END, 3, rows=rows)
@@ -218,7 +218,7 @@ def test_layers_with_one_block_have_one_share(mlp_layers: list[int]) -> None:
     np.testing.assert_allclose(shares, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_without_targets_the_token_that_came_counts() -> None:
+def test_the_default_target_is_the_next_token() -> None:
     """The target of the last row is the token with the largest logit."""
     last = int(END.logits(FINAL[-1:]).argmax())
     targets = np.array([*IDS[1:], last])

@@ -77,7 +77,7 @@ def test_a_difference_says_where_nothing_is_finite(finite: str, figures: list[Fi
         assert [label.get_text() for label in right.get_xticklabels()] == [str(i) for i in order]
 
 
-def test_words_on_the_axis_are_those_of_the_tokenizer_that_is_given(
+def test_words_on_the_axis_are_those_of_the_given_tokenizer(
     figures: list[Figure], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each kind of picture must pass the tokenizer on."""
@@ -133,7 +133,7 @@ def test_the_scale_of_colours(values: list[float], kind: str, limits: tuple[floa
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5, 7])
-def test_of_many_weights_the_largest_of_each_square_is_drawn(step: int) -> None:
+def test_each_cell_of_many_weights_shows_the_largest(step: int) -> None:
     values = np.random.default_rng(0).random((5, 5)) - 2
     found = plot._largest_of(values, step)
     at = range(0, 5, step)

@@ -277,7 +277,7 @@ def test_crosses_have_a_colour_that_is_in_no_scale(store: Path, tmp_path: Path) 
     assert canvas.NOT_FINITE not in (tmp_path / "y.svg").read_text()
 
 
-def test_rows_without_a_finite_value_are_said_to_have_none(
+def test_a_text_without_a_finite_value_is_refused(
     store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = spoilt(store, tmp_path, slice(None), np.nan)

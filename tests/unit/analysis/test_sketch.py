@@ -147,7 +147,7 @@ def test_rows_that_are_not_finite_are_left_out_and_counted() -> None:
     assert (one.count, one.not_finite) == (96, 4)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_incompatible_stores_are_refused() -> None:
     with pytest.raises(ValueError, match="k 0, width 8 are not valid; give 1 or more"):
         FrequentDirections(0, 8)
     found = FrequentDirections(2, 8)
@@ -242,7 +242,7 @@ REFUSED = {
     "q@7": "hooks: 'q@7' names layer 7, but .*a.zarr has layers 0 to 2",
     "resid_final@0": "'resid_final@0' of .* cannot be sketched: it has no layers",
     "logits": "'logits' of .* cannot be sketched: it has rows for sampled tokens only",
-    "topk_ids": "'topk_ids' of .* cannot be sketched: it holds whole numbers",
+    "topk_ids": "'topk_ids' of .* cannot be sketched: it holds integers",
     "q,-q": "hooks: 'q,-q' selects nothing of .*a.zarr that can be sketched; it holds",
 }
 
@@ -342,7 +342,7 @@ def test_sketches_that_do_not_fit_are_not_merged(captures: Path) -> None:
         one.merge(foreign)
 
 
-def test_another_file_is_no_sketch(tmp_path: Path) -> None:
+def test_other_files_are_not_sketches(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("no file of tensors")
     save_file({"q": np.zeros((1, 2, 3), "f4")}, tmp_path / "b")
     for name in "ab":
@@ -440,7 +440,7 @@ MISTAKES = {
     " smaller k",
     f"-k {10**20} -o new.safetensors --merge": f"k {10**20} needs {128 * 10**20} bytes of memory per layer; give a"
     " smaller k",
-    "-o new --merge": "-o new is no file name; --merge writes one file: give -o NAME.safetensors",
+    "-o new --merge": "-o new is not a file name; --merge writes one file: give -o NAME.safetensors",
     "-o new.safetensors": "-o new.safetensors is one file for 2 captures; give a directory, or --merge",
     "-o old.safetensors --merge": "old.safetensors exists; give a new name",
     "-o old.txt": "-o old.txt is a file whose name does not end in .safetensors; give a directory, or NAME.safetensors",
@@ -473,7 +473,7 @@ def test_a_store_that_is_named_twice_is_sketched_once(captures: Path, tmp_path: 
         out.unlink()
 
 
-def test_nothing_to_follow_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_following_without_a_capture_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sketch", str(tmp_path), "--hooks", "q", "--follow", "-o", f"{tmp_path}/new"]) == 2
     assert "no capture has begun in it; give NAME.zarr, or wait for one" in capsys.readouterr().err
 
@@ -483,7 +483,7 @@ def test_nothing_to_follow_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("value", ["fd(64)", "fd", {"*": "fd(64)"}, {"q": " fd (64)"}])
 def test_the_server_names_the_command(value: str | dict[str, str]) -> None:
-    with pytest.raises(OptionError, match=r"^reduce: ' ?fd.*' is no encoding of rows: .* run dmi sketch on the stores"):
+    with pytest.raises(OptionError, match=r"^reduce: ' ?fd.*' is not a reduction: .* run dmi sketch on the stores"):
         ServerOptions.parse({"store_dir": "/tmp/captures", "reduce": value})
 
 

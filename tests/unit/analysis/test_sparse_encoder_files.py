@@ -101,7 +101,7 @@ def test_llama_scope_scales_rows_to_their_average_norm(tmp_path: Path) -> None:
 def test_settings_of_llama_scope_without_a_number_are_refused(
     name: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=rf"hyperparams\.json has {name}; it needs a number (above 0|from 0 on)"):
+    with pytest.raises(ValueError, match=rf"hyperparams\.json has {name}; it needs a number (above 0|of at least 0)"):
         SparseEncoder.load(llama_scope(tmp_path, **settings))
     none, relu = (
         SparseEncoder.load(llama_scope(tmp_path, **it)) for it in ({"jump_relu_threshold": 0}, {"act_fn": "relu"})
@@ -155,7 +155,7 @@ def test_tensors_that_do_not_fit_are_refused_when_they_are_read(
 
 
 @pytest.mark.parametrize("kind", ["standard", "jumprelu", "batchtopk", "gated"])
-def test_a_row_that_is_not_finite_has_no_latents_that_are(kind: str, tmp_path: Path) -> None:
+def test_a_row_that_is_not_finite_has_only_latents_that_are_not_finite(kind: str, tmp_path: Path) -> None:
     rows = ROWS[:2].copy()
     rows[1, 3] = np.nan
     encoder = SparseEncoder.load(sae_lens(tmp_path, kind))

@@ -39,13 +39,13 @@ def test_words_wrap_as_in_textwrap_however_they_are_cut_into_tokens() -> None:
     assert covered == len(text), "each character must have the colour of one token"
 
 
-def test_a_line_feed_is_shown_and_obeyed() -> None:
+def test_a_line_feed_is_shown_and_ends_the_line() -> None:
     pieces = lay_out(["one\n", "\n\n", "  two"], 40)
     assert lines(pieces) == ["one↵", "↵", "↵", "  two"]
     assert spans(pieces) == [(0, 0, 0, 4), (1, 1, 0, 1), (1, 2, 0, 1), (2, 3, 0, 5)]
 
 
-def test_a_line_feed_after_a_full_line_hangs_behind_it() -> None:
+def test_a_line_feed_after_a_full_line_stays_on_that_line() -> None:
     assert spans(lay_out(["abcd", "\n", "ef"], 4)) == [(0, 0, 0, 4), (1, 0, 4, 5), (2, 1, 0, 2)]
 
 
@@ -65,7 +65,7 @@ def test_wide_characters_take_two_columns_and_may_begin_a_line() -> None:
     assert [piece.words for piece in pieces] == [((0, "a"), (1, "中")), ((3, "文"),), ((0, "字"),)]
 
 
-def test_marks_stand_on_the_character_before() -> None:
+def test_combining_marks_take_no_column() -> None:
     pieces = lay_out(["e\u0301x", "y\u200d", "\u0301"], 6)
     assert spans(pieces) == [(0, 0, 0, 2), (1, 0, 2, 3)]
     assert pieces[0].words == ((0, "e\u0301x"),)

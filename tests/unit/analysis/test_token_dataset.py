@@ -216,7 +216,7 @@ def own(workers: int | None, again: bool = False) -> Loops:
         pytest.param(plain(2, persistent_workers=True), 2, id="DataLoader-persistent"),
     ],
 )
-def test_each_loop_has_an_order_and_a_tail_of_its_own(captures: Captures, loops: Loops, workers: int) -> None:
+def test_each_loop_has_its_own_order_and_left_out_tokens(captures: Captures, loops: Loops, workers: int) -> None:
     data = make(captures)
     found = list(itertools.islice(loops(data), 3))
     together = tokens(make(captures, epochs=3).loader(workers if workers > 1 else 0))
@@ -229,19 +229,19 @@ def test_each_loop_has_an_order_and_a_tail_of_its_own(captures: Captures, loops:
         assert next(loops(data)) == found[1] and next(loops(data)) == found[2]
 
 
-def test_a_loop_that_is_left_early_has_had_its_order(captures: Captures) -> None:
+def test_a_loop_that_ends_early_uses_up_its_order(captures: Captures) -> None:
     orders = [tokens(make(captures, epochs=3))[i * 35 : (i + 1) * 35] for i in range(3)]
     data = make(captures)
     next(iter(data))
     assert tokens(data) == orders[1]
     loader = data.loader(0)
     first = [ids(batch) for batch in itertools.islice(loader, 5)]
-    assert first + tokens(loader) == orders[2], "a loader goes on with the rest"
+    assert first + tokens(loader) == orders[2], "a loader must continue with the rest"
     endless = make(captures, epochs=None)
     assert [ids(next(iter(endless))) for _ in range(3)] == [order[0] for order in orders]
 
 
-def test_an_epoch_that_is_set_counts_more_than_the_rest_of_a_loop(captures: Captures) -> None:
+def test_set_epoch_overrides_the_rest_of_a_loop(captures: Captures) -> None:
     data = make(captures)
     loader = data.loader(0)
     orders = [tokens(loader) for _ in range(3)]
@@ -357,11 +357,11 @@ def test_a_directory_can_be_given(captures: Captures) -> None:
     ("options", "error", "message"),
     [
         ({"hooks": []}, ValueError, "not valid; name a hook"),
-        ({"batch_size": 0}, ValueError, "batch_size 0 is not valid; give a whole number from 1 on"),
-        ({"batch_size": 5.0}, ValueError, "batch_size 5.0 is not valid; give a whole number from 1 on"),
-        ({"buffer_tokens": "9"}, ValueError, "buffer_tokens '9' is not valid; give a whole number"),
-        ({"seed": -1}, ValueError, "seed -1 is not valid; give a whole number from 0 on"),
-        ({"epochs": -1}, ValueError, "epochs -1 is not valid; give a whole number from 1 on"),
+        ({"batch_size": 0}, ValueError, "batch_size 0 is not valid; give an integer of at least 1"),
+        ({"batch_size": 5.0}, ValueError, "batch_size 5.0 is not valid; give an integer of at least 1"),
+        ({"buffer_tokens": "9"}, ValueError, "buffer_tokens '9' is not valid; give an integer"),
+        ({"seed": -1}, ValueError, "seed -1 is not valid; give an integer of at least 0"),
+        ({"epochs": -1}, ValueError, "epochs -1 is not valid; give an integer of at least 1"),
         ({"epochs": 0}, ValueError, "epochs 0 is not valid"),
         ({"buffer_tokens": 19}, ValueError, "give a batch_size from 1 to buffer_tokens"),
         ({"hooks": "z"}, ValueError, r"'z' has layers \[0, 1\]; name one, as in 'z@0'"),
@@ -460,9 +460,9 @@ def test_a_name_that_means_another_tensor_there_is_refused(tmp_path: Path) -> No
     owner.write(tmp_path / "a.zarr", [ArraySpec("embed", "float32", (), 8)], 20, attrs=attrs)
     assert owner.shutdown()
     captures = open_captures(tmp_path)
-    with pytest.raises(KeyError, match="'hook_embed' has no equal here"):
+    with pytest.raises(KeyError, match="'hook_embed' has no equivalent here"):
         TokenDataset(captures, "hook_embed", batch_size=4)
-    with pytest.raises(KeyError, match="'hook_embed' has no equal here"):
+    with pytest.raises(KeyError, match="'hook_embed' has no equivalent here"):
         PackedRows(captures, "hook_embed", 4)
     assert PackedRows(captures, "embed", 4).name == "embed"
 
@@ -493,9 +493,9 @@ def test_names_that_depend_on_the_model_are_those_of_its_store(tmp_path: Path) -
         packed = PackedRows(found[:1], name, 4)
         assert packed.name == name
         np.testing.assert_array_equal(packed.read(0, 5).reshape(20, 8), batch)
-    with pytest.raises(KeyError, match="no equal here: not captured: q and k are after the norm"):
+    with pytest.raises(KeyError, match="no equivalent here: not captured: q and k are after the norm"):
         TokenDataset(every.filter(hooks="attn_proj"), "blocks.1.attn.hook_q", 4)
-    with pytest.raises(KeyError, match=r"'blocks\.1\.hook_nothing' has no equal here; suffixes that have"):
+    with pytest.raises(KeyError, match=r"'blocks\.1\.hook_nothing' has no equivalent here; suffixes that have"):
         every.filter(hooks="blocks.1.hook_nothing")
     with pytest.raises(ValueError, match=r"no store to read 'blocks\.1\.attn\.hook_q' from"):
         TokenDataset(every[:0], "blocks.1.attn.hook_q", 4)
@@ -531,7 +531,7 @@ def test_each_loop_of_workers_begins_where_the_one_before_it_ended() -> None:
     assert start(50, 1) == Position(5, 0, 9), "persistent workers keep their seed"
 
 
-def test_loops_of_workers_with_equal_seeds_go_on() -> None:
+def test_loops_of_workers_with_equal_seeds_continue() -> None:
     """Seeds are equal if torch is seeded before each loop. Each call of `start` stands for a new process."""
     loops, first = WorkerLoops(), Position(0, 0, 1)
     epochs = []

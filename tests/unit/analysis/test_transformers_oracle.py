@@ -421,7 +421,7 @@ def test_tokens_of_an_image_attend_to_each_other_where_the_capture_did(tmp_path:
         assert compare(capture, oracle, images) == {"resid_final": 0}
 
 
-def test_layers_that_are_stored_are_compared_with_those_of_the_same_numbers() -> None:
+def test_stored_layers_are_compared_with_layers_of_the_same_number() -> None:
     """A hook without layers is compared as a whole, also in a model with one layer."""
     values = np.arange(24, dtype="f4").reshape(4, 3, 2)
     expected = {"q": values, "resid_final": values[:1], "few": values[:2]}

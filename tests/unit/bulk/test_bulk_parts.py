@@ -95,7 +95,7 @@ def test_recovery_counts_each_store_that_it_removes(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("redo", [False, True])
-def test_prompts_whose_stores_are_gone_are_counted_or_done_again(redo: bool, folder: Folder) -> None:
+def test_prompts_of_removed_stores_are_counted_or_captured_again(redo: bool, folder: Folder) -> None:
     """An upload is never gone, even if it is incomplete."""
     manifest = Manifest(folder.out / "manifest.jsonl")
     for position in (0, 1, 2, 3):
@@ -109,7 +109,7 @@ def test_prompts_whose_stores_are_gone_are_counted_or_done_again(redo: bool, fol
     assert (found.found, found.removed) == ({}, 0)
 
 
-def test_of_prompts_of_a_dead_engine_one_whole_store_is_kept(folder: Folder) -> None:
+def test_one_complete_store_per_prompt_of_a_dead_engine_is_kept(folder: Folder) -> None:
     kept = [folder.add(1, "a"), folder.add(5, "a"), folder.add(6, "a", ending=".partial")]
     for position, which, bad, ending in (
         (1, "b", False, ""),
@@ -180,7 +180,7 @@ def test_counts_of_prompts_in_flight_are_those_without_and_with_an_answer(store:
     assert shown.counts == [], "no engine is ready"
 
 
-def test_what_is_shown_is_written_at_once() -> None:
+def test_progress_is_flushed_at_once() -> None:
     class Out(io.StringIO):
         flushed = 0
 
@@ -425,7 +425,7 @@ class Told(Progress):
 
 @pytest.mark.parametrize("life", [False, True])
 @pytest.mark.parametrize("began", [False, True])
-def test_an_engine_that_ends_early_is_told(life: bool, began: bool, store: Path, folder: Folder) -> None:
+def test_an_engine_that_ends_early_is_reported(life: bool, began: bool, store: Path, folder: Folder) -> None:
     told, made = Told(), FakeEngines(store, folder.out)
     run = start_run(write_prompts(folder.out.parent / "p.jsonl", 9), folder.out, made, progress=told)
     flights = {n: Flight(Placed(n, n, b""), Prompt("a")) for n in range(4)}

@@ -42,7 +42,7 @@ def settings(*more: str) -> RunSettings:
 # ---- settings -------------------------------------------------------------------------------------------------------
 
 
-def test_a_fingerprint_has_all_that_decides_what_stores_hold() -> None:
+def test_a_fingerprint_has_all_settings_that_affect_stores() -> None:
     """Files of runs have these names and values, so they must not change."""
     more = ["--reduce", '{"q": "int8"}', "--shuffle", "3", "--shard", "1/4", "--limit", "9", "--chat"]
     more += ["--dtype", "half", "--seed", "1", "--max_num_seqs=9", "--sampling", '{"top_p": 0.5}', "--max-tokens", "4"]
@@ -146,9 +146,9 @@ def test_a_row_becomes_one_prompt(row: dict[str, Any], chat: bool, wanted: Any, 
             "the row has none of the columns text, messages, prompt_token_ids; its columns: prompt, x",
         ),
         ({"text": ""}, "text: the text is empty"),
-        ({"text": 1}, "text: 1 is not a text"),
-        ({"text": "a", "name": True}, "name: True is not a text or a whole number"),
-        ({"text": "a", "name": 1.5}, "name: 1.5 is not a text or a whole number"),
+        ({"text": 1}, "text: 1 is not a string"),
+        ({"text": "a", "name": True}, "name: True is not a string or an integer"),
+        ({"text": "a", "name": 1.5}, "name: 1.5 is not a string or an integer"),
         ({"text": "a", "loss_mask": [1]}, "loss_mask: a mask needs token ids; give prompt_token_ids too"),
         ({"prompt_token_ids": "12"}, "prompt_token_ids: '12' is not a list of token ids"),
         ({"prompt_token_ids": 12}, "prompt_token_ids: 12 is not a list of token ids"),
@@ -167,7 +167,7 @@ def test_a_row_becomes_one_prompt(row: dict[str, Any], chat: bool, wanted: Any, 
         ({"messages": [{"role": 1}]}, "messages: {'role': 1} is not a message with a role and a content"),
     ],
 )
-def test_a_row_that_is_no_prompt_says_why(row: Any, why: str) -> None:
+def test_rows_without_a_valid_prompt_are_refused_with_the_reason(row: Any, why: str) -> None:
     with pytest.raises(BadRow) as error:
         Prompt.of(row, COLUMNS)
     assert str(error.value) == why
@@ -192,7 +192,7 @@ def written(source: Path, final: Path, key: str, **changes: Any) -> Path:
         ("values", False),
     ],
 )
-def test_a_store_is_sound_if_it_is_complete_and_its_bytes_are_whole(
+def test_a_store_is_sound_if_it_is_complete_and_undamaged(
     change: Any, sound: bool, store: Path, tmp_path: Path
 ) -> None:
     path = written(store, tmp_path / "a.zarr", "a", **(change if isinstance(change, dict) else {}))
@@ -225,10 +225,10 @@ LONG_AGO, FAR = -1e6, 1e6
         ("partial", FAR, True, 1, "lost"),
     ],
 )
-def test_a_store_whose_line_is_late_is_looked_for(
+def test_a_store_without_an_index_line_is_looked_up_by_path(
     there: str, came: float | None, gone: bool, looks: int, wanted: str, store: Path, tmp_path: Path
 ) -> None:
-    """A partial store without a writer in two looks has failed. Without an engine, its prompt is lost."""
+    """A partial store that has no writer in two checks has failed. Without an engine, its prompt is lost."""
     out = tmp_path / "out"
     out.mkdir()
     run: Run = start_run(write_prompts(tmp_path / "p.jsonl", 3), out, FakeEngines(store, out))
@@ -302,7 +302,7 @@ def test_speeds_are_means_of_the_last_half_minute() -> None:
     assert meter.look(counts).seconds_left == 0
 
 
-def test_a_line_of_counts_in_words() -> None:
+def test_counts_are_shown_as_text() -> None:
     counts = Counts(total=50, done=7, backlog=3, rejected=2, failed=1, waiting="room")
     speed = Speed(1234.6, 5e6, 61.4)
     assert _line(counts, speed) == (
@@ -323,7 +323,7 @@ def test_a_line_of_counts_in_words() -> None:
     assert [duration(s) for s in (0, 59.6, 3599.4, 3661)] == ["0:00", "1:00", "59:59", "1:01:01"]
 
 
-def test_progress_for_programs_is_an_object_a_line() -> None:
+def test_json_progress_has_one_object_per_line() -> None:
     out = io.StringIO()
     progress = Progress(True, out)
     progress.show(Counts(total=4, done=1, tokens=9))

@@ -36,7 +36,9 @@ OURS = "dmi_connector.hooks.SelectionError: hooks: 'resid_pree' is unknown"
         (NOISE, VLLM),
     ],
 )
-def test_the_cause_is_the_last_error_that_points_to_no_other(lines: list[str], want: str, tmp_path: Path) -> None:
+def test_the_cause_is_the_last_error_without_a_reference_to_another(
+    lines: list[str], want: str, tmp_path: Path
+) -> None:
     log = tmp_path / "engine-0.log"
     earlier = "dmi_connector.option_values.OptionError: of an earlier start\n"
     log.write_text(earlier + "\n".join(lines))
@@ -45,14 +47,14 @@ def test_the_cause_is_the_last_error_that_points_to_no_other(lines: list[str], w
     assert cause("it died (signal 9)", log, len(earlier)) == "it died (signal 9)"
 
 
-def test_a_log_that_is_not_there_or_shorter_than_before_tells_nothing(tmp_path: Path) -> None:
+def test_a_missing_or_truncated_log_gives_no_cause(tmp_path: Path) -> None:
     log = tmp_path / "engine-0.log"
     assert cause(VLLM, log, 0) == VLLM
     log.write_text(OURS)
     assert cause(VLLM, log, 10**6) == VLLM
 
 
-def test_bytes_that_are_no_text_do_not_hide_the_cause(tmp_path: Path) -> None:
+def test_bytes_that_are_not_text_do_not_hide_the_cause(tmp_path: Path) -> None:
     """The part of the log that is read may begin inside a character."""
     log = tmp_path / "engine-0.log"
     log.write_bytes("…".encode()[1:] + b"\xff\n" + OURS.encode() + b"\n")

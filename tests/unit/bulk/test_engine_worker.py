@@ -112,7 +112,7 @@ def test_messages_go_to_the_engine_in_order_and_none_ends_it(threads: Any, tmp_p
     assert child.asked[1:] == [{"position": 1}, {}, "finish"]
 
 
-def test_events_are_what_was_said_since_the_last_call(
+def test_events_are_the_messages_since_the_last_call(
     threads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Messages come before the end, which is returned once."""
@@ -148,7 +148,7 @@ def test_only_the_first_message_is_waited_for(threads: Any, tmp_path: Path) -> N
     assert worker.events() == ([], None) and waits == [5.0, 0.0, 0.0, 5.0]
 
 
-def test_an_engine_is_killed_once_nobody_has_asked_for_a_while(
+def test_an_engine_without_calls_is_killed(
     threads: Any, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit is a minute after the start or the last call of `events`."""

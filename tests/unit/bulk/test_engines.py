@@ -159,7 +159,7 @@ def test_an_engine_that_dies_leaves_its_prompts_in_order(tmp_path: Path) -> None
     assert not pool.alive() and pool.room() == 0
 
 
-def test_an_engine_that_ends_as_it_was_told_is_no_death(tmp_path: Path) -> None:
+def test_an_engine_that_ends_as_requested_is_not_a_death(tmp_path: Path) -> None:
     """An exit status other than 0 or prompts in flight make it a death."""
     pool = pool_of(tmp_path, 1, 1, 1, 1)
     pool.submit(0, "k", {})
@@ -372,7 +372,7 @@ def test_a_worker_carries_messages_both_ways(worker: EngineWorker, made: list[St
     assert worker.events() == ([{"failed": "x"}], ("exit status 3", 3)) and worker.events() == ([{"late": 1}], None)
 
 
-def test_a_worker_that_was_asked_lately_does_not_kill_its_engine(
+def test_a_worker_with_recent_calls_does_not_kill_its_engine(
     worker: EngineWorker, made: list[Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, slept = [1000.0], list[float]()

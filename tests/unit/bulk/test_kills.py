@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that is killed at any moment goes on without a lost or a doubled prompt."""
+"""A run that is killed at any step continues, and neither loses a prompt nor captures it twice."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def attempt(prompts: Path, out: Path, store: Path, kills: Kills) -> bool:
-    """One start. Returns whether it came to its end."""
+    """Start the run once. Returns whether it finished."""
     try:
         with kills.watching():
             go(prompts, out, FakeEngines(store, out))
@@ -49,7 +49,7 @@ def attempt(prompts: Path, out: Path, store: Path, kills: Kills) -> bool:
     return True
 
 
-def test_a_kill_at_every_step_loses_and_doubles_no_prompt(prompts: Path, store: Path, tmp_path: Path) -> None:
+def test_a_kill_at_any_step_loses_no_prompt_and_captures_none_twice(prompts: Path, store: Path, tmp_path: Path) -> None:
     kills = Kills()
     (tmp_path / "whole").mkdir()
     assert attempt(prompts, tmp_path / "whole", store, kills)
@@ -67,7 +67,7 @@ def test_a_kill_at_every_step_loses_and_doubles_no_prompt(prompts: Path, store: 
         shutil.rmtree(out)
 
 
-def test_a_run_that_is_done_writes_nothing_more(prompts: Path, store: Path, tmp_path: Path) -> None:
+def test_a_finished_run_writes_nothing(prompts: Path, store: Path, tmp_path: Path) -> None:
     go(prompts, tmp_path, FakeEngines(store, tmp_path))
     before = (tmp_path / "manifest.jsonl").read_bytes()
     engines = FakeEngines(store, tmp_path)
@@ -81,7 +81,7 @@ def some_done(prompts: Path, out: Path, store: Path) -> list[Path]:
     return sorted(out.glob("*.zarr"))
 
 
-def test_a_torn_last_line_is_cut_and_written_again(prompts: Path, store: Path, tmp_path: Path) -> None:
+def test_a_torn_last_line_is_removed_and_written_again(prompts: Path, store: Path, tmp_path: Path) -> None:
     some_done(prompts, tmp_path, store)
     manifest = tmp_path / "manifest.jsonl"
     manifest.write_bytes(manifest.read_bytes()[:-20])
@@ -91,7 +91,7 @@ def test_a_torn_last_line_is_cut_and_written_again(prompts: Path, store: Path, t
     check_whole(tmp_path, GOOD)
 
 
-def test_without_a_manifest_stores_tell_what_is_done(prompts: Path, store: Path, tmp_path: Path) -> None:
+def test_without_a_manifest_stores_show_which_prompts_are_done(prompts: Path, store: Path, tmp_path: Path) -> None:
     some_done(prompts, tmp_path, store)
     (tmp_path / "manifest.jsonl").unlink()
     engines = FakeEngines(store, tmp_path)
@@ -106,10 +106,10 @@ def cut(path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1])
 
 
-def test_a_store_whose_end_the_index_lacks_gets_its_line(
+def test_a_store_without_a_finish_line_in_the_index_gets_one(
     prompts: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run was killed between the renaming and the line."""
+    """The run was killed after the rename and before it wrote the line."""
     ends = iter(range(9))
 
     def append_finish(*args: Any) -> None:
@@ -141,7 +141,7 @@ def test_a_store_whose_end_the_index_lacks_gets_its_line(
     ],
     ids=["damaged", "no root document", "partial", "half removed", "gone"],
 )
-def test_a_store_without_a_line_that_is_not_whole_is_done_again(
+def test_an_incomplete_store_without_a_line_is_captured_again(
     harm: Callable[[Path], object], prompts: Path, store: Path, tmp_path: Path
 ) -> None:
     stores = some_done(prompts, tmp_path, store)
@@ -156,10 +156,10 @@ def test_a_store_without_a_line_that_is_not_whole_is_done_again(
 
 
 @pytest.mark.parametrize("suffix", [".partial", ".removing"])
-def test_the_index_says_that_an_unfinished_store_was_removed(
+def test_the_index_records_the_removal_of_an_unfinished_store(
     suffix: str, prompts: Path, store: Path, tmp_path: Path
 ) -> None:
-    """Of one that was being removed it says so already."""
+    """If the store was being removed, the index has the line already."""
     first = some_done(prompts, tmp_path, store)[0]
     (tmp_path / "manifest.jsonl").unlink()
     first.rename(first.with_name(first.name + suffix))
@@ -170,8 +170,8 @@ def test_the_index_says_that_an_unfinished_store_was_removed(
     assert not first.with_name(first.name + suffix).exists()
 
 
-def test_a_store_whose_values_are_not_finite_stays(prompts: Path, store: Path, tmp_path: Path) -> None:
-    """The model computed them, and would again."""
+def test_a_store_with_values_that_are_not_finite_is_kept(prompts: Path, store: Path, tmp_path: Path) -> None:
+    """The model would compute the same values again."""
     owner, spec = Store(), ArraySpec("q", "float32", (0,), 8)
     values = random_bits(spec, 17)
     values.view("f4")[0, 3, 3] = np.nan
@@ -194,10 +194,10 @@ def test_a_store_whose_values_are_not_finite_stays(prompts: Path, store: Path, t
         {"complete": False, "missing": [[0, 1]], "reason": "the engine ended before the request did"},
     ],
 )
-def test_a_store_of_a_request_that_did_not_come_to_its_end_is_done_again(
+def test_a_store_of_an_aborted_request_is_captured_again(
     changes: dict[str, Any], prompts: Path, store: Path, tmp_path: Path
 ) -> None:
-    """An engine that ends aborts its requests. The stores of those that decode are complete up to there."""
+    """An engine that shuts down aborts its requests. Their stores may be complete up to the abort."""
     path = tmp_path / f"{RUN}-000000003--3-aaaaaaaaaaaa.zarr"
     for _ in bulkkit.write_store(store, path, f"{RUN}-000000003", **changes):
         pass
@@ -208,7 +208,7 @@ def test_a_store_of_a_request_that_did_not_come_to_its_end_is_done_again(
     check_whole(tmp_path, GOOD)
 
 
-def test_of_two_stores_the_one_of_the_manifest_stays(prompts: Path, store: Path, tmp_path: Path) -> None:
+def test_the_store_in_the_manifest_is_kept_if_there_are_two(prompts: Path, store: Path, tmp_path: Path) -> None:
     stores = some_done(prompts, tmp_path, store)
     for name in ("aaaaaaaaaaaa", "ffffffffffff"):
         shutil.copytree(stores[0], tmp_path / f"{RUN}-000000000--0-{name}.zarr")
@@ -219,8 +219,8 @@ def test_of_two_stores_the_one_of_the_manifest_stays(prompts: Path, store: Path,
     check_whole(tmp_path, GOOD)
 
 
-def test_stores_that_wait_for_their_upload_are_counted_with_the_latest_reason(tmp_path: Path) -> None:
-    """Not those of other shares and runs, nor those that are gone."""
+def test_pending_uploads_are_counted_with_the_latest_reason(tmp_path: Path) -> None:
+    """Stores of other shares and runs, and stores that no longer exist, do not count."""
     names = [f"{RUN}-00000000{i}--{i}-aaaaaaaaaaaa.zarr" for i in range(6)]
     names.append("9999abcd-000000001--1-aaaaaaaaaaaa.zarr")
     for name in names:
@@ -244,7 +244,7 @@ def test_stores_that_wait_for_their_upload_are_counted_with_the_latest_reason(tm
     assert not_uploaded(tmp_path, RUN, Order(share=0, shares=2)) == (2, "third")
 
 
-def test_of_two_stores_without_a_line_one_that_is_sound_stays(prompts: Path, store: Path, tmp_path: Path) -> None:
+def test_the_valid_store_is_kept_if_neither_is_in_the_manifest(prompts: Path, store: Path, tmp_path: Path) -> None:
     stores = some_done(prompts, tmp_path, store)
     (tmp_path / "manifest.jsonl").unlink()
     for name in ("aaaaaaaaaaaa", "ffffffffffff"):
@@ -256,7 +256,7 @@ def test_of_two_stores_without_a_line_one_that_is_sound_stays(prompts: Path, sto
     check_whole(tmp_path, GOOD)
 
 
-def test_stores_that_were_removed_stay_done_unless_asked_for(prompts: Path, store: Path, tmp_path: Path) -> None:
+def test_prompts_of_removed_stores_stay_done_without_redo_missing(prompts: Path, store: Path, tmp_path: Path) -> None:
     stores = some_done(prompts, tmp_path, store)
     shutil.rmtree(stores[0])
     engines = FakeEngines(store, tmp_path)
@@ -268,10 +268,10 @@ def test_stores_that_were_removed_stay_done_unless_asked_for(prompts: Path, stor
 
 
 @pytest.mark.parametrize("changes", [{}, {"complete": False, "missing": [[0, 1]], "reason": "a writer ended"}])
-def test_a_redone_prompt_whose_line_was_not_written_is_not_taken_for_done(
+def test_a_redone_prompt_without_a_new_line_is_checked_again(
     changes: dict[str, Any], prompts: Path, store: Path, tmp_path: Path
 ) -> None:
-    """The start was killed before it wrote the line. The old line names the store that was removed."""
+    """The run was killed before it wrote the new line. The old line names the removed store."""
     shutil.rmtree(some_done(prompts, tmp_path, store)[0])
     redone = tmp_path / f"{RUN}-000000000--0-aaaaaaaaaaaa.zarr"
     for _ in bulkkit.write_store(store, redone, f"{RUN}-000000000", **changes):
@@ -284,7 +284,7 @@ def test_a_redone_prompt_whose_line_was_not_written_is_not_taken_for_done(
     assert redone.exists() == (not changes)
 
 
-def test_stores_of_others_and_of_other_shares_are_left_alone(prompts: Path, store: Path, tmp_path: Path) -> None:
+def test_stores_of_other_runs_and_shares_are_not_touched(prompts: Path, store: Path, tmp_path: Path) -> None:
     others = [
         tmp_path / "9999abcd-000000001--1-aaaaaaaaaaaa.zarr.partial",
         tmp_path / f"{RUN}-000000001--1-aaaaaaaaaaaa.zarr.partial",
@@ -297,9 +297,7 @@ def test_stores_of_others_and_of_other_shares_are_left_alone(prompts: Path, stor
     assert {path.name.split("--")[0] for path in tmp_path.glob("*.zarr")} == {f"{RUN}-00000000{i}" for i in (0, 4)}
 
 
-def test_a_partial_store_that_another_process_has_stops_the_recovery(
-    prompts: Path, store: Path, tmp_path: Path
-) -> None:
+def test_a_partial_store_in_use_stops_the_recovery(prompts: Path, store: Path, tmp_path: Path) -> None:
     from dmi_connector.store.format.locks import PartialLock
 
     path = tmp_path / f"{RUN}-000000001--1-aaaaaaaaaaaa.zarr.partial"

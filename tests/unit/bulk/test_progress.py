@@ -74,7 +74,7 @@ def test_backlog_and_time_left_are_on_every_terminal(
     assert all(words in line for words in has) and not any(words in line for words in has_not), line
 
 
-def test_what_is_wrong_is_shown_before_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_are_shown_before_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = Counts(total=10_000, done=123, rejected=2, failed=3, waiting="the disk is full", backlog=4)
     line = shown(80, counts, monkeypatch)
     assert "backlog 4, 100:00:00 left, 2 bad rows, 3 failed" in line and "tokens/s" not in line, line
@@ -95,7 +95,7 @@ def test_the_demo_shows_its_steps_at_80_columns_and_where_no_size_is_known(monke
         assert len(text) < 80
 
 
-def test_a_file_that_is_no_terminal_has_the_columns_of_the_environment(
+def test_a_file_that_is_not_a_terminal_has_the_columns_of_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "123")

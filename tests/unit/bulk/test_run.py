@@ -49,7 +49,7 @@ def rejects(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "rejects.jsonl").read_text().splitlines()]
 
 
-def test_bad_rows_are_listed_and_the_rest_goes_on(store: Path, out: Path, tmp_path: Path) -> None:
+def test_bad_rows_are_listed_and_the_others_are_captured(store: Path, out: Path, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", 6, bad=(1,))
     with open(prompts, "a") as file:
         file.write('\n{"prompt": 3, "id": "three"}\n{"text": "x", "id": 4}\n"text"\nnull\n')
@@ -61,9 +61,9 @@ def test_bad_rows_are_listed_and_the_rest_goes_on(store: Path, out: Path, tmp_pa
     assert sorted(found) == [2, 5, 8, 9, 10, 11], "line 7 of the file is blank"
     assert outcome.counts.total == outcome.counts.done + outcome.counts.rejected, "a blank line must not count as a row"
     assert all(entry["row"] == line - 1 and entry["kind"] == "rejected" for line, entry in found.items())
-    assert "no JSON" in found[2]["reason"] and found[5]["reason"] == "the prompt is too long"
+    assert "not JSON" in found[2]["reason"] and found[5]["reason"] == "the prompt is too long"
     assert (found[5]["id"], found[8]["id"], found[9]["id"]) == ("id-4", "three", "4")
-    assert found[8]["reason"] == "prompt: 3 is not a text"
+    assert found[8]["reason"] == "prompt: 3 is not a string"
     assert "none of the columns" in found[9]["reason"] and "is not an object" in found[10]["reason"]
     assert found[11]["reason"].startswith("the line is null; give an object")
     assert (outcome.counts.done, outcome.counts.rejected, outcome.counts.failed) == (4, 6, 0)
@@ -87,7 +87,7 @@ def test_a_run_of_which_every_row_is_refused_has_failed(store: Path, out: Path, 
     [{"complete": False, "reason": "a disk was full"}, {"finish_reason": "abort"}],
     ids=["incomplete", "aborted"],
 )
-def test_an_incomplete_capture_is_done_again(fault: dict[str, Any], store: Path, out: Path, tmp_path: Path) -> None:
+def test_an_incomplete_capture_is_repeated(fault: dict[str, Any], store: Path, out: Path, tmp_path: Path) -> None:
     engines = FakeEngines(store, out, faults={2: fault})
     outcome = go(write_prompts(tmp_path / "p.jsonl", 5), out, engines)
     assert outcome.all_done and engines.submitted.count(2) == 2
@@ -143,7 +143,7 @@ class Mute(FakeEngines):
         self.work[position] = iter(()), Answer(position, PROMPT, ROWS - PROMPT + 1, "length", str(final))
 
 
-def test_a_store_whose_writers_died_is_done_again(
+def test_a_store_whose_writers_died_is_captured_again(
     store: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another engine is alive, so the run must not wait until all processes have ended."""
@@ -155,7 +155,7 @@ def test_a_store_whose_writers_died_is_done_again(
     check_whole(out, range(5))
 
 
-def test_prompts_of_a_dead_engine_are_lost_while_another_goes_on(store: Path, out: Path, tmp_path: Path) -> None:
+def test_prompts_of_a_dead_engine_are_lost_while_another_continues(store: Path, out: Path, tmp_path: Path) -> None:
     """A signal then ends the run, and the summary has the number of lost prompts."""
     said = io.StringIO()
 
@@ -238,7 +238,7 @@ def test_prompts_of_a_dead_engine_go_to_others_once_its_processes_have_ended(
     assert outcome.counts.tokens == 7 * (ROWS + 1) and outcome.counts.bytes > 0
 
 
-def test_a_run_says_no_longer_that_it_waits_for_writers_that_have_ended(
+def test_a_run_stops_naming_writers_that_have_ended(
     store: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This also holds if all their stores are complete, so that no prompt is submitted again."""
@@ -362,7 +362,7 @@ class Unstartable(FakeEngines):
         return [Death("engine 0", "OptionError: hooks: 'x' is unknown; its log: l", (), began=False)]
 
 
-def test_a_run_without_an_engine_says_that_going_on_is_no_use(store: Path, out: Path, tmp_path: Path) -> None:
+def test_a_run_without_an_engine_says_that_it_cannot_continue(store: Path, out: Path, tmp_path: Path) -> None:
     prompts, said = write_prompts(tmp_path / "p.jsonl", 3), io.StringIO()
     progress = Progress(False, said)
     outcome = start_run(prompts, out, Unstartable(store, out), progress=progress).go()
@@ -375,7 +375,7 @@ def test_a_run_without_an_engine_says_that_going_on_is_no_use(store: Path, out: 
     assert said.getvalue().endswith("prompts are left (no engine is left): start the same command again\n")
 
 
-def test_a_store_whose_index_line_is_lacking_is_found_by_its_path(
+def test_a_store_whose_index_line_is_missing_is_found_by_its_path(
     store: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.bulkkit.append_finish", lambda *_args: None)
@@ -514,7 +514,7 @@ def test_a_budget_is_measured_for_a_tenth_of_the_time_at_most(
 
 
 @pytest.mark.parametrize(("free", "allowed"), [(3 * 4096 + 10_000, True), (3 * 4096 + 9_999, False)])
-def test_what_must_stay_free_does_so_beside_all_prompts_in_flight(
+def test_min_free_bytes_stay_free_with_all_prompts_in_flight(
     free: int, allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two prompts in flight and the next one have one byte and a root document each."""
@@ -527,7 +527,7 @@ def test_what_must_stay_free_does_so_beside_all_prompts_in_flight(
     assert Budget(tmp_path).allows(10**9), "a budget without limits must allow any number"
 
 
-def test_at_the_budget_a_run_can_end_and_go_on_later(store: Path, out: Path, tmp_path: Path) -> None:
+def test_a_run_that_ends_at_its_budget_can_resume(store: Path, out: Path, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", 12)
     sizes = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
     budget = Budget(out, max_bytes=5 * (sizes + 4096))

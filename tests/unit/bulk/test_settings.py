@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `dmi run`, the settings that a run keeps, its locks and its devices."""
+"""The options of `dmi run`, the saved settings of a run, its locks and its GPUs."""
 
 from __future__ import annotations
 
@@ -61,18 +61,19 @@ def test_flags_become_settings_and_others_go_to_vllm() -> None:
     assert message["store_dir"] == "/o" and message["flags"] == ["--dtype", "bfloat16", "--tensor-parallel-size=2"]
 
 
-def test_graphs_are_left_alone_where_a_flag_makes_them() -> None:
+def test_a_flag_of_vllm_for_cuda_graphs_turns_off_our_choice() -> None:
     assert parsed("--compilation-config", "{}").capture == {"cuda_graphs": "vllm"}
     assert parsed("-cc.mode=none", "--cuda-graphs", "auto").capture == {"cuda_graphs": "auto"}
 
 
-def test_help_says_what_a_default_of_0_means() -> None:
-    """Of every option, in both commands that have it."""
+def test_help_says_what_the_default_0_means() -> None:
+    """This holds for every option, in both commands."""
     means = {"automatic", "no limit", "no removal"}
     for parser in (make_run_parser(), make_serve_parser()):
         helps = {action.dest: action.help or "" for action in parser._actions}
         numbers = [o.name for o in fields(ServerOptions) if o.type == "int" and o.default == 0 and o.name in helps]
-        numbers = [name for name in numbers if not helps[name].startswith("space that")]  # dmi run's own text
+        # dmi run has its own help for it
+        numbers = [name for name in numbers if not helps[name].startswith("space that")]
         assert "writers" in numbers
         for name in numbers:
             before, _, meaning = helps[name].partition("default 0: ")
@@ -80,7 +81,7 @@ def test_help_says_what_a_default_of_0_means() -> None:
 
 
 @pytest.mark.parametrize("name", NOT_OURS)
-def test_options_of_servers_are_no_options_of_a_run(name: str) -> None:
+def test_server_options_that_a_run_sets_itself_are_not_its_options(name: str) -> None:
     known = {action.dest for action in make_run_parser()._actions}
     assert name not in known or name == "min_free_bytes", "it would go to vLLM, which refuses it"
 
@@ -94,8 +95,8 @@ def test_options_of_servers_are_no_options_of_a_run(name: str) -> None:
         (["--policy", "drop", "--reduce", "int8"], "give one of full8, rp8, topk8, summary, compact, or JSON"),
         (["--chunk-tokens", "0"], "chunk_tokens: 0 is not valid"),
         (["--shard", "4/4"], "--shard '4/4' is not valid"),
-        (["--limit", "0"], "'0' is not valid; give a whole number from 1 on"),
-        (["--max-tokens", "-1"], "a whole number from 1 on"),
+        (["--limit", "0"], "'0' is not valid; give an integer of at least 1"),
+        (["--max-tokens", "-1"], "an integer of at least 1"),
         (["--sampling", "[]"], "give a JSON object"),
         (["--sampling", "[" * 100_000], "give a JSON object"),
         (["--sampling", '{"n": 2}'], "--sampling n: .* leave it out"),
@@ -105,7 +106,7 @@ def test_options_of_servers_are_no_options_of_a_run(name: str) -> None:
         (["--when-full", "stop"], "invalid choice"),
     ],
 )
-def test_bad_options_are_refused_in_a_line(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_refused_in_one_line(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     import re
 
     try:
@@ -121,7 +122,7 @@ def test_missing_input_and_locks_stop_a_run_before_an_engine(
 ) -> None:
     prompts, out = tmp_path / "p.jsonl", tmp_path / "out"
     command = ["run", "--model", "m", "--prompts", str(prompts), "--out", str(out)]
-    assert main(command) == 2 and "is not there; give a file of JSON lines" in capsys.readouterr().err
+    assert main(command) == 2 and "does not exist; give a file of JSON lines" in capsys.readouterr().err
     prompts.write_text('{"prompt": "a"}\n')
     out.mkdir()
     with lock_alone(out / ".run.lock") as alone:
@@ -136,7 +137,7 @@ OTHER = {"name": "q.jsonl", "bytes": 5, "ends_sha256": "02"}
 
 
 def settled(out: Path, *more: str, files: list[dict[str, Any]] | None = None) -> str:
-    """The name of the run that a start with these options finds or begins."""
+    """Start a run with these options. Returns its name, which an earlier start may have chosen."""
     with settle(out, parsed(*more).fingerprint(files or FILES)) as run:
         return run
 
@@ -162,7 +163,7 @@ def test_other_settings_are_refused(before: list[str], after: list[str], names: 
     assert all(name in str(error.value) for name in names), error.value
 
 
-def test_settings_of_no_weight_may_change(tmp_path: Path) -> None:
+def test_settings_that_do_not_affect_stores_may_change(tmp_path: Path) -> None:
     run = settled(tmp_path, "--shard", "0/4", "--dtype", "half")
     (tmp_path / "manifest-0-of-4.jsonl").write_text(json.dumps({"key": f"{run}-000000000"}) + "\n")
     other = ["--shard", "3/4", "--dtype=half", "--limit", "5", "--data-parallel", "2", "--writers", "3"]
@@ -190,12 +191,12 @@ DEFAULTS += ["--sampling", '{"temperature": 0, "n": 1}']
         (["--chunk-tokens", "2048"], ["--chunk-tokens", "2048", "--segment-tokens", "2048"]),
     ],
 )
-def test_a_default_that_is_given_is_no_other_setting(before: list[str], after: list[str], tmp_path: Path) -> None:
+def test_a_given_default_equals_a_missing_option(before: list[str], after: list[str], tmp_path: Path) -> None:
     run = settled(tmp_path, *before)
     assert settled(tmp_path, *after) == run
 
 
-def test_a_run_keeps_to_the_content_of_its_probes(tmp_path: Path) -> None:
+def test_a_run_is_tied_to_the_content_of_its_probes(tmp_path: Path) -> None:
     def flags(path: Path | str) -> tuple[str, ...]:
         return ("--hooks", "q,probe.p", "--probes", json.dumps({"p": str(path)}))
 
@@ -216,16 +217,16 @@ def test_a_run_keeps_to_the_content_of_its_probes(tmp_path: Path) -> None:
     assert "probes" not in parsed("--hooks", "q").fingerprint(FILES)
 
 
-def test_a_run_that_an_earlier_version_began_goes_on() -> None:
-    """Its settings are compared by these names."""
+def test_a_run_of_an_earlier_version_continues() -> None:
+    """Settings are compared by these names."""
     names = {*("model", "owner", "hooks", "reduce", "codec", "chunk_tokens", "segment_tokens", "check", "flags")}
     names |= {"sampling", "max_tokens", "chat", "columns", "shuffle", "shards", "prompts"}
     found = parsed("--hooks", "q").fingerprint(FILES)
     assert names <= found.keys() and found["model"] == parsed("--hooks", "q").model, sorted(found)
 
 
-def test_a_run_that_noted_no_defaults_goes_on(tmp_path: Path) -> None:
-    """As versions did that noted only what was given."""
+def test_a_run_saved_without_defaults_continues(tmp_path: Path) -> None:
+    """Earlier versions saved only the options that were given."""
     settings = parsed("--hooks", "q , k").fingerprint(FILES)
     for name in ("reduce", "codec", "chunk_tokens", "segment_tokens", "check"):
         del settings[name]
@@ -248,7 +249,7 @@ def test_a_run_that_noted_no_defaults_goes_on(tmp_path: Path) -> None:
         ([OTHER, *FILES], "its files are in another order"),
     ],
 )
-def test_prompts_that_have_changed_are_told_in_words(files: list[dict[str, Any]], change: str, tmp_path: Path) -> None:
+def test_changed_prompts_are_described(files: list[dict[str, Any]], change: str, tmp_path: Path) -> None:
     run = settled(tmp_path, files=[*FILES, OTHER])
     (tmp_path / f"{run}-000000004--a.zarr").mkdir()
     with pytest.raises(ValueError) as error:
@@ -257,10 +258,10 @@ def test_prompts_that_have_changed_are_told_in_words(files: list[dict[str, Any]]
     assert str(error.value) == f"--out {tmp_path}: the prompts have changed since its run began: {change}; {fix}"
 
 
-def test_settings_of_a_run_that_captured_nothing_are_replaced(tmp_path: Path) -> None:
+def test_settings_of_a_run_without_captures_are_replaced(tmp_path: Path) -> None:
     run = settled(tmp_path, "--hooks", "resid_pre@99")
     (tmp_path / "manifest.jsonl").touch()
-    (tmp_path / "0123abcd-000000004--a.zarr").mkdir()  # of another run
+    (tmp_path / "0123abcd-000000004--a.zarr").mkdir()  # a store of another run
     new = settled(tmp_path, "--hooks", "resid_pre")
     assert new != run, "stores of the first one could not be told from those of the second"
     assert settled(tmp_path, "--hooks", "resid_pre") == new
@@ -268,7 +269,7 @@ def test_settings_of_a_run_that_captured_nothing_are_replaced(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("left", ["line", "store", "partial", "upload", "writer"])
-def test_settings_stay_where_something_is_captured_or_may_come(left: str, tmp_path: Path) -> None:
+def test_settings_of_a_run_with_captures_or_writers_are_kept(left: str, tmp_path: Path) -> None:
     run = settled(tmp_path, "--hooks", "q", "--shard", "1/2")
     name = f"{run}-000000003--3-94cb0165-c5fbbdb7da6e.zarr"
     with ExitStack() as stack:
@@ -286,8 +287,8 @@ def test_settings_stay_where_something_is_captured_or_may_come(left: str, tmp_pa
     assert settled(tmp_path, "--hooks", "q", "--shard", "0/2") == run
 
 
-def test_settings_of_a_run_that_is_alive_stay(tmp_path: Path) -> None:
-    """Two starts with one --out, neither of which has captured anything yet."""
+def test_settings_of_an_active_run_are_kept(tmp_path: Path) -> None:
+    """Two runs have the same --out, and neither has captured anything yet."""
     with settle(tmp_path, parsed("--hooks", "q", "--shard", "0/2").fingerprint(FILES)) as run:
         with pytest.raises(ValueError, match="was begun with hooks 'q'"):
             settled(tmp_path, "--hooks", "k", "--shard", "1/2")
@@ -295,15 +296,15 @@ def test_settings_of_a_run_that_is_alive_stay(tmp_path: Path) -> None:
     assert settled(tmp_path, "--hooks", "k", "--shard", "1/2") != run
 
 
-def test_settings_that_are_read_otherwise_than_written_are_refused(tmp_path: Path) -> None:
-    """Instead of being written again for ever."""
+def test_settings_that_do_not_read_back_as_written_are_refused(tmp_path: Path) -> None:
+    """Otherwise the settings would be written again in an endless loop."""
     unresolved = {**parsed("--hooks", "q,k").fingerprint(FILES), "hooks": "q , k"}
     with pytest.raises(ValueError, match="was begun with hooks 'q,k'"), settle(tmp_path, unresolved):
         pass
 
 
 def settle_together(out: Path, hooks: list[str]) -> list[str | None]:
-    """The names that starts at the same time get, None for those that are refused. All hold theirs for a while."""
+    """Start runs at the same time, which stay active for a while. Returns their names, None for refused ones."""
     fingerprints = [parsed("--hooks", name).fingerprint(FILES) for name in hooks]
     begin, held = threading.Barrier(len(hooks)), threading.Barrier(len(hooks))
 
@@ -323,20 +324,20 @@ def settle_together(out: Path, hooks: list[str]) -> list[str | None]:
         return list(threads.map(start, range(len(hooks))))
 
 
-def test_of_starts_that_replace_settings_at_a_time_one_wins(tmp_path: Path) -> None:
+def test_one_of_several_runs_that_replace_settings_at_once_wins(tmp_path: Path) -> None:
     settled(tmp_path, "--hooks", "q@99")
     names = settle_together(tmp_path, [f"q@{i}" for i in range(8)])
     assert sum(name is not None for name in names) == 1
 
 
-def test_shares_that_replace_settings_at_a_time_agree(tmp_path: Path) -> None:
+def test_shares_that_replace_settings_at_the_same_time_agree(tmp_path: Path) -> None:
     before = settled(tmp_path, "--hooks", "q@99")
     names = settle_together(tmp_path, ["q"] * 8)
     assert len(set(names)) == 1 and not {before, None} & set(names)
 
 
 @pytest.mark.parametrize("step", (1, 2))
-def test_a_kill_while_settings_are_replaced_leaves_one_or_the_other(step: int, tmp_path: Path) -> None:
+def test_a_kill_during_the_replacement_leaves_old_or_new_settings(step: int, tmp_path: Path) -> None:
     before = settled(tmp_path, "--hooks", "q@99")
     with pytest.raises(Killed), Kills(step).watching():
         settled(tmp_path, "--hooks", "q")
@@ -353,7 +354,7 @@ def test_flags_with_several_values_and_negative_numbers() -> None:
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
-def test_devices_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_divided_among_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_shares(2, ["0", "1", "2", "3"]) == [["0", "1"], ["2", "3"]]
     assert device_shares(3, ["0", "1", "2", "3"]) == [["0"], ["1"], ["2"]]
     assert device_shares(1, ["0", "1"]) == [[]], "one engine sees what the run sees"
@@ -373,7 +374,7 @@ def test_devices_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["life", "run-12:30"])
-def test_a_process_holds_the_life_lock_until_it_ends(name: str, tmp_path: Path) -> None:
+def test_a_process_holds_the_life_lock_until_it_exits(name: str, tmp_path: Path) -> None:
     lock = tmp_path / name
     code = "from dmi_connector.store.format.locks import hold_life_lock as h; h(); print('held', flush=True); input()"
     with lock_alone(lock) as alone:
@@ -393,8 +394,8 @@ def test_a_process_holds_the_life_lock_until_it_ends(name: str, tmp_path: Path) 
         assert alone
 
 
-def test_a_worker_that_no_run_asks_kills_its_engine(tmp_path: Path) -> None:
-    """And one whose node has another directory at that path starts none."""
+def test_a_worker_that_gets_no_calls_kills_its_engine(tmp_path: Path) -> None:
+    """A worker whose node has another directory at the path starts no engine."""
     life = tmp_path / "life"
     life.touch()
     worker = EngineWorker(str(tmp_path / "log"), [str(life)], {}, silence_s=0)
@@ -405,8 +406,8 @@ def test_a_worker_that_no_run_asks_kills_its_engine(tmp_path: Path) -> None:
     assert "has another directory there; give a shared one" in messages[0]["failed"] and end is not None
 
 
-def test_a_process_ends_with_its_parent() -> None:
-    """The parent starts a child that waits for ever, and is killed: the pipe that both hold open comes to its end."""
+def test_a_process_is_killed_with_its_parent() -> None:
+    """The parent starts a child that never exits, and is killed. The pipe that both hold open must then be closed."""
     child = (
         "import os; from dmi_connector.engine.offline.lifetime import end_with_parent as e; e(int(os.environ['P'])); "
     )
@@ -422,7 +423,7 @@ def test_a_process_ends_with_its_parent() -> None:
 
 
 def engine_process(lock: str, answers: Any) -> None:
-    """A child of multiprocessing, as vLLM's engine process is one: it loads our plugin first."""
+    """A child process of multiprocessing that loads our plugin first, like vLLM's engine process."""
     os.environ[LIFE_LOCK] = lock
     from dmi_connector.engine.plugin import register
 
@@ -432,8 +433,8 @@ def engine_process(lock: str, answers: Any) -> None:
     time.sleep(10**6)
 
 
-def test_the_plugin_ties_engine_processes_to_the_run(tmp_path: Path) -> None:
-    """The process that starts them is killed. Its child ends, and with it the lock."""
+def test_the_plugin_kills_engine_processes_with_the_run(tmp_path: Path) -> None:
+    """The process that started the child is killed. The child must exit, and release the lock."""
     lock = tmp_path / "life"
     lock.touch()
     code = "import multiprocessing, time; from tests.unit.bulk.test_settings import engine_process as e; "
@@ -448,8 +449,8 @@ def test_the_plugin_ties_engine_processes_to_the_run(tmp_path: Path) -> None:
     parent.stdout.close()
 
 
-def test_forked_processes_are_tied_where_the_plugin_is_loaded_already() -> None:
-    """vLLM forks its engine's process and that forks its worker, neither of which loads the plugin."""
+def test_forked_processes_are_killed_with_the_run_too() -> None:
+    """vLLM forks the engine process, which forks the worker. Neither loads the plugin."""
     code = "import multiprocessing, time; from dmi_connector.engine.offline.lifetime import end_forks_with_this as e; "
     code += "e(); c = multiprocessing.get_context('fork'); from tests.unit.bulk.test_settings import forks as f; "
     code += "c.Process(target=f, args=(1,)).start(); time.sleep(10**6)"
@@ -462,7 +463,7 @@ def test_forked_processes_are_tied_where_the_plugin_is_loaded_already() -> None:
 
 
 def forks(more: int) -> None:
-    """Fork so many processes, each from the one before it; the last one says that it runs."""
+    """Fork `more` processes, each from the previous one. The last one prints that it runs."""
     if more:
         multiprocessing.get_context("fork").Process(target=forks, args=(more - 1,)).start()
     else:
@@ -475,13 +476,13 @@ def is_free(lock: Path) -> bool:
         return alone
 
 
-def test_a_process_whose_parent_has_gone_ends_at_once() -> None:
+def test_a_process_whose_parent_has_exited_exits_at_once() -> None:
     code = "from dmi_connector.engine.offline.lifetime import end_with_parent; end_with_parent(1); print('lives')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True)
     assert (done.returncode, done.stdout) == (1, b"")
 
 
-def test_a_lock_that_the_file_system_lacks_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_fd: int, _how: int) -> None:
         raise OSError(95, "Operation not supported")
 
@@ -504,7 +505,7 @@ def test_positions_are_a_set() -> None:
     assert set(positions) == want - {8} and len(positions) == 5
 
 
-def test_a_manifest_of_one_torn_line_is_empty(tmp_path: Path) -> None:
+def test_a_manifest_with_a_single_torn_line_is_empty(tmp_path: Path) -> None:
     path = tmp_path / "m"
     path.write_bytes(b'{"key": "' + b"x" * 200_000)
     manifest = Manifest(path)
@@ -517,8 +518,10 @@ def test_a_manifest_of_one_torn_line_is_empty(tmp_path: Path) -> None:
     assert list(read_manifest(tmp_path / "none")) == []
 
 
-def test_a_torn_line_is_cut_behind_the_last_whole_one(tmp_path: Path) -> None:
-    """However long it is: the end of the file is read in parts, and a line may begin where one does."""
+def test_a_torn_line_is_cut_after_the_last_whole_one(tmp_path: Path) -> None:
+    """The line may be of any length. The end of the file is read in blocks, and a line may begin at the start of a
+    block.
+    """
     path = tmp_path / "m"
     for torn in (0, 1, (1 << 16) - 1, 1 << 16, (1 << 16) + 1, 3 << 16):
         path.write_bytes(b'{"key":"a"}\n{"key":"b"}\n' + b"x" * torn)
@@ -526,8 +529,8 @@ def test_a_torn_line_is_cut_behind_the_last_whole_one(tmp_path: Path) -> None:
         assert path.read_bytes() == b'{"key":"a"}\n{"key":"b"}\n', torn
 
 
-def test_lines_are_flushed_together_or_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """256 of them, or more than a second after the first."""
+def test_lines_are_flushed_in_batches_or_after_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are flushed at 256 lines, or more than a second after the first line."""
     now, path = [100.0], tmp_path / "m"
     monkeypatch.setattr("dmi_connector.bulk.manifest.time.monotonic", lambda: now[0])
     manifest = Manifest(path)
@@ -555,8 +558,8 @@ def test_lines_are_flushed_together_or_after_a_while(tmp_path: Path, monkeypatch
     manifest.close()
 
 
-def test_a_manifest_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was not written stays, and is written later. A write may take a part."""
+def test_the_error_names_a_manifest_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that were not written are kept for the next flush. A write may be short."""
     manifest, write = Manifest(tmp_path / "m"), os.write
     manifest.add({"key": "a"})
 
@@ -579,7 +582,7 @@ def test_a_manifest_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(("as_json", "terminal", "every"), [(True, False, 1), (False, True, 1), (False, False, 30)])
-def test_counts_are_shown_once_a_second_or_in_a_log_twice_a_minute(
+def test_counts_are_shown_once_a_second_and_in_logs_twice_a_minute(
     as_json: bool, terminal: bool, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, shown = [100.0], list[float]()
@@ -604,8 +607,8 @@ def test_counts_are_shown_once_a_second_or_in_a_log_twice_a_minute(
         ([1], "the row is not an object"),
         ({}, "its columns: none"),
         ({"prompt": ""}, "the text is empty"),
-        ({"prompt": 1.5}, "prompt: 1.5 is not a text"),
-        ({"prompt": "a", "id": [1]}, "id: .* is not a text or a whole number"),
+        ({"prompt": 1.5}, "prompt: 1.5 is not a string"),
+        ({"prompt": "a", "id": [1]}, "id: .* is not a string or an integer"),
         ({"prompt": "a", "id": True}, "id: True is not"),
         ({"prompt_token_ids": []}, "the list is empty"),
         ({"prompt_token_ids": "abc"}, "is not a list of token ids"),
@@ -615,7 +618,7 @@ def test_counts_are_shown_once_a_second_or_in_a_log_twice_a_minute(
         ({"messages": []}, "is not a list of messages"),
         ({"messages": {"role": "user"}}, "is not a list of messages"),
         ({"messages": ["hello"]}, "is not a message with a role"),
-        ({"messages": [{"role": "user", "content": None}]}, "the content of .* is not a text"),
+        ({"messages": [{"role": "user", "content": None}]}, "the content of .* is not a string"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}, "the content of .* is not a"),
         ({"messages": [{"content": "x"}]}, "is not a message with a role"),
         ({"prompt_token_ids": [1, 2], "loss_mask": [1]}, "loss_mask: 1 values for 2 token ids"),
@@ -625,12 +628,12 @@ def test_counts_are_shown_once_a_second_or_in_a_log_twice_a_minute(
         ({"prompt": "a", "loss_mask": [1]}, "a mask needs token ids; give prompt_token_ids too"),
     ],
 )
-def test_rows_that_are_no_prompts(row: Any, message: str) -> None:
+def test_rows_that_are_not_prompts_are_refused(row: Any, message: str) -> None:
     with pytest.raises(BadRow, match=message):
         Prompt.of(row, Columns())
 
 
-def test_of_several_columns_the_first_counts() -> None:
+def test_prompt_columns_have_an_order_of_precedence() -> None:
     row = {"prompt": "a", "messages": [{"role": "user", "content": "b"}], "prompt_token_ids": [1], "id": 3}
     assert Prompt.of(row, Columns()) == Prompt(token_ids=(1,), id="3")
     row["prompt_token_ids"] = None
@@ -650,14 +653,14 @@ def test_of_several_columns_the_first_counts() -> None:
         (None, None),
     ],
 )
-def test_a_mask_becomes_spans(mask: Any, spans: Any) -> None:
+def test_a_loss_mask_becomes_spans(mask: Any, spans: Any) -> None:
     row = {"prompt_token_ids": [1, 2, 3, 4, 5], "loss_mask": mask}
     found = Prompt.of(row, Columns())
     assert found == Prompt(token_ids=(1, 2, 3, 4, 5), loss_spans=spans)
     assert found.to_json().get("options") == (None if spans is None else {"loss_spans": spans})
 
 
-def test_speeds_are_means_of_the_last_seconds() -> None:
+def test_speeds_are_means_over_the_last_seconds() -> None:
     now = [0.0]
     meter = Speedometer(lambda: now[0])
     meter.look(Counts(total=100, done=10, before=10))
@@ -673,12 +676,12 @@ def test_speeds_are_means_of_the_last_seconds() -> None:
     assert (duration(59.6), duration(3725), duration(0)) == ("1:00", "1:02:05", "0:00")
 
 
-def test_progress_is_told_as_json_a_bar_or_lines() -> None:
+def test_progress_is_shown_as_json_as_a_bar_or_as_lines() -> None:
     counts = Counts(total=10, done=5, tokens=20, backlog=2, rejected=1, failed=1, waiting="the disk budget is used up")
     out = io.StringIO()
     progress = Progress(True, out)
     progress.show(counts)
-    progress.show(counts)  # a second has not passed
+    progress.show(counts)  # less than a second has passed
     progress.say({"event": "x"}, "for people")
     lines = [json.loads(line) for line in out.getvalue().splitlines()]
     assert [line["event"] for line in lines] == ["progress", "x"]
@@ -709,7 +712,7 @@ def test_progress_is_told_as_json_a_bar_or_lines() -> None:
     assert "70%" in terminal.getvalue() and "5/10 stored" in terminal.getvalue() and "told\n" in terminal.getvalue()
 
 
-def test_reserved_sampling_fields_are_refused_by_the_settings_alone() -> None:
+def test_sampling_fields_that_the_run_sets_are_refused() -> None:
     with pytest.raises(OptionError, match="--sampling extra_args"):
         parsed("--sampling", '{"extra_args": {}}')
     assert parsed("--sampling", '{"n": 1}').sampling == {"n": 1}
@@ -728,17 +731,17 @@ def test_reserved_sampling_fields_are_refused_by_the_settings_alone() -> None:
         (["-pp", "2", "--tensor-parallel-size=4"], 8),
     ],
 )
-def test_an_engine_takes_as_many_gpus_as_its_flags_say(flags: list[str], gpus: int) -> None:
+def test_an_engine_gets_as_many_gpus_as_its_flags_need(flags: list[str], gpus: int) -> None:
     assert engine_gpus(flags) == gpus
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", "", "²", "9" * 5000])
 @pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--pipeline-parallel-size"])
-def test_a_number_of_gpus_that_is_none_is_refused(flag: str, value: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"{flag} {value!r} is not valid; give a whole")):
+def test_an_invalid_number_of_gpus_is_refused(flag: str, value: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{flag} {value!r} is not valid; give an integer")):
         engine_gpus([f"{flag}={value}"])
 
 
-def test_a_manifest_is_no_program(tmp_path: Path) -> None:
+def test_a_manifest_is_not_executable(tmp_path: Path) -> None:
     Manifest(tmp_path / "m").close()
     assert (tmp_path / "m").stat().st_mode & 0o111 == 0

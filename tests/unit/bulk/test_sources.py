@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of prompts: every format gives the same rows, in any order, and memory does not grow with their number."""
+"""Readers of prompts: all formats give the same rows, in any order. Memory does not grow with the number of rows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def as_parquet(path: Path, count: int, size: int = 1000) -> Path:
 
 
 def as_parquet_files(path: Path, count: int) -> Path:
-    """A directory of two files."""
+    """Write a directory of two Parquet files."""
     path.mkdir()
     table = pa.Table.from_batches(batches(count, 10))
     pq.write_table(table.slice(0, count // 3), path / "a.parquet", row_group_size=7)
@@ -63,7 +63,7 @@ def as_parquet_files(path: Path, count: int) -> Path:
 
 
 def as_dataset(path: Path, count: int, size: int = 1000) -> Path:
-    """What `Dataset.save_to_disk` of Hugging Face's library writes, in two files."""
+    """Write two files as `Dataset.save_to_disk` of Hugging Face's library does."""
     path.mkdir()
     names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
     found = list(batches(count, size))
@@ -107,14 +107,16 @@ def test_every_format_gives_the_same_rows_in_any_order(form: str, tmp_path: Path
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("order", [Order(), Order(shuffle=1), Order(limit=20, share=2, shares=3)])
-def test_the_number_of_rows_is_known_at_the_end(form: str, order: Order, tmp_path: Path) -> None:
+def test_the_number_of_rows_is_known_after_the_last_row(form: str, order: Order, tmp_path: Path) -> None:
     rows = order.rows(open_source(FORMATS[form](tmp_path / "p", 45), Columns()), tmp_path)
     assert len(list(rows)) == rows.total()
 
 
 @pytest.mark.parametrize("limit", [None, 300])
-def test_the_number_of_rows_is_estimated_from_a_hundred(tmp_path: Path, limit: int | None) -> None:
-    """Lines of one length, of which each third is taken. Their number is not known before the last."""
+def test_the_number_of_rows_is_estimated_after_a_hundred(tmp_path: Path, limit: int | None) -> None:
+    """All lines have the same length, and every third one is read. The exact number of lines is known only after the
+    last one.
+    """
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n' * 100_000)
     rows = Order(limit=limit, share=2, shares=3).rows(open_source(path, Columns()), tmp_path)
@@ -126,7 +128,7 @@ def test_the_number_of_rows_is_estimated_from_a_hundred(tmp_path: Path, limit: i
     assert found[99] == len(range(2, 300, 3)) if limit else 25_000 < (found[99] or 0) < 40_000
 
 
-def test_lines_that_are_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_are_not_rows_are_bad_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "LONGEST_LINE", 100)
     path = tmp_path / "p.jsonl"
     long = b'{"prompt": "' + b"x" * 500 + b'"}'
@@ -144,9 +146,9 @@ def test_lines_that_are_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             0: {"prompt": "a"},
             1: None,
             2: "the line is longer than 100 bytes",
-            3: "the line is no JSON",
-            4: "the line is no JSON",
-            5: "the line is no JSON",
+            3: "the line is not JSON",
+            4: "the line is not JSON",
+            5: "the line is not JSON",
             6: {"prompt": "no end"},
         }
 
@@ -157,14 +159,14 @@ def test_small_inputs(count: int, tmp_path: Path) -> None:
     assert len(loaded(source, Order(), tmp_path)) == len(loaded(source, Order(shuffle=1), tmp_path)) == count
 
 
-def test_only_columns_that_are_wanted_are_read(tmp_path: Path) -> None:
+def test_only_wanted_columns_are_read(tmp_path: Path) -> None:
     path = as_parquet(tmp_path / "p.parquet", 3)
     assert set(loaded(open_source(path, Columns(prompt="id", id="other")), Order(), tmp_path)[0][2]) == {"id", "other"}
 
 
 @pytest.mark.parametrize("form", ["parquet", "parquet files", "dataset"])
-def test_an_input_without_a_column_of_prompts_is_refused_at_the_start(form: str, tmp_path: Path) -> None:
-    """An id alone makes no prompt: each row would be refused."""
+def test_an_input_without_a_prompt_column_is_refused_at_the_start(form: str, tmp_path: Path) -> None:
+    """With only ids, every row would be refused."""
     path = FORMATS[form](tmp_path / "p", 45)
     with pytest.raises(ValueError, match=r"has none of the columns text, messages, prompt_t.*columns: prompt, id, oth"):
         open_source(path, Columns(prompt="text"))
@@ -180,11 +182,11 @@ def test_chats_and_token_ids_in_columns(tmp_path: Path) -> None:
         assert found == {0: Prompt(messages=tuple(chat), id="7"), 1: Prompt(token_ids=(1, 2), id="8")}
 
 
-def test_values_that_json_lacks_are_bad_rows_in_any_order(tmp_path: Path) -> None:
+def test_values_that_json_cannot_hold_are_bad_rows_in_any_order(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": [b"bytes"]}), tmp_path / "p.parquet")
     source = open_source(tmp_path / "p.parquet", Columns())
     for order in (Order(), Order(shuffle=0)):
-        with pytest.raises(BadRow, match=r"prompt: .* is not a text"):
+        with pytest.raises(BadRow, match=r"prompt: .* is not a string"):
             Prompt.of(loaded(source, order, tmp_path)[0][2], Columns())
 
 
@@ -210,7 +212,7 @@ def test_two_columns_of_one_name_are_refused(form: str, tmp_path: Path) -> None:
         open_source(path, Columns())
 
 
-def test_a_file_that_grows_is_read_to_its_end(tmp_path: Path) -> None:
+def test_a_growing_file_is_read_to_its_end(tmp_path: Path) -> None:
     path = as_lines(tmp_path / "p.jsonl", 5)
     source = open_source(path, Columns())
     with open(path, "a") as file:
@@ -221,15 +223,15 @@ def test_a_file_that_grows_is_read_to_its_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: p, "is not there"),
+        (lambda p: p, "does not exist"),
         (lambda p: (p / "notes.txt").write_text(""), r"holds no state.json .* and no \*.parquet"),
         (lambda p: (p / "dataset_dict.json").write_text('{"splits": ["train", "test"]}'), "one of them: train, test"),
         (lambda p: (p / "state.json").write_text('{"_indices_files": [1]}'), "flatten_indices"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_the_fix(make: Any, message: str, tmp_path: Path) -> None:
+def test_unreadable_inputs_are_refused_with_the_fix(make: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "d"
-    if "not there" not in message:
+    if message != "does not exist":
         path.mkdir()
     make(path)
     with pytest.raises(ValueError, match=message):
@@ -242,7 +244,7 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
         open_source(tmp_path / "p.csv", Columns())
     as_dataset(tmp_path / "d", 3)
     (tmp_path / "d" / "data-00000-of-00002.arrow").write_bytes(b"something else")
-    with pytest.raises(ValueError, match="is no Arrow stream"):
+    with pytest.raises(ValueError, match="is not an Arrow stream"):
         open_source(tmp_path / "d", Columns())
 
 
@@ -264,7 +266,7 @@ def test_a_permutation_has_every_number_once(total: int) -> None:
 
 
 ORDERS = [
-    # total, seed, its numbers at some positions
+    # total, seed, {position: number}
     (4, 0, {0: 1, 1: 3, 2: 0, 3: 2}),
     (16, 1, {0: 3, 1: 14, 2: 10, 3: 0, 8: 8, 14: 13, 15: 12}),
     (64, 0, {0: 42, 1: 32, 2: 51, 3: 10, 32: 24, 62: 8, 63: 11}),
@@ -273,17 +275,17 @@ ORDERS = [
     (1048576, 3, {0: 1009391, 1: 44462, 2: 535596, 3: 922136, 524288: 912511, 1048574: 751530, 1048575: 738452}),
     (1048577, 3, {0: 781922, 1: 240683, 2: 814140, 3: 320433, 524288: 70571, 1048575: 313463, 1048576: 621844}),
 ]
-"""What was shuffled once must come in the same order from a later version: a run that goes on takes up its position."""
+"""Expected permutations. Later versions must give the same order, because a continued run relies on it."""
 
 
 @pytest.mark.parametrize(("total", "seed", "numbers"), ORDERS)
-def test_a_seed_gives_one_order_for_ever(total: int, seed: int, numbers: dict[int, int]) -> None:
-    """Also where the rows fill a power of 4, the numbers that are permuted at first."""
+def test_the_permutation_of_a_seed_never_changes(total: int, seed: int, numbers: dict[int, int]) -> None:
+    """Some totals are powers of 4, which the cipher permutes without cycle walking."""
     assert {position: permuted(position, total, seed) for position in numbers} == numbers
 
 
-def test_a_permutation_moves_rows_everywhere() -> None:
-    """Of 1000 rows a shuffle brings about half of the first half into the second one."""
+def test_a_permutation_moves_rows_across_the_whole_range() -> None:
+    """About half of the first 500 of 1,000 rows must move to the second half."""
     total = 1000
     moved = [sum(permuted(i, total, seed) >= total // 2 for i in range(total // 2)) for seed in range(50)]
     assert 235 < sum(moved) / len(moved) < 265 and len(set(moved)) > 10
@@ -300,14 +302,14 @@ def test_bad_shares_are_refused(text: str) -> None:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that is no file's."""
+    """Bytes of anonymous memory of this process."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) << 10
 
 
 @pytest.fixture(scope="module", params=[50_000, pytest.param(1_000_000, marks=pytest.mark.soak)])
 def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Path]]:
-    """A number of prompts, and files of so many."""
+    """(number of prompts, {format: file with this number of prompts})."""
     folder, count = tmp_path_factory.mktemp("many"), request.param
     return count, {
         "lines": as_lines(folder / "p.jsonl", count),
@@ -333,7 +335,7 @@ def test_many_prompts_take_no_more_memory_than_a_few(
             found.append((anonymous_bytes(), pa.total_allocated_bytes(), sys.getallocatedblocks()))
     assert total == count and ids == count * (count - 1) // 2
     memory, of_arrow, objects = (max(amounts) - amounts[0] for amounts in zip(*found, strict=True))
-    # The memory of the process may hide a few MiB, which other tests left free. The number of objects does not.
+    # Memory that other tests have freed may hide a few MiB. The number of objects is exact.
     assert memory < 16 * MIB, f"{memory / MIB:.0f} MiB more"
     assert of_arrow < 10 * count and objects < count // 10, f"Arrow has {of_arrow} bytes more, Python {objects} objects"
     assert os.path.getsize(files["lines"]) > 50 * count
@@ -353,7 +355,7 @@ def test_a_damaged_parquet_file_is_named(damage: str, tmp_path: Path) -> None:
         list(open_source(path, Columns()))
 
 
-@pytest.mark.parametrize(("damage", "says"), [("cut", "is no Arrow stream: "), ("gone", "is not there; ")])
+@pytest.mark.parametrize(("damage", "says"), [("cut", "is not an Arrow stream: "), ("gone", "does not exist; ")])
 def test_a_damaged_arrow_file_is_named(damage: str, says: str, tmp_path: Path) -> None:
     file = as_dataset(tmp_path / "set", 3000) / "data-00000-of-00002.arrow"
     os.truncate(file, file.stat().st_size // 2)
@@ -379,7 +381,7 @@ def test_a_damaged_file_of_a_data_set_is_named(name: str, text: str, tmp_path: P
         open_source(path, Columns())
 
 
-def test_a_line_whose_end_is_just_beyond_the_limit_does_not_take_the_next_one_with_it(
+def test_a_line_that_ends_just_beyond_the_limit_does_not_swallow_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "LONGEST_LINE", 8)
@@ -395,16 +397,16 @@ def test_a_line_whose_end_is_just_beyond_the_limit_does_not_take_the_next_one_wi
     assert passed == [sum(map(len, written[: i + 1])) for i in range(len(written))]
 
 
-def test_an_empty_file_of_lines_is_passed_at_once(tmp_path: Path) -> None:
+def test_the_fraction_of_an_empty_file_is_1(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
     with open(tmp_path / "a.jsonl", "rb") as file:
         lines = sources.Lines(file)
         assert list(lines) == [] and lines.fraction() == 1.0 and lines.count() is None
 
 
-def test_a_file_that_is_no_arrow_stream_says_what_arrow_says(tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_arrow_stream_is_refused_with_arrows_message(tmp_path: Path) -> None:
     as_dataset(tmp_path / "d", 3)
     (tmp_path / "d" / "data-00000-of-00002.arrow").write_bytes(b"something else")
-    with pytest.raises(ValueError, match="is no Arrow stream: ") as caught:
+    with pytest.raises(ValueError, match="is not an Arrow stream: ") as caught:
         open_source(tmp_path / "d", Columns())
     assert " ".join(str(caught.value.__cause__).split()) in str(caught.value) and str(caught.value.__cause__)

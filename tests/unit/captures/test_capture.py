@@ -109,7 +109,7 @@ def test_layers_and_tokens_can_be_selected(written: tuple[Capture, kit.Values]) 
 
 
 @pytest.mark.parametrize("tokens", [[[0, 1], [2, 3]], 5, np.int64(5), np.zeros((2, 2), int), np.zeros((300, 8), bool)])
-def test_tokens_that_are_no_list_are_refused(written: tuple[Capture, kit.Values], tokens: Any) -> None:
+def test_tokens_that_are_not_a_list_are_refused(written: tuple[Capture, kit.Values], tokens: Any) -> None:
     cap, _ = written
     for read in (cap.numpy, cap.torch):
         with pytest.raises(
@@ -136,7 +136,7 @@ def test_an_unknown_hook_or_layer_is_refused(
 
 
 @pytest.mark.parametrize("layer", [[[0, 2]], slice(0, 2), 0.0, "2", [0.5]])
-def test_what_is_no_layer_is_refused(written: tuple[Capture, kit.Values], layer: Any) -> None:
+def test_invalid_layers_are_refused(written: tuple[Capture, kit.Values], layer: Any) -> None:
     cap, _ = written
     named = layer[0] if layer == [0.5] else layer
     for read in (cap.numpy, cap.torch, cap.sources):
@@ -174,7 +174,7 @@ def test_a_name_may_have_its_layer(written: tuple[Capture, kit.Values]) -> None:
 
 
 def test_foreign_names_without_a_hook_and_absent_logits_are_refused(written: tuple[Capture, kit.Values]) -> None:
-    with pytest.raises(KeyError, match="no equal here"):
+    with pytest.raises(KeyError, match="no equivalent here"):
         written[0]["blocks.0.ln1.hook_normalized"]
     with pytest.raises(KeyError, match="logits"):
         _ = written[0].logits_positions

@@ -84,7 +84,7 @@ def test_queries_from_before_rotary_give_no_attention(stores: kit.Store, tmp_pat
     assert open_capture(tmp_path / "b.zarr", timeout=0).attention(0).shape == (HEADS, TOKENS, TOKENS)
 
 
-def test_large_scores_overflow_no_softmax(stores: kit.Store, tmp_path: Path) -> None:
+def test_softmax_of_large_scores_does_not_overflow(stores: kit.Store, tmp_path: Path) -> None:
     """Scores of different rows differ by hundreds, so each row is shifted by its own maximum."""
     scale = np.geomspace(0.1, 300, TOKENS)[:, None]
     values = {s.name: kit.random_bits(s, TOKENS).view("f4") for s in specs()}
@@ -247,7 +247,7 @@ def test_one_layer_of_components_need_not_be_named(stores: kit.Store, tmp_path: 
     np.testing.assert_array_equal(one, cap.restore("mlp_out", 4, basis=path)[:9])
 
 
-def test_the_stream_behind_a_layer_has_the_basis_of_the_array_it_lies_in(stores: kit.Store, tmp_path: Path) -> None:
+def test_resid_post_uses_the_basis_of_the_array_that_holds_it(stores: kit.Store, tmp_path: Path) -> None:
     """resid_post of a layer is resid_pre of the next layer, or resid_final after the last layer."""
     cap, path = as_components(stores, tmp_path, {"resid_pre": (0, 1, 5), "resid_final": ()})
     direction = np.random.default_rng(1).normal(size=WIDTH).astype(np.float32)
@@ -347,7 +347,7 @@ class _Facts(dict[str, Any]):
 
 
 @pytest.mark.parametrize(("window", "chunk"), [(3, None), (1, None), (None, 4), (5, 4), (130, None)])
-def test_weights_of_layers_with_a_window_are_on_its_keys_alone(window: int | None, chunk: int | None) -> None:
+def test_layers_with_a_window_have_weights_only_inside_it(window: int | None, chunk: int | None) -> None:
     rng, tokens = np.random.default_rng(5), 140  # more queries than are computed at a time
     q, k = (rng.standard_normal((tokens, SIZE)).astype("f4") for _ in "qk")
     facts = {"windows": [window], "chunks": [chunk]}
@@ -374,14 +374,16 @@ def test_weights_of_layers_with_a_window_are_on_its_keys_alone(window: int | Non
         (["q", "k"], {"rotary": True}, ("q_rot", "k_rot")),
     ],
 )
-def test_the_inputs_of_attention_in_stores_that_do_not_name_them(
+def test_inputs_of_attention_of_older_stores_are_found(
     names: list[str], attrs: dict[str, Any], seen: tuple[str, str]
 ) -> None:
     capture: Any = _Facts(names, **attrs)
     assert attention_module.seen_by_attention(capture) == seen
 
 
-def test_a_direction_behind_a_layer_takes_the_form_of_the_array_it_lies_in(stores: kit.Store, tmp_path: Path) -> None:
+def test_directions_of_resid_post_use_the_reduction_of_the_array_that_holds_it(
+    stores: kit.Store, tmp_path: Path
+) -> None:
     """resid_post of the last layer is resid_final, the only hook that is stored as a projection."""
     import torch
 

@@ -130,9 +130,9 @@ def test_times_choose_stores(directory: Path) -> None:
     assert len(open_captures(directory, after=at.date() - datetime.timedelta(days=1), before=tomorrow)) == 3
     assert not open_captures(directory, after=tomorrow + datetime.timedelta(days=1)).infos
     for number in (5, datetime.time(12)):
-        with pytest.raises(ValueError, match=r"after .* is no time"):
+        with pytest.raises(ValueError, match=r"after .* is not a time"):
             open_captures(directory, after=number)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="after 'yesterday' is no time"):
+    with pytest.raises(ValueError, match="after 'yesterday' is not a time"):
         open_captures(directory, after="yesterday")
 
 
@@ -184,7 +184,7 @@ def test_rows_of_two_models_are_not_joined(two_models: Path, tmp_path: Path) -> 
                 lambda c: importance(c, "resid_pre", 1),
                 lambda c: mean_difference(c, c, "resid_pre", 1),
             ):
-                with pytest.raises(ValueError, match="their rows do not belong together"):
+                with pytest.raises(ValueError, match="their rows cannot be mixed"):
                     use(joined)
         one = open_captures(folder, model="m0")
         assert len(one.rows("resid_pre", 1)) == 428 and len(one[:1].filter(hooks="z").rows("z", 1)) == 300
@@ -203,7 +203,7 @@ def test_copies_of_a_model_are_joined_when_their_name_is_given(tmp_path: Path) -
 
 def test_a_basis_is_of_the_rows_of_one_model(two_models: Path, tmp_path: Path) -> None:
     stores, out = sorted(two_models.glob("*.zarr")), tmp_path / "basis"
-    with pytest.raises(ValueError, match=r"their rows do not belong together; name one model .* dmi fit-pca"):
+    with pytest.raises(ValueError, match=r"their rows cannot be mixed; name one model .* dmi fit-pca"):
         fit_pca(stores, ["resid_pre"], 2, out, [1])
     with pytest.raises(ValueError, match="fit-pca: no store is of the model m; dmi info names the model of a store"):
         fit_pca(stores, ["resid_pre"], 2, out, [1], model="m")
@@ -223,7 +223,7 @@ def test_an_index_of_an_older_version_is_filled_up_from_the_stores(two_models: P
     assert open_captures(tmp_path / "old").table()["prompt_len"].tolist() == [150, 3, 64]
 
 
-def test_a_store_that_is_removed_while_it_is_opened_is_not_there(
+def test_a_store_that_is_removed_while_it_is_opened_is_missing(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Retention may remove a store after it was found and before its root document is read."""
@@ -237,7 +237,7 @@ def test_stores_that_were_removed_by_hand_are_left_out(directory: Path, tmp_path
     before = open_captures(tmp_path / "some")
     shutil.rmtree(tmp_path / "some" / "1.zarr")
     assert names(open_captures(tmp_path / "some")) == names(before.filter(hooks="resid_final")) == ["0.zarr", "2.zarr"]
-    with pytest.raises(ValueError, match="is no directory; give a directory of stores"):
+    with pytest.raises(ValueError, match="is not a directory; give a directory of stores"):
         open_captures(tmp_path / "none")
 
 
@@ -375,7 +375,7 @@ def test_an_ellipsis_without_a_dimension_moves_axes_as_in_numpy(directory: Path)
         np.testing.assert_array_equal(view[index], expected[index], strict=True)
 
 
-def test_what_is_no_row_of_a_view_is_refused(view: RowView) -> None:
+def test_invalid_indexes_of_a_view_are_refused(view: RowView) -> None:
     bad: list[tuple[Any, str]] = [
         ((3, 4, 5), r"has 2 dimensions, the index \(3, 4, 5\) has more"),
         ((..., 3, ...), "has 2 dimensions, the index .* has several ellipses; give one"),
@@ -446,7 +446,7 @@ def test_a_view_of_all_layers_reads_only_those_it_is_asked_for(directory: Path, 
 
 
 @pytest.mark.parametrize("index", [2, (slice(None), 435), (0, 0, 8), (None, 0), ([0, 2],), (0, 0, 0, 0)], ids=repr)
-def test_what_is_no_index_of_a_view_of_all_layers_is_refused(directory: Path, index: Any) -> None:
+def test_invalid_indexes_of_a_view_of_all_layers_are_refused(directory: Path, index: Any) -> None:
     with pytest.raises(IndexError):
         open_captures(directory).rows("resid_pre")[index]
 
@@ -567,7 +567,7 @@ def test_blocks_are_whole_chunks_and_hold_each_row_once(directory: Path) -> None
         assert np.array_equal(np.arange(400)[span], rows)
 
 
-def test_what_no_view_can_hold_is_refused(directory: Path) -> None:
+def test_invalid_arguments_of_a_view_are_refused(directory: Path) -> None:
     captures = open_captures(directory)
     for hook, layer, skip, error, message in [
         ("resid_post", None, 0, ValueError, "lies in several arrays"),

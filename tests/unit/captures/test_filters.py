@@ -72,7 +72,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         ("blocks.9.hook_resid_pre", r"in none of 2 stores: resid_pre has the layers \[0, 1\] there"),
         ("blocks.1.hook_mlp_out", "'blocks.1.hook_mlp_out' is in none of 2 stores"),
         ("k", "'k' is in none of 2 stores.* they hold: .*resid_pre"),
-        ("blocks.1.attn.hook_zz", "has no equal here; .*: did you mean 'attn.hook_z'"),
+        ("blocks.1.attn.hook_zz", "has no equivalent here; .*: did you mean 'attn.hook_z'"),
     ],
 )
 def test_a_hook_that_no_store_holds_is_refused(parent: Path, hooks: Any, message: str) -> None:
@@ -262,7 +262,7 @@ def test_other_zarr_stores_beside_captures_are_passed_over(parent: Path, tmp_pat
         find_captures(tmp_path)
 
 
-def test_what_is_no_capture_is_told_apart(parent: Path, tmp_path: Path) -> None:
+def test_other_zarr_stores_are_distinguished_from_captures(parent: Path, tmp_path: Path) -> None:
     for name, content, message in (
         ("none", None, r"is not a capture: there is no .*none\.zarr/zarr\.json"),
         ("two", (".zgroup", "{}"), r"is not a capture: it is a Zarr store of format 2 \(\.zgroup\)"),
@@ -315,7 +315,7 @@ def test_wrong_indexes_of_captures_are_explained(parent: Path) -> None:
     captures = open_captures(parent / "captures")
     cap = captures[0]
     for index in (("q", 1), 1, None, slice(3)):
-        with pytest.raises(KeyError, match=r"is no name of a hook; write cap\['q'\], or cap\['q@3'\]"):
+        with pytest.raises(KeyError, match=r"is not the name of a hook; write cap\['q'\], or cap\['q@3'\]"):
             cap[index]  # type: ignore[index]
     for number in (500, 2, -3):
         with pytest.raises(IndexError, match=rf"captures\[{number}\] does not exist: there are 2 stores"):
@@ -333,7 +333,7 @@ def test_a_store_in_a_missing_directory_is_not_waited_for(tmp_path: Path, monkey
     monkeypatch.setattr(time, "sleep", refuse)
     monkeypatch.chdir(tmp_path)
     for path in (tmp_path / "nowhere/a.zarr", "nowhere/a.zarr"):
-        with pytest.raises(FileNotFoundError, match=r"a\.zarr is not there, and neither is its directory"):
+        with pytest.raises(FileNotFoundError, match=r"a\.zarr does not exist, and neither does its directory"):
             open_capture(path)
     with pytest.raises(AssertionError, match="it waits"):
         open_capture("a.zarr")
@@ -367,7 +367,7 @@ def test_a_name_that_transformer_lens_may_lack_is_told_so() -> None:
 # ---- lists ----------------------------------------------------------------------------------------------------------
 
 
-def test_lists_cut_long_keys(parent: Path, run: Run, tmp_path: Path) -> None:
+def test_ls_truncates_long_keys(parent: Path, run: Run, tmp_path: Path) -> None:
     owner, key = kit.Store(1 << 20), "k" * 150
     owner.write(tmp_path / "a.zarr", SPECS, 5, key=key, request_id="r" * 150, attrs={"num_layers": 2})
     assert owner.shutdown()

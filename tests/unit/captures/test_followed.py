@@ -145,7 +145,7 @@ def test_a_short_capture_and_reduced_rows(store: kit.Store, tmp_path: Path) -> N
     cap.close()
 
 
-def test_logits_follow_behind_the_last_that_may_come_again(store: kit.Store, tmp_path: Path) -> None:
+def test_logits_that_may_be_computed_again_are_not_followed_yet(store: kit.Store, tmp_path: Path) -> None:
     values = kit.random_bits(LOGITS, 80)
     record = store.open(tmp_path / "a.zarr", Q, LOGITS)
     cap = open_capture(tmp_path / "a.zarr", kit.PATIENCE, follow=True)
@@ -203,7 +203,7 @@ def test_a_name_is_in_a_followed_capture_if_its_rows_can_be_followed(store: kit.
         assert cap.finished is not None and {name: name in cap.finished for name in NAMES} == NAMES
 
 
-def test_what_never_ends_well_is_an_error(store: kit.Store, tmp_path: Path) -> None:
+def test_following_raises_for_aborts_bad_names_and_timeouts(store: kit.Store, tmp_path: Path) -> None:
     path = tmp_path / "a.zarr"
     record = store.open(path, Q)
     cap = open_capture(path, kit.PATIENCE, follow=True)

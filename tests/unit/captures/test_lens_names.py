@@ -101,9 +101,9 @@ def test_a_capture_reads_by_these_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ["GraniteForCausalLM", "GraniteMoeHybridForCausalLM"])
 def test_a_name_of_another_tensor_is_refused_with_the_reason(architecture: str, tmp_path: Path) -> None:
     cap = capture(tmp_path, qk_norm=True, architecture=architecture)
-    with pytest.raises(KeyError, match=r"'blocks.1.attn.hook_q' has no equal here: .*after the norm"):
+    with pytest.raises(KeyError, match=r"'blocks.1.attn.hook_q' has no equivalent here: .*after the norm"):
         cap["blocks.1.attn.hook_q"]
-    with pytest.raises(KeyError, match=r"'hook_embed' has no equal here: embed is from before"):
+    with pytest.raises(KeyError, match=r"'hook_embed' has no equivalent here: embed is from before"):
         cap["hook_embed"]
     with pytest.raises(KeyError, match="suffixes that have"):
         cap["blocks.1.hook_nothing"]
@@ -166,7 +166,7 @@ def test_queries_and_keys_of_different_layers_give_no_pattern(cache_of: Callable
 
 
 @pytest.mark.parametrize(("lost", "there"), [([16, 24], True), ([15, 24], False)])
-def test_rows_that_lack_behind_the_end_are_no_keys_of_a_pattern(
+def test_missing_rows_after_the_end_are_not_keys_of_a_pattern(
     cache_of: Callable[..., Any], lost: list[int], there: bool
 ) -> None:
     loss = Loss.of(Cause.ENDED_EARLY, [lost], finish="abort", end=16, expected=24)

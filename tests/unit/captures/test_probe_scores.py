@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores with scores of probes: every command and view reads them as rows of numbers."""
+"""Stores with scores of probes: every command and view reads scores as rows of numbers."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_the_index_tells_scores_without_a_store(stores: Path, tmp_path: Path, mo
         captures.scores("risk", "median")
 
 
-def test_scores_are_of_the_rows_that_are_there(tmp_path: Path) -> None:
+def test_scores_of_missing_rows_are_left_out(tmp_path: Path) -> None:
     lost = [Loss.of(Cause.FELL_BEHIND, [(16, 32)])]
     want = write(tmp_path / "a.zarr", 0, lost, lost=9.0)["probe.risk"][0]
     there = np.r_[0:16, 32:ROWS]

@@ -71,7 +71,7 @@ def test_a_part_of_the_prompt_is_left_out(write: Write) -> None:
         capture.routed_experts(-1)
 
 
-def test_a_store_that_begins_behind_the_prompt_says_so(write: Write) -> None:
+def test_a_store_that_begins_after_the_prompt_says_so(write: Write) -> None:
     capture, _ = write(attrs={"start": 213, "prompt_len": 211})
     for start in (0, 211, 213):
         with pytest.raises(
@@ -112,7 +112,7 @@ def test_few_tokens_of_one_expert_each_may_all_have_expert_0(tmp_path: Path) -> 
         assert not more.routed_experts(prompt_start=1).any()
 
 
-def test_what_is_not_in_the_store_is_named(write: Write) -> None:
+def test_missing_layers_rows_and_counts_are_named(write: Write) -> None:
     with pytest.raises(ValueError, match=r"lacks topk_ids of layers \[3\]"):
         write((1,), name="one")[0].routed_experts()
     losses = [Loss.of(Cause.FELL_BEHIND, [[20, 30]])]

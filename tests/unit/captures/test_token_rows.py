@@ -170,7 +170,7 @@ def test_batches_of_a_view_can_have_their_tokens(captures: Captures) -> None:
     assert sum(len(rows) for rows, _ in pairs) == len(rows_where(lambda i, row: row >= PROMPTS[i]))
 
 
-def test_an_unknown_id_of_a_salvaged_store_is_no_next_token(captures: Captures, tmp_path: Path) -> None:
+def test_an_unknown_id_of_a_salvaged_store_is_not_a_next_token(captures: Captures, tmp_path: Path) -> None:
     owner = kit.Store(1 << 20)
     losses = [Loss.of(Cause.FELL_BEHIND, [[8, 16]]), Loss.of(Cause.TOKEN_IDS_UNKNOWN)]
     ids = np.where(np.arange(20) // 8 == 1, 0, np.arange(20))

@@ -103,6 +103,6 @@ def test_the_cost_of_attention_summaries_is_that_of_a_rank(
     first, summaries = said(tmp_path, monkeypatch, sink="null", patterns=3, tp=tp)
     assert first == FIRST.replace("4 hooks", "7 hooks")
     assert summaries == (
-        f"dmi_connector: attention summaries of 3 layers look at all keys again: {flop} MFLOP for each token and 1,000"
+        f"dmi_connector: attention summaries of 3 layers read all keys twice: {flop} MFLOP for each token and 1,000"
         " tokens of its context"
     )

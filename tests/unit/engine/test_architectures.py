@@ -254,7 +254,7 @@ def test_the_output_of_a_post_norm_is_scaled_as_it_is_added(hook: str, module: s
         ({"gated_mlp": False, "gate_proj": ""}, ("up_proj", [0, 1, 2, 3], None)),
     ],
 )
-def test_what_enters_the_activation_is_the_gate(row: dict[str, Any], found: tuple[str, list[int], Any]) -> None:
+def test_mlp_pre_is_the_gate(row: dict[str, Any], found: tuple[str, list[int], Any]) -> None:
     """It is read from a projection of gate and up, from the first of two projections, or from the only one."""
     module, gate, up = found
     output = (torch.arange(4).expand(3, -1), None)

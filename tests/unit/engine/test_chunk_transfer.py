@@ -35,7 +35,7 @@ def export(ring: Ring, number: int = 7) -> CaptureExport:
     return CaptureExport(number, layout, None, 0, ring, Progress())
 
 
-def test_a_report_tells_of_each_loss_once(ring: Ring) -> None:
+def test_a_report_lists_each_loss_once(ring: Ring) -> None:
     capture = export(ring)
     capture.progress.gather(5)
     capture.lose(16, 16, Cause.FELL_BEHIND)
@@ -152,7 +152,7 @@ def test_each_payload_of_a_parcel_is_looked_at(ring: Ring, poisoned: tuple[int, 
     assert (ring.used == 0) == (len(poisoned) == 3), "a parcel without rows must release its memory"
 
 
-def test_values_of_captures_that_are_not_checked_may_be_the_pattern(ring: Ring) -> None:
+def test_captures_that_are_not_checked_may_hold_the_pattern(ring: Ring) -> None:
     parcel, notes, _ = parcel_of(ring, checked=False)
     assert parcel.extent is not None
     ring.view(parcel.extent)[: parcel.nbytes] = np.resize(

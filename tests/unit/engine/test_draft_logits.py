@@ -67,6 +67,6 @@ def test_only_logits_that_a_capture_may_need_are_kept(wanted: list[int], dtype: 
     ]
 
 
-def test_without_a_wanted_token_there_are_no_rows_and_slots_stay_whole_numbers() -> None:
+def test_slots_stay_integers_if_no_token_is_wanted() -> None:
     rows, kept = rows_of([], torch.ones(2, 3), torch.tensor([40, 41]), torch.float16)
     assert rows.shape == (0, 3) and kept.shape == (0,) and kept.dtype == torch.int64

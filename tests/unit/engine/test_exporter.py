@@ -143,7 +143,7 @@ def test_the_last_rows_are_exported_before_the_capture_is_closed(make: Make) -> 
     assert list(exporter.captures) == [2] and other.closed == []
 
 
-def test_only_rank_0_tells_what_the_request_lacks(make: Make) -> None:
+def test_only_rank_0_reports_what_the_request_lacks(make: Make) -> None:
     exporter = make(rank=1, tp=2)
     a = begin(exporter, 1, 20)
     early = Loss.of(Cause.ENDED_EARLY, [[7, 9]], finish="abort", end=7, expected=9)
@@ -152,7 +152,7 @@ def test_only_rank_0_tells_what_the_request_lacks(make: Make) -> None:
     assert [(loss.cause, loss.rows) for loss in a.closed[0][4]] == [(Cause.FELL_BEHIND, ((4, 7),))]
 
 
-def test_rows_behind_the_end_are_no_loss(make: Make) -> None:
+def test_rows_after_the_end_are_not_a_loss(make: Make) -> None:
     """The engine samples one more token before it learns of a stop."""
     exporter = make()
     a = begin(exporter, 1, 20)
@@ -162,7 +162,7 @@ def test_rows_behind_the_end_are_no_loss(make: Make) -> None:
     assert [loss.rows for loss in a.closed[0][4]] == [((2, 3), (6, 8))]
 
 
-def test_rows_without_room_are_lost_under_policy_drop_and_told_once(make: Make) -> None:
+def test_rows_without_room_are_lost_under_policy_drop_and_reported_once(make: Make) -> None:
     """Two chunks fill the ring. The third one is lost. It counts as gathered, because its blocks are free."""
     exporter = make("drop")
     a = begin(exporter, 1, 20)
@@ -376,7 +376,7 @@ def test_logits_of_accepted_tokens_leave_once_they_are_known(make: Make) -> None
     assert exporter.logits.draft_logits._steps == [], "the logits of the step must be dropped"
 
 
-def test_accepted_tokens_whose_logits_are_not_there_are_lost_at_their_rows(make: Make) -> None:
+def test_missing_logits_of_accepted_tokens_are_lost_at_their_rows(make: Make) -> None:
     """Slot 30 was not kept, and there are no logits of step 0."""
     exporter, client, noted = drafted(make)
     exporter.before_forward(StepMetadata(accepted=[Accepted(1, 4, 22, np.array([6, 30]), 1)]))
@@ -656,7 +656,7 @@ def test_under_policy_drop_no_step_waits_for_pages(gpu: Any) -> None:
     assert lost(exporter.captures[1]) == [(Cause.FELL_BEHIND, ((8, 12),))] and lost(exporter.captures[2]) == []
 
 
-def test_on_a_cpu_rows_leave_before_their_pages_are_given_out_again(make: Make) -> None:
+def test_pages_are_reused_on_a_cpu_only_after_their_rows_are_copied(make: Make) -> None:
     exporter = make()
     noted = begin(exporter, 1, 20)
     table = Table(exporter)
@@ -673,7 +673,7 @@ def test_a_shutdown_ends_captures_whose_blocks_were_kept(gpu: Any) -> None:
     assert [closed[0] for closed in b.closed] == [12] and b.chunks == [(8, 4, payload(exporter, 8))]
 
 
-def test_logits_take_the_lane_behind_the_rows_of_their_step(gpu: Any) -> None:
+def test_logits_are_copied_after_the_rows_of_their_step(gpu: Any) -> None:
     exporter = gpu(hooks="q,logits")
     a = begin(exporter, 1, 20)
     noted = begin(exporter, 2, 20)

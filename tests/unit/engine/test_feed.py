@@ -31,7 +31,7 @@ def test_the_field_that_vllm_refuses_is_named(fields: dict[str, Any], words: str
         _sampling(json.loads(json.dumps(fields)), 8)
 
 
-def test_the_field_without_which_the_others_pass_is_named() -> None:
+def test_the_field_whose_removal_makes_the_others_valid_is_named() -> None:
     """`seed` is refused without `temperature`, but it is not the cause."""
 
     def check(fields: Mapping[str, Any]) -> None:
@@ -46,7 +46,7 @@ def test_the_field_without_which_the_others_pass_is_named() -> None:
         _refuse({"seed": 1, "top_p": 0.5}, check)
 
 
-def test_an_error_that_no_field_makes_is_raised_as_it_is() -> None:
+def test_an_error_that_no_field_causes_is_raised_unchanged() -> None:
     def check(_fields: Mapping[str, Any]) -> None:
         raise RuntimeError("the engine is gone")
 
@@ -54,7 +54,7 @@ def test_an_error_that_no_field_makes_is_raised_as_it_is() -> None:
         _refuse({}, check)
 
 
-def test_fields_that_json_cannot_give_are_made_of_it() -> None:
+def test_fields_of_other_types_are_built_from_json() -> None:
     fields = json.loads('{"structured_outputs": {"choice": ["yes", "no"]}, "logit_bias": {"17": -5}}')
     params = _sampling(fields, 8)("k")
     assert params.structured_outputs.choice == ["yes", "no"] and params.logit_bias == {17: -5}

@@ -109,9 +109,7 @@ def test_chunks_without_room_wait_in_the_cache(make: Callable[[int, int], Lane],
     assert launches[0] == 6 and max(launches[1:]) > 2, "several chunks must share a launch"
 
 
-def test_what_the_engine_sent_in_inference_mode_is_gathered_by_the_lane_too(
-    make: Callable[[int, int], Lane], launches: list[int]
-) -> None:
+def test_the_lane_gathers_tensors_made_in_inference_mode(make: Callable[[int, int], Lane], launches: list[int]) -> None:
     """vLLM runs in inference mode. The lane's thread does not, and cannot write tensors that were created in it."""
     Event.link.clear()
     lane = make(3, 32)
@@ -350,7 +348,7 @@ def test_gathered_rows_are_reported_when_their_gather_is_issued(make: Callable[[
     assert lane.progress.report().gathered == 10
 
 
-def test_a_chunk_that_has_room_waits_behind_those_that_have_none(make: Callable[[int, int], Lane]) -> None:
+def test_a_chunk_that_has_room_waits_for_earlier_ones_without(make: Callable[[int, int], Lane]) -> None:
     """Chunks are gathered in the order they were sent, even if a later one is smaller."""
     Event.link.clear()
     lane = make(3, 32)

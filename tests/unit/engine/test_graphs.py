@@ -144,7 +144,7 @@ def test_the_v1_runner_keeps_its_default(lines: list[str]) -> None:
         (CUDAGraphMode.NONE, "auto", ""),
     ],
 )
-def test_what_a_user_set_stays(lines: list[str], mode: CUDAGraphMode, option: str, said: str) -> None:
+def test_a_mode_set_by_the_user_is_kept(lines: list[str], mode: CUDAGraphMode, option: str, said: str) -> None:
     given = config(mode, Layer())
     graphs.choose_graphs(given, option, 0)
     assert given.compilation_config.cudagraph_mode == mode

@@ -48,7 +48,7 @@ def scene(heads: int, kv_heads: int, size: int, spans: Spans, dtype: str = "floa
 def test_summaries_equal_those_of_the_torch_twin(
     heads: int, kv_heads: int, size: int, spans: Spans, dtype: str, m: int, half: bool
 ) -> None:
-    """Inputs are padded as a CUDA graph pads: more queries than tokens, more requests than there are."""
+    """Inputs are padded as for a CUDA graph: more queries than tokens, and more entries of requests than requests."""
     torch.manual_seed(0)
     parts = scene(heads, kv_heads, size, spans, dtype)
     reduction = AttentionSummary(m, half)
@@ -83,7 +83,7 @@ def test_summaries_equal_those_of_the_torch_twin(
         mine, other = (torch.from_numpy(reduction.decode(x, heads, dtype)).view(heads, 2 * m + 1) for x in stored)
         floats = [x[:, m:] for x in (mine, other)]
         assert torch.allclose(*floats, atol=2e-5, rtol=2e-3 if half else 1e-5), (token, *floats)
-        # Two programs may order weights that differ by rounding either way.
+        # The two programs may order weights that differ only by rounding in either way.
         same = mine[:, :m] == other[:, :m]
         close = (floats[0][:, :m] - floats[1][:, :m]).abs() < (1e-3 if half else 2e-6)
         assert (same | close).all() and same.float().mean() > 0.95, (mine, other)
@@ -96,7 +96,7 @@ def test_summaries_equal_those_of_the_torch_twin(
 
 
 def test_sixteen_bits_hold_positions_below_65535() -> None:
-    """The last key of a long context has the largest weight; the others are equal, so the lowest positions follow."""
+    """The last key of a long context has the largest weight. All others are equal, so the lowest positions follow."""
     summary, length = AttentionSummary(3, half=True), 65_535
     keys = torch.zeros(1, 1, length, 16)
     keys[0, 0, -1, 0] = 20
@@ -121,8 +121,8 @@ def test_no_rows_are_decoded_to_no_rows(half: bool) -> None:
     assert summary.decode(stored, 2, "float32").shape == (1, 0, 14)
 
 
-def test_stores_of_before_are_read() -> None:
-    """Their attributes know of no 16 bits, and those of summaries in 32 bits are as they were."""
+def test_stores_from_before_16_bit_positions_are_read() -> None:
+    """Their attributes have no entry for 16 bits. The attributes of summaries with 32 bits have not changed."""
     assert from_settings({"kind": "attn", "m": 3}) == AttentionSummary(3)
     assert AttentionSummary(3).settings() == {"kind": "attn", "m": 3}
     assert from_settings(AttentionSummary(3, half=True).settings()) == AttentionSummary(3, half=True)

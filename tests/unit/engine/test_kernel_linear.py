@@ -62,7 +62,7 @@ def test_the_outputs_are_those_of_the_head(tmp_path: Path, width: int, outputs: 
 
 
 @pytest.mark.parametrize("output", ["none", "sigmoid", "softmax"])
-def test_what_is_not_a_number_or_infinite_gives_what_torch_does(tmp_path: Path, output: str) -> None:
+def test_nan_and_infinity_give_the_same_results_as_in_torch(tmp_path: Path, output: str) -> None:
     """Other rows of the step have correct scores."""
     path = save_probe(tmp_path / "risk.safetensors", "resid_pre", (), 40, 3, output=output)
     probe = Probe.load(str(path))

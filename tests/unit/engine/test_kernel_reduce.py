@@ -28,7 +28,7 @@ from dmi_connector.reduce.scales import METADATA as SCALES
 from tests import kernelkit as kit
 
 FAR = 60_000
-"""A slot: times the factor of topk's hash it is beyond 32 bits."""
+"""A slot whose product with the hash factor of topk needs more than 32 bits."""
 CASES = [
     ("float32", ["int8", "int8(affine)", "fp8", "round(4)", "none"], [64, 50, 33, 100, 7], 5),
     (
@@ -57,9 +57,9 @@ CASES = [
 def test_reduced_rows_equal_those_of_the_torch_twin(
     dtype: str, specs: list[str], widths: list[int], tokens: int, deferred: bool
 ) -> None:
-    """Of values of all sizes, with ties, zeros and a constant row. Padding is skipped.
+    """Values have all magnitudes, with ties, zeros and a constant row. Padding is skipped.
 
-    deferred: the second value and every third from there go to a buffer as they are.
+    deferred: copy the second value and every third one after it to a buffer, without reducing them.
     """
     torch.manual_seed(0)
     kind = getattr(torch, dtype)
@@ -90,7 +90,7 @@ def test_reduced_rows_equal_those_of_the_torch_twin(
     twin, rows = kit.untouched(FAR + 1, row_bytes), kit.untouched(FAR + 1, row_bytes)
     writer = RowWriter(widths, kind, offsets, reductions, 0, places)
     writer.in_torch(twin, slots, values, buffers[0])
-    for _ in range(2):  # the second launch takes what the first has compiled
+    for _ in range(2):  # the second launch uses the compiled kernel of the first
         rows.fill_(kit.UNTOUCHED)
         writer.in_triton(rows, slots, values, buffers[1])
     twin[0] = rows[0] = kit.UNTOUCHED
@@ -106,7 +106,7 @@ def test_reduced_rows_equal_those_of_the_torch_twin(
             assert (written == kit.UNTOUCHED).all()
             for buffer in buffers:
                 put = buffer[:, place : place + widths[i] * kind.itemsize].contiguous().view(kind)
-                real = slots >= 0  # padding may be there or not
+                real = slots >= 0  # padding may be written or not
                 assert torch.equal(put[real], values[i][real])
 
 
@@ -188,7 +188,7 @@ def pq(bits: int, width: int, layers: list[int], folder: Path) -> Reduction:
 
 
 def fitted(spec: str, width: int, layers: list[int], folder: Path) -> Reduction | None:
-    """The reduction of a setting, with a file where it needs one."""
+    """The reduction of a setting, with its file if it needs one."""
     if spec.startswith("pca"):
         k, _, group = spec[4:-1].partition(",group=")
         return pca(int(k), width, layers, folder, int(group or 0))
@@ -233,7 +233,7 @@ def test_layers_reduced_at_once_equal_those_of_the_torch_twin(
 
 
 class WithoutKernel(Reduction):
-    """A reduction that says of itself that it has no kernel: a GPU runs its torch encoder."""
+    """A reduction that has no kernel, so a GPU runs its torch encoder."""
 
     def fused(self, dtype: str) -> None:
         return None
@@ -246,7 +246,7 @@ class PlainInt8(WithoutKernel, Int8):
 
 @dataclass(frozen=True)
 class PlainRound(WithoutKernel, Round):
-    """It stores floats, the other bytes."""
+    """Rows of floats. The other reductions store bytes."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,9 @@ class AtTheEnd(WithoutKernel, Fp8):
 
 
 def test_a_reduction_without_a_kernel_gives_the_rows_of_its_torch_encoder() -> None:
-    """Beside others in one tap, and of many layers. Padding is skipped, and memory for the encoder is planned."""
+    """It is tested with other reductions in one tap, and with many layers. Padding is skipped, and memory for the
+    encoder is planned.
+    """
     torch.manual_seed(0)
     tokens, width = 6, 44
     plain = [PlainInt8(), None, PlainRound(3), AtTheEnd(), Int8()]
@@ -286,15 +288,17 @@ NOT_FINITE = ("int8", "int8(affine)", "int8(32)", "fp8", "round(4)", "topk(8)", 
 
 @pytest.mark.parametrize("value", ["nan", "-nan", "inf", "-inf"])
 @pytest.mark.parametrize("spec", NOT_FINITE)
-def test_a_value_that_is_not_finite_is_none_when_it_is_read(spec: str, value: str) -> None:
-    """At the same places as with the torch twin, in the last values of a row and in the first. Other rows are whole."""
+def test_a_value_that_is_not_finite_reads_as_nan(spec: str, value: str) -> None:
+    """The kernel gives NaN at the same places as the torch twin, in the first and in the last values of a row. Other
+    rows do not change.
+    """
     torch.manual_seed(0)
     width, tokens = 100, 4
     reduction = parse(spec)
     assert reduction is not None
     values = torch.randn(tokens, 1, width, device=kit.DEVICE)
     values[1, 0, 3] = values[2, 0, width - 1] = float(value)
-    if "nan" in value:  # what a GPU computes: all bits are set
+    if "nan" in value:  # the NaN that a GPU computes has all bits set
         values.view(torch.int32)[2, 0, width - 1] = 0x7FFFFFFF if value == "nan" else -1
     offsets = torch.tensor([64], device=kit.DEVICE)
     size = reduction.stored_width(width, "float32") * ITEMSIZE[reduction.stored_dtype("float32")]
@@ -312,7 +316,7 @@ def test_a_value_that_is_not_finite_is_none_when_it_is_read(spec: str, value: st
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_largest_values_are_rounded_as_by_the_twin(dtype: torch.dtype) -> None:
+def test_the_largest_values_round_as_in_the_torch_twin(dtype: torch.dtype) -> None:
     """None of them becomes infinite."""
     reduction, top = parse("round(3)"), torch.finfo(dtype).max
     assert reduction is not None

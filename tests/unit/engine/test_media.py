@@ -51,7 +51,7 @@ def test_a_store_lists_images_in_order_with_the_positions_of_their_embeddings(tm
 
 @pytest.mark.parametrize("first", [[], [ITEM]], ids=["text", "image"])
 @pytest.mark.parametrize("later", [[], [BROKEN]], ids=["text", "image"])
-def test_images_of_a_later_turn_are_told_at_the_end(tmp_path: object, first: list[Any], later: list[Any]) -> None:
+def test_images_of_a_later_turn_are_reported_at_the_end(tmp_path: object, first: list[Any], later: list[Any]) -> None:
     """Without them, the rows of the later turn could not be checked."""
     tracker, request = make_tracker(tmp_path), ask({"include_output_tokens": True})
     request.mm_features = list(first)
@@ -116,6 +116,6 @@ def test_a_header_has_the_position_in_the_request_and_those_on_the_axes(
 def test_a_forward_that_got_no_token_ids_stops() -> None:
     """Its rows could not be told from those of another request."""
     taps: Any = SimpleNamespace(context=SimpleNamespace(arch=ARCHITECTURES["Qwen3VLForConditionalGeneration"]))
-    message = "Qwen3VLForConditionalGeneration: no token ids entered the forward, .*; turn off the feature"
+    message = "Qwen3VLForConditionalGeneration: the forward got no token ids, .*; turn off the feature"
     with pytest.raises(RuntimeError, match=message):
         write_inputs(taps, None, torch.arange(3), torch.zeros(3, 8))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of captures: a real exporter and real processes below, vLLM's own logger and Prometheus classes above."""
+"""Counts of captures, from a real exporter and real processes to vLLM's own logger and Prometheus classes."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_another_owner_is_asked_first_where_the_table_says_so() -> None:
         assert made.capturing(SimpleNamespace(kv_transfer_config=None, cache_config=cache)) is None
 
 
-def test_what_no_owner_and_no_architecture_has_is_no_class() -> None:
+def test_an_unknown_architecture_has_no_class() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'MadeModel'"):
         _ = models.MadeModel
 

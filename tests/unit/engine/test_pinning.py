@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ring's memory is pinned in the background, and given out once it is pinned. A fake CUDA records the calls."""
+"""The ring's memory is pinned in the background, and only pinned memory is allocated. A fake CUDA records the calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ DEVICE = torch.device("cuda")
 
 
 class Cuda:
-    """Records what is pinned. go: the background thread waits for it. fails: pinning returns an error."""
+    """A fake CUDA that records the pinned memory. go: an event that the background thread waits for. fails: whether
+    pinning fails.
+    """
 
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}
@@ -64,7 +66,7 @@ def ring() -> Iterator[Ring]:
 
 
 @pytest.mark.parametrize(("least", "pinned"), [(1, SLICE), (SLICE, SLICE), (SLICE + 1, 2 * SLICE), (10 * RING, RING)])
-def test_the_least_is_pinned_at_once_and_the_rest_later(cuda: Cuda, ring: Ring, least: int, pinned: int) -> None:
+def test_the_minimum_is_pinned_at_once_and_the_rest_later(cuda: Cuda, ring: Ring, least: int, pinned: int) -> None:
     memory = PinnedRing(ring, least, DEVICE)
     assert sum(cuda.pinned.values()) == ring.usable == pinned
     first = ring.alloc(pinned, 0)
@@ -80,7 +82,7 @@ def test_the_least_is_pinned_at_once_and_the_rest_later(cuda: Cuda, ring: Ring, 
     assert cuda.pinned == {}
 
 
-def test_whoever_waits_for_room_gets_what_is_pinned_next(cuda: Cuda, ring: Ring) -> None:
+def test_a_waiting_alloc_gets_memory_as_soon_as_it_is_pinned(cuda: Cuda, ring: Ring) -> None:
     memory = PinnedRing(ring, 1, DEVICE)
     found: list[object] = []
     waiting = threading.Thread(target=lambda: found.append(ring.alloc(RING, kit.PATIENCE)))
@@ -91,7 +93,7 @@ def test_whoever_waits_for_room_gets_what_is_pinned_next(cuda: Cuda, ring: Ring)
     memory.close()
 
 
-def test_memory_that_cannot_be_pinned_stops_the_start(cuda: Cuda, ring: Ring) -> None:
+def test_a_start_fails_if_the_minimum_cannot_be_pinned(cuda: Cuda, ring: Ring) -> None:
     cuda.fails = True
     with pytest.raises(RuntimeError, match=r"host_buffer_bytes: 8192 of 28672 bytes could not be pinned .*; give"):
         PinnedRing(ring, 1, DEVICE)
@@ -107,7 +109,7 @@ def test_a_start_that_fails_leaves_no_memory_pinned(cuda: Cuda, ring: Ring, monk
     assert cuda.pinned == {}
 
 
-def test_memory_that_cannot_be_pinned_later_leaves_a_smaller_ring(
+def test_the_ring_is_smaller_if_later_memory_cannot_be_pinned(
     cuda: Cuda, ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []

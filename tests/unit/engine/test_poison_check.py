@@ -37,13 +37,13 @@ def test_one_value_left_is_found(spec: ArraySpec, layer: int, row: int) -> None:
     assert unwritten(data, layout, ROWS) == [f"{spec.name} of layer {spec.layers[layer]}"]
 
 
-def test_a_hook_that_exists_once_has_no_layer_and_logits_are_no_rows() -> None:
+def test_a_hook_without_layers_has_no_layer_and_logits_are_not_checked() -> None:
     layout = PayloadLayout((ArraySpec("embed", "float32", (), 4), ArraySpec("logits", "float32", (), 16)))
     data = payload(layout)
     data[:4] = np.array([UNWRITTEN] * 2, np.uint16).view(np.uint8)
     assert unwritten(data, layout, ROWS) == ["embed"]
 
 
-def test_ordinary_values_that_are_not_numbers_are_no_pattern() -> None:
+def test_ordinary_nans_are_not_the_pattern() -> None:
     layout = PayloadLayout((PLAIN[2],))
     assert unwritten(np.full(24 * 2 * ROWS, np.nan, np.float32).view(np.uint8), layout, ROWS) == []

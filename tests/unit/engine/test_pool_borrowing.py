@@ -112,7 +112,7 @@ def test_memory_is_bounded() -> None:
     assert len(off) == 0, "without stores, there is no source"
 
 
-def test_after_a_reset_of_the_cache_nothing_older_is_borrowed() -> None:
+def test_rows_from_before_a_cache_reset_are_not_borrowed() -> None:
     known = sources()
     has = filled(known, stop=64)
     known.reset()
@@ -402,7 +402,7 @@ def test_links_of_a_request_that_ends_before_it_begins_are_removed(tracker: Trac
     assert not [*path.parent.glob(".dmi-held-*")]
 
 
-def test_where_files_cannot_be_linked_nothing_is_borrowed_of_finished_stores(
+def test_nothing_is_borrowed_of_finished_stores_if_files_cannot_be_linked(
     tracker: Tracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began: set[str] = set()
@@ -419,15 +419,15 @@ def test_where_files_cannot_be_linked_nothing_is_borrowed_of_finished_stores(
     assert two.skip_reading_prefix_cache and not [*path.parent.glob(".dmi-held-*")]
 
 
-@pytest.mark.parametrize("how", ["half removed", "no list", "no JSON"])
-def test_of_a_store_that_is_not_whole_nothing_is_borrowed(tracker: Tracker, how: str) -> None:
+@pytest.mark.parametrize("how", ["half removed", "not a list", "not JSON"])
+def test_nothing_is_borrowed_of_an_incomplete_store(tracker: Tracker, how: str) -> None:
     began: set[str] = set()
     path = ended_source(tracker, began)
     finish(path, "q/zarr.json", "k/zarr.json")
     if how == "half removed":
         (path / "k" / "zarr.json").unlink()
     else:
-        (path / "zarr.json").write_text("{}" if how == "no list" else "root")
+        (path / "zarr.json").write_text("{}" if how == "not a list" else "root")
     tracker.on_report(Report(0, stored={str(path): True}))
     two = request(200, "r1")
     tracker.on_new_request(two)

@@ -247,7 +247,7 @@ def test_finished_captures_count_once_after_any_pause(tmp_path: Path, monkeypatc
             quota.admit(str(stores / "other.zarr"), 1)
 
 
-def test_the_newest_note_counts_after_the_clock_was_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_note_counts_after_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dmi_connector.engine.scheduler.quota.REFRESH_S", 0)
     now, ahead = time.time, 0.0
     monkeypatch.setattr(time, "time", lambda: now() + ahead)
@@ -527,7 +527,7 @@ def test_an_interrupted_removal_of_an_earlier_store_does_not_stop_that_of_a_new_
     assert names(stores) == [f"s{i}.zarr" for i in range(1, 5)]
 
 
-def test_a_removal_that_another_process_finishes_is_no_error(stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removal_that_another_process_finishes_is_not_an_error(stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.rename(stores / "s0.zarr", stores / ("s0.zarr" + REMOVING_SUFFIX))
 
     def just_gone(path: str) -> contextlib.AbstractContextManager[bool]:
@@ -637,7 +637,7 @@ def test_dmi_prune_removes_by_age_and_bytes_and_refuses_bad_values(
     for flags in (["--older-than", "7w"], ["--keep-bytes", "-1"], ["--keep-bytes", "1.5G"], ["--older-than", ""]):
         with pytest.raises(SystemExit):
             main(["prune", str(stores), *flags])
-        assert "give a whole number" in capsys.readouterr().err or flags[1] == "-1"
+        assert "give an integer" in capsys.readouterr().err or flags[1] == "-1"
 
 
 def test_dmi_ls_stats_adds_up_the_captures_of_a_directory(stores: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector under vLLM's own scheduler: every row comes once, from where the model wrote it, whatever happens."""
+"""The connector with vLLM's own scheduler: every row is exported once, from the slot to which the model wrote it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def make(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # asked when the configuration is made; there is no runner
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # the configuration reads it; there is no runner
     return lambda **more: Engine(tiny_model("qwen3"), tmp_path, monkeypatch, **more)
 
 
 def live(engine: Engine, steps: int, ends: bool = True) -> None:
-    """Arrivals, prefix hits, aborts, preemptions in a small cache, resets of the prefix cache.
+    """Run random arrivals, prefix hits, aborts, preemptions in a small cache, and resets of the prefix cache.
 
-    ends: whether all requests end then.
+    ends: whether to run until all requests have ended.
     """
     random = engine.random
     for _ in range(steps):
@@ -56,8 +56,10 @@ def live(engine: Engine, steps: int, ends: bool = True) -> None:
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_every_row_comes_from_its_slot_in_random_lives(make: Make, seed: int) -> None:
-    """The last seeds: workers report before rows of a step are exported, as vLLM's V2 runner asks beside a draft."""
+def test_every_row_comes_from_its_slot_in_random_histories(make: Make, seed: int) -> None:
+    """With the last seeds, workers report before they export the rows of a step, as vLLM's V2 runner does with
+    a draft.
+    """
     kinds = {"ahead": seed % 4 != 0, "on_gpu": seed % 2 == 0, "late": seed >= 12}
     engine = make(seed=seed, blocks=(24, 40, 120)[seed % 3], **kinds)
     live(engine, steps=120)
@@ -66,8 +68,8 @@ def test_every_row_comes_from_its_slot_in_random_lives(make: Make, seed: int) ->
 
 @pytest.mark.parametrize("seed", range(16))
 @pytest.mark.parametrize("borrows", [False, True])
-def test_every_row_comes_from_its_page_in_random_lives(make: Make, seed: int, borrows: bool) -> None:
-    """Rows in a pool: with room for all requests, for a few, and for hardly one beside the smallest step."""
+def test_every_row_comes_from_its_page_in_random_histories(make: Make, seed: int, borrows: bool) -> None:
+    """The pool has room for all requests, for a few, or for hardly one beside the smallest step."""
     engine = make(
         borrows=borrows,
         seed=seed,
@@ -81,8 +83,8 @@ def test_every_row_comes_from_its_page_in_random_lives(make: Make, seed: int, bo
     assert any(stored.borrowed for stored in engine.stored.values()) == borrows
 
 
-def test_captures_whose_rows_wait_in_a_pool_end_without_further_requests(make: Make) -> None:
-    """Staging memory holds few of them, and the link stands still when the last request ends."""
+def test_captures_with_rows_in_a_pool_end_without_further_requests(make: Make) -> None:
+    """Staging memory has room for few of the rows, and the link is blocked when the last request ends."""
     engine = make(on_gpu=True, pages=200, tokens=lambda: 9)
     Event.link.clear()
     for _ in range(6):
@@ -99,7 +101,9 @@ def test_captures_whose_rows_wait_in_a_pool_end_without_further_requests(make: M
 
 
 def test_cached_tokens_are_computed_again_for_their_rows_in_a_pool(make: Make) -> None:
-    """The metric and the store say how many. Requests without a capture read them from the cache."""
+    """The metric and the store have the number of tokens. Requests without a capture read these tokens from the
+    cache.
+    """
     engine = make(pages=60, tokens=lambda: 9)
     taken: list[dict[str, int]] = []
     take = engine.tracker.take_counts
@@ -127,7 +131,7 @@ def test_cached_tokens_are_computed_again_for_their_rows_in_a_pool(make: Make) -
 
 
 def test_children_of_one_prompt_borrow_its_rows(make: Make) -> None:
-    """vLLM's scheduler reads the cache as far as whole chunks go, here of 32 tokens."""
+    """vLLM's scheduler reads whole chunks from the cache, here of 32 tokens."""
     engine = make(pages=60, tokens=lambda: 9, borrows=True, chunk=32)
     taken = Counter[str]()
     take = engine.tracker.take_counts
@@ -151,7 +155,7 @@ def test_children_of_one_prompt_borrow_its_rows(make: Make) -> None:
     assert engine.faults() == []
 
 
-def test_a_request_that_is_aborted_while_it_waits_for_a_pool_gives_its_place_to_others(make: Make) -> None:
+def test_a_request_aborted_while_it_waits_for_a_pool_makes_room_for_others(make: Make) -> None:
     engine = make(pages=9, tokens=lambda: 9)
     names = [engine.add(PROMPT, 20) for _ in range(4)]
     engine.add([7] * 30, 20, {"enabled": False})
@@ -165,7 +169,7 @@ def test_a_request_that_is_aborted_while_it_waits_for_a_pool_gives_its_place_to_
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_and_logits_of_accepted_tokens_come_from_a_pool(make: Make, seed: int) -> None:
-    """Drafts are rejected, and the places of their rows are written again."""
+    """Drafts are rejected, and their slots are written again."""
     kinds = {"blocks": (24, 40, 120)[seed % 3], "pages": (24, 60)[seed % 2], "drafts": 1 + seed % 4}
     kinds |= {"borrows": seed % 3 == 0}
     engine = make(seed=seed, hooks="q,logits", ahead=seed % 4 != 0, on_gpu=seed % 2 == 0, **kinds)
@@ -174,8 +178,10 @@ def test_rows_and_logits_of_accepted_tokens_come_from_a_pool(make: Make, seed: i
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_rows_and_logits_of_accepted_tokens_alone_are_stored_in_random_lives(make: Make, seed: int) -> None:
-    """Speculative decoding: rows of rejected drafts never leave, and each row of logits is of the right token."""
+def test_only_rows_and_logits_of_accepted_tokens_are_stored_in_random_histories(make: Make, seed: int) -> None:
+    """With speculative decoding, rows of rejected drafts are never exported, and each row of logits belongs to the
+    right token.
+    """
     engine = make(
         seed=seed,
         drafts=1 + seed % 4,
@@ -190,8 +196,10 @@ def test_rows_and_logits_of_accepted_tokens_alone_are_stored_in_random_lives(mak
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_reset_of_the_prefix_cache_frees_the_blocks_that_are_kept(make: Make, ahead: bool) -> None:
-    """While others run, and after the last reply: in an engine of this process no further step may come."""
+def test_a_reset_of_the_prefix_cache_frees_kept_blocks(make: Make, ahead: bool) -> None:
+    """The reset comes while other requests run, or after the last reply, when an in-process engine may run no further
+    step.
+    """
     engine = make(ahead=ahead, tokens=lambda: 9)
     for _ in range(3):
         engine.add(PROMPT, 6)
@@ -213,10 +221,10 @@ def test_a_reset_of_the_prefix_cache_frees_the_blocks_that_are_kept(make: Make, 
 @pytest.mark.parametrize("steps", [6, 9, 17, 20, 25, 30])
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("pages", [0, 60])
-def test_no_row_waits_in_an_engine_that_may_sleep(make: Make, steps: int, on_gpu: bool, pages: int) -> None:
-    """A pause that keeps the requests, then sleep: the rows on the GPU are gone before another step comes.
+def test_no_row_is_pending_in_an_engine_that_may_sleep(make: Make, steps: int, on_gpu: bool, pages: int) -> None:
+    """The engine pauses, keeps its requests, and sleeps. Sleep discards all rows on the GPU before another step runs.
 
-    In steps 9, 17 and 25 the last token that is known after them completes a chunk.
+    In steps 9, 17 and 25, the last known token completes a chunk.
     """
     engine = make(on_gpu=on_gpu, sleeps=True, tokens=lambda: 9, pages=pages)
     for _ in range(2):
@@ -230,8 +238,8 @@ def test_no_row_waits_in_an_engine_that_may_sleep(make: Make, steps: int, on_gpu
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_row_is_true_in_random_lives_with_sleep(make: Make, seed: int) -> None:
-    """Pauses that keep the requests, each with sleep after it. Every third engine has no pool."""
+def test_every_row_is_correct_in_random_histories_with_sleep(make: Make, seed: int) -> None:
+    """The engine sleeps after each pause that keeps its requests. Every third engine has no pool."""
     pages = (0, 12, 60)[seed % 3]
     engine = make(
         sleeps=True,
@@ -253,10 +261,12 @@ def test_every_row_is_true_in_random_lives_with_sleep(make: Make, seed: int) -> 
 @pytest.mark.parametrize("requests", [1, 6])
 @pytest.mark.parametrize("pages", [0, 200])
 @pytest.mark.parametrize(("here", "late"), [(False, False), (True, False), (False, True)])
-def test_sleep_waits_for_rows_behind_a_link_that_stands_still(
+def test_sleep_waits_for_rows_behind_a_blocked_link(
     make: Make, monkeypatch: pytest.MonkeyPatch, here: bool, late: bool, pages: int, requests: int
 ) -> None:
-    """The rows of one request fit staging memory; those of six do not. here: the worker is in this process."""
+    """The rows of one request fit into staging memory, those of six do not. here: whether the worker is in this
+    process.
+    """
     engine = make(on_gpu=True, sleeps=True, tokens=lambda: 9, late=late, pages=pages)
     if here:
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", engine.worker)
@@ -280,10 +290,10 @@ def test_sleep_waits_for_rows_behind_a_link_that_stands_still(
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("pages", [0, 60])
-def test_the_ends_of_requests_come_before_an_engine_of_the_clients_process_sleeps(
+def test_requests_end_before_an_in_process_engine_sleeps(
     make: Make, monkeypatch: pytest.MonkeyPatch, ahead: bool, on_gpu: bool, pages: int
 ) -> None:
-    """It takes no step between the last reply and sleep."""
+    """The engine runs no step between the last reply and sleep."""
     engine = make(ahead=ahead, on_gpu=on_gpu, sleeps=True, tokens=lambda: 9, pages=pages)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", engine.worker)
     for number in range(3):
@@ -299,8 +309,8 @@ def test_the_ends_of_requests_come_before_an_engine_of_the_clients_process_sleep
     assert engine.faults() == [] and len(engine.stored) == 5
 
 
-def test_a_request_that_is_aborted_with_its_prompt_on_the_way_has_all_of_its_rows(make: Make) -> None:
-    """The step that computes them is on the way; the token that it samples is never seen."""
+def test_a_request_aborted_during_its_prompt_step_has_all_its_rows(make: Make) -> None:
+    """The step that computes the prompt is in flight. Its sampled token is never returned."""
     engine = make(tokens=lambda: 9)
     name = engine.add(PROMPT, 6)
     engine.step()
@@ -311,7 +321,7 @@ def test_a_request_that_is_aborted_with_its_prompt_on_the_way_has_all_of_its_row
 
 
 def test_rows_of_later_turns_of_a_session_come_from_their_own_blocks(make: Make) -> None:
-    """The scheduler shows the request again as a new one, with all its blocks."""
+    """The scheduler passes the request again like a new one, with all its blocks."""
     engine = make(ahead=False, tokens=lambda: 9)
     name = engine.add(range(5, 15), 12, resumable=True)
     while engine.requests[name].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
@@ -330,8 +340,10 @@ def test_rows_of_later_turns_of_a_session_come_from_their_own_blocks(make: Make)
 
 
 @pytest.mark.parametrize("pages", [0, 60])
-def test_a_session_without_generated_tokens_has_those_of_earlier_turns(make: Make, pages: int) -> None:
-    """They are in its next prompt. A pool does not keep their rows so long, and stores those of the last turn too."""
+def test_a_session_without_output_tokens_has_those_of_earlier_turns(make: Make, pages: int) -> None:
+    """They are part of its next prompt. A pool does not keep their rows that long, so it stores those of the last turn
+    too.
+    """
     engine = make(pages=pages, tokens=lambda: 9)
     name = engine.add(range(5, 15), 30, outputs=False, resumable=True)
     engine.turn(name, range(40, 60), 30)
@@ -343,8 +355,8 @@ def test_a_session_without_generated_tokens_has_those_of_earlier_turns(make: Mak
 
 @pytest.mark.parametrize("outputs", [False, True])
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_logits_of_every_turn_of_a_session_are_stored_beside_drafts(make: Make, on_gpu: bool, outputs: bool) -> None:
-    """No step lies between the last one of a turn and the next prompt."""
+def test_logits_of_every_turn_of_a_session_are_stored_with_drafts(make: Make, on_gpu: bool, outputs: bool) -> None:
+    """No step runs between the last step of a turn and the next prompt."""
     numbers = count(5)
     engine = make(ahead=False, on_gpu=on_gpu, drafts=3, hooks="q,logits", tokens=lambda: next(numbers))
     name = engine.add(range(5, 15), 12, outputs=outputs, resumable=True)
@@ -363,8 +375,10 @@ def test_logits_of_every_turn_of_a_session_are_stored_beside_drafts(make: Make, 
     assert [stored.logits[index] for index in range(len(positions))] == [(tokens[at], at) for at in positions]
 
 
-def test_a_turn_of_one_step_alone_has_its_logits_beside_drafts(make: Make) -> None:
-    """The first step of the session is the last one of its turn: the next prompt comes before another step."""
+def test_a_turn_of_a_single_step_has_its_logits_with_drafts(make: Make) -> None:
+    """The first step of the session is the last one of its turn, because the next prompt arrives before another
+    step.
+    """
     numbers = count(5)
     engine = make(ahead=False, drafts=3, hooks="q,logits", tokens=lambda: next(numbers))
     name = engine.add(range(5, 15), 1, resumable=True)
@@ -381,7 +395,7 @@ def test_a_turn_of_one_step_alone_has_its_logits_beside_drafts(make: Make) -> No
 
 
 def test_an_abort_between_two_turns_keeps_the_logits_of_the_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next prompt is there when the turn ends, and the client leaves before another step."""
+    """The next prompt has arrived when the turn ends. The client disconnects before another step."""
     sessions_of_033(monkeypatch)
     numbers = count(5)
     engine = make(ahead=False, drafts=3, hooks="q,logits", tokens=lambda: next(numbers))
@@ -396,10 +410,10 @@ def test_an_abort_between_two_turns_keeps_the_logits_of_the_first(make: Make, mo
 
 @pytest.mark.parametrize("pages", [0, 60])
 @pytest.mark.parametrize(("drafts", "outputs"), [(0, True), (3, True), (3, False)])
-def test_a_turn_that_ends_after_a_preemption_is_whole(
+def test_a_turn_that_ends_after_a_preemption_is_complete(
     make: Make, monkeypatch: pytest.MonkeyPatch, drafts: int, outputs: bool, pages: int
 ) -> None:
-    """Its last step is in flight then. The next prompt is there already."""
+    """Its last step is in flight at the preemption, and the next prompt has arrived."""
     sessions_of_033(monkeypatch)
     numbers, preempted = count(5), 0
     engine = make(drafts=drafts, hooks="q,logits", tokens=lambda: next(numbers), pages=pages)
@@ -419,7 +433,9 @@ def test_a_turn_that_ends_after_a_preemption_is_whole(
 
 
 def converse(engine: Engine, steps: int) -> None:
-    """Sessions of some turns, beside other requests: prompts that wait, aborts between turns, preemptions."""
+    """Run sessions of several turns next to other requests, with waiting prompts, aborts between turns, and
+    preemptions.
+    """
     random, sessions = engine.random, dict[str, int]()
     for _ in range(steps):
         for name in [name for name, turns in sessions.items() if random.random() < 0.2]:
@@ -449,8 +465,12 @@ def converse(engine: Engine, steps: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_turns_of_sessions_are_whole_in_random_lives(make: Make, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """The numbers of drafts are unknown if no step is planned between the end of a turn and a result that it drops."""
+def test_turns_of_sessions_are_complete_in_random_histories(
+    make: Make, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """The index of a draft token is unknown if no step is planned between the end of a turn and a result that the turn
+    drops.
+    """
     sessions_of_033(monkeypatch)
     kind = {"blocks": 60, "ahead": seed > 0, "pages": 60 * (seed % 2), "chunk": (1, 8)[seed % 3 == 0]}
     engine = make(seed=seed, drafts=seed % 5, hooks="q,logits", on_gpu=seed % 3 == 0, **kind)
@@ -462,8 +482,8 @@ def test_turns_of_sessions_are_whole_in_random_lives(make: Make, monkeypatch: py
     assert engine.faults() == [] and sum(map(len, engine.turns.values())) > 10
 
 
-def test_a_draft_of_two_steps_whose_results_came_at_once_is_unknown(make: Make) -> None:
-    """A pause lets the steps in flight end before another one is planned."""
+def test_draft_indexes_of_two_steps_that_return_at_once_are_unknown(make: Make) -> None:
+    """A pause lets the steps in flight end before another step is planned."""
     engine = make(drafts=3, hooks="q,logits", tokens=lambda: 9)
     name = engine.add(PROMPT, 60)
     for _ in range(6):
@@ -485,10 +505,10 @@ def test_a_draft_of_two_steps_whose_results_came_at_once_is_unknown(make: Make) 
 
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_draft_is_numbered_wrong_where_two_steps_end_at_once(make: Make, seed: int, reset: bool) -> None:
-    """As in a pause, at the start and at the end of requests too. Then the number is unknown.
+def test_no_draft_index_is_wrong_if_two_steps_end_at_once(make: Make, seed: int, reset: bool) -> None:
+    """Two steps end at once in a pause, and at the start and the end of requests. Indexes are then unknown.
 
-    reset: whether the pause ends with a reset of the cache and of running requests, as after new weights.
+    reset: whether the pause ends with a reset of the cache and of the running requests, as after new weights.
     """
     engine = make(seed=seed, drafts=3)
     for _ in range(80):
@@ -511,7 +531,7 @@ def test_no_draft_is_numbered_wrong_where_two_steps_end_at_once(make: Make, seed
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_only_logits_of_captured_requests_are_kept(make: Make, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
-    """With asynchronous scheduling also those of as many tokens as the step before may have accepted."""
+    """With asynchronous scheduling, logits of as many tokens as the previous step may have accepted are kept too."""
     engine, kept = make(drafts=3, hooks="q,logits", ahead=ahead), []
     held = engine.exporter.logits.draft_logits
     add = held.add
@@ -529,8 +549,8 @@ def test_only_logits_of_captured_requests_are_kept(make: Make, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_response_names_logits_that_found_no_room(make: Make, ahead: bool) -> None:
-    """As it names other rows: those that were lost before the last step. The store lists all."""
+def test_a_response_names_lost_logits(make: Make, ahead: bool) -> None:
+    """A response names rows that were lost before the last step. The store lists all lost rows."""
     engine = make(drafts=3, hooks="q,logits", ahead=ahead, policy="drop", tokens=lambda: 9)
     name = engine.add(PROMPT, 60)
     send, logits = engine.exporter.logits._send, engine.exporter.logits
@@ -553,7 +573,7 @@ def test_a_response_names_logits_that_found_no_room(make: Make, ahead: bool) -> 
     assert lost.isdisjoint(position for _, position in engine.stored[name].logits.values())
 
 
-def test_each_row_of_logits_is_asked_for_once(make: Make) -> None:
+def test_each_row_of_logits_is_requested_once(make: Make) -> None:
     """A request that waits for its last token while others run is not scheduled."""
     engine = make(hooks="q,logits", tokens=lambda: 9)
     for length in range(5):
@@ -562,8 +582,10 @@ def test_each_row_of_logits_is_asked_for_once(make: Make) -> None:
     assert len(engine.samples) == len(set(engine.samples)) == sum(5 + 2 * length for length in range(5))
 
 
-def test_a_chunk_that_the_last_step_completed_leaves_before_its_blocks(make: Make) -> None:
-    """The cache is too small for six requests. All whole chunks of known tokens of a preempted one are handed over."""
+def test_a_chunk_completed_by_the_last_step_is_exported_before_its_blocks_are_freed(make: Make) -> None:
+    """The cache is too small for six requests. Of a preempted request, all whole chunks of known tokens are
+    exported.
+    """
     engine = make(blocks=24, chunk=4, hooks="q,logits", tokens=lambda: 9)
     schedule, found = engine.scheduler.schedule, 0
 

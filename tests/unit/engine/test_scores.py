@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of probes in responses, under vLLM's own scheduler: of every row, whatever happens to a request."""
+"""Scores of probes in responses, with vLLM's own scheduler."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ RISK = {"probes": {"risk": {"inline": ["max", "min", "mean"]}}}
 
 @pytest.fixture
 def make(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # asked when the configuration is made; there is no runner
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # the configuration reads it; there is no runner
     return lambda **more: Engine(tiny_model("qwen3"), tmp_path, monkeypatch, scored=True, **more)
 
 
 def responses(engine: Engine, short: list[str] | None = None) -> dict[str, dict[str, Any]]:
-    """What the tracker says at the end of each request, of aborted ones too. short: takes the names of those that came
-    to their own end while they were preempted.
+    """Record the tracker's results at the end of each request, including aborted ones. short: list of the requests that
+    ended while they were preempted.
     """
     said: dict[str, dict[str, Any]] = {}
     finish = engine.tracker.finish
@@ -56,7 +56,7 @@ def responses(engine: Engine, short: list[str] | None = None) -> dict[str, dict[
 
 
 def want(engine: Engine, name: str, first: int, last: int) -> dict[str, Any]:
-    """The answer for rows of positions from `first` to `last`."""
+    """The expected response for rows at positions from `first` to `last`."""
     tokens = engine.requests[name].all_token_ids
     rows = [score(tokens[at], at) for at in range(first, last + 1)]
     found = {"max": max(rows), "at": first + rows.index(max(rows)), "min": min(rows), "last": rows[-1]}
@@ -80,8 +80,10 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: ",".join(map(str, kind.items())))
 @pytest.mark.parametrize("seed", range(2))
-def test_responses_have_the_scores_of_all_rows_in_random_lives(make: Make, kind: dict[str, Any], seed: int) -> None:
-    """Arrivals, prefix hits, preemptions, rejected drafts, aborts, resets of the cache while requests run, sleep."""
+def test_responses_have_the_scores_of_all_rows_in_random_histories(make: Make, kind: dict[str, Any], seed: int) -> None:
+    """Arrivals, prefix hits, preemptions, rejected drafts, aborts, resets of the cache while requests run, and
+    sleep.
+    """
     engine, short = make(seed=seed, **kind), list[str]()
     said, random = responses(engine, short), engine.random
     for _ in range(100):
@@ -105,7 +107,7 @@ def test_responses_have_the_scores_of_all_rows_in_random_lives(make: Make, kind:
     scored = 0
     for name, stored in engine.stored.items():
         found, length = said[name]["dmi_probe"]["risk"], stored.ends[0][0]
-        if name in {*engine.aborted, *short}:  # steps that ran when it ended are not in it
+        if name in {*engine.aborted, *short}:  # steps that were running at the end are not included
             if "max" in found:
                 assert found == want(engine, name, found["from"], found["through"]), name
         elif length:
@@ -117,7 +119,7 @@ def test_responses_have_the_scores_of_all_rows_in_random_lives(make: Make, kind:
 
 
 def copy_scores(tracker: Tracker, exporters: list[Exporter]) -> None:
-    """What forwards of all slots do, and what the ranks say at the start."""
+    """Simulate what forwards write to all slots, and what the ranks report at the start."""
     for exporter in exporters:
         slots, scores = torch.arange(len(exporter.rows)), exporter.layer.scores
         assert scores is not None
@@ -125,8 +127,10 @@ def copy_scores(tracker: Tracker, exporters: list[Exporter]) -> None:
     tracker.scores.open([exporter.layer.scores.path for exporter in exporters if exporter.layer.scores], 32)
 
 
-def test_parts_of_ranks_are_added_up_and_layers_stay_apart(tmp_path: Path) -> None:
-    """Two ranks: each has half of z, of which "two" scores two layers. One rank alone writes "whole"."""
+def test_parts_of_ranks_are_added_and_layers_stay_separate(tmp_path: Path) -> None:
+    """Each of two ranks has half of z. The probe "two" scores two layers of z. Only one rank writes the probe
+    "whole".
+    """
     two = save_probe(tmp_path / "two.safetensors", "z", (0, 1), SMALL.heads * SMALL.head_dim, 2, output="sigmoid")
     whole = save_probe(tmp_path / "whole.safetensors", "mlp_out", (1,), SMALL.hidden, 1)
     given = {"probes": {"two": str(two), "whole": str(whole)}, "hooks": "probe.*", "sink": "host"}
@@ -161,7 +165,9 @@ def test_parts_of_ranks_are_added_up_and_layers_stay_apart(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("include", "generated"), [(False, 0), (True, 0), (True, 4)])
 def test_a_summary_has_the_neurons_with_the_largest_values(tmp_path: Path, include: bool, generated: int) -> None:
-    """Two ranks: each has half of mlp_post. Rows of generated tokens count, without one those of the prompt."""
+    """Each of two ranks has half of mlp_post. Rows of generated tokens count, or rows of the prompt if there are no
+    others.
+    """
     given: dict[str, Any] = {"probes": {"top": "top(mlp_post)", "three": "top(z,3)", "norm": "norm(mlp_out)"}}
     given["hooks"] = "probe.*,embed,logits"  # these two come first, so that a later rank has the first layers of a norm
     dims = replace(SMALL, layers=5)
@@ -188,7 +194,7 @@ def test_a_summary_has_the_neurons_with_the_largest_values(tmp_path: Path, inclu
     assert set(said["mlp_post"]) == set(said["z"]) == {"neuron", "value", "at"} and "mean" in said["mlp_out"]
     order = [one.layer for e in exporters for one in e.context.layout.scored if one.tapped == "mlp_out"]
     assert sorted(order) == [*range(5)] != order
-    for layer, last in enumerate(said["mlp_out"]["last"]):  # whichever rank writes a layer
+    for layer, last in enumerate(said["mlp_out"]["last"]):  # any rank may write a layer
         (rows,) = whole["mlp_out", layer]
         np.testing.assert_allclose(last, np.linalg.norm(rows[16 + said["through"]]), rtol=1e-3)
     for hook, k in (("mlp_post", 1), ("z", 3)):
@@ -221,7 +227,7 @@ def test_scores_that_are_not_finite_are_null(make: Make, monkeypatch: pytest.Mon
 
 
 def test_requests_with_a_score_above_the_threshold_are_counted(make: Make) -> None:
-    """Of all captured requests, whether they ask for scores or not. One sample of each."""
+    """All captured requests count, whether or not they ask for scores. The histogram gets one sample of each."""
     engine = make(alerts={"risk": 20_000.0}, tokens=lambda: 9)
     taken: list[dict[str, Any]] = [engine.tracker.take_counts()]
     take = engine.tracker.take_counts
@@ -260,8 +266,8 @@ def test_a_score_that_is_not_finite_hides_no_other(make: Make, monkeypatch: pyte
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_only_requests_whose_condition_holds_are_kept_in_random_lives(make: Make, kind: dict[str, Any]) -> None:
-    """Of the others the workers hear nothing but which scores to read."""
-    pages = {"pages": 16} if "pages" in kind else {}  # all rows of the longest request, and a step
+    """For other requests, workers only get orders to copy scores."""
+    pages = {"pages": 16} if "pages" in kind else {}  # room for all rows of the longest request and for a step
     engine = make(seed=5, **{**kind, "hooks": "q", **pages})
     said, random, asked = responses(engine), engine.random, {}
     for _ in range(100):
@@ -286,7 +292,7 @@ def test_only_requests_whose_condition_holds_are_kept_in_random_lives(make: Make
             assert not ended or max(scores) <= 28500
         elif "dmi_error" not in said[name]:
             assert name in engine.stored and (not ended or max(scores) > 28500)
-            if ended and "dmi_missing" in said[name]:  # its last token came when it was preempted
+            if ended and "dmi_missing" in said[name]:  # its last token arrived while it was preempted
                 there = range(said[name]["dmi_missing"][0][0] if pages else 0)
                 assert said[name]["dmi_missing"] == [[len(there), len(tokens)]]
                 assert engine.stored[name].rows == {at: (tokens[at], at) for at in there}
@@ -318,10 +324,10 @@ def test_a_request_that_is_not_kept_says_so_and_is_counted(make: Make) -> None:
 
 @pytest.mark.parametrize("pages", [0, 30])
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_a_request_that_is_kept_ends_before_an_engine_of_the_clients_process_sleeps(
+def test_a_kept_request_ends_before_an_in_process_engine_sleeps(
     make: Make, monkeypatch: pytest.MonkeyPatch, pages: int, on_gpu: bool
 ) -> None:
-    """The workers hear of it only then."""
+    """Workers get its messages only then."""
     engine = make(sleeps=True, pages=pages, on_gpu=on_gpu, hooks="q", tokens=lambda: 9)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", engine.worker)
     engine.add([7] * 20, 5, {"keep_if": "max(risk) > 1"})
@@ -373,7 +379,7 @@ def test_rows_that_cannot_wait_are_refused(make: Make, kind: dict[str, Any], dmi
 
 
 def test_a_request_may_have_as_many_rows_as_the_model_allows_tokens(make: Make) -> None:
-    """A session too: its later turns are not known."""
+    """This holds for a session too, because its later turns are unknown."""
     engine, whole = make(pages=19), {"keep_if": "max(risk) > 1"}
     names = [engine.add([7] * 10, 500, whole), engine.add([7] * 10, 5, whole, resumable=True)]
     assert all("keeps up to 256 rows" in engine.tracker.refused[name] for name in names)
@@ -386,8 +392,8 @@ def test_a_request_may_have_as_many_rows_as_the_model_allows_tokens(make: Make) 
     assert engine.faults() == []
 
 
-def test_the_last_rows_that_a_pool_has_room_for_are_kept(make: Make) -> None:
-    """One page less is refused: see above. Its rows stay in the pool while it is preempted."""
+def test_a_pool_that_just_fits_keeps_the_last_rows(make: Make) -> None:
+    """With one page less, the request is refused (see above). Its rows stay in the pool while it is preempted."""
     engine = make(pages=14, tokens=lambda: 9)
     name = engine.add([7] * 100, 58, {"keep_if": "max(risk) > 1"})
     while engine.requests[name].num_output_tokens < 30:
@@ -398,8 +404,8 @@ def test_the_last_rows_that_a_pool_has_room_for_are_kept(make: Make) -> None:
     assert engine.faults() == []
 
 
-def test_a_request_that_keeps_many_rows_is_not_passed_for_ever(make: Make) -> None:
-    """Its rows and one other request do not fit at the same time, and a new one arrives in each step."""
+def test_a_request_that_keeps_many_rows_is_not_overtaken_forever(make: Make) -> None:
+    """Its rows and another request do not fit at the same time, and a new request arrives in each step."""
     engine = make(pages=16, seed=3, tokens=lambda: 9)
     engine.add([3] * 20, 20)
     name = engine.add([7] * 100, 58, {"keep_if": "max(risk) > 1"})
@@ -414,7 +420,7 @@ def test_a_request_that_keeps_many_rows_is_not_passed_for_ever(make: Make) -> No
     assert len(engine.stored[name].rows) == 157 and engine.faults() == []
 
 
-def test_a_request_that_all_wait_for_may_be_aborted(make: Make) -> None:
+def test_a_request_that_others_wait_for_may_be_aborted(make: Make) -> None:
     engine = make(pages=16, tokens=lambda: 9)
     engine.add([3] * 20, 40)
     engine.step()
@@ -432,7 +438,9 @@ def test_a_request_that_all_wait_for_may_be_aborted(make: Make) -> None:
 
 
 def test_tokens_of_the_prefix_cache_are_computed_again_for_a_condition(make: Make) -> None:
-    """Of borrowed rows no scores are known. The largest is in the first row here. Others borrow what it stored."""
+    """Borrowed rows have no scores. Here the first row has the largest score. Other requests borrow rows that this one
+    stored.
+    """
     engine = make(pages=40, borrows=True, tokens=lambda: 9)
     names = []
     for more in ({}, {"keep_if": "max(risk) > 28999"}, {}):
@@ -446,10 +454,10 @@ def test_tokens_of_the_prefix_cache_are_computed_again_for_a_condition(make: Mak
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", [{"blocks": 24}, {"blocks": 24, "pages": 12}], ids=str)
-def test_requests_are_stopped_by_scores_of_their_own_in_random_lives(
+def test_requests_are_stopped_by_their_own_scores_in_random_histories(
     make: Make, kind: dict[str, Any], seed: int
 ) -> None:
-    """With resets of the cache, also while nothing is in flight, as in a pause."""
+    """The cache is reset too, also while no step is in flight, as in a pause."""
     engine = make(seed=seed, **kind)
     said, random = responses(engine), engine.random
     for _ in range(100):
@@ -475,7 +483,9 @@ def test_requests_are_stopped_by_scores_of_their_own_in_random_lives(
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_request_ends_soon_after_a_score(make: Make, kind: dict[str, Any]) -> None:
-    """Its score passes the threshold at position 30, of a generated token; that of another in its prompt."""
+    """One score passes the threshold at position 30, at a generated token. The score of another request does so in its
+    prompt.
+    """
     engine = make(tokens=lambda: 9, **{**kind, "blocks": 60})
     late = engine.add([9] * 20, 60, {"stop_if": "risk > 9029"})
     never = engine.add([9] * 20, 60, {"stop_if": "risk < 9000"})
@@ -495,12 +505,12 @@ def test_a_request_ends_soon_after_a_score(make: Make, kind: dict[str, Any]) -> 
     [
         (
             {"risc": {"inline": "max"}},
-            "dmi.probes: 'risc' is no probe of this server: did you mean 'risk'? it has: top, risk",
+            "dmi.probes: 'risc' is not a probe of this server: did you mean 'risk'? it has: top, risk",
         ),
         ({"sae": {"inline": "max"}}, "dmi.probes: 'sae' is an autoencoder, which has no score; name a probe"),
         (
             {"top": {"inline": "max"}},
-            "dmi.probes: 'top' has indexes of neurons, which are no scores; ask for dmi.summary",
+            "dmi.probes: 'top' has indexes of neurons, which are not scores; ask for dmi.summary",
         ),
     ],
 )

@@ -66,15 +66,17 @@ def test_each_gpu_has_an_equal_part_which_ranks_share_by_their_bytes(
     assert found[1] == pytest.approx([max(host, least) for host in hosts])
 
 
-def test_options_go_before_defaults(machine: object) -> None:
+def test_options_override_defaults(machine: object) -> None:
     machine(8, 128)  # type: ignore[operator]
     options = ServerOptions(store_dir="captures", host_buffer_bytes=1 << 30)
     assert sizing.buffer_sizes(options, 1000, True, share=1 / 8).host == 1 << 30
 
 
 @pytest.mark.parametrize("option", ["host_buffer_bytes", "staging_bytes"])
-def test_the_scheduler_takes_the_least_sizes_that_the_worker_names(tmp_path: Path, option: str) -> None:
-    """Both compute with the bytes that are sent, which are fewer than the bytes of a row in the cache."""
+def test_the_scheduler_accepts_the_minimum_sizes_in_the_workers_errors(tmp_path: Path, option: str) -> None:
+    """Scheduler and worker compute with the bytes that are sent, which are fewer than the bytes of a row in the
+    cache.
+    """
     exporter = make_exporter(tmp_path, 8, SMALL, hooks="q,resid_pre")
     exporter.shutdown()
     options, token_bytes = exporter.context.options, sent_bytes(exporter.context)

@@ -38,7 +38,7 @@ def taps_of(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
     return [node for node in graph.graph.nodes if node.target is torch.ops.dmi.tap]
 
 
-def test_tapped_values_are_no_outputs_of_the_graph() -> None:
+def test_tapped_values_are_not_outputs_of_the_graph() -> None:
     """Outputs live until the end of the forward. For all layers, that would be gigabytes."""
     batch = kit.batch()
     seen: list[tuple[int, int]] = []
@@ -75,7 +75,7 @@ def test_layers_whose_values_do_not_last_share_no_op() -> None:
     assert batches_of_layers(reduced) == [[0]]
 
 
-def test_values_of_several_layers_are_no_outputs_of_the_graph() -> None:
+def test_values_of_several_layers_are_not_outputs_of_the_graph() -> None:
     seen: list[tuple[int, list[int]]] = []
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
@@ -162,7 +162,7 @@ def test_tensors_of_reductions_stay_when_an_engine_sleeps(monkeypatch: pytest.Mo
     assert kept == [(None, 2, device, may_sleep)]
 
 
-def test_a_module_that_is_not_there_is_named() -> None:
+def test_a_missing_module_is_named() -> None:
     taps = taps_in(torch.nn.Module(), "some:Some")
     with pytest.raises(
         ValueError, match=r"model: Some has no module 'layers\.0\.qkv_proj' as vLLM built it; leave out"

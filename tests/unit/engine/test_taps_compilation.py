@@ -45,7 +45,7 @@ ONLY_NATIVE: dict[str, Any] = {"priority": ["native"], "splitting_ops": ATTENTIO
         ({**ONLY_NATIVE, "eager": True}, False, False),
     ],
 )
-def test_what_lasts_depends_on_how_vllm_compiles(
+def test_lifetimes_of_values_depend_on_the_compilation_mode(
     config: dict[str, Any], in_place: bool, stream_lasts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norms keep their inputs only if Inductor compiles them. The stream persists only between piecewise graphs."""
@@ -103,8 +103,8 @@ def test_the_projection_of_a_mixer_is_refused_in_a_graph_that_is_not_split_there
         compilation.check_mixers(vllm_config, ("mix_proj",))
 
 
-def test_a_copy_that_is_written_late_has_what_an_op_wrote_over_its_source_without_saying_so() -> None:
-    """Why `mix_proj` is refused in such graphs: Inductor makes a copy where it is first used."""
+def test_a_late_copy_has_the_values_that_an_undeclared_write_left_in_its_source() -> None:
+    """This is why `mix_proj` is refused in such graphs: Inductor makes a copy where it is first used."""
     with torch.library._scoped_library("dmi_test", "FRAGMENT") as library:
         library.define("core(Tensor projected, Tensor(a!) out) -> ()")
         library.define("tap(Tensor value, Tensor(a!) token) -> ()")
@@ -132,8 +132,8 @@ def test_a_copy_that_is_written_late_has_what_an_op_wrote_over_its_source_withou
     assert seen[0].count_nonzero() == 0
 
 
-def test_without_vllms_order_of_norms_they_count_as_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.34 removes it."""
+def test_without_vllms_setting_norms_count_as_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.34 removes the setting."""
     config = {"model_config": SimpleNamespace(enforce_eager=True), "lora_config": None}
     config["compilation_config"] = CompilationConfig()
     for kernels in (SimpleNamespace(), SimpleNamespace(ir_op_priority=SimpleNamespace())):
@@ -141,14 +141,14 @@ def test_without_vllms_order_of_norms_they_count_as_in_place(monkeypatch: pytest
         assert compilation.compilation_of(vllm_config).in_place
 
 
-def test_inductor_writes_no_buffer_twice() -> None:
-    """A value that an op holds does not change. With any of the options on, it changes."""
+def test_inductor_reuses_no_buffer() -> None:
+    """A value that an op references does not change. With any of the options enabled, it changes."""
     config: Any = SimpleNamespace(
         compilation_config=SimpleNamespace(inductor_compile_config={}),
         model_config=SimpleNamespace(enforce_eager=False),
     )
     compilation.disable_buffer_reuse(config)
-    compilation.disable_buffer_reuse(config)  # for a second model of the same engine
+    compilation.disable_buffer_reuse(config)  # a second model of the same engine
     once = config.compilation_config.inductor_compile_config
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
     library = torch.library.Library("dmi_test", "FRAGMENT")
@@ -177,7 +177,7 @@ def test_inductor_writes_no_buffer_twice() -> None:
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_value_that_a_tap_reads_is_not_fused_with_the_next_op(captured: bool) -> None:
-    """So vLLM's passes leave a norm, an activation or attention whose result is captured apart from quantisation."""
+    """So vLLM's passes do not fuse quantisation into a norm, an activation or attention whose result is captured."""
     passes = pattern_matcher.PatternMatcherPass()
     pattern_matcher.register_replacement(
         lambda x: torch.sin(x).round(), torch.zeros_like, [torch.ones(4)], pattern_matcher.fwd_only, passes
@@ -204,7 +204,7 @@ def test_a_value_that_a_tap_reads_is_not_fused_with_the_next_op(captured: bool) 
 
 
 class Applies(CustomGraphPass):
-    """A pass of Inductor that applies patterns, and notes how many matched."""
+    """A pass of Inductor that applies patterns, and records the number of matches."""
 
     def __init__(self, passes: Any, counts: list[int]) -> None:
         self.passes, self.counts = passes, counts
@@ -213,4 +213,4 @@ class Applies(CustomGraphPass):
         self.counts.append(self.passes.apply(graph))
 
     def uuid(self) -> None:
-        """None: Inductor caches no graph."""
+        """None: Inductor does not cache the graph."""

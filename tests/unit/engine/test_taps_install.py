@@ -249,7 +249,7 @@ def test_the_shared_key_of_latent_attention_is_found_beside_the_latent_and_in_ke
     assert torch.equal(points._rotary_key(over_heads, (None, heads, made), None), key[:, 0])
 
 
-def test_values_of_gated_attention_lie_behind_the_gates() -> None:
+def test_values_of_gated_attention_are_found_after_the_gates() -> None:
     layer: Any = SimpleNamespace(arch=Architecture("Gated", "", gated=True), q_size=8, kv_size=4)
     qkv = torch.arange(24.0)[None]
     assert points._part(2)(layer, (), qkv).tolist() == [[20.0, 21.0, 22.0, 23.0]]
@@ -292,7 +292,7 @@ def of_hooks(*hooks: str) -> list[RowField]:
     return [RowField(hook, 0, "float32", 4, 16 * i) for i, hook in enumerate(hooks)]
 
 
-def test_two_projections_of_a_mixer_lie_side_by_side(written: dict[str, torch.Tensor]) -> None:
+def test_two_projections_of_a_mixer_are_concatenated(written: dict[str, torch.Tensor]) -> None:
     block, paths = Mixed(), {name: name for name in ("mix_first", "mix_in", "mix_norm", "mix_out")}
     kit.tap(block, kit.batch(), of_hooks("mix_proj", "attn_out"), **paths, attn="", o_proj="mix_out")
     x = torch.arange(12.0).view(3, 4)

@@ -55,7 +55,7 @@ def test_kernels_of_other_steps_are_compiled_on_padding(
     assert len(place.taps) == taps and bool((rows[1:] == 7).all())
     monkeypatch.setattr(op.Tap, "write", fails)
     op.compile_others(place, rows, values, [0])
-    assert "could not be compiled ahead (RuntimeError: no memory)" in caplog.text
+    assert "could not be compiled ahead of time (RuntimeError: no memory)" in caplog.text
 
 
 def test_two_models_have_places_of_their_own_and_a_freed_one_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What taps turn off in a layer, so that vLLM computes the values of hooks where they are read."""
+"""What taps disable in a layer, so that vLLM computes the values of hooks where taps read them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_gated_attention_calls_its_norms_where_these_are_tapped(hook: str, fused
 
 
 class Delta(torch.nn.Module):
-    """A gated delta net, which may compute core and norm of draft tokens in one op, as vLLM's does on a GPU."""
+    """A fake gated delta net. It may compute core and norm of draft tokens in one op, as vLLM's does on a GPU."""
 
     def __init__(self, fused: bool | None) -> None:
         super().__init__()
@@ -82,8 +82,8 @@ def test_queries_and_keys_of_a_kernel_that_writes_the_cache_are_refused(hook: st
 
 
 @pytest.mark.parametrize(("hook", "rows"), [("k", 0), ("k", 384), ("q", 384)])
-def test_keys_that_lie_between_values_are_refused(hook: str, rows: int) -> None:
-    """vLLM 0.33 may have them so in the projection of MiMo V2 with FP8 weights."""
+def test_keys_between_values_are_refused(hook: str, rows: int) -> None:
+    """vLLM 0.33 may have this order in the projection of MiMo V2 with FP8 weights."""
     paths: Any = {name: f"inner.{name}" for name in ("attn", "qkv", "q_norm", "k_norm")}
     block, fields = Gated(), [RowField(hook, 0, "float32", 4, 0)]
     block.inner.kv_chunk_rows = rows
@@ -107,7 +107,7 @@ def test_an_indexer_chooses_in_every_step_where_its_choice_is_captured() -> None
 
 
 class Quantising(torch.nn.Module):
-    """An MLP whose last layer takes quantised input, as vLLM's Llama has it on a GPU (`maybe_fused_act_quant`)."""
+    """A fake MLP whose last layer takes quantised input, like vLLM's Llama on a GPU (`maybe_fused_act_quant`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_neurons_enter_a_quantised_layer_as_a_tensor_where_they_are_captured(
 
 
 class Terms(torch.nn.Module):
-    """A layer whose attention and MLP give terms of a sum over ranks, as vLLM 0.33 has it in Cohere 2 with experts."""
+    """A fake layer whose attention and MLP return terms of a sum over ranks, like vLLM 0.33's Cohere 2 with experts."""
 
     def __init__(self, ranks: int, reduced: bool, dense: bool) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def test_terms_of_a_sum_over_ranks_are_refused(ranks: int, reduced: bool, dense:
 
 
 class Beside(torch.nn.Module):
-    """A layer that runs its MLP in an opaque op beside attention, as vLLM's Cohere 2 with experts does on a GPU."""
+    """A fake layer that runs its MLP in an opaque op beside attention, like vLLM's Cohere 2 with experts on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -168,9 +168,7 @@ EVENTS = st.lists(st.one_of(ADD, STEP, DECODE, DECODE, DECODE, DECODE, DECODE, F
 @pytest.mark.parametrize("hooks", ["resid_pre,mlp_out", "resid_pre,logits"])
 @given(events=EVENTS, as_new=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_each_row_is_told_once_from_where_it_lies_whenever_chunks_are_looked_for(
-    hooks: str, events: list[tuple[Any, ...]], as_new: bool
-) -> None:
+def test_each_row_is_sent_once_from_its_own_slot(hooks: str, events: list[tuple[Any, ...]], as_new: bool) -> None:
     with tempfile.TemporaryDirectory() as directory:
         worlds = [World(make_tracker(directory, hooks), each_step, as_new) for each_step in (False, True)]
         for name, *arguments in [("add", 40, 0), *events, *[("finish", 0)] * len(events)]:
@@ -179,7 +177,7 @@ def test_each_row_is_told_once_from_where_it_lies_whenever_chunks_are_looked_for
         assert worlds[0].told == worlds[1].told
 
 
-def test_chunks_of_some_steps_are_told_together(tmp_path: object) -> None:
+def test_chunks_of_several_steps_are_sent_together(tmp_path: object) -> None:
     """Each request completes a chunk of 16 rows in 16 steps."""
     world = World(make_tracker(tmp_path, "resid_pre"))
     for _ in range(5):
@@ -240,7 +238,7 @@ def test_ranks_report_in_each_step_while_staging_memory_is_short(tmp_path: objec
     assert not world.step([1], -1, -1, 0).report
 
 
-def test_chunks_are_told_sooner_when_they_fill_a_quarter_of_the_staging_memory(tmp_path: object) -> None:
+def test_chunks_are_sent_sooner_if_they_fill_a_quarter_of_the_staging_memory(tmp_path: object) -> None:
     """keep_rows is half of the staging memory."""
     world = World(make_tracker(tmp_path, "resid_pre"))
     world.tracker.keep_rows = 120

@@ -129,7 +129,7 @@ def pairs(rows: list[Rows]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("output", [True, False])
 @pytest.mark.parametrize(("start", "stop"), [(0, None), (5, None), (38, None), (5, 33), (0, 45), (41, 44), (41, None)])
 @pytest.mark.parametrize("hooks", ["resid_pre", "resid_pre,logits"])
-def test_each_wanted_row_and_sample_is_told_once_from_its_own_slot(
+def test_each_wanted_row_and_sample_is_sent_once_from_its_own_slot(
     tmp_path: Path, hooks: str, start: int, stop: int | None, output: bool
 ) -> None:
     """A prompt of 40 tokens takes two steps. Then 20 tokens are generated. The last has no row."""
@@ -155,7 +155,7 @@ def test_each_wanted_row_and_sample_is_told_once_from_its_own_slot(
     assert "dmi_missing" not in response and tracker.handed == len(wanted) and tracker.tracked == {}
 
 
-def test_a_chunk_is_told_in_the_step_that_computes_its_last_row(tmp_path: Path) -> None:
+def test_a_chunk_is_sent_in_the_step_that_computes_its_last_row(tmp_path: Path) -> None:
     run = Run(make_tracker(tmp_path, "resid_pre"), ask({"include_output_tokens": True}, 30))
     assert run.step(15).chunks == []
     assert [one.first for one in run.step(15).chunks] == [0]
@@ -259,7 +259,7 @@ def test_turns_of_a_session_go_on_numbering_their_rows_of_logits(tmp_path: Path)
     assert close.samples == 5 and close.length == 33
 
 
-def test_a_sample_behind_the_stop_of_a_turn_gives_its_number_to_the_next(tmp_path: Path) -> None:
+def test_a_sample_after_the_stop_of_a_turn_gives_its_number_to_the_next(tmp_path: Path) -> None:
     """With asynchronous scheduling, the sample was requested before the stop was known."""
     run = Run(make_tracker(tmp_path, "resid_pre,logits"), ask({"include_output_tokens": True}, 20))
     for tokens in (20, 1, 1, 1):
@@ -309,7 +309,7 @@ def test_a_session_that_loses_rows_of_its_last_turn_keeps_the_samples_of_earlier
     assert (close.length, close.samples) == (32, 3)
 
 
-def test_a_window_behind_the_first_turn_has_the_samples_in_it(tmp_path: Path) -> None:
+def test_a_window_after_the_first_turn_has_the_samples_in_it(tmp_path: Path) -> None:
     wanted = {"include_output_tokens": True, "dmi": {"tokens": [20, 32]}}
     run = Run(make_tracker(tmp_path, "resid_pre,logits"), ask(wanted, 20))
     run.step(20)
@@ -394,7 +394,7 @@ def test_blocks_that_the_engine_has_freed_are_not_kept(tmp_path: Path) -> None:
     assert not keep and tracker.pending_closes[0].keeps_blocks is None
 
 
-def test_what_a_request_lost_is_told_in_its_response_alone(tmp_path: Path) -> None:
+def test_a_response_lists_only_the_losses_of_its_request(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path, "resid_pre")
     runs = [Run(tracker, ask({}, 20, f"r{i}")) for i in range(2)]
     for run in runs:
@@ -509,7 +509,7 @@ def test_refusals_are_logged_now_and_then(
     assert last.startswith("dmi: request 'r3' is not captured") and last.endswith("(and 2 before it)")
 
 
-def test_tokens_behind_the_end_are_named_in_the_response(tmp_path: Path) -> None:
+def test_tokens_after_the_end_are_named_in_the_response(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path)
     request = ask({"include_output_tokens": True, "dmi": {"tokens": [100, 200]}})
     tracker.on_new_request(request)
@@ -519,7 +519,7 @@ def test_tokens_behind_the_end_are_named_in_the_response(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("generated", "says"), [(20, "is after the prompt"), (2, "is after the last row")])
-def test_tokens_behind_the_prompt_name_the_option_that_they_need(tmp_path: Path, generated: int, says: str) -> None:
+def test_tokens_after_the_prompt_name_the_option_that_they_need(tmp_path: Path, generated: int, says: str) -> None:
     """Generated tokens have rows only with include_output_tokens."""
     tracker = make_tracker(tmp_path)
     request = ask({"dmi": {"tokens": [10, 15]}}, 8)

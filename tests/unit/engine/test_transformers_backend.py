@@ -76,7 +76,7 @@ class SharedNorm(Layer):
         (SharedNorm, Blocks("attn", "mlp")),
     ],
 )
-def test_what_a_layer_adds_to_its_input_is_found(layer: type[Layer], blocks: Blocks) -> None:
+def test_the_blocks_that_a_layer_adds_to_its_input_are_found(layer: type[Layer], blocks: Blocks) -> None:
     assert blocks_of(layer(), "attn") == blocks
 
 
@@ -127,7 +127,7 @@ class Branches(Layer):
         (Branches, r"cannot be traced \(TraceError\)"),
     ],
 )
-def test_what_cannot_be_told_is_not_guessed(layer: type[Layer], why: str) -> None:
+def test_a_layer_of_unknown_structure_is_refused(layer: type[Layer], why: str) -> None:
     with pytest.raises(_NotFound, match=why):
         blocks_of(layer(), "attn")
 
@@ -165,7 +165,7 @@ def test_a_row_without_blocks_says_why_and_has_the_residual_stream() -> None:
         ("gptj", "no module calls the attention interface of transformers"),
         ("moonshine", r"its attention is in \d places of a layer"),
         ("qwen3_next", "1 of 4 layers have attention, as in hybrid models"),
-        ("falcon_h1", r"mamba in a layer keeps a state from token to token \(cache_params\)"),
+        ("falcon_h1", r"mamba in a layer keeps a recurrent state \(cache_params\)"),
     ],
 )
 def test_other_models_get_no_row(model_type: str, why: str) -> None:

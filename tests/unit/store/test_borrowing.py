@@ -299,7 +299,7 @@ def test_rows_that_the_source_does_not_have_are_missing(
     assert stores.shutdown()
 
 
-def test_what_a_live_source_lacks_is_missing(stores: kit.Store, tmp_path: Path) -> None:
+def test_rows_that_a_running_source_lacks_are_missing(stores: kit.Store, tmp_path: Path) -> None:
     source = open_source(stores, tmp_path)
     stores.feed(source, LONG, ROWS, [8], IDS)
     record = open_borrower(stores, tmp_path)
@@ -406,7 +406,7 @@ def test_ranks_copy_their_own_files(stores: kit.Store, tmp_path: Path) -> None:
     check_equal(tmp_path / "b.zarr", tmp_path / "a.zarr")
 
 
-def test_what_is_not_in_whole_chunks_is_refused(stores: kit.Store, tmp_path: Path) -> None:
+def test_rows_that_are_not_whole_chunks_are_refused(stores: kit.Store, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="20 rows to borrow with 20 token ids, in chunks of 8"):
         open_borrower(stores, tmp_path, borrow=borrow_of(tmp_path, 20))
     assert stores.stats()["open"] == 0

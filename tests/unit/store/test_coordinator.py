@@ -121,7 +121,7 @@ def test_captures_take_root_attributes_of_their_layout(client: StoreClient, tmp_
     assert [(one["model"], one["seed"]) for one in attrs] == [("tiny", 1), ("tiny", None)]
 
 
-def test_captures_that_nobody_fed_are_known_after_the_shutdown(tmp_path: Path) -> None:
+def test_captures_without_rows_are_incomplete_after_the_shutdown(tmp_path: Path) -> None:
     client = StoreClient(1 << 20, 1)
     client.open_capture(client.register(PayloadLayout((Q,))), str(tmp_path / "a.zarr"), {"prompt_len": 3})
     assert client.shutdown(PATIENCE)

@@ -118,7 +118,7 @@ def test_rows_on_a_disk_without_a_byte_left_wait_for_a_repair(
         while True:
             ballast.write(bytes(4096))
     stores.close(record, 300)
-    with pytest.raises(CaptureFailed, match=r"No space left on device.*; mend that, then dmi repair"):
+    with pytest.raises(CaptureFailed, match=r"No space left on device.*; fix the cause, then dmi repair"):
         open_capture(small_disk / "rows.zarr", timeout=PATIENCE)
     for i in range(3):
         stores.write(small_disk / f"none{i}.zarr", [SPEC], 300)
@@ -267,7 +267,7 @@ def test_a_killed_writer_makes_all_rows_missing_where_another_rank_writes_the_me
     assert caught.value.missing == [[0, 300]] and verify_store(tmp_path / "a.zarr") == []
 
 
-def test_wrong_rows_behind_the_end_are_not_missing(stores: kit.Store, tmp_path: Path) -> None:
+def test_wrong_rows_after_the_end_are_not_missing(stores: kit.Store, tmp_path: Path) -> None:
     """The engine may compute one row more than the request has tokens."""
     record = stores.open(tmp_path / "a.zarr", SPEC)
     stores.put(record, {"q": kit.random_bits(SPEC, 44)}, 0, 44, positions=np.arange(44) + 5)
@@ -528,7 +528,7 @@ def test_an_aborted_capture_leaves_no_store(stores: kit.Store, tmp_path: Path) -
         stores.close(record, 256)
 
 
-def test_a_loss_named_at_the_close_makes_a_sound_but_incomplete_store(stores: kit.Store, tmp_path: Path) -> None:
+def test_a_loss_named_at_close_makes_an_undamaged_incomplete_store(stores: kit.Store, tmp_path: Path) -> None:
     record = stores.open(tmp_path / "a.zarr", SPEC)
     values = {"q": kit.random_bits(SPEC, 300)}
     stores.feed(record, values, 300, skip=[128])
@@ -565,7 +565,7 @@ def test_verify_finds_missing_rows_that_no_loss_names(
 
 
 @pytest.mark.parametrize(("first", "count"), [(5, 128), (0, 129), (256, 44)])
-def test_a_chunk_off_the_grid_makes_the_capture_incomplete(
+def test_a_chunk_that_is_not_aligned_makes_the_capture_incomplete(
     stores: kit.Store, tmp_path: Path, first: int, count: int
 ) -> None:
     record = stores.open(tmp_path / "a.zarr", SPEC)
@@ -593,7 +593,7 @@ def test_wrong_arguments_are_refused(stores: kit.Store, tmp_path: Path) -> None:
 
 def test_open_capture_says_at_a_timeout_what_it_found(stores: kit.Store, tmp_path: Path) -> None:
     for seconds in (0.05, float("nan")):
-        with pytest.raises(TimeoutError, match="nothing of it exists"):
+        with pytest.raises(TimeoutError, match="it does not exist yet"):
             open_capture(tmp_path / "a.zarr", timeout=seconds)
     record = stores.open(tmp_path / "a.zarr", SPEC)
     until((tmp_path / "a.zarr.partial").exists)
@@ -663,7 +663,7 @@ def test_open_capture_does_not_wait_for_a_capture_that_failed(tmp_path: Path) ->
     timer = threading.Timer(0.3, lambda: line("finish", state="failed", reason=reason))
     began = time.monotonic()
     timer.start()
-    with pytest.raises(CaptureFailed, match=r"a\.zarr failed: OSError.*; nothing of it is left: mend that") as caught:
+    with pytest.raises(CaptureFailed, match=r"a\.zarr failed: OSError.*; no rows are left: fix the cause") as caught:
         open_capture(final, timeout=PATIENCE)
     timer.join()
     assert time.monotonic() - began < PATIENCE / 2

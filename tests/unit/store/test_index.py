@@ -45,7 +45,7 @@ def test_a_capture_of_the_responses_api_is_found_by_the_id_of_its_response(tmp_p
     assert [c.request_id for c in find_captures(tmp_path, request_id="resp_a1_0")] == ids[:1]
 
 
-def test_a_path_that_is_no_directory_of_stores_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_directory_of_stores_is_refused(tmp_path: Path) -> None:
     stores = kit.Store(1 << 20)
     stores.write(tmp_path / "a.zarr", [SPEC], 10)
     assert stores.shutdown(kit.PATIENCE)
@@ -54,7 +54,7 @@ def test_a_path_that_is_no_directory_of_stores_is_refused(tmp_path: Path) -> Non
     (tmp_path / "index").mkdir()
     for find in (find_captures, open_captures):
         for name in ("nowhere", "nowhere.zarr", "file", "file/below"):
-            with pytest.raises(ValueError, match=rf"/{name} is no directory; give a directory of stores"):
+            with pytest.raises(ValueError, match=rf"/{name} is not a directory; give a directory of stores"):
                 find(tmp_path / name)
         for name in ("a.zarr", "a.zip"):
             with pytest.raises(

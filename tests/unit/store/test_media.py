@@ -99,7 +99,7 @@ def test_positions_that_are_not_those_of_the_request_are_found(row: int, wrong: 
         assert bool(check.losses(np.zeros(0), [FIRST, SECOND])) == found, (start, chunk)
 
 
-def test_positions_of_a_request_are_no_fault() -> None:
+def test_positions_of_a_request_are_not_a_fault() -> None:
     for start in (0, 5, 15, 30):
         check = RowCheck(start)
         for first in range(0, LENGTH - start, 8):
@@ -160,7 +160,7 @@ def stream() -> tuple[list[ArraySpec], dict[str, np.ndarray]]:
         ("resid_final", 0, 14, True),  # an image, after a layer without visual features
     ],
 )
-def test_sums_behind_visual_layers_are_checked_for_text_alone(
+def test_sums_after_visual_layers_are_checked_only_for_text(
     stores: kit.Store, tmp_path: Path, hook: str, layer: int, row: int, found: bool
 ) -> None:
     specs, values = stream()

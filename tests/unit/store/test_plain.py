@@ -130,7 +130,7 @@ def test_a_writer_that_stays_behind_notices_that_the_limit_is_another_one() -> N
 
 
 @pytest.mark.parametrize("seconds", [9.0, 0.0])
-def test_one_bad_measure_of_either_kind_is_outlived(seconds: float) -> None:
+def test_one_outlier_of_either_measure_is_recovered_from(seconds: float) -> None:
     """A writer may give way to the engine for a while, or its first arrays may be too small to measure costs."""
     slow_disk, fast_disk = Machine(600, 100), Machine(600, 2000)
     for machine in (slow_disk, fast_disk):
@@ -204,7 +204,7 @@ def test_a_writer_looks_before_each_chunk_whether_it_is_behind(
     assert stored >= 4 * CHUNK * 1024 if behind else stored < 5000
 
 
-def test_what_a_chunk_costs_is_measured(tmp_path: Path) -> None:
+def test_the_cost_of_a_chunk_is_measured(tmp_path: Path) -> None:
     costs = Costs()
     arrays = ArrayWriter(str(tmp_path), PayloadLayout((WIDE,), CHUNK, CHUNK, "zstd"), [0], FileCache(4), costs=costs)
     arrays.chunk(kit.random_bits(WIDE, CHUNK).view("u1").ravel(), 0, CHUNK)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores in an object store read as local ones, with requests for the chunks asked for and no others."""
+"""Stores in an object store read like local ones. Requests fetch only the wanted chunks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ NAMES = ("a", "b", "c", "d")
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three whole stores, and `d`, which lacks rows 32 to 63 and all from 128 on. `a.zip` of the first."""
+    """Three complete stores, the store `d`, which lacks rows 32 to 63 and all rows from 128 on, and `a.zip` of the
+    first store.
+    """
     root = tmp_path_factory.mktemp("local") / "stores"
     owner = kit.Store(8 << 20)
     options = {"attrs": {"num_layers": 3}, "chunk": 32, "segment": 128}
@@ -64,7 +66,9 @@ def server() -> Iterator[s3kit.Proxy]:
 
 @pytest.fixture(scope="module")
 def filled(server: s3kit.Proxy, stores: Path) -> s3kit.Proxy:
-    """The stores below `all`, with the directory's index; below `bare` without it; the zip file below `zips`."""
+    """Upload the stores below `all` with the index of the directory, below `bare` without it, and the zip file below
+    `zips`.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in s3kit.environment(server).items():
             patch.setenv(name, value)
@@ -105,11 +109,11 @@ def test_zarr_python_reads_it_through_obstore(s3: s3kit.Proxy, stores: Path) -> 
         there.array("z")
 
 
-# ---- which bytes are asked for ----------------------------------------------------------------------------------
+# ---- requested bytes ---------------------------------------------------------------------------------------------
 
 
-def test_only_the_chunks_asked_for_are_fetched(s3: s3kit.Proxy, stores: Path) -> None:
-    """Rows of one chunk: the end of the shard with its index, then the chunk to the byte."""
+def test_only_wanted_chunks_are_fetched(s3: s3kit.Proxy, stores: Path) -> None:
+    """For rows of one chunk, the reader requests the end of the shard, which has the index, and exactly the chunk."""
     with open_capture(f"{URL}/all/a.zarr", 0) as capture:
         s3.clear()
         capture.numpy("resid_pre", 1, slice(40, 50))
@@ -117,11 +121,11 @@ def test_only_the_chunks_asked_for_are_fetched(s3: s3kit.Proxy, stores: Path) ->
         assert (index.path, index.range, index.sent) == ("all/a.zarr/resid_pre/c/0/0/0", "bytes=-196", 12 * 16 + 4)
         assert (chunk.path, chunk.sent) == (index.path, 32 * 64 * 2 + 4)
         s3.clear()
-        capture.numpy("resid_pre", 0, [10])  # the index is known by now
+        capture.numpy("resid_pre", 0, [10])  # the index is cached
         assert [r.sent for r in s3.gets()] == [32 * 64 * 2 + 4]
 
 
-def test_chunks_side_by_side_are_one_request_and_others_are_not(s3: s3kit.Proxy) -> None:
+def test_adjacent_chunks_are_one_request(s3: s3kit.Proxy) -> None:
     with open_capture(f"{URL}/all/a.zarr", 0) as capture:
         capture.numpy("z", 0, [0])
         s3.clear()
@@ -134,7 +138,7 @@ def test_chunks_side_by_side_are_one_request_and_others_are_not(s3: s3kit.Proxy)
         assert [r.sent for r in chunks] == [32 * 32 * 4 + 4] * 2 and len({r.range for r in chunks}) == 2
 
 
-def test_opening_reads_metadata_alone(s3: s3kit.Proxy) -> None:
+def test_opening_reads_only_metadata(s3: s3kit.Proxy) -> None:
     with open_capture(f"{URL}/all/a.zarr", 0):
         assert {r.path.rpartition("/")[2] for r in s3.gets()} == {"zarr.json"}
         assert len(s3.gets()) == 1 + len(SPECS) + 4  # the token arrays, and the positions of logits
@@ -148,8 +152,8 @@ def test_a_zip_file_is_not_fetched_whole(s3: s3kit.Proxy, stores: Path) -> None:
         assert sum(r.sent for r in s3.gets()) < 32 * 64 * 2 + 400 < size / 10
 
 
-def test_small_ranges_are_fetched_at_the_same_time(s3: s3kit.Proxy) -> None:
-    """Answers come only when several requests wait for one."""
+def test_small_ranges_are_fetched_concurrently(s3: s3kit.Proxy) -> None:
+    """The server responds only when several requests wait."""
     with open_capture(f"{URL}/all/a.zarr", 0) as capture:
         expected = capture.numpy("resid_pre")
         s3.clear()
@@ -170,7 +174,7 @@ def test_rows_of_many_stores(s3: s3kit.Proxy, stores: Path) -> None:
 # ---- finding stores ---------------------------------------------------------------------------------------------
 
 
-def test_the_index_saves_opening(s3: s3kit.Proxy, stores: Path) -> None:
+def test_stores_in_the_index_are_not_opened(s3: s3kit.Proxy, stores: Path) -> None:
     found = open_captures(f"{URL}/all")
     assert [(info.store.name, info.key, info.num_tokens) for info in found.infos] == [
         (f"{name}.zarr", name, 300) for name in "abc"
@@ -201,14 +205,14 @@ def test_plot_takes_the_stores_below_a_prefix(s3: s3kit.Proxy, stores: Path) -> 
         Stores([f"{URL}/none"], open_capture)
 
 
-def test_a_store_of_an_object_store_waits_for_its_root_document(s3: s3kit.Proxy) -> None:
-    with pytest.raises(TimeoutError, match=r"unfinished\.zarr was not there after 0 s: .*not uploaded in full"):
+def test_a_store_without_its_root_document_is_waited_for(s3: s3kit.Proxy) -> None:
+    with pytest.raises(TimeoutError, match=r"unfinished\.zarr was not found after 0 s: .*not uploaded in full"):
         open_capture(f"{URL}/bare/unfinished.zarr", 0)
 
 
 @pytest.mark.parametrize("bucket", ["nowhere", "my-credentials"])
 def test_a_bucket_that_does_not_exist_is_not_waited_for(s3: s3kit.Proxy, bucket: str) -> None:
-    with pytest.raises(FileNotFoundError, match=rf"s3://{bucket}/a\.zarr is not there: the bucket does not exist"):
+    with pytest.raises(FileNotFoundError, match=rf"s3://{bucket}/a\.zarr was not found: the bucket does not exist"):
         open_capture(f"s3://{bucket}/a.zarr", timeout=600)
     assert len(s3.log) == 2
 
@@ -267,7 +271,7 @@ def test_a_chunk_beyond_the_end_of_an_object_is_damage(
 
 
 def test_verify_fetches_objects_of_any_name(s3: s3kit.Proxy, stores: Path, tmp_path: Path) -> None:
-    """They become numbers in its temporary directory: the name of an object is no path here."""
+    """The temporary directory has numbers as names, because the names of objects are not paths here."""
     import obstore
 
     from dmi_connector.store.format.object_store import bucket_store
@@ -308,7 +312,7 @@ def test_the_torch_data_set_reads_remote_stores(s3: s3kit.Proxy, stores: Path, w
     assert count == here.batches(workers=max(1, workers))
 
 
-def test_a_forked_process_is_refused_rather_than_waiting_for_ever(s3: s3kit.Proxy) -> None:
+def test_a_forked_process_is_refused_instead_of_waiting_forever(s3: s3kit.Proxy) -> None:
     from torch.utils.data import DataLoader
 
     from dmi_connector import TokenDataset
@@ -318,11 +322,11 @@ def test_a_forked_process_is_refused_rather_than_waiting_for_ever(s3: s3kit.Prox
         list(DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="fork"))
 
 
-# ---- what goes wrong --------------------------------------------------------------------------------------------
+# ---- failures ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["500", "slow", "cut", "break"])
-def test_failures_that_pass_are_tried_again(s3: s3kit.Proxy, stores: Path, what: str) -> None:
+def test_transient_failures_are_retried(s3: s3kit.Proxy, stores: Path, what: str) -> None:
     with open_capture(stores / "a.zarr", 0) as here:
         expected = here.numpy("z")
     s3.fault = lambda _method, _path, number: what if number % 3 == 1 else None
@@ -331,7 +335,7 @@ def test_failures_that_pass_are_tried_again(s3: s3kit.Proxy, stores: Path, what:
     assert s3.faults > 2
 
 
-def test_an_answer_that_never_comes_is_given_up_and_asked_for_again(
+def test_a_request_without_a_response_times_out_and_is_retried(
     s3: s3kit.Proxy, stores: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_store, "_TIMEOUT_S", 2)
@@ -364,7 +368,9 @@ def test_no_bucket_no_store_and_no_server(s3: s3kit.Proxy, monkeypatch: pytest.M
     with pytest.raises(TimeoutError, match=r"it is not in the bucket"):
         open_capture(f"{URL}/all/e.zarr", 0)
     s3.fault = lambda _method, _path, _number: "bad"
-    with pytest.raises(RemoteError, match=r"^s3://captures/all.*did not answer as it should \(status 400, BadThing\)"):
+    with pytest.raises(
+        RemoteError, match=r"^s3://captures/all.*unexpected response of the object store \(status 400, BadThing\)"
+    ):
         open_captures(f"{URL}/all")
 
 
@@ -379,8 +385,8 @@ def test_a_profile_needs_boto3(s3: s3kit.Proxy, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.skipif(not s3kit.PYTHON.exists(), reason=s3kit.NOT_THERE)
 @pytest.mark.parametrize("profile, error", [("misspelt", "ProfileNotFound"), ("empty", "ValueError")])
-def test_a_profile_without_credentials_is_named(stores: Path, tmp_path: Path, profile: str, error: str) -> None:
-    """Also by repair, after what became of the partial stores."""
+def test_the_error_names_a_profile_without_credentials(stores: Path, tmp_path: Path, profile: str, error: str) -> None:
+    """`dmi repair` names it too, after the outcomes of the partial stores."""
     (tmp_path / "credentials").write_text("[empty]\nregion = x\n")
     shutil.copytree(stores / "a.zarr", tmp_path / "stores/a.zarr")
     (tmp_path / "stores/b.zarr.partial").mkdir()
@@ -406,7 +412,9 @@ def test_a_profile_without_credentials_is_named(stores: Path, tmp_path: Path, pr
 
 
 def test_a_profile_of_the_aws_files(s3: s3kit.Proxy, tmp_path: Path) -> None:
-    """By boto3, which the server's environment has. The proxy sees which key signed."""
+    """boto3 reads them. It is installed in the server's environment. The proxy records which key signed the
+    requests.
+    """
     written = f"[mine]\naws_access_key_id = AKIAPROFILE\naws_secret_access_key = {s3kit.SECRET}\n"
     (tmp_path / "credentials").write_text(written)
     environment = {k: v for k, v in os.environ.items() if k not in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
@@ -439,7 +447,7 @@ def test_bad_urls_name_the_fix_and_no_secret(url: str, words: str) -> None:
 
 
 def test_without_obstore_the_extra_is_named() -> None:
-    """And everything local works."""
+    """Modules for local stores can be imported."""
     code = """
 import sys
 sys.modules["obstore"] = None
@@ -462,7 +470,7 @@ sys.exit(main(["verify", "s3://captures/a.zarr"]))
 
 
 @pytest.mark.parametrize("command", ["view", "tail", "prune", "repair"])
-def test_commands_that_take_no_urls_say_so(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_do_not_take_urls_say_so(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "s3://captures/x"]) == 2
     text = capsys.readouterr().err
     assert text.startswith("dmi: s3://captures/x is a URL, which this command does not take; give a ")
@@ -470,7 +478,7 @@ def test_commands_that_take_no_urls_say_so(command: str, capsys: pytest.CaptureF
     assert "hush-hush" not in capsys.readouterr().err
 
 
-def test_places() -> None:
+def test_locations_are_parsed() -> None:
     place = place_of("s3://bucket/a/b.zarr/")
     assert place == RemotePath("bucket", "a/b.zarr") and str(place) == "s3://bucket/a/b.zarr"
     assert (place.name, place.stem, place.suffix, str(place.parent)) == ("b.zarr", "b", ".zarr", "s3://bucket/a")
@@ -482,7 +490,7 @@ def test_places() -> None:
     "name", ["AWS_SKIP_SIGNATURE", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION"]
 )
 def test_a_variable_that_is_set_later_takes_effect(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after an error that names it, in the same process."""
+    """A user may set it in the same process, after an error that names it."""
     for other in [other for other in os.environ if other.startswith("AWS_")]:
         monkeypatch.delenv(other)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
@@ -496,6 +504,6 @@ def test_a_variable_that_is_set_later_takes_effect(name: str, monkeypatch: pytes
 
 def test_an_endpoint_without_a_scheme_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
-    with pytest.raises(RemoteError, match="AWS_ENDPOINT_URL: 'localhost:9000' is no URL") as raised:
+    with pytest.raises(RemoteError, match="AWS_ENDPOINT_URL: 'localhost:9000' is not a URL") as raised:
         object_store.bucket_store(RemotePath("captures", "x"))
     assert raised.value.lasting

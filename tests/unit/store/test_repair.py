@@ -201,7 +201,7 @@ def test_a_repair_that_is_killed_can_be_run_again(
         check(tmp_path / "a.zarr", values, 48)
 
 
-def test_a_repair_of_many_stores_goes_on_after_a_failure(tmp_path: Path) -> None:
+def test_a_repair_of_many_stores_continues_after_a_failure(tmp_path: Path) -> None:
     """One store cannot be repaired, the others are. Other files and directories are not changed."""
     values = {}
     for name in ("a", "b"):

@@ -18,7 +18,7 @@ def arrays(**layers: tuple[int, ...]) -> Any:
 TWO = {"resid_pre": (0, 1), "attn_out": (0, 1), "mlp_out": (0, 1), "resid_final": ()}
 
 
-def test_the_stream_behind_the_model_is_no_sum_of_a_layer_before_the_last() -> None:
+def test_resid_final_is_not_a_sum_of_a_layer_before_the_last() -> None:
     """The store has the first two of four layers, so the stream after layer 1 is not stored."""
     assert equations({"num_layers": 4}, arrays(**TWO)) == [
         (("resid_pre", 1), ("resid_pre", 0), ("attn_out", 0), ("mlp_out", 0))

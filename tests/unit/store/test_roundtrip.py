@@ -112,7 +112,7 @@ def test_a_full_disk_is_listed_once_and_other_errors_with_their_file(tmp_path: P
     ]
 
 
-def test_a_writer_that_may_not_run_at_idle_time_says_so_and_goes_on(
+def test_a_writer_that_may_not_use_sched_idle_warns_and_continues(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from dmi_connector.store.write import writer

@@ -31,7 +31,7 @@ def check(*chunks: tuple[int, int], ids: np.ndarray = IDS) -> RowCheck:
 ALL = ((0, 128), (128, 128), (256, 44))
 
 
-def test_rows_of_the_request_are_no_loss() -> None:
+def test_rows_of_the_request_are_not_a_loss() -> None:
     assert check(*ALL).losses(IDS) == []
     assert check(*reversed(ALL)).losses(IDS) == []
 
@@ -52,7 +52,7 @@ def test_the_first_of_several_wrong_token_ids_is_named() -> None:
     assert loss.facts["position"] == START + 140 and loss.rows == ((140, 141), (150, 151), (270, 271))
 
 
-def test_rows_behind_the_end_are_not_compared() -> None:
+def test_rows_after_the_end_are_not_compared() -> None:
     """The engine may compute one row more than the request has tokens."""
     ids = IDS.copy()
     ids[250:] = 1000

@@ -188,7 +188,7 @@ def test_an_aborted_capture_of_several_writers_leaves_nothing(
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_what_a_writer_of_segments_cannot_finish_is_missing(tmp_path: Path, leads: bool) -> None:
+def test_rows_that_a_writer_of_segments_cannot_finish_are_missing(tmp_path: Path, leads: bool) -> None:
     """Without metadata, the array would be missing. With that of the leader, its rows would be read as zeros."""
     writer = ArrayWriter(str(tmp_path), PayloadLayout((SPEC,), 128, 256, "none"), [0], FileCache(8), None, leads)
     writer.chunk(np.zeros(SPEC.token_bytes * 128, "u1"), 256, 128)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finished stores are uploaded whole or not at all. What is not uploaded is known, and finished later."""
+"""Finished stores are uploaded completely or not at all. Stores that were not uploaded are recorded, and `dmi repair`
+uploads them.
+"""
 
 from __future__ import annotations
 
@@ -75,13 +77,13 @@ def s3(server: s3kit.Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3kit.P
 
 @pytest.fixture
 def prefix(request: pytest.FixtureRequest) -> str:
-    """A prefix of this test alone."""
+    """A prefix for one test."""
     return "".join(c if c.isalnum() else "-" for c in request.node.name)
 
 
 @pytest.fixture
 def make_client(prefix: str) -> Iterator[MakeClient]:
-    """make_client(**options): the engine's side, which uploads below the test's prefix."""
+    """make_client(**options): the engine's side of writing, which uploads to the test's prefix."""
     made: list[StoreClient] = []
 
     def make(**options: Any) -> StoreClient:
@@ -96,7 +98,9 @@ def make_client(prefix: str) -> Iterator[MakeClient]:
 
 
 def capture(client: StoreClient, path: Path, finish: str = "length", rows: int = 300) -> Path:
-    """Write one store of kit.VALUES and wait until it is finished. Returns its path. rows: that come, of 300."""
+    """Write one store of kit.VALUES, and wait until it is finished. Returns its path. rows: number of rows that are
+    sent, of 300.
+    """
     path.parent.mkdir(exist_ok=True)
     one = kit.begin(client, path)
     for first in range(0, rows, 128):
@@ -120,7 +124,7 @@ def files(store: Path) -> dict[str, bytes]:
 
 
 def there(prefix: str, name: str) -> dict[str, bytes]:
-    """What is in the bucket of a store."""
+    """{file: content} of a store in the bucket."""
     return {key.removeprefix(f"{prefix}/{name}/"): data for key, data in s3kit.objects(f"{prefix}/{name}").items()}
 
 
@@ -150,8 +154,8 @@ def test_stores_are_uploaded_and_the_indexes_say_where(
     assert repair(tmp_path / "s") == []
 
 
-def test_scales_that_rows_are_decoded_with_go_too(s3: s3kit.Proxy, prefix: str, tmp_path: Path) -> None:
-    """A reader of the bucket alone has the values."""
+def test_scales_that_decode_rows_are_uploaded_too(s3: s3kit.Proxy, prefix: str, tmp_path: Path) -> None:
+    """A reader of the bucket needs no local files."""
     scales = {"q.0.scale": np.linspace(0.1, 2, 8, dtype="f4")}
     about = {"hooks": {"q": {"width": 8, "layers": [0]}}}
     save_file(scales, tmp_path / "scales", metadata={METADATA: json.dumps(about)})
@@ -163,7 +167,7 @@ def test_scales_that_rows_are_decoded_with_go_too(s3: s3kit.Proxy, prefix: str, 
     with pytest.raises(FileNotFoundError, match=r"the scales file of .* is not beside it"):
         upload_store(store, to, 0)
     keep_copy(str(tmp_path / "scales"), settings["sha256"], BASES, str(store.parent), "private")
-    for _ in range(2):  # the second time they are there
+    for _ in range(2):  # the second time the objects exist already
         upload_store(store, to, 0)
     with open_capture(str(to), 0) as remote, open_capture(store, 0) as local:
         np.testing.assert_array_equal(remote.numpy("q"), local.numpy("q"))
@@ -176,8 +180,8 @@ def test_scales_that_rows_are_decoded_with_go_too(s3: s3kit.Proxy, prefix: str, 
         remote.numpy("q")
 
 
-def test_a_basis_in_the_bucket_is_found_and_may_come_later(s3: s3kit.Proxy, prefix: str, tmp_path: Path) -> None:
-    """It is no file that rows are decoded with, so an upload leaves it out."""
+def test_a_basis_in_the_bucket_is_found_and_may_be_added_later(s3: s3kit.Proxy, prefix: str, tmp_path: Path) -> None:
+    """Reading rows does not need the basis, so an upload leaves it out."""
     tensors = {"q.0.mean": (8,), "q.0.components": (8, 2), "q.0.std": (2,), "q.0.variance": (1,)}
     about = json.dumps({"hooks": {"q": {"width": 8, "k": 2, "layers": [0]}}})
     ones = {name: np.ones(shape, "f4") for name, shape in tensors.items()}
@@ -204,7 +208,7 @@ def test_the_root_document_is_sent_last(s3: s3kit.Proxy, make_client: MakeClient
     assert sent[-1].endswith("/a.zarr/zarr.json") and len(sent) == len(set(sent)) == len(files(tmp_path / "s/a.zarr"))
 
 
-def test_the_local_copy_goes_when_it_is_uploaded(
+def test_the_local_copy_is_removed_after_its_upload(
     s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
 ) -> None:
     client = make_client(remove_local=True)
@@ -220,7 +224,7 @@ def test_the_local_copy_goes_when_it_is_uploaded(
     assert main(["ls", str(tmp_path / "s"), "--stats"]) == 0
 
 
-def test_what_was_pruned_after_its_upload_is_read_from_there(
+def test_a_store_that_was_pruned_after_its_upload_is_read_from_the_bucket(
     s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
 ) -> None:
     client = make_client()
@@ -231,7 +235,7 @@ def test_what_was_pruned_after_its_upload_is_read_from_there(
     assert str(info.store) == f"{BUCKET}/{prefix}/a.zarr" and info.state == "complete"
 
 
-def test_a_local_copy_that_is_read_stays(s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path) -> None:
+def test_a_local_copy_that_is_being_read_is_kept(s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path) -> None:
     client = make_client(remove_local=True)
     s3.fault = lambda _method, _path, _number: "hold"
     store = capture(client, tmp_path / "s/a.zarr")
@@ -243,10 +247,10 @@ def test_a_local_copy_that_is_read_stays(s3: s3kit.Proxy, make_client: MakeClien
     assert index(tmp_path / "s")["a.zarr"].upload == "done" and store.is_dir()
 
 
-def test_the_index_of_the_uploads_has_each_store_without_an_end(
+def test_the_index_in_the_bucket_has_each_store_before_the_shutdown(
     s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
 ) -> None:
-    """Also that of the last upload, which follows another one at once."""
+    """It also has the last store, whose upload follows another one at once."""
     client = make_client()
     for name in "abc":
         capture(client, tmp_path / f"s/{name}.zarr")
@@ -256,7 +260,7 @@ def test_the_index_of_the_uploads_has_each_store_without_an_end(
     kit.until(lambda: b"".join(read_indexes(place)).count(b"\n") == 3)
 
 
-def test_no_line_is_lost_where_an_object_of_the_index_is_full(
+def test_no_line_is_lost_if_an_index_object_is_full(
     s3: s3kit.Proxy, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upload.RemoteIndexPart, "_MOST_LINES", 2)
@@ -272,7 +276,7 @@ def test_no_line_is_lost_where_an_object_of_the_index_is_full(
     assert names == {"part-0.jsonl", "part-1.jsonl", "part-2.jsonl"}
 
 
-def test_only_complete_stores_of_requests_that_ended_are_uploaded(
+def test_only_complete_stores_of_finished_requests_are_uploaded(
     s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
 ) -> None:
     client = make_client(only_complete=True)
@@ -290,10 +294,12 @@ def test_only_complete_stores_of_requests_that_ended_are_uploaded(
     assert repair(tmp_path / "s") == []
 
 
-def test_a_run_counts_stores_that_are_in_the_bucket_alone(
+def test_a_run_counts_stores_that_are_only_in_the_bucket(
     s3: s3kit.Proxy, tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a line in the manifest, too: the run was killed before it, and the local copy had been removed."""
+    """This holds without a line in the manifest too: the run was killed before it wrote the line, and the local copy
+    was removed.
+    """
     out, prompts = tmp_path / "out", bulkkit.write_prompts(tmp_path / "p.jsonl", 4)
     template = bulkkit.template(tmp_path / "one.zarr")
     out.mkdir()
@@ -325,28 +331,30 @@ def test_a_run_counts_stores_that_are_in_the_bucket_alone(
     assert {r.path.rpartition("/")[2] for r in s3.log} == {"zarr.json"}, "nothing else is asked for"
 
 
-def test_a_bucket_that_takes_nothing_is_found_before_an_engine_starts(
+def test_a_bucket_that_refuses_writes_is_detected_before_an_engine_starts(
     s3: s3kit.Proxy, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload.check_upload(f"{BUCKET}/{prefix}")
-    assert open_captures(f"{BUCKET}/{prefix}").infos == (), "what it writes is no line of an index"
+    assert open_captures(f"{BUCKET}/{prefix}").infos == (), "the object that it writes is not an index"
     start = {"store_dir": "/x", "capture": {"upload": "s3://no-such-bucket/a"}}
-    with pytest.raises(OptionError, match=r"--upload s3://no-such-bucket/a takes no stores: .* does not exist.*; mend"):
+    with pytest.raises(
+        OptionError, match=r"--upload s3://no-such-bucket/a cannot be written: .* does not exist.*; correct"
+    ):
         next(serve(Inbox(0), start))
     for method in ("GET", "PUT"):
         s3.fault = lambda asked, _path, _number, method=method: "deny" if asked == method else None
-        with pytest.raises(OptionError, match=rf"--upload {BUCKET}/{prefix} takes no stores: .* access denied"):
+        with pytest.raises(OptionError, match=rf"--upload {BUCKET}/{prefix} cannot be written: .* access denied"):
             upload.check_upload(f"{BUCKET}/{prefix}")
     s3.fault = None
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         with monkeypatch.context() as patch:
-            patch.setattr(object_store, "_client", object_store._client.__wrapped__)  # clients are kept
+            patch.setattr(object_store, "_client", object_store._client.__wrapped__)  # clients are cached
             patch.delenv(name)
             with pytest.raises(OptionError, match=rf"access denied \({name} is not set\); check AWS_ACCESS"):
                 upload.check_upload(f"{BUCKET}/{prefix}")
 
 
-def test_large_files_go_in_parts(s3: s3kit.Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_uploaded_in_parts(s3: s3kit.Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = kit.Store(64 << 20)
     owner.write(tmp_path / "a.zarr", [ArraySpec("z", "float32", (0, 1), 16384)], 200, codec="none")
     assert owner.shutdown()
@@ -380,10 +388,10 @@ def test_etags(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["500", "slow", "cut", "break", "flip"])
-def test_failures_that_pass_cost_nothing(
+def test_transient_failures_lose_nothing(
     s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str, what: str
 ) -> None:
-    """Of a flipped bit the ETag tells; the object is read back, found to differ, and sent again."""
+    """A flipped bit changes the ETag. The object is then read back, differs from the file, and is sent again."""
     client = make_client()
     wrong = ("PUT",) if what == "flip" else ("PUT", "GET", "POST", "HEAD")
     s3.fault = lambda method, _path, number: what if method in wrong and number % 3 == 1 else None
@@ -407,10 +415,10 @@ def test_without_md5_as_etag_objects_are_read_back(
     with pytest.raises(upload.Differs, match=r"^s3://captures/kms2/a\.zarr/.* differs from .* after its upload"):
         upload_store(tmp_path / "a.zarr", RemotePath(s3kit.BUCKET, "kms2/a.zarr"), 0)
     s3.fault = None
-    assert "zarr.json" not in there("kms2", "a.zarr"), "it is no store there"
+    assert "zarr.json" not in there("kms2", "a.zarr"), "it is not a store there"
 
 
-def test_denied_uploads_are_recorded_and_capture_goes_on(
+def test_denied_uploads_are_recorded_and_capture_continues(
     s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     client = make_client(remove_local=True)
@@ -442,7 +450,7 @@ def test_no_credential_is_written_anywhere(
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Not in stores, indexes, objects, logs, messages or the arguments of a process."""
+    """It is not in stores, indexes, objects, logs, messages, or the arguments of a process."""
     client = make_client()
     for number, what in enumerate(("deny", "bad", "ok")):
         s3.fault = lambda _method, _path, _number, what=what: None if what == "ok" else what
@@ -480,11 +488,11 @@ def uploader(client: StoreClient) -> int:
     found: list[int] = []
 
     def look() -> bool:
-        with suppress(FileNotFoundError):  # one has just ended
+        with suppress(FileNotFoundError):  # the process has just ended
             found[:] = [p for p in group(client.group) if Path(f"/proc/{p}/comm").read_text() == "dmi-uploader\n"]
         return bool(found)
 
-    kit.until(look)  # it takes its name when it is up
+    kit.until(look)  # the process sets its name after its start
     [pid] = found
     return pid
 
@@ -502,7 +510,7 @@ def test_an_uploader_that_dies_is_replaced(
     assert any("the uploader process died (signal 9)" in text for text in client.stats()["errors"])
 
 
-def test_a_store_that_was_there_when_its_coordinator_died_is_uploaded(
+def test_a_store_that_was_finished_when_its_coordinator_died_is_uploaded(
     s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dmi_connector.store.write.client.SHORT_LIFE_S", 0.0)
@@ -522,10 +530,10 @@ def test_a_store_that_was_there_when_its_coordinator_died_is_uploaded(
     assert client.counts()["bytes_queued"] == client.counts()["bytes_uploaded"]
 
 
-def test_a_store_whose_end_the_index_lacks_is_uploaded_by_a_repair(
+def test_a_store_without_a_finish_line_is_uploaded_by_a_repair(
     s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
 ) -> None:
-    """And is found in the bucket by its directory's index, when the local copy is gone."""
+    """If the local copy is removed, the index of its directory still names the store in the bucket."""
     client = make_client(remove_local=True)
     s3.fault = lambda _method, _path, _number: "hold"
     store = capture(client, tmp_path / "s/a.zarr")
@@ -547,7 +555,7 @@ def test_a_store_whose_end_the_index_lacks_is_uploaded_by_a_repair(
 
 
 @pytest.mark.parametrize("after", [1, 4, 8])
-def test_killed_during_an_upload_repair_finishes_it(
+def test_repair_finishes_an_upload_that_was_killed(
     s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str, after: int
 ) -> None:
     client = make_client(remove_local=True)
@@ -555,7 +563,7 @@ def test_killed_during_an_upload_repair_finishes_it(
     store = capture(client, tmp_path / "s/a.zarr")
     held = files(store)
     kit.until(lambda: s3.held)
-    client._stopping = True  # or a new coordinator would start
+    client._stopping = True  # otherwise a new coordinator would start
     os.killpg(client.group, signal.SIGKILL)
     kit.until(lambda: not group(client.group))
     s3.clear()
@@ -590,7 +598,7 @@ def test_repair_retries_one_store_while_the_bucket_is_down(
     assert [outcome.state for outcome in finish_uploads(tmp_path / "s", 0)] == ["uploaded"] * 3
 
 
-def test_repair_leaves_to_a_server_what_it_will_upload(
+def test_repair_skips_stores_that_a_server_will_upload(
     s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path
 ) -> None:
     client = make_client()
@@ -618,7 +626,7 @@ def test_repair_finishes_uploads_of_a_directory_that_is_a_link(
     assert repair(tmp_path / "s") == []
 
 
-def test_repair_uploads_what_an_earlier_server_left_while_another_one_runs(
+def test_repair_uploads_stores_of_a_killed_server_while_another_one_runs(
     s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = make_client(), make_client()
@@ -628,7 +636,7 @@ def test_repair_uploads_what_an_earlier_server_left_while_another_one_runs(
     first._stopping = True
     os.killpg(first.group, signal.SIGKILL)
     kit.until(lambda: not group(first.group))
-    for name in "abc":  # one of them waits for the two before it
+    for name in "abc":  # the third one waits for the first two
         capture(second, tmp_path / f"s/{name}.zarr")
     kit.until(lambda: s3.held >= 3 and is_to_be_uploaded(tmp_path / "s/c.zarr"))
     assert {outcome.state for outcome in finish_uploads(tmp_path / "s")} == {"waits"}, "they are new"
@@ -647,7 +655,7 @@ def test_repair_uploads_what_an_earlier_server_left_while_another_one_runs(
     assert there(prefix, "c.zarr") == files(tmp_path / "s/c.zarr")
 
 
-def test_a_shutdown_without_time_leaves_the_rest_to_repair(s3: s3kit.Proxy, tmp_path: Path, prefix: str) -> None:
+def test_a_shutdown_without_time_leaves_uploads_to_repair(s3: s3kit.Proxy, tmp_path: Path, prefix: str) -> None:
     settings = UploadSettings(f"{BUCKET}/{prefix}")
     client = StoreClient(4 << 20, 1, WriteSettings(upload=vars(settings), shutdown_seconds=2))
     s3.fault = lambda _method, _path, _number: "hold"
@@ -676,10 +684,12 @@ def test_a_salvaged_store_is_uploaded_too(
         assert not capture_there.complete and there(prefix, "a.zarr") == files(tmp_path / "s/a.zarr")
 
 
-def test_a_repair_leaves_here_what_a_server_would_not_upload(
+def test_repair_does_not_upload_stores_that_the_server_would_not_upload(
     s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
 ) -> None:
-    """Of a run: a prompt whose store is not whole is done again, and must not be in the bucket twice."""
+    """Such a server belongs to `dmi run`, which captures a prompt again if its store is incomplete. The bucket must not
+    get both stores.
+    """
     client = make_client(only_complete=True)
     s3.fault = lambda _method, _path, _number: "hold"
     capture(client, tmp_path / "s/whole.zarr")
@@ -734,7 +744,7 @@ def test_without_obstore_a_repair_says_what_to_install(
 
 
 class Told:
-    """What an `Uploads` says."""
+    """Records the notes and the counts of an `Uploads`."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -746,7 +756,7 @@ class Told:
 
 
 def finished(directory: Path, *names: str) -> list[str]:
-    """Finished stores, as a server without an upload leaves them."""
+    """Write finished stores, as a server without the option `upload` leaves them."""
     owner = kit.Store(1 << 20)
     for name in names:
         owner.write(directory / f"{name}.zarr", [kit.Q], 50)
@@ -777,7 +787,7 @@ def test_a_full_backlog_makes_the_engine_wait(s3: s3kit.Proxy, tmp_path: Path, p
     assert told.counts["uploaded"] == 2 and told.counts["bytes_queued"] == 200
 
 
-def test_at_its_end_the_engine_does_not_wait_for_room(s3: s3kit.Proxy, tmp_path: Path, prefix: str) -> None:
+def test_the_engine_does_not_wait_for_room_at_shutdown(s3: s3kit.Proxy, tmp_path: Path, prefix: str) -> None:
     told = Told()
     uploads = Uploads(UploadSettings(f"{BUCKET}/{prefix}", backlog_bytes=1), "private", told.notes.append, told.count)
     s3.fault = lambda _method, _path, _number: "hold"
@@ -787,10 +797,10 @@ def test_at_its_end_the_engine_does_not_wait_for_room(s3: s3kit.Proxy, tmp_path:
     assert uploads.shutdown(kit.PATIENCE)
 
 
-def test_while_uploads_are_slow_rows_wait_and_nothing_is_lost(
+def test_no_row_is_lost_while_uploads_are_slow(
     s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
 ) -> None:
-    """A backlog of one byte: each store's rows are taken when the store before is uploaded."""
+    """The backlog is one byte, so the rows of a store are written only after the upload of the store before it."""
     client = make_client(backlog_bytes=1)
     s3.fault = lambda _method, _path, number: "slow" if number % 20 == 1 else None
     stores = [capture(client, tmp_path / f"s/{number}.zarr") for number in range(4)]
@@ -800,7 +810,7 @@ def test_while_uploads_are_slow_rows_wait_and_nothing_is_lost(
     assert all(there(prefix, store.name) == files(store) for store in stores)
 
 
-def test_an_engine_that_ends_while_it_waits_for_uploads_loses_no_row(
+def test_an_engine_that_shuts_down_while_it_waits_for_uploads_loses_no_row(
     s3: s3kit.Proxy, tmp_path: Path, prefix: str
 ) -> None:
     settings = UploadSettings(f"{BUCKET}/{prefix}", backlog_bytes=1)
@@ -821,7 +831,7 @@ def test_an_engine_that_ends_while_it_waits_for_uploads_loses_no_row(
     assert [outcome.state for outcome in repair(tmp_path / "s")] == ["uploaded"] * 2
 
 
-def test_under_policy_drop_a_store_that_finds_no_room_stays_here(
+def test_under_policy_drop_a_store_beyond_the_backlog_stays_local(
     s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str
 ) -> None:
     client = make_client(backlog_bytes=1, drop=True)
@@ -839,7 +849,7 @@ def test_under_policy_drop_a_store_that_finds_no_room_stays_here(
     assert there(prefix, second.name) == files(second)
 
 
-def test_an_uploader_that_always_dies_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_uploader_that_always_dies_is_not_restarted_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
     uploads = Uploads(UploadSettings(f"{BUCKET}/x"), "no such mode", told.notes.append, told.count)
     uploads.add(*finished(tmp_path / "s", "a"), 100)
@@ -847,9 +857,7 @@ def test_an_uploader_that_always_dies_is_given_up(tmp_path: Path, monkeypatch: p
     assert uploads.backlog == 0 and any("died 3 times; dmi repair" in note for note in told.notes)
 
 
-def test_a_store_that_retention_removed_is_said_to_be_gone(
-    s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path
-) -> None:
+def test_a_store_that_retention_removed_is_reported(s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path) -> None:
     client = make_client()
     capture(client, tmp_path / "s/first.zarr")
     uploaded(client, 1)
@@ -861,7 +869,7 @@ def test_a_store_that_retention_removed_is_said_to_be_gone(
     assert any("a.zarr was removed before it was uploaded" in text for text in client.stats()["errors"])
 
 
-def test_lasting_errors_end_at_once() -> None:
+def test_permanent_errors_fail_at_once() -> None:
     calls: list[int] = []
 
     def denied() -> None:
@@ -873,8 +881,8 @@ def test_lasting_errors_end_at_once() -> None:
     assert calls == [1]
 
 
-def test_a_failed_look_at_a_file_that_is_there_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An upload that continues an earlier one looks at the files that this one has sent."""
+def test_a_failed_check_of_an_existing_object_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload that continues an earlier one checks the objects that the earlier one has sent."""
     (tmp_path / "zarr.json").write_bytes(b"{}")
     for name in ("kept", "gone"):
         (tmp_path / name).write_bytes(b"12")
@@ -898,8 +906,8 @@ def test_a_failed_look_at_a_file_that_is_there_is_retried(tmp_path: Path, monkey
     assert sent == ["gone", "zarr.json"] and next(fails, None) is None
 
 
-def test_the_uploader_has_no_part_in_the_engine(s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path) -> None:
-    """A process of its own, below the coordinator, nicer than the engine."""
+def test_the_uploader_runs_in_its_own_process(s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path) -> None:
+    """The process is a child of the coordinator, and has a higher nice level than the engine."""
     client = make_client()
     capture(client, tmp_path / "s/a.zarr")
     uploaded(client, 1)

@@ -51,7 +51,7 @@ class Dying:
 
 @pytest.fixture
 def dying(monkeypatch: pytest.MonkeyPatch) -> tuple[Uploads, Told]:
-    """Uploads with three waiting stores. The test decides when its process dies."""
+    """Uploads with three waiting stores. The test kills the uploader process with `die`."""
     monkeypatch.setattr(uploads_module, "Child", Dying)
     told = Told()
     uploads = Uploads(UploadSettings("s3://bucket/x"), "private", told.notes.append, told.count)
@@ -61,13 +61,15 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> tuple[Uploads, Told]:
 
 
 def die(uploads: Uploads) -> Dying:
-    """Let the process die. Returns the next one."""
+    """Kill the uploader process. Returns the process that replaces it."""
     uploads._on_death(uploads._child, "signal 9")  # type: ignore[arg-type]
     return uploads._child  # type: ignore[return-value]
 
 
 def test_an_upload_between_deaths_of_the_process_keeps_the_backlog(dying: tuple[Uploads, Told]) -> None:
-    """Only several deaths without an upload in between give up waiting stores, also after an earlier time."""
+    """Waiting stores fail only after several deaths without an upload in between. This holds again after such a
+    failure.
+    """
     uploads, told = dying
     for number in range(4):
         die(uploads)
@@ -86,7 +88,7 @@ def test_an_upload_between_deaths_of_the_process_keeps_the_backlog(dying: tuple[
     assert die(uploads) is None and told.counts["upload_failed"] == 3
 
 
-def test_a_death_of_an_earlier_process_is_none_of_the_new_one(dying: tuple[Uploads, Told]) -> None:
+def test_a_late_report_of_an_earlier_death_does_not_affect_the_new_process(dying: tuple[Uploads, Told]) -> None:
     uploads, told = dying
     first = uploads._child
     second = die(uploads)
@@ -110,7 +112,7 @@ def test_under_policy_drop_the_backlog_may_be_as_large_as_its_limit(
     small: Callable[[bool], tuple[Uploads, Told]],
 ) -> None:
     uploads, told = small(True)
-    uploads.add("s/large.zarr", 101)  # a single store may always wait
+    uploads.add("s/large.zarr", 101)  # a single store of any size may wait
     uploads.add("s/late.zarr", 1)
     uploads._on_message(uploads._child, {"uploaded": "s/large.zarr", "bytes": 101})  # type: ignore[arg-type]
     for name, nbytes in (("a", 60), ("b", 40), ("c", 1)):
@@ -131,7 +133,7 @@ def test_under_policy_block_the_engine_waits_only_while_more_than_the_limit_wait
     assert next(asked, None) is None, "the call must wait while the backlog is full"
 
 
-def test_a_store_that_failed_waits_no_more_and_is_counted_once(
+def test_a_failed_store_is_removed_from_the_backlog_and_counted_once(
     small: Callable[[bool], tuple[Uploads, Told]],
 ) -> None:
     uploads, told = small(False)
@@ -143,7 +145,7 @@ def test_a_store_that_failed_waits_no_more_and_is_counted_once(
 
 
 @pytest.mark.parametrize("left", [0, 2])
-def test_a_shutdown_says_how_many_stores_are_left_and_waits_for_none_afterwards(
+def test_a_shutdown_reports_the_stores_that_are_left_and_does_not_wait(
     small: Callable[[bool], tuple[Uploads, Told]], left: int
 ) -> None:
     uploads, told = small(False)
@@ -183,12 +185,12 @@ def test_the_uploader_is_given_the_settings(remove: bool, monkeypatch: pytest.Mo
         ("an operation timed out", "timed out"),
     ],
 )
-def test_an_error_of_the_object_store_is_told_in_a_few_words(error: str, words: str) -> None:
+def test_an_error_of_the_object_store_is_shortened(error: str, words: str) -> None:
     assert _words(OSError(error)) == words
 
 
-def test_a_directory_that_is_gone_does_not_end_the_uploader(tmp_path: Path) -> None:
-    """A client removed the directory of its stores. Stores of other directories wait in the same process."""
+def test_a_removed_directory_does_not_end_the_uploader(tmp_path: Path) -> None:
+    """A client removed the directory of its stores. The same process also uploads stores of other directories."""
     answers, end = os.pipe()
     uploader = Uploader(RemotePath("bucket", "x"), 0, False, end)
     for kind in ("upload", "skip"):
@@ -202,7 +204,7 @@ def test_a_directory_that_is_gone_does_not_end_the_uploader(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("remove", "removed", "kept"), [(False, True, True), (True, True, False), (True, False, True)])
-def test_a_local_copy_is_kept_unless_it_was_to_go_and_went(
+def test_a_local_copy_is_kept_unless_it_was_removed_as_requested(
     remove: bool, removed: bool, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[dict[str, Any]] = []

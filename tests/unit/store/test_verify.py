@@ -266,7 +266,7 @@ def test_verify_finds_token_arrays_that_contradict_the_attributes(sound: Path, t
             "document of samples",
             {"logits_positions/zarr.json": schema.dump(schema.plain_document("int32", 5, "token"))},
             {},
-            {"logits": "zarr.json of logits_positions is not that of 5 samples"},
+            {"logits": "zarr.json of logits_positions does not describe 5 samples"},
         ),
         (
             "document",

@@ -220,7 +220,7 @@ def test_a_list_that_is_shown_takes_up_new_stores_alone(root: Path, tmp_path: Pa
         assert names_of(one, again) == ["said.zarr"], "other stores of its directory must not be listed"
 
 
-def test_a_lost_sample_is_no_row_with_logits(tmp_path: Path) -> None:
+def test_a_lost_sample_is_not_a_row_with_logits(tmp_path: Path) -> None:
     specs = [ArraySpec("q", "float32", (0,), 4), ArraySpec("logits", "float32", (), 9, per_sample=True)]
     owner, rows = kit.Store(1 << 20), {spec.name: kit.random_bits(spec, 8) for spec in specs}
     record = owner.open(tmp_path / "a.zarr", *specs, attrs={"prompt_len": 4})
@@ -237,11 +237,11 @@ def test_a_lost_sample_is_no_row_with_logits(tmp_path: Path) -> None:
         }
 
 
-def test_what_verify_finds_is_told_by_kind(root: Path, tmp_path: Path) -> None:
+def test_problems_that_verify_finds_have_a_kind(root: Path, tmp_path: Path) -> None:
     library = Library(root)
     sound = library.verify("said.zarr")
     assert sound == {"problems": [], "not_finite": [], "unseen": None}, sound
-    with pytest.raises(NoSuchStore, match=r"^'other.zarr' is no finished store of .*; reload the list$"):
+    with pytest.raises(NoSuchStore, match=r"^'other.zarr' is not a finished store of .*; reload the list$"):
         library.verify("other.zarr")
     shutil.copytree(root / "said.zarr", tmp_path / "said.zarr")
     (tmp_path / "said.zarr/topk_ids/zarr.json").write_text("{")

@@ -278,7 +278,7 @@ def test_one_store_is_shown_alone(stores: Path) -> None:
     assert page.get("api/capture/long.zarr").status_code == 404
 
 
-def test_one_store_is_shown_beside_what_is_no_capture(real: Path, tmp_path: Path) -> None:
+def test_one_store_is_shown_next_to_files_that_are_not_captures(real: Path, tmp_path: Path) -> None:
     shutil.copytree(real / "full.zarr", tmp_path / "mine.zarr")
     (tmp_path / "other.zarr").mkdir()
     (tmp_path / "other.zarr/zarr.json").write_text('{"zarr_format": 3, "node_type": "group", "attributes": {}}')
@@ -400,7 +400,7 @@ def test_attention_is_that_of_the_reader(real: Path) -> None:
     assert keys[0]["weight"] == pytest.approx(whole[20].max())
 
 
-def test_of_keys_with_equal_weights_the_first_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_of_keys_with_equal_weights_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys with weight 0 are left out."""
     weights = np.zeros((1, 1000), "f4")
     weights[0, 5::2] = 0.25
@@ -501,7 +501,7 @@ def test_a_word_keeps_its_space_where_decoders_drop_the_first_one(tmp_path: Path
         ("heat/full.zarr?hook=q&statistic=median", "'median' does not exist for 'q'"),
         ("heat/full.zarr?hook=q&statistic=value&index=128", "neuron 128 does not exist: 'q' has 0 to 127"),
         ("heat/full.zarr?hook=q&first=-1", "first='-1' is not valid"),
-        (f"heat/full.zarr?hook=q&first={'9' * 12}", "is not valid; give a whole number"),
+        (f"heat/full.zarr?hook=q&first={'9' * 12}", "is not valid; give an integer"),
         ("attention/full.zarr?layer=9&head=0", "no layer 9"),
         ("attention/full.zarr?layer=0&head=4", "head 4 does not exist"),
         ("attention/full.zarr?head=0", "layer='' is not valid"),
@@ -659,7 +659,7 @@ def test_the_server_listens_on_loopback_and_says_where(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere"], "nowhere is not there; give a store (*.zarr) or a directory"),
+        (["nowhere"], "nowhere does not exist; give a store (*.zarr) or a directory"),
         ([".", "--port", "70000"], "--port 70000 cannot be used"),
         ([".", "--model", "nowhere"], "give the directory of the model's weights (`--model DIR`)"),
         ([".", "--tokenizer", "nowhere"], "tokenizer: nowhere has no tokenizer.json"),

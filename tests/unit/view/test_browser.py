@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of `dmi view` in headless Chromium: it loads, keys and clicks change it, and its console stays silent.
+"""The page of `dmi view` in headless Chromium: it loads, responds to keys and clicks, and writes nothing to the
+console.
 
-With VIEW_PICTURES=DIR it also writes the pictures of docs/VIEW.md there.
+With VIEW_PICTURES=DIR, the tests also write the pictures of docs/VIEW.md to DIR.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=NO_CHROMIUM)
 
 
-def test_it_loads_without_a_word_in_the_console(browser: Chrome, serve: Callable[..., str], stores: Path) -> None:
+def test_it_loads_with_an_empty_console(browser: Chrome, serve: Callable[..., str], stores: Path) -> None:
     page = Page(browser, serve(stores))
     page.shows("#total", "34 captures")
     assert page.log() == []
@@ -49,9 +50,7 @@ def test_a_click_on_a_token_shows_it_and_the_lens(page: Page) -> None:
 
 @pytest.mark.parametrize("other", ["token", "capture"])
 @pytest.mark.parametrize(("kind", "box"), [("lens", "#lens"), ("attended", "#attended-box")])
-def test_an_answer_that_comes_late_is_not_shown_under_another_token(
-    kind: str, box: str, other: str, page: Page
-) -> None:
+def test_a_late_response_is_not_shown_for_another_token(kind: str, box: str, other: str, page: Page) -> None:
     from selenium.webdriver import Keys
 
     page.run(HOLD, f"api/{kind}/")
@@ -59,7 +58,7 @@ def test_an_answer_that_comes_late_is_not_shown_under_another_token(
     page.shows("#token-facts", "row 20")
     page.until(lambda: page.run("return window.held") == 1, f"{kind} is asked for")
     if other == "token":
-        page.run("window.setTimeout = () => 0")  # the next token is not asked for before the answer comes
+        page.run("window.setTimeout = () => 0")  # the page must not request the next token before the response arrives
         page.press(Keys.ARROW_RIGHT)
         page.shows("#token-facts", "row 21")
     else:
@@ -140,7 +139,7 @@ def test_each_scale_colours_the_heat_map_in_its_own_way(page: Page) -> None:
 
 @pytest.fixture(scope="module")
 def spoilt(tmp_path_factory: pytest.TempPathFactory, serve: Callable[..., str]) -> str:
-    """The address of a page of one store, some of whose values are lacking or not finite."""
+    """The address of a page of one store with missing values and values that are not finite."""
     root = tmp_path_factory.mktemp("spoilt")
     viewkit.write_spoilt(root)
     return serve(root / "spoilt.zarr") + "#spoilt.zarr?layer=0"
@@ -158,10 +157,12 @@ const found = new Set();
 for (let i = 0; i < pixels.length; i += 4) found.add(pixels[i + 3] ? [...pixels.slice(i, i + 3)].join(",") : page);
 return [...found];
 """
-"""Colours of a cell: of a column, near a share of the canvas' height. The page is seen through what is not painted."""
+"""The colours of a cell: in a column, at a fraction of the canvas' height. Transparent pixels have the colour of the
+page.
+"""
 
 
-def test_what_has_no_value_is_hatched_and_says_why(browser: Chrome, spoilt: str) -> None:
+def test_a_cell_without_a_value_is_hatched_and_says_why(browser: Chrome, spoilt: str) -> None:
     lost = [[row, "the store lacks this row"] for row in range(4, 8)]
     page = Page(browser, spoilt)
     page.shows("#heat-title", "resid_pre, norm by layer")
@@ -184,7 +185,7 @@ def test_what_has_no_value_is_hatched_and_says_why(browser: Chrome, spoilt: str)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_cells_without_a_value_do_not_look_like_the_lowest(theme: str, browser: Chrome, spoilt: str) -> None:
+def test_cells_without_a_value_do_not_look_like_the_lowest_value(theme: str, browser: Chrome, spoilt: str) -> None:
     browser.execute_cdp_cmd(  # type: ignore[no-untyped-call]
         "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]}
     )
@@ -232,7 +233,7 @@ def test_the_token_panel_follows_hook_layer_and_index(page: Page) -> None:
     assert page.one("#lens").is_displayed(), "the lens is the token's, of all layers"
 
 
-def test_no_value_of_the_hook_before_is_shown_while_another_is_awaited(page: Page) -> None:
+def test_no_value_of_the_previous_hook_is_shown_while_values_are_loaded(page: Page) -> None:
     from selenium.webdriver import ActionChains
 
     page.all(".token")[20].click()
@@ -246,7 +247,7 @@ def test_no_value_of_the_hook_before_is_shown_while_another_is_awaited(page: Pag
     assert page.text("#heat-title").startswith("resid_pre"), "the picture keeps its own title"
 
 
-def test_a_capture_shows_nothing_of_the_one_before(page: Page) -> None:
+def test_a_capture_shows_nothing_of_the_previous_one(page: Page) -> None:
     page.all(".token")[20].click()
     page.shows("#token-facts", "row 20")
     page.run(HOLD, "(tokens|heat|attention)/long")
@@ -262,7 +263,7 @@ def test_a_capture_shows_nothing_of_the_one_before(page: Page) -> None:
     assert all(page.run(blank, page.one(css)) for css in ("#heat", "#att"))
 
 
-def test_another_layer_of_attention_hides_the_keys_of_the_one_before(page: Page) -> None:
+def test_another_head_of_attention_hides_the_keys_of_the_previous_one(page: Page) -> None:
     page.all(".token")[20].click()
     page.shows("#attended-name", "Attends to (layer 0, head 0)")
     page.until(lambda: len(page.all("#attended button")) == 10, "the keys")
@@ -281,7 +282,7 @@ def test_another_head_has_another_pattern(page: Page) -> None:
     page.until(lambda: page.pixels("#att") != before, "another head, another pattern")
 
 
-def test_the_keyboard_does_all(page: Page) -> None:
+def test_the_keyboard_controls_everything(page: Page) -> None:
     from selenium.webdriver import Keys
 
     page.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_LEFT)
@@ -342,7 +343,7 @@ def test_a_store_says_what_it_lacks(browser: Chrome, serve: Callable[..., str], 
     assert page.text(".token") == "0", "without a tokenizer tokens are ids"
 
 
-def test_the_capture_before_does_not_stay_when_another_cannot_be_opened(
+def test_the_previous_capture_is_hidden_if_another_cannot_be_opened(
     browser: Chrome, serve: Callable[..., str], tmp_path: Path
 ) -> None:
     owner = kit.Store(1 << 20)
@@ -357,7 +358,7 @@ def test_the_capture_before_does_not_stay_when_another_cannot_be_opened(
         next(entry for entry in page.all(".capture") if name in entry.text).click()
         page.until(lambda shown=shown: page.one("#view").is_displayed() == shown, "the capture")
         page.until(lambda shown=shown: page.one("#fault").is_displayed() != shown, "the fault")
-    page.log()  # the browser writes down the answer 400
+    page.log()  # the browser logs the response with status 400
 
 
 def test_ten_thousand_captures_have_few_elements(browser: Chrome, serve: Callable[..., str], tmp_path: Path) -> None:
@@ -406,4 +407,4 @@ for (const [id, value] of [["layer", 9], ["att-layer", 8], ["head", 0]]) {
   box.dispatchEvent(new Event("change"));
 }
 """
-"""What the pictures show."""
+"""The state of the page in the pictures."""

@@ -64,7 +64,7 @@ def test_projections_of_the_stream_are_named_in_place_of_a_lens(tmp_path: Path, 
             assert (lacking(capture, model) or "").startswith("'resid_pre' was stored as rp, from which this cannot be")
 
 
-def test_what_is_awaited_is_not_computed_once_the_client_has_gone(
+def test_nothing_is_computed_after_the_client_has_disconnected(
     stores: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[str] = []

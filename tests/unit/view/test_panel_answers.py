@@ -137,7 +137,7 @@ def test_a_capture_says_all_that_the_page_reads(page: TestClient) -> None:
 
 
 @pytest.mark.parametrize("with_model", [True, False])
-def test_the_rows_with_a_prediction_are_those_behind_a_distribution(root: Path, model: Path, with_model: bool) -> None:
+def test_rows_with_a_prediction_are_those_after_captured_logits(root: Path, model: Path, with_model: bool) -> None:
     """The distribution comes from the final stream, or without a model from captured logits, whose positions begin at
     that of the first row.
     """
@@ -230,7 +230,7 @@ def test_a_token_outside_the_vocabulary_has_no_log_probability(root: Path) -> No
 
 
 @pytest.mark.parametrize("row", [30, 59])
-def test_attribution_is_of_the_token_behind_or_of_the_likeliest(
+def test_attribution_is_of_the_next_token_or_of_the_likeliest(
     row: int, page: TestClient, parts: Capture, model: Path
 ) -> None:
     end = Unembedding.load(model)

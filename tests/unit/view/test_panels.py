@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The panels of `dmi view` in headless Chromium: what they show are the values of the stores."""
+"""The panels of `dmi view` in headless Chromium show the values of the stores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=NO_CHROMIUM)
 
 @pytest.fixture(scope="module")
 def panels(tmp_path_factory: pytest.TempPathFactory, model: Path, serve: Callable[..., str]) -> tuple[Path, str, Path]:
-    """(a store with parts, experts and latents, the address of its page, the autoencoder)."""
+    """(path of the store "parts", address of its page, path of the autoencoder)."""
     root = tmp_path_factory.mktemp("panels")
     (root / "captures").mkdir()
     flag, sae = viewkit.write_panels(root / "captures", model)
@@ -38,7 +38,7 @@ def panels(tmp_path_factory: pytest.TempPathFactory, model: Path, serve: Callabl
 
 @pytest.fixture
 def parts(browser: Chrome, panels: tuple[Path, str, Path]) -> Iterator[Callable[[str], Page]]:
-    """parts(place): the page with the store "parts", at a place of the address."""
+    """parts(query): the page of the store "parts", with a query in its address."""
     shown: list[Page] = []
 
     def at(place: str) -> Page:
@@ -52,13 +52,13 @@ def parts(browser: Chrome, panels: tuple[Path, str, Path]) -> Iterator[Callable[
 
 
 def predictions(store: Path, model: Path) -> np.ndarray:
-    """Log-probabilities of the token behind each row, [rows, vocabulary]."""
+    """Log-probabilities of the token after each row, [rows, vocabulary]."""
     with open_capture(store) as cap:
         return log_softmax(Unembedding.load(model).logits(cap.numpy("resid_final")))
 
 
 def said(page: Page, css: str = "#token-facts") -> float:
-    """The number at the end of a text."""
+    """The number at the end of the text of an element."""
     return float(page.text(css).split(": ")[-1].replace(",", ""))
 
 
@@ -71,7 +71,9 @@ canvas.dispatchEvent(new PointerEvent("pointermove", { clientX: x, clientY: y, b
 
 
 def hover(page: Page, css: str, column: int, columns: int, line: int, lines: int, labels: bool = True) -> None:
-    """Move the pointer over a cell of a canvas. line: from above. labels: whether it has some on the left and below."""
+    """Move the pointer over a cell of a canvas. line: counted from above. labels: whether the canvas has labels on the
+    left and below.
+    """
     page.run(HOVER, css, column, columns, line, lines, *((46, 20) if labels else (0, 0)))
 
 
@@ -107,16 +109,16 @@ window.fetch = async (url, options) => {
   return new Response(JSON.stringify({ ...await answer.json(), pending: window.pending }), answer);
 };
 """
-"""As if two texts were left to be read after each answer, until `pending` is 0."""
+"""Makes each response say that two texts are left to be read, until `pending` is set to 0."""
 
 
-def test_the_list_can_be_scrolled_while_a_search_goes_on(page: Page) -> None:
+def test_the_list_can_be_scrolled_during_a_search(page: Page) -> None:
     page.run(GOES_ON)
     page.run(SEARCH, "run-")
     page.shows("#total", "30 captures, 2 texts to be read")
     page.run("document.getElementById('list').scrollTop = 500")
     asked = page.run("return window.asked")
-    page.until(lambda: page.run("return window.asked") >= asked + 3, "it goes on")
+    page.until(lambda: page.run("return window.asked") >= asked + 3, "the search must continue")
     page.run("window.pending = 0")
     page.until(lambda: page.text("#total") == "30 captures", "it ends")
     assert page.run("return document.getElementById('list').scrollTop") == 500
@@ -180,10 +182,12 @@ window.fetch = async (url, options) => {
   return new Response(new ReadableStream({ start: (out) => out.enqueue(new TextEncoder().encode(`${first}\\n`)) }));
 };
 """
-"""Of the lens only the first piece comes. signals: of the questions, whether the page has given them up."""
+"""Lets only the first piece of the lens arrive. signals: the abort signals of the requests."""
 
 
-def test_the_lens_of_the_chosen_token_comes_first_and_another_panel_ends_the_rest(parts: Callable[[str], Page]) -> None:
+def test_the_lens_of_the_chosen_token_comes_first_and_another_panel_aborts_the_rest(
+    parts: Callable[[str], Page],
+) -> None:
     page = parts("token=20")
     page.run(FIRST_PIECE)
 
@@ -256,7 +260,7 @@ def test_latents_of_a_token_and_contexts_of_a_latent(
     page.until(lambda: page.chosen() == top, "a context leads to its token")
 
 
-def test_all_heads_are_shown_small_and_mark_the_text(page: Page, stores: Path) -> None:
+def test_all_heads_have_thumbnails_that_mark_the_text(page: Page, stores: Path) -> None:
     page.run(CHOOSE, "att-layer", 8)
     filled = "return [...document.querySelectorAll('.head canvas')].filter((c) => c.width === 128).length"
     page.until(lambda: page.run(filled) == viewkit.HEADS, "all heads")
@@ -271,7 +275,7 @@ def test_all_heads_are_shown_small_and_mark_the_text(page: Page, stores: Path) -
     page.until(lambda: "head 2 in layer 8" in page.one("#att").get_attribute("aria-label"), "a click shows a head")
 
 
-def test_two_captures_stand_side_by_side(page: Page, stores: Path) -> None:
+def test_two_captures_are_shown_side_by_side(page: Page, stores: Path) -> None:
     from selenium.webdriver import Keys
 
     page.press("c", "/", *"cmpl-lossy", Keys.ENTER)
@@ -291,7 +295,7 @@ def test_two_captures_stand_side_by_side(page: Page, stores: Path) -> None:
     assert not page.one("#side").is_displayed() and "with=" not in page.run("return location.hash")
 
 
-def test_the_address_says_what_is_shown(page: Page) -> None:
+def test_the_address_has_the_state_of_the_page(page: Page) -> None:
     page.run(CHOOSE, "hook", "q_rot")
     page.run(CHOOSE, "layer", 5)
     page.run("document.getElementById('tab-lens').click()")

@@ -189,7 +189,7 @@ def test_the_page_says_how_a_request_ended_that_gives_no_store(store: kit.Store,
     has(page, 16)
     store.abort(record)
     kit.until(lambda: page.get("api/capture/a.zarr").status_code == 404)
-    assert "was aborted, and nothing of it was kept" in page.get("api/capture/a.zarr").json()["error"]
+    assert "was aborted, and no rows were kept" in page.get("api/capture/a.zarr").json()["error"]
     kit.until(lambda: listed(page) == {})
     assert "was aborted" in page.get("api/heat/a.zarr?hook=q_rot").json()["error"], (
         "a request that left the list must still be named"
@@ -250,7 +250,7 @@ def test_one_store_is_shown_alone_while_it_is_written(store: kit.Store, tmp_path
         store.abort(record)
 
 
-def test_what_is_unchanged_is_not_opened_among_ten_thousand(
+def test_unchanged_captures_of_ten_thousand_are_not_opened_again(
     store: kit.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     viewkit.write_list(tmp_path / "many", 10_000)
@@ -294,7 +294,7 @@ def test_a_capture_of_rows_under_way_reads_as_the_finished_one(store: kit.Store,
         now.numpy("topk_ids")
 
 
-def test_what_ended_is_forgotten_but_for_those_that_gave_no_store(store: kit.Store, tmp_path: Path) -> None:
+def test_ended_captures_are_forgotten_unless_they_left_no_store(store: kit.Store, tmp_path: Path) -> None:
     """A page may be open for days. It must not keep the journals of all requests that were shown."""
     library, records = Library.at(tmp_path), {name: begin(store, tmp_path / f"{name}.zarr") for name in "abc"}
     kit.until(lambda: len(library._running.infos()) == 3)

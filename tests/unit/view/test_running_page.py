@@ -128,7 +128,7 @@ def test_the_newest_window_moves_on_and_a_failure_is_said(
     page.shows("#shown", "0 to 63 of 192")
     store.abort(record)
     page.shows("#running", "The request has ended without a store: capture")
-    page.shows("#running", "was aborted, and nothing of it was kept; capture it again.")
+    page.shows("#running", "was aborted, and no rows were kept; capture it again.")
     page.shows("#total", "0 captures")
     assert len(page.all(".token")) == 64, "the tokens that were shown must stay"
     assert all("404" in line for line in page.log())
@@ -201,7 +201,7 @@ def test_it_asks_while_the_tab_is_seen_and_a_request_is_under_way(
 
 
 @pytest.mark.usefixtures("clock")
-def test_rows_are_drawn_before_newer_ones_are_asked_for_and_a_failing_server_is_no_end(
+def test_known_rows_are_drawn_before_newer_ones_are_requested_and_after_a_server_error(
     browser: Chrome, serve: Callable[..., str], store: kit.Store, tmp_path: Path
 ) -> None:
     record, page = first_rows(browser, serve, store, tmp_path)

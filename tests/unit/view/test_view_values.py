@@ -167,7 +167,7 @@ def test_contexts_of_one_store_are_in_order_of_their_values() -> None:
         ({}, None, None),
     ],
 )
-def test_an_autoencoder_names_its_hook_or_is_told(
+def test_the_hook_of_an_autoencoder_is_in_its_files_or_given(
     facts: dict[str, Any], given: str | None, hook: str | None, tmp_path: Path
 ) -> None:
     file = tmp_path / "sae.safetensors"
@@ -253,7 +253,7 @@ def test_the_port_of_a_server_that_ended_can_be_taken_at_once() -> None:
     ("rows", "found"),
     [([], []), ([4], [[4, 5]]), ([3, 1, 2, 2], [[1, 4]]), ([0, 2, 3, 7], [[0, 1], [2, 4], [7, 8]])],
 )
-def test_rows_are_told_as_ranges(rows: list[int], found: list[list[int]]) -> None:
+def test_rows_are_given_as_ranges(rows: list[int], found: list[list[int]]) -> None:
     assert data.ranges(np.array(rows, int)) == found
 
 
@@ -359,7 +359,7 @@ def test_stores_that_cannot_be_opened_are_passed_over() -> None:
     assert list(data.Library.all(library)) == ["d"]
 
 
-def test_tokens_behind_captured_logits_have_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_after_captured_logits_have_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     """The token after the first row counts. A lost sample has the position -1, and no token follows the last row."""
     monkeypatch.setattr(predictions, "lacking", lambda *_: None)
     monkeypatch.setattr(predictions.lens, "lacking", lambda *_: "no model")

@@ -106,7 +106,7 @@ def _without(some: ShardPieces, path: str, error: FileNotFoundError) -> None:
     """Handle a missing shard file: fill zeros, or raise FileNotFoundError for a complete store."""
     if some.array.complete:
         raise FileNotFoundError(
-            f"{some.array.files}/{path} is not there: the store was removed just now, or is damaged (dmi verify)"
+            f"{some.array.files}/{path} does not exist: the store was removed just now, or is damaged (dmi verify)"
         ) from error
     for piece in some.pieces:
         piece.out[piece.places] = 0

@@ -15,7 +15,7 @@ from dmi_connector.store.read.files.thread_pool import in_fetch_threads
 class FetchedFiles(StoreFiles):
     """All files of a store, in a temporary directory that is removed with this object.
 
-    Their names in it are numbers, because the names in the store are not trusted.
+    The local names are numbers, because the names in the store are not trusted.
     """
 
     def __init__(self, files: StoreFiles) -> None:
@@ -32,7 +32,7 @@ class FetchedFiles(StoreFiles):
 
     def open(self, path: str) -> LocalFile:
         if path not in self._paths:
-            raise FileNotFoundError(f"{self}/{path} is not there")
+            raise FileNotFoundError(f"{self}/{path} does not exist")
         return LocalFile(str(self._paths[path]))
 
     def read(self, path: str) -> bytes:

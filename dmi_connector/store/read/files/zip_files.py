@@ -58,7 +58,7 @@ class ZipFiles(StoreFiles):
     def open(self, path: str) -> StoredFile:
         entry = self._entries.get(path)
         if entry is None:
-            raise FileNotFoundError(f"{self}/{path} is not there")
+            raise FileNotFoundError(f"{self}/{path} does not exist")
         base = self._base(path, entry)
         if isinstance(self.place, RemotePath):
             return Section(_whole(self.place), base, entry.nbytes)
@@ -129,7 +129,7 @@ def _entries(place: Place, file: io.BufferedIOBase) -> dict[str, _Entry]:
         with zipfile.ZipFile(file) as archive:
             infos = [info for info in archive.infolist() if not info.filename.endswith("/")]
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-        raise ValueError(f"{place} is no zip file that can be read ({error})") from error
+        raise ValueError(f"{place} is not a readable zip file ({error})") from error
     packed = next((info.filename for info in infos if info.compress_type or info.flag_bits & 1), None)
     if packed is not None:
         raise ValueError(

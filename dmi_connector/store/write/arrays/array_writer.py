@@ -127,7 +127,7 @@ class ArrayWriter:
         if len(token_ids) not in (0, 4 * count):
             raise ValueError(f"{len(token_ids)} bytes of token ids came with {count} rows")
         if first % chunk or not 0 < count <= chunk or self._short_end not in (None, first + count):
-            raise ValueError(f"rows [{first}, {first + count}) are off the grid of {chunk}-token chunks")
+            raise ValueError(f"rows [{first}, {first + count}) are not aligned to chunks of {chunk} tokens")
         self._end = max(self._end, first + count)
         if count < chunk:
             self._short_end = first + count

@@ -132,4 +132,4 @@ def _layers(spec: ArraySpec, layers: tuple[int, ...], first: int) -> list[int]:
 
 
 def _lacking(spec: ArraySpec, first: int) -> ValueError:
-    return ValueError(f"{spec.name}: the chunk of row {first} is not there")
+    return ValueError(f"{spec.name}: the chunk of row {first} is missing")

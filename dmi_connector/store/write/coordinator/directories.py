@@ -27,4 +27,4 @@ def check_directories(options: ServerOptions) -> None:
         raise ValueError(f"store_dir: {options.store_dir!r} is not writable by this user; choose another")
     for root in options.save_path_roots:
         if not os.path.isdir(root):
-            raise ValueError(f"save_path_roots: {root!r} is no directory; create it or leave it out")
+            raise ValueError(f"save_path_roots: {root!r} is not a directory; create it or leave it out")

@@ -49,7 +49,7 @@ def append_index(directory: str, record: dict[str, Any]) -> None:
     fd = no_follow(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(f"{path} is no file: remove it")
+            raise OSError(f"{path} is not a file: remove it")
         size = os.fstat(fd).st_size
         if size and os.pread(fd, 1, size - 1) != b"\n":
             line = b"\n" + line

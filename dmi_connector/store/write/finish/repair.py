@@ -236,7 +236,7 @@ def _is_whole(partial: Path) -> bool:
     damaged = damaged_files(partial, attrs)
     if damaged and not any(partial.glob(JOURNAL_PREFIX + "*")):
         where = damaged[0].where
-        raise ValueError(f"{where} is not what the root document says: mend or remove the partial store by hand")
+        raise ValueError(f"{where} is not what the root document says: fix or remove the partial store by hand")
     return not damaged
 
 

@@ -147,7 +147,7 @@ def finished_stores(directory: str | os.PathLike[str], sizes: StoreSizes | None 
     for entry in _stores(directory):
         if entry.name.endswith(".zarr"):
             finished = _finished(entry.path)
-            if finished is not None:  # else it is no store, or has just been removed
+            if finished is not None:  # else it is not a store, or has just been removed
                 found.append(StoredCapture(Path(entry.path), finished, sizes.of(entry)))
     return sorted(found, key=lambda store: store.finished)
 

@@ -147,7 +147,7 @@ def check_upload(url: str) -> None:
             next(iter(obstore.list(bucket_store(to), f"{to.key}/" if to.key else None)), None)
             obstore.put(bucket_store(to), (to / INDEX_FOLDER / _WRITE_TEST).key, b"")
     except OSError as error:
-        raise OptionError(f"--upload {url} takes no stores: {error}; mend that, or give another URL") from error
+        raise OptionError(f"--upload {url} cannot be written: {error}; correct that, or give another URL") from error
 
 
 def _there(to: RemotePath) -> dict[str, int]:
