@@ -3,8 +3,8 @@
 
 vLLM's CPU decode kernel supports only that shape, and its CPU platform disables prefix caching and chunked prefill.
 `stand_in` replaces the kernel and the function that merges attention over two parts of the keys, and keeps both
-features enabled. So rows, taps and stores are tested with every kind of step. The rest is vLLM's: the model, the order
-of its modules, the cache, the decode over latents, the prefill over keys of heads.
+features enabled. So rows, taps and stores are tested with every kind of step. Everything else is vLLM's own code: the
+model, the order of its modules, the cache, the decode over latents, the prefill over keys of heads.
 
 `docs/HOOKS.md` says which of these options a user needs.
 """
@@ -19,7 +19,7 @@ import torch
 from tests.runner import GPU
 
 KERNEL: dict[str, Any] = {} if GPU else {"attention_config": {"backend": "CPU_MLA"}}
-"""Options of an engine that uses vLLM's float32 kernel on any CPU. With AMX, vLLM would use one in bfloat16."""
+"""Options of an engine that uses vLLM's float32 kernel on any CPU. With AMX, vLLM would use a bfloat16 kernel."""
 WHOLE: dict[str, Any] = {"max_num_batched_tokens": 512}
 """For owner draft with that kernel. vLLM does not split prompts then, so a step must hold max_model_len tokens."""
 ROTARY: dict[str, Any] = {} if GPU else {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}

@@ -234,7 +234,7 @@ def test_sleep_frees_the_rows_of_a_pool(tiny_model: Callable[..., Path], tmp_pat
     assert abs(again - awake) < POOL_BYTES // 2
 
 
-def test_redundant_experts_are_captured_by_the_models_numbers(
+def test_redundant_experts_have_logical_expert_ids(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Like expert load balancing, the patched mapping passes other expert numbers to the kernel."""

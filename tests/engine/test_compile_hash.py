@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selections change the compiled graph, so they must not share one in vLLM's cache of compiled graphs.
+"""Different selections give different compiled graphs, which vLLM's cache must keep apart.
 
-vLLM 0.32 cannot load a cached graph on the CPU (it logs that and compiles again), so here a shared graph
-shows only in the number of graphs; where it can be loaded, in the values as well.
+vLLM 0.32 does not load cached graphs on a CPU: it logs this, and compiles again. So on a CPU, a graph that two
+selections share by mistake shows only in the number of graphs. On a GPU, it also shows in the values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SELECTIONS = (["resid_pre", "mlp_out"], ["q", "mlp_out"], ["resid_pre", "mlp_out
 
 
 def graphs(cache_root: Path) -> int:
-    """Compiled graphs in vLLM's cache directory."""
+    """The number of compiled graphs in vLLM's cache directory."""
     found = cache_root.glob("torch_compile_cache/torch_aot_compile/*/rank_0_0/model")
     return len(list(found))
 
@@ -33,11 +33,13 @@ def runs(
     known_models: None,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[Run]:
-    """The selections one after the other over one new cache directory."""
+    """One run per selection, in order, with one new cache directory."""
     done = []
     cache_root = tmp_path_factory.mktemp("cache")
-    (cache_root / "modelinfos").symlink_to(vllm_cache_root / "modelinfos")  # or a process imports each model class anew
-    model = make_model("qwen3", tmp_path_factory.mktemp("one-layer"), num_hidden_layers=1)  # three are compiled
+    # without it, a process imports each model class again
+    (cache_root / "modelinfos").symlink_to(vllm_cache_root / "modelinfos")
+    # the default would compile three layers
+    model = make_model("qwen3", tmp_path_factory.mktemp("one-layer"), num_hidden_layers=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CACHE_ROOT", str(cache_root))
         for index, hooks in enumerate(SELECTIONS):
@@ -49,12 +51,12 @@ def runs(
     return done
 
 
-def test_each_selection_has_right_values(runs: list[Run]) -> None:
+def test_each_selection_has_correct_values(runs: list[Run]) -> None:
     twin = Oracle(runs[0].facts["model"])
     for run, hooks in zip(runs, SELECTIONS, strict=True):
         for name, length in (("short", 12), ("long", 140)):
             check_store(run.store(name), twin, run.tokens(name), length, hooks)
 
 
-def test_a_selection_has_a_graph_of_its_own_and_finds_it_again(runs: list[Run]) -> None:
+def test_a_selection_has_its_own_graph_and_reuses_it(runs: list[Run]) -> None:
     assert [run.facts["graphs"] for run in runs] == [1, 2, 2]

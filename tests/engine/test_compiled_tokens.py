@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under torch.compile in bf16, capture changes no token and no bit of a probability.
+"""Under torch.compile in bf16, capture changes no token and no bit of a log-probability.
 
-Inductor keeps fused intermediates in float32. A tap that made it round one of them would change what follows. So the
-log-probabilities of all generated tokens must equal plain vLLM's exactly: when every hook is captured, and when the
-residual stream alone is, whose layers share an op. On a CPU vLLM compiles a model whole; on a GPU piecewise, between
-attention layers. Both are tested.
+Inductor keeps the intermediates of fused kernels in float32. A tap that rounded one of them would change all later
+values. So the log-probabilities of all generated tokens must be bit-equal to those of vLLM without capture. Two
+selections are tested: all hooks, and the residual stream, whose layers share an op. vLLM compiles a model as a whole on
+a CPU, and piecewise, split at attention, on a GPU. Both ways are tested.
 
-On a GPU an op may read its values until the next op waits for its branch (taps/overlap.py). Each engine answers
-twice, and writes as late the second time.
+On a GPU an op may read its values until the next op waits for its branch (taps/overlap.py). Each engine runs all
+requests twice. In the second run, ops write as late as on a GPU.
 
-Plain vLLM itself had other last bits in 2 of some 130 starts on a CPU, with two threads. So the first capturing start
-of a model that differs is repeated. If it differs again, plain vLLM is started once more, and counts instead. A warning
-says which start was repeated, of how many.
+On a CPU with two threads, vLLM without capture differed in its last bits in 2 of some 130 starts. So the first start
+with capture that differs is repeated. If it differs again, vLLM without capture is started again, and the new result is
+the reference. A warning names the repeated start.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ STREAM = "resid_pre,resid_mid,q,k"
 OWNERS = {ALL_HOOKS: "draft", STREAM: "target"}
 SAMPLING = {"max_tokens": 32, "logprobs": 1}
 STARTS: Counter[str] = Counter()
-"""Compiled engines that this process has started: "all", and "odd" ones, whose bits differed from plain vLLM's."""
+"""Number of compiled engines that this process has started: "all", and "odd" ones, whose bits differed."""
 ASKS = {f"{n} tokens": Ask(prompt(n), sampling=SAMPLING) for n in (6, 33, 100, 150)} | {
     "seeded": Ask(prompt(9), sampling={**SAMPLING, "temperature": 0.8, "seed": 3})
 }
 
 
 class LateStream:
-    """Stands for CUDA's streams: what is written on a branch is written when another stream waits for that."""
+    """A fake CUDA stream. Writes on a branch are delayed until another stream waits for the branch."""
 
-    chosen: ClassVar[list[LateStream]] = []  # by torch.cuda.stream
-    written: ClassVar[Counter[str]] = Counter()  # how many by which op's waiting
+    chosen: ClassVar[list[LateStream]] = []  # the streams entered by torch.cuda.stream, the current one last
+    written: ClassVar[Counter[str]] = Counter()  # number of delayed writes, by the op that waited
 
     def __init__(self, *_args: Any) -> None:
         self.launched: list[Callable[[], None]] = []
@@ -76,7 +76,7 @@ class LateStream:
 
 
 class LateWriter:
-    """A RowWriter that holds no reference to its values on a branch, only where they were."""
+    """A RowWriter that keeps only the addresses of its values on a branch, and no reference to them."""
 
     def __init__(self, *args: Any) -> None:
         from dmi_connector.engine.kernels.row_writer import RowWriter
@@ -94,14 +94,14 @@ class LateWriter:
 
 
 def in_memory(address: int, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What is in memory there now, as a tensor."""
+    """A tensor of the current content of memory."""
     size = ((shape[0] - 1) * stride[0] + shape[1]) * dtype.itemsize
     content = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
     return torch.from_numpy(content).view(dtype).as_strided(shape, stride)
 
 
 def write_late(patch: pytest.MonkeyPatch) -> None:
-    """Let taps with a LateWriter write as late as a GPU may."""
+    """Make taps with a LateWriter write as late as they may on a GPU."""
     from dmi_connector.engine.taps import op as tap_op
     from dmi_connector.engine.taps.overlap import Branch
 
@@ -115,7 +115,9 @@ def write_late(patch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def in_pieces() -> Iterator[None]:
-    """vLLM compiles models as on a GPU, but for CUDA graphs and one pass, which knows only ops that a GPU has."""
+    """Compile models piecewise, as vLLM does on a GPU, but without CUDA graphs and without a pass that needs a GPU's
+    ops.
+    """
     from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
     from vllm.config import CompilationMode
     from vllm.config.compilation import CUDAGraphMode
@@ -138,7 +140,7 @@ def in_pieces() -> Iterator[None]:
 
 
 class Compiled(NamedTuple):
-    """A model of so many layers and how to compile it."""
+    """A model, its number of layers, and a context in which vLLM compiles it."""
 
     model: Path
     layers: int
@@ -146,7 +148,9 @@ class Compiled(NamedTuple):
 
     @property
     def together(self) -> int:
-        """How many layers share an op when STREAM is captured: of a model of three layers two, so that one is left."""
+        """Number of layers that share an op when STREAM is captured. With three layers it is 2, so that one layer is
+        left.
+        """
         return 2 if self.layers == 3 else 3
 
 
@@ -161,7 +165,9 @@ class Compiled(NamedTuple):
     ids=["qwen3-whole", "qwen3-pieces", "llama-whole", "llama-pieces", "moe-pieces", "gpt2-pieces"],
 )
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, known_models: None) -> Compiled:
-    """Qwen3 norms q and k, Llama's are slices of one tensor; GPT-2's norms add nothing; experts work in place."""
+    """Models of different structure: Qwen3 has norms of q and k; in Llama q and k are slices of one tensor; the norms
+    of GPT-2 do not add the residual; experts work in place.
+    """
     from dmi_connector.cli.tiny_models import make_model
 
     name, layers, how = request.param
@@ -170,7 +176,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 PROBED = {"risk": ("resid_pre", 1), "out": ("mlp_out", 0)}
-"""Probes beside the selection of all hooks, which are computed from values that others read too."""
+"""Probes that are captured with all hooks. They read values that hooks read too."""
 
 
 @pytest.fixture(scope="module")
@@ -198,9 +204,11 @@ def plain(compiled: Compiled, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def start_captured(compiled: Compiled, selection: str, probes: dict[str, Path], directory: Path) -> tuple[Run, Run]:
-    """What an engine answers, and what it answers again while it writes late. Facts: the layers from whose place in the
-    rows on something was written, how often it was written late, how many graphs vLLM compiled, how, and what of this
-    went into its compile hash.
+    """Run all requests twice in one engine; in the second run ops write late.
+
+    Facts of the first run: "first layers": the first layer of each op that wrote; "late": number of delayed writes by
+    op; "pieces": number of graphs that vLLM compiled; "how": the `Compilation`; "hashed": the text in the compile hash;
+    "options": Inductor's options.
     """
     from vllm.compilation.counter import compilation_counter
 
@@ -239,9 +247,9 @@ def start_captured(compiled: Compiled, selection: str, probes: dict[str, Path], 
 def captured(
     compiled: Compiled, plain: Run, probes: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Run]:
-    """Each selection, and with "late " before it each written late.
+    """{selection: the first run, "late " + selection: the second run}.
 
-    Only the first start with other bits than plain vLLM's is doubted.
+    Only the first start whose bits differ is repeated.
     """
     runs, doubted = {}, False
     for name in OWNERS:
@@ -254,7 +262,7 @@ def captured(
             warnings.warn(f"{where} is repeated: {bits}", stacklevel=1)
             facts = run.facts
             run, late = start_captured(compiled, name, probes, tmp_path_factory.mktemp("captured-compiled"))
-            run.facts["pieces"] = facts["pieces"]  # graphs now come from a cache
+            run.facts["pieces"] = facts["pieces"]  # the repeated start loads graphs from a cache
             if probabilities(run) != probabilities(plain):
                 plain.replies = start_plain(compiled, tmp_path_factory.mktemp("plain-compiled")).replies
         runs |= {name: run, f"late {name}": late}
@@ -273,7 +281,7 @@ def test_vllm_compiles_whole_or_piecewise_as_configured(compiled: Compiled, capt
 
 
 def test_layers_of_the_stream_share_an_op(compiled: Compiled, captured: dict[str, Run]) -> None:
-    """8 or 12 values at a time: what is written counts from the first of two or three layers on."""
+    """Ops write 8 or 12 values at a time, from the first of two or three layers on."""
     assert captured[ALL_HOOKS].facts["first layers"] == list(range(compiled.layers))
     first = list(range(0, compiled.layers, compiled.together))
     assert captured[STREAM].facts["first layers"] == first, "twos or threes, and what is left"
@@ -281,7 +289,7 @@ def test_layers_of_the_stream_share_an_op(compiled: Compiled, captured: dict[str
 
 @pytest.mark.parametrize("selection", [ALL_HOOKS, STREAM], ids=["everything", "stream"])
 @pytest.mark.parametrize("name", ASKS)
-def test_tokens_and_probabilities_equal_those_of_plain_vllm(
+def test_tokens_and_probabilities_equal_those_without_capture(
     plain: Run, captured: dict[str, Run], name: str, selection: str
 ) -> None:
     run = captured[selection]
@@ -294,10 +302,10 @@ def test_tokens_and_probabilities_equal_those_of_plain_vllm(
 @pytest.mark.parametrize("name", ASKS)
 def test_values_last_until_their_branch_is_joined(captured: dict[str, Run], name: str, selection: str) -> None:
     late, layers = captured[f"late {selection}"].facts["late"], len(captured[selection].facts["first layers"])
-    before = 2 if selection == ALL_HOOKS else 1  # ops of the inputs; the last of a forward is waited for by its end
-    after = 1 if selection == ALL_HOOKS else 0  # of the final norm
+    before = 2 if selection == ALL_HOOKS else 1  # ops of the inputs; the end of the forward waits for the last op
+    after = 1 if selection == ALL_HOOKS else 0  # the op of the final norm
     assert captured[selection].facts["late"] == {} and late["_tap_end"] > 30
-    joins = len(PROBED) if selection == ALL_HOOKS else 0  # before the attention behind a layer that reduces
+    joins = len(PROBED) if selection == ALL_HOOKS else 0  # waits before the attention after a layer that reduces
     assert late["_tap"] == (before + layers + after - 1 - joins) * late["_tap_end"]
     assert late.get("_tap_join", 0) == joins * late["_tap_end"]
     one, other = (stored(captured[run], name) for run in (selection, f"late {selection}"))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hook that does not fire keeps the engine from starting, however the model runs.
+"""The engine does not start if a forward hook does not fire, in eager and compiled models.
 
-Each test lets one hook fail to fire, as a feature does that replaces its module or skips it.
+A feature of vLLM may replace a tapped module, or skip it. Each test simulates this for one forward hook.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.engine.harness import ALL_HOOKS, Ask, Run, engine, generate, prompt
 
 
 def refused(model: Path, store_dir: Path, hooks: str = ALL_HOOKS, owner: str = "target", **args: Any) -> str:
-    """Why an engine does not start."""
+    """Start an engine that must be refused. Returns the message of the error."""
     own = args.pop("options", {})
     with pytest.raises(ValueError) as caught, engine(model, **capture_args(hooks, store_dir, owner, **own), **args):
         pytest.fail("the engine started")
@@ -32,7 +32,7 @@ def refused(model: Path, store_dir: Path, hooks: str = ALL_HOOKS, owner: str = "
 
 
 def deaf(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    """Let no hook fire in modules of this name."""
+    """Register no forward hooks on modules with this name."""
     hook = ModelTaps.hook
 
     def registered(self: ModelTaps, path: str, call: Callable[..., Any], *args: Any, **options: Any) -> None:
@@ -67,7 +67,7 @@ def test_a_module_whose_hook_does_not_fire_is_named(
 def test_a_cached_graph_without_taps_is_refused(
     known_models: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second start traces nothing: it loads the first one's graph."""
+    """The second start does not trace the model, because it loads the graph of the first start."""
     model = make_model("qwen3", tmp_path / "model", num_hidden_layers=1)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     args = capture_args("resid_pre,mlp_out", tmp_path / "captures", "target")
@@ -81,10 +81,10 @@ def test_a_cached_graph_without_taps_is_refused(
     )
 
 
-def test_experts_that_route_inside_themselves_are_refused_by_name(
+def test_experts_with_internal_routing_are_refused_by_name(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As vLLM's monolithic kernels do: nothing calls the router."""
+    """Nothing calls the router, as in vLLM's monolithic kernels."""
     inner = install.install_routing
 
     def unused(taps: ModelTaps, arch: Architecture, module: Any, index: int, batch: Any) -> None:
@@ -119,10 +119,10 @@ def test_attention_that_is_not_summarised_is_refused(
     assert "hooks: pattern of layer 0, 1, 2 was not written" in reason and "self_attn.attn" in reason
 
 
-def test_a_value_that_no_tap_writes_later_is_found_by_the_check(
+def test_a_value_that_is_not_written_after_the_first_forward_is_found_by_the_check(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hook that stops to fire after the first forward: with check="poison" its rows are listed as missing."""
+    """A forward hook stops firing after the first forward. With check="poison", its rows are listed as missing."""
     add = install.TapBatch.add
 
     def forgets(self: Any, row_field: Any, value: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi demo` as a user runs it, except that its worker is forked, and the notebook on one of its stores."""
+"""`dmi demo` as a user runs it, except that the worker is forked, and the notebook that reads one of its stores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.forking.fork_workers import environment as forking
 
 @dataclass(frozen=True)
 class Result:
-    """What one run of the demo printed and left behind."""
+    """The output and the files of one run of the demo."""
 
     directory: Path
     out: str

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notebooks with their own engines, and baselines that lose.
+"""Notebooks that start engines, and baselines that their methods must beat.
 
-In `make soak` as a user runs them. Otherwise kernels and engines are forked (programs.py).
+`make soak` runs the notebooks as a user does. Otherwise kernels and engines are forked (programs.py).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from tests.notebookkit import Mistake
 def test_the_probe_beats_its_baselines_and_keeps_what_it_finds(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last mistake begins with captures that are there already: labels of them that mean nothing."""
-    directory = tmp_path_factory.mktemp("p")  # a short name: vLLM puts sockets there, whose paths have 107 characters
+    """The last mistake gives the existing captures random labels."""
+    # short, because vLLM creates sockets there, and their paths are limited to 107 characters
+    directory = tmp_path_factory.mktemp("p")
     here, labels = 'os.environ["DMI_CAPTURES"] = str(folder / "captures")', 'CLASSES.index(cap.attrs["key"]) * 2 - 1'
     mistakes = (
         Mistake("answers = serve", "everything = everything[::-1]"),
@@ -43,7 +44,7 @@ def test_the_probe_beats_its_baselines_and_keeps_what_it_finds(
 def test_the_autoencoder_and_the_draft_head_learn_from_their_own_serving_run(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`tests/unit/test_notebooks.py` has what must fail."""
+    """`tests/unit/test_notebooks.py` tests that wrong code is detected."""
     for name, captures, best, words in (
         ("sae", 150, "SAE", r"^(.+?) +explains (-?\d\.\d+)$"),
         ("drafter_data", 200, "draft head", r"^(.+?) +guesses (\d\.\d+) of the tokens$"),
@@ -57,12 +58,15 @@ def test_the_autoencoder_and_the_draft_head_learn_from_their_own_serving_run(
 
 
 @pytest.mark.soak
-def test_vllm_accepts_more_guesses_of_a_head_that_was_trained(
+def test_vllm_accepts_more_guesses_of_a_trained_head(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as the same head in PyTorch on the captures of the run, which does not hold of another head."""
+    """vLLM must accept as many as the same head in PyTorch does on the captures of the run. Another head gives another
+    number.
+    """
     directory = tmp_path_factory.mktemp("d")
-    other = "saved = save_head; save_head = lambda one, folder: saved(after, folder)"  # vLLM has the trained one twice
+    # vLLM gets the trained head both times
+    other = "saved = save_head; save_head = lambda one, folder: saved(after, folder)"
     mistake = Mistake("def accepted_by_vllm", other, r"AssertionError\S*: the head in vLLM is another one")
     text, _ = notebookkit.execute(notebookkit.read("train_drafter"), monkeypatch, [mistake], TMPDIR=str(directory))
     found = re.findall(r"vLLM accepts (\d+) of (\d+) guesses, \S+; from the captures (\d+) of (\d+)", text)

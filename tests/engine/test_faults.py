@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults in the middle of 20 captures: requests are answered, and stores say what they lack.
+"""Faults during 20 captures. All requests are answered, and stores list their missing rows.
 
-Each test may run alone or in any order: a test that kills the engine leaves the next one to start another.
+Tests may run alone or in any order. After a test that kills the engine, the next test starts another one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.engine.harness import CHUNK, SEGMENT, Run, engine
 
 HOOKS = "hidden-states,q,mlp_post,logits"
 BUFFER = 3 << 20
-"""Bytes of the host buffer: some 20 chunks, so that writers which stand still are felt at once."""
+"""Bytes of the host buffer: about 20 chunks, so that stopped writers soon block the engine."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,9 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
 
 
 class Engines:
-    """One engine at a time, all in one directory. After a test that kills it the next test starts another one there."""
+    """One engine at a time. All engines use one directory. After a test that kills the engine, the next test starts
+    another.
+    """
 
     def __init__(self, disk: Disk, model: Path, oracle: Oracle) -> None:
         self._disk, self._model, self._oracle = disk, model, oracle
@@ -48,7 +50,9 @@ class Engines:
         self._live: Live | None = None
 
     def get(self, **options: object) -> Live:
-        """The engine that runs if it has these options, else a new one: it works, whatever the one before left."""
+        """The running engine if it has these options, otherwise a new one. A new engine must work in the directory as
+        it is.
+        """
         if self._live is None or not processes("EngineCore") or not options.items() <= self._options.items():
             self.stop()
             self._live = self._stack.enter_context(self._start(**options))
@@ -66,7 +70,7 @@ class Engines:
             yield Live(llm, Run(self._disk.path), self._oracle)
 
     def stop(self) -> None:
-        """Stop the engine that runs, if any."""
+        """Stop the running engine, if there is one."""
         self._stack.close()
         self._live = None
 
@@ -80,12 +84,12 @@ def engines(disk: Disk, tiny_model: Callable[..., Path], oracle: Callable[..., O
 
 @pytest.fixture
 def live(engines: Engines) -> Live:
-    """An engine with policy "block": nothing is lost but what a fault itself destroys."""
+    """An engine with policy "block", which loses only what a fault destroys."""
     return engines.get(policy="block")
 
 
 def removed(path: Path) -> bool:
-    """Remove a file or directory; False if a writer put something into it meanwhile."""
+    """Remove a file or directory. Returns False if a writer created a file in it meanwhile."""
     try:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     except OSError:
@@ -94,12 +98,12 @@ def removed(path: Path) -> bool:
 
 
 def engine_ended() -> None:
-    """Every process is gone within a minute."""
+    """Wait until all processes have ended, at most a minute."""
     until(lambda: not any(map(processes, ("EngineCore", "Worker", "dmi-"))), "processes are left")
 
 
 def closed_by_the_coordinator(folder: Path, tag: str, oracle: Oracle) -> None:
-    """Stores of requests whose engine was killed hold every row that came, and say why there are no more."""
+    """Check that the stores of requests whose engine was killed hold all rows that arrived, and give the reason."""
     found = finished(folder, tag)
     for info in found:
         assert info.state == "incomplete" and "the engine ended before the request did" in str(info.reason)
@@ -110,7 +114,7 @@ def closed_by_the_coordinator(folder: Path, tag: str, oracle: Oracle) -> None:
 
 
 def at_rest() -> bool:
-    """Whether coordinator and writers have used no CPU time for three seconds: what requests left with them is done."""
+    """Whether the coordinator and the writers used no CPU time for three seconds, so that all work is done."""
 
     def used() -> list[float]:
         times = [process.cpu_times() for kind in ("dmi-coordinator", "dmi-writer") for process in processes(kind)]
@@ -124,7 +128,7 @@ def at_rest() -> bool:
     return True
 
 
-def test_a_killed_writer_costs_what_it_had_not_written(live: Live) -> None:
+def test_a_killed_writer_loses_only_unwritten_chunks(live: Live) -> None:
     asks = many("writer")
     future = live.begin(asks)
     [writer] = processes("dmi-writer")
@@ -180,14 +184,14 @@ def test_a_slow_disk_loses_nothing(live: Live) -> None:
         check_rows(open_capture(live.run.store(name)), live.oracle, live.run.tokens(name))
 
 
-def test_a_full_disk_costs_captures_but_no_answers(live: Live, disk: Disk) -> None:
+def test_a_full_disk_fails_captures_but_no_request(live: Live, disk: Disk) -> None:
     asks = many("full")
     future = live.begin(asks)
     with disk.full(processes("dmi-writer")):
         live.answered(asks, future)
         more = many("none", 40, tokens=8)
         live.ask(more)
-        live.ask(many("last", 1, tokens=8))  # by then the stores before it are dealt with
+        live.ask(many("last", 1, tokens=8))  # all earlier stores have been handled by then
         until(lambda: len(list(disk.path.glob("none-*.partial"))) < 5, "directories without a row pile up")
     live.works("after-full")
     for outcome in repair(disk.path, remove_empty=True):
@@ -201,7 +205,7 @@ def test_a_full_disk_costs_captures_but_no_answers(live: Live, disk: Disk) -> No
     assert "complete" not in [info.state for info in find_captures(disk.path, key="none-39")]
 
 
-def test_writers_without_descriptors_cost_captures_but_no_answers(live: Live, disk: Disk) -> None:
+def test_writers_without_descriptors_fail_captures_but_no_request(live: Live, disk: Disk) -> None:
     writers = processes("dmi-writer")
     limits = [process.rlimit(psutil.RLIMIT_NOFILE) for process in writers]
     for process, (_, hard) in zip(writers, limits, strict=True):
@@ -210,7 +214,7 @@ def test_writers_without_descriptors_cost_captures_but_no_answers(live: Live, di
     live.ask(asks)
 
     def states() -> list[str]:
-        """Of some not even the beginning could be written down."""
+        """Captures without a line in the index count as started."""
         found = {capture.key: capture.state for capture in find_captures(disk.path)}
         return [found.get(key, "started") for key in asks]
 
@@ -223,9 +227,9 @@ def test_writers_without_descriptors_cost_captures_but_no_answers(live: Live, di
     assert verify_all(disk.path) > 0
 
 
-def test_a_removed_directory_leaves_no_store_that_passes_for_whole(live: Live, disk: Disk) -> None:
-    """Removed amid captures."""
-    for path in disk.path.iterdir():  # of earlier tests: so the captures have to race with few removals only
+def test_a_removed_directory_leaves_no_store_that_counts_as_complete(live: Live, disk: Disk) -> None:
+    """The directory is removed during captures."""
+    for path in disk.path.iterdir():  # of earlier tests, so that fewer files must be removed during the captures
         until(lambda path=path: removed(path), "somebody puts back what was removed")
     asks = many("removed")
     future = live.begin(asks)
@@ -238,8 +242,8 @@ def test_a_removed_directory_leaves_no_store_that_passes_for_whole(live: Live, d
     assert verify_all(disk.path) > 0
 
 
-def test_a_read_only_directory_costs_captures_but_no_answers(live: Live, disk: Disk) -> None:
-    """Read-only before captures begin: no file system becomes that while files are open."""
+def test_a_read_only_directory_fails_captures_but_no_request(live: Live, disk: Disk) -> None:
+    """The directory becomes read-only before captures begin, because that is impossible while files are open."""
     if not disk.mounted and os.geteuid() == 0:
         pytest.skip("root writes wherever it cannot mount, and nothing is mounted here")
     asks = many("read-only")
@@ -257,7 +261,7 @@ def test_a_read_only_directory_costs_captures_but_no_answers(live: Live, disk: D
 
 
 def test_captures_of_killed_processes_are_unfinished_until_a_repair(engines: Engines, disk: Disk) -> None:
-    """As by a machine that runs out of memory: directories are left, and say so."""
+    """All processes are killed, as when memory runs out. The partial stores stay, with the state "unfinished"."""
     live = engines.get()
     live.begin(many("all"))
     kill(processes("dmi-coordinator") + processes("dmi-writer") + processes("EngineCore") + processes("Worker"))
@@ -283,7 +287,7 @@ def test_dropped_rows_are_listed_one_by_one(engines: Engines) -> None:
     asks = many("drop")
     future = live.begin(asks)
     with stopped(processes("dmi-writer")):
-        live.answered(asks, future)  # nobody waits for the disk, not for logits either
+        live.answered(asks, future)  # policy drop waits neither for rows nor for logits
     assert "incomplete" in [info.state for info in finished(live.run.store_dir, "drop")]
     told = 0
     for name in asks:
@@ -299,7 +303,7 @@ def test_dropped_rows_are_listed_one_by_one(engines: Engines) -> None:
     live.works("after-drop")
 
 
-def test_a_killed_engine_core_leaves_stores_of_the_rows_that_came(engines: Engines, disk: Disk) -> None:
+def test_a_killed_engine_core_leaves_stores_of_the_rows_that_arrived(engines: Engines, disk: Disk) -> None:
     live = engines.get()
     live.begin(many("core"))
     kill(processes("EngineCore"))
@@ -307,7 +311,7 @@ def test_a_killed_engine_core_leaves_stores_of_the_rows_that_came(engines: Engin
     closed_by_the_coordinator(disk.path, "core", live.oracle)
 
 
-def test_a_killed_worker_leaves_stores_of_the_rows_that_came(engines: Engines, disk: Disk) -> None:
+def test_a_killed_worker_leaves_stores_of_the_rows_that_arrived(engines: Engines, disk: Disk) -> None:
     live = engines.get()
     future = live.begin(many("worker"))
     kill(processes("Worker"))
@@ -319,12 +323,12 @@ def test_a_killed_worker_leaves_stores_of_the_rows_that_came(engines: Engines, d
     assert verify_all(disk.path) > 0
 
 
-@pytest.mark.soak  # two ranks take long to start; the other tests here have one
+@pytest.mark.soak  # two ranks take long to start
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
 def test_a_killed_worker_of_two_ranks_leaves_captures_to_a_repair(
     engines: Engines, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither rank knows how far the other came: the directories wait for a repair."""
+    """Neither rank knows which rows the other one wrote, so the partial stores wait for a repair."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     live = engines.get(tensor_parallel_size=2)
     future = live.begin(many("ranks"))
@@ -350,7 +354,7 @@ def read_only(disk: Disk, on: bool) -> None:
 
 
 def verify_all(folder: Path) -> int:
-    """Every finished store is sound; gives their number."""
+    """Check that all finished stores are valid. Returns their number."""
     stores = list(folder.glob("*.zarr"))
     assert [str(problem) for store in stores for problem in verify_store(store)] == []
     return len(stores)

@@ -210,7 +210,7 @@ def test_a_node_that_is_lost_and_a_run_that_is_killed_lose_no_prompt(
             raylet.kill()
             until(lambda: '"engine_ended"' in log.read_text() or process.poll() is not None, "no loss is reported", 180)
             left = stores(out)
-        until(lambda: process.poll() is not None or stores(out) >= left + 100, "the other node does not go on")
+        until(lambda: process.poll() is not None or stores(out) >= left + 100, "the other node does not continue")
         assert process.poll() is None and stores(out) < len(prompts), why(out, log.read_text())
         ended = {event["event"]: event for event in told(log.read_text())}["engine_ended"]
         assert ended["engine"] == "worker 1" and ended["again"] > 0

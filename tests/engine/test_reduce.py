@@ -91,7 +91,7 @@ def books(fit: Callable[..., Path]) -> Path:
 
 
 def watch_branches(patch: pytest.MonkeyPatch) -> list[str]:
-    """Ops that may write on a branch, or wait for one, as they run. (They find none, as ever on a CPU.)"""
+    """Record the ops that may write on a branch or wait for one. On a CPU there are no branches."""
     from dmi_connector.engine.taps import op as tap_op
 
     ops: list[str] = []
@@ -101,7 +101,7 @@ def watch_branches(patch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(scope="module")
 def probes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of hooks that are reduced themselves, whole and, with two ranks, in slices."""
+    """Probes of hooks that are reduced too, in whole rows and, with two ranks, in slices."""
     folder = tmp_path_factory.mktemp("probes")
     return {
         "risk": save_probe(folder / "risk.safetensors", "resid_pre", (1,), 64, 3, output="sigmoid"),
@@ -115,8 +115,8 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_encoder(tmp_path_factory.mktemp("sae") / "sae", 64, 200)
 
 
-# The ranks first: they are forked, which no process may be that has compiled a model. So tests of one rank alone come
-# after all others.
+# Two ranks come first, because a process that has compiled a model may not fork. Tests of a single rank come after all
+# others.
 @pytest.fixture(scope="module", params=[2, 1], ids=["tp2", "tp1"])
 def run(
     request: pytest.FixtureRequest,
@@ -297,5 +297,5 @@ def test_attention_waits_for_the_taps_that_reduce(run: Run) -> None:
     """t: a tap (header, embedding, three layers, final norm). j: a wait before the attention of layer 1 or 2."""
     *steps, after = "".join({"_tap": "t", "_tap_join": "j", "_tap_end": "e"}[op] for op in run.facts["ops"]).split("e")
     assert len(steps) > 20 and after == ""
-    steps[0] = steps[0].lstrip("j")  # in a profiling run there are no rows, so taps do not get that far
+    steps[0] = steps[0].lstrip("j")  # a profiling run has no rows, so its taps do not get that far
     assert set(steps) == {"tttjtjtt"}

@@ -60,7 +60,7 @@ def test_a_good_configuration_is_accepted(model: Path, tmp_path: Path) -> None:
         ({"hooks": "topk_ids"}, ["hooks", "'topk_ids'", "no experts"]),
         ({"hooks": []}, ["hooks", "[]", "comma-separated string"]),
         ({"codec": "gzip"}, ["codec", "'gzip'", "choose one of none, lz4, zstd"]),
-        ({"chunk_tokens": 0}, ["chunk_tokens", "0", "whole number from 1"]),
+        ({"chunk_tokens": 0}, ["chunk_tokens", "0", "integer from 1"]),
         ({"segment_tokens": 100}, ["segment_tokens", "100", "multiple of chunk_tokens (128)"]),
         ({"polcy": "drop"}, ["'polcy'", "did you mean 'policy'"]),
         ({"shared_storage_path": "/x"}, ["'shared_storage_path'", "did you mean 'store_dir'?", "docs/FROM_VLLM.md"]),
@@ -406,7 +406,7 @@ def test_a_draft_that_vllm_would_build_as_the_model_is_refused(model: Path, tmp_
         ("model_config", "enable_sleep_mode", True, r"sleep .*remove --enable-sleep-mode"),
     ],
 )
-def test_what_was_not_tried_with_pipeline_stages_is_refused(
+def test_untested_features_with_pipeline_stages_are_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, option: str, value: object, reason: str
 ) -> None:
     config = staged(model, tmp_path)

@@ -59,8 +59,8 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "key long": ({"dmi": {"key": "k" * 129}}, ["dmi.key", "kkk", "1 to 128"]),
     "key type": ({"dmi": {"key": ["a"]}}, ["dmi.key", "['a']", "letters, digits"]),
     "tokens empty": ({"dmi": {"tokens": [5, 5]}}, ["dmi.tokens", "[5, 5]", "larger than start"]),
-    "tokens huge": ({"dmi": {"tokens": [0, 2**63]}}, ["dmi.tokens stop", str(2**63), "whole number"]),
-    "tokens negative": ({"dmi": {"tokens": [-1, 5]}}, ["dmi.tokens start", "-1", "whole number"]),
+    "tokens huge": ({"dmi": {"tokens": [0, 2**63]}}, ["dmi.tokens stop", str(2**63), "integer"]),
+    "tokens negative": ({"dmi": {"tokens": [-1, 5]}}, ["dmi.tokens start", "-1", "integer"]),
     "tokens type": ({"dmi": {"tokens": "0:5"}}, ["dmi.tokens", "'0:5'", "[start, stop]"]),
     "spans beyond": (
         {"dmi": {"loss_spans": [[0, 3], [30, 41]]}},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures beside speculative decoding hold the rows of accepted tokens alone, as transformers has them."""
+"""Captures with speculative decoding have only the rows of accepted tokens, and their values equal transformers'."""
 
 from __future__ import annotations
 
@@ -53,24 +53,24 @@ THREE = Ask(
 )
 PROMPT_ONLY = ("prompt",)
 SAMPLED = ("three", "grammar", "seeded", "seeded-again")
-"""Not the best tokens by the model's logits."""
+"""Requests whose tokens are not the argmax of the model's logits."""
 CACHE_BYTES = 128 << 20
-"""Of the KV cache: room for all requests here. What is watched is compared whole."""
+"""Bytes of the KV cache: enough for all requests here. It is small, because watched rows are compared as a whole."""
 WATCHED = 8
-"""Steps in which the rows are compared before and after the draft has run."""
+"""Number of steps in which the rows before and after the draft's forward are compared."""
 KEYED = {"include_output_tokens": True, "dmi": {"key": "keyed"}}
 CASES = ["ngram", "draft_model", "eagle3-compiled"]
 LONG = ["ngram-compiled", "draft_model-compiled", "eagle3", "eagle", "mtp", "mtp-compiled", "dflash", "dflash-compiled"]
 LONG += ["ngram-pool", "eagle3-compiled-pool", "suffix", "suffix-compiled"]
 if V2:
-    # vLLM's V1 runner has ngram_gpu on a GPU alone. Compiled models are those of V1.
+    # vLLM's V1 runner supports ngram_gpu only on a GPU. Compiled models are tested on V1.
     CASES, LONG = ["ngram_gpu", "draft_model", "eagle3", "eagle", "mtp", "dflash"], ["eagle3-pool"]
 if GPU:
     LONG += [f"{case}-compiled" for case in CASES] + ["mtp-compiled-pool"]
 
 
 def watch_samples(llm: LLM, run: Run) -> None:
-    """Record which tokens each step gave each request, as the worker said it."""
+    """Record the tokens that the worker returned for each request in each step."""
     scheduler, steps = llm.llm_engine.engine_core.engine_core.scheduler, run.facts.setdefault("samples", {})
     update = scheduler.update_from_output
 
@@ -84,14 +84,14 @@ def watch_samples(llm: LLM, run: Run) -> None:
 
 
 def watch_draft(llm: LLM, run: Run) -> None:
-    """Note for some steps whether the rows changed while the draft model ran."""
+    """Record for some steps whether the draft's forward changed any row."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     drafter = worker.model_runner.speculator if V2 else worker.model_runner.drafter
     connector: Any = get_kv_transfer_group()
     propose, changed = drafter.propose, run.facts.setdefault("changed", [])
-    rows = connector.exporter.rows.view(torch.int64)  # compared eight bytes at a time
+    rows = connector.exporter.rows.view(torch.int64)  # compared in units of eight bytes
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         if len(changed) >= WATCHED:
@@ -105,7 +105,7 @@ def watch_draft(llm: LLM, run: Run) -> None:
 
 
 def lives(llm: LLM, run: Run) -> None:
-    """What else may happen to a request, beside others."""
+    """Run requests that are aborted, have a grammar or a seed, or belong to a session, next to other requests."""
     from vllm.sampling_params import StructuredOutputsParams
 
     regex = StructuredOutputsParams(regex="(the model|reads a prompt| and )+")
@@ -128,7 +128,7 @@ def lives(llm: LLM, run: Run) -> None:
 
 
 def talk(llm: LLM, run: Run) -> None:
-    """A session of two turns. The second prompt is there when the first turn ends, in its only step."""
+    """Run a session of two turns. The second prompt has arrived before the first turn ends, after one step."""
     core = llm.llm_engine.engine_core.engine_core
     extra = {"kv_transfer_params": {"include_output_tokens": True, "dmi": {"key": "session"}}}
 
@@ -160,7 +160,8 @@ def run(
         watch_samples(llm, run)
         watch_draft(llm, run)
         generate(llm, run, ASKS)
-        # Alone: on a CPU, vLLM 0.32 samples greedy requests at random in a batch that has others and drafts.
+        # In a batch of its own: on a CPU, vLLM 0.32 samples greedy requests at random if the batch has sampled requests
+        # and drafts.
         generate(llm, run, {"three": THREE})
         stop = run.replies["repeated"].outputs[0].token_ids[20]
         again = run.tokens("repeated")
@@ -180,7 +181,7 @@ def run(
     return run
 
 
-def test_every_store_is_whole_and_right(run: Run, oracle: Callable[..., Oracle]) -> None:
+def test_every_store_is_complete_and_correct(run: Run, oracle: Callable[..., Oracle]) -> None:
     assert run.drafts, "nothing was drafted: this test shows nothing"
     pair: Pair = run.facts["pair"]
     arch = pair.arch
@@ -198,14 +199,14 @@ def test_every_store_is_whole_and_right(run: Run, oracle: Callable[..., Oracle])
             check_store(store, oracle(arch), tokens, prompt_len, hooks_of(arch), **options)
 
 
-def test_draft_index_says_which_tokens_were_drafted(run: Run) -> None:
+def test_draft_index_tells_which_tokens_were_drafted(run: Run) -> None:
     most = 0
     for name, reply in run.replies.items():
         if name in ("three", "aborted", *PROMPT_ONLY):
             continue
         capture = open_capture(run.store(name))
         steps = run.facts["samples"][reply.kv_transfer_params["dmi_request_id"]]
-        # All but the last token of a step were drafts.
+        # all tokens of a step except the last were drafts
         numbers = [number for tokens in steps for number in (*range(1, len(tokens)), 0)]
         start, prompt_len = int(capture.attrs["start"]), capture.prompt_len
         end = start + int(capture.attrs["num_tokens"])
@@ -221,13 +222,13 @@ def test_draft_index_says_which_tokens_were_drafted(run: Run) -> None:
 
 
 def test_the_forward_of_a_draft_writes_no_row(run: Run) -> None:
-    """Whatever weights it has, such as those that a trainer loads while it serves."""
+    """This holds for any weights, such as those that a trainer loads while the engine serves."""
     assert run.facts["changed"] == [False] * WATCHED
 
 
 @pytest.mark.parametrize("run", CASES[:1], indirect=True)
 def test_the_process_has_no_more_threads_after_an_engine(run: Run) -> None:
-    """They would spin while they wait for each other, in all tests that follow: see `NUMBA_NUM_THREADS` in conftest."""
+    """Idle threads would spin during all later tests: see `NUMBA_NUM_THREADS` in conftest.py."""
     before, after = run.facts["threads"]
     assert before == after
 

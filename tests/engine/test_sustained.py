@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of an engine that is always busy: its counts, and a short run on a CPU."""
+"""The benchmark of sustained load: its counts, and a short run on a CPU."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_the_response_names_the_url(run: Run) -> None:
         assert params["dmi_url"] == f"{URL}/{Path(params['dmi_store']).name}"
 
 
-def test_stores_in_the_bucket_hold_what_local_ones_hold(run: Run) -> None:
+def test_stores_in_the_bucket_equal_local_stores(run: Run) -> None:
     assert len(open_captures(URL)) == 2
     for name in ("a", "after"):
         params = run.replies[name].kv_transfer_params

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between the owners of the rows over HTTP, and requests that reach every engine of a server."""
+"""Differences between the owners of rows over HTTP, and requests that reach every engine of a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def twin(oracle: Callable[..., Oracle]) -> Oracle:
 
 
 def test_a_stop_string_at_the_first_token_keeps_the_rows_of_the_prompt(server: Server, twin: Oracle) -> None:
-    """The server stops such a request from outside, so its response does not name the store."""
+    """The API server aborts such a request, so its response does not name the store."""
     first = server.client.completions.create(model=MODEL, prompt=TEXT, max_tokens=1, temperature=0).choices[0].text
     assert first, "no text to stop at"
     reply = server.client.completions.create(
@@ -38,13 +38,13 @@ def test_a_stop_string_at_the_first_token_keeps_the_rows_of_the_prompt(server: S
     [found] = finished(server, "stop", 1)
     capture = open_capture(found.store)
     held = capture.token_ids.tolist()
-    # The engine may have gone a few tokens on before the stop reached it; it holds what it computed.
+    # The engine may have computed a few more tokens before the abort reached it. The store has their rows.
     assert held[: len(prompt)] == prompt and len(prompt) <= len(held) < len(prompt) + 400, len(held)
     assert [*held, *generated][: len(prompt) + 1] == [*prompt, *generated]
     check_store(found.store, twin, [*held, *twin.greedy(held, 1)], len(prompt), HOOKS)
 
 
-def test_what_vllm_refuses_with_a_draft_works_with_the_target(server: Server, twin: Oracle) -> None:
+def test_requests_that_vllm_refuses_with_a_draft_work_with_the_target(server: Server, twin: Oracle) -> None:
     asks = {
         "logit-bias": ({"logit_bias": {"77": 100.0}, "temperature": 0}, {}),
         "min-p": ({"temperature": 1.0}, {"min_p": 1.0}),
@@ -60,7 +60,7 @@ def test_what_vllm_refuses_with_a_draft_works_with_the_target(server: Server, tw
             extra_body=body(key, **more),
         )
         if server.owner == "draft":
-            if key != "force":  # no processor is there, since vLLM refuses to start with one
+            if key != "force":  # vLLM refuses to start with a processor, so there is none
                 with pytest.raises(BadRequestError, match="speculative decoding"):
                     call()
             continue
@@ -73,7 +73,7 @@ def test_what_vllm_refuses_with_a_draft_works_with_the_target(server: Server, tw
 
 
 def test_parallel_requests_have_a_store_each(server: Server, twin: Oracle) -> None:
-    """With rows of the target, two data-parallel engines share the directory."""
+    """With owner target, two data-parallel engines share the directory."""
 
     def ask(index: int) -> Any:
         prompt = tokens(20 + index, index)

@@ -153,7 +153,7 @@ def leave(server: Server, key: str) -> tuple[list[int], list[int]]:
     return prompt, seen
 
 
-def test_a_client_that_goes_away_leaves_a_store_that_says_what_it_holds(server: Server, twin: Oracle) -> None:
+def test_a_client_that_disconnects_leaves_a_store_that_lists_its_rows(server: Server, twin: Oracle) -> None:
     for attempt in range(10):
         prompt, seen = leave(server, f"gone-{attempt}")
         [found] = finished(server, f"gone-{attempt}", 1)
@@ -176,7 +176,7 @@ def test_a_client_that_goes_away_leaves_a_store_that_says_what_it_holds(server: 
         same(capture.numpy(hook), expected, f"{found.store.name}: {hook}")
 
 
-def test_a_bad_option_is_answered_and_the_server_goes_on(server: Server, twin: Oracle) -> None:
+def test_a_bad_option_is_answered_and_the_server_continues(server: Server, twin: Oracle) -> None:
     before = set(server.store_dir.glob("*.zarr*"))
     reply = server.client.completions.create(
         model=MODEL,

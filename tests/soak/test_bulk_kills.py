@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi run` is killed with SIGKILL, alone or with all its processes, and started again: no prompt is lost or doubled.
+"""`dmi run` is killed with SIGKILL, alone or with all its processes, and started again. No prompt is lost or captured
+twice.
 
-`make soak` kills it 20 times; the rest of the suite a few times, once only one of two engines.
+`make soak` kills a run 20 times. `make test` kills one of two engines, and a run once.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from tests.engine.faults import gone, group_of, until
 from tests.programs import Program
 
 MANY = 20_000
-"""Prompts: far more than are captured before a test kills the run."""
+"""Number of prompts, far more than are captured before a test kills the run."""
 
 IN_FLIGHT = 64
-"""Prompts that an engine has at a time: twice --max-num-seqs."""
+"""Number of prompts that an engine has at a time: twice --max-num-seqs."""
 
 
 def begun(out: Path) -> int:
-    """Stores that were begun, finished or not."""
+    """The number of stores, finished or not."""
     return len(list(out.glob("*.zarr"))) + len(list(out.glob("*.partial")))
 
 
 def wait_for_stores(process: Program, out: Path, count: int, finished: bool = False) -> bool:
-    """Wait until there are so many stores, finished or at least begun. Returns whether the run still lives."""
+    """Wait for `count` stores. Returns whether the run is still alive. finished: count only finished stores."""
 
     def stores() -> int:
         return len(list(out.glob("*.zarr"))) if finished else begun(out)
@@ -46,24 +47,24 @@ def wait_for_stores(process: Program, out: Path, count: int, finished: bool = Fa
 
 
 def behind_the_last(out: Path) -> int:
-    """The row behind the last one whose store was begun."""
+    """The row after the last one that has a store, finished or not."""
     return max([-1, *(int(path.name.split("-")[1]) for path in out.glob("*.zarr*"))]) + 1
 
 
 def rows(out: Path) -> set[int]:
-    """Rows that the manifest names."""
+    """The rows in the manifest."""
     return {entry["row"] for entry in read_manifest(out / "manifest.jsonl")}
 
 
 def kill_run(process: Program, everything: bool) -> None:
-    """Kill a run, or all processes that belong to it. What is left of it ends by itself."""
+    """Kill a run. everything: kill all its processes too. Other processes of the run exit by themselves."""
     family = group_of(psutil.Process(process.pid))
     for victim in family if everything else family[:1]:
         with contextlib.suppress(psutil.NoSuchProcess):
             victim.kill()
     process.wait()
     engines = [p for p in family if "dmi-" not in _name(p)]
-    gone(engines, 120)  # writers may finish what they can: the next start waits for them
+    gone(engines, 120)  # writers may finish their stores; the next start waits for them
 
 
 def _name(process: psutil.Process) -> str:
@@ -73,7 +74,7 @@ def _name(process: psutil.Process) -> str:
 
 
 def finish(model: Path, path: Path, out: Path, ids: dict[int, list[int]]) -> None:
-    """Let a run end, some rows behind the last one that may have been begun, and check all stores."""
+    """Finish a run with a limit some rows after the last store, and check all stores."""
     limit = behind_the_last(out) + 4 * IN_FLIGHT
     last = run(model, path, out, "--limit", str(limit), timeout=1800)
     assert last.returncode == 0, why(out, last.stdout, last.stderr)
@@ -82,21 +83,21 @@ def finish(model: Path, path: Path, out: Path, ids: dict[int, list[int]]) -> Non
 
 
 def ended_in_order(out: Path, ids: dict[int, list[int]]) -> None:
-    """After SIGINT prompts in flight were finished, and the next start has the rest to do."""
+    """Check a run after SIGINT: prompts in flight were finished, and the others are left to the next start."""
     assert 0 < len(rows(out)) < MANY
     check_whole(out, {row: ids[row] for row in rows(out)})
     assert json.loads((out / "run.json").read_text())["settings"]["max_tokens"] == 6
 
 
 def kill_often(model: Path, folder: Path, kills: int, rng: random.Random) -> list[str]:
-    """Start a run and kill it `kills` times, then let it end. Returns what was done."""
+    """Start a run and kill it, `kills` times. Then finish the run. Returns a description of each kill."""
     path, out, log = folder / "p.jsonl", folder / "out", folder / "log"
     ids, done = write_ids(path, MANY), []
     for number in range(kills):
         process = start(model, path, out, log)
         stored = sum(1 for _ in read_manifest(out / "manifest.jsonl"))
         if rng.random() < 0.15:
-            time.sleep(rng.uniform(0, 15))  # somewhere in its start
+            time.sleep(rng.uniform(0, 15))  # during the start
             lives, when = process.poll() is None, "while it started"
         else:
             more, finished = rng.randint(1, 150), rng.random() < 0.6
@@ -114,7 +115,7 @@ def kill_often(model: Path, folder: Path, kills: int, rng: random.Random) -> lis
 def test_killed_engines_and_runs_lose_no_prompt(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     model, path, out, log = tiny_model("qwen3"), tmp_path / "p.jsonl", tmp_path / "out", tmp_path / "log"
     ids = write_ids(path, MANY)
-    # One of two engines dies: the other goes on, and the run says what is left.
+    # One of two engines is killed. The other one continues, and the run reports the number of unfinished prompts.
     process = start(model, path, out, log, "--data-parallel", "2", "--json", "--max-num-seqs", "4")
     assert wait_for_stores(process, out, 12), why(out, log.read_text())
     children = [p for p in psutil.Process(process.pid).children() if "engine_process" in " ".join(p.cmdline())]
@@ -123,10 +124,10 @@ def test_killed_engines_and_runs_lose_no_prompt(tiny_model: Callable[..., Path],
     first.kill()
     until(lambda: "engine_ended" in log.read_text(), "the run does not tell of the engine's death")
     many = begun(out)
-    assert wait_for_stores(process, out, many + 10), "the other engine goes on"
+    assert wait_for_stores(process, out, many + 10), "the other engine must continue"
     (ended,) = [event for event in told(log.read_text()) if event["event"] == "engine_ended"]
     assert ended["engine"] == "engine 0" and "signal 9" in ended["why"] and ended["left"] > 0
-    # Then all processes are killed. The next start does what was lost, and a signal ends it.
+    # Then all processes are killed. The next start captures the lost prompts, and a signal ends it.
     kill_run(process, True)
     lost = set(range(behind_the_last(out)))
     process = start(model, path, out, log)
@@ -140,7 +141,7 @@ def test_killed_engines_and_runs_lose_no_prompt(tiny_model: Callable[..., Path],
 @pytest.mark.soak
 @pytest.mark.timeout(5400)
 def test_a_run_that_is_killed_20_times_loses_no_prompt(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """SOAK_SEED chooses other moments."""
+    """SOAK_SEED chooses the times of the kills."""
     seed = int(os.environ.get("SOAK_SEED", random.randrange(10**6)))
     print(f"SOAK_SEED={seed}", flush=True)
     assert len(kill_often(tiny_model("qwen3"), tmp_path, 20, random.Random(seed))) == 20

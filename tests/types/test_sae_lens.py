@@ -135,7 +135,7 @@ def test_saelens_refuses_another_hook(stores: Path, tmp_path: Path) -> None:
         reader(tmp_path, HOOK)
 
 
-def test_a_killed_run_goes_on(stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_continues(stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--to", "saelens", "--hook", HOOK, "--context-size", str(CONTEXT), "-o", str(tmp_path)]
     code = f"""
 import os
@@ -161,7 +161,7 @@ main({["export", str(stores), *flags]!r})
     assert torch.equal(found, torch.from_numpy(rows[: len(found)])) and len(found) == len(rows) // CONTEXT * CONTEXT
 
 
-def test_a_terminal_sees_how_many_contexts_are_done(
+def test_a_terminal_shows_the_number_of_finished_contexts(
     stores: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed.PackedRows, "step", 5)

@@ -144,7 +144,7 @@ def test_training_leaves_out_samples_that_are_not_finite(
         samples("--dmi-finite", "fail")
 
 
-def test_answers_of_a_server_lead_to_their_stores(stores: Path) -> None:
+def test_responses_of_a_server_name_their_stores(stores: Path) -> None:
     transfer = StoreTransfer(str(stores), [1])
     found = transfer.get_generated({"dmi_store": str(stores / "1.zarr")})
     check_hidden_states(found, open_capture(stores / "1.zarr").token_ids.tolist())

@@ -106,7 +106,7 @@ def test_a_capture_of_an_engine_has_the_same_tensors(
     assert "attn.hook_pattern" not in check(capture.activation_cache(model), own)
 
 
-def test_what_a_dense_model_lacks_is_known_to_the_name(made: Callable[[str], Made]) -> None:
+def test_tensors_that_a_dense_model_lacks_are_absent_from_its_cache(made: Callable[[str], Made]) -> None:
     capture, model, own = made("llama")
     absent = check(capture.activation_cache(model), own)
     inner = {"attn.hook_cos", "attn.hook_sin", "rotary_emb.hook_in", "rotary_emb.hook_cos", "rotary_emb.hook_sin"}
@@ -193,7 +193,7 @@ def test_the_page_shows_code_that_runs(made: Callable[[str], Made]) -> None:
     assert names["attribution"].shape[1:] == (1, len(TOKENS), 64)
 
 
-def test_the_page_lists_what_is_there_and_what_is_not() -> None:
+def test_the_page_lists_available_and_absent_tensors() -> None:
     page = (snippets.DOCS / "TYPES.md").read_text()
     section = page[page.index("## TransformerLens") :].split("\n## ")[0]
     tables = (lens_names.TL_NAMES, *lens_names.QK_NAMES.values(), lens_names.POST_NORM_NAMES, lens_names.ABSENT)
