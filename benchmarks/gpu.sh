@@ -3,7 +3,7 @@
 # gpu.sh MODEL OUT PHASE...: what docs/PERFORMANCE.md measures, for Qwen3-4B's shapes on one GPU of 139 GiB beside 126 GiB of memory.
 #
 # REPEAT: rounds of each case (5). WINDOW: seconds of each measurement under continuous load (20). SECONDS_EACH: after
-# which a phase of engines is ended (600). SETUPS: other setups of a phase that is always busy. BEFORE: another checkout,
+# which a phase of engines is ended (600). SETUPS: other setups of a phase of sustained load. BEFORE: another checkout,
 # for the last three phases. DMI_COMMIT, DMI_BEFORE: the commits, where the code is no git repository. DMI_TURNS: a file,
 # so that several gpu.sh start their engines together and measure one at a time. Exit status 1: one failed.
 # Phases, each a result file OUT/PHASE.json and a log beside it, in the order given:
@@ -15,12 +15,12 @@
 #   curves   hooks and layers, seven engines at once (5 minutes)
 #   slow     policies block and drop with a slow sink (4 minutes)
 #   ehs      vLLM's own extraction (4 minutes)
-#   sustained   always busy: hidden-states of both owners, a narrow selection (7 minutes)
-#   sustained-full, sustained-int8, sustained-long   always busy: the full surface; int8; prompts of 4,000 tokens, cached
+#   sustained   sustained load: hidden-states of both owners, a narrow selection (7 minutes)
+#   sustained-full, sustained-int8, sustained-long   sustained load: the full surface; int8; prompts of 4,000 tokens, cached
 #               prompts and 256 in flight, also with writers that always compress
-#   sustained-pieces   always busy: vLLM's default graphs
+#   sustained-pieces   sustained load: vLLM's default graphs
 # For the next phases the package must be installed: workers find it by its entry point. GPUS: how many there are (2).
-#   sustained-ranks   always busy, tensor parallel on GPUs of 139 GiB (9 minutes)
+#   sustained-ranks   sustained load, tensor parallel on GPUs of 139 GiB (9 minutes)
 #   sustained-32b, sustained-70b   the same with the shapes of a 32B or 70B model (benchmarks.shapes; 5 minutes)
 #   bursts-ranks      bursts, tensor parallel (5 minutes)
 #   check-ranks       tokens and values, tensor parallel (5 minutes)

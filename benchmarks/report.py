@@ -134,7 +134,7 @@ def plot(files: dict[str, Results], path: Path) -> None:
     pyplot.close(figure)
 
 
-# ---- an engine that is always busy -----------------------------------------------------------------------------------
+# ---- sustained load --------------------------------------------------------------------------------------------------
 
 
 def busy_table(results: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture in an engine that is always busy: a fixed number of requests in flight, and a consumer that removes stores.
+"""Capture under sustained load: a fixed number of requests in flight, and a consumer that removes stores.
 
     python -m benchmarks.sustained --model DIR --out results.json --loads short64,short256
     python -m benchmarks.report results.json

@@ -241,7 +241,7 @@ class Source:
         return next((found for arg in args if (found := self.texts(arg))), [])
 
     def texts(self, node: ast.expr, given: dict[str, ast.expr] | None = None) -> list[str]:
-        """The templates of an expression; [] if it is not a text. given: {parameter name: expression}."""
+        """The templates of an expression; [] if it is not a string. given: {parameter name: expression}."""
         if isinstance(node, ast.Constant):
             return [node.value] if isinstance(node.value, str) else []
         if isinstance(node, ast.JoinedStr):

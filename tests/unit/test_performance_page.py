@@ -177,7 +177,7 @@ def test_speeds_with_which_writers_that_fell_behind_could_keep_up() -> None:
     same(said, *ratios([answers]))
 
 
-def test_number_of_speeds_that_do_not_last() -> None:
+def test_number_of_speeds_that_are_not_sustained() -> None:
     loads = [load for runs in (BUSY, RANKS) for load in engine_loads(runs)]
     what = "tok_per_s_of_stock_median"
     behind = [one[what] - one[f"sustained_{what}"] for one in loads if f"sustained_{what}" in one]
@@ -319,7 +319,7 @@ def test_stock_beside_bursts_and_limits() -> None:
     disk = {
         c: report.measured(BURSTS[OVERHEAD], f"full disk {c}")["prefill32"]["GB_per_s"] for c in ("none", "lz4", "zstd")
     }
-    link, files, encoding = table("PERFORMANCE.md", "| limit | measured | part that capture reached |")
+    link, files, encoding = table("PERFORMANCE.md", "| limit | measured | fraction that capture reached |")
     same(link[1], found["link_d2h_GBps"])
     reached = [host[case]["GB_per_s"] / found["link_d2h_GBps"] for case in ("prefill32x4", "prefill32", "decode128")]
     same(" ".join(re.findall(r"0\.\d\d", link[2])), *reached)

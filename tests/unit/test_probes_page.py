@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SECTION = (ROOT / "docs/PROBES.md").read_text().split("## What they cost")[1].split("\n## ")[0]
+SECTION = (ROOT / "docs/PROBES.md").read_text().split("## Cost")[1].split("\n## ")[0]
 RUNS = json.loads((ROOT / "benchmarks/results/gpu-busy.json").read_text())["runs"]
 SETUPS = ("probe latents", "probe one", "probe layers", "probe keep")
 
@@ -31,6 +31,6 @@ def test_the_table_has_the_rounds_of_the_run() -> None:
     assert f"{', '.join(first)} and {last} tokens/s" in " ".join(SECTION.split())
 
 
-def test_what_was_before_is_that_of_the_run_before() -> None:
+def test_earlier_speeds_are_those_of_the_earlier_run() -> None:
     before = shares(*(rounds("h200-probes-5", setup, "short64") for setup in ("probe one", "stock")))
     assert f"was {before} of stock (`h200-probes-5`)" in " ".join(SECTION.split())

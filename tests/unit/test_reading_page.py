@@ -66,7 +66,7 @@ def test_a_store_is_read(stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_capture_is_followed(
     stores: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = run("While it is written", stores, monkeypatch)
+    names = run("Following a running capture", stores, monkeypatch)
     assert names["first"] + len(names["rows"]) == LENGTH and names["rows"].shape[1] == WIDTH
     assert capsys.readouterr().out.splitlines()[-2:] == ["True None", str(LENGTH // 2)]
 

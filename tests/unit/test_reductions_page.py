@@ -56,7 +56,7 @@ def test_each_row_is_the_worst_layer(number: int, weights: str) -> None:
             assert text == want, (hook, reduction, measure)
 
 
-def test_what_is_below_the_bar_is_named() -> None:
+def test_measures_below_the_bar_are_named() -> None:
     below = {
         (weights, measure, hook)
         for weights in ("trained", "random")
@@ -125,7 +125,7 @@ def found(hook: str, reduction: str, measure: str) -> list[float]:
         ("attention", "attention"),
     ],
 )
-def test_what_analyses_find_is_as_measured(title: str, measure: str) -> None:
+def test_results_of_analyses_are_as_measured(title: str, measure: str) -> None:
     head, _, *lines = PAGE.split(f"| {title} | int8 ")[1].split("\n\n")[0].splitlines()
     reductions = ["int8", *(cell.strip() for cell in head.split("|")[1:-1])]
     rows = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in row.split("|")[1:-1]] for row in lines)}
@@ -166,7 +166,7 @@ def test_figures_of_autoencoders_and_attention_are_as_measured() -> None:
     assert {one["rows"] for one in AFTER["autoencoders"]} == {24_384}
     assert {(one["latents"], one["k"], one["layer"]) for one in AFTER["autoencoders"]} == {(512, 16, 1)}
     least, most = min(explained, key=explained.__getitem__), max(explained, key=explained.__getitem__)
-    assert f"explains {explained[least]} (`{least}`) to {explained[most]} (`{most}`) of the variance" in text
+    assert f"explain {explained[least]} (`{least}`) to {explained[most]} (`{most}`) of the variance" in text
     beyond = max(found("resid_pre", "pca(file)", "lens_kl"))
     assert f"its KL divergence is {_up(beyond)}" in text
     least_attention = min(
@@ -175,7 +175,7 @@ def test_figures_of_autoencoders_and_attention_are_as_measured() -> None:
     assert f"With random weights `int8` has {down(least_attention, 4)}" in text
 
 
-def test_what_autoencoders_and_attention_lose_is_named() -> None:
+def test_losses_of_autoencoders_and_attention_are_named() -> None:
     """Values below 0.95 are those that the sentences below the tables name."""
     encoded, attended = ("resid_pre", "z", "mlp_post", "mlp_out"), ("q_rot", "k_rot")
     assert {one["hook"] for one in DOWNSTREAM if "latents" in one["measures"]} == {*encoded}
@@ -211,7 +211,7 @@ PARTS = {
 }
 
 
-def test_what_compact_keeps_is_as_measured() -> None:
+def test_accuracy_of_compact_is_as_measured() -> None:
     chosen = MODES["compact"].bind("z", [0], 4096, 1), rules_of("compact")["pattern*"]
     assert (parse("rp(256)"), "attn(4,half)") == chosen and rules_of("summary")["pattern*"] == "attn(8)"
 
@@ -252,7 +252,7 @@ def test_the_kept_attention_is_that_of_the_largest_weights(spec: str, mass: floa
     )
 
 
-def test_what_analyses_find_in_a_random_model_is_as_measured() -> None:
+def test_results_of_analyses_of_a_random_model_are_as_measured() -> None:
     random = RUNS["downstream-random"]["random"]
 
     def least(hook: str, reduction: str, measure: str) -> float | None:
@@ -287,7 +287,7 @@ HEADS = [("rp(16,group=64)", measure) for measure in ("pairs", "probes", "concep
 HEADS += [("pca(file) of heads", one) for one in ("variance", "importance", "concepts", "attention", "latents")]
 
 
-def test_what_reductions_of_heads_keep_is_as_measured() -> None:
+def test_accuracy_of_reductions_of_heads_is_as_measured() -> None:
     rows = {hook: cells for hook, *cells in table("REDUCTIONS.md", "| heads of |")}
     assert set(rows) == {"q", "k", "v", "z", "q_rot", "k_rot"}
     for hook, cells in rows.items():
@@ -313,7 +313,7 @@ def test_figures_of_codebooks_and_projected_scales_are_as_measured() -> None:
 
 
 def test_the_table_of_modes_says_what_they_choose() -> None:
-    table = PAGE.split("## By name")[1].split("##")[0]
+    table = PAGE.split("## Modes")[1].split("##")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", table, re.MULTILINE)
     assert [name for name, *_ in rows] == [*MODES]
     for name, wide, neurons, heads, attention in rows:
@@ -349,7 +349,7 @@ def test_the_table_of_the_budget_is_what_its_command_prints(capsys: pytest.Captu
 
 
 def test_every_form_is_described_and_every_kind_has_its_bytes() -> None:
-    table = PAGE.split("## All of them")[1].split("##")[0]
+    table = PAGE.split("## Reference")[1].split("##")[0]
     assert [form for form in forms() if f"`{form}`" not in table] == []
     stored = (ROOT / "docs/FORMAT.md").read_text().split("## 11. Reduced hooks")[1]
     assert [kind for kind in KINDS if f"| `{kind}` |" not in stored] == []

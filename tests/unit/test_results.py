@@ -68,7 +68,7 @@ def test_values_are_as_near_as_the_page_says() -> None:
         str(Decimal(repr(value)).quantize(Decimal("0.0001"), ROUND_DOWN))
         for value in (min(plain), reduced, drafts, fp8)
     ]
-    shown = table("CORRECTNESS.md", "| rows | least cosine |")
+    shown = table("CORRECTNESS.md", "| rows | lowest cosine |")
     assert shown == [
         list(row) for row in zip(("full", "reduced", "with EAGLE-3", "with an FP8 cache"), least, strict=True)
     ]
@@ -116,7 +116,7 @@ def test_models_on_a_gpu() -> None:
 
 
 def test_images_on_a_gpu() -> None:
-    said = {row[0].split("`")[1]: row[1] for row in table("MODELS.md", "| CUDA graph mode | least cosine")}
+    said = {row[0].split("`")[1]: row[1] for row in table("MODELS.md", "| CUDA graph mode | lowest cosine")}
     engines = results("compat.json")["images_of_0.33"]["engines"]
     assert said.keys() == engines.keys()
     for mode, requests in engines.items():
@@ -125,7 +125,7 @@ def test_images_on_a_gpu() -> None:
 
 def test_attention_with_an_indexer_on_a_gpu() -> None:
     checks = results("compat.json")["indexer_of_0.33"]["checks"]
-    rows = table("MODELS.md", "| engine | `z`, least cosine |")
+    rows = table("MODELS.md", "| engine | `z`, lowest cosine |")
     assert [row[0] for row in rows] == list(checks)
     for (_, of_z, wrong, shared, near, tokens), one in zip(rows, checks.values(), strict=True):
         same(of_z, one["least_cosine_of_z"])
