@@ -302,7 +302,7 @@ def test_figures_of_codebooks_and_projected_scales_are_as_measured() -> None:
     assert f"median cosines of {min(median.values())} (`{min(median, key=lambda h: median[h])}`) to" in text
     assert f"to {max(median.values())}" in text
     least = {hook: down(min(found(hook, "pq(file)", "cosine_least")), 4) for hook in hooks}
-    assert f"the least of a row is {min(least.values())} (`{min(least, key=lambda h: least[h])}`)" in text
+    assert f"the lowest of a row is {min(least.values())} (`{min(least, key=lambda h: least[h])}`)" in text
     gaps = [
         abs(min(found(hook, "rp(512,channel=file)", what)) - min(found(hook, "rp(512)", what)))
         for hook in hooks

@@ -41,7 +41,7 @@ def check(attn: nn.Module, layer: int) -> None:
         "ALiBi": impl.alibi_slopes is not None,
         "a logits soft cap": bool(impl.logits_soft_cap),
         "attention sinks": impl.sinks is not None,
-        "a quantized KV cache": impl.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
+        "a quantised KV cache": impl.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32"),
         "keys and values of different widths": attn.head_size_v != attn.head_size,
         "tokens that attend to later tokens": impl.attn_type != "decoder",
         "image tokens that attend to later tokens": getattr(attn, "use_mm_prefix", False)

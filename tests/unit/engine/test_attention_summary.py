@@ -79,7 +79,7 @@ def attention_layer(
         ({"alibi_slopes": [0.5]}, "ALiBi"),
         ({"logits_soft_cap": 30.0}, "a logits soft cap"),
         ({"sinks": [0.0]}, "attention sinks"),
-        ({"kv_cache_dtype": "fp8"}, "a quantized KV cache"),
+        ({"kv_cache_dtype": "fp8"}, "a quantised KV cache"),
         ({"values": 128}, "keys and values of different widths"),
         ({"attn_type": "encoder_only"}, "tokens that attend to later tokens"),
         ({"images": True}, "image tokens that attend to later tokens"),
