@@ -60,8 +60,8 @@ class Budget:
     def is_full(self) -> bool:
         """Measure the stores. Returns whether there is no room for even one prompt. Raises OSError.
 
-        Call it while no prompt is in flight. It measures, because a store that was being written at the last
-        measurement has been counted twice: there, and by `stored`.
+        Call this method while no prompt is in flight. A new measurement is needed because `stored` also counted stores
+        that were being written at the last one.
         """
         if self.max_bytes:
             self._measure()

@@ -176,7 +176,7 @@ class FollowedCapture(Generic[Reader]):
         return self.finished
 
     def _rest(self, cap: Reader, plan: Mapping[str, _Named], at: int) -> Iterator[tuple[int, Rows]]:
-        """Yield the rows of the finished store from `at` on, except missing ones."""
+        """Yield the rows of the finished store starting at `at`, except missing ones."""
         if any(of.sampled for of in plan.values()):
             runs = _held(cap.logits_positions)
         else:

@@ -206,8 +206,8 @@ please explain quantum physics, music theory, history, cooking, gardening and ch
 def make_tokenizer(more: Sequence[str] = (), named: Mapping[str, str] | None = None) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of exactly VOCAB tokens, and a chat template.
 
-    more: additional tokens, with ids from VOCAB on. named: attribute of the tokenizer -> the token in `more` that it
-    names.
+    more: additional tokens, with ids starting at VOCAB. named: attribute of the tokenizer -> the token in `more`
+    that it names.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -96,7 +96,7 @@ class HostScores:
         self._copy(rows, row_slots, slots, self._lines)
 
     def keep(self, slots: np.ndarray, line: int) -> None:
-        """Copy the lines of `slots`, int64 [count], to lines from `line` on. The next forward may overwrite them."""
+        """Copy the lines of `slots`, int64 [count], to lines starting at `line`. A forward may then reuse the slots."""
         where = torch.from_numpy(slots).to(self._device)
         there = torch.arange(line, line + len(slots), device=self._device)
         copy = self._copy_line.in_triton if self._registered else self._copy_line.in_torch

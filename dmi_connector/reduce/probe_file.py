@@ -2,8 +2,8 @@
 """Reads and writes files of probes: linear heads and small MLPs on a hook (docs/PROBES.md).
 
 A file is in the safetensors format, with JSON in its metadata. Its SHA-256 identifies it. For each layer and each
-matrix N of the probe, from 0 on, it has `LAYER.N.weight` [out, in] and `LAYER.N.bias` [out], as in torch's `nn.Linear`.
-A hook that exists once has layer 0.
+matrix N of the probe, counted from 0, it has `LAYER.N.weight` [out, in] and `LAYER.N.bias` [out], as in torch's
+`nn.Linear`. A hook that exists once has layer 0.
 """
 
 from __future__ import annotations

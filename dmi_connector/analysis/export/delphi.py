@@ -138,7 +138,7 @@ class _Parts:
         return self.contexts - len(self._left)
 
     def add(self, locations: np.ndarray, activations: np.ndarray, begin: int, wanted: np.ndarray) -> None:
-        """Add the entries of contexts from `begin` on, and update the count.
+        """Add the entries of contexts starting at `begin`, and update the count.
 
         locations: int64 [n, 3], with numbers of latents in the whole autoencoder. activations: float16 [n]. wanted:
         which contexts are not left out, bool [contexts].

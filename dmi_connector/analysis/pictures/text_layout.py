@@ -19,8 +19,8 @@ _ID_PAD, _ID_GAP = 0.5, 0.5
 class Piece:
     """A part of one token on one line.
 
-    token: index of the token. line: number of the line, from 0 on. start, stop: the columns [start, stop) of the part.
-    words: (first column, text) of each run of characters without a space.
+    token: index of the token. line: number of the line, counted from 0. start, stop: the columns [start, stop) of the
+    part. words: (first column, text) of each run of characters without a space.
     """
 
     token: int

@@ -55,7 +55,7 @@ class WorkerLoops:
         return first
 
     def _number(self, seed: int, worker: int) -> int:
-        """The number of the loop that this worker begins, from 0 on. seed: the base seed, masked by _SEED."""
+        """The number of the loop that this worker begins, counted from 0. seed: the base seed, masked by _SEED."""
         if self._own is not None and self._own[0] == seed:
             number = self._own[1] + 1  # persistent workers keep their seed
         else:

@@ -58,7 +58,7 @@ def _launch(width: int, outputs: int, output: str, dtype: torch.dtype, device: t
 
 @triton.jit
 def _products(x, weight, outputs, start, width: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Weights times values for BLOCK columns from `start` on: float32 [outputs, BLOCK]. x: values of a token."""
+    """Weights times values for BLOCK columns starting at `start`: float32 [outputs, BLOCK]. x: values of a token."""
     columns = start + tl.arange(0, BLOCK)
     inside = columns < width
     value = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)

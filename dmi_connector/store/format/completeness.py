@@ -95,7 +95,7 @@ class Loss:
         return f"rank {self.rank}: {sentence}" if self.rank else sentence
 
     def before(self, length: int) -> Loss:
-        """The loss without rows from `length` on."""
+        """The loss without rows at or after `length`."""
         return replace(self, rows=tuple((start, min(stop, length)) for start, stop in self.rows if start < length))
 
     def to_json(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import time
 from typing import NamedTuple
 
 EASY, FULL = 0.5, 0.75
-"""Shares of the ring in use. Up to EASY, writers work the minimum share of their time; from FULL on, all the time."""
+"""Shares of the ring in use. Up to EASY, writers work the minimum share of their time; from FULL up, all the time."""
 SURE = 0.95
 """The ring has room for everything if waiting and coming bytes fill at most this share of it."""
 SOON_S, LATE_S = 1.0, 3.0
@@ -109,5 +109,5 @@ def shares_for(least: float, in_use: float, to_come: float) -> Shares:
 
 
 def _between(value: float, low: float, high: float) -> float:
-    """0 up to `low`, 1 from `high` on."""
+    """0 up to `low`, 1 at `high` and above."""
     return max(0.0, min(1.0, (value - low) / (high - low)))

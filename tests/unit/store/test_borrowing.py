@@ -87,7 +87,7 @@ def values_of(arrays: tuple[ArraySpec, ...]) -> kit.Values:
 
 
 def finish(stores: kit.Store, record: CaptureRecord, length: int, first: int = 0) -> None:
-    """Send the rows from `first` on, and close the capture."""
+    """Send the rows starting at `first`, and close the capture."""
     values = values_of(tuple(replace(spec, rank=0) for spec in record.layout.arrays))
     for at in range(first, length, CHUNK):
         stores.put(record, values, at, min(CHUNK, length - at), IDS)

@@ -41,7 +41,7 @@ NAMES = ("a", "b", "c", "d")
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three complete stores, the store `d`, which lacks rows 32 to 63 and all rows from 128 on, and `a.zip` of the
+    """Three complete stores, the store `d`, which lacks rows 32 to 63 and all rows after 127, and `a.zip` of the
     first store.
     """
     root = tmp_path_factory.mktemp("local") / "stores"

@@ -40,7 +40,7 @@ class RemoteFile(StoredFile):
             at += len(part)
 
     def fetch(self, offset: int, nbytes: int) -> memoryview:
-        """`nbytes` bytes from `offset` on, or fewer at the end of the object, without a copy."""
+        """`nbytes` bytes starting at `offset`, or fewer at the end of the object, without a copy."""
         try:
             with requests_for(self._place) as obstore:
                 return memoryview(

@@ -57,7 +57,7 @@ class RowCheck:
         return [[start, stop] for loss in self._losses for start, stop in loss.rows]
 
     def axes(self, values: np.ndarray, first: int) -> None:
-        """Record M-RoPE positions of rows from `first` on, int [rows, axes].
+        """Record M-RoPE positions of rows starting at `first`, int [rows, axes].
 
         They are checked at the end, because a later turn of a session may add media.
         """

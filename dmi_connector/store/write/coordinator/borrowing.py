@@ -81,7 +81,7 @@ class Borrowed:
             try:
                 self.fd = hold_source(self.final)
             except OSError:
-                self.fd = None  # not created yet: `_post` tries again. Or gone: the rows are lost
+                self.fd = None  # if not created yet, `_post` tries again; if removed, the rows are lost
 
     def release(self) -> None:
         """Close the directory of the source."""

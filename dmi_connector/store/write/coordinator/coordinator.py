@@ -150,7 +150,7 @@ class Coordinator:
         self.captures = Captures(ring, writers, settings, self._on_done, [life_fd], self._on_lost)
 
     def handle(self, message: Message) -> None:
-        """Handle one message. An error is logged and sent to the engine as a note. It affects only its capture."""
+        """Handle one message. An error affects only its capture. It is logged and sent to the engine as a note."""
         try:
             getattr(self, "_" + message.pop("type"))(**message)
         except Exception as error:
@@ -204,7 +204,7 @@ class Coordinator:
                     continue
                 try:
                     take(self.records[id], taken, *fields)
-                except Exception as error:  # it affects only its capture
+                except Exception as error:  # an error affects only its capture
                     self._report(error, id)
         finally:
             self.ring.release(taken)
