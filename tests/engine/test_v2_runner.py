@@ -2,7 +2,7 @@
 """Engine tests on the V2 model runner, vLLM's default on GPUs, with asynchronous scheduling.
 
 Each file runs in its own pytest process, because a process has one runner (tests/runner.py). Kernels run in Triton's
-interpreter, so slowly that these tests only run in `make soak`.
+interpreter, which is slow. So these tests only run in `make soak`.
 """
 
 from __future__ import annotations
