@@ -50,8 +50,8 @@ class FittedProbe:
 
     captures, rows: number of captures and rows in the training set. held_out, held_rows: number of captures and rows in
     the test set. accuracy: fraction of the test rows that are classified correctly, with label 1 for outputs of at
-    least 1/2. baseline: the accuracy of always predicting the more frequent label of the training set. auc: probability that a
-    test row of label 1 has a higher output than a test row of label 0.
+    least 1/2. baseline: the accuracy of always predicting the more frequent label of the training set. auc: probability
+    that a test row of label 1 has a higher output than a test row of label 0.
     """
 
     captures: int

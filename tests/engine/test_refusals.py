@@ -165,7 +165,7 @@ def test_hybrid_models_get_no_row_from_their_structure(
     tmp_path: Path, model_type: str, architecture: str, fields: dict[str, Any]
 ) -> None:
     model = config_of(tmp_path / "model", model_type, architecture, **fields)
-    why = "mamba in a layer keeps a state" if model_type == "falcon_h1" else "1 of 4 layers have attention"
+    why = "mamba in a layer keeps a recurrent state" if model_type == "falcon_h1" else "1 of 4 layers have attention"
     with pytest.raises(
         ValueError, match=rf"'{architecture}' has no row in the table of architectures.*{why}.*as in hybrid models"
     ):

@@ -71,7 +71,9 @@ def test_stores_of_several_models_are_refused(backend: Any, tmp_path: Path) -> N
     for model in ("one", "two"):
         owner.write(tmp_path / f"{model}.zarr", SPECS, ROWS, attrs={"num_layers": 2, "model": model})
     assert owner.shutdown()
-    with pytest.raises(ValueError, match=r"two.zarr is of the model two, .*one.zarr of one: their rows do not belong"):
+    with pytest.raises(
+        ValueError, match=r"two.zarr is of the model two, .*one.zarr of one: their rows cannot be mixed"
+    ):
         backend.StoreTransfer(str(tmp_path)).get_cached(0)
 
 
