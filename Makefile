@@ -91,7 +91,7 @@ $(RAY_STAMP): | env
 	@$(call beside,$(RAY),requirements/ray.txt)
 	@touch $@
 
-# A test process that dies ends the run: xdist would wait for its tests for ever. Tests start many processes:
+# A test process that dies ends the run: xdist would wait for its tests forever. Tests start many processes:
 # Python may keep the bytecode of the package for them, even where the environment says otherwise.
 test: export PYTHONDONTWRITEBYTECODE =
 test: env

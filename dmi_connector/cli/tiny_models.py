@@ -2,7 +2,7 @@
 """Writes tiny random models with a tokenizer. Demo, tests and notebooks serve these models without a model hub.
 
 Most models have 3 layers, a vocabulary of 512 tokens and head_dim 32, the smallest that vLLM's CPU attention supports.
-The functions import torch and transformers when they are called, so that a caller can set `ENV` before.
+The functions import torch and transformers when they are called, so that a caller can set `ENV` first.
 """
 
 from __future__ import annotations

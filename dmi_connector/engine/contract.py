@@ -66,10 +66,10 @@ def _first_newer() -> tuple[int, ...]:
 
 
 def check_version() -> None:
-    """Raise ValueError for a vLLM that is older than the tested ones or has no number, and if UNTESTED is "refuse" for
-    a newer one.
+    """Raise ValueError for a vLLM that is older than the tested versions or has no version number.
 
-    Otherwise logs a warning for a newer one. Raises ValueError for another value of UNTESTED.
+    For a newer version, raises ValueError if UNTESTED is "refuse", and logs a warning otherwise. Raises ValueError for
+    an unknown value of UNTESTED.
     """
     import vllm
     from packaging.specifiers import SpecifierSet

@@ -15,7 +15,7 @@ def schedule_no_drafts() -> None:
 
     Such a step uses the plain sampler, because the sampler for drafts fails without draft tokens if a request has
     `top_k`. The V2 runner has a setting for this (num_speculative_tokens_per_batch_size with 0 drafts), on which V1
-    fails an assertion. Our draft calls this when it is built, so a process without our draft keeps vLLM's own methods.
+    fails an assertion. The constructor of our draft calls this function, so other processes keep vLLM's own methods.
     """
     from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -39,8 +39,8 @@ def schedule_no_drafts() -> None:
 def skip_draft_forward() -> None:
     """V2 runner: let the extract_hidden_states speculator leave out the draft's forward and its preparation.
 
-    The forward of our draft does nothing, because taps have written the rows. vLLM leaves it out in warm-up steps
-    without attention, and this does the same in each step. Our draft calls this when it is built.
+    The forward of our draft does nothing, because taps have written the rows. vLLM leaves the draft's forward out in
+    warm-up steps without attention. Here it is left out in each step. The constructor of our draft calls this function.
     """
     from vllm.v1.worker.gpu.spec_decode.extract_hidden_states import ExtractHiddenStatesSpeculator
 
@@ -58,7 +58,7 @@ def zero_no_rows(backend: type) -> None:
 
     vLLM zeroes new blocks if layers have caches of different dtypes, as with an FP8 cache beside the rows. On the V2
     runner this precedes the last moment to read rows of freed blocks (`handle_preemptions`), so rows of an ended or
-    preempted request would be lost. The cache layer calls this when it is built.
+    preempted request would be lost. The constructor of the cache layer calls this function.
     """
     from vllm.v1.worker.utils import KVBlockZeroer
 
@@ -73,7 +73,7 @@ def tell_logits_of(note: Callable[[Any], None], v2: bool) -> None:
     """With speculative decoding: call `note` with the indexes of a step's tokens that have logits, int [samples].
 
     A request has a row of logits for its sampled token and for each draft token. Only the runner knows how many these
-    are. The target calls this when it is built. v2: whether the engine uses the V2 runner.
+    are. The constructor of the target calls this function. v2: whether the engine uses the V2 runner.
     """
     if v2:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
@@ -100,7 +100,7 @@ def tell_turns(connector: type[Any]) -> None:
     """Scheduler: call `on_next_turn` of a connector of this class when a session gets its next prompt.
 
     vLLM drops the last sampled token, and appends the prompt to the tokens before it. This may happen between two
-    steps, and to a request that was preempted. The scheduler half calls this.
+    steps, and to a request that was preempted. Called by the scheduler half.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -118,7 +118,7 @@ def ask_one_rank() -> None:
 
     With a connector, vLLM waits for the answers of all ranks in each step; without one, for the answer of one rank. An
     answer takes time of the rank's thread and of the engine. Our ranks report at least once in STEPS_TOGETHER steps. In
-    other steps their answers have nothing for our connector. The scheduler half calls this.
+    other steps their answers have nothing for our connector. Called by the scheduler half.
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -136,7 +136,7 @@ def ask_one_rank() -> None:
 
 @contextmanager
 def decomposed_experts() -> Iterator[None]:
-    """Let vLLM build expert layers with kernels that do not include routing, if vLLM offers that (from 0.33 on).
+    """Let vLLM build expert layers with kernels that do not include routing, if vLLM offers that (since 0.33).
 
     vLLM asks each router whether it supports a kernel that includes routing. The answer changes nothing else. Raises
     ValueError if the engine's `moe_backend` has no other kernel for these experts.

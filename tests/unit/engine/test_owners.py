@@ -179,7 +179,7 @@ def test_a_stage_without_full_attention_has_no_pool() -> None:
         OWNERS["pool"].row_memory(context, found, config(None))
 
 
-def test_a_draft_refuses_prompts_that_would_wait_for_ever() -> None:
+def test_a_draft_refuses_prompts_that_would_wait_forever() -> None:
     given = config(args.EXTRACT_HIDDEN_STATES)
     given.scheduler_config.enable_chunked_prefill = False
     with pytest.raises(ValueError, match=r"max_num_batched_tokens: a step takes 64 tokens.*set it to 128"):
@@ -188,7 +188,7 @@ def test_a_draft_refuses_prompts_that_would_wait_for_ever() -> None:
     owner_of(given).check(given)
 
 
-def test_another_owner_is_asked_first_where_the_table_says_so() -> None:
+def test_another_owner_is_asked_first_if_the_table_says_so() -> None:
     with mock.patch.dict(OWNERS, {"other": Other(), **OWNERS}, clear=True):  # patch.dict also restores the order
         assert owner_of(config(None, other=True)).name == "other"
         assert owner_of(config(None, other=False)).name == "target"
