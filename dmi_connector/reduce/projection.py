@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """rp(k): each row times a fixed random matrix [width, k], stored as int8 with a row scale (see int8.py).
 
-With `group`, each group of so many values of a row is projected separately, all with the same matrix [group, k], and
-the results are concatenated. If `group` is head_dim, each head is projected separately.
+With `group`, each group of `group` values of a row is projected separately, with the same matrix [group, k] for all
+groups, and the results are concatenated. If `group` is head_dim, each head is projected separately.
 
 The CPU computes the matrix R from the seed with numpy's Philox generator, in float64, and rounds it to bfloat16. GPUs
 get a copy, so the matrix is bitwise equal on all devices. E|R'x|^2 = |x|^2.

@@ -174,7 +174,7 @@ def test_all_latents_of_all_contexts_are_written(
     assert not list(out.rglob("*.partial"))
 
 
-def test_contexts_have_256_tokens_and_files_are_five_unless_said(tmp_path: Path, save: Save) -> None:
+def test_the_defaults_are_contexts_of_256_tokens_and_five_files(tmp_path: Path, save: Save) -> None:
     owner, attrs = kit.Store(1 << 20), {"num_layers": 2, "model": "a/model"}
     owner.write(tmp_path / "a" / "a.zarr", [ArraySpec("mlp_out", "float32", (1,), WIDTH)], 520, attrs=attrs)
     assert owner.shutdown()
@@ -329,7 +329,7 @@ def test_an_encoder_of_sparsify_keeps_its_k_largest_latents(save: Save, tmp_path
         ({"finetuning_scaling_factor": True}, "finetuning_scaling_factor True"),
     ],
 )
-def test_configs_that_mean_something_else_are_refused(save: Save, config: dict[str, Any], said: str) -> None:
+def test_configs_with_unsupported_settings_are_refused(save: Save, config: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         SparseEncoder.load(save(config))
 

@@ -82,7 +82,7 @@ def test_a_store_that_begins_after_the_prompt_says_so(write: Write) -> None:
     np.testing.assert_array_equal(capture.routed_experts(213)[:, 1], ids[0])
 
 
-def test_rows_that_lack_before_the_first_one_do_not_matter(write: Write) -> None:
+def test_missing_rows_before_the_first_returned_one_do_not_matter(write: Write) -> None:
     capture, ids = write(losses=[Loss.of(Cause.FELL_BEHIND, [[10, 20]])])
     np.testing.assert_array_equal(capture.routed_experts(20)[:, 1], ids[0, 20:])
     with pytest.raises(ValueError, match=r"lacks rows \[\[10, 20\]\] of the routing"):
@@ -132,7 +132,7 @@ def test_stores_without_routing_are_named(tmp_path: Path) -> None:
             open_capture(tmp_path / f"{name}.zarr").routed_experts()
 
 
-def test_older_stores_tell_the_experts_by_their_scores(tmp_path: Path) -> None:
+def test_the_number_of_experts_of_older_stores_is_that_of_their_scores(tmp_path: Path) -> None:
     owner = kit.Store(1 << 20)
     specs = [ArraySpec("topk_ids", "int32", (0, 1), TOP_K), ArraySpec("router_logits", "float32", (0, 1), 300)]
     owner.write(tmp_path / "a.zarr", specs, 10, attrs={"num_layers": 2})

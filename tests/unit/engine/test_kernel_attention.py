@@ -83,7 +83,7 @@ def test_summaries_equal_those_of_the_torch_twin(
         mine, other = (torch.from_numpy(reduction.decode(x, heads, dtype)).view(heads, 2 * m + 1) for x in stored)
         floats = [x[:, m:] for x in (mine, other)]
         assert torch.allclose(*floats, atol=2e-5, rtol=2e-3 if half else 1e-5), (token, *floats)
-        # The two programs may order weights that differ only by rounding in either way.
+        # Weights that differ only by rounding may have another order in each of the two programs.
         same = mine[:, :m] == other[:, :m]
         close = (floats[0][:, :m] - floats[1][:, :m]).abs() < (1e-3 if half else 2e-6)
         assert (same | close).all() and same.float().mean() > 0.95, (mine, other)
