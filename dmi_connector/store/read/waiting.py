@@ -81,7 +81,7 @@ def _seen(final: Place) -> str:
     if not partial.exists():
         return "it does not exist yet"
     if is_abandoned(partial):
-        return f"its writers ended and left {partial.name}; dmi repair makes a store of what they wrote"
+        return f"its writers ended and left {partial.name}; dmi repair recovers what they wrote"
     return f"it is still being written as {partial.name}"
 
 
@@ -97,7 +97,7 @@ def _how_it_ended(final: Path, line: Mapping[str, Any]) -> str:
     if state == "removed":
         return "was removed by dmi prune or retention; capture it again"
     if state == "unfinished":
-        return f"does not exist: its writers exited and left {partial.name}; dmi repair recovers what they wrote"
+        return f"does not exist: its writers ended and left {partial.name}; dmi repair recovers what they wrote"
     return f"was removed from this machine after its upload; open {line.get('url')}"
 
 

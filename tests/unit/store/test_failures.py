@@ -669,7 +669,7 @@ def test_open_capture_does_not_wait_for_a_capture_that_failed(tmp_path: Path) ->
     assert time.monotonic() - began < PATIENCE / 2
     assert (caught.value.state, caught.value.reason, caught.value.path) == ("failed", reason, str(final))
     (tmp_path / "a.zarr.partial").mkdir()
-    with pytest.raises(CaptureFailed, match=r"dmi repair makes a store of what a\.zarr\.partial holds"):
+    with pytest.raises(CaptureFailed, match=r"dmi repair recovers the rows in a\.zarr\.partial"):
         open_capture(final, timeout=PATIENCE)
     line("start", state="started")  # the latest line counts
     with pytest.raises(TimeoutError):

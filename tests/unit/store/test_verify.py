@@ -272,7 +272,7 @@ def test_verify_finds_token_arrays_that_contradict_the_attributes(sound: Path, t
             "document",
             {"phase/zarr.json": schema.dump(schema.plain_document("uint8", 301, "token"))},
             {},
-            {"phase": "not that of a token array of this length"},
+            {"phase": "does not describe a token array of this length"},
         ),
         ("outside", {"q/c/0/7/0": b"x" * 40}, {}, {"q/c/0/7/0": "the file lies outside its array"}),
         ("unknown", {"x/c/0/0/0": b"x" * 40}, {}, {"x/c/0/0/0": "the file belongs to no array"}),

@@ -496,7 +496,7 @@ def test_a_word_keeps_its_space_where_decoders_drop_the_first_one(tmp_path: Path
 @pytest.mark.parametrize(
     ("query", "words"),
     [
-        ("capture/no.zarr", "no finished store"),
+        ("capture/no.zarr", "not a finished store"),
         ("heat/full.zarr?hook=qq", "did you mean 'q'"),
         ("heat/full.zarr?hook=q&statistic=median", "'median' does not exist for 'q'"),
         ("heat/full.zarr?hook=q&statistic=value&index=128", "neuron 128 does not exist: 'q' has 0 to 127"),
