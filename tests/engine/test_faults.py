@@ -157,7 +157,7 @@ def test_a_killed_coordinator_leaves_captures_to_a_repair(live: Live) -> None:
     found = finished(live.run.store_dir, "coordinator")
     failed = {info.store for info in found if info.state == "failed"}
     assert failed and all("the coordinator died (killed)" in str(i.reason) for i in found if i.state == "failed")
-    with pytest.raises(CaptureFailed, match=r"the coordinator died .*dmi repair makes a store"):
+    with pytest.raises(CaptureFailed, match=r"the coordinator died .*dmi repair recovers"):
         open_capture(min(failed), timeout=60)
     outcomes = repair(live.run.store_dir, remove_empty=True)
     assert {o.state for o in outcomes} <= {"salvaged", "removed", "published"} and not live.partials("")

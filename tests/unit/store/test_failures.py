@@ -643,7 +643,7 @@ def test_a_writer_ends_with_its_engine_and_leaves_a_partial_store(tmp_path: Path
     finally:
         os.kill(fork, signal.SIGKILL)
     assert (tmp_path / "a.zarr.partial/q/c/0/0/0").stat().st_size >= CHUNK_BYTES
-    with pytest.raises(TimeoutError, match="dmi repair makes a store"):
+    with pytest.raises(TimeoutError, match="dmi repair recovers"):
         open_capture(tmp_path / "a.zarr", timeout=0)
     [found] = find_captures(tmp_path)
     assert found.state == "unfinished" and "run dmi repair" in str(found.reason)
