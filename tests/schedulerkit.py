@@ -259,8 +259,8 @@ class Engine:
             self.pool = self.exporter.layer = Pool(self.exporter.rows, blocks)  # type: ignore[assignment]
         self.tracker = Tracker(self.exporter.context, slots, keep_rows, behind=int(ahead))
         SchedulerHalf.tracker_given = self.tracker
-        # so that monkeypatch restores it
-        patch.setattr(Scheduler, "_update_request_as_session", Scheduler._update_request_as_session)
+        for name in ("_update_request_as_session", "_handle_stopped_request"):  # so that monkeypatch restores them
+            patch.setattr(Scheduler, name, getattr(Scheduler, name))
         tell_turns(DMIConnector)
         # slots and scores of steps that are not copied to the host yet
         self._copies = deque[tuple[list[int], list[int]]]()

@@ -98,6 +98,12 @@ class DMIConnector(KVConnectorBase_V1):
     def on_new_request(self, request: Request) -> None:
         self.tracker.on_new_request(request)
 
+    def on_turn_end(self, request: Request) -> None:
+        """A turn of a session has ended (replaced.py). vLLM has not dropped the step in flight yet."""
+        drafts, tracked = self.tracker.drafts, self.tracker.tracked.get(request.request_id)
+        if drafts is not None and tracked is not None:
+            drafts.end_turn(tracked)
+
     def on_next_turn(self, request: Request, kept: int) -> None:
         """A session got its next prompt (replaced.py). kept: number of tokens of earlier turns before that prompt."""
         if (tracked := self.tracker.tracked.get(request.request_id)) is not None:

@@ -112,6 +112,10 @@ NAMES: dict[str, dict[str, Name]] = {
             "vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session",
             "wrapped in the scheduler: says how many tokens of earlier turns a session keeps",
         ),
+        "ends_of_turns": Name(
+            "vllm.v1.core.sched.scheduler:Scheduler._handle_stopped_request",
+            "wrapped in the scheduler: says which step drafted the last tokens of a turn",
+        ),
         "pauses": Name(
             "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.has_pending_push_work",
             "a pause, and the sleep after it, waits until rows are copied off the GPU or out of a pool",

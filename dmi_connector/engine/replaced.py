@@ -97,12 +97,20 @@ def tell_logits_of(note: Callable[[Any], None], v2: bool) -> None:
 
 
 def tell_turns(connector: type[Any]) -> None:
-    """Scheduler: call `on_next_turn` of a connector of this class when a session gets its next prompt.
+    """Scheduler: call `on_turn_end` of a connector of this class when a turn of a session ends, and `on_next_turn` when
+    the session gets its next prompt.
 
-    vLLM drops the last sampled token, and appends the prompt to the tokens before it. This may happen between two
-    steps, and to a request that was preempted. Called by the scheduler half.
+    At the end of a turn vLLM drops the step in flight. With the next prompt it drops the last sampled token, and
+    appends the prompt to the tokens before it. Both may happen between two steps, and to a request that was preempted.
+    Called by the scheduler half.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
+
+    def _handle_stopped_request(self: Any, request: Any) -> bool:
+        """Whether the request has ended, as vLLM's method says it."""
+        if request.resumable and isinstance(self.connector, connector):
+            self.connector.on_turn_end(request)
+        return bool(stops(self, request))
 
     def _update_request_as_session(self: Any, session: Any, update: Any) -> None:
         """vLLM's method."""
@@ -111,6 +119,7 @@ def tell_turns(connector: type[Any]) -> None:
             self.connector.on_next_turn(session, session.num_prompt_tokens - len(update.prompt_token_ids or ()))
 
     original = _replace(Scheduler, _update_request_as_session)
+    stops = _replace(Scheduler, _handle_stopped_request)
 
 
 def ask_one_rank() -> None:

@@ -33,6 +33,7 @@ class DraftTokens:
         self._steps = 0  # steps with scheduled tokens
         self._last: Mapping[str, int] = {}  # scheduled tokens of the last step, by request
         self._before: Mapping[str, int] = {}  # of the step before it
+        self._of_turns = 0  # accepted draft tokens that turns have added since the last step
         self._began: set[str] = set()  # requests that began or resumed in the last step
 
     def begin(
@@ -43,14 +44,15 @@ class DraftTokens:
         logits: whether a running request captures logits. Returns the number of new rows: tokens of this step without
         its draft tokens, and accepted draft tokens of earlier steps. Each step calls it, so rare cases are tested last.
         """
-        scheduled, rows = output.num_scheduled_tokens, output.total_num_scheduled_tokens
+        scheduled, rows = output.num_scheduled_tokens, output.total_num_scheduled_tokens + self._of_turns
+        self._of_turns = 0
         metadata.decided = max(0, self._steps - self._behind) if logits else self._steps
         for one in tracked.values():
             if not one.opened:
                 continue
             if logits and one.has_logits and one.turn_ended:
                 metadata.accepted += self._of_ended_turn(one)
-            rows += one.note_tokens(self._behind > 0 and self._two_ended(one))
+            rows += self._note_results(one)
             if logits and one.has_logits:
                 metadata.accepted += self._accepted(one, one.request.num_tokens - 1)
         self._before, self._last = self._last, scheduled
@@ -63,6 +65,14 @@ class DraftTokens:
             if (drafted := tracked.get(request_id)) is not None:
                 drafted.scheduled += len(drafts)
         return rows
+
+    def end_turn(self, tracked: Tracked) -> None:
+        """A turn of a session has ended. vLLM drops the step in flight now, and leaves no sign of it."""
+        self._of_turns += self._note_results(tracked)
+
+    def _note_results(self, tracked: Tracked) -> int:
+        """Process the tokens that were added since the last call. Returns the number of accepted draft tokens."""
+        return tracked.note_tokens(self._behind > 0 and self._two_ended(tracked))
 
     def _two_ended(self, tracked: Tracked) -> bool:
         """Whether the last two steps computed tokens of a request, and both have ended.
@@ -90,7 +100,7 @@ class DraftTokens:
         """Add draft attributes and the remaining logits to the end of a capture of positions [start, end)."""
         if tracked.has_logits and tracked.turn_ended:
             close.accepted = self._of_ended_turn(tracked)
-        tracked.note_tokens(self._behind > 0 and self._two_ended(tracked))
+        self._note_results(tracked)
         close.attrs["draft_tokens"] = {"scheduled": tracked.scheduled, "accepted": tracked.accepted}
         close.draft_index = tracked.draft_index(start, end)
         if tracked.has_logits:

@@ -125,7 +125,7 @@ class Tracked:
             return max(0, count)
         count = max(0, self.kept - len(drafted)) if self.turn_ended else 0
         self.turn = request.num_prompt_tokens
-        self.drafted = (drafted + _indexes(count, mixed))[: self.turn].ljust(self.turn, b"\0")
+        self.drafted = (drafted + _indexes(count, mixed))[: self.kept].ljust(self.turn, b"\0")
         self.decided = max(self.decided, self.turn - 1)
         return count + self.note_tokens(mixed)
 

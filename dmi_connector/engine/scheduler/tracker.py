@@ -55,7 +55,7 @@ class Tracker:
 
     def __init__(self, context: CaptureContext, slots: RowSlots, keep_rows: int, behind: int = 0) -> None:
         self.context, self.slots = context, slots
-        self._drafts = None if context.drafting is None else DraftTokens(slots, behind)
+        self.drafts = None if context.drafting is None else DraftTokens(slots, behind)
         self._steps = 1 if context.may_sleep else STEPS_TOGETHER
         self.keep_rows = keep_rows
         self.tracked: dict[str, Tracked] = {}
@@ -147,10 +147,10 @@ class Tracker:
         self.pending_opens, self.pending_closes = [], []
         metadata.release = self.slots.take_release()
         self.scores.begin_step()
-        if self._drafts is not None:
+        if self.drafts is not None:
             if self._with_logits:
                 self._take_blocks()
-            self._rows_since += self._drafts.begin(output, self.tracked, bool(self._with_logits), metadata)
+            self._rows_since += self.drafts.begin(output, self.tracked, bool(self._with_logits), metadata)
         else:
             self._rows_since += output.total_num_scheduled_tokens
         for request_id in output.preempted_req_ids or ():
@@ -160,7 +160,7 @@ class Tracker:
                 before = self._computed_before(request_id)
                 computed = self.slots.preempted(leaving, before, metadata)
                 self.scores.preempted(leaving, before, computed, metadata)
-                if self._drafts is not None:  # its last step may have computed rows of rejected tokens
+                if self.drafts is not None:  # its last step may have computed rows of rejected tokens
                     computed = min(computed, leaving.request.num_tokens - 1)
                 self._export_chunks(leaving, computed, metadata.leaving)
         if output.scheduled_new_reqs:
@@ -203,7 +203,7 @@ class Tracker:
                         if not self.slots.eager:
                             self._export_chunks(tracked, computed, metadata.chunks)
                         if self._with_logits and request_id in scheduled:
-                            take = self._take_sample if self._drafts is None else self._drafts.want_logits
+                            take = self._take_sample if self.drafts is None else self.drafts.want_logits
                             take(tracked, computed, metadata)
         if self.scores.stopping:
             self._take_blocks()
@@ -395,6 +395,6 @@ class Tracker:
             attrs={**attrs, **self.slots.attributes(tracked), **later_media(request, tracked.media, self.context)},
             losses=losses,
         )
-        if self._drafts is not None:
-            self._drafts.close(tracked, start, end, close)
+        if self.drafts is not None:
+            self.drafts.close(tracked, start, end, close)
         return close
