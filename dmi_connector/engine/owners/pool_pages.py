@@ -66,8 +66,9 @@ class PoolSlots(RowSlots):
 
     To avoid deadlocks, a request is admitted only if the pool has pages for all admitted requests and for one step.
     Pages whose rows were handed to the workers count as free, because no request is needed to gather them. A request
-    with `keep_if` needs pages for all its rows. If it needs more pages than other requests, these could overtake it
-    forever. So once it was refused, it is the `_head`: other requests wait until it is admitted or has ended.
+    with `keep_if` needs pages for all its rows. Requests that need fewer pages than another one could overtake it
+    forever. So once that one was refused, it is the `_head`: others wait until it is admitted or has ended, or until
+    vLLM asks for others alone in a pass, because it waits for something else, such as a slot of its LoRA adapter.
     """
 
     eager: ClassVar[bool] = True
@@ -84,13 +85,14 @@ class PoolSlots(RowSlots):
         self.most = limits.pages_of_request(self._chunk, self.size, aligned=False)
         self._usual = limits.pages_of_request(self._chunk, self.size, aligned=self._chunk % self.size == 0)
         self._admitted_pages = 0
-        self._lookahead = limits.lookahead
         self._behind = int(limits.of_request > 1)  # the row of the last known token may be that of a rejected one
         self.pages = Pages(0)
         self._rows: dict[str, _Rows] = {}
         self._prompts: dict[str, _Rows] = {}  # admitted requests with prompt tokens to compute
         self._waiting = 0  # number of requests that are not admitted
         self._head: _Rows | None = None  # the waiting request that is admitted next
+        self._smallest = self.most  # number of pages of the smallest request
+        self._asked: set[bool] = set()  # whether the requests that vLLM asked for in this pass are the head
         self._running = 0  # number of requests in the last step
         self._handed_rows = 0
         self._given: list[tuple[int, int, int]] = []  # pages to take back: (rows handed until then, page, entry)
@@ -114,20 +116,16 @@ class PoolSlots(RowSlots):
         self._slots = np.arange((1 + pages) * self.size).reshape(-1, self.size)
         rows, limits = pages * self.size, self.limits
         pool, least = rows * self._context.layout.row_bytes, limits.floor(limits.requests)
+        held = lambda step: max(0, (pages - self._pages(step)) // self._usual)  # noqa: E731
+        sizes = rows, pool / 1e9, self._blocks * self.block_size, self._cache / (self._cache + pool)
         logger.info(
             "dmi_connector: a pool of %d rows (%.2f GB), and a cache of %d tokens (%.3f of its size without the pool)",
-            rows,
-            pool / 1e9,
-            self._blocks * self.block_size,
-            self._cache / (self._cache + pool),
+            *sizes,
         )
         logger.info(
             "dmi_connector: the pool holds %d captured requests at a time with steps of %d tokens, and %d with steps "
             "of %d tokens, in chunks of %d tokens; other requests wait",
-            max(0, (pages - self._pages(limits.tokens)) // self._usual),
-            limits.tokens,
-            max(0, (pages - self._pages(least)) // self._usual),
-            least,
+            *(number for step in (limits.tokens, least) for number in (held(step), step)),
             self._chunk,
         )
 
@@ -175,7 +173,7 @@ class PoolSlots(RowSlots):
                 rows.seen = rows.ahead = request.num_computed_tokens + scheduled[request_id]
                 if rows.seen >= request.num_tokens and not request.resumable:
                     del self._prompts[request_id]
-                    rows.ahead += self._lookahead
+                    rows.ahead += self.limits.lookahead
                 self._cover(rows, rows.ahead)
                 prompts.append((rows.tracked, rows.seen))
         cached = output.scheduled_cached_reqs
@@ -191,7 +189,7 @@ class PoolSlots(RowSlots):
             if request_id not in self._prompts:
                 rows, computed = self._rows[request_id], tracked.request.num_computed_tokens
                 rows.seen = computed + scheduled.get(request_id, 0)
-                rows.ahead = rows.seen + self._lookahead
+                rows.ahead = rows.seen + self.limits.lookahead
                 placed = (rows.first + len(rows.pages)) * self.size
                 # Otherwise `_cover` has nothing to do.
                 if rows.ahead > placed and len(tracked.blocks) * self.block_size > placed:
@@ -245,7 +243,8 @@ class PoolSlots(RowSlots):
         if request.resumable:  # the next prompt includes the generated tokens, whose rows do not stay until then
             tracked.params = replace(tracked.params, include_output_tokens=True)
         reads_cache, reads = not request.skip_reading_prefix_cache, self.borrowing.arrived(tracked)
-        self._rows[request.request_id] = _Rows(tracked, first, *self._room(tracked), reads_cache, reads)
+        rows = self._rows[request.request_id] = _Rows(tracked, first, *self._room(tracked), reads_cache, reads)
+        self._smallest = min(self._smallest, rows.most)
         self._waiting += 1
         self._choose_budget()
 
@@ -279,12 +278,14 @@ class PoolSlots(RowSlots):
 
     def _admit(self, rows: _Rows) -> bool:
         """Reserve pages for a request, if it has none. Returns whether it may begin in a step of the present budget."""
+        if not rows.admitted and self._head is not None:
+            self._asked.add(rows is self._head)
         if not rows.admitted and self._head not in (None, rows):
             return False
         step = self._pages(min(self.limits.tokens, self.limits.scheduler.max_num_batched_tokens))
         if self._admitted_pages + (0 if rows.admitted else rows.most) + step > self.pages.count:
-            if not rows.admitted and rows.most > self.most:
-                self._head = rows
+            if not rows.admitted and rows.most > self._smallest:
+                self._head, self._asked = rows, {True}
             return False
         if not rows.admitted:
             rows.admitted, self._head = True, None
@@ -347,6 +348,7 @@ class PoolSlots(RowSlots):
         for request in [*self._skip, *self.borrowing.cut()]:  # not earlier: vLLM would treat None as 0
             request.skip_reading_prefix_cache = True
         self._skip.clear()
+        self._head, self._asked = (None if self._asked == {False} else self._head), set()
         self._running = len(output.num_scheduled_tokens)
         self._choose_budget()
 
@@ -366,7 +368,7 @@ class PoolSlots(RowSlots):
 
     def _kept(self, pages: int) -> int:
         """How many of `pages`, the free pages without those of the smallest budget, are left for waiting requests."""
-        if self._head is not None:
+        if self._head is not None and self._head.most > self.most:
             return self._head.most if self._head.most <= pages else 0
         more = min(self._waiting, max(0, self.limits.requests - self._running), max(0, pages // self.most))
         return more * self.most
