@@ -329,14 +329,15 @@ def narrow(served: Selection, hooks: Iterable[str] | None, layers: Sequence[int]
     `layers` does not affect hooks that exist once. Raises SelectionError as `parse_selection` does, and for a layer
     that none of the chosen hooks has.
     """
-    chosen = served if hooks is None else parse_selection(hooks, dims, only=served)
+    try:
+        chosen = served if hooks is None else parse_selection(hooks, dims, only=served)
+    except SelectionError as error:  # it names the server's option "hooks"
+        raise SelectionError(f"dmi.{error}") from None
     if layers is None:
         return chosen
-    for layer in layers:
-        if not -dims.layers <= layer < dims.layers:
-            raise SelectionError(
-                f"dmi.layers: {show(layer)} is outside this model; it has layers 0 to {dims.layers - 1}"
-            )
+    last = dims.layers - 1
+    if outside := [layer for layer in layers if not -dims.layers <= layer <= last]:
+        raise SelectionError(f"dmi.layers: {show(outside[0])} is outside this model; it has layers 0 to {last}")
     there = {layer for name, own in chosen.hooks.items() if dims.hooks[name].layered for layer in own}
     if lacking := [layer for layer in layers if layer % dims.layers not in there]:
         raise SelectionError(f"dmi.layers: {show(lacking)} is in none of the chosen hooks; captured: {chosen}")

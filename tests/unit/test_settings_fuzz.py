@@ -168,6 +168,8 @@ def test_a_request_with_any_options_runs_to_its_end(tmp_path: Path, kv: object, 
         return
     assert ("dmi_error" in response) != ("dmi_store" in response)
     if "dmi_error" in response:
+        options = {"kv_transfer_params", "include_output_tokens", "dmi", *(f"dmi.{name}" for name in REQUEST)}
+        assert response["dmi_error"].split(":")[0].split(" ")[0] in {*options, "max_request_bytes"}, response
         assert len(response["dmi_error"]) <= 8000 and "could not be handled" not in response["dmi_error"]
         response["dmi_error"].encode()
     else:
