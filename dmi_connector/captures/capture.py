@@ -91,16 +91,27 @@ class Capture(StoreReader):
         """Whether `capture[name]` exists."""
         return names_rows(name, self._table, self.attrs)
 
+    def _named(self, hook: str, layer: Layers) -> tuple[str, Any]:
+        """(hook, layer) of arguments `hook`, which may include the layer, as in "q@3", and `layer`.
+
+        Raises ValueError for an invalid layer after the `@`, and if `layer` is also given.
+        """
+        if "@" not in hook:
+            return hook, layer
+        if layer is not None:
+            raise ValueError(f"{hook!r} names its layer; leave layer={layer!r} out")
+        return hook_and_layer(hook, self.attrs)
+
     def numpy(self, hook: str, layer: Layers = None, tokens: Tokens = None, convert: bool = True) -> np.ndarray:
         """Like `StoreReader.numpy`. hook: may include the layer, as in "q@3".
 
         Raises ValueError for an invalid layer after the `@`, and if `layer` is also given.
         """
-        if "@" in hook:
-            if layer is not None:
-                raise ValueError(f"{hook!r} names its layer; leave layer={layer!r} out")
-            hook, layer = hook_and_layer(hook, self.attrs)
-        return super().numpy(hook, layer, tokens, convert)
+        return super().numpy(*self._named(hook, layer), tokens, convert)
+
+    def shape(self, hook: str, layer: Layers = None) -> tuple[int, ...]:
+        """Like `StoreReader.shape`. hook: as in `numpy`."""
+        return super().shape(*self._named(hook, layer))
 
     def torch(self, hook: str, layer: Layers = None, tokens: Tokens = None) -> torch.Tensor:
         """Like `numpy`, as a torch tensor in the stored dtype."""
@@ -129,7 +140,7 @@ class Capture(StoreReader):
         -1 and value 0. Raises KeyError for a hook that was not captured, and ValueError for one that is not an
         autoencoder.
         """
-        return latents(self, hook, tokens)
+        return latents(self, self._named(hook, None)[0], tokens)
 
     def project(
         self, hook: str, direction: np.ndarray, layer: int | None = None, basis: str | os.PathLike[str] | None = None
@@ -142,6 +153,7 @@ class Capture(StoreReader):
         direction: [width]. layer: one number, required for `pca` of a hook of several layers. basis: see `restore`.
         Raises ValueError for a hook that was not projected, or for another width.
         """
+        hook, layer = self._named(hook, layer)
         return project(self, hook, direction, layer, basis)
 
     def restore(
@@ -157,17 +169,20 @@ class Capture(StoreReader):
         that contains it. Raises ValueError for a hook that was stored in another way, and for another basis than the
         one used. Raises FileNotFoundError if there is no basis.
         """
+        hook, layer = self._named(hook, layer)
         return restore(self, hook, layer, tokens, basis)
 
     def tally(self, hook: str, layer: int | None = None, tokens: Tokens = None) -> Tally:
         """Sums of |x| per neuron over rows of a hook; see `dmi_connector.importance`."""
+        hook, layer = self._named(hook, layer)
         return tally(self, hook, layer, tokens)
 
-    def xarray(self, hooks: Sequence[str] | None = None) -> xarray.Dataset:
-        """Hooks as a lazy xarray Dataset; see `captures.xarray_view.dataset`."""
+    def xarray(self, hooks: str | Sequence[str] | None = None) -> xarray.Dataset:
+        """Hooks as a lazy xarray Dataset; see `captures.xarray_view.dataset`. hooks: None for all."""
         from dmi_connector.captures.xarray_view import dataset
 
-        return dataset(self, self.attrs["hooks"] if hooks is None else hooks)
+        names = self.attrs["hooks"] if hooks is None else hooks
+        return dataset(self, [names] if isinstance(names, str) else names)
 
     def activation_cache(self, model: Any = None, batch_dim: bool = True) -> StoreActivations:
         """The store as TransformerLens' ActivationCache: `cache["z", 3]` is a torch tensor in the stored dtype.

@@ -261,12 +261,13 @@ class StoreReader:
         """
         return self._values.reduction(hook, self.sources(hook, layer))
 
-    def shape(self, hook: str) -> tuple[int, ...]:
-        """The shape of `numpy(hook)`. Reads no values. Raises like `numpy`."""
-        sources = self.sources(hook)
+    def shape(self, hook: str, layer: Layers = None) -> tuple[int, ...]:
+        """The shape of `numpy(hook, layer)`. Reads no values. Raises like `numpy`."""
+        sources = self.sources(hook, layer)
         self._values.check_one_form(hook, sources)
         array, width = self._values.array(sources[0].array), self._values.width(sources[0].array)
-        return (array.shape[1], width) if sources[0].layer is None else (len(sources), array.shape[1], width)
+        stacked = sources[0].layer is not None and (layer is None or np.ndim(layer))
+        return (len(sources), array.shape[1], width) if stacked else (array.shape[1], width)
 
     def chunk_rows(self, hook: str) -> tuple[int, int]:
         """(rows of an inner chunk, rows of a shard file) of a hook's array."""

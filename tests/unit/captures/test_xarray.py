@@ -129,6 +129,25 @@ def test_aliases_and_single_hooks_can_be_asked_for(written: tuple[Capture, kit.V
         capture.xarray(["zz"])
 
 
+def test_a_dataset_takes_the_names_that_a_capture_takes(written: tuple[Capture, kit.Values]) -> None:
+    """And those that `captures.xarray` takes."""
+    capture, _ = written
+    names = ["resid_pre@2", "resid_post@0", "embed@0", "blocks.1.hook_attn_out", "topk_ids@-1", "logits", "resid_pre"]
+    found = capture.xarray(names)
+    assert list(found.data_vars) == names
+    for name in names:
+        np.testing.assert_array_equal(found[name].values, capture[name])
+        np.testing.assert_array_equal(found[name][5:7, 1], capture[name][5:7, 1])
+        assert "@" not in name or found[name].values.shape == capture.shape(name)
+    assert found["resid_pre@2"].dims == found["blocks.1.hook_attn_out"].dims == ("token", "hidden")
+    assert found["topk_ids@-1"].dims == ("token", "topk_ids_width") and found["topk_ids@-1"].dtype == np.int32
+    assert list(capture.xarray("embed").data_vars) == ["embed"], "a single name is no list of letters"
+    with pytest.raises(KeyError, match=r"resid_pre.* has no layer 3"):
+        capture.xarray(["resid_pre@3"])
+    with pytest.raises(ValueError, match="'resid_pre@two' names no layer"):
+        capture.xarray(["resid_pre@two"])
+
+
 def test_missing_rows_of_an_incomplete_store_are_marked(stores: kit.Store, tmp_path: Path) -> None:
     loss = Loss.of(Cause.FELL_BEHIND, [[3, 5], [8, 9]])
     stores.write(tmp_path / "a.zarr", [ARRAYS[0]], 10, losses=[loss])
