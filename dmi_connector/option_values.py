@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,14 @@ def integer(option: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise refuse(option, value, f"is not valid; give an integer from {low} to {high}")
     return value
+
+
+def whole_number(value: object) -> int | None:
+    """An integer, of numpy too; None for another value, and for True and False, with which Python can count."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def boolean(option: str, value: object) -> bool:

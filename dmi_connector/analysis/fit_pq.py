@@ -15,6 +15,7 @@ except ImportError as error:
     raise ImportError("fit-pq: torch is not installed; install dmi_connector[torch]") from error
 
 from dmi_connector.analysis.fit_rows import LayerFit, fit_file
+from dmi_connector.option_values import whole_number
 from dmi_connector.reduce.codebooks import BITS, Codebooks, centroids_of
 from dmi_connector.store.format.remote_path import Given
 
@@ -50,8 +51,8 @@ def fit_pq(
     """
     if bits not in BITS:
         raise ValueError(f"--bits {bits} is not valid; give {' or '.join(map(str, BITS))}")
-    if subvectors < 1:
-        raise ValueError(f"--subvectors {subvectors} is not valid; give 1 or more")
+    if (whole_number(subvectors) or 0) < 1:
+        raise ValueError(f"--subvectors {subvectors!r} is not valid; give 1 or more")
     if rows < centroids_of(bits):
         raise ValueError(f"--rows {rows} is fewer than the {centroids_of(bits)} centroids of --bits {bits}; give more")
 

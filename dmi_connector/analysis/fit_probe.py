@@ -27,6 +27,7 @@ from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.captures.finite import WHAT, FiniteCheck
 from dmi_connector.captures.one_model import OneModel
 from dmi_connector.captures.own_values import check_own_values
+from dmi_connector.option_values import whole_number
 from dmi_connector.reduce import Keeps
 from dmi_connector.reduce.probe_file import ProbeFacts, save
 from dmi_connector.store.format.remote_path import Given, local_path, place_of
@@ -148,8 +149,8 @@ def fit_probe(
     """
     if not 0 < held_out < 1:
         raise ValueError(f"--held-out {held_out} is not valid; give a share of the captures between 0 and 1")
-    if seed < 0:
-        raise ValueError(f"--seed {seed} is not valid; give 0 or more")
+    if (number := whole_number(seed)) is None or number < 0:
+        raise ValueError(f"--seed {seed!r} is not valid; give 0 or more")
     groups, layer, layered = _by_label(stores, labels, hook, layer)
     rng = np.random.default_rng(seed)
     fit: list[list[Given]] = []

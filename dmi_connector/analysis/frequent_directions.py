@@ -11,6 +11,8 @@ from typing import Self
 
 import numpy as np
 
+from dmi_connector.option_values import whole_number
+
 
 class FrequentDirections:
     """A sketch B [at most k, width] of the matrix A [count, width] of all rows passed to `update`.
@@ -31,8 +33,8 @@ class FrequentDirections:
     """
 
     def __init__(self, k: int, width: int) -> None:
-        if k < 1 or width < 1:
-            raise ValueError(f"k {k}, width {width} are not valid; give 1 or more of each")
+        if min(whole_number(k) or 0, whole_number(width) or 0) < 1:
+            raise ValueError(f"k {k!r}, width {width!r} are not valid; give 1 or more of each")
         self.k, self.width = k, width
         self.count, self.not_finite, self.squared = 0, 0, 0.0
         try:

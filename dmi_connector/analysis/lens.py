@@ -12,6 +12,7 @@ from dmi_connector.analysis.training.rows import known_tokens
 from dmi_connector.analysis.unembedding import Unembedding, entropy_of, log_softmax
 from dmi_connector.captures.capture import Capture
 from dmi_connector.captures.own_values import check_own_values
+from dmi_connector.option_values import whole_number
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ def logit_lens(capture: Capture, unembedding: Unembedding, top: int = 5) -> Lens
     Raises KeyError without `resid_final`. Raises ValueError if the rows have another width than the model or are
     projections, or if `top` is below 1 or above the vocabulary size.
     """
-    if not 1 <= top <= len(unembedding.weight):
-        raise ValueError(f"top {top} is not valid; use 1 to {len(unembedding.weight)}, the vocabulary")
+    number = whole_number(top)
+    if number is None or not 1 <= number <= len(unembedding.weight):
+        raise ValueError(f"top {top!r} is not valid; use 1 to {len(unembedding.weight)}, the vocabulary")
     layers: list[int | None] = [*capture.layers.get("resid_pre", []), None]
     for hook in ("resid_pre", "resid_final") if len(layers) > 1 else ("resid_final",):
         check_own_values(capture, hook)

@@ -9,6 +9,7 @@ import numpy as np
 
 from dmi_connector.analysis.unembedding import log_softmax
 from dmi_connector.captures.row_view import RowView
+from dmi_connector.option_values import whole_number
 
 _BYTES = 64 << 20
 """Maximum bytes of float32 logits that are read at a time, but at least one row is."""
@@ -37,8 +38,9 @@ def top_logprobs(logits: RowView, k: int = 5) -> TopLogprobs:
     """
     if not logits.sampled:
         raise ValueError(f"top_logprobs: {logits.hook!r} does not hold logits; give captures.rows('logits')")
-    if not 1 <= k <= logits.width:
-        raise ValueError(f"top_logprobs: k {k} is not valid; use 1 to {logits.width}, the size of the vocabulary")
+    number = whole_number(k)
+    if number is None or not 1 <= number <= logits.width:
+        raise ValueError(f"top_logprobs: k {k!r} is not valid; use 1 to {logits.width}, the size of the vocabulary")
     count, tokens = len(logits), logits.tokens()
     found, values = np.empty((count, k), np.int32), np.empty((count, k), np.float32)
     following = np.full(count, np.nan, np.float32)

@@ -13,6 +13,7 @@ from dmi_connector.analysis.training.rows import BLOCK, check_one_layer, hook_ro
 from dmi_connector.captures.capture import Capture
 from dmi_connector.captures.captures import of_one_model
 from dmi_connector.captures.own_values import check_own_values
+from dmi_connector.option_values import whole_number
 from dmi_connector.store.format.remote_path import Place
 
 
@@ -53,10 +54,9 @@ def top_tokens(
     captures of several models, for logits and projections, for several layers without `layer`, for a count below 1, and
     for a context below 0.
     """
-    if count < 1:
-        raise ValueError(f"count {count} is not valid; use 1 or more")
-    if context < 0:
-        raise ValueError(f"context {context} is not valid; use 0 or more")
+    for name, given, least in (("count", count, 1), ("context", context, 0)):
+        if (number := whole_number(given)) is None or number < least:
+            raise ValueError(f"{name} {given!r} is not valid; use {least} or more")
     sign, best = (-1.0 if lowest else 1.0), list[tuple[float, int, Activation]]()
     seen = 0
     for capture in of_one_model(captures):
@@ -98,5 +98,6 @@ def check_neuron(capture: Capture, hook: str, neuron: int, layer: int | None) ->
     if reduction is None or not reduction.computes:
         check_own_values(capture, hook, layer)
     width = capture.shape(hook)[-1]
-    if not 0 <= neuron < width:
-        raise ValueError(f"neuron {neuron} does not exist: {hook!r} has 0 to {width - 1}")
+    number = whole_number(neuron)
+    if number is None or not 0 <= number < width:
+        raise ValueError(f"neuron {neuron!r} does not exist: {hook!r} has 0 to {width - 1}")

@@ -18,6 +18,7 @@ from dmi_connector.captures.followed import FollowedCapture
 from dmi_connector.captures.one_model import OneModel
 from dmi_connector.dtypes import FLOATS, ITEMSIZE
 from dmi_connector.hooks import HOOKS, SAMPLED, parse_layers, selection_items
+from dmi_connector.option_values import whole_number
 from dmi_connector.reduce import Keeps
 from dmi_connector.store.format.remote_path import Place, local_path, place_of
 from dmi_connector.store.read.arrays.stored_reduction import StoredReduction
@@ -152,8 +153,8 @@ def sketch(capture: Capture | FollowedCapture[Capture], hooks: str, k: int = 64)
     for hooks of integers, of sampled tokens only, or with a reduction that keeps no directions. Raises KeyError for a
     hook that was not captured, and the errors of `FollowedCapture.follow`.
     """
-    if k < 1:
-        raise ValueError(f"k {k} is not valid; keep 1 row or more")
+    if (whole_number(k) or 0) < 1:
+        raise ValueError(f"k {k!r} is not valid; keep 1 row or more")
     names = _chosen(capture.attrs, hooks, capture.path)
     found: dict[str, FrequentDirections] = {}
     for name, rows in _blocks(capture, [*names]):

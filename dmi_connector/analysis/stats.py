@@ -11,6 +11,7 @@ from dmi_connector.analysis.training.rows import present_rows
 from dmi_connector.analysis.unembedding import entropy_of, log_softmax
 from dmi_connector.captures.capture import Capture
 from dmi_connector.dtypes import FLOATS
+from dmi_connector.option_values import whole_number
 from dmi_connector.reduce.statistic import Statistic
 
 _VALUE = Statistic("value", lambda rows, index: rows[:, index], "neuron", signed=True)
@@ -96,5 +97,6 @@ def _values(
 
 def _check_index(capture: Capture, hook: str, statistic: Statistic, index: int) -> None:
     count = capture.shape(hook)[-1] // statistic.values_each
-    if statistic.index_name and not 0 <= index < count:
-        raise ValueError(f"{statistic.index_name} {index} does not exist: {hook!r} has 0 to {count - 1}")
+    number = whole_number(index)
+    if statistic.index_name and (number is None or not 0 <= number < count):
+        raise ValueError(f"{statistic.index_name} {index!r} does not exist: {hook!r} has 0 to {count - 1}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dmi_connector.captures.own_values import check_own_values
+from dmi_connector.option_values import whole_number
 from dmi_connector.store.read.files.thread_pool import in_threads
 from dmi_connector.store.read.reader import StoreReader
 
@@ -104,8 +105,9 @@ def query_rows(capture: StoreReader, queries: slice | None) -> range:
 
 def check_head(head: int | None, heads: int) -> None:
     """Raise ValueError for a head that does not exist. None stands for all heads."""
-    if head is not None and not -heads <= head < heads:
-        raise ValueError(f"head {head} does not exist: the model has heads 0 to {heads - 1}")
+    number = whole_number(head)
+    if head is not None and (number is None or not -heads <= number < heads):
+        raise ValueError(f"head {head!r} does not exist: the model has heads 0 to {heads - 1}")
 
 
 _QUERIES = 128

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from dmi_connector.captures.row_choice import Mask, RowChoice
 from dmi_connector.captures.row_view import RowView, check_some
 from dmi_connector.captures.scores import scores as scores_of
 from dmi_connector.captures.tables import Decode
+from dmi_connector.option_values import whole_number
 from dmi_connector.store.format.remote_path import Given, Place, RemotePath, place_of
 from dmi_connector.store.read.hook_names import Layers
 from dmi_connector.store.read.index import (
@@ -245,12 +245,11 @@ class Captures:
             return replace(self, infos=self.infos[number])
         if isinstance(number, str):
             number = self._number(number)
+        at = whole_number(number)
+        if at is None:
+            raise TypeError(f"captures[{number!r}]: give the number, the name or the key of a store, or a slice")
         try:
-            info = self.infos[operator.index(number)]
-        except TypeError as error:
-            raise TypeError(
-                f"captures[{number!r}]: give the number, the name or the key of a store, or a slice"
-            ) from error
+            info = self.infos[at]
         except IndexError as error:
             raise IndexError(f"captures[{number}] does not exist: there are {len(self)} stores") from error
         return open_capture(info.store, timeout=0, allow_incomplete=True)

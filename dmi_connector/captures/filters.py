@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import datetime
-import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
@@ -14,6 +13,7 @@ from dmi_connector.captures.lens_names import ALL_NAMES, split_name, why_not_equ
 from dmi_connector.captures.names import holds
 from dmi_connector.captures.one_model import is_named
 from dmi_connector.hooks import HOOKS
+from dmi_connector.option_values import whole_number
 from dmi_connector.store.format.remote_path import Place, RemotePath, is_gone
 from dmi_connector.store.read.files.thread_pool import in_fetch_threads, in_threads
 from dmi_connector.store.read.hook_names import HookTable
@@ -109,10 +109,9 @@ def lengths(prompt_len: range | SupportsIndex) -> range:
     """The lengths that the filter `prompt_len` accepts. Raises ValueError unless it is an integer or a range."""
     if isinstance(prompt_len, range):
         return prompt_len
-    try:
-        length = operator.index(prompt_len)
-    except TypeError as error:
-        raise ValueError(f"prompt_len {prompt_len!r} is not valid; give a number of tokens, or a range") from error
+    length = whole_number(prompt_len)
+    if length is None:
+        raise ValueError(f"prompt_len {prompt_len!r} is not valid; give a number of tokens, or a range")
     return range(length, length + 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from dmi_connector.option_values import whole_number
 from dmi_connector.store.read.reader import StoreReader
 
 _MOST_UINT8 = 256
@@ -52,8 +53,9 @@ def routed_experts(capture: StoreReader, prompt_start: int = 0, check: bool = Tr
 
 def _first_row(capture: StoreReader, prompt_start: int) -> int:
     """The first row to return. Raises ValueError if it or a later row is missing."""
-    if prompt_start < 0:
-        raise ValueError(f"prompt_start {prompt_start} is not valid; use 0 or more tokens")
+    number = whole_number(prompt_start)
+    if number is None or number < 0:
+        raise ValueError(f"prompt_start {prompt_start!r} is not valid; use 0 or more tokens")
     start, prompt = int(capture.attrs["start"]), capture.prompt_len
     if start > prompt:
         raise ValueError(

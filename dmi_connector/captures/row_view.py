@@ -16,6 +16,7 @@ from dmi_connector.captures.finite import FiniteCheck, not_finite
 from dmi_connector.captures.row_choice import RowChoice, Runs
 from dmi_connector.captures.token_fields import DTYPES, IN_STORE, store_fields
 from dmi_connector.dtypes import as_torch
+from dmi_connector.option_values import whole_number
 from dmi_connector.store.format.remote_path import Place
 from dmi_connector.store.read.arrays.chunk_reader import read_pieces
 from dmi_connector.store.read.arrays.hook_array import HookArray, ShardPieces
@@ -206,8 +207,8 @@ class RowView:
         rows). Raises ValueError for a size below 1.
         """
         check = FiniteCheck(finite)
-        if size < 1:
-            raise ValueError(f"size {size} is not valid; use 1 row or more")
+        if (whole_number(size) or 0) < 1:
+            raise ValueError(f"size {size!r} is not valid; use 1 row or more")
         for first in range(0, self._rows, size):
             numbers = np.arange(first, min(first + size, self._rows))
             rows = self.read(slice(first, first + size))

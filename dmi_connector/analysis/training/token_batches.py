@@ -28,6 +28,7 @@ from dmi_connector.captures.row_choice import Mask, RowChoice
 from dmi_connector.captures.row_view import RowView
 from dmi_connector.captures.token_fields import DTYPES, IN_STORE
 from dmi_connector.dtypes import as_numpy, as_torch
+from dmi_connector.option_values import whole_number
 from dmi_connector.store.format.remote_path import RemotePath
 from dmi_connector.store.read.arrays.chunk_reader import read_blocks
 from dmi_connector.store.read.arrays.hook_array import ShardPieces
@@ -69,8 +70,8 @@ class TokenBatches(IterableDataset[Batch]):
         numbers = {"batch_size": batch_size, "buffer_tokens": buffer_tokens, "seed": seed, "epochs": epochs}
         for option, given in numbers.items():
             least = 0 if option == "seed" else 1
-            endless = option == "epochs" and given is None
-            if not endless and (not isinstance(given, int | np.integer) or given < least):
+            number, endless = whole_number(given), option == "epochs" and given is None
+            if not endless and (number is None or number < least):
                 raise ValueError(f"{option} {given!r} is not valid; give an integer of at least {least}")
         if not names or buffer_tokens < batch_size:
             raise ValueError(
@@ -94,8 +95,9 @@ class TokenBatches(IterableDataset[Batch]):
         own_rank, own_size = _distributed()
         self.rank = own_rank if rank is None else rank
         self.world_size = own_size if world_size is None else world_size
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} is not valid; use 0 to {self.world_size - 1} with this world_size")
+        number, of = whole_number(self.rank), whole_number(self.world_size)
+        if number is None or of is None or not 0 <= number < of:
+            raise ValueError(f"rank {self.rank!r} is not valid; use 0 to {self.world_size - 1} with this world_size")
         self._blocks = self._view.blocks()
         self.order = BatchOrder(self._blocks[2], batch_size, buffer_tokens, seed, shuffle, self.rank, self.world_size)
         self.normalization = of_views(self.views, normalize, seed)
@@ -175,8 +177,9 @@ class TokenBatches(IterableDataset[Batch]):
         of the previous loop. Persistent workers of a `DataLoader` do not see the call, so use `loader`. Raises
         ValueError for an epoch below 0.
         """
-        if epoch < 0:
-            raise ValueError(f"epoch {epoch} is not valid; use 0 or more")
+        number = whole_number(epoch)
+        if number is None or number < 0:
+            raise ValueError(f"epoch {epoch!r} is not valid; use 0 or more")
         self._go_on_at(self._begin(epoch))
 
     def _go_on_at(self, position: Position) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dmi_connector.hooks import ALIASES
+from dmi_connector.option_values import whole_number
 from dmi_connector.wording import suggest
 
 RESID_POST = "resid_post"
@@ -106,11 +106,10 @@ class HookTable:
 
         Raises KeyError for a layer that was not captured, and ValueError for a layer that is not an integer.
         """
-        try:
-            layer = operator.index(layer)
-        except TypeError as error:
-            raise ValueError(f"layer {layer!r} is not valid; give layer numbers, or None for all") from error
-        source = self._find(self.sources(name), layer)
+        number = whole_number(layer)
+        if number is None:
+            raise ValueError(f"layer {layer!r} is not valid; give layer numbers, or None for all")
+        source = self._find(self.sources(name), number)
         if source is not None:
             return source
         captured = self.layers(name) or "no layer axis: leave layer out"

@@ -89,7 +89,7 @@ def test_a_lens_has_no_values_for_rows_that_are_lost(checks: list[Any]) -> None:
     checks.clear()
     assert logit_lens(Held([]), END, VOCABULARY).layers == ["final"]  # type: ignore[arg-type]
     assert [given for given, _ in checks] == [("resid_final",)]
-    for top in (0, VOCABULARY + 1):
+    for top in (0, VOCABULARY + 1, True, 1.5):
         with pytest.raises(ValueError, match=rf"^top {top} is not valid; use 1 to {VOCABULARY}, the vocabulary$"):
             logit_lens(capture, END, top)
 

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from dmi_connector.option_values import whole_number
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _PREFIX = "dmi-read"
@@ -42,8 +44,8 @@ class _Pool:
         return self._wanted or _cores()
 
     def resize(self, threads: int | None) -> None:
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads {threads} is not valid; use 1 or more, or None for one per core")
+        if threads is not None and (whole_number(threads) or 0) < 1:
+            raise ValueError(f"threads {threads!r} is not valid; use 1 or more, or None for one per core")
         with self._lock:
             # No shutdown: another thread may be handing it work. Its threads end when it is no longer referenced.
             self._wanted, self._executor = threads, None
