@@ -32,8 +32,16 @@ FOUND = ("killed", "timeout", "segfault")
 """Statuses of mutmut for mutants that the tests detected."""
 
 
+def made_name(file: str) -> str:
+    """Name of the file in made/ that has the number of all mutants of a file of the tree."""
+    return file.replace("/", "-")
+
+
 def copy_tree(tree: Path) -> None:
-    """Bring a copy of the tree up to date. mutmut makes mutants of a file again if its mtime has changed."""
+    """Bring a copy of the tree up to date. mutmut makes mutants of a file again if its mtime has changed.
+
+    The numbers of mutants in made/ of files that are gone are removed, because all numbers there are added.
+    """
     listed = subprocess.check_output(
         ["git", "ls-files", "-co", "--exclude-standard", "-z", *COPIED], cwd=ROOT, text=True
     )
@@ -50,6 +58,9 @@ def copy_tree(tree: Path) -> None:
         for path in folder.rglob("*.py"):
             if path.relative_to(tree).as_posix().removeprefix("mutants/") not in names:
                 path.unlink()
+    for path in (tree / "made").iterdir():
+        if path.name not in map(made_name, names):
+            path.unlink()
     shutil.copyfile(ROOT / "tests/mutants/setup.cfg", tree / "setup.cfg")
     shutil.copyfile(ROOT / "tests/mutants/sitecustomize.py", tree / "mutants/sitecustomize.py")
 
@@ -78,7 +89,7 @@ def choose(part: int, parts: int, seed: int, only: list[str]) -> None:
         within = [m for m in mutations if m.contained_by_top_level_function is not None]
         if not any(part in filename for part in only):
             return module, [], *rest
-        Path("made", filename.replace("/", "-")).write_text(str(len(within)))
+        Path("made", made_name(filename)).write_text(str(len(within)))
         numbers = list(range(len(within)))
         random.Random(f"{seed} {filename}").shuffle(numbers)
         mine = set(numbers[part::parts] or numbers[:1])

@@ -9,6 +9,8 @@ import json
 import re
 from pathlib import Path
 
+from tests.mutants.run import copy_tree, made_name
+
 ROOT = Path(__file__).parents[2]
 MUTANTS = ROOT / "tests" / "mutants"
 
@@ -46,3 +48,15 @@ def test_survivors_are_mutants_of_functions_that_exist() -> None:
         if not file.is_file() or function not in functions(file):
             lacking.append(mutant)
     assert len(named) > 20 and not lacking, f"tests/mutants/survivors.json names {lacking}"
+
+
+def test_mutants_of_files_that_are_gone_are_not_counted(tmp_path: Path) -> None:
+    """All numbers in made/ are added, and a tree is kept from run to run."""
+    for folder in ("made", "mutants"):
+        (tmp_path / folder).mkdir()
+    here, gone = made_name("dmi_connector/layout.py"), made_name("dmi_connector/renamed_since.py")
+    for name in (here, gone):
+        (tmp_path / "made" / name).write_text("7")
+    copy_tree(tmp_path)
+    assert [path.name for path in (tmp_path / "made").iterdir()] == [here]
+    assert (tmp_path / "dmi_connector/layout.py").is_file()
