@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,12 @@ import pytest
 from dmi_connector.layout import ArraySpec, PayloadLayout
 from dmi_connector.store.format.completeness import Cause, Loss
 from dmi_connector.store.read.verify import verify_store
+from dmi_connector.store.write import pace as pace_module
 from dmi_connector.store.write.arrays.shard_writer import FileCache
 from dmi_connector.store.write.child_process import Child
 from dmi_connector.store.write.coordinator.capture_record import CaptureRecord
 from dmi_connector.store.write.messages import Message
-from dmi_connector.store.write.pace import LATE_S, SURE, Pace, Shares, shares_for
+from dmi_connector.store.write.pace import LATE_S, SOON_S, SURE, Pace, Shares, shares_for
 from dmi_connector.store.write.settings import WriteSettings
 from dmi_connector.store.write.writer import Writer
 from tests import storekit as kit
@@ -90,41 +90,63 @@ def test_writers_do_not_hurry_while_the_ring_is_sure_to_hold_all() -> None:
         assert shares_for(LEAST, used, to_come) == (LEAST, 1.0)
 
 
-def test_a_rest_ends_once_the_rows_have_waited_long_enough() -> None:
+class Clock:
+    """A clock for `Pace`, which only its sleep moves on. then: called after each sleep."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, then: Callable[[], None] = lambda: None) -> None:
+        self.now, self._then = 1000.0, then
+        patch.setattr(pace_module, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert 0 < seconds <= pace_module._SLICE_S
+        self.now += seconds
+        self._then()
+
+    def lasts(self, pace: Pace, worked: float, generated: bool, since: float) -> float:
+        """Seconds of a rest."""
+        began = self.now
+        pace.rest(worked, generated, since)
+        return self.now - began
+
+
+SLICE = pytest.approx(0, abs=pace_module._SLICE_S)
+
+
+@pytest.mark.parametrize("generated", [True, False])
+def test_a_rest_ends_once_the_rows_have_waited_long_enough(monkeypatch: pytest.MonkeyPatch, generated: bool) -> None:
     """The coordinator does not change the shares meanwhile."""
-    pace = Pace()
+    clock, pace = Clock(monkeypatch), Pace()
     pace.shares = Shares(0.01, 0.01)
-    for generated in (True, False):
-        began = time.monotonic()
-        pace.rest(1000.0, generated, since=began - LATE_S)
-        assert time.monotonic() - began < 100
-        began = time.monotonic()
-        pace.rest(1000.0, generated, since=began - LATE_S + 0.3)
-        assert 0.25 < time.monotonic() - began < kit.PATIENCE
-        began = time.monotonic()
-        pace.rest(1.0, generated, since=began - LATE_S / 2)  # a share of a hundredth would rest for 99 seconds
-        assert time.monotonic() - began < 50
+    assert clock.lasts(pace, 1000.0, generated, since=clock.now - LATE_S) == 0
+    assert clock.lasts(pace, 1000.0, generated, since=clock.now - LATE_S + 0.3) - 0.3 == SLICE
+    lasted = clock.lasts(pace, 1.0, generated, since=clock.now - LATE_S / 2)
+    share = 0.01 + 0.99 * (LATE_S / 2 + lasted - SOON_S) / (LATE_S - SOON_S)  # at the end of the rest
+    assert lasted == pytest.approx(1 / share - 1, abs=0.05), "a share of a hundredth alone would rest for 99 seconds"
     pace.close()
 
 
-def test_a_rest_lasts_as_long_as_the_share_asks() -> None:
+def test_a_rest_lasts_as_long_as_the_share_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: list[float] = []
+
+    def change() -> None:
+        if clock.now >= 1000.5 and not changed:
+            pace.shares = Shares(1.0, 0.01)
+            changed.append(clock.now)
+
     pace = Pace()
-    began = time.monotonic()
-    pace.rest(10.0, True, began)  # no share is set yet
-    assert time.monotonic() - began < 1
+    clock = Clock(monkeypatch)
+    assert clock.lasts(pace, 10.0, True, clock.now) == 0, "no share is set yet"
     other = Pace(os.dup(pace.fd))
     pace.shares = Shares(0.25, 0.5)
     assert other.shares == pytest.approx((0.25, 0.5), abs=1 / 255)
-    for generated, least in ((True, 0.055), (False, 0.018)):
-        began = time.monotonic()
-        other.rest(0.02, generated, began)
-        assert time.monotonic() - began >= least
-    timer = threading.Timer(0.1, lambda: setattr(pace, "shares", Shares(1.0, 0.01)))
-    timer.start()
-    began = time.monotonic()
-    other.rest(1000.0, True, began)
-    assert time.monotonic() - began < kit.PATIENCE
-    timer.join()
+    for generated, lasted in ((True, 0.06), (False, 0.02)):
+        assert clock.lasts(other, 0.02, generated, clock.now) == pytest.approx(lasted, rel=0.02)
+    clock = Clock(monkeypatch, change)
+    assert clock.lasts(other, 1000.0, True, clock.now) - 0.5 == SLICE, "the share changes during the rest"
+    assert changed
     for each in (pace, other):
         each.close()
         each.close()
@@ -308,18 +330,25 @@ def test_no_bytes_are_to_come_once_all_captures_have_ended(tmp_path: Path) -> No
     assert stores.captures._to_come == 0 and stores.shutdown(kit.PATIENCE)
 
 
-def test_rows_that_have_waited_long_are_written_without_a_new_message(tmp_path: Path) -> None:
-    """A rest of many seconds ends when the rows have waited for three seconds, even without a new message."""
-    stores = kit.Store(RING, settings=WriteSettings(least_share=0.004))
-    assert stores.pool.processes[0].ready.wait(kit.PATIENCE)
-    record = begin(stores, tmp_path / "a.zarr", 14 * CHUNK)
-    began = time.monotonic()
-    for number in range(14):  # each takes about 5 ms of work, with a rest of a second before it
-        send(stores, record, number * CHUNK)
-    kit.until(lambda: stores.ring.used == 0)
-    assert time.monotonic() - began < LATE_S + 3
-    stores.abort(record)
-    assert stores.shutdown(kit.PATIENCE)
+def test_rows_that_have_waited_long_are_written_without_a_new_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rests of a writer end when the rows have waited for three seconds. Its share would ask for many more."""
+    clock, pace, ring, answers = Clock(monkeypatch), Pace(), np.zeros(CHUNK_BYTES, "u1"), []
+    pace.shares = Shares(0.004, 0.004)
+    writer = Writer(ring, answers.append, FileCache(4), pace)
+    layout = PayloadLayout((WIDE,), CHUNK, CHUNK, "zstd")
+    writer.handle({"type": "layout", "number": 0, "layout": layout.to_json()})
+    where = {"partial": str(tmp_path), "layout": 0, "arrays": [0], "about": None, "leads": True}
+    writer.handle({"type": "open", "id": 1, **where})
+    sent = clock.now
+    for seq in range(14):
+        writer._worked = 0.1  # CPU seconds for the chunk before it
+        where = {"id": 1, "seq": seq, "offset": 0, "first": seq * CHUNK, "count": CHUNK}
+        writer.handle({"type": "chunk", **where, "generated": False, "sent": sent})
+        assert answers.pop() == {"ack": seq}
+    assert SOON_S < clock.now - sent <= LATE_S
+    pace.close()
 
 
 @pytest.mark.parametrize(
