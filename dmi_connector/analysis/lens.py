@@ -39,13 +39,13 @@ class Uncertainty:
     """The entropy and surprisal of each next token. `uncertainty` makes it.
 
     rows: int64 [n], the rows of the store whose next token is predicted. entropy: float32 [n], of the predicted
-    distribution at temperature 1, in nats. surprise: float32 [n], surprisal, -log p of the actual next token,
-    in nats; NaN if that token is not in the store, or has no logit.
+    distribution at temperature 1, in nats. surprisal: float32 [n], -log p of the actual next token, in nats; NaN
+    if that token is not in the store, or has no logit.
     """
 
     rows: np.ndarray
     entropy: np.ndarray
-    surprise: np.ndarray
+    surprisal: np.ndarray
 
 
 def logit_lens(capture: Capture, unembedding: Unembedding, top: int = 5) -> Lens:
@@ -118,7 +118,7 @@ def uncertainty(capture: Capture, unembedding: Unembedding | None = None) -> Unc
     there = known_tokens(capture)
     rows: list[np.ndarray] = [np.zeros(0, np.int64)]
     entropy: list[np.ndarray] = [np.zeros(0, np.float32)]
-    surprise: list[np.ndarray] = [np.zeros(0, np.float32)]
+    surprisal: list[np.ndarray] = [np.zeros(0, np.float32)]
     for own_rows, logits in _outputs(capture, unembedding):
         own = log_softmax(logits)
         known = own_rows + 1 < len(ids)
@@ -127,8 +127,8 @@ def uncertainty(capture: Capture, unembedding: Unembedding | None = None) -> Unc
         chosen = np.where(known, ids[following], 0)
         rows.append(own_rows)
         entropy.append(entropy_of(own))
-        surprise.append(np.where(known, -np.take_along_axis(own, chosen[:, None], -1)[:, 0], np.float32(np.nan)))
-    return Uncertainty(np.concatenate(rows), np.concatenate(entropy), np.concatenate(surprise))
+        surprisal.append(np.where(known, -np.take_along_axis(own, chosen[:, None], -1)[:, 0], np.float32(np.nan)))
+    return Uncertainty(np.concatenate(rows), np.concatenate(entropy), np.concatenate(surprisal))
 
 
 _SAMPLES = 128

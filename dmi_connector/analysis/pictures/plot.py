@@ -291,7 +291,7 @@ def draw_uncertainty(capture: Capture, found: Uncertainty, out: PathLike, tokeni
     panel = figure.add_subplot()
     positions = found.rows + int(capture.attrs["start"])
     panel.plot(positions, found.entropy, "o-", markersize=3, label="entropy")
-    panel.plot(positions, found.surprise, "s--", markersize=3, label="surprisal of the actual next token")
+    panel.plot(positions, found.surprisal, "s--", markersize=3, label="surprisal of the actual next token")
     panel.set_ylim(bottom=0)
     panel.set_ylabel("nats")
     panel.legend(frameon=False, fontsize=8)

@@ -121,13 +121,13 @@ def test_the_lens_of_a_row_that_is_not_finite_has_no_token(case: Case, monkeypat
 def test_uncertainty_is_that_of_transformers_from_logits_and_from_the_stream(case: Case) -> None:
     own = case.logits.log_softmax(-1)
     entropy = -(own.exp() * own).sum(-1).numpy()
-    surprise = torch.nn.functional.cross_entropy(case.logits[:-1], torch.tensor(IDS)[1:], reduction="none").numpy()
+    surprisal = torch.nn.functional.cross_entropy(case.logits[:-1], torch.tensor(IDS)[1:], reduction="none").numpy()
     for end, rows in ((None, range(PROMPT - 1, TOKENS)), (case.unembedding, range(TOKENS))):
         found = uncertainty(case.capture, end)
         assert found.rows.tolist() == list(rows)
         np.testing.assert_allclose(found.entropy, entropy[rows], rtol=1e-4)
-        np.testing.assert_allclose(found.surprise[:-1], surprise[rows[:-1]], rtol=1e-4)
-        assert np.isnan(found.surprise[-1]), "the last row has no next token"
+        np.testing.assert_allclose(found.surprisal[:-1], surprisal[rows[:-1]], rtol=1e-4)
+        assert np.isnan(found.surprisal[-1]), "the last row has no next token"
 
 
 def test_blocks_of_any_size_give_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +354,7 @@ def test_the_row_before_a_lost_token_has_no_next_token(case: Case, monkeypatch: 
     monkeypatch.setattr(lens, "known_tokens", lambda _capture: known)
     monkeypatch.setattr(attribution, "known_tokens", lambda _capture: known)
     found = uncertainty(case.capture, case.unembedding)
-    assert found.rows[np.isnan(found.surprise)].tolist() == [15, TOKENS - 1]
+    assert found.rows[np.isnan(found.surprisal)].tolist() == [15, TOKENS - 1]
     shares, _ = logit_attribution(case.capture, case.unembedding)
     assert np.flatnonzero(np.isnan(shares).any(0)).tolist() == [15]
     assert not np.isnan(logit_attribution(case.capture, case.unembedding, targets=3)[0]).any()

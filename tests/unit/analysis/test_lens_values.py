@@ -105,12 +105,12 @@ def test_a_token_that_the_model_excludes_adds_nothing_to_a_lens() -> None:
         np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_a_token_outside_the_vocabulary_has_no_surprise() -> None:
+def test_a_token_outside_the_vocabulary_has_no_surprisal() -> None:
     """For example, the id that stands for an image."""
     capture: Any = Held()
-    whole = uncertainty(capture, END).surprise
+    whole = uncertainty(capture, END).surprisal
     capture.token_ids = np.where(np.arange(TOKENS) == 3, VOCABULARY, IDS)
-    found = uncertainty(capture, END).surprise
+    found = uncertainty(capture, END).surprisal
     assert np.flatnonzero(np.isnan(found) & ~np.isnan(whole)).tolist() == [2]
 
 
@@ -130,8 +130,8 @@ def test_uncertainty_without_a_model_is_that_of_captured_logits(samples: int, mo
     own = log_softmax(LOGITS[[0, 1, 3, 4]])
     assert found.rows.dtype == np.int64 and found.rows.tolist() == [4, 5, 7, 11]
     np.testing.assert_allclose(found.entropy, -(np.exp(own) * own).sum(-1), rtol=1e-5)
-    np.testing.assert_allclose(found.surprise, [*-own[np.arange(3), IDS[[5, 6, 8]]], np.nan], rtol=1e-6)
-    assert (found.entropy.dtype, found.surprise.dtype) == (np.float32, np.float32)
+    np.testing.assert_allclose(found.surprisal, [*-own[np.arange(3), IDS[[5, 6, 8]]], np.nan], rtol=1e-6)
+    assert (found.entropy.dtype, found.surprisal.dtype) == (np.float32, np.float32)
 
 
 def test_uncertainty_with_a_model_is_that_of_the_stream(checks: list[Any]) -> None:
@@ -139,14 +139,14 @@ def test_uncertainty_with_a_model_is_that_of_the_stream(checks: list[Any]) -> No
     assert found.rows.tolist() == THERE.tolist() and checks == [(("resid_final",), {})]
     own = log_softmax(END.logits(FINAL[THERE]))
     wanted = [*-own[np.arange(len(THERE) - 1), IDS[THERE[:-1] + 1]], np.nan]
-    np.testing.assert_allclose(found.surprise, wanted, rtol=1e-5)
+    np.testing.assert_allclose(found.surprisal, wanted, rtol=1e-5)
     empty: Any = SimpleNamespace(
         logits_positions=np.array([-1]),
         token_ids=IDS[:0],
         attrs=Held(num_tokens=0).attrs,
     )
     none = uncertainty(empty)
-    assert [(a.dtype, a.shape) for a in (none.rows, none.entropy, none.surprise)] == [
+    assert [(a.dtype, a.shape) for a in (none.rows, none.entropy, none.surprisal)] == [
         (np.int64, (0,)),
         (np.float32, (0,)),
         (np.float32, (0,)),

@@ -116,7 +116,7 @@ def test_pictures_show_the_numbers_of_the_functions(
             "lens": [logit_lens(one, end).chance],
             "attribution": [logit_attribution(one, end, 9)[0]],
             "attention": list(attention_pattern(one, 1)),
-            "uncertainty": [sure.entropy, sure.surprise],
+            "uncertainty": [sure.entropy, sure.surprisal],
             "drift": [drift(one, since="previous"), drift(two, since="previous")],
         }
     for kind, values in expected.items():
