@@ -182,6 +182,17 @@ def sketch(capture: Capture | FollowedCapture[Capture], hooks: str, k: int = 64)
     return Sketch(k, layers, sizes, [end.path.name], end.attrs.get("model"), tokens, missing, projections)
 
 
+def is_sketch_of(found: Sketch, capture: Capture, hooks: str, k: int) -> bool:
+    """Whether `sketch` would make a sketch of the same rows, hooks and layers. hooks, k: as in `sketch`."""
+    chosen: dict[str, set[int]] = {}
+    for hook, layer in _chosen(capture.attrs, hooks, capture.path).values():
+        chosen.setdefault(hook, set()).add(layer)
+    missing = sum(stop - start for start, stop in capture.missing)
+    rows = [capture.path.name], capture.attrs["num_tokens"] - missing, missing, k
+    own = {hook: {*layers} for hook, layers in found.hooks.items()}
+    return rows == (found.stores, found.tokens, found.missing, found.k) and own == chosen
+
+
 def _is_projection(facts: Mapping[str, Any], path: Place) -> bool:
     reduced = StoredReduction.of(facts, path)
     return reduced is not None and Keeps.VALUES not in reduced.reduction.keeps

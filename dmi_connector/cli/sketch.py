@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from dmi_connector.analysis.new_file import new_file
-from dmi_connector.analysis.sketch import Sketch, sketch
+from dmi_connector.analysis.sketch import Sketch, is_sketch_of, sketch
 from dmi_connector.captures.capture import open_capture
 from dmi_connector.cli import places
 from dmi_connector.cli.tables import format_table
@@ -48,13 +49,15 @@ def run_sketch(options: argparse.Namespace) -> int:
     listed: list[dict[str, Any]] = []
     for out, group in _groups(stores, local_path(options.out), options.merge):
         try:
-            with new_file(out, "sketch") as partial:
-                found, lost = _merged(group, options)
-                found.save(partial)
+            found = None if out == local_path(options.out) else _made_before(out, group[0], options)
+            if found is None:
+                with new_file(out, "sketch") as partial:
+                    found, lost = _merged(group, options)
+                    found.save(partial)
+                failed += lost
         except CaptureFailed as error:
             failed.append(error)
             continue
-        failed += lost
         if options.json:
             listed.append(_json(out, found))
         else:
@@ -64,6 +67,24 @@ def run_sketch(options: argparse.Namespace) -> int:
     for why in failed:
         print(f"dmi: {why}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _made_before(out: Path, store: Place, options: argparse.Namespace) -> Sketch | None:
+    """The sketch in a file that the same command has written before it was stopped; None if there is no file.
+
+    Raises FileExistsError for a sketch of another capture, or with other options, and ValueError for another file.
+    """
+    if not os.path.lexists(out):
+        return None
+    found = Sketch.load(out)
+    try:
+        with open_capture(store, 0, allow_incomplete=True) as capture:
+            same = is_sketch_of(found, capture, options.hooks, options.k)
+    except TimeoutError:  # it is still being written
+        same = False
+    if not same:
+        raise FileExistsError(f"{out} exists, and has other rows, hooks or k than this command; give another -o")
+    return found
 
 
 def _merged(stores: Sequence[Place], options: argparse.Namespace) -> tuple[Sketch, list[CaptureFailed]]:

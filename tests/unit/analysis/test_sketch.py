@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from dmi_connector import open_capture
 from dmi_connector.analysis.frequent_directions import FrequentDirections
 from dmi_connector.analysis.sketch import Sketch, sketch
+from dmi_connector.cli import sketch as sketch_command
 from dmi_connector.cli.main import main
 from dmi_connector.layout import ArraySpec
 from dmi_connector.option_values import OptionError
@@ -432,6 +435,34 @@ def test_a_capture_that_fails_is_named_and_the_others_are_sketched(
     assert Sketch.load(tmp_path / "m.safetensors").stores == ["a.zarr"]
     assert main(["sketch", given[0], "--hooks", "q", "--follow", "--merge", "-o", f"{tmp_path}/n.safetensors"]) == 1
     assert not (tmp_path / "n.safetensors").exists()
+
+
+def test_a_command_that_was_stopped_can_be_started_again(
+    captures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, asked = tmp_path / "out", ["--hooks", "q,-q@2", "-k", "3"]
+
+    def stopped(store: Path, *more: Any) -> Any:
+        if store.name == "b.zarr":
+            raise KeyboardInterrupt
+        return sketched(store, *more)
+
+    sketched = sketch_command._sketch
+    monkeypatch.setattr(sketch_command, "_sketch", stopped)
+    with contextlib.suppress(KeyboardInterrupt):
+        main(["sketch", str(captures), *asked, "-o", str(out)])
+    assert [path.name for path in out.iterdir()] == ["a.safetensors"]
+    first, text = (out / "a.safetensors").stat(), capsys.readouterr().out
+    monkeypatch.setattr(sketch_command, "_sketch", sketched)
+    assert main(["sketch", str(captures), *asked, "-o", str(out)]) == 0
+    assert (out / "a.safetensors").stat() == first, "it must not be read again"
+    assert capsys.readouterr().out.startswith(text) and Sketch.load(out / "b.safetensors").stores == ["b.zarr"]
+    for other in (["--hooks", "q,-q@2", "-k", "4"], ["--hooks", "q", "-k", "3"]):
+        assert main(["sketch", str(captures), *other, "-o", str(out)]) == 2
+        assert "a.safetensors exists, and has other rows, hooks or k than this command" in capsys.readouterr().err
+    (out / "b.safetensors").write_bytes(b"x")
+    assert main(["sketch", str(captures), *asked, "-o", str(out)]) == 2
+    assert "b.safetensors holds no sketch" in capsys.readouterr().err
 
 
 MISTAKES = {
