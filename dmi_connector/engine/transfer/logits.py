@@ -105,8 +105,9 @@ class LogitsExport:
         self._tokens = tokens
 
     def export(self, logits: torch.Tensor) -> None:
-        """Export the logits of a step, [samples, vocab] in the order of the batch.
+        """Export the logits of a step, [samples, vocab] in the order of the batch: one row per request without drafts.
 
+        Without drafts, all rows of logits are lost if there are more rows than requests, as a newer vLLM might compute.
         Raises RuntimeError if `of_tokens` was not called with one token for each row in a step with draft tokens.
         """
         samples, number, step = self._samples, self._step, self._worker.layer.step
@@ -120,6 +121,12 @@ class LogitsExport:
         asked = ((s, self._worker.captures[s.capture]) for s in samples)
         wanted = {s.slot: (s, capture) for s, capture in asked if capture.layout.logits is not None}
         if not wanted:
+            return
+        requests = len(step.query_start_loc) - 1  # with CUDA graphs also unused ones at the end
+        if len(logits) > requests:
+            error = f"the step has {len(logits)} rows of logits for {requests} requests"
+            for sample, capture in wanted.values():
+                capture.lose(sample.position - capture.start, 1, Cause.NOT_GATHERED, error=error)
             return
         slots = step.slot_mapping[step.query_start_loc[1 : logits.shape[0] + 1].long() - 1]
         deliver = lambda extent, slots, row_bytes: self._deliver(extent, slots, row_bytes, wanted)  # noqa: E731

@@ -314,6 +314,21 @@ def test_logits_go_to_the_captures_whose_last_slot_they_belong_to(make: Make) ->
     assert exporter.ring.used == 0
 
 
+def test_logits_that_belong_to_no_request_are_lost_with_their_reason(make: Make) -> None:
+    """With more rows than requests, it is not known which row is whose."""
+    exporter, client = with_logits(make)
+    exporter.client = None
+    begin(exporter, 1, 20, start=15)
+    exporter.client = client  # type: ignore[assignment]
+    exporter.logits.post = client.rows  # type: ignore[assignment]
+    exporter.before_forward(StepMetadata(samples=[Sample(1, 0, 19, 7)]))
+    logits = sampled(exporter, [[5], [6, 7]])
+    exporter.logits.export(torch.cat([logits, logits[:1]]))
+    [loss] = exporter.captures[1].losses
+    assert client.rows_given == [] and exporter.ring.used == 0 and loss.rows == ((4, 5),)
+    assert loss.words == "rows could not be gathered (the step has 3 rows of logits for 2 requests)"
+
+
 def test_a_rank_that_does_not_write_logits_takes_no_room_for_them(tmp_path: Path) -> None:
     """Every rank has all logits, but the ring of this rank has no room for them."""
     exporter = make_exporter(tmp_path, 64, SMALL, rank=1, tp=2, hooks="q,logits", sink="host")
