@@ -38,6 +38,9 @@ CONDITIONS = {
     "dropped": Ask(prompt(50), {**ALL, "dmi": {"key": "dropped", "keep_if": "max(one) > 1e9", "probes": ASKED}}),
     "stopped": Ask(prompt(50), {**ALL, "dmi": {"key": "stopped", "stop_if": "one < 1e9"}}),
 }
+STOP = 109
+"""Position of a generated token, the first one whose score counts in LATE. With drafts it is one of several drafts."""
+LATE = Ask(prompt(12) * 6, {**ALL, "dmi": {"tokens": [STOP, None], "stop_if": "one < 1e9"}}, {"max_tokens": 60})
 # Six blocks of 128 for four requests that need two or three each, so some are preempted.
 CROWD = {f"crowd{n}": Ask(prompt(n), INLINE, {"max_tokens": 80}) for n in (90, 100, 110, 200)}
 ASKS = {
@@ -97,6 +100,7 @@ def run(
         generate(llm, run, CROWD)
         some = {**ALL, "dmi": {"hooks": "probe.many,probe.risk", "layers": [2]}}
         generate(llm, run, {"some": Ask(prompt(40), some), **CONDITIONS})
+        generate(llm, run, {"late": LATE})
         for _ in range(3):
             llm.llm_engine.step()
         run.facts["metrics"] = {metric.name: metric for metric in llm.get_metrics() if "dmi_probe" in metric.name}
@@ -202,6 +206,27 @@ def test_stop_if_ends_a_request(run: Run, oracle: Callable[..., Oracle]) -> None
     best = reference(oracle("qwen3"), tuple(tokens))["logits"].argmax(-1)
     assert tokens[50:] == best[49:-1].tolist()
     assert len(open_capture(run.store("stopped"), timeout=300).token_ids) == len(tokens) - 1
+
+
+def test_stop_if_ends_a_request_while_it_drafts(run: Run) -> None:
+    """One or two steps after the row, each of which may accept all its drafts. The store has the accepted tokens."""
+    tokens, said = run.tokens("late"), run.replies["late"].kv_transfer_params
+    assert said["dmi_stop"].startswith(f"dmi.stop_if: one < 1e9 holds at position {STOP}, where it is ")
+    drafts = NGRAM["num_speculative_tokens"] if run.drafts else 0
+    assert STOP + 2 <= len(tokens) <= STOP + 3 + 2 * drafts < len(LATE.prompt) + 60
+    assert run.replies["late"].outputs[0].finish_reason == "length"
+    assert tokens == run.tokens("repeated")[: len(tokens)]
+    capture, whole = (open_capture(run.store(name), timeout=300) for name in ("late", "repeated"))
+    assert capture.complete and verify_store(run.store("late")) == []
+    assert capture.token_ids.tolist() == tokens[STOP:-1]
+    assert capture.positions.tolist() == [*range(STOP, len(tokens) - 1)]
+    rows = slice(STOP, len(tokens) - 1)
+    for probe in ("one", "risk", "many"):
+        want = whole.numpy(f"probe.{probe}")[..., rows, :]
+        np.testing.assert_allclose(capture.numpy(f"probe.{probe}"), want, rtol=1e-5, atol=1e-5)
+    if run.drafts:
+        assert capture.draft_index[0] > 0, "the token at this position was no draft: choose another one"
+        assert capture.attrs["draft_tokens"]["accepted"] >= np.count_nonzero(capture.draft_index)
 
 
 def test_metrics_have_a_score_and_an_alert_for_each_request(run: Run) -> None:
