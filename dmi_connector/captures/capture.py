@@ -82,30 +82,34 @@ class Capture(StoreReader):
     def __getitem__(self, name: str) -> np.ndarray:
         if not isinstance(name, str):
             raise KeyError(f"{name!r} is not the name of a hook; write cap['q'], or cap['q@3'] for one layer")
-        hook, layer = hook_and_layer(name, self.attrs)
-        if hook != name.partition("@")[0]:  # a name of TransformerLens means the values before reduction
-            check_own_values(self, hook, layer)
-        return self.numpy(hook, layer)
+        return self.numpy(name)
 
     def __contains__(self, name: object) -> bool:
         """Whether `capture[name]` exists."""
         return names_rows(name, self._table, self.attrs)
 
     def _named(self, hook: str, layer: Layers) -> tuple[str, Any]:
-        """(hook, layer) of arguments `hook`, which may include the layer, as in "q@3", and `layer`.
+        """(hook, layer) of arguments `hook`, which is a name as in `cap[...]`, and `layer`.
 
-        Raises ValueError for an invalid layer after the `@`, and if `layer` is also given.
+        Raises ValueError for an invalid layer after an `@`, if the name has a layer and `layer` is also given, and for
+        TransformerLens' name of a hook that was stored as other values. Raises KeyError for TransformerLens' name of a
+        tensor that is no hook.
         """
-        if "@" not in hook:
+        if self._table.holds(hook):
             return hook, layer
-        if layer is not None:
+        name, own = hook_and_layer(hook, self.attrs)
+        if own is not None and layer is not None:
             raise ValueError(f"{hook!r} names its layer; leave layer={layer!r} out")
-        return hook_and_layer(hook, self.attrs)
+        at: Any = layer if own is None else own
+        if name != hook.partition("@")[0]:  # a name of TransformerLens means the values before reduction
+            check_own_values(self, name, at)
+        return name, at
 
     def numpy(self, hook: str, layer: Layers = None, tokens: Tokens = None, convert: bool = True) -> np.ndarray:
-        """Like `StoreReader.numpy`. hook: may include the layer, as in "q@3".
+        """Like `StoreReader.numpy`. hook: a name as in `cap[...]`, which may include the layer, as in "q@3".
 
-        Raises ValueError for an invalid layer after the `@`, and if `layer` is also given.
+        Raises ValueError for an invalid layer after the `@`, if `layer` is also given, and for TransformerLens' name of
+        a hook that was stored as other values.
         """
         return super().numpy(*self._named(hook, layer), tokens, convert)
 

@@ -15,6 +15,7 @@ from dmi_connector.captures import tables
 from dmi_connector.captures.capture import Capture, open_capture
 from dmi_connector.captures.filters import Time, Where, between, holding, keys_of, lengths, parse_time, whole, why_none
 from dmi_connector.captures.finding import below_prefix, is_unreadable, opening
+from dmi_connector.captures.lens_names import ALL_NAMES, split_name
 from dmi_connector.captures.names import hook_and_layer
 from dmi_connector.captures.one_model import OneModel, is_named
 from dmi_connector.captures.own_values import check_own_values
@@ -373,7 +374,7 @@ class Captures:
     ) -> RowView:
         """The rows of a hook in all stores, as one array. Rows are read when they are indexed.
 
-        hook, layer: as in `Capture.numpy`, also `resid_pre@12`. `logits` have one row per sampled token. skip: number
+        hook, layer: as in `Capture.numpy`. `logits` have one row per sampled token. skip: number
         of rows to leave out at the start of each store. phase: keep only rows of this phase, "prompt" or "generated".
         after: a token id, or several; keep only rows after the first row with one of these ids, so a store without such
         a row gives no rows. mask: a function that takes an open `Capture` and returns one boolean per row (for
@@ -385,7 +386,7 @@ class Captures:
         KeyError; `filter(hooks=...)` leaves such stores out.
         """
         choice = RowChoice(skip, phase, after, mask, last)
-        if "@" in hook:
+        if "@" in hook or split_name(hook)[0] in ALL_NAMES:
             if layer is not None:
                 raise ValueError(f"{hook!r} names its layer; leave layer={layer!r} out")
             return named_rows(self, hook, choice)

@@ -13,6 +13,7 @@ import pytest
 import xarray
 
 from dmi_connector.captures.capture import Capture, open_capture
+from dmi_connector.captures.captures import open_captures
 from dmi_connector.captures.xarray_view import LazyHook
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.format.completeness import Cause, Loss
@@ -146,6 +147,28 @@ def test_a_dataset_takes_the_names_that_a_capture_takes(written: tuple[Capture, 
         capture.xarray(["resid_pre@3"])
     with pytest.raises(ValueError, match="'resid_pre@two' names no layer"):
         capture.xarray(["resid_pre@two"])
+
+
+@pytest.mark.parametrize("name", ["resid_pre@2", "resid_post@-2", "embed", "hook_embed", "blocks.1.hook_attn_out"])
+def test_each_reader_takes_each_spelling_of_a_name(written: tuple[Capture, kit.Values], name: str) -> None:
+    capture, _ = written
+    captures, wanted = open_captures(capture.path.parent), capture[name]
+    readers = {
+        "numpy": capture.numpy(name),
+        "torch": capture.torch(name).float().numpy(),
+        "shape": np.empty(capture.shape(name)),
+        "rows": np.asarray(captures.rows(name)),
+        "xarray": capture.xarray(name)[name].values,
+        "xarray of many": captures.xarray(name)[name].values,
+    }
+    for reader, found in readers.items():
+        assert found.shape == wanted.shape, reader
+        assert reader == "shape" or np.array_equal(found, wanted, equal_nan=True), reader
+    assert name in capture and len(captures.filter(hooks=name)) == 1
+    if wanted.ndim == 2 and "embed" not in name:
+        for read in (capture.numpy, captures.rows):
+            with pytest.raises(ValueError, match=f"'{name}' names its layer; leave layer=1 out"):
+                read(name, 1)
 
 
 def test_missing_rows_of_an_incomplete_store_are_marked(stores: kit.Store, tmp_path: Path) -> None:
