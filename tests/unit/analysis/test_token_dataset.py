@@ -370,9 +370,9 @@ def test_a_directory_can_be_given(captures: Captures) -> None:
         ({"dtype": "float32"}, ValueError, "dtype 'float32' is not valid; give a dtype of torch"),
         ({"rank": 2, "world_size": 2}, ValueError, "rank 2 is not valid; use 0 to 1"),
         ({"rank": True, "world_size": 2}, ValueError, "rank True is not valid; use 0 to 1"),
-        ({"seed": True}, ValueError, "seed True is not valid; give a whole number from 0 on"),
-        ({"batch_size": True}, ValueError, "batch_size True is not valid; give a whole number from 1 on"),
-        ({"epochs": True}, ValueError, "epochs True is not valid; give a whole number from 1 on"),
+        ({"seed": True}, ValueError, "seed True is not valid; give an integer of at least 0"),
+        ({"batch_size": True}, ValueError, "batch_size True is not valid; give an integer of at least 1"),
+        ({"epochs": True}, ValueError, "epochs True is not valid; give an integer of at least 1"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(
