@@ -90,21 +90,25 @@ class DraftTokens:
 
         computed: tokens of the request after this step, if all its draft tokens are accepted.
         """
-        tracked.last_step = self._steps
+        tracked.last_step, tracked.reached = self._steps, computed
         first, end = max(tracked.request.num_tokens - 1, tracked.params.start), min(computed, tracked.limit)
         if tracked.has_logits and first < end:
             metadata.logits_step = self._steps
             metadata.logits_slots += [self._slots.sample_slot(tracked, position) for position in range(first, end)]
 
     def close(self, tracked: Tracked, start: int, end: int, close: Close) -> None:
-        """Add draft attributes and the remaining logits to the end of a capture of positions [start, end)."""
+        """Add draft attributes and the remaining logits to the end of a capture of positions [start, end).
+
+        A reset of the prefix cache drops the result of the step in flight, and the request computes its tokens again.
+        If it is aborted before it reaches its last row, no token was sampled from that row, and the row has no logits.
+        """
         if tracked.has_logits and tracked.turn_ended:
             close.accepted = self._of_ended_turn(tracked)
         self._note_results(tracked)
         close.attrs["draft_tokens"] = {"scheduled": tracked.scheduled, "accepted": tracked.accepted}
         close.draft_index = tracked.draft_index(start, end)
         if tracked.has_logits:
-            close.accepted += self._accepted(tracked, end)
+            close.accepted += self._accepted(tracked, min(end, tracked.reached))
             close.samples = tracked.samples_until(end)
 
     def _of_ended_turn(self, tracked: Tracked) -> list[Accepted]:

@@ -38,9 +38,10 @@ class Tracked:
     opening: with `keep_if`, the message that begins its capture, which is sent after the request has ended. stopped:
     why `stop_if` ended it. kept: in a session, number of tokens of earlier turns before the prompt of the last one.
 
-    The next fields are for speculative decoding. last_step: the last step that computed its tokens. decided: position
-    up to which logits of accepted tokens were requested from the workers. drafted: `Close.draft_index` of the tokens
-    that `note_tokens` has seen. scheduled: number of draft tokens that steps verified.
+    The next fields are for speculative decoding. last_step: the last step that computed its tokens. reached: position
+    up to which that step computes them. decided: position up to which logits of accepted tokens were requested from the
+    workers. drafted: `Close.draft_index` of the tokens that `note_tokens` has seen. scheduled: number of draft tokens
+    that steps verified.
     """
 
     request: Request
@@ -60,6 +61,7 @@ class Tracked:
     stopped: str = ""
     kept: int = 0
     last_step: int = 0
+    reached: int = 0
     decided: int = 0
     drafted: bytearray = field(default_factory=bytearray)
     scheduled: int = 0

@@ -319,6 +319,30 @@ def test_a_request_aborted_during_its_prompt_step_has_all_its_rows(make: Make) -
     assert (length, losses) == (40, []) and engine.faults() == []
 
 
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("pages", [0, 60])
+def test_a_request_that_is_aborted_while_its_prompt_is_computed_again_ends(make: Make, pages: int, again: bool) -> None:
+    """Beside drafts. A reset of the prefix cache dropped its first token, so the logits of its last row do not count.
+
+    again: whether it is preempted once more before it is aborted.
+    """
+    engine = make(drafts=2, hooks="q,logits", pages=pages)
+    other, name = engine.add(PROMPT, 60), engine.add(range(5, 93), 60)
+    while engine.requests[name].num_computed_tokens < 88:
+        engine.step()
+    assert engine.requests[name].num_in_flight_tokens and engine.tracker.tracked[name].exported == 88
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.step()
+    assert 0 < engine.requests[name].num_computed_tokens < 80 and not engine.requests[name].num_output_tokens
+    if again:
+        engine.preempt(name)
+        engine.step()
+    engine.abort(name)
+    engine.drain()
+    assert list(engine.stored) == [other, name] and engine.faults() == []
+    assert engine.stored[name].ends[0][:2] == (88, {"logits": 0})
+
+
 def test_rows_of_later_turns_of_a_session_come_from_their_own_blocks(make: Make) -> None:
     """The scheduler passes the request again like a new one, with all its blocks."""
     engine = make(ahead=False, tokens=lambda: 9)
