@@ -19,14 +19,21 @@ import numpy as np
 import pytest
 import torch
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -77,6 +84,15 @@ class SchedulerHalf(DMIConnector):
         KVConnectorBase_V1.__init__(self, vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self.tracker = self.tracker_given
         self.context = self.tracker.context
+
+
+class HybridHalf(SchedulerHalf, SupportsHMA):
+    """As above, with vLLM's hybrid cache manager."""
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
 
 
 def sessions_of_033(patch: pytest.MonkeyPatch) -> None:
@@ -167,6 +183,14 @@ class Pool:
         return found.tolist()
 
 
+def _other(states: bool, drafts: int) -> KVCacheSpec:
+    """The layers beside those with full attention: with states, or with a window."""
+    if states:
+        shape = {"shapes": ((16,),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+        return MambaSpec(block_size=BLOCK, num_speculative_blocks=drafts, **shape)
+    return SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=40)
+
+
 def score(token: int, position: int) -> int:
     """The simulated score of a row. It is exact in float32, and differs between the rows of a request."""
     return 1000 * token + position
@@ -204,6 +228,10 @@ class Engine:
         scored: bool = False,
         alerts: dict[str, float] | None = None,
         tokens: Callable[[], int] | None = None,
+        scheduling: dict[str, Any] | None = None,
+        v1: bool = False,
+        stages: bool = False,
+        hybrid: str = "",
     ) -> None:
         self.random = random.Random(seed)
         self._token = tokens or (lambda: STOP if self.random.random() < 0.03 else self.random.randrange(5, 30))
@@ -225,6 +253,7 @@ class Engine:
             self.exporter.lane = DeviceLane(self.exporter.ring, 1 << 14, self.exporter.rows)
             keep_rows = (1 << 13) // self.exporter.context.layout.row_bytes
         model_config = ModelConfig(model=str(model), dtype="float32", max_model_len=256)
+        states = hybrid in ("states", "parts")
         config = VllmConfig(
             model_config=model_config,
             scheduler_config=SchedulerConfig(
@@ -232,12 +261,17 @@ class Engine:
                 max_num_batched_tokens=TOKENS,
                 max_model_len=256,
                 enable_chunked_prefill=True,
-                async_scheduling=ahead,
+                async_scheduling=ahead and not stages,
                 is_encoder_decoder=False,
+                **(scheduling or {}),
             ),
-            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+            cache_config=CacheConfig(
+                block_size=BLOCK, enable_prefix_caching=True, mamba_cache_mode="align" if states else "none"
+            ),
             kv_transfer_config=KVTransferConfig(
-                kv_connector="SchedulerHalf", kv_connector_module_path=__name__, kv_role="kv_producer"
+                kv_connector="HybridHalf" if hybrid else "SchedulerHalf",
+                kv_connector_module_path=__name__,
+                kv_role="kv_producer",
             ),
         )
         config.cache_config.num_gpu_blocks = blocks
@@ -257,7 +291,7 @@ class Engine:
             slots.borrowing.sources._enabled = borrows
             slots.borrowing._holds = Held()
             self.pool = self.exporter.layer = Pool(self.exporter.rows, blocks)  # type: ignore[assignment]
-        self.tracker = Tracker(self.exporter.context, slots, keep_rows, behind=int(ahead))
+        self.tracker = Tracker(self.exporter.context, slots, keep_rows, behind=int(ahead and not stages))
         SchedulerHalf.tracker_given = self.tracker
         for name in ("_update_request_as_session", "_handle_stopped_request"):  # so that monkeypatch restores them
             patch.setattr(Scheduler, name, getattr(Scheduler, name))
@@ -270,15 +304,18 @@ class Engine:
             self.exporter.layer.scores, self._lines = scores, scores._lines.view(torch.float32)
             self.tracker.scores.open([scores.path], scores.slots)
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-        cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)])
-        kind = AsyncScheduler if ahead else Scheduler
+        groups = [KVCacheGroupSpec(["l"], spec), *([KVCacheGroupSpec(["m"], _other(states, drafts))] if hybrid else ())]
+        cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+        kind = AsyncScheduler if ahead and not stages else Scheduler
+        hash_size = BLOCK // 2 if hybrid == "parts" else BLOCK
         self.scheduler = kind(
             vllm_config=config,
             kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK,
+            hash_block_size=hash_size,
         )
-        self.scheduler.use_v2_model_runner = True
+        self.scheduler.use_v2_model_runner = not v1
         self.worker = DMIConnector.__new__(DMIConnector)
         KVConnectorBase_V1.__init__(self.worker, vllm_config=config, role=KVConnectorRole.WORKER, kv_cache_config=cache)
         self.worker.context, self.worker.exporter = self.exporter.context, self.exporter
@@ -286,7 +323,7 @@ class Engine:
         self.stored: dict[str, Stored] = {}
         self._note_opened()
         init_none_hash(sha256)
-        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.hasher = get_request_block_hasher(hash_size, sha256)
         self.requests: dict[str, Request] = {}
         self.replies: dict[str, Any] = {}
         self.aborted: set[str] = set()
