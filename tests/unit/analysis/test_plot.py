@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import functools
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from dmi_connector import open_capture
@@ -87,26 +91,45 @@ def test_a_png_is_more_than_a_blank_page(
     assert picture.shape[0] > 200 and picture.shape[1] > 400 and picture[..., :3].std() > 0.05
 
 
+class Drawn(NamedTuple):
+    """An SVG, its figure, and the values of its images and lines."""
+
+    path: Path
+    figure: Figure
+    values: list[np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def svg(folder: Path) -> Callable[[str], Drawn]:
+    """svg(kind): a picture of this kind, drawn once."""
+
+    @functools.cache
+    def draw(kind: str) -> Drawn:
+        values: list[np.ndarray] = []
+        image, line = Axes.imshow, Axes.plot
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Axes, "imshow", lambda self, shown, **kw: values.append(shown) or image(self, shown, **kw))
+            patch.setattr(Axes, "plot", lambda self, x, y, *a, **kw: values.append(y) or line(self, x, y, *a, **kw))
+            figures = picturekit.figures(patch)
+            assert plot(folder, kind, folder / f"{kind}.svg") == 0
+        return Drawn(folder / f"{kind}.svg", figures[0], values)
+
+    return draw
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_svg_has_the_texts_as_text_and_is_the_same_twice(
-    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, folder: Path, tmp_path: Path, svg: Callable[[str], Drawn]
 ) -> None:
-    drawn = picturekit.figures(monkeypatch)
-    assert plot(folder, kind, tmp_path / "a.svg") == 0 and plot(folder, kind, tmp_path / "b.svg") == 0
-    whole = (tmp_path / "a.svg").read_bytes()
+    assert plot(folder, kind, tmp_path / "b.svg") == 0
+    whole = svg(kind).path.read_bytes()
     assert whole == (tmp_path / "b.svg").read_bytes()
     texts = {"".join(e.itertext()).strip() for e in ElementTree.fromstring(whole).iter() if e.tag.endswith("}text")}
     assert set(WORDS[kind]) <= texts, texts
-    picturekit.check(kind, drawn[0])
+    picturekit.check(kind, svg(kind).figure)
 
 
-def test_pictures_show_the_numbers_of_the_functions(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown: list[np.ndarray] = []
-    image, line = Axes.imshow, Axes.plot
-    monkeypatch.setattr(Axes, "imshow", lambda self, values, **kw: shown.append(values) or image(self, values, **kw))
-    monkeypatch.setattr(Axes, "plot", lambda self, x, y, *a, **kw: shown.append(y) or line(self, x, y, *a, **kw))
+def test_pictures_show_the_numbers_of_the_functions(folder: Path, svg: Callable[[str], Drawn]) -> None:
     with open_capture(folder / "one.zarr", 0) as one, open_capture(folder / "two.zarr", 0) as two:
         end = Unembedding.of(one)
         sure = uncertainty(one)
@@ -120,8 +143,7 @@ def test_pictures_show_the_numbers_of_the_functions(
             "drift": [drift(one, since="previous"), drift(two, since="previous")],
         }
     for kind, values in expected.items():
-        shown.clear()
-        assert plot(folder, kind, tmp_path / f"{kind}.png") == 0
+        shown = svg(kind).values
         assert len(shown) == len(values), kind
         for got, want in zip(shown, values, strict=True):
             np.testing.assert_array_equal(got, want, err_msg=kind)

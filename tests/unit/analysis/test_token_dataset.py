@@ -268,7 +268,7 @@ def test_a_resumed_loop_is_followed_by_the_next(captures: Captures, workers: int
 
     loops = start()
     every = [tokens(loops) for _ in range(3)]
-    for after in (0, 10, 40):
+    for after in (10,) if workers else (0, 10, 40):  # worker processes take seconds to start
         loops = start()
         tokens(loops)
         begun = iter(loops)
