@@ -77,30 +77,42 @@ def make_env(project: Path, cpu_index: Path) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=project, env=env, capture_output=True, text=True)
 
 
-def test_a_torch_that_cannot_be_imported_is_replaced_by_a_cpu_wheel(project: Path, tmp_path: Path) -> None:
-    """`make env` says so in one line and needs no setting. A second run does nothing."""
-    add_wheel(tmp_path / "cpu", "torch", "2.0+cpu", "")
-    done = make_env(project, tmp_path / "cpu")
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if "cannot be imported" in line]
-    where = (tmp_path / "cpu").as_uri()
-    assert said == [f"env 2/3: torch==2.0 of the package index cannot be imported: taking its CPU wheel from {where}"]
-    python = project / ".venv/bin/python"
+def imported(project: Path) -> str:
+    """The version of torch with which the packages of the environment are imported."""
     show = "from importlib.metadata import version; import vllm, dmi_connector; print(version('torch'))"
-    assert subprocess.check_output([python, "-c", show], text=True) == "2.0+cpu\n"
-    assert make_env(project, tmp_path / "cpu").stdout == ""
+    return subprocess.check_output([project / ".venv/bin/python", "-c", show], text=True).strip()
 
 
-def test_without_a_cpu_wheel_the_libraries_of_the_cuda_build_are_taken(project: Path, tmp_path: Path) -> None:
-    """Without these either, the error names the setting, and the next run starts again."""
-    (tmp_path / "cpu").mkdir()
-    done = make_env(project, tmp_path / "cpu")
+def test_a_torch_that_cannot_be_imported_is_replaced(project: Path, tmp_path: Path) -> None:
+    """By a CPU wheel, or where there is none by itself with the libraries of the CUDA build. `make env` says so in one
+    line and needs no setting. Without both, the error names the setting, and the next run starts again.
+
+    One project has all of it, one after the other, because each environment takes seconds to build.
+    """
+    index, cpu = tmp_path / "index", tmp_path / "cpu"
+    cpu.mkdir()
+    done = make_env(project, cpu)
     assert done.returncode != 0
     assert "Name an index that has it: make env TORCH_INDEX=URL" in done.stderr
     assert not list((project / ".venv").glob(".stamp-*"))
-    add_wheel(tmp_path / "index", "libcudart", "1.0", "")
-    done = make_env(project, tmp_path / "cpu")
+
+    add_wheel(cpu, "torch", "2.0+cpu", "")
+    done = make_env(project, cpu)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if "cannot be imported" in line]
+    where = cpu.as_uri()
+    assert said == [f"env 2/3: torch==2.0 of the package index cannot be imported: taking its CPU wheel from {where}"]
+    assert imported(project) == "2.0+cpu"
+    assert make_env(project, cpu).stdout == "", "a second run does nothing"
+
+    shutil.rmtree(cpu / "torch")
+    add_wheel(index, "libcudart", "1.0", "")
+    (packages,) = (project / ".venv/lib").glob("python*/site-packages")
+    for path in (*(project / ".venv").glob(".stamp-*"), packages / "torch.py"):
+        path.unlink()
+    (installed,) = packages.glob("torch-*.dist-info")
+    shutil.rmtree(installed)
+    done = make_env(project, cpu)
     assert done.returncode == 0, done.stderr
     assert "env 2/3: no CPU wheel there: taking the libraries of the CUDA build" in done.stdout
-    show = "from importlib.metadata import version; import vllm, dmi_connector; print(version('torch'))"
-    assert subprocess.check_output([project / ".venv/bin/python", "-c", show], text=True) == "2.0\n"
+    assert imported(project) == "2.0"
