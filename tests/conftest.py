@@ -8,8 +8,6 @@ import gc
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -20,7 +18,7 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 from dmi_connector.cli.tiny_models import ENV
-from tests import runner, vision
+from tests import modelinfos, runner, vision
 
 if TYPE_CHECKING:
     from dmi_connector.analysis.oracle.transformers_oracle import Oracle
@@ -173,7 +171,7 @@ def known_models(vllm_cache_root: Path, pytestconfig: pytest.Config) -> None:
     done = pytestconfig.cache.mkdir("modelinfos") / "done"
     with FileLock(done.with_suffix(".lock")):
         if not done.exists():
-            subprocess.run([sys.executable, "-m", "tests.modelinfos"], cwd=Path(__file__).parents[1], check=True)
+            modelinfos.fill()
             done.touch()
 
 

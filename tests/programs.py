@@ -172,6 +172,8 @@ def main(life: int) -> None:
     gc.disable()  # as in conftest.py
     for module in _IMPORTS:
         importlib.import_module(module)
+    from vllm.model_executor.models import registry
+
     gc.freeze()
     gc.enable()
     getproctitle()  # the first call locates the title in memory, and needs the unchanged environment to do so
@@ -179,6 +181,7 @@ def main(life: int) -> None:
     multiprocessing.get_context = lambda _method=None: forked  # type: ignore[assignment]
     child_process.subprocess = SimpleNamespace(Popen=_popen, PIPE=subprocess.PIPE)  # type: ignore[assignment]
     sleep_while_waiting(pytest.MonkeyPatch())
+    registry._run_in_subprocess = lambda look: look()  # it imports vLLM anew for each class that is not in its cache
     os.execv = _execv  # type: ignore[assignment]
     forks.serve(life, _be)
 
