@@ -141,7 +141,8 @@ def test_flags_of_vllm_that_are_wrong(tiny_model: Callable[..., Path], tmp_path:
 def test_prompts_alone(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """Without --max-tokens there are rows of the prompt only.
 
-    A user starts it so, but for the workers of the engine. All processes of other runs are forked (programs.py).
+    A user starts it so, but for the processes of the engine, which its program forks. All processes of other runs are
+    forked (programs.py).
     """
     prompts, out = bulkprocess.write_ids(tmp_path / "p.jsonl", 12), tmp_path / "out"
     asked = bulkprocess.command(tiny_model("qwen3"), tmp_path / "p.jsonl", out, "--shuffle", "3")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dmi demo` as a user runs it, except that the worker is forked, and the notebook that reads one of its stores."""
+"""`dmi demo` as a user runs it, except that its engine is forked, and the notebook that reads one of its stores."""
 
 from __future__ import annotations
 

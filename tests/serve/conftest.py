@@ -2,7 +2,8 @@
 """Two real servers for all tests of this directory, one after the other: first with owner draft, then with owner
 target. They are stopped before tests of other directories, because idle workers of two engines take a tenth of a core.
 
-The first server is started as by a user, except that its worker is forked. All processes of the second one are forked
+The first server is started as by a user, except that its worker is forked. It alone of all programs of the tests
+spawns its engine core, as vLLM does on a CPU. All processes of the second one are forked
 (tests/programs.py). It has two data-parallel engines and a logits processor, which vLLM supports only with owner
 target.
 """
@@ -104,7 +105,7 @@ def server(
     with log.open("wb") as out:
         # A process group of its own, so that the engine's processes can be killed with it if it hangs.
         if owner == "draft":
-            started = {**environment, **forking()}
+            started = {**environment, **forking(cores=False)}
             process = subprocess.Popen(command, stdout=out, stderr=out, env=started, process_group=0)
         else:
             process = Program(command, stdout=out, stderr=out, env=environment, group=True)
