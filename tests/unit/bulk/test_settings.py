@@ -37,7 +37,6 @@ from dmi_connector.store.format.locks import LIFE_LOCK, lock_alone
 from dmi_connector.store.read.run_manifest import read_manifest
 from tests.bulkkit import Killed, Kills
 from tests.probekit import save_probe
-from tests.storekit import until
 
 NEEDED = ["--model", "m", "--prompts", "p.jsonl", "--out", "o"]
 
@@ -422,33 +421,6 @@ def test_a_process_is_killed_with_its_parent() -> None:
     process.stdout.close()
 
 
-def engine_process(lock: str, answers: Any) -> None:
-    """A child process of multiprocessing that loads our plugin first, like vLLM's engine process."""
-    os.environ[LIFE_LOCK] = lock
-    from dmi_connector.engine.plugin import register
-
-    register()
-    with lock_alone(lock) as alone:
-        answers.put(alone)
-    time.sleep(10**6)
-
-
-def test_the_plugin_kills_engine_processes_with_the_run(tmp_path: Path) -> None:
-    """The process that started the child is killed. The child must exit, and release the lock."""
-    lock = tmp_path / "life"
-    lock.touch()
-    code = "import multiprocessing, time; from tests.unit.bulk.test_settings import engine_process as e; "
-    code += "c = multiprocessing.get_context('fork'); q = c.Queue(); "
-    code += f"c.Process(target=e, args=({str(lock)!r}, q)).start(); print(q.get(), flush=True); time.sleep(10**6)"
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
-    assert parent.stdout is not None and parent.stdout.readline() == b"False\n", "the child holds the lock"
-    parent.kill()
-    assert parent.stdout.read() == b"", "the child ends too"
-    until(lambda: is_free(lock))
-    parent.wait()
-    parent.stdout.close()
-
-
 def test_forked_processes_are_killed_with_the_run_too() -> None:
     """vLLM forks the engine process, which forks the worker. Neither loads the plugin."""
     code = "import multiprocessing, time; from dmi_connector.engine.offline.lifetime import end_forks_with_this as e; "
@@ -469,11 +441,6 @@ def forks(more: int) -> None:
     else:
         print("runs", flush=True)
     time.sleep(10**6)
-
-
-def is_free(lock: Path) -> bool:
-    with lock_alone(lock) as alone:
-        return alone
 
 
 def test_a_process_whose_parent_has_exited_exits_at_once() -> None:
