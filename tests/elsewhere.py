@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads stores without the modules and functions that Windows or macOS lack: `python tests/elsewhere.py SYSTEM STORES
-MODEL OUT`.
+"""Reads stores without the modules and functions that Windows or macOS lack: `python tests/elsewhere.py STORES MODEL
+OUT`.
 
-Other libraries are imported first, because they have their own code for each system.
+Other libraries are imported first, because they have their own code for each system. A forked process then reads as on
+Windows, another one as on macOS.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib.abc
 import os
 import signal
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -180,11 +182,8 @@ def page(stores: Path, model: Path) -> None:
     assert client.get("api/verify/a.zarr").json()["problems"] == []
 
 
-def main(system: str, *paths: str) -> None:
+def run_all(system: str, stores: Path, model: Path, out: Path) -> None:
     """Run all checks."""
-    stores, model, out = map(Path, paths)
-    (out / "a.png").parent.mkdir(exist_ok=True)
-    matplotlib.figure.Figure().savefig(out / "first.png")  # imports the modules that savefig needs
     expected: dict[str, Any] = dict(np.load(stores / "expected.npz"))
     remove(system)
     # Windows reads and writes text as cp1252 if no encoding is given.
@@ -195,8 +194,29 @@ def main(system: str, *paths: str) -> None:
         command_line(stores, model, out)
     refused(stores, model)
     page(stores, model)
-    print(f"all of it was read as on {system}")
+    print(f"all of it was read as on {system}", flush=True)
+
+
+def main(*paths: str) -> int:
+    """Run all checks for each system. Returns the exit status."""
+    stores, model, out = map(Path, paths)
+    out.mkdir()
+    matplotlib.figure.Figure().savefig(out / "first.png")  # imports the modules that savefig needs
+    for system in MODULES:
+        process = os.fork()
+        if not process:
+            status, end = 1, os._exit
+            try:
+                run_all(system, stores, model, out)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                end(status)
+        if status := os.waitpid(process, 0)[1]:
+            return os.waitstatus_to_exitcode(status)
+    return 0
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))
