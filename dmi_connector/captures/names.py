@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,10 +46,9 @@ def hook_and_layer(name: str, attrs: Mapping[str, Any]) -> tuple[str, int | None
     if not at:
         return parse_name(name, attrs)
     check_equal(hook, attrs)
-    try:
-        return hook, int(layer)
-    except ValueError as error:
-        raise ValueError(f"{name!r} names no layer; write a hook as in 'resid_pre@3'") from error
+    if not re.fullmatch("-?[0-9]+", layer):
+        raise ValueError(f"{name!r} names no layer; write a hook as in 'resid_pre@3'")
+    return hook, int(layer)
 
 
 def names_rows(name: object, table: HookTable, attrs: Mapping[str, Any]) -> bool:

@@ -57,9 +57,17 @@ def _check_owner(vllm_config: VllmConfig) -> None:
 
 
 def _check_connector(vllm_config: VllmConfig) -> None:
-    """Checks that the connector fits the owner. Only POOL_CONNECTOR leaves vLLM's hybrid cache manager on."""
+    """Checks the role, and that the connector fits the owner.
+
+    Only POOL_CONNECTOR leaves vLLM's hybrid cache manager on.
+    """
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
+    if transfer.kv_connector in CONNECTORS and transfer.kv_role != "kv_producer":
+        raise ValueError(
+            f"kv_role: {transfer.kv_role!r} says that the connector loads keys and values, which it does not; set it "
+            "to 'kv_producer'"
+        )
     pool = asked(vllm_config) == POOL
     if pool and transfer.kv_connector != POOL_CONNECTOR:
         raise ValueError(

@@ -555,6 +555,15 @@ def test_the_connector_of_another_owner_is_refused(model: Path, tmp_path: Path, 
         capture_context(config)
 
 
+@pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
+@pytest.mark.parametrize("owner", OWNERS)
+def test_a_role_that_loads_keys_is_refused(model: Path, tmp_path: Path, owner: str, role: str) -> None:
+    config = vllm_config(model, tmp_path, owner=owner)
+    config.kv_transfer_config.kv_role = role
+    with pytest.raises(ValueError, match=rf"kv_role: '{role}' says .*; set it to 'kv_producer'"):
+        capture_context(config)
+
+
 def test_a_list_as_additional_config_is_refused(model: Path, tmp_path: Path) -> None:
     config = vllm_config(model, tmp_path)
     config.additional_config = ["hooks"]

@@ -169,8 +169,9 @@ def test_a_name_may_have_its_layer(written: tuple[Capture, kit.Values]) -> None:
     assert "z@2" in cap and "z@-2" in cap and "z@1" not in cap and "z@x" not in cap and "zz@1" not in cap
     with pytest.raises(KeyError, match="no layer 1"):
         cap["z@1"]
-    with pytest.raises(ValueError, match="'z@x' names no layer"):
-        cap["z@x"]
+    for name in ("z@x", "z@0_0", "z@\u0662", "z@ 2"):
+        with pytest.raises(ValueError, match=f"'{name}' names no layer"):
+            cap[name]
 
 
 def test_foreign_names_without_a_hook_and_absent_logits_are_refused(written: tuple[Capture, kit.Values]) -> None:
