@@ -4,15 +4,11 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
-import importlib.util
 import logging
 import os
 import shutil
-import sys
 import tempfile
-import threading
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,27 +95,6 @@ def scope_of(nodeid: str) -> str:
     """The group of tests that run in one process with this test."""
     path = nodeid.split("::")[0]
     return SHARE_ENGINES.get(path, path)
-
-
-def rewrite_ahead(config: pytest.Config, folder: Path) -> None:
-    """Let pytest rewrite the assertions of all test files that have changed, and keep the bytecode."""
-    hook: Any = config.pluginmanager.rewrite_hook
-    for path in sorted(folder.rglob("test_*.py")):
-        spec = importlib.util.spec_from_file_location(f"ahead.{path.stem}", path, loader=hook)
-        assert spec is not None
-        module = importlib.util.module_from_spec(spec)
-        module.__dict__["__builtins__"] = {}  # so its first import fails, and nothing of it runs
-        with contextlib.suppress(ImportError):
-            hook.exec_module(module)
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """With several test processes (-n), rewrite assertions in this one while the others import vLLM. Each would rewrite
-    all of them, which takes ten seconds.
-    """
-    several = session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput")
-    if several and not sys.dont_write_bytecode:
-        threading.Thread(target=rewrite_ahead, args=(session.config, Path(__file__).parent), daemon=True).start()
 
 
 @pytest.hookimpl(optionalhook=True)

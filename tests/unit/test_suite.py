@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import gc
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -82,17 +80,6 @@ def test_two_files_share_each_server(pytestconfig: pytest.Config) -> None:
     suite.pytest_collection_modifyitems(items)
     assert [item.nodeid for item in items] == order
     assert suite.scope_of(one) == suite.scope_of(other), "both files must run in one test process"
-
-
-def test_assertions_are_rewritten_ahead_and_nothing_of_a_file_runs(
-    pytestconfig: pytest.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Test processes find the bytecode, as they do in a second run."""
-    (suite,) = (p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "rewrite_ahead"))
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    (tmp_path / "test_x.py").write_text("raise SystemExit('it ran')\nimport sys\n\ndef test_y():\n    assert sys\n")
-    suite.rewrite_ahead(pytestconfig, tmp_path)
-    assert len(list((tmp_path / "__pycache__").glob("test_x.*-pytest-*.pyc"))) == 1
 
 
 def test_garbage_is_looked_for_while_tests_run() -> None:
