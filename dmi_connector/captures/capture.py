@@ -11,7 +11,7 @@ import numpy as np
 
 from dmi_connector.captures.attention import attention
 from dmi_connector.captures.followed import FollowedCapture, follow_capture
-from dmi_connector.captures.names import hook_and_layer, names_rows
+from dmi_connector.captures.names import hook_and_layer, is_lens_name, names_rows
 from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.captures.reduced import attention_summary, latents, project, restore, tally
 from dmi_connector.captures.routed_experts import routed_experts
@@ -93,7 +93,7 @@ class Capture(StoreReader):
 
         Raises ValueError for an invalid layer after an `@`, if the name has a layer and `layer` is also given, and for
         TransformerLens' name of a hook that was stored as other values. Raises KeyError for TransformerLens' name of a
-        tensor that is no hook.
+        tensor that is not a hook.
         """
         if self._table.holds(hook):
             return hook, layer
@@ -101,7 +101,7 @@ class Capture(StoreReader):
         if own is not None and layer is not None:
             raise ValueError(f"{hook!r} names its layer; leave layer={layer!r} out")
         at: Any = layer if own is None else own
-        if name != hook.partition("@")[0]:  # a name of TransformerLens means the values before reduction
+        if is_lens_name(hook, name):
             check_own_values(self, name, at)
         return name, at
 

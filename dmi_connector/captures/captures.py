@@ -374,8 +374,8 @@ class Captures:
     ) -> RowView:
         """The rows of a hook in all stores, as one array. Rows are read when they are indexed.
 
-        hook, layer: as in `Capture.numpy`. `logits` have one row per sampled token. skip: number
-        of rows to leave out at the start of each store. phase: keep only rows of this phase, "prompt" or "generated".
+        hook, layer: as in `Capture.numpy`. `logits` have one row per sampled token. skip: number of rows to leave out
+        at the start of each store. phase: keep only rows of this phase, "prompt" or "generated".
         after: a token id, or several; keep only rows after the first row with one of these ids, so a store without such
         a row gives no rows. mask: a function that takes an open `Capture` and returns one boolean per row (for
         `logits`, per sample). last: maximum number of rows per store; the last rows that pass the other options are

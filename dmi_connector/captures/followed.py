@@ -11,7 +11,7 @@ from typing import Any, Generic, Self, TypeVar, overload
 
 import numpy as np
 
-from dmi_connector.captures.names import hook_and_layer, names_rows
+from dmi_connector.captures.names import hook_and_layer, is_lens_name, names_rows
 from dmi_connector.captures.own_values import check_keeps
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import TOKEN_ARRAYS
@@ -129,7 +129,7 @@ class FollowedCapture(Generic[Reader]):
             return _Named(name)
         hook, layer = hook_and_layer(name, self.attrs)
         sources = self._table.chosen(hook, layer)
-        if hook != name.partition("@")[0]:  # a name of TransformerLens means the values before reduction
+        if is_lens_name(name, hook):
             for array in {source.array for source in sources}:
                 reduced = StoredReduction.of(self.attrs["hooks"][array], self.path)
                 check_keeps(hook, reduced.reduction if reduced is not None else None)

@@ -51,6 +51,14 @@ def hook_and_layer(name: str, attrs: Mapping[str, Any]) -> tuple[str, int | None
     return hook, int(layer)
 
 
+def is_lens_name(name: str, hook: str) -> bool:
+    """Whether `name`, which `hook_and_layer` resolves to `hook`, is TransformerLens' name of the hook.
+
+    Such a name means the values before reduction. Our own name means the stored ones.
+    """
+    return name.partition("@")[0] != hook
+
+
 def names_rows(name: object, table: HookTable, attrs: Mapping[str, Any]) -> bool:
     """Whether a store has the hook and layer of a name as in `hook_and_layer`. False for any other object.
 

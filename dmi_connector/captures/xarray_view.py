@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dmi_connector.captures.names import hook_and_layer
+from dmi_connector.captures.names import hook_and_layer, is_lens_name
 from dmi_connector.captures.own_values import check_own_values
 from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.hooks import ALIASES, HOOKS
@@ -70,7 +70,7 @@ def dataset(capture: StoreReader, hooks: Iterable[str]) -> xarray.Dataset:
         raise ImportError("xarray: xarray or dask is not installed; install dmi_connector[xarray]") from error
     names = {name: hook_and_layer(name, capture.attrs) for name in hooks}
     for name, (hook, layer) in names.items():
-        if hook != name.partition("@")[0]:  # a name of TransformerLens means the values before reduction
+        if is_lens_name(name, hook):
             check_own_values(capture, hook, layer)
     numbers = {
         name: tuple(capture.layers[hook]) if layer is None else ()

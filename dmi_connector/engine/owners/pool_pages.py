@@ -15,6 +15,7 @@ from dmi_connector.engine.messages import Borrow, StepMetadata
 from dmi_connector.engine.owners.base import RowSlots
 from dmi_connector.engine.owners.pool_borrowing import Borrowing, CacheReads
 from dmi_connector.engine.owners.pool_free import Pages
+from dmi_connector.engine.owners.pool_head import Head
 from dmi_connector.engine.owners.pool_limits import StepLimits, page_size
 from dmi_connector.option_values import OptionError, refuse
 
@@ -66,9 +67,7 @@ class PoolSlots(RowSlots):
 
     To avoid deadlocks, a request is admitted only if the pool has pages for all admitted requests and for one step.
     Pages whose rows were handed to the workers count as free, because no request is needed to gather them. A request
-    with `keep_if` needs pages for all its rows. Requests that need fewer pages than another one could overtake it
-    forever. So once that one was refused, it is the `_head`: others wait until it is admitted or has ended, or until
-    vLLM asks for others alone in a pass, because it waits for something else, such as a slot of its LoRA adapter.
+    with `keep_if` needs pages for all its rows. `head` keeps smaller requests from overtaking it forever.
     """
 
     eager: ClassVar[bool] = True
@@ -90,9 +89,7 @@ class PoolSlots(RowSlots):
         self._rows: dict[str, _Rows] = {}
         self._prompts: dict[str, _Rows] = {}  # admitted requests with prompt tokens to compute
         self._waiting = 0  # number of requests that are not admitted
-        self._head: _Rows | None = None  # the waiting request that is admitted next
-        self._smallest = self.most  # number of pages of the smallest request
-        self._asked: set[bool] = set()  # whether the requests that vLLM asked for in this pass are the head
+        self.head: Head[_Rows] = Head(self.most)
         self._running = 0  # number of requests in the last step
         self._handed_rows = 0
         self._given: list[tuple[int, int, int]] = []  # pages to take back: (rows handed until then, page, entry)
@@ -116,16 +113,20 @@ class PoolSlots(RowSlots):
         self._slots = np.arange((1 + pages) * self.size).reshape(-1, self.size)
         rows, limits = pages * self.size, self.limits
         pool, least = rows * self._context.layout.row_bytes, limits.floor(limits.requests)
-        held = lambda step: max(0, (pages - self._pages(step)) // self._usual)  # noqa: E731
-        sizes = rows, pool / 1e9, self._blocks * self.block_size, self._cache / (self._cache + pool)
         logger.info(
             "dmi_connector: a pool of %d rows (%.2f GB), and a cache of %d tokens (%.3f of its size without the pool)",
-            *sizes,
+            rows,
+            pool / 1e9,
+            self._blocks * self.block_size,
+            self._cache / (self._cache + pool),
         )
         logger.info(
             "dmi_connector: the pool holds %d captured requests at a time with steps of %d tokens, and %d with steps "
             "of %d tokens, in chunks of %d tokens; other requests wait",
-            *(number for step in (limits.tokens, least) for number in (held(step), step)),
+            max(0, (pages - self._pages(limits.tokens)) // self._usual),
+            limits.tokens,
+            max(0, (pages - self._pages(least)) // self._usual),
+            least,
             self._chunk,
         )
 
@@ -244,7 +245,7 @@ class PoolSlots(RowSlots):
             tracked.params = replace(tracked.params, include_output_tokens=True)
         reads_cache, reads = not request.skip_reading_prefix_cache, self.borrowing.arrived(tracked)
         rows = self._rows[request.request_id] = _Rows(tracked, first, *self._room(tracked), reads_cache, reads)
-        self._smallest = min(self._smallest, rows.most)
+        self.head.smallest = min(self.head.smallest, rows.most)
         self._waiting += 1
         self._choose_budget()
 
@@ -278,17 +279,16 @@ class PoolSlots(RowSlots):
 
     def _admit(self, rows: _Rows) -> bool:
         """Reserve pages for a request, if it has none. Returns whether it may begin in a step of the present budget."""
-        if not rows.admitted and self._head is not None:
-            self._asked.add(rows is self._head)
-        if not rows.admitted and self._head not in (None, rows):
+        if not rows.admitted and not self.head.allows(rows):
             return False
         step = self._pages(min(self.limits.tokens, self.limits.scheduler.max_num_batched_tokens))
         if self._admitted_pages + (0 if rows.admitted else rows.most) + step > self.pages.count:
-            if not rows.admitted and rows.most > self._smallest:
-                self._head, self._asked = rows, {True}
+            if not rows.admitted:
+                self.head.refused(rows)
             return False
         if not rows.admitted:
-            rows.admitted, self._head = True, None
+            rows.admitted = True
+            self.head.left(rows)
             self._admitted_pages += rows.most
             self._waiting -= 1
             self._prompts[rows.tracked.request.request_id] = rows
@@ -334,7 +334,7 @@ class PoolSlots(RowSlots):
         self._give(rows, len(rows.pages))
         self._waiting -= not rows.admitted
         self._admitted_pages -= rows.most if rows.admitted else 0
-        self._head = None if self._head is rows else self._head
+        self.head.left(rows)
         self._prompts.pop(request_id, None)
 
     # ---- the end of a scheduling pass -------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ class PoolSlots(RowSlots):
         for request in [*self._skip, *self.borrowing.cut()]:  # not earlier: vLLM would treat None as 0
             request.skip_reading_prefix_cache = True
         self._skip.clear()
-        self._head, self._asked = (None if self._asked == {False} else self._head), set()
+        self.head.end_pass()
         self._running = len(output.num_scheduled_tokens)
         self._choose_budget()
 
@@ -368,8 +368,8 @@ class PoolSlots(RowSlots):
 
     def _kept(self, pages: int) -> int:
         """How many of `pages`, the free pages without those of the smallest budget, are left for waiting requests."""
-        if self._head is not None and self._head.most > self.most:
-            return self._head.most if self._head.most <= pages else 0
+        if (first := self.head.request) is not None and first.most > self.most:
+            return first.most if first.most <= pages else 0
         more = min(self._waiting, max(0, self.limits.requests - self._running), max(0, pages // self.most))
         return more * self.most
 

@@ -81,7 +81,7 @@ def check_mixers(vllm_config: VllmConfig, hooks: Container[str]) -> None:
 
 
 def _norms_compiled(vllm_config: VllmConfig) -> bool:
-    """Whether Inductor compiles an add-and-norm. False if vLLM's config lacks this setting, as since 0.34."""
+    """Whether Inductor compiles an add-and-norm. False if vLLM's config lacks this setting, as in 0.34 and later."""
     priority = getattr(vllm_config.kernel_config, "ir_op_priority", None)
     return getattr(priority, "fused_add_rms_norm", ["unknown"])[:1] == ["native"]
 

@@ -105,7 +105,7 @@ def test_what_waits_for_its_adapter_holds_up_no_others(tmp_path: Path) -> None:
     queue.step()
     queue.add("large", 100, kept=True, adapter="a")
     queue.step()
-    assert queue.slots._head is not None, "it was refused for room"
+    assert queue.slots.head.request is not None, "it was refused for room"
     for number in range(20):
         queue.add(f"small {number}", 16, kept=True)
         queue.step(adapters={"b"})

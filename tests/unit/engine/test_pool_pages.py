@@ -337,8 +337,8 @@ class Model:
         for name, rows in self.slots._rows.items():
             prompt = scheduled.get(name, 0) if name in self.prompts else 0
             assert len(rows.pages) <= rows.most + prompt // self.size, f"{name} has {len(rows.pages)} pages"
-        if self.slots._head is not None:
-            self.heads.add(self.slots._head.tracked.request.request_id)
+        if self.slots.head.request is not None:
+            self.heads.add(self.slots.head.request.tracked.request.request_id)
         self.work(message, [(self.lives[name], computed[name], n) for name, n in scheduled.items()])
         if scheduled:
             self.results.append([])

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Head`: the captured request that waits for pages of the pool and is admitted next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+
+class Waiting(Protocol):
+    """A request that is not admitted. most: number of pages that it needs."""
+
+    most: int
+
+
+R = TypeVar("R", bound=Waiting)
+
+
+@dataclass
+class Head(Generic[R]):
+    """The request that is admitted next; `request` is None if any may be.
+
+    Requests that need fewer pages than another one could overtake it forever. So if the pool has too few pages for it,
+    it becomes the head, and the others wait.
+
+    vLLM does not ask for a request that waits for something else, such as a slot of its LoRA adapter. Others would wait
+    for it without need. So it is no longer the head after a pass in which vLLM asked only for others.
+
+    smallest: number of pages of the smallest request that has arrived. own: whether vLLM asked for the head in this
+    pass. others: whether it asked for other requests that wait.
+    """
+
+    smallest: int
+    request: R | None = None
+    own: bool = False
+    others: bool = False
+
+    def allows(self, rows: R) -> bool:
+        """Whether a request that vLLM asks for may be admitted now."""
+        if self.request is None:
+            return True
+        own = rows is self.request
+        self.own, self.others = self.own or own, self.others or not own
+        return own
+
+    def refused(self, rows: R) -> None:
+        """The pool has too few pages for a request."""
+        if rows.most > self.smallest:
+            self.request, self.own = rows, True
+
+    def left(self, rows: R) -> None:
+        """A request was admitted, or has ended."""
+        if self.request is rows:
+            self.request = None
+
+    def end_pass(self) -> None:
+        """vLLM has asked for all requests that it wants in this step."""
+        if self.others and not self.own:
+            self.request = None
+        self.own = self.others = False
