@@ -77,16 +77,14 @@ def check_store(
     greedy: bool = True,
     missing: Sequence[list[int]] = (),
     by_number: bool = False,
-    verified: bool = True,
 ) -> dict[str, float]:
     """Check a whole store against the oracle's forward over `tokens` (prompt and all generated tokens).
 
     hooks: the exact set of hooks in the store. rows: [start, stop) of the positions in the store; default: all
     positions with a row. The last token has no row, because it was never an input. layers: {hook: captured layers} for
     hooks without some of their layers. greedy: whether the argmax of logits must be the next token. missing: row ranges
-    that the store lists as missing. by_number: compare experts sorted by number, as `relative_errors` does. verified:
-    whether to verify the store's files too, which takes longer than to compare its values. Returns {hook: largest
-    error}.
+    that the store lists as missing. by_number: compare experts sorted by number, as `relative_errors` does. Returns
+    {hook: largest error}.
     """
     name = path.name
     start, stop = rows or (0, len(tokens) - 1)
@@ -129,7 +127,7 @@ def check_store(
             same(got, ref, f"{name}: {hook}{layer}", ATOL * scale)
         assert value.shape == expected.shape, f"{name}: {hook} has shape {value.shape}, not {expected.shape}"
         errors[hook] = float(np.abs(value - expected).max(initial=0.0))
-    problems = verify_store(path) if verified else []
+    problems = verify_store(path)
     assert problems == [], f"{name}: verify says {list(map(str, problems))}"
     return errors
 

@@ -378,7 +378,7 @@ def test_each_of_many_mixed_requests_has_exactly_its_own_rows(runs: dict[str, Ru
             5: {"layers": {hook: [2] for hook in HOOKS}},
             6: {"greedy": False},
         }
-        check(run, name, twin, **options.get(kind, {}), verified=index < 8)  # of each kind one
+        check(run, name, twin, **options.get(kind, {}))
 
 
 def test_all_engines_give_the_same_tokens(runs: dict[str, Run]) -> None:

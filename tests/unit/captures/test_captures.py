@@ -277,9 +277,9 @@ def test_ten_thousand_stores_take_little_memory(directory: Path, tmp_path: Path)
     few, many = [], []
     tracemalloc.start()
     try:
-        for number, capture in enumerate(captures[:1_000]):
+        for number, capture in enumerate(captures[:2_000]):
             capture.numpy("resid_pre", 1)
-            (few if number < 100 else many).append(tracemalloc.get_traced_memory()[0])
+            (few if number < 200 else many).append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
     assert max(many) < max(few) + (1 << 20), "memory must not grow with the number of stores that were read"

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value) e
 Spans = list[tuple[int, int]]
 """(length, tokens of this step) of each request."""
 CASES: list[tuple[int, int, int, Spans, str, int]] = [
-    (4, 2, 32, [(1, 1), (40, 7), (130, 35), (65, 1)], "float32", 8),
+    (4, 2, 32, [(1, 1), (40, 7), (130, 130), (65, 1)], "float32", 8),
     (7, 1, 80, [(33, 20), (16, 1)], "float32", 3),
     (8, 8, 64, [(17, 17), (90, 2)], kit.NARROW, 8),
     (16, 1, 32, [(70, 5)], "float32", 1),
