@@ -18,7 +18,7 @@ from dmi_connector import open_capture
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.bulk.settings import RUN_NAME, settle
 from dmi_connector.store.read.run_manifest import read_manifest
-from tests import bulkprocess
+from tests import bulkprocess, programs
 from tests.bulkprocess import TOKENS, check_whole, told, why
 from tests.engine.faults import check_rows
 from tests.engine.harness import prompt
@@ -138,17 +138,17 @@ def test_flags_of_vllm_that_are_wrong(tiny_model: Callable[..., Path], tmp_path:
     assert wrong.returncode == 2 and "unrecognized arguments: --max-modle-len" in wrong.stderr, wrong.stderr
 
 
-def test_prompts_alone(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """Without --max-tokens there are rows of the prompt only.
-
-    A user starts it so, but for the processes of the engine, which its program forks. All processes of other runs are
-    forked (programs.py).
-    """
+@pytest.mark.parametrize("fork", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["forked", "started"])
+def test_prompts_alone(tiny_model: Callable[..., Path], tmp_path: Path, fork: bool) -> None:
+    """Without --max-tokens there are rows of the prompt only. `make soak` starts the run as a user does."""
     prompts, out = bulkprocess.write_ids(tmp_path / "p.jsonl", 12), tmp_path / "out"
     asked = bulkprocess.command(tiny_model("qwen3"), tmp_path / "p.jsonl", out, "--shuffle", "3")
     del asked[asked.index("--max-tokens") : asked.index("--max-tokens") + 2]
-    env = {**os.environ, **environment()}
-    result = subprocess.run(asked, cwd=bulkprocess.ROOT, env=env, capture_output=True, text=True)
+    if fork:
+        result = programs.run(asked, bulkprocess.ROOT)
+    else:  # as a user, but for the processes of the engine, which the run forks
+        env = {**os.environ, **environment()}
+        result = subprocess.run(asked, cwd=bulkprocess.ROOT, env=env, capture_output=True, text=True)
     assert result.returncode == 0, why(out, result.stderr)
     entries = list(read_manifest(out / "manifest.jsonl"))
     assert sorted(entry["row"] for entry in entries) == list(range(12))

@@ -26,7 +26,10 @@ def graphs(cache_root: Path) -> int:
     return len(list(found))
 
 
-@pytest.fixture(scope="module", params=["draft", pytest.param("target", marks=pytest.mark.soak)])
+pytestmark = pytest.mark.soak  # test_compiled_tokens.py tests the hash; here three more engines are compiled
+
+
+@pytest.fixture(scope="module", params=["draft", "target"])
 def runs(
     request: pytest.FixtureRequest,
     vllm_cache_root: Path,

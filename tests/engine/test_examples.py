@@ -15,6 +15,7 @@ from tests import notebookkit
 from tests.notebookkit import Mistake
 
 
+@pytest.mark.soak
 def test_the_probe_beats_its_baselines_and_keeps_what_it_finds(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults during 20 captures. All requests are answered, and stores list their missing rows.
 
+`make test` kills each kind of process, fills the disk and drops rows. `make soak` has all faults.
+
 Tests may run alone or in any order. After a test that kills the engine, the next test starts another one.
 """
 
@@ -169,6 +171,7 @@ def test_a_killed_coordinator_leaves_captures_to_a_repair(live: Live) -> None:
     assert rows > MANY * CHUNK / 2
 
 
+@pytest.mark.soak
 def test_a_slow_disk_loses_nothing(live: Live) -> None:
     asks = many("slow")
     future = live.begin(asks)
@@ -205,6 +208,7 @@ def test_a_full_disk_fails_captures_but_no_request(live: Live, disk: Disk) -> No
     assert "complete" not in [info.state for info in find_captures(disk.path, key="none-39")]
 
 
+@pytest.mark.soak
 def test_writers_without_descriptors_fail_captures_but_no_request(live: Live, disk: Disk) -> None:
     writers = processes("dmi-writer")
     limits = [process.rlimit(psutil.RLIMIT_NOFILE) for process in writers]
@@ -227,6 +231,7 @@ def test_writers_without_descriptors_fail_captures_but_no_request(live: Live, di
     assert verify_all(disk.path) > 0
 
 
+@pytest.mark.soak
 def test_a_removed_directory_leaves_no_store_that_counts_as_complete(live: Live, disk: Disk) -> None:
     """The directory is removed during captures."""
     for path in disk.path.iterdir():  # of earlier tests, so that fewer files must be removed during the captures
@@ -242,6 +247,7 @@ def test_a_removed_directory_leaves_no_store_that_counts_as_complete(live: Live,
     assert verify_all(disk.path) > 0
 
 
+@pytest.mark.soak
 def test_a_read_only_directory_fails_captures_but_no_request(live: Live, disk: Disk) -> None:
     """The directory becomes read-only before captures begin, because that is impossible while files are open."""
     if not disk.mounted and os.geteuid() == 0:

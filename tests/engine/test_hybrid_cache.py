@@ -78,7 +78,7 @@ def captured(run: Run) -> list[str]:
     return [name for name in run.replies if "uncaptured" not in name]
 
 
-@pytest.mark.parametrize("off", [False, True], ids=["manager on", "manager off"])
+@pytest.mark.parametrize("off", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["manager on", "manager off"])
 def test_every_hook_is_that_of_transformers(run_of: Callable[[bool], Run], twin: Oracle, off: bool) -> None:
     run = run_of(off)
     assert run.facts["groups"] == (["FullAttentionSpec"] if off else _GROUPS)

@@ -74,7 +74,7 @@ def twin(model: Path) -> Oracle:
     return Oracle(model)
 
 
-@pytest.fixture(scope="module", params=[2, 1], ids=["tp2", "tp1"])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.soak), 1], ids=["tp2", "tp1"])
 def run(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     tp = request.param
     if tp > (os.cpu_count() or 1):

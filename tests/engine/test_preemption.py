@@ -83,8 +83,8 @@ def storm(llm: LLM, run: Run) -> None:
 
 
 _DRAFTS = "target beside a draft model, chunks of 1"
-LONG = ("draft, prefix caching", _DRAFTS)
-"""Configurations of `make soak`. Prefix caching is the same for owners draft and target."""
+LONG = ("draft, prefix caching", "target, prefix caching", _DRAFTS)
+"""Configurations of `make soak`. Owners draft and target handle preemption and prefix hits alike."""
 
 
 @pytest.fixture(scope="module")

@@ -115,9 +115,12 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_encoder(tmp_path_factory.mktemp("sae") / "sae", 64, 200)
 
 
-# Two ranks come first, because a process that has compiled a model may not fork. Tests of a single rank come after all
-# others.
-@pytest.fixture(scope="module", params=[2, 1], ids=["tp2", "tp1"])
+# Two ranks come first, because a process that has compiled a model may not fork.
+@pytest.fixture(
+    scope="module",
+    params=[(2, "eager"), (1, "eager"), pytest.param((1, "compiled"), marks=pytest.mark.soak)],
+    ids=["tp2", "tp1", "tp1-compiled"],
+)
 def run(
     request: pytest.FixtureRequest,
     tiny_model: Callable[..., Path],
@@ -130,7 +133,7 @@ def run(
     probes: dict[str, Path],
     encoder: Path,
 ) -> Run:
-    tp = request.param
+    tp, mode = request.param
     if tp > (os.cpu_count() or 1):
         pytest.skip("each rank needs a core")
     run = Run(tmp_path_factory.mktemp(f"reduce-tp{tp}"))
@@ -143,11 +146,11 @@ def run(
     computed["sae"] = f"{encoder}, hook=resid_mid, layer=1, k=9"
     computed |= {"top": "top(mlp_post)", "tops": "top(resid_mid,3)"}  # of slices and, with two ranks, of whole rows
     args = capture_args(f"{ALL_HOOKS},pattern,probe.*", run.store_dir, reduce=reduce, probes=computed, **SMALL)
-    args["max_num_batched_tokens"] = STEP
+    args |= {"max_num_batched_tokens": STEP, "enforce_eager": mode == "eager"}
     with pytest.MonkeyPatch.context() as patch:
         if tp > 1:
             patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-            args |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enforce_eager": True}
+            args |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
         else:
             run.facts["ops"] = watch_branches(patch)
         with engine(tiny_model("qwen3"), in_process=tp == 1, fork=tp > 1, **args) as llm:
@@ -292,7 +295,9 @@ def test_attention_summaries_are_those_of_transformers(run: Run, tiny_model: Cal
         check_summaries(capture, attention_weights(tiny_model("qwen3"), tokens), TOP)
 
 
-@pytest.mark.parametrize("run", [1], ids=["tp1"], indirect=True)  # two ranks run eagerly, each in its own process
+@pytest.mark.parametrize(
+    "run", [(1, "eager")], ids=["tp1"], indirect=True
+)  # two ranks run eagerly, each in its own process
 def test_attention_waits_for_the_taps_that_reduce(run: Run) -> None:
     """t: a tap (header, embedding, three layers, final norm). j: a wait before the attention of layer 1 or 2."""
     *steps, after = "".join({"_tap": "t", "_tap_join": "j", "_tap_end": "e"}[op] for op in run.facts["ops"]).split("e")

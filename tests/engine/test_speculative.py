@@ -59,8 +59,17 @@ CACHE_BYTES = 128 << 20
 WATCHED = 8
 """Number of steps in which the rows before and after the draft's forward are compared."""
 KEYED = {"include_output_tokens": True, "dmi": {"key": "keyed"}}
-CASES = ["ngram", "draft_model", "eagle3-compiled"]
-LONG = ["ngram-compiled", "draft_model-compiled", "eagle3", "eagle", "mtp", "mtp-compiled", "dflash", "dflash-compiled"]
+CASES = ["ngram", "draft_model", "eagle3"]
+LONG = [
+    "ngram-compiled",
+    "draft_model-compiled",
+    "eagle3-compiled",
+    "eagle",
+    "mtp",
+    "mtp-compiled",
+    "dflash",
+    "dflash-compiled",
+]
 LONG += ["ngram-pool", "eagle3-compiled-pool", "suffix", "suffix-compiled"]
 if V2:
     # vLLM's V1 runner supports ngram_gpu only on a GPU. Compiled models are tested on V1.

@@ -2,7 +2,7 @@
 """`dmi run` is killed with SIGKILL, alone or with all its processes, and started again. No prompt is lost or captured
 twice.
 
-`make soak` kills a run 20 times. `make test` kills one of two engines, and a run once.
+`make soak` kills a run 20 times, and one of two engines. `make test` kills a run once.
 """
 
 from __future__ import annotations
@@ -112,10 +112,8 @@ def kill_often(model: Path, folder: Path, kills: int, rng: random.Random) -> lis
     return done
 
 
-def test_killed_engines_and_runs_lose_no_prompt(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    model, path, out, log = tiny_model("qwen3"), tmp_path / "p.jsonl", tmp_path / "out", tmp_path / "log"
-    ids = write_ids(path, MANY)
-    # One of two engines is killed. The other one continues, and the run reports the number of unfinished prompts.
+def kill_one_of_two(model: Path, path: Path, out: Path, log: Path) -> Program:
+    """Kill one of two engines. The other one continues, and the run reports the number of unfinished prompts."""
     process = start(model, path, out, log, "--data-parallel", "2", "--json", "--max-num-seqs", "4")
     assert wait_for_stores(process, out, 12), why(out, log.read_text())
     children = [p for p in psutil.Process(process.pid).children() if "engine_process" in " ".join(p.cmdline())]
@@ -127,7 +125,19 @@ def test_killed_engines_and_runs_lose_no_prompt(tiny_model: Callable[..., Path],
     assert wait_for_stores(process, out, many + 10), "the other engine must continue"
     (ended,) = [event for event in told(log.read_text()) if event["event"] == "engine_ended"]
     assert ended["engine"] == "engine 0" and "signal 9" in ended["why"] and ended["left"] > 0
-    # Then all processes are killed. The next start captures the lost prompts, and a signal ends it.
+    return process
+
+
+@pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_killed_engines_and_runs_lose_no_prompt(tiny_model: Callable[..., Path], tmp_path: Path, engines: int) -> None:
+    """All processes are killed. The next start captures the lost prompts, and a signal ends it."""
+    model, path, out, log = tiny_model("qwen3"), tmp_path / "p.jsonl", tmp_path / "out", tmp_path / "log"
+    ids = write_ids(path, MANY)
+    if engines == 2:
+        process = kill_one_of_two(model, path, out, log)
+    else:
+        process = start(model, path, out, log)
+        assert wait_for_stores(process, out, 12), why(out, log.read_text())
     kill_run(process, True)
     lost = set(range(behind_the_last(out)))
     process = start(model, path, out, log)

@@ -83,6 +83,7 @@ def imported(project: Path) -> str:
     return subprocess.check_output([project / ".venv/bin/python", "-c", show], text=True).strip()
 
 
+@pytest.mark.soak
 def test_a_torch_that_cannot_be_imported_is_replaced(project: Path, tmp_path: Path) -> None:
     """By a CPU wheel, or where there is none by itself with the libraries of the CUDA build. `make env` says so in one
     line and needs no setting. Without both, the error names the setting, and the next run starts again.

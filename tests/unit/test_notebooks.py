@@ -48,7 +48,7 @@ def test_routing_follows_from_the_logits(tmp_path: Path, monkeypatch: pytest.Mon
     assert re.search(r"\(40, \d+, \d+\) uint8", text), text
 
 
-@pytest.mark.parametrize("family", ["gemma2", "granite"])
+@pytest.mark.parametrize("family", [pytest.param("gemma2", marks=pytest.mark.soak), "granite"])
 def test_the_first_look_supports_norms_and_logits_of_several_families(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +103,7 @@ def prompts(count: int, tokens: int) -> torch.Tensor:
     return torch.tensor(ids[: count * tokens]).reshape(count, tokens)
 
 
+@pytest.mark.soak
 def test_the_autoencoder_explains_more_than_its_baselines(
     trained: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +118,7 @@ def test_the_autoencoder_explains_more_than_its_baselines(
     assert re.search(r"dead latents: \d+ of 512", text) and len(re.findall(r"^latent +\d+: ", text, re.M)) == 10, text
 
 
+@pytest.mark.soak
 def test_the_draft_head_learns_from_files_that_are_the_captures(
     trained: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
