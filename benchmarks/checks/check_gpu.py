@@ -81,7 +81,7 @@ MOST_FLIPPED = 0.08
 With transformers in bfloat16, 0.5 to 5.0 % of the rows of a hook are below it, and 7.5 % in `glm_moe_dsa`.
 """
 ROUTING = {"router_logits", "topk_ids"}
-"""Hooks of models with experts."""
+"""Hooks of models with experts. On vLLM's Transformers backend, these models lack them."""
 MOST_GAP = 0.1
 """Maximum by which a value that top k left out may exceed a kept one, relative to the row's largest value."""
 MOST_ATTENTION_ERROR = 1e-4
@@ -229,7 +229,8 @@ def compare(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     cosine: dict[str, float] = {}
     below: dict[str, list[int]] = {}
     error: dict[str, float] = {}
-    missing, rows, problems, attention, gap, own, experts = 0, 0, [], None, 0.0, 0.0, False
+    missing, rows, problems, attention, gap, own = 0, 0, [], None, 0.0, 0.0
+    experts = any(".experts." in parameter for parameter, _ in oracle.model.named_parameters())
     drafted = {"scheduled": 0, "accepted": 0, "rows_of_accepted": 0}
     requests = zip(found["stores"], found["prompts"], found["tokens"], found["seeded"], strict=True)
     for store, prompt, tokens, seeded in requests:

@@ -13,7 +13,7 @@ from dmi_connector import Capture, open_capture
 from tests.engine.check import attention_weights
 from tests.engine.harness import Run
 
-RUNS = [("qwen3", "compiled", "pool"), ("llama", "eager", "target"), ("gpt2", "eager", "draft")]
+RUNS = [("qwen3", "eager", "draft"), ("llama", "eager", "target"), ("gpt2", "eager", "draft")]
 """Of test_hooks_vs_transformers.py."""
 
 

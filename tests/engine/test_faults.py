@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults during 20 captures. All requests are answered, and stores list their missing rows.
 
-`make test` kills each kind of process, fills the disk and drops rows. `make soak` has all faults.
+`make test` kills a writer, a coordinator, an engine and all processes, fills the disk and drops rows. `make soak` has
+all faults.
 
 Tests may run alone or in any order. After a test that kills the engine, the next test starts another one.
 """
@@ -317,6 +318,7 @@ def test_a_killed_engine_core_leaves_stores_of_the_rows_that_arrived(engines: En
     closed_by_the_coordinator(disk.path, "core", live.oracle)
 
 
+@pytest.mark.soak
 def test_a_killed_worker_leaves_stores_of_the_rows_that_arrived(engines: Engines, disk: Disk) -> None:
     live = engines.get()
     future = live.begin(many("worker"))

@@ -20,19 +20,19 @@ from tests.engine.conftest import LENGTHS
 from tests.engine.harness import BLOCK, Run, prompt
 from tests.runner import ATOL
 
-# `make test` compiles one model. `make soak` compiles all, and also tests mistral, which is like llama.
-# For compiled owner draft, see also test_compile_hash.py and test_compiled_tokens.py.
+# `make soak` compiles all, and also tests mistral, which is like llama. `make test` compiles Qwen3, see test_demo.py
+# and test_compiled_tokens.py.
 _LONG = [
     *((name, "compiled", "draft") for name in ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "gpt2")),
     ("mistral", "eager", "draft"),
     ("qwen3", "compiled", "target"),
+    ("qwen3", "compiled", "pool"),
     ("gpt2", "compiled", "target"),
     ("gpt2", "eager", "target"),
     ("qwen3_moe", "compiled", "pool"),
     ("gpt2", "eager", "pool"),
 ]
 CONFIGURATIONS: list[Any] = [
-    ("qwen3", "compiled", "pool"),
     ("qwen3", "eager", "draft"),
     ("qwen2", "eager", "draft"),
     ("llama", "eager", "target"),

@@ -247,7 +247,7 @@ def test_prefix_hits_inside_a_block(name: str, known_models: None, tmp_path: Pat
     run, model = Run(tmp_path / "stores"), make(name, tmp_path / "model")
     args: dict[str, Any] = capture_args(ALL_HOOKS, run.store_dir, "pool", pool_bytes=48 << 20, **SMALL)
     args |= latent_cpu.ROTARY if name.startswith("lfm2") else {}
-    args |= {"gdn_prefill_backend": "triton"} if GPU and rounds(name) else {}
+    args |= {"gdn_prefill_backend": "triton", "dtype": "bfloat16"} if GPU and rounds(name) else {}
     ask = Ask(prompt(290, 3)[:280] + prompt(9, 4))
     with pytest.MonkeyPatch.context() as patch:
         if name in DELTA:

@@ -34,8 +34,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "lfm2_moe": _EVEN,
 }
 """Fields of the configs of models whose default numbers of heads cannot be divided between two ranks."""
-SHORT = "qwen3_5-text"
-NAMES = ("qwen3_next", "qwen3_5_moe-text", "nemotron_h", *FIELDS)
+NAMES = ("qwen3_5-text", "qwen3_next", "qwen3_5_moe-text", "nemotron_h", *FIELDS)
+pytestmark = pytest.mark.soak
 
 
 class _Oracle(Oracle):
@@ -48,7 +48,7 @@ class _Oracle(Oracle):
         return {hook: rows for hook, rows in found.items() if hook != "mix_proj"}
 
 
-@pytest.fixture(scope="module", params=[SHORT, *(pytest.param(name, marks=pytest.mark.soak) for name in NAMES)])
+@pytest.fixture(scope="module", params=NAMES)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

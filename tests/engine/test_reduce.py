@@ -295,9 +295,8 @@ def test_attention_summaries_are_those_of_transformers(run: Run, tiny_model: Cal
         check_summaries(capture, attention_weights(tiny_model("qwen3"), tokens), TOP)
 
 
-@pytest.mark.parametrize(
-    "run", [(1, "eager")], ids=["tp1"], indirect=True
-)  # two ranks run eagerly, each in its own process
+@pytest.mark.soak
+@pytest.mark.parametrize("run", [(1, "compiled")], ids=["tp1-compiled"], indirect=True)
 def test_attention_waits_for_the_taps_that_reduce(run: Run) -> None:
     """t: a tap (header, embedding, three layers, final norm). j: a wait before the attention of layer 1 or 2."""
     *steps, after = "".join({"_tap": "t", "_tap_join": "j", "_tap_end": "e"}[op] for op in run.facts["ops"]).split("e")

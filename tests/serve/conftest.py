@@ -2,10 +2,9 @@
 """Two real servers for all tests of this directory, one after the other: first with owner draft, then with owner
 target. They are stopped before tests of other directories, because idle workers of two engines take a tenth of a core.
 
-The first server is started as by a user, except that its worker is forked. It alone of all programs of the tests
-spawns its engine core, as vLLM does on a CPU. All processes of the second one are forked
-(tests/programs.py). It has two data-parallel engines and a logits processor, which vLLM supports only with owner
-target.
+The first server is started as by a user, except that its engine core and worker are forked. All processes of the second
+one are forked (tests/programs.py). It has two data-parallel engines and a logits processor, which vLLM supports only
+with owner target. `make soak` also starts a server whose engine core is spawned, as vLLM does on a CPU.
 """
 
 from __future__ import annotations
@@ -27,12 +26,14 @@ from openai import OpenAI
 from tests.forking.fork_workers import environment as forking
 from tests.ports import free_port
 from tests.programs import Program
+from tests.shorter import soak
 
 MODEL = "tiny"
 START_SECONDS = 900
 ROOT = Path(__file__).parents[2]
 _TWO_ENGINES = ["--data-parallel-size", "2", "--logits-processors", "tests.engine.force_token:ForceToken"]
-OWNERS = {"draft": [], "target": _TWO_ENGINES, "pool": _TWO_ENGINES}
+OWNERS = {"draft": [], "spawned": [], "target": _TWO_ENGINES, "pool": _TWO_ENGINES}
+"""{server: more arguments}. "spawned" has owner draft."""
 
 
 SERVERS: list[subprocess.Popen[bytes] | Program] = []
@@ -82,21 +83,22 @@ def _cause(log: Path) -> str:
     return "\n".join([*errors[:20], "...", text[-1500:]])
 
 
-@pytest.fixture(scope="session", params=["draft", "target", pytest.param("pool", marks=pytest.mark.soak)])
+@pytest.fixture(scope="session", params=["draft", "target", *soak("pool", "spawned")])
 def server(
     request: pytest.FixtureRequest,
     tiny_model: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
     vllm_cache_root: Path,
 ) -> Iterator[Server]:
-    owner, root = request.param, tmp_path_factory.mktemp("serve")
+    name, root = request.param, tmp_path_factory.mktemp("serve")
+    owner = "draft" if name == "spawned" else name
     port, log = free_port(), root / "server.log"
     command = [sys.executable, "-m", "dmi_connector.cli", "serve", str(tiny_model("qwen3"))]
     command += ["--hooks", "vllm-full,attention,mlp_pre*", "--store-dir", str(root / "captures")]
     command += ["--chunk-tokens", "32", "--segment-tokens", "64"]
     command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
-    command += ["--max-num-batched-tokens", "128", "--max-num-seqs", "16", "--owner", owner, *OWNERS[owner]]
+    command += ["--max-num-batched-tokens", "128", "--max-num-seqs", "16", "--owner", owner, *OWNERS[name]]
     command += ["--enable-log-requests"]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # for the logits processor
     environment = {**os.environ, "VLLM_CACHE_ROOT": str(vllm_cache_root), "PYTHONPATH": paths}
@@ -105,7 +107,7 @@ def server(
     with log.open("wb") as out:
         # A process group of its own, so that the engine's processes can be killed with it if it hangs.
         if owner == "draft":
-            started = {**environment, **forking(cores=False)}
+            started = {**environment, **forking(cores=name != "spawned")}
             process = subprocess.Popen(command, stdout=out, stderr=out, env=started, process_group=0)
         else:
             process = Program(command, stdout=out, stderr=out, env=environment, group=True)

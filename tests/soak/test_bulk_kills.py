@@ -2,7 +2,7 @@
 """`dmi run` is killed with SIGKILL, alone or with all its processes, and started again. No prompt is lost or captured
 twice.
 
-`make soak` kills a run 20 times, and one of two engines. `make test` kills a run once.
+In `make test`, tests/unit/bulk/test_kills.py stops a run at its steps inside the test process.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tests.bulkprocess import check_whole, run, start, told, why, write_ids
 from tests.engine.faults import gone, group_of, until
 from tests.programs import Program
 
+pytestmark = pytest.mark.soak
 MANY = 20_000
 """Number of prompts, far more than are captured before a test kills the run."""
 
@@ -128,7 +129,7 @@ def kill_one_of_two(model: Path, path: Path, out: Path, log: Path) -> Program:
     return process
 
 
-@pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("engines", [1, 2])
 def test_killed_engines_and_runs_lose_no_prompt(tiny_model: Callable[..., Path], tmp_path: Path, engines: int) -> None:
     """All processes are killed. The next start captures the lost prompts, and a signal ends it."""
     model, path, out, log = tiny_model("qwen3"), tmp_path / "p.jsonl", tmp_path / "out", tmp_path / "log"
@@ -148,7 +149,6 @@ def test_killed_engines_and_runs_lose_no_prompt(tiny_model: Callable[..., Path],
     ended_in_order(out, ids)
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(5400)
 def test_a_run_that_is_killed_20_times_loses_no_prompt(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """SOAK_SEED chooses the times of the kills."""

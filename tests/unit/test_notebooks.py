@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notebooks of examples/ without an engine. They run on stores with the activations of transformers.
 
-Kernels are forked (programs.py). Those of tests/engine/test_demo.py start as for a user.
+Kernels are forked (programs.py). Those of tests/engine/test_demo.py start as for a user. `make soak` runs the notebooks
+that train something.
 """
 
 from __future__ import annotations
@@ -140,6 +141,7 @@ def test_the_draft_head_learns_from_files_that_are_the_captures(
     assert right["most frequent"] < right["bigram"] < right["draft head"], text
 
 
+@pytest.mark.soak
 def test_the_drafter_is_accepted_more_often_after_some_steps(
     trained: Oracle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from dmi_connector.dtypes import numpy_dtype
 from dmi_connector.layout import ArraySpec
 from dmi_connector.store.read.verify import verify_store
 from tests import storekit as kit
+from tests.shorter import soak
 
 WIDTH, LENGTH, FROM = 16, 60, 21
 SPECS = (
@@ -351,7 +352,7 @@ def make(stores: Path, **options: Any) -> TokenDataset:
 
 
 @pytest.mark.parametrize("kind", list(BAD))
-@pytest.mark.parametrize("workers", [None, 0, 2])
+@pytest.mark.parametrize("workers", [None, 2, *soak(0)])
 def test_batches_leave_rows_out_and_count_them(stores: Path, kind: str, workers: int | None) -> None:
     data = make(stores / kind)
     with pytest.warns(RuntimeWarning, match="not finite") as warned:

@@ -25,6 +25,7 @@ from dmi_connector.captures.captures import Captures  # noqa: E402
 from dmi_connector.layout import ArraySpec  # noqa: E402
 from dmi_connector.reduce import parse  # noqa: E402
 from tests import storekit as kit  # noqa: E402
+from tests.shorter import soak  # noqa: E402
 
 LENGTHS = (300, 20, 128, 129, 77, 64)
 TOKENS = sum(LENGTHS)
@@ -168,7 +169,7 @@ def test_workers_read_different_tokens(captures: Captures, workers: int) -> None
     assert tokens(plain) == found
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, *soak(2)])
 def test_a_collate_function_gets_each_batch(captures: Captures, workers: int) -> None:
     found = list(make(captures).loader(workers, collate_fn=_ids))
     assert found == [_ids(batch) for batch in make(captures).loader(workers)] and len(found) > 2
@@ -260,7 +261,7 @@ def test_a_data_set_that_was_pickled_counts_its_loops_too(captures: Captures) ->
     assert next(loops) != next(loops)
 
 
-@pytest.mark.parametrize("workers", [None, 0, 2])
+@pytest.mark.parametrize("workers", [None, 0, *soak(2)])
 def test_a_resumed_loop_is_followed_by_the_next(captures: Captures, workers: int | None) -> None:
     def start() -> Any:
         data = make(captures, epochs=2)

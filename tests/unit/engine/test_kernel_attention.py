@@ -12,6 +12,7 @@ from dmi_connector.engine.kernels.attention import summaries_torch, summarise
 from dmi_connector.reduce import ReduceError, from_settings
 from dmi_connector.reduce.attn import AttentionSummary
 from tests import kernelkit as kit
+from tests.shorter import soak
 
 # Rows of padding, which are not stored.
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value) encountered:RuntimeWarning")
@@ -43,7 +44,7 @@ def scene(heads: int, kv_heads: int, size: int, spans: Spans, dtype: str = "floa
     return query, keys, table, starts, lengths
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["", "half"])
+@pytest.mark.parametrize("half", [*soak(False), True], ids=["", "half"])
 @pytest.mark.parametrize(NAMES, CASES)
 def test_summaries_equal_those_of_the_torch_twin(
     heads: int, kv_heads: int, size: int, spans: Spans, dtype: str, m: int, half: bool

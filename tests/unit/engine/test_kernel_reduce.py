@@ -26,6 +26,7 @@ from dmi_connector.reduce.int8 import Int8
 from dmi_connector.reduce.rounding import Round
 from dmi_connector.reduce.scales import METADATA as SCALES
 from tests import kernelkit as kit
+from tests.shorter import soak
 
 FAR = 60_000
 """A slot whose product with the hash factor of topk needs more than 32 bits."""
@@ -50,7 +51,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("deferred", [False, True], ids=["at once", "deferred"])
+@pytest.mark.parametrize("deferred", [*soak(False), True], ids=["at once", "deferred"])
 @pytest.mark.parametrize(
     ("dtype", "specs", "widths", "tokens"), CASES, ids=[f"{dtype}-{'-'.join(specs[:3])}" for dtype, specs, *_ in CASES]
 )

@@ -22,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 from dmi_connector.layout import DRAFT_UNKNOWN
 from tests.lanekit import Event
 from tests.schedulerkit import Engine, sessions_of_033
+from tests.shorter import seeds
 
 PROMPT = range(5, 45)
 Make = Callable[..., Engine]
@@ -54,7 +55,7 @@ def live(engine: Engine, steps: int, ends: bool = True) -> None:
         engine.drain()
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", seeds(16))
 def test_every_row_comes_from_its_slot_in_random_histories(make: Make, seed: int) -> None:
     """With the last seeds, workers report before they export the rows of a step, as vLLM's V2 runner does with
     a draft.
@@ -65,7 +66,7 @@ def test_every_row_comes_from_its_slot_in_random_histories(make: Make, seed: int
     assert engine.faults() == [] and engine.stored
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", seeds(16))
 @pytest.mark.parametrize("borrows", [False, True])
 def test_every_row_comes_from_its_page_in_random_histories(make: Make, seed: int, borrows: bool) -> None:
     """The pool has room for all requests, for a few, or for hardly one beside the smallest step."""
@@ -166,7 +167,7 @@ def test_a_request_aborted_while_it_waits_for_a_pool_makes_room_for_others(make:
     assert list(engine.stored) == [names[0], *names[2:]] and engine.faults() == []
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_rows_and_logits_of_accepted_tokens_come_from_a_pool(make: Make, seed: int) -> None:
     """Drafts are rejected, and their slots are written again."""
     kinds = {"blocks": (24, 40, 120)[seed % 3], "pages": (24, 60)[seed % 2], "drafts": 1 + seed % 4}
@@ -176,7 +177,7 @@ def test_rows_and_logits_of_accepted_tokens_come_from_a_pool(make: Make, seed: i
     assert engine.faults() == [] and any(map(any, engine.drafted.values()))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_only_rows_and_logits_of_accepted_tokens_are_stored_in_random_histories(make: Make, seed: int) -> None:
     """With speculative decoding, rows of rejected drafts are never exported, and each row of logits belongs to the
     right token.
@@ -236,7 +237,7 @@ def test_no_row_is_pending_in_an_engine_that_may_sleep(make: Make, steps: int, o
     assert engine.faults() == [] and len(engine.stored) == 2
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_every_row_is_correct_in_random_histories_with_sleep(make: Make, seed: int) -> None:
     """The engine sleeps after each pause that keeps its requests. Every third engine has no pool."""
     pages = (0, 12, 60)[seed % 3]
@@ -510,7 +511,7 @@ def converse(engine: Engine, steps: int) -> None:
     engine.drain()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_turns_of_sessions_are_complete_in_random_histories(
     make: Make, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

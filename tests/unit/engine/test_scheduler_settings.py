@@ -14,6 +14,7 @@ from vllm.v1.core.sched.interface import PauseState
 
 from dmi_connector.engine.owners import pool_limits
 from tests.schedulerkit import BLOCK, Engine
+from tests.shorter import seeds
 
 Make = Callable[..., Engine]
 
@@ -48,7 +49,7 @@ def live(engine: Engine, steps: int = 100, longest: int = 120, resets: float = 0
     engine.drain()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 @pytest.mark.parametrize("kind", [{}, {"pages": 20}, {"drafts": 3, "hooks": "q,logits"}], ids=str)
 def test_every_row_comes_from_its_slot_with_priorities(make: Make, kind: dict[str, Any], seed: int) -> None:
     """The scheduler preempts requests before the last one, also some that it had already scheduled in that step. Long
@@ -63,7 +64,7 @@ def test_every_row_comes_from_its_slot_with_priorities(make: Make, kind: dict[st
         assert any(request.num_preemptions for request in engine.requests.values())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 @pytest.mark.parametrize("pages", [0, 20])
 @pytest.mark.parametrize("stages", [False, True])
 def test_resumed_requests_of_the_v1_runner_get_other_blocks(make: Make, stages: bool, pages: int, seed: int) -> None:
@@ -78,7 +79,7 @@ def test_resumed_requests_of_the_v1_runner_get_other_blocks(make: Make, stages: 
         assert any(request.num_preemptions for request in engine.requests.values())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 @pytest.mark.parametrize("hybrid", ["window", "states", "parts"])
 def test_rows_come_from_a_pool_beside_layers_with_other_blocks(
     make: Make, monkeypatch: pytest.MonkeyPatch, hybrid: str, seed: int

@@ -24,6 +24,7 @@ from tests import schedulerkit
 from tests.exporterkit import SMALL, make_exporter
 from tests.probekit import save_encoder, save_probe
 from tests.schedulerkit import BLOCK, Engine, score
+from tests.shorter import seeds
 from tests.trackerkit import ask, generate
 
 Make = Callable[..., Engine]
@@ -452,7 +453,7 @@ def test_tokens_of_the_prefix_cache_are_computed_again_for_a_condition(make: Mak
     assert engine.faults() == []
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 @pytest.mark.parametrize("kind", [{"blocks": 24}, {"blocks": 24, "pages": 12}], ids=str)
 def test_requests_are_stopped_by_their_own_scores_in_random_histories(
     make: Make, kind: dict[str, Any], seed: int

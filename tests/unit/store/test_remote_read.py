@@ -29,6 +29,7 @@ from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.finish.commit import append_index
 from tests import s3kit
 from tests import storekit as kit
+from tests.shorter import soak
 
 SPECS = (
     ArraySpec("resid_pre", "bfloat16", (0, 1, 2), 64),
@@ -88,7 +89,7 @@ def s3(filled: s3kit.Proxy, monkeypatch: pytest.MonkeyPatch) -> s3kit.Proxy:
     return filled
 
 
-@pytest.mark.parametrize("place", ["all/a.zarr", "all/b.zarr", "bare/c.zarr", "zips/a.zip"])
+@pytest.mark.parametrize("place", ["all/a.zarr", "zips/a.zip", *soak("all/b.zarr", "bare/c.zarr")])
 def test_a_remote_store_reads_as_the_local_one(s3: s3kit.Proxy, stores: Path, place: str) -> None:
     name = Path(place).stem
     with open_capture(f"{URL}/{place}", 0) as there, open_capture(stores / f"{name}.zarr", 0) as here:
@@ -296,7 +297,7 @@ def test_info_ls_and_export(s3: s3kit.Proxy, stores: Path, tmp_path: Path, capsy
     assert len(captures_of([f"{URL}/all", stores / "a.zarr"])) == 4
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, *soak(2)])
 def test_the_torch_data_set_reads_remote_stores(s3: s3kit.Proxy, stores: Path, workers: int) -> None:
     torch = pytest.importorskip("torch")
     from dmi_connector import TokenDataset
@@ -325,7 +326,7 @@ def test_a_forked_process_is_refused_instead_of_waiting_forever(s3: s3kit.Proxy)
 # ---- failures ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["500", "slow", "cut", "break"])
+@pytest.mark.parametrize("what", ["cut", "break", *soak("500", "slow")])
 def test_transient_failures_are_retried(s3: s3kit.Proxy, stores: Path, what: str) -> None:
     with open_capture(stores / "a.zarr", 0) as here:
         expected = here.numpy("z")

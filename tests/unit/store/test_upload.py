@@ -55,6 +55,7 @@ from dmi_connector.store.write.finish.uploads import Uploads
 from dmi_connector.store.write.settings import UploadSettings, WriteSettings
 from tests import bulkkit, s3kit
 from tests import storekit as kit
+from tests.shorter import soak
 
 BUCKET = f"s3://{s3kit.BUCKET}"
 MakeClient = Callable[..., StoreClient]
@@ -387,7 +388,7 @@ def test_etags(tmp_path: Path) -> None:
 # ---- failures ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["500", "slow", "cut", "break", "flip"])
+@pytest.mark.parametrize("what", ["500", "flip", *soak("slow", "cut", "break")])
 def test_transient_failures_lose_nothing(
     s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str, what: str
 ) -> None:
@@ -554,7 +555,7 @@ def test_a_store_without_a_finish_line_is_uploaded_by_a_repair(
     assert str(info.store) == f"{BUCKET}/{prefix}/a.zarr" and info.num_tokens == 300
 
 
-@pytest.mark.parametrize("after", [1, 4, 8])
+@pytest.mark.parametrize("after", [4, *soak(1, 8)])
 def test_repair_finishes_an_upload_that_was_killed(
     s3: s3kit.Proxy, make_client: MakeClient, tmp_path: Path, prefix: str, after: int
 ) -> None:

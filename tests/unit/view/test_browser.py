@@ -18,6 +18,7 @@ from dmi_connector.layout import ArraySpec
 from tests import storekit as kit
 from tests import viewkit
 from tests.browserkit import CHOOSE, CHROMIUM, CONTRAST, DRIVER, HOLD, NO_CHROMIUM, Page, picture
+from tests.shorter import soak
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -49,7 +50,7 @@ def test_a_click_on_a_token_shows_it_and_the_lens(page: Page) -> None:
 
 
 @pytest.mark.parametrize("other", ["token", "capture"])
-@pytest.mark.parametrize(("kind", "box"), [("lens", "#lens"), ("attended", "#attended-box")])
+@pytest.mark.parametrize(("kind", "box"), [("lens", "#lens"), *soak(("attended", "#attended-box"))])
 def test_a_late_response_is_not_shown_for_another_token(kind: str, box: str, other: str, page: Page) -> None:
     from selenium.webdriver import Keys
 
@@ -184,7 +185,7 @@ def test_a_cell_without_a_value_is_hatched_and_says_why(browser: Chrome, spoilt:
     assert page.log() == []
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", ["light", *soak("dark")])
 def test_cells_without_a_value_do_not_look_like_the_lowest_value(theme: str, browser: Chrome, spoilt: str) -> None:
     browser.execute_cdp_cmd(  # type: ignore[no-untyped-call]
         "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]}
@@ -380,7 +381,7 @@ def test_ten_thousand_captures_have_few_elements(browser: Chrome, serve: Callabl
     assert page.log() == []
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", ["dark", *soak("light")])
 def test_text_can_be_read_in_light_and_dark(theme: str, page: Page) -> None:
     page.browser.execute_cdp_cmd(  # type: ignore[no-untyped-call]
         "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]}

@@ -20,6 +20,7 @@ from dmi_connector.analysis.sparse_encoder import SparseEncoder
 from dmi_connector.analysis.unembedding import Unembedding, log_softmax
 from tests import viewkit
 from tests.browserkit import CHOOSE, CHROMIUM, CONTRAST, DRIVER, NO_CHROMIUM, Page, picture
+from tests.shorter import soak
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -334,7 +335,7 @@ def test_a_picture_is_saved(page: Page) -> None:
     assert len(colours) > 50, "text, heat map and attention"
 
 
-@pytest.mark.parametrize(("theme", "width"), [("light", 400), ("dark", 400), ("light", 1600), ("dark", 1600)])
+@pytest.mark.parametrize(("theme", "width"), [("light", 400), ("dark", 1600), *soak(("dark", 400), ("light", 1600))])
 def test_panels_fit_and_can_be_read(theme: str, width: int, parts: Callable[[str], Page]) -> None:
     page = parts("hook=prediction&token=30")
     page.emulate(theme, width)
