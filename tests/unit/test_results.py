@@ -82,23 +82,23 @@ def test_the_page_about_models_has_the_table_of_the_results() -> None:
     assert text in models.PAGE.read_text()
     ran = {line.split("`")[1] for line in text.splitlines()[2:] if not line.endswith("| not run |")}
     assert ran == {one["model"] for one in gpu.values()} and len(ran) == len(gpu)
-    later = {arch: one for arch, one in gpu.items() if "vllm" in one}
-    rows = [row for row in table("CORRECTNESS.md", "| machine | engine |") if row[-1] == "`models.json`"]
-    for runs, row in ((gpu.keys() - later.keys(), rows[0]), (later.keys(), rows[2])):
-        same_tokens = [list(map(int, gpu[arch]["same_tokens"].split(" of "))) for arch in runs]
-        assert row[3] == "{} of {}".format(*map(sum, zip(*same_tokens, strict=True)))
-    assert rows[1][3] == gpu["GPTNeoXForCausalLM"]["stock_again"]["same_tokens_as_stock"]
-    assert rows[2][1].startswith(f"{len(later)} engines")
-    assert f"| {len(later)} small models of other families" in page("COMPATIBILITY.md")
+    again, all_models = [row for row in table("CORRECTNESS.md", "| machine | engine |") if row[-1] == "`models.json`"]
+    same_tokens = [list(map(int, one["same_tokens"].split(" of "))) for one in gpu.values()]
+    assert all_models[3] == "{} of {}".format(*map(sum, zip(*same_tokens, strict=True)))
+    assert again[3] == found["gpu"]["stock_again"]["gpt_neox"]["same_tokens_as_stock"]
+    assert all_models[1].startswith(f"{len(gpu)} engines")
+    assert f"| {len(gpu)} small models of other families" in page("COMPATIBILITY.md")
 
 
 def test_models_on_a_gpu() -> None:
-    gpu = results("models.json")["gpu"]
-    later = [one for one in gpu["models"].values() if "vllm" in one]
+    gpu, text = results("models.json")["gpu"], page("MODELS.md")
+    later = gpu["models"].values()
+    kernels = gpu["granite_kernels"]["kernels"].values()
+    assert f"Each of the {sum(one['right'] for one in kernels)} configurations of the five kernels" in text
+    assert len(kernels) == 5 and max(one["largest_error"] for one in kernels) < 1e-5
     for one in (*later, *gpu["two_ranks"].values()):
         assert one["rows"] == 5610 and not one["rows_missing"] and not one["problems"], one["model"]
         assert one.get("largest_own_gap", 0.0) == 0.0
-    text = page("MODELS.md")
     ties = [one["largest_tie"] for one in later if one["rows_below"] is None and one["largest_tie"]]
     assert f"at most {max(ties):.1%}".replace("%", " %") in text
     beyond = {one["model"]: one["beyond_tie"] for one in later if one.get("beyond_tie")}
