@@ -98,6 +98,7 @@ def test_cached_tokens_are_read_by_the_uncaptured_and_computed_again_for_rows(ru
     assert open_capture(run.store("hit")).attrs["recomputed_tokens"] == 256
 
 
+@pytest.mark.soak
 def test_values_do_not_depend_on_the_cache_manager(run_of: Callable[[bool], Run]) -> None:
     """Only requests that are not preempted run in the same batches."""
     for name in ("alone", "beside", "hit"):

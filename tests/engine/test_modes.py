@@ -59,6 +59,7 @@ CHOSEN = {
     **SKETCHED,
 }
 """The reductions that the modes choose according to docs/REDUCTIONS.md."""
+pytestmark = pytest.mark.soak  # test_reduce.py has the reductions, tests/unit/test_hooks.py what modes choose
 LENGTHS = (1, 300)
 NOISE = 1e-4
 """Rounding differences of two float32 programs. Sums have ten times as many terms as in the other tiny models."""
@@ -74,7 +75,7 @@ def twin(model: Path) -> Oracle:
     return Oracle(model)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.soak), 1], ids=["tp2", "tp1"])
+@pytest.fixture(scope="module", params=[2, 1], ids=["tp2", "tp1"])
 def run(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     tp = request.param
     if tp > (os.cpu_count() or 1):

@@ -23,6 +23,7 @@ from tests.engine.check import reference
 from tests.engine.drafts import NGRAM, Pair, drafting
 from tests.engine.harness import SMALL, Ask, Run, engine, generate, prompt, watch_scheduler
 from tests.probekit import check_inline, check_largest, check_neurons, check_scores, save_encoder, save_probe
+from tests.shorter import soak
 
 K = 20
 ALL = {"include_output_tokens": True}
@@ -73,7 +74,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_encoder(tmp_path_factory.mktemp("sae") / "sae", 64, 300, architecture="jumprelu")
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=["pool, few blocks", "pool, drafts", *soak("target, few blocks")])
 def run(
     request: pytest.FixtureRequest,
     tiny_model: Callable[..., Path],

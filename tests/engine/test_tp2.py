@@ -151,7 +151,7 @@ def test_sharded_hooks_are_written_by_both_ranks(run: Run) -> None:
 @pytest.mark.parametrize(
     "spread",
     [
-        pytest.param(False, id="sliced"),
+        pytest.param(False, id="sliced", marks=pytest.mark.soak),
         pytest.param(True, id="spread", marks=pytest.mark.skipif(not TWO_GPUS, reason="vLLM's CPU kernels crash")),
     ],
 )
