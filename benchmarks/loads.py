@@ -26,7 +26,7 @@ class Load(NamedTuple):
     """A continuous load. in_flight: number of requests in flight.
 
     prompt_tokens, output_tokens: tokens per request. shared: number of tokens at the start that all prompts share, so
-    that they are in the prefix cache. captured: whether an engine that captures captures these requests.
+    that they are in the prefix cache. captured: whether these requests are captured in an engine that captures.
     """
 
     in_flight: int

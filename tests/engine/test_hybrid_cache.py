@@ -91,7 +91,7 @@ def test_every_hook_is_that_of_transformers(run_of: Callable[[bool], Run], twin:
         assert {hook: error for hook, error in errors.items() if not error <= MOST} == {}, name
 
 
-def test_cached_tokens_are_read_by_the_uncaptured_and_computed_again_for_rows(run_of: Callable[[bool], Run]) -> None:
+def test_captured_requests_compute_cached_tokens_again_and_others_reuse_them(run_of: Callable[[bool], Run]) -> None:
     run = run_of(False)
     assert run.replies["uncaptured hit"].num_cached_tokens == 256, "no prefix-cache hit"
     assert run.replies["hit"].num_cached_tokens == 0

@@ -39,7 +39,9 @@ FOUND = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_final"
 """Hooks of models that have no entry in ARCHITECTURES. They are found from the structure of the layers."""
 RESULT = os.environ.get("MODELS_RESULT", "")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-"""Families with latent attention, on vLLM's CPU kernel; "-odd" on a stand-in; "-heads" with keys by head."""
+"""Families with latent attention. They run on vLLM's CPU kernel. Their models with the suffix "-odd" run on a stand-in
+for this kernel. Those with the suffix "-heads" attend over the keys of heads instead of the latent.
+"""
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
 """Families with latent attention over tokens that an indexer chooses. vLLM has no CPU kernels for them."""
 KEYLESS = (*LATENT, *INDEXED)
@@ -362,9 +364,7 @@ def test_tokens_are_those_of_transformers(run: Run, twin: Oracle) -> None:
         assert (scores.max(1) - chosen).max() < 1e-4, name
 
 
-def test_attention_is_worked_out_as_the_model_attends(
-    configuration: tuple[str, str, str], run: Run, twin: Oracle
-) -> None:
+def test_computed_attention_is_that_of_the_model(configuration: tuple[str, str, str], run: Run, twin: Oracle) -> None:
     """`attention_pattern` supports the windows, chunks, soft caps, slopes and scales of these models."""
     capture = open_capture(run.store("len300"))
     arch = MODELS[configuration[0]][0]

@@ -152,7 +152,7 @@ def test_a_hybrid_model_with_layers_of_several_sizes_is_refused(tmp_path: Path) 
     assert "mlp_out" in known and not {"router_logits", "topk_ids", "topk_weights"} & {*known}
 
 
-def test_a_rank_has_no_slice_of_what_enters_a_mixer(tmp_path: Path) -> None:
+def test_mix_proj_is_refused_with_tensor_parallelism(tmp_path: Path) -> None:
     model = config_of(tmp_path / "model", "qwen3_next", "Qwen3NextForCausalLM", num_experts=4)
     config = vllm_config(model, tmp_path / "captures", {"hooks": "mix_*"}, owner="pool", **NO_TOKENIZER)
     config.parallel_config.tensor_parallel_size = 2
@@ -477,7 +477,7 @@ def test_an_option_that_splits_a_batch_is_refused(
         capture_context(config)
 
 
-def test_an_engine_that_goes_on_without_a_failed_rank_is_refused(model: Path, tmp_path: Path) -> None:
+def test_fault_tolerance_is_refused(model: Path, tmp_path: Path) -> None:
     config = vllm_config(model, tmp_path)
     config.parallel_config.enable_fault_tolerance = True  # vLLM 0.33 and later
     with pytest.raises(ValueError, match=r"enable_fault_tolerance: True .*remove --enable-fault-tolerance"):
@@ -485,7 +485,7 @@ def test_an_engine_that_goes_on_without_a_failed_rank_is_refused(model: Path, tm
 
 
 @pytest.mark.parametrize("owner", OWNERS)
-def test_experts_that_move_between_engines_are_refused(model: Path, tmp_path: Path, owner: str) -> None:
+def test_elastic_expert_parallelism_is_refused(model: Path, tmp_path: Path, owner: str) -> None:
     config = vllm_config(model, tmp_path, owner=owner)  # as an argument, it needs several GPUs
     refusals.check(config)
     config.parallel_config.enable_elastic_ep = True
@@ -494,7 +494,7 @@ def test_experts_that_move_between_engines_are_refused(model: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("owner", ["target", "pool"])
-def test_draft_tokens_that_the_gpu_leaves_out_are_refused(model: Path, tmp_path: Path, owner: str) -> None:
+def test_adaptive_verification_of_draft_tokens_is_refused(model: Path, tmp_path: Path, owner: str) -> None:
     config = vllm_config(model, tmp_path, owner=owner, speculative_config=NGRAM)
     refusals.check(config)
     config.speculative_config.enable_adaptive_verification = True  # as an argument, it needs CUDA graphs
@@ -531,9 +531,7 @@ def test_experts_over_both_kinds_of_ranks_are_refused(
 
 
 @pytest.mark.parametrize("owner", OWNERS)
-def test_a_connector_in_the_place_of_ours_is_refused_without_our_module_too(
-    model: Path, tmp_path: Path, owner: str
-) -> None:
+def test_another_connector_is_refused_without_our_module_too(model: Path, tmp_path: Path, owner: str) -> None:
     """Each model checks whether capture is on. test_compatibility.py tests the case with `kv_connector_module_path`."""
     capture = capture_args("hidden-states", tmp_path, owner)
     del capture["kv_transfer_config"]["kv_connector_module_path"]
@@ -627,7 +625,7 @@ def test_probes_of_another_model_are_refused(model: Path, tmp_path: Path) -> Non
     assert "probe.p" in context.dims.hooks and "probe.p" not in other.dims.hooks, "probes are part of the graph"
 
 
-def test_products_of_probes_in_fewer_bits_are_refused(
+def test_probes_with_float32_products_in_fewer_bits_are_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_probe(tmp_path / "p.safetensors", "resid_pre", (1,), 64, 2)

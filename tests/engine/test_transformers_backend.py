@@ -40,7 +40,7 @@ def run(model: Path, said: list[str], tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize("name", ["len5", "len300"])
-def test_the_hooks_that_its_structure_tells_are_those_of_transformers(model: Path, run: Run, name: str) -> None:
+def test_hooks_found_by_structure_are_those_of_transformers(model: Path, run: Run, name: str) -> None:
     twin = Oracle(model, without=[hook for hook in HOOKS if hook not in FOUND])
     errors = relative_errors(run.store(name), twin, run.tokens(name), len(run.replies[name].prompt_token_ids))
     assert set(errors) == set(FOUND) and {hook: error for hook, error in errors.items() if not error <= MOST} == {}

@@ -29,7 +29,7 @@ def server() -> Iterator[s3kit.Proxy]:
 
 @pytest.fixture(scope="module")
 def run(server: s3kit.Proxy, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Run four requests. All access is denied while `b` and `denied` end.
+    """Run four requests. While the requests "b" and "denied" end, the server denies all access.
 
     An in-process engine learns that a request has ended in the next step or at its own end.
     """

@@ -42,7 +42,7 @@ MODEL = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the logit lens needs of a model, and an autoencoder."""
+    """The directory of a model, with the files that the logit lens reads, and of an autoencoder."""
     folder, rng = tmp_path_factory.mktemp("model"), np.random.default_rng(0)
     (folder / "config.json").write_text(json.dumps(MODEL))
     table = rng.standard_normal((VOCABULARY, WIDTH), dtype=np.float32)
@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "sae").mkdir()
     weights = {"W_enc": table[:20].T.copy(), "b_enc": table[0, :1].repeat(20), "b_dec": table[1], "W_dec": table[:20]}
     save_file(weights, folder / "sae/sae_weights.safetensors")
-    # Text that is no ASCII: Windows would read it in another encoding than it was written in.
+    # Text with other characters than ASCII: without a given encoding, Windows does not read it as UTF-8.
     (folder / "sae/cfg.json").write_text(
         json.dumps({"architecture": "standard", "name": "Ünïcode 模型"}, ensure_ascii=False), "utf-8"
     )
@@ -116,7 +116,7 @@ def test_the_command_line_says_what_needs_linux(
 
 
 @pytest.mark.parametrize("path", ["/q/c/0", "../q/c/0", "q/../../c", "q\\..\\..\\c", "C:q", "C:/q"])
-def test_a_listed_path_leaves_no_store_on_any_system(path: str) -> None:
+def test_paths_outside_a_store_are_recognised_on_every_system(path: str) -> None:
     assert leaves_store(path) and not leaves_store("q/c/0/0/0")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows that fits read, and results on made-up rows: codebooks, normalisation, neurons."""
+"""The rows on which files are fitted, and results on made-up rows: codebooks, normalisation, neurons, means of sets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INF = float("inf")
 
 @pytest.mark.parametrize("size", [1, 3, 7, 20])
 @pytest.mark.parametrize("most", [5, 19, 20, 99])
-def test_a_sample_is_the_rows_with_the_smallest_numbers_that_are_drawn(most: int, size: int) -> None:
+def test_a_sample_has_the_rows_with_the_smallest_random_numbers(most: int, size: int) -> None:
     """Each row gets a random number from seed 0. The sample keeps the order of rows, in whatever blocks they arrive."""
     rows = RNG.standard_normal((20, 3)).astype("f2")
     found = _sample((rows[first : first + size] for first in range(0, 20, size)), most)
@@ -268,7 +268,7 @@ def test_the_largest_values_come_first_and_equal_ones_in_order(held: list[Any]) 
         found(0)
 
 
-def test_a_token_has_those_around_it_and_their_values(held: list[Any]) -> None:
+def test_a_token_has_its_context_and_the_values_of_the_context(held: list[Any]) -> None:
     one = top_tokens(held, "mlp_post", 1, 3, 2, context=1)[1]
     assert one.values[1:2] == (7.0,) and np.isnan([one.values[0], one.values[2]]).all()
     (first,) = top_tokens(held[1:], "mlp_post", 1, 3, 1, context=5)

@@ -96,7 +96,7 @@ def test_recovery_counts_each_store_that_it_removes(folder: Folder) -> None:
 
 @pytest.mark.parametrize("redo", [False, True])
 def test_prompts_of_removed_stores_are_counted_or_captured_again(redo: bool, folder: Folder) -> None:
-    """An upload is never gone, even if it is incomplete."""
+    """A store that was uploaded never counts as removed, even if it is incomplete."""
     manifest = Manifest(folder.out / "manifest.jsonl")
     for position in (0, 1, 2, 3):
         manifest.add({"key": store_key(RUN, position), "store": folder.name(position, "a")})
@@ -137,7 +137,7 @@ def test_one_complete_store_per_prompt_of_a_dead_engine_is_kept(folder: Folder) 
         (f"{RUN}-٠٠٠٠٠٠٠١٢", None),
     ],
 )
-def test_the_position_in_a_key(key: str, position: int | None) -> None:
+def test_the_position_of_a_prompt_is_read_from_its_key(key: str, position: int | None) -> None:
     assert recovery.position_of(RUN, key) == position
     assert recovery._position(RUN, f"{key}--x--1.zarr") == position
     assert recovery._position(RUN, f"{key}--x.zarr.partial") is None and recovery._position(RUN, key) is None

@@ -69,7 +69,7 @@ def test_bad_rows_are_listed_and_the_others_are_captured(store: Path, out: Path,
     assert (outcome.counts.done, outcome.counts.rejected, outcome.counts.failed) == (4, 6, 0)
 
 
-def test_a_run_of_which_every_row_is_refused_has_failed(store: Path, out: Path, tmp_path: Path) -> None:
+def test_a_run_fails_if_every_row_is_rejected(store: Path, out: Path, tmp_path: Path) -> None:
     said = io.StringIO()
     prompts, progress = write_prompts(tmp_path / "p.jsonl", 3), Progress(False, said)
     refuses = dict.fromkeys(range(3), "the prompt is too long")
@@ -183,9 +183,11 @@ def test_prompts_of_a_dead_engine_are_lost_while_another_continues(store: Path, 
 
 
 class Survived(FakeEngines):
-    """One of its engines dies with prompts in flight. It has written the stores of `whole` prompts and of `answered`,
-    whose response has arrived. Its processes run for three more calls of `events`. waits: the reasons for waiting that
-    the run shows.
+    """One of its engines dies with prompts in flight.
+
+    It has finished the stores of `whole` of these prompts. Of the prompt `answered` the response has arrived, and the
+    store is not finished. The engine's processes run for three more calls of `events`. waits: the reasons for waiting
+    that the run shows.
     """
 
     def __init__(self, *args: Any, held: ExitStack, whole: int = 1, answered: int = 4, **options: Any) -> None:
@@ -308,7 +310,7 @@ def test_the_end_of_a_run_waits_for_uploads(tmp_path: Path) -> None:
     assert not waits.is_alive()
 
 
-def test_a_lower_limit_counts_only_what_is_within_it(store: Path, out: Path, tmp_path: Path) -> None:
+def test_a_lower_limit_excludes_prompts_beyond_it_from_the_counts(store: Path, out: Path, tmp_path: Path) -> None:
     prompts, said = write_prompts(tmp_path / "p.jsonl", 9), io.StringIO()
     assert go(prompts, out, FakeEngines(store, out)).all_done
     (out / "manifest.jsonl").write_text("".join((out / "manifest.jsonl").read_text().splitlines(True)[:7]))
@@ -384,7 +386,7 @@ def test_a_store_whose_index_line_is_missing_is_found_by_its_path(
     check_whole(out, range(4))
 
 
-def test_a_permutation_limits_and_shares_make_one_whole(store: Path, out: Path, tmp_path: Path) -> None:
+def test_shards_of_a_shuffled_and_limited_input_have_each_row_once(store: Path, out: Path, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", 20)
     seen: list[int] = []
     for share in range(3):
@@ -477,7 +479,7 @@ def test_prompts_in_flight_count_as_the_largest_store(tmp_path: Path) -> None:
     assert Budget(tmp_path, max_bytes=90_001, clock=lambda: now[0]).allows(0)
 
 
-def test_a_budget_that_is_used_up_at_the_start_sees_that_stores_are_removed(tmp_path: Path) -> None:
+def test_a_budget_used_up_at_the_start_notices_removed_stores(tmp_path: Path) -> None:
     now = [0.0]
     (tmp_path / "a.zarr").mkdir()
     (tmp_path / "a.zarr" / "data").write_bytes(bytes(90_000))
@@ -538,8 +540,8 @@ def test_a_run_that_ends_at_its_budget_can_resume(store: Path, out: Path, tmp_pa
     check_whole(out, range(12))
 
 
-def test_a_run_does_not_end_at_a_budget_that_is_only_counted_as_full(store: Path, out: Path, tmp_path: Path) -> None:
-    """A measurement counts the stores of prompts in flight, and their ends count them again."""
+def test_a_run_continues_if_stores_in_flight_were_counted_twice(store: Path, out: Path, tmp_path: Path) -> None:
+    """A store of a prompt in flight counts in a measurement of the directory, and again when it is finished."""
     prompts = write_prompts(tmp_path / "p.jsonl", 12)
     sizes = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
     budget = Budget(out, max_bytes=13 * (sizes + 4096), clock=lambda: 0.0)

@@ -49,7 +49,7 @@ def written(
     return open_capture(path, timeout=0), values
 
 
-def test_dimension_names_say_which_layers_lie_there() -> None:
+def test_dimension_names_have_the_layers_of_the_array() -> None:
     assert dimension_names(ArraySpec("q", "float32", (0, 1, 2, 5, 7, 8), 4)) == ["layer_0-2+5+7-8", "token", "q_width"]
     assert dimension_names(ArraySpec("embed", "float32", (), 4)) == ["once", "token", "embed_width"]
     assert dimension_names(ArraySpec("logits", "float32", (), 4)) == ["sample", "logits_width"]
@@ -131,7 +131,6 @@ def test_aliases_and_single_hooks_can_be_asked_for(written: tuple[Capture, kit.V
 
 
 def test_a_dataset_takes_the_names_that_a_capture_takes(written: tuple[Capture, kit.Values]) -> None:
-    """And those that `captures.xarray` takes."""
     capture, _ = written
     names = ["resid_pre@2", "resid_post@0", "embed@0", "blocks.1.hook_attn_out", "topk_ids@-1", "logits", "resid_pre"]
     found = capture.xarray(names)

@@ -158,7 +158,7 @@ def test_a_user_who_asks_for_full_where_it_is_wrong_is_warned(lines: list[str]) 
     assert lines[0].startswith("dmi_connector: cudagraph_mode: FULL gives wrong attention here: FLASH_ATTN has heads")
 
 
-def test_graphs_that_end_early_are_mentioned(lines: list[str]) -> None:
+def test_the_log_says_if_large_steps_run_without_a_graph(lines: list[str]) -> None:
     graphs.choose_graphs(config(FULL, Layer(), largest=128), "auto", 0)
     assert len(lines) == 1 and "the largest CUDA graph has 128 tokens" in lines[0]
     graphs.choose_graphs(config(PIECES, Layer(), device="cpu"), "auto", 0)

@@ -134,7 +134,8 @@ def test_the_torch_twin_equals_dense_attention(
     heads: int, kv_heads: int, size: int, spans: Spans, dtype: str, m: int
 ) -> None:
     query, keys, table, starts, lengths = scene(heads, kv_heads, size, spans, dtype)
-    beyond = torch.full_like(table, len(keys))  # no block: keys of entries that no token has are not read
+    # Blocks that do not exist. No token has these entries of the table, so their keys must not be read.
+    beyond = torch.full_like(table, len(keys))
     wide = torch.cat([table, beyond], 1)
     words = summaries_torch(query, lambda n: keys[n.long()], starts, lengths, wide, m, size**-0.5)
     summary = AttentionSummary(m)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy of logits from the GPU, with CPU memory instead: the position of each byte."""
+"""Logits are copied into the ring: the position of each byte. The memory of the CPU stands for that of the GPU."""
 
 from __future__ import annotations
 

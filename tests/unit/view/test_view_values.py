@@ -225,7 +225,7 @@ def test_attribution_is_of_the_token_after_a_row(row: int, monkeypatch: pytest.M
     ("count", "order"),
     [(0, []), (1, [0]), (2, [1, 0]), (3, [2, 0, 1]), (6, [5, 0, 2, 1, 3, 4]), (8, [7, 0, 3, 1, 5, 2, 4, 6])],
 )
-def test_places_are_seen_by_halves(count: int, order: list[int]) -> None:
+def test_layers_of_the_lens_come_last_first_and_then_halfway(count: int, order: list[int]) -> None:
     assert predictions.halving(count) == order
 
 
