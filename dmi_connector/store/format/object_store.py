@@ -22,7 +22,7 @@ from dmi_connector.store.format.remote_path import RemotePath
 if TYPE_CHECKING:
     from obstore.store import S3Store
 
-_RETRIES, _RETRY_S, _TIMEOUT_S = 8, 60, 60
+_RETRIES, _RETRY_S, _TIMEOUT_S = 8, 180, 60
 """Maximum number of retries of a request, seconds until the last retry, and timeout of one attempt in seconds."""
 _FIRST_PAUSE, _LONGEST_PAUSE = timedelta(milliseconds=100), timedelta(seconds=5)
 _LONGEST_WORDS = 80

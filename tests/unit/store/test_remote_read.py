@@ -339,7 +339,8 @@ def test_transient_failures_are_retried(s3: s3kit.Proxy, stores: Path, what: str
 def test_a_request_without_a_response_times_out_and_is_retried(
     s3: s3kit.Proxy, stores: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_store, "_TIMEOUT_S", 2)
+    for name in ("_TIMEOUT_S", "_RETRY_S"):  # 30 times shorter
+        monkeypatch.setattr(object_store, name, getattr(object_store, name) / 30)
     object_store._client.cache_clear()
     s3.fault = lambda _method, _path, number: "hold" if number in (1, 4) else None
     with open_capture(f"{URL}/all/a.zarr", 0) as there, open_capture(stores / "a.zarr", 0) as here:
