@@ -93,9 +93,10 @@ def test_the_page_about_models_has_the_table_of_the_results() -> None:
 def test_models_on_a_gpu() -> None:
     gpu, text = results("models.json")["gpu"], " ".join(page("MODELS.md").split())
     later = gpu["models"].values()
-    kernels = gpu["granite_kernels"]["kernels"].values()
-    assert f"Each of the {sum(one['right'] for one in kernels)} configurations of the five kernels" in text
-    assert len(kernels) == 5 and max(one["largest_error"] for one in kernels) < 1e-5
+    kernels, combined = (gpu["granite_kernels"][name] for name in ("kernels", "combinations"))
+    assert f"each of the {sum(one['right'] for one in kernels.values())} configurations of its five kernels" in text
+    assert f"with {combined['right']:,} random combinations" in text
+    assert len(kernels) == 5 and max(one["largest_error"] for one in (combined, *kernels.values())) < 1e-5
     for one in (*later, *gpu["two_ranks"].values()):
         assert one["rows"] == 5610 and not one["rows_missing"] and not one["problems"], one["model"]
         assert one.get("largest_own_gap", 0.0) == 0.0
