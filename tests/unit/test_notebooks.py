@@ -132,7 +132,7 @@ def test_the_draft_head_learns_from_files_that_are_the_captures(
     value += " one['aux_hidden_state'][0, 5, 7] += 1e-3; torch.save(one, path)"
     others = "for one in features.values(): one['aux_hidden_state'] = one['aux_hidden_state'].roll(40, 1)"
     mistakes = (
-        Mistake("def surprise", others, r"AssertionError\S*: the draft head", ("epochs=10", "epochs=3")),
+        Mistake("def mean_surprisal", others, r"AssertionError\S*: the draft head", ("epochs=10", "epochs=3")),
         Mistake('export("specforge")', value),
     )
     text, pictures = many("drafter_data", stores, monkeypatch, ("epochs=15", "epochs=6"), *mistakes)
