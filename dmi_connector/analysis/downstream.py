@@ -21,8 +21,8 @@ from dmi_connector.reduce.measures import PROBES
 from dmi_connector.store.format.remote_path import Given, place_of
 
 MEANINGS: Mapping[str, str] = {
-    "concepts": "correlation of the scores of two ridge regressions on labels, one fitted on full rows and one on"
-    " reduced rows; on held-out rows, the lowest of all labels",
+    "concepts": "correlation, on held-out rows, of the scores of two ridge regressions on a label: one fitted on full"
+    " rows, one on reduced rows; the lowest correlation of all labels",
     "lens_top": "share of the rows for which the logit lens gives the same likeliest next token",
     "lens_kl": "mean KL divergence of the next token's distribution in the logit lens, full || reduced, in nats",
     **OF_AUTOENCODER,

@@ -114,7 +114,7 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
         if short == names.PATTERN:
             return self._why_no_pattern(layer)
         if short in names.OF_NORMS:
-            return "it follows from the norm's input and epsilon: capture that, and give the model of TransformerLens"
+            return "it is computed from the norm's input and epsilon: capture the input, give TransformerLens' model"
         return names.unlisted(short)
 
     @property

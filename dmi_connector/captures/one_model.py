@@ -33,6 +33,6 @@ class OneModel:
         elif model != self._first[1]:
             raise ValueError(
                 f"{store} is of the model {model}, {self._first[0]} of {self._first[1]}: their rows cannot be"
-                " mixed; name one model with open_captures(model=...), with --model of dmi export, dmi fit-pca and"
-                " dmi fit-scales, or give its stores alone"
+                " mixed; name one model with open_captures(model=...), with --model of dmi export, fit-pca, fit-pq"
+                " and fit-scales, or give its stores alone"
             )

@@ -67,8 +67,8 @@ def run_fidelity(options: argparse.Namespace) -> int:
         print(markdown(found, bar))
         if bar is not None:
             right = sum(not names for names in failed)
-            print(f"\n{right} of {len(found)} reductions of a layer reach {bar:g} in each measure. Measures of which")
-            print("a larger value is worse do not count.")
+            print(f"\n{right} of {len(found)} results (one per layer and reduction) reach {bar:g} in each measure.")
+            print("Measures of which a larger value is worse are not compared.")
     return int(any(failed))
 
 

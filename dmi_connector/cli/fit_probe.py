@@ -46,6 +46,6 @@ def run_fit_probe(options: argparse.Namespace) -> int:
         print(json.dumps(asdict(found), indent=1))
         return 0
     print(f"fitted on {found.rows} rows of {found.captures} captures")
-    held = f"accuracy {found.accuracy:.3f}, by the more frequent label {found.baseline:.3f}; AUC {found.auc:.3f}"
+    held = f"accuracy {found.accuracy:.3f}, baseline (more frequent label) {found.baseline:.3f}; AUC {found.auc:.3f}"
     print(f"on {found.held_rows} rows of {found.held_out} others: {held}")
     return 0

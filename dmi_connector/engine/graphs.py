@@ -113,7 +113,7 @@ def _why_not_full(vllm_config: VllmConfig) -> str:
         spec = layer.get_kv_cache_spec(vllm_config)
         support = backend.get_builder_cls().get_cudagraph_support(vllm_config, spec)
         if support != AttentionCGSupport.ALWAYS:
-            return f"{_BACKEND} supports graphs of {support.name} only on this GPU"
+            return f"{_BACKEND} supports only graphs of {support.name} on this GPU"
         if not _WRONG_UP_TO < layer.head_size <= _RIGHT_UP_TO:
             return _WRONG_HEADS
         if getattr(spec, "sliding_window", None) is not None:

@@ -136,7 +136,7 @@ def _load(path: str, modified: int, size: int) -> ProbeFile:
         raise ReduceError(f"probes: {path} is not a safetensors file ({error}); give a file of a probe") from error
     if text is None:
         raise ReduceError(
-            f"probes: {path} has no {METADATA!r} in its metadata; dmi fit-probe and docs/PROBES.md make it"
+            f"probes: {path} has no {METADATA!r} in its metadata; make it with dmi fit-probe, or as in docs/PROBES.md"
         )
     facts = _facts(path, text)
     shapes = {layer: _checked(path, tensors, facts, layer) for layer in facts.layers or (0,)}

@@ -73,7 +73,7 @@ class SparseEncoder:
         elif (kind == "standard" and function != "relu") or facts.get("finetuning_scaling_factor"):
             raise ValueError(
                 f"sae: {config} has activation_fn_str {function!r} and finetuning_scaling_factor"
-                f" {facts.get('finetuning_scaling_factor')!r}; relu or topk without the factor work"
+                f" {facts.get('finetuning_scaling_factor')!r}; relu and topk without the factor are supported"
             )
         if kind == "topk" and (type(k) is not int or k < 1):
             raise ValueError(f"sae: {config} has k {k!r}; a topk encoder needs an integer of at least 1")

@@ -81,7 +81,7 @@ class TopK(Reduction):
         if self.k < 1:
             raise ReduceError(f"reduce: topk({self.k}) is not valid; keep 1 value or more")
         if max(self.k, self.sample) > MOST:
-            raise ReduceError(f"reduce: topk({self.k},sample={self.sample}) is not valid; {MOST} is the most of either")
+            raise ReduceError(f"reduce: topk({self.k},sample={self.sample}) is not valid; use at most {MOST} for both")
 
     def check(self, width: int) -> None:
         if self.k > width:

@@ -421,7 +421,7 @@ DIGESTS = ["955a41009337fc32", "2961c6e7fcac72b7", "078c1c37c0023d58"]
         ("topk", None),
         ("topk(0)", "keep 1 value or more"),
         ("topk(k)", r"'k' in 'topk\(k\)' is unknown; topk takes exact, int8, a number \(k\), sample=NUMBER"),
-        ("topk(8,sample=2000000)", "1048575 is the most of either"),
+        ("topk(8,sample=2000000)", "use at most 1048575 for both"),
         ("topk(64,32)", r"'topk\(64,32\)' sets k twice; leave '32' out"),
         ("topk(8,exact,int8)", "sets exact twice; leave 'int8' out"),
         (f"topk({'9' * 5000})", "is unknown; topk takes"),

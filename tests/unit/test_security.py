@@ -302,7 +302,7 @@ def test_readers_refuse_an_infinite_shape(sound: Path) -> None:
 def test_readers_refuse_a_file_of_values_that_is_cut_short(sound: Path, name: str, left: int) -> None:
     """After a power failure, a file system may leave a new file truncated."""
     (sound / name / "c" / "0").write_bytes(bytes(left))
-    with open_capture(sound, 0) as capture, pytest.raises(ValueError, match=f"{name}: the file of its values is cut"):
+    with open_capture(sound, 0) as capture, pytest.raises(ValueError, match=f"{name}: its chunk is cut"):
         getattr(capture, name)
 
 
@@ -310,7 +310,7 @@ def test_readers_refuse_a_token_array_with_neither_shape_nor_values(sound: Path)
     path = sound / "token_ids" / "zarr.json"
     path.write_bytes(schema.dump({k: v for k, v in json.loads(path.read_bytes()).items() if k != "shape"}))
     (sound / "token_ids" / "c" / "0").unlink()
-    with pytest.raises(ValueError, match="token_ids: the file of its values is gone"):
+    with pytest.raises(ValueError, match="token_ids: its chunk is missing"):
         _ = open_capture(sound, 0).token_ids
 
 

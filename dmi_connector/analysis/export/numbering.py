@@ -73,7 +73,7 @@ def _run_number(info: CaptureInfo, entries: dict[str, dict[str, Any]], number_by
     entry = entries.get(info.store.stem)
     if entry is None:
         raise ValueError(
-            f"export: --number-by {number_by}: no line of {MANIFESTS} is of {info.store}; repeat the dmi run, which"
+            f"export: --number-by {number_by}: no line of {MANIFESTS} names {info.store}; repeat the dmi run, which"
             " adds the line"
         )
     value = entry.get(number_by)

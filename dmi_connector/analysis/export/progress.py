@@ -138,7 +138,7 @@ def _export(
                 with captures[done] as capture, whole(path) as partial:
                     before = len(finite.first)
                     write(capture, partial)
-                    # The note is written before the first file is renamed, and only if a file was written.
+                    # The note is written before the first file is renamed. If no file is written, no note is written.
                     if not written or len(finite.first) > before:
                         now = check_note(out, settings) or noted  # another run may have written it meanwhile
                         write_note(out, settings, {**now["stores"], **stores}, finite)
@@ -240,9 +240,9 @@ def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures, finit
 
 
 def _refuse_foreign(paths: Iterable[Path]) -> None:
-    """Raise ValueError if one of the paths exists. They are of files that no earlier run has written."""
+    """Raise ValueError if one of the paths exists. No earlier run has written these files."""
     if (path := next((path for path in paths if path.exists()), None)) is not None:
-        raise ValueError(f"export: {path} exists, and no export that {NOTE} records wrote it; give another directory")
+        raise ValueError(f"export: {path} exists, but no export recorded in {NOTE} wrote it; give another directory")
 
 
 def _not_finite_of(noted: Mapping[str, Any], captures: Captures) -> dict[str, int]:

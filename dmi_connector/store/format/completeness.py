@@ -61,7 +61,7 @@ class Cause(enum.Enum):
     CHUNKS_DAMAGED = "other", "{hook}: {count} damaged chunks are left out, the first: {first}"
     HOOKS_WITHOUT_ROWS = "other", "hooks without rows: {hooks}"
     TOKEN_IDS_UNKNOWN = "other", "token ids are not known for all rows: unknown ones are 0"
-    NOT_RECORDED = "other", "what it captures is not recorded"
+    NOT_RECORDED = "other", "no journal describes the capture"
     NOTHING_WHOLE = "other", "no chunk was completed on all ranks, or all are damaged"
 
     @property

@@ -30,10 +30,10 @@ def find_fitted(kind: type[F], sha256: str, store: Place, given: Given | None = 
     except FileNotFoundError as error:
         if given is not None:
             raise FileNotFoundError(f"{given} does not exist; give the file with SHA-256 {sha256}") from error
-        or_give = f" (or give it as {kind.argument}=)" if kind.argument else ""
+        or_give = f", or give it as {kind.argument}=" if kind.argument else ""
         raise FileNotFoundError(
-            f"the {kind.what} file of {store} is not beside it; copy the file with SHA-256 {sha256}{or_give}, which the"
-            f" server put into bases/ of its store_dir, to {folder / BASES / name}"
+            f"the {kind.what} file of {store} is not beside it; copy the file with SHA-256 {sha256} from bases/ of the"
+            f" server's store_dir to {folder / BASES / name}{or_give}"
         ) from error
     if found.sha256 != sha256:
         raise ValueError(

@@ -205,11 +205,11 @@ def test_a_bar_has_an_exit_status_and_a_column(
 ) -> None:
     command = ["fidelity", *map(str, stores), "--hooks", "mlp_post", "--labels", str(labels), "--bar", "0.95"]
     assert main([*command, "--reduce", "round(7)"]) == 0
-    assert "| bar 0.95 |" in (out := capsys.readouterr().out) and "| pass |" in out and "1 of 1 reductions" in out
+    assert "| bar 0.95 |" in (out := capsys.readouterr().out) and "| pass |" in out and "1 of 1 results" in out
     both = ["--reduce", "round(7)", "--reduce", "topk(1,exact)"]
     assert main([*command, *both]) == 1
     out = capsys.readouterr().out
-    assert "| below: importance, concepts |" in out and "1 of 2 reductions of a layer reach 0.95" in out
+    assert "| below: importance, concepts |" in out and "1 of 2 results (one per layer and reduction) reach 0.95" in out
     assert main([*command, *both, "--json"]) == 1
     assert [one["below"] for one in json.loads(capsys.readouterr().out)] == [[], ["importance", "concepts"]]
     assert main([*command[:-2], *both]) == 0, "without --bar, the command must not fail"

@@ -346,7 +346,7 @@ def test_files_of_other_programs_are_not_mistaken_for_files_of_an_export(
     (tmp_path / name).write_text("of another program")
     hook = [] if to == "speculators" else ["--hook", "final_ln"]
     assert run(stores, "--to", to, *hook, "-o", tmp_path)[2] == (
-        f"dmi: export: {tmp_path / name} exists, and no export that {NOTE} records wrote it; give another directory\n"
+        f"dmi: export: {tmp_path / name} exists, but no export recorded in {NOTE} wrote it; give another directory\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == [name]
 

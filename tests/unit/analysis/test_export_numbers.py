@@ -101,7 +101,7 @@ def test_an_unusable_number_of_a_store_is_refused_with_the_fix(captures: Path, r
     assert "have the row 4; export them into two directories" in run("row")[2]
     lines = (captures / "manifest.jsonl").read_text().splitlines(keepends=True)
     (captures / "manifest.jsonl").write_text("".join(lines[:2]))
-    assert "no line of manifest*.jsonl is of" in (error := run("row")[2]) and "repeat the dmi run" in error
+    assert "no line of manifest*.jsonl names" in (error := run("row")[2]) and "repeat the dmi run" in error
     change(captures, 1, row=1)
     assert "file 2 is of a row that the manifest lacks" in run("order")[1]
     (captures / "manifest.jsonl").unlink()

@@ -80,7 +80,7 @@ def test_a_probe_finds_the_direction_in_which_labels_differ(
         inside = (probability >= low) & (probability < high)
         assert abs(truth[inside].mean() - probability[inside].mean()) < 0.15, "a score must be a probability"
     assert main([*command, "-o", str(tmp_path / "again.safetensors")]) == 0
-    assert f"accuracy {found['accuracy']:.3f}, by the more frequent label 0.750; AUC" in capsys.readouterr().out
+    assert f"accuracy {found['accuracy']:.3f}, baseline (more frequent label) 0.750; AUC" in capsys.readouterr().out
     np.testing.assert_array_equal(load(tmp_path / "again.safetensors").of(3)[0][0], file.of(3)[0][0])
 
 

@@ -83,7 +83,7 @@ def test_full_graphs_are_chosen_where_they_are_right(lines: list[str], head_size
         (Layer(name="TRITON_ATTN"), "attention backend TRITON_ATTN"),
         (Layer(576, name="FLASHMLA"), "attention backend FLASHMLA"),
         (Layer(kernels=4), "FLASH_ATTN runs FlashAttention 4"),
-        (Layer(support="UNIFORM_BATCH"), "FLASH_ATTN supports graphs of UNIFORM_BATCH only on this GPU"),
+        (Layer(support="UNIFORM_BATCH"), "FLASH_ATTN supports only graphs of UNIFORM_BATCH on this GPU"),
         (Layer(window=512), "sliding windows"),
         (Layer(kind="encoder_only"), "attention that is not causal"),
     ],

@@ -74,7 +74,7 @@ def test_a_capture_without_recorded_facts_cannot_be_salvaged(writer: Writing, tm
     writer.chunk(SPECS, make_values(SPECS), 0, CHUNK)
     writer.kill()
     outcome = only(repair.repair(tmp_path))
-    assert (outcome.state, outcome.notes) == ("empty", ["what it captures is not recorded"])
+    assert (outcome.state, outcome.notes) == ("empty", ["no journal describes the capture"])
 
 
 def test_rows_without_token_ids_are_salvaged_with_ids_of_0(writer: Writing, tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_dmi_repair_prints_outcomes_and_exits_with_1_if_something_is_left(
     assert main(["repair", str(tmp_path), "--json"]) == 1
     a, b = json.loads(capsys.readouterr().out)
     assert (a["state"], a["store"], a["num_tokens"]) == ("salvaged", str(tmp_path / "a.zarr"), 48)
-    assert (b["state"], b["notes"]) == ("empty", ["what it captures is not recorded"])
+    assert (b["state"], b["notes"]) == ("empty", ["no journal describes the capture"])
     assert main(["repair", str(tmp_path / "b.zarr.partial"), "--remove-empty"]) == 0
     assert "b.zarr.partial: removed" in capsys.readouterr().out
     assert main(["repair", str(tmp_path)]) == 0 and "no partial stores" in capsys.readouterr().err

@@ -21,11 +21,11 @@ def decode_plain(files: StoreFiles, name: str, dtype: str) -> np.ndarray:
     data = files.load(f"{name}/c/0")
     if data is None:
         if read_array(files, name).get("shape") != [0]:
-            raise ValueError("the file of its values is gone; dmi verify says what else is")
+            raise ValueError("its chunk is missing; dmi verify lists all damage")
         return np.zeros(0, numpy_dtype(dtype))
     body = data[:-4]
     if not len(body):  # an array without values has no file, and the crc32c of nothing is 0
-        raise ValueError("the file of its values is cut short; dmi verify says what else is")
+        raise ValueError("its chunk is cut short; dmi verify lists all damage")
     if crc32c(body) != int.from_bytes(bytes(data[-4:]), "little"):
         raise ValueError("the values do not match their crc32c")
     return np.frombuffer(body, numpy_dtype(dtype))
