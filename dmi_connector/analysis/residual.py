@@ -46,8 +46,8 @@ def drift(capture: Capture, hook: str = "resid_final", layer: int | None = None,
     that is zero or not finite.
 
     Raises KeyError for a hook or layer that was not captured. Raises ValueError for another `since`, and for several
-    layers without `layer`. Raises ValueError for logits, integers, principal components (pca), attention summaries and
-    probes. With "prompt", raises ValueError if the store has no row of the prompt.
+    layers without `layer`. Raises ValueError for logits, integers, principal components (pca), attention summaries,
+    probes and latents. With "prompt", raises ValueError if the store has no row of the prompt.
     """
     if since not in ("prompt", "previous"):
         raise ValueError(f"since {since!r} is not valid; use 'prompt' or 'previous'")

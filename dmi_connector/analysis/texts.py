@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decodes single tokens to text, if there is a tokenizer."""
+"""Decodes tokens to text, if there is a tokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CONTROL = re.compile(r"[\u0000-\u0008\u000b-\u001f\u007f]")
 
 
 class Texts:
-    """Decodes single tokens with the tokenizer that `find_tokenizer` returns. Without one, methods return None."""
+    """Decodes tokens with the tokenizer that `find_tokenizer` returns. Without one, methods return None."""
 
     def __init__(self, chosen: PathLike | None, model: PathLike | None = None) -> None:
         self._core = find_tokenizer(chosen, model)

@@ -379,7 +379,8 @@ class Captures:
         after: a token id, or several; keep only rows after the first row with one of these ids, so a store without such
         a row gives no rows. mask: a function that takes an open `Capture` and returns one boolean per row (for
         `logits`, per sample). last: maximum number of rows per store; the last rows that pass the other options are
-        kept. Missing rows are left out. With phase, after or mask, the token arrays of each store are read once.
+        kept. Missing rows are left out. With phase or after, token arrays of each store are read once. With mask, each
+        store is opened once.
 
         Raises ValueError if there is no store, for stores of several models, and for invalid options. Raises KeyError
         for a hook or layer that the first store lacks. If another store lacks it, reading rows of that store raises

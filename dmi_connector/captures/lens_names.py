@@ -76,7 +76,7 @@ PATTERN = "attn.hook_pattern"
 NORMS = {"ln1": "resid_pre", "ln2": "resid_mid", "ln_final": "resid_final"}
 """{norm: hook that is its input}. `hook_scale` and `hook_normalized` are computed from the input."""
 HEADS = {"q": "heads", "k": "kv_heads", "v": "kv_heads", "q_rot": "heads", "k_rot": "kv_heads", "z": "heads"}
-"""{hook with several heads: name in `dims` of their number}."""
+"""{hook with several heads: key of `dims` that holds the number of heads}."""
 OF_NORMS = tuple(f"{norm}.{part}" for norm in NORMS for part in ("hook_scale", "hook_normalized"))
 
 _EMBED_BEFORE = (
@@ -121,9 +121,9 @@ def unlisted(name: str) -> str:
 
 
 def lens_name(hook: str, layer: int | None) -> str | None:
-    """TransformerLens' name of a hook that is the same tensor; None if there is none, or if it depends on `qk_norm`.
+    """The first name of a hook in TL_NAMES, with the prefix of its block; None if TL_NAMES does not have the hook.
 
-    `why_not_equal` names the models in which it is another tensor.
+    In some models the name is of another tensor: see `why_not_equal`.
     """
     for name, same in TL_NAMES.items():
         if same == hook:

@@ -33,7 +33,8 @@ class RowChoice:
     last token of the prompt.
 
     Missing rows are left out after all other options, so if the last row is missing, `last=1` does not choose another
-    one. phase, after and mask read the token arrays of every store once. Raises ValueError for invalid values.
+    one. phase and after read token arrays of every store, and mask opens every store. Raises ValueError for invalid
+    values.
     """
 
     skip: int = 0
@@ -157,7 +158,7 @@ class Runs:
         return self.stores[run], self.firsts[run] + numbers - self.begins[run]
 
     def span(self, begin: int, count: int) -> slice | np.ndarray:
-        """The rows in their store of `count` rows of the view from row `begin` on. All must be of one store."""
+        """Rows [begin, begin + count) of the view, as rows of their store. All must be in one store."""
         run = int(self.begins.searchsorted(begin, "right")) - 1
         if begin + count <= self.begins[run + 1]:
             first = int(self.firsts[run] + begin - self.begins[run])
@@ -167,7 +168,8 @@ class Runs:
     def blocks(self, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Split the view into parts that each lie in one chunk of `chunk` rows of a store.
 
-        Returns int64 arrays (index of the store, first row in the store, number of rows) of the parts.
+        Returns int64 arrays (index of the store, first row in the store, number of rows) of the parts. The rows of a
+        part are in ascending order, but need not be consecutive.
         """
         ends = self.firsts + np.diff(self.begins)
         counts = (ends - 1) // chunk - self.firsts // chunk + 1

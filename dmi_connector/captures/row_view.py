@@ -268,9 +268,11 @@ class RowView:
     def blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Split the view into parts that each lie in one chunk.
 
-        Returns int64 arrays (index in `stores`, first row in the store, number of rows) of the parts.
+        Returns int64 arrays (index in `stores`, first row in the store, number of rows) of the parts. The rows of a
+        part are in ascending order, but need not be consecutive.
 
-        Chunks are as long as those of the store that has the largest row number in the view.
+        The length of a chunk is that of the store with the largest row number in the view. A short store may have one
+        shorter chunk.
         """
         ends = self.runs.firsts + np.diff(self.runs.begins)
         chunk = self._of(int(self.runs.stores[np.argmax(ends)]))[0].chunk_rows if len(ends) else 1

@@ -16,7 +16,7 @@ ODD: dict[str, Any] = {
     "intermediate_size": 160,
     "tie_word_embeddings": False,
 }
-"""Sizes of most families: the number of heads is not a power of two, and all heads are wider than hidden_size."""
+"""Sizes of most families: the number of heads is not a power of two, and heads x head_dim is more than hidden_size."""
 EXPERTS = {**ODD, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 WINDOWS = {"sliding_window": 32, "num_hidden_layers": 4}
 FULL = {"hidden_size": 96, "num_attention_heads": 3, "intermediate_size": 160, "tie_word_embeddings": False}

@@ -26,7 +26,7 @@ _VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np
 
 @dataclass(frozen=True)
 class Fp8(Reduction):
-    """value = e4m3 * scale with scale = max|x| / 448: relative precision 2**-4 over five orders of magnitude."""
+    """value = e4m3 * scale with scale = max|x| / 448. The relative error is at most 2**-4 if |x| >= max|x| / 28672."""
 
     kind: ClassVar[str] = "fp8"
     forms: ClassVar[tuple[str, ...]] = ("fp8",)

@@ -36,8 +36,8 @@ class TextIndex:
     def prompt(self, info: CaptureInfo) -> str:
         """The beginning of the captured part of the prompt, on one line.
 
-        "" for a running request, without a tokenizer, and for a store that cannot be read. Such a store is read again
-        later.
+        "" for a running request, without a tokenizer, and for a store that cannot be read. After an OSError the store
+        is read again later.
         """
         return self._read(info)[0]
 

@@ -47,7 +47,7 @@ def write_zip(capture: Capture, path: Path, progress: Progress = lambda _done, _
 def _check(capture: Capture, finite: FiniteCheck) -> None:
     """Raise NotFinite for a NaN or an infinity, unless `finite` keeps them.
 
-    The check stops at the first block of rows with such values.
+    Logits may be minus infinity (masked tokens). The check stops at the first block of rows with such values.
     """
     for hook, facts in capture.attrs["hooks"].items():
         if facts["array"] != hook or (facts["dtype"] not in FLOATS and not facts.get("reduce")):

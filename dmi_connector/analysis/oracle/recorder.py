@@ -40,7 +40,7 @@ class Recorder(ExitStack):
         self.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
 
     def watch_end(self, layer: torch.nn.Module, index: int) -> None:
-        """Note that the rows which hooks get during the forward of `layer` are of layer number `index`.
+        """Assign the rows that are recorded during the forward of `layer` to layer number `index`.
 
         Call it after the other forward hooks of the layer were registered.
         """
@@ -78,8 +78,8 @@ class Recorder(ExitStack):
     def watch_router(self, module: torch.nn.Module, top_k: int, scored: bool = True) -> None:
         """Record scores, weights and experts from the output of a router.
 
-        The output is (scores, weights, experts) in either order, or in Llama 4 (weights of all experts, scores). top_k:
-        experts per token, for Llama 4. scored: whether to record the scores.
+        The output is (scores, weights, experts) or (experts, weights, scores), or in Llama 4 (weights of all experts,
+        scores). top_k: experts per token, for Llama 4. scored: whether to record the scores.
         """
 
         def hook(_module: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> None:

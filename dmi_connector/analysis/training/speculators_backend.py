@@ -130,7 +130,7 @@ def _own_option(text: str) -> str:
 
 
 class StoreBackend(HiddenStatesBackend):  # type: ignore[misc, unused-ignore]
-    """Finds and configures `StoreTransfer`."""
+    """Adds our options to the parsers of speculators, and makes a `StoreTransfer` from them."""
 
     @staticmethod
     def add_train_args(parser: argparse.ArgumentParser) -> None:

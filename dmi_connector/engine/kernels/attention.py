@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 
 _ROWS, _KEYS = 16, 64
-"""A program has at least _ROWS pairs of a query and a head, with one kv head, and reads _KEYS keys per iteration."""
+"""A program has at least _ROWS rows. A row is a pair of a query and a query head of the program's kv head, or padding.
+_KEYS: number of keys that a program reads per iteration.
+"""
 _MASKED = tl.constexpr(-1e30)
 """Score of a masked key. Minus infinity would give NaN if all keys of an iteration are masked."""
 _QUERIES = 256

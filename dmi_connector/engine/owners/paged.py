@@ -50,8 +50,9 @@ class PagedSlots(RowSlots):
         return 0, False
 
     def preempted(self, tracked: Captured, computed: int, metadata: StepMetadata) -> int:
-        """Export the request's computed rows before the next forward, which may overwrite its blocks. The others are
-        computed again.
+        """Export full chunks of computed rows before the next forward, which may overwrite the request's blocks.
+
+        Rows after the last full chunk are computed again.
 
         In an engine that may sleep, no row counts as exported, because the engine may sleep first.
         """
@@ -69,7 +70,7 @@ class PagedSlots(RowSlots):
 
         If staging memory is short (`waiting`), policy "block" keeps them, because reusing them would stall the GPU, and
         policy "drop" does not. If it is not short, they are kept within the limit HELD while other captured requests
-        run. Without other requests, vLLM may run only one more step.
+        run. Otherwise they are not kept, because vLLM may run only one more step.
         """
         if not blocks or not self.keep:
             return False

@@ -54,7 +54,7 @@ class Source:
 
     @property
     def runs(self) -> bool:
-        """Whether its store is kept until all borrowers have copied its rows."""
+        """Whether its request runs and it has all rows. Its store is then kept until borrowers have copied its rows."""
         return self.ended is None and not self.gone
 
 
@@ -119,7 +119,7 @@ class RowSources:
             self._replace(source, by, stop)
 
     def ended(self, source: Source) -> None:
-        """The request of `source` has ended. Its last running borrower with the most rows replaces it."""
+        """The request of `source` has ended. The last running borrower among those with the most rows replaces it."""
         running = [(stop, other) for stop, other in source.borrowers if other.runs and other.age == self.age]
         source.borrowers.clear()
         if running:

@@ -46,7 +46,7 @@ class Architecture:
         ln1, ln2, final_norm: norms before attention, before the MLP and after the last layer. Without them the stream
             is read at the input of the layer, the input of the MLP and the output of the last layer.
         stream_at: index of the layer's input among its arguments, for layers without ln1.
-        plain_norms: norms return (normed, something else), and their input is the residual stream.
+        plain_norms: norms return (normed, something else), but are plain: their input is the residual stream.
         attn_norm, mlp_norm: norms of a block's output, before it is added to the stream.
 
     Attention:
@@ -219,7 +219,7 @@ class Architecture:
         return float(getattr(config, self.scale)) if self.scale else 1.0
 
     def visual_layers(self, config: Any) -> int:
-        """The number of first layers after which visual features are added (deepstack). config: of the whole model."""
+        """The number n of layers 0 to n - 1 that add visual features (deepstack). config: of the whole model."""
         vision = getattr(config, "vision_config", None) if self.language else None
         return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 

@@ -64,7 +64,7 @@ def not_borrowed(final: str, error: str, rows: Ranges) -> Loss:
 
 
 def metadata_elsewhere(spec: ArraySpec, leads: bool) -> bool:
-    """Whether another rank or writer writes an array's metadata. Rows that this writer lacks then read as zeros."""
+    """Whether another rank or writer writes an array's metadata. Readers then read rows without a chunk as zeros."""
     return spec.rank > 0 or not leads
 
 
@@ -275,7 +275,10 @@ class ArrayWriter:
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def failed(self, error: Exception, rows: tuple[int, int] | None = None) -> None:
-        """Add a loss of rows that could not be written. rows: [start, stop), None for samples, which `close` counts."""
+        """Add a loss of rows that could not be written.
+
+        rows: [start, stop); None for samples, which `close` counts, and for arrays that get no metadata.
+        """
         add_loss(self.losses, replace(write_loss(error), rows=(rows,) if rows else ()))
 
     def close(self, length: int, samples: dict[str, int]) -> FileList:

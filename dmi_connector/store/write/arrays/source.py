@@ -77,7 +77,7 @@ class SourceStore:
         """The chunks of rows [first, first + chunk_tokens) of an array: one per layer that the rank of `spec` has.
 
         spec: the array in the new store. Raises OSError if a file cannot be read. Raises ValueError for a chunk that is
-        missing, has fewer rows, or does not match its crc32c.
+        missing or does not match its crc32c, and for a chunk of an unfinished store that has fewer rows.
         """
         places = self._of_finished(spec, first) if self._finished else self._of_journals(spec, first)
         found = []

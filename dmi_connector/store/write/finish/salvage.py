@@ -74,7 +74,10 @@ class Salvage:
         return found
 
     def run(self) -> bool:
-        """Make a store of all intact rows. If there are none, the partial store stays, and this returns False."""
+        """Make a store of all intact rows.
+
+        Returns False if there are none, or if the journals lack `prompt_len`. The partial store then stays.
+        """
         if "prompt_len" not in self._facts():
             self.losses.append(Loss.of(Cause.NOT_RECORDED))
             return False
