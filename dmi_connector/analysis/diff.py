@@ -46,7 +46,7 @@ class HookDiff:
     The error of a row is |a - b| / max(|a|, |b|), with L2 norms. Equal rows have the error 0, also if they hold NaN or
     infinities. If rows differ and one of them is not finite, the error is inf. For integer hooks the error is the
     fraction of values that differ. For `topk_ids` and `indexer_topk` it is the fraction of values of one row that are
-    not anywhere in the other row; of the two fractions the larger one.
+    not in the other row: the larger of the fractions of both rows.
     """
 
     hook: str
@@ -69,8 +69,8 @@ class CaptureDiff:
     """How two captures differ.
 
     positions: the number of rows that both captures have before the first token that differs. tokens_differ: the
-    position of that token; None if no token differs. hooks: in the order of the forward. left_out: {hook, or name
-    or wildcard without a hook: why it, or some of its layers, are not compared}.
+    position of that token; None if no token differs. hooks: in the order of the forward. left_out: {hook: why the hook,
+    or some of its layers, are not compared}. It also has names and wildcards that match no hook of the captures.
     """
 
     a: str
@@ -295,7 +295,7 @@ def _errors(a: np.ndarray, b: np.ndarray, hook: str) -> np.ndarray:
 
 
 def _unlike_choices(one: np.ndarray, other: np.ndarray) -> float:
-    """The fraction of values of one row that are not in the other, or the reverse, if larger.
+    """The fraction of values of one row that are not in the other row: the larger of the fractions of both rows.
 
     Both are needed: a row with fewer positions than `index_topk` is filled up with -1.
     """

@@ -12,7 +12,7 @@ from dmi_connector.captures.row_view import RowView
 from dmi_connector.option_values import whole_number
 
 _BYTES = 64 << 20
-"""Maximum bytes of float32 logits that are read at a time, but at least one row is."""
+"""Maximum bytes of float32 logits that are read at a time. At least one row is read."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,8 @@ def pattern_hooks(capture: Capture, layer: int | None = None) -> tuple[str, ...]
     """The hooks from which a pattern is computed: a pair of queries and keys, or ("pattern",), or () without either.
 
     If the pair and `pattern` were captured, the pair is used, with two exceptions. `pattern` is used if the store lacks
-    rows of the pair, or holds other values than those of queries and keys, such as projections. `pattern` is also used
-    for older stores with `q` and `k`, because these stores do not say whether attention rotates `q` and `k`.
+    rows of the pair, or if a reduction does not keep the values of queries or keys. `pattern` is also used for older
+    stores with `q` and `k`, because these stores do not say whether attention rotates `q` and `k`.
 
     layer: a layer, or None for any layer.
     """
@@ -32,7 +32,7 @@ def pattern_hooks(capture: Capture, layer: int | None = None) -> tuple[str, ...]
 
 
 def _other(capture: Capture, hooks: tuple[str, ...], layer: int | None) -> bool:
-    """Whether one of the hooks was stored as other values than its own, such as a projection."""
+    """Whether the reduction of one of the hooks does not keep its values, such as a projection."""
     found = [capture.reduction(hook, layer) for hook in hooks]
     return any(reduction is not None and Keeps.VALUES not in reduction.keeps for reduction in found)
 

@@ -38,8 +38,8 @@ class Sketch:
     k: maximum number of rows of a sketch. hooks: {hook: {layer: its `FrequentDirections`}}; a hook that exists once has
     layer 0. row_bytes: {hook: bytes of a stored row before compression}. stores: names of the stores. model: their
     model; None if they do not name it. tokens: number of rows per hook and layer that were read. missing: number of
-    rows that the stores lack. projections: {hook: settings of its reduction}, for hooks that were stored as other
-    values than their own.
+    rows that the stores lack. projections: {hook: settings of its reduction}, for hooks whose reduction does not keep
+    their values.
     """
 
     k: int
@@ -115,7 +115,7 @@ class Sketch:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Sketch:
-        """Read a file of `save`. Raises FileNotFoundError, and ValueError for another file. It can be merged."""
+        """Read a file of `save`. Raises FileNotFoundError, and ValueError for another file."""
         from safetensors import SafetensorError, safe_open
 
         try:

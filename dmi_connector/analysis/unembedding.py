@@ -321,7 +321,7 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / "config.json").read_bytes())
         return {**config, **(config.get("text_config") or config.get("llm_config") or {})}
-    except (OSError, ValueError, TypeError, AttributeError) as error:  # the last two: it has no object
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # the last two: not a JSON object
         raise ValueError(
             f"model: {path} has no readable config.json ({error}); give the directory of the model's weights "
             "(`--model DIR`)"

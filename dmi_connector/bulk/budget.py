@@ -60,8 +60,8 @@ class Budget:
     def is_full(self) -> bool:
         """Measure the stores. Returns whether there is no room for even one prompt. Raises OSError.
 
-        Call this method while no prompt is in flight. A new measurement is needed because `stored` also counted stores
-        that were being written at the last one.
+        Call this method while no prompt is in flight. A store that was being written during the last measurement is
+        counted twice, by the measurement and by `stored`, so the stores are measured again.
         """
         if self.max_bytes:
             self._measure()

@@ -20,7 +20,7 @@ _LINES, _SECONDS = 256, 1.0
 
 
 class Positions:
-    """A set of positions, as a bitmap of one bit per position."""
+    """A set of positions of prompts (order.py), as a bitmap of one bit per position."""
 
     def __init__(self) -> None:
         self._bits = bytearray()

@@ -28,7 +28,7 @@ from dmi_connector.store.read.metadata import read_attrs
 from dmi_connector.store.write.finish.retention import remove_store
 
 _TRIES = 2
-"""Maximum number of captures of a prompt whose stores are incomplete."""
+"""Maximum number of times that a prompt is captured, if its stores are incomplete."""
 _QUIET_S = 5.0
 """Seconds after an answer at which a store without a line in the index is looked up by path."""
 _MOST_FAILURES = 100

@@ -128,7 +128,7 @@ def attention(capture: StoreReader, layer: int, head: int | None = None, queries
 
     - for a head that does not exist;
     - if `queries` is not a slice with step 1;
-    - if rows up to the last query are missing, or if queries or keys were reduced to other values, as projections are;
+    - if rows up to the last query are missing, or if a reduction did not keep the values of queries or keys;
     - for models with attention sinks or latent attention;
     - if `queries` contains image tokens of a model in which these attend to later tokens of their image.
     """

@@ -91,9 +91,9 @@ class Capture(StoreReader):
     def _named(self, hook: str, layer: Layers) -> tuple[str, Any]:
         """(hook, layer) of arguments `hook`, which is a name as in `cap[...]`, and `layer`.
 
-        Raises ValueError for an invalid layer after an `@`, if the name has a layer and `layer` is also given, and for
-        TransformerLens' name of a hook that was stored as other values. Raises KeyError for TransformerLens' name of a
-        tensor that is not a hook.
+        Raises ValueError for an invalid layer after the `@`, for a second layer in `layer`, and for TransformerLens'
+        name of a hook whose reduction does not keep its values. Raises KeyError for TransformerLens' name of a tensor
+        that is not a hook.
         """
         if self._table.holds(hook):
             return hook, layer
@@ -108,8 +108,8 @@ class Capture(StoreReader):
     def numpy(self, hook: str, layer: Layers = None, tokens: Tokens = None, convert: bool = True) -> np.ndarray:
         """Like `StoreReader.numpy`. hook: a name as in `cap[...]`, which may include the layer, as in "q@3".
 
-        Raises ValueError for an invalid layer after the `@`, if `layer` is also given, and for TransformerLens' name of
-        a hook that was stored as other values.
+        Raises ValueError for an invalid layer after the `@`, for a second layer in `layer`, and for TransformerLens'
+        name of a hook whose reduction does not keep its values.
         """
         return super().numpy(*self._named(hook, layer), tokens, convert)
 

@@ -96,7 +96,7 @@ def why_none(place: Place, found: Sequence[CaptureInfo], given: Mapping[str, Any
 
 
 def keys_of(key: str | Collection[str] | None) -> set[str] | None:
-    """The keys that the filter `key` accepts; None: all. Raises ValueError for what is neither a key nor some keys."""
+    """The keys that the filter `key` accepts; None: all. Raises ValueError unless it is a key or several keys."""
     if not isinstance(key, Collection) or isinstance(key, str | bytes):
         check_text("key", key)
         return None if key is None else {key}

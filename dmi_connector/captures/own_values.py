@@ -29,7 +29,7 @@ def check_own_values(capture: StoreReader, hook: str, layer: int | None = None, 
 
 
 def other_values(capture: StoreReader, hook: str, layer: int | None = None) -> Mapping[str, Any] | None:
-    """The settings of the reduction of a hook whose rows are not values of the hook, such as a projection; else None.
+    """The settings of a hook's reduction if it does not keep the hook's values, such as a projection; else None.
 
     Rows of two stores can be compared only if the results are equal. layer: as in `StoreReader.reduction`. Raises
     KeyError for a hook that was not captured.

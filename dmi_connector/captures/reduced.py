@@ -84,7 +84,7 @@ def tally(capture: StoreReader, hook: str, layer: int | None = None, tokens: Tok
 def _basis(
     capture: StoreReader, hook: str, reduction: Reduction, layer: int | None, basis: str | os.PathLike[str] | None
 ) -> LayerBasis:
-    """The basis of one layer of a hook, which is that of the stored array and its layer."""
+    """The basis of one layer of a hook. An alias has the basis of its stored array and layer."""
     source = _only(capture, hook, layer, "a basis")
     layers = capture.attrs["hooks"][source.array]["layers"] or [0]
     fitted = reduction.fitted()

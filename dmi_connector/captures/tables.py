@@ -63,7 +63,7 @@ def of_captures(infos: Sequence[CaptureInfo], directories: Iterable[Path], to: s
 
 
 def _time(text: str | None) -> str | None:
-    """A time of the index in one form, since polars infers the form of all from the first. None for an invalid time."""
+    """A time of the index in a common format, because polars infers the format from the first time. None if invalid."""
     try:
         at = parse_time("started", text or None)
     except ValueError:

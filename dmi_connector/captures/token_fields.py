@@ -46,7 +46,7 @@ def store_fields(store: Place, names: Collection[str], complete: bool, sampled: 
     """Some fields of `IN_STORE`, for each row of a store.
 
     sampled: give the fields for each row of its logits. If the token of a sample has no row, its ids are -1, its phase
-    is 1, and its position is that of the sample. A missing sample has the position -1 too.
+    is 1, and its position is that of the sample. The position of a missing sample is -1.
 
     complete: whether the store has all rows. Raises ValueError for damaged arrays.
     """

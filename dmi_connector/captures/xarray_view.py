@@ -61,7 +61,7 @@ def dataset(capture: StoreReader, hooks: Iterable[str]) -> xarray.Dataset:
     rows of one shard file.
 
     Raises ImportError without xarray and dask (`dmi_connector[xarray]`), and KeyError for a hook that was not captured.
-    For TransformerLens' names, raises ValueError for hooks that were stored as other values.
+    For TransformerLens' names, raises ValueError for hooks whose reduction does not keep their values.
     """
     try:
         import dask.array

@@ -115,7 +115,7 @@ def _sketch(store: Place, options: argparse.Namespace) -> Sketch:
 
 
 def _begun(paths: Sequence[str]) -> list[Place]:
-    """The stores that `paths` name, and those of the directories that have begun, also unfinished ones."""
+    """The stores that `paths` name, and the finished and started stores of directories that they name."""
     found: list[Place] = []
     for path in map(place_of, paths):
         inside = (
@@ -146,7 +146,7 @@ def _groups(stores: Sequence[Place], out: Path, merge: bool) -> list[tuple[Path,
 
 
 def _text(out: Path, found: Sketch) -> str:
-    """What a file has of each hook. The bound is that of the worst layer."""
+    """The output for a file: a table with one line per hook. The bound is that of the worst layer."""
     lacking = f", {found.missing} missing" if found.missing else ""
     head = f"{out}: {len(found.stores)} captures, {found.tokens} tokens{lacking}"
     return f"{head}\n{format_table(('hook', 'layers', 'tokens', 'raw', 'sketch', 'bound'), _rows(found))}"

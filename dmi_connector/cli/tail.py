@@ -21,7 +21,7 @@ from dmi_connector.wording import cut
 _PAUSE_S = 0.5
 """Seconds between two reads of the index, and between two searches for a key."""
 _COLUMNS = "{:<19}  {:>7}  {:>9}  {:<10}  {:<16}  {}"
-"""Format of a line. Widths are fixed, because later lines are not known yet. Only the last column has any width."""
+"""Format of a line. Widths are fixed, because later lines are not known yet. The last column has no fixed width."""
 
 
 def follow(

@@ -276,7 +276,7 @@ def make_model(arch: str, dir: str | Path, dtype: str = "float32", seed: int = 0
 
 _NORM = 0.5  # gain of the norms of the residual stream
 _QK = 1.3  # scale of queries and keys: attention logits have a standard deviation of about 1.7
-# scales of other weights, 1 by default. They make attention and routing far from uniform, and MLPs contribute.
+# scales of other weights, 1 by default, so that attention and routing are far from uniform, and MLPs contribute
 _GAIN = {"q_proj": _QK / _NORM, "k_proj": _QK / _NORM, "v_proj": 0.5, "gate": 3.0, "router": 3.0, "down_proj": 2.0}
 _GAIN["query_key_value"] = 1.6  # queries, keys and values are interleaved by head
 _GAIN |= {"q_b_proj": _QK / _NORM, "kv_a_proj_with_mqa": _QK / _NORM, "kv_b_proj": 1.6}  # latent attention

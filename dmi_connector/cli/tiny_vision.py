@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations of tiny random models with a vision tower. `tiny_models.make_model` writes the models.
 
-Their vocabularies have the tokens of the text models, and from id VOCAB on tokens for images.
+Their vocabularies are those of the text models, followed by tokens for images, whose ids begin at VOCAB.
 """
 
 from __future__ import annotations

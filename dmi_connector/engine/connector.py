@@ -71,7 +71,7 @@ class DMIConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: no other engine receives KV. A request preempted with its last output in flight may end."""
+        """False: no other engine receives KV. So vLLM keeps output that is in flight when its request is preempted."""
         return False
 
     # ---- scheduler half -------------------------------------------------------------------------------------------
@@ -208,8 +208,8 @@ class DMIConnector(KVConnectorBase_V1):
     def _exit_if_unreported(rank: int, metadata: StepMetadata) -> Iterator[None]:
         """Exit this process if an error cannot be reported.
 
-        In most steps vLLM waits only for the answer of rank 0 (replaced.py). The engine then ends, as it does after an
-        error that a rank reports.
+        In most steps vLLM waits only for the answer of rank 0 (replaced.py), and does not see errors of other ranks.
+        The exit ends the engine, as a reported error does.
         """
         try:
             yield

@@ -28,7 +28,7 @@ CACHES = "kv_cache"
 
 
 def kept_in_sleep(allocate: Callable[[], T], device: torch.device, may_sleep: bool) -> T:
-    """Call `allocate`, and return its result. sleep() leaves the memory that it allocates on the GPU, with its content.
+    """Call `allocate`, and return its result. sleep() neither frees the memory of the result, nor loses its content.
 
     In an engine that may sleep, `allocate` runs in another thread. So it must name the device, because a default device
     holds for one thread only.

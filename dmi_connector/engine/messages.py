@@ -131,8 +131,8 @@ class StepMetadata(KVConnectorMetadata):
 
     The next fields are for a pool. table: (entries, pages) of the table that change before the forward, int64 [2,
     entries]; None without a change. need: number of rows, since the start, to gather before that change, because their
-    pages are reused. kept_scores: (slots of vLLM, int64 [rows], whose scores are copied before the forward; first line
-    to copy them to), see host_scores.py.
+    pages are reused. kept_scores: (slots, line) pairs. Before the forward, the scores of vLLM's `slots`, int64 [rows],
+    are copied to the lines from `line` on (host_scores.py).
 
     With speculative decoding, a step also computes logits of draft tokens, and a later step says which were accepted.
     logits_step: number of this step if its logits are captured, otherwise 0. logits_slots: slots of captured tokens
@@ -178,9 +178,8 @@ class Report(KVConnectorWorkerMetadata):
     """A worker's message to the scheduler, in a step that asks for it.
 
     gathered: number of rows gathered since the start. lost: rows that were dropped or could not be borrowed since the
-    last report, by capture. leaving: whether the captures of ended requests have not all ended, or in an engine that
-    may sleep, whether gathered rows are in staging memory. stored: path of each finished store -> whether it has all
-    rows.
+    last report, by capture. leaving: whether a capture of an ended request is unfinished, or, in an engine that may
+    sleep, gathered rows are in staging memory. stored: path of each finished store -> whether it has all rows.
     """
 
     gathered: int = 0

@@ -64,8 +64,10 @@ def buffer_sizes(
     """The buffer sizes that options give, or defaults.
 
     token_bytes: bytes of a row in a payload. step_bytes: bytes of the logits of a step. share: share of a rank with a
-    GPU, see `gpu_share`. Raises OptionError if a buffer is too small for two full chunks, or the host buffer for these
-    and the logits of two steps.
+    GPU, see `gpu_share`.
+
+    Raises OptionError if a buffer is too small for two full chunks. The host buffer must also hold the logits of two
+    steps.
     """
     chunks = 2 * token_bytes * options.chunk_tokens + _SLACK_BYTES
     host_least = chunks + 2 * step_bytes

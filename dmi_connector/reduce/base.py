@@ -304,7 +304,10 @@ def unpack_floats(stored: np.ndarray, start: int, count: int, dtype: str) -> np.
 
 
 def times_scale(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Encoded values times their scales, float32. The scale of a row that was not finite is, so it gives NaN."""
+    """Encoded values times their scales, float32.
+
+    The scale of a row that was not finite is infinite or NaN, so the row becomes NaN.
+    """
     with np.errstate(invalid="ignore"):  # 0 * inf
         return np.multiply(values, scales, dtype=np.float32)
 

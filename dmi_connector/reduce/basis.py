@@ -2,7 +2,7 @@
 """Reads files of PCA bases, which `dmi fit-pca` writes.
 
 A file has these tensors per hook and layer: `mean` [width], `components` [width, k] (orthonormal columns in descending
-order of variance), `std` [k], and `variance` [1] (the total variance of the rows). With "group", each group of so many
+order of variance), `std` [k], and `variance` [1] (the total variance of the rows). With "group" d, each group of d
 dimensions, such as a head, has its own basis. The basis of a group is in the group's rows of `components`, and `std` is
 [width / group x k], group by group.
 """

@@ -2,8 +2,8 @@
 """int8: values scaled to 8 bits.
 
 A stored row is `width` int8 values, zeros up to a multiple of 4 bytes, a float32 scale, and with `affine` a float32
-offset. With `group`, it ends instead in one bfloat16 scale per group of so many values (the last group may be shorter),
-and zeros up to a multiple of 4 bytes.
+offset. With `group`, it ends instead in one bfloat16 scale per group of `group` values (the last may be shorter), and
+zeros up to a multiple of 4 bytes.
 """
 
 from __future__ import annotations

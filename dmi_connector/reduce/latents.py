@@ -96,7 +96,7 @@ class Latents(Reduction):
 
         hook: hook that the encoder encodes, None for the one in its settings. layer: layer of the hook. Without `hook`,
         None means the layer in the settings; with `hook`, it leaves `layers` empty, for a hook that exists once. k:
-        number of stored latents, None for all that the encoder keeps, or DEFAULT_K if it keeps any number.
+        number of stored latents; None for the encoder's own k, or DEFAULT_K if it has none.
         """
         facts = _facts_of(path)
         named = facts.trained_on

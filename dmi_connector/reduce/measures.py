@@ -88,7 +88,7 @@ def pairs(rows: ReducedRows) -> float:
 def probes(rows: ReducedRows, project: Callable[[np.ndarray], np.ndarray]) -> float:
     """Correlation of the scores of a probe before the reduction with those after it: the minimum over all probes.
 
-    NaN if a correlation is undefined, as for decoded rows that are all equal, and without two different tokens.
+    NaN if all rows have the same token, or if a correlation is undefined, as it is if all decoded rows are equal.
 
     project: function that projects a probe [width] to the space of decoded rows.
     """

@@ -91,7 +91,7 @@ class Library:
         """Open a store by its name. The capture of a running request has the rows written so far.
 
         Raises NoSuchStore if the directory has no such store. Raises CaptureFailed for a request that has ended without
-        a store, if it was opened while it was running or left its partial store.
+        a store, if `open` was called while the request was running, or if its partial store is still there.
         """
         running = self._running.open(name)
         return running if running is not None else open_capture(self._path(name), timeout=0, allow_incomplete=True)

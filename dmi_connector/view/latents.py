@@ -23,7 +23,7 @@ LATENTS = "latents"
 _ROWS = 256
 """Rows encoded at a time."""
 _SECONDS = 2.0
-"""Time limit for the rows of contexts."""
+"""Time limit for the rows that `contexts` reads."""
 _BEFORE, _BEHIND = 8, 4
 """Number of tokens of a context before and after its token."""
 _BINS = 24

@@ -98,8 +98,8 @@ class RunningStores:
     def open(self, name: str) -> RunningCapture | None:
         """The rows so far of a running request, by the name of its store. None if the store is finished or unknown.
 
-        Raises CaptureFailed for a request that has ended without a store, if it was opened before or left its partial
-        store.
+        Raises CaptureFailed for a request that has ended without a store, if `open` was called while the request was
+        running, or if its partial store is still there.
         """
         running = self._find(name)
         if running is None:

@@ -97,8 +97,8 @@ def export(
     `POLICIES`; None: `Target.finite`.
 
     Raises ValueError without a capture, for captures of several models in one data set, for an option that the format
-    does not take, and without an option that it needs. Raises FileExistsError if the file exists. Raises NotFinite for
-    values that are not finite with "fail", and if every capture has such values.
+    does not take, and without an option that it needs. Raises FileExistsError if the file exists. Raises NotFinite if
+    `finite` is "fail" and a value is not finite, and if every capture has such values.
     """
     target = TARGETS[to]
     foreign = [name for name in options if name not in target.options]

@@ -141,7 +141,7 @@ class Oracle:
 
     @torch.no_grad()
     def greedy(self, token_ids: Sequence[int], n: int) -> list[int]:
-        """The `n` tokens that greedy decoding appends to `token_ids`. It does not stop at an end token."""
+        """The `n` tokens that greedy decoding appends to `token_ids`. It does not stop at an EOS token."""
         ids = list(token_ids)
         for _ in range(n):
             logits = self.model(torch.tensor([ids]), use_cache=False, logits_to_keep=1).logits
@@ -183,7 +183,7 @@ class Oracle:
                 continue
             pick = functools.partial(self._part, part=point.part) if point.part else None
             if self.twin.norms_heads and point.module.endswith(("q_norm", "k_norm", "q_layernorm", "k_layernorm")):
-                pick = functools.partial(self._heads_last, heads=self._sizes[0 if point.name == "q" else 1])
+                pick = functools.partial(self._heads_last, width=self._sizes[0 if point.name == "q" else 1])
             recorder.watch(present[point.module], point.name, point.side, pick)
         if self.twin.attends:
             recorder.watch_method(present[self.twin.attn], self.twin.attends)
@@ -201,9 +201,9 @@ class Oracle:
             return value.unflatten(-1, (-1, 3, self._head_dim))[:, :, index].flatten(1)
         return value.split(self._sizes, -1)[index]
 
-    def _heads_last(self, value: torch.Tensor, heads: int) -> torch.Tensor:
-        """Rows [tokens, heads * head_dim] of values in the order [heads, tokens, head_dim]. heads: width of a row."""
-        return value.reshape(heads // self._head_dim, -1, self._head_dim).transpose(0, 1).flatten(1)
+    def _heads_last(self, value: torch.Tensor, width: int) -> torch.Tensor:
+        """Reorder values in the order [heads, tokens, head_dim] to rows [tokens, width]."""
+        return value.reshape(width // self._head_dim, -1, self._head_dim).transpose(0, 1).flatten(1)
 
     def _share_keys(self, values: dict[str, torch.Tensor]) -> None:
         """Replace `k_rot` by `k_pe`, the rotated key that heads share. Make the two values of each pair adjacent."""
@@ -239,9 +239,9 @@ def compare(capture: Capture, oracle: Oracle, images: Mapping[str, Any] | None =
     """{hook: largest absolute difference between `capture` and `oracle`, over all layers and rows that are present}.
 
     The difference is NaN if either has a NaN, or both have the same infinity. Reduced hooks are decoded first, so that
-    the difference includes the loss of the reduction. Hooks of `Oracle.without` are left out. Probes, hooks that are
-    stored as other values, such as projections, and hooks without a row are left out with a warning. images: see
-    `Oracle.run`.
+    the difference includes the loss of the reduction. Hooks of `Oracle.without` are left out. With a warning, hooks
+    without rows are left out, and hooks whose reduction does not keep their values, such as projections and probes.
+    images: see `Oracle.run`.
 
     Raises ValueError if the capture does not begin at position 0, because its earlier tokens are then unknown. Raises
     ValueError for a capture without rows or token ids, for a hook that the oracle does not compute, for other shapes

@@ -150,7 +150,8 @@ def check_panels(count: int) -> None:
 def _scale(values: np.ndarray) -> tuple[dict[str, Any], str]:
     """(arguments of matplotlib for the colours, a note about the scale).
 
-    The scale is symmetric around 0 if values have both signs. If all are positive, it is logarithmic above _LOG_RATIO.
+    The scale is symmetric around 0 if values have both signs. It is logarithmic if all values are positive, and the
+    ratio of the largest to the smallest is above _LOG_RATIO.
     """
     from matplotlib.colors import CenteredNorm, LogNorm, Normalize
 

@@ -45,11 +45,11 @@ class TokenDataset(TokenBatches):
     Memory: two buffers of about `buffer_tokens` rows of all hooks. A batch may be a view of a buffer. Clone the batches
     that you keep, because a view keeps its whole buffer in memory.
 
-    Raises ValueError for hooks that cannot be batched, for TransformerLens' names of hooks that were stored as other
-    values, and if the stores hold too few tokens. Raises KeyError for a hook or layer that the first store lacks. Other
-    stores are opened when they are read, and raise KeyError then. `open_captures(..., hooks=hooks)` leaves stores
-    without the hooks out. Raises NotFinite, a ValueError, if "skip" leaves no row of a batch and there are several
-    ranks, because ranks need the same number of batches.
+    Raises ValueError for hooks that cannot be batched, for TransformerLens' names of hooks whose reduction does not
+    keep their values, and if the stores hold too few tokens. Raises KeyError for a hook or layer that the first store
+    lacks. Other stores are opened when they are read, and raise KeyError then. `open_captures(..., hooks=hooks)` leaves
+    stores without the hooks out. Raises NotFinite, a ValueError, if "skip" leaves no row of a batch and there are
+    several ranks, because ranks need the same number of batches.
     """
 
     def loader(self, workers: int = 0, **options: Any) -> TokenLoader:

@@ -24,7 +24,7 @@ class TokenLoader:
 
     def __init__(self, dataset: TokenBatches, workers: int, options: dict[str, Any]) -> None:
         self.dataset, self.workers, self._options = dataset, workers, options
-        self._left: tuple[Position, Position] | None = None  # (position of a loop, start of the next loop at that time)
+        self._left: tuple[Position, Position] | None = None  # (position of an unfinished loop, start of the next loop)
 
     def _at(self) -> Position:
         # If the epoch was set or another loop began since then, the rest of the interrupted loop is dropped.

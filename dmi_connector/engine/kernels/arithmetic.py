@@ -87,7 +87,7 @@ def steps_over(steps: tl.constexpr, span):
 def e4m3_of(value):
     """The bits, uint8, of the e4m3 number nearest to a float32 in e4m3's range, ties to even.
 
-    On GPUs before compute capability 8.9 Triton cannot convert to e4m3, so integers are computed there.
+    Triton cannot convert to e4m3 on GPUs below compute capability 8.9. There the bits are computed with integers.
     """
     exact = nearest_e4m3(value)
     if tl.target_info.cuda_capability_geq(8, 9):

@@ -64,7 +64,7 @@ def gather_rows_triton(rows: torch.Tensor, index: torch.Tensor, table: torch.Ten
     assert index.dtype == table.dtype == torch.int64 and index.is_contiguous() and table.is_contiguous()
     unit = torch.int32  # each field has a multiple of 4 bytes, and Triton vectorises copies of int32 to 16 bytes
     fields, count = table.shape[0], index.shape[0]
-    grid = (fields * -(-count // _TOKENS),)  # one axis: CUDA allows no more than 65,535 programs on each other one
+    grid = (fields * -(-count // _TOKENS),)  # one axis: CUDA allows at most 65,535 programs on the others
     gather_rows_kernel[grid](
         rows.view(unit), index, table, payload.view(unit), fields, count, rows.shape[1] // 4,
         TOKENS=_TOKENS, BLOCK=_BLOCK, num_warps=4,

@@ -355,7 +355,7 @@ class PoolSlots(RowSlots):
     def _choose_budget(self) -> None:
         """Set the token budget of the next step. While prompts are captured, the pool has a free row for each token.
 
-        Some pages stay free for waiting requests: for as many requests as may run, and fit beside the smallest budget.
+        Pages stay free for waiting requests, for as many of them as may run and fit beside the smallest budget.
         """
         limits, spare = self.limits, self.pages.count - self._admitted_pages
         tokens = limits.tokens

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def media_attributes(request: Request, context: CaptureContext) -> dict[str, Any]:
     """The root attributes of a request with media; {} without media.
 
-    After each of the first `visual_layers` layers, visual features are added to the residual stream of these positions.
-    So the identities of the residual stream do not hold for every row.
+    After each of the first `visual_layers` layers, the model adds visual features to the residual stream of media
+    positions. So the identities of the residual stream do not hold for every row.
     """
     media = [
         {"modality": feature.modality, "hash": feature.identifier, "positions": _positions(feature.mm_position)}
@@ -30,7 +30,7 @@ def media_attributes(request: Request, context: CaptureContext) -> dict[str, Any
 
 
 def later_media(request: Request, known: int, context: CaptureContext) -> dict[str, Any]:
-    """`media_attributes` for all turns of a session; {} if later turns added no media. known: their number before."""
+    """`media_attributes` for all turns of a session; {} if later turns added none. known: number in the first turn."""
     if len(request.mm_features) == known:
         return {}
     return {**media_attributes(request, context), "last_prompt_len": request.num_prompt_tokens}

@@ -34,7 +34,7 @@ _Places = list[tuple[int, slice]]
 
 @dataclass
 class _Kept:
-    """Scores of a preempted request in additional lines. step: the step before whose forward they are copied. first:
+    """Scores of a preempted request in additional lines. step: they are copied before the forward of this step. first:
     position of the first row. line, count: first line, and number of lines.
     """
 

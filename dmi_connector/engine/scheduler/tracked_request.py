@@ -103,7 +103,7 @@ class Tracked:
         With asynchronous scheduling, logits of a token after a stop may have been requested. The next sample gets the
         number of these logits.
         """
-        if self.turn == -1:  # now, because a turn may have one step alone
+        if self.turn == -1:  # now, because a turn may have only one step
             self.note_tokens()
         if self._begun != self.request.num_prompt_tokens:
             self._begun, self._samples = self.request.num_prompt_tokens, self.samples_until(self.kept)

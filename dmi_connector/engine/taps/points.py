@@ -202,10 +202,10 @@ def _sum(layer: LayerFacts, one: torch.Tensor, other: torch.Tensor) -> torch.Ten
 class TapPoint(NamedTuple):
     """Where a hook is tapped in a layer.
 
-    module, first, where, unless name attributes of `Architecture`. The point exists only if the layer has `module`, the
-    attribute `where` is set (if one is named), and no attribute of `unless` is set. read: gets the arguments and the
-    output of `module`. first: a module that runs earlier. If the layer has it, the value is the result of `join` on the
-    outputs of both modules.
+    `module`, `first`, `where` and `unless` hold names of attributes of `Architecture`. The point exists only if the
+    layer has `module`, the attribute `where` is set (if one is named), and no attribute of `unless` is set. read: gets
+    the arguments and the output of `module`. first: a module that runs earlier. If the layer has it, the value is the
+    result of `join` on the outputs of both modules.
     """
 
     hook: str

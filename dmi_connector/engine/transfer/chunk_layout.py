@@ -46,7 +46,7 @@ def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], 
     """The layout for a capture of `hooks` on rank `rank`.
 
     Fields that another rank writes are omitted. If ranks divide the layers of a hook, its array has one file per run.
-    Raises OptionError if a chunk is too large for the codec, or if a field has no multiple of 4 bytes.
+    Raises OptionError if a chunk is too large for the codec, or if the size of a field is not a multiple of 4 bytes.
     """
     arrays: list[ArraySpec] = []
     elsewhere: list[ArraySpec] = []

@@ -54,7 +54,7 @@ class DraftLogits:
         self._steps.append(_Step(number, logits, slots))
 
     def drop(self, decided: int) -> None:
-        """Drop the logits of steps up to number `decided`, of which no more tokens will be accepted."""
+        """Drop the logits of steps up to number `decided`. No more tokens of these steps will be accepted."""
         self._steps = [step for step in self._steps if step.number > decided]
 
     def take(self, slots: Sequence[int], last: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -27,8 +27,8 @@ _FED_BY = {"attn_out": ("v", "z"), "mlp_out": ("mlp_pre", "mlp_pre_linear", "mlp
 def is_old(attrs: Mapping[str, Any]) -> bool:
     """Whether a store has format 1.0, in which the checksum of a file is the crc32c of all its bytes.
 
-    Chunks end in their own crc32c. So the checksum of most files depends only on sizes, and adds nothing to the checks
-    of the chunks.
+    The crc32c of data that ends in its own crc32c is constant, and chunks end in theirs. So the checksum of most files
+    depends only on sizes, and adds nothing to the checks of the chunks.
     """
     return str(attrs["format_version"]) == "1.0"
 

@@ -65,9 +65,9 @@ class JournalArray:
 class JournalContent:
     """The content of one journal.
 
-    about: facts about the capture, None in other journals of it. token_ids: int32 ids of each chunk, by first row.
-    length, samples: number of rows, and numbers of samples by array; None and {} until the capture is closed. torn:
-    number of bytes at the end that are not a whole record.
+    about: facts about the capture. One journal per rank has them; in the others it is None. token_ids: int32 ids of
+    each chunk, by first row. length, samples: number of rows, and numbers of samples by array; None and {} until the
+    capture is closed. torn: number of bytes at the end that are not a whole record.
     """
 
     arrays: list[JournalArray]

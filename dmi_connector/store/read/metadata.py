@@ -125,7 +125,7 @@ def _are_media(value: object) -> bool:
 
 
 def _are_files(files: dict[str, Any]) -> bool:
-    """Whether all values are [bytes, checksum], and the bytes of all files fit an int64, as in tables."""
+    """Whether all values are [bytes, checksum], and the sum of the bytes fits the int64 of `Captures.table`."""
     return all(map(_is_file, files.values())) and sum(entry[0] for entry in files.values()) < 1 << 63
 
 
@@ -159,7 +159,7 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("last_prompt_len", "visual_layers"), _is_count),
     **dict.fromkeys(("model", "key", "request_id", "created", "finished"), lambda value: isinstance(value, str | None)),
 }
-"""{attribute: whether its value, of the right type if the attribute is needed, has the form that readers expect}."""
+"""{attribute: whether readers can use its value}. The type of an attribute in _NEEDED is checked before."""
 
 
 def check_arrays(files: StoreFiles, attrs: dict[str, Any]) -> dict[str, dict[str, Any]]:

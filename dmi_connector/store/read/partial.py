@@ -96,7 +96,7 @@ class PartialStore:
         return min((_written(self._arrays.get((array, rank)), first) for rank in ranks), default=0)
 
     def rows(self, sources: Sequence[Source], first: int) -> np.ndarray | None:
-        """Decoded rows [sources, n, width] of the chunk that begins at row `first`, or of the samples that do.
+        """Decoded rows [sources, n, width] of the chunk that begins at row `first`, or of samples from `first` on.
 
         None if the chunk is not written yet. Raises ValueError for a damaged chunk.
         """

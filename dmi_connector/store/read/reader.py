@@ -172,7 +172,7 @@ class StoreReader:
 
     @property
     def media(self) -> np.ndarray:
-        """Index in `attrs["media"]` of the image or other item of each row's embedding, int32 [tokens]; -1 for text."""
+        """Index of each row's image or other item in `attrs["media"]`, int32 [tokens]; -1 for rows of text."""
         positions = self.positions
         found = np.full(len(positions), -1, np.int32)
         for number, item in enumerate(self.attrs.get("media", ())):

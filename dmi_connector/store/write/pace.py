@@ -83,9 +83,10 @@ class Pace:
             self.fd = -1
 
     def rest(self, worked: float, generated: bool, since: float) -> None:
-        """Rest until `worked` seconds are at most the share of work plus rest. The share may change meanwhile.
+        """Sleep until worked / (worked + slept) is at most the writer's share, which may change meanwhile.
 
-        generated: whether the waiting rows are of generated tokens. since: when they began to wait (time.monotonic()).
+        worked: seconds of work for the last payload. generated: whether the waiting rows are of generated tokens.
+        since: when they began to wait (time.monotonic()).
         """
         began = time.monotonic()
         while True:

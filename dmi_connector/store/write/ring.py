@@ -103,7 +103,7 @@ class Ring(RingBase):
             return last.end - first.offset if last.offset >= first.offset else self.usable - first.offset + last.end
 
     def close(self) -> None:
-        """Close the ring. The memory is freed with its last view. Waiting and later `alloc` calls return None."""
+        """Close the ring. The memory is freed with its last view. Pending and later calls of `alloc` return None."""
         with self._changed:
             if self.fd < 0:
                 return

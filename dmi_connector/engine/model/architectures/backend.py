@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of models that vLLM serves through its Transformers backend."""
+"""Rows of the table of architectures: models that vLLM serves through its Transformers backend."""
 
 from __future__ import annotations
 

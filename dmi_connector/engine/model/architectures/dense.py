@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of dense text models (without experts) for which vLLM has a class."""
+"""Rows of the table of architectures: dense text models (without experts) for which vLLM has a class."""
 
 from __future__ import annotations
 

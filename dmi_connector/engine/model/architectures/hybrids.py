@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of hybrid models, in which a mixer replaces attention in some layers.
+"""Rows of the table of architectures: hybrid models, in which a mixer replaces attention in some layers.
 
 Hooks of a mixer are read at its input projections, at the norm after its core, and at its output projection
 (`Architecture.mix_first`, `mix_in`, `mix_norm`, `mix_out`).

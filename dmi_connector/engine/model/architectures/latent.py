@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of models with multi-head latent attention (MLA)."""
+"""Rows of the table of architectures: models with multi-head latent attention (MLA)."""
 
 from __future__ import annotations
 

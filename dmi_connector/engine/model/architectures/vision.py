@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of models with a vision tower. They are made from the rows of language models."""
+"""Rows of the table of architectures: models with a vision tower. They are made from the rows of language models."""
 
 from __future__ import annotations
 

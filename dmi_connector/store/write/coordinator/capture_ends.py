@@ -111,7 +111,7 @@ class CaptureEnds:
         for assignment in mine:
             self._pool.leave(assignment)
         if mine:
-            # On rank 0, the commit rebuilds arrays whose metadata this rank writes. Lost rows of others read as zeros.
+            # On rank 0, the commit rebuilds arrays whose metadata this rank writes. Other arrays have lost rows.
             lost = record.rank or any(array.rank for array in arrays)
             record.losses.append(replace(loss, rows=(_ALL_ROWS,) if lost else ()))
             self._advance(record)

@@ -292,7 +292,7 @@ class Commit:
             return False
 
     def _rebuild(self, rebuild: Rebuild, files: FileList) -> int:
-        """Rebuild the arrays of a writer that died or failed from journals. Returns the bytes of their rows.
+        """Rebuild, from journals, the arrays of a writer that died or failed. Returns the bytes of their rows.
 
         These arrays have no metadata yet.
         """

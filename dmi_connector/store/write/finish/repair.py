@@ -150,7 +150,8 @@ def finish_uploads(directory: Path, retry_seconds: float = UploadSettings.retry_
                 continue
             began = time.monotonic()
             outcomes.append(_finish_upload(info, alone, retry_seconds, parts))
-            # Permanent errors fail at once. Retries last more than a quarter of the time: a pause at most doubles.
+            # A permanent error is not retried. Other errors are retried for more than a quarter of `retry_seconds`,
+            # because a pause is at most twice the previous one.
             if outcomes[-1].state == "not uploaded" and time.monotonic() - began > retry_seconds / 4:
                 retry_seconds = 0
         for part in parts.values():

@@ -2,8 +2,8 @@
 """The uploader process: `python -m dmi_connector.store.write.finish.uploader ...`, started by the coordinator.
 
 It reads messages on standard input and answers on standard output (see messages.py). At the end of input it finishes
-all uploads. It holds a shared lock on each directory with such stores until it exits, and one on each store that is not
-uploaded yet, so that a repair does not upload the store too.
+all uploads. It holds a shared lock on each directory whose stores it uploads until it exits, and one on each store that
+is not uploaded yet, so that a repair does not upload the store too.
 
 messages    upload, skip (record in the index that a store is not uploaded)
 answers     ready, uploaded (store, bytes), failed (store, reason), note
