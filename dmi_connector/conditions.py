@@ -39,7 +39,7 @@ class Condition:
 
     For `keep_if`, the scores of all rows give one number. what: the function that gives this number, a name in
     AGGREGATES or "count". sign, value: the operator, ">" or "<", and the right side of the comparison. "count" is the
-    number of rows with a score `row_sign` `row_value`, such as > 0.5.
+    number of rows whose score is above (`row_sign` ">") or below ("<") `row_value`.
 
     For `stop_if`, the score of each row is compared with `row_value`, by the operator `row_sign`. what: "".
     """
@@ -59,7 +59,7 @@ class Condition:
         return float("nan") if np.isnan(rows).any() else int(self.of_rows(rows).sum())
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Whether each score is `row_sign` `row_value`: bool [rows], False for NaN. rows: scores, float32 [rows]."""
+        """Compare each score with `row_value`: bool [rows], False for NaN. rows: scores, float32 [rows]."""
         return np.asarray(rows > self.row_value if self.row_sign == ">" else rows < self.row_value)
 
     def refutes(self, measure: float) -> bool:

@@ -40,7 +40,7 @@ def integer(option: str, value: object, low: int, high: int) -> int:
 
 
 def whole_number(value: object) -> int | None:
-    """An integer, of numpy too; None for another value, and for True and False, with which Python can count."""
+    """An integer of Python or numpy as int; None for any other value, also for True and False."""
     try:
         return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
