@@ -44,11 +44,12 @@ class Kills:
     """Kills the run in the middle of write number n, or just before flush, rename or copy number n."""
 
     def __init__(self, at: int | None = None) -> None:
-        self.at, self.steps = at, 0
+        self.at, self.steps, self.kinds = at, 0, list[str]()
 
-    def step(self) -> bool:
-        """Whether to kill the run at this step."""
+    def step(self, kind: str) -> bool:
+        """Whether to kill the run at this step. kind: name of the function."""
         self.steps += 1
+        self.kinds.append(kind)
         return self.steps == self.at
 
     @contextmanager
@@ -57,14 +58,14 @@ class Kills:
         write = os.write
 
         def torn(fd: int, data: Any) -> int:
-            if self.step():
+            if self.step("write"):
                 write(fd, bytes(data)[: len(data) // 2])
                 raise Killed
             return write(fd, data)
 
-        def before(function: Any) -> Any:
+        def before(function: Any, name: str) -> Any:
             def called(*args: Any, **kwargs: Any) -> Any:
-                if self.step():
+                if self.step(name):
                     raise Killed
                 return function(*args, **kwargs)
 
@@ -73,7 +74,7 @@ class Kills:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "write", torn)
             for module, name in ((os, "fsync"), (os, "rename"), (os, "mkdir"), (shutil, "copyfile"), (os, "unlink")):
-                patch.setattr(module, name, before(getattr(module, name)))
+                patch.setattr(module, name, before(getattr(module, name), name))
             yield
 
 

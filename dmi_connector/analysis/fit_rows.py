@@ -55,8 +55,8 @@ def fit_file(
     and its rows in blocks [n, width], and returns the fit of one layer.
 
     Returns {"HOOK.LAYER": result of the fit}. Raises the errors of `stores_of`, `finite_rows` and `fit`. Raises
-    KeyError for a layer that was not captured, FileExistsError if `out` exists, and OSError before the fit if `out`
-    cannot be written.
+    KeyError for a layer that was not captured, FileExistsError if `out` exists, and OSError if `out` cannot be written:
+    before the fit, or after it if the disk is full.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file

@@ -9,9 +9,9 @@ gives wrong attention for heads of up to 64 values, or of more than 128: in a st
 for another kernel than the one in the graph (vLLM 0.32, H200: 9 of 30 sequences correct with heads of 64 values, 30 of
 30 with 128). So FULL is chosen only if tests found it to be correct.
 
-Its plan also has to agree with the graph on the layout of splits: it does if `flash_attn_max_num_splits_for_cuda_graph`
-allows several. For attention that is not causal, as in encoders, vLLM's graph holds the longest query of a dummy batch,
-which is shorter than those of later steps.
+FlashAttention's plan and the graph must also use the same layout of splits. They do if
+`flash_attn_max_num_splits_for_cuda_graph` allows more than one split. For attention that is not causal, as in encoders,
+vLLM's graph holds the longest query of a dummy batch, which is shorter than those of later steps.
 
 Qwen3-VL adds visual features to the output of its first layers, from a buffer that vLLM clears in Python after each
 forward. No Python runs while a graph of a whole step is replayed. With FULL the features of an image would be added to
@@ -39,8 +39,8 @@ _WRONG_UP_TO, _RIGHT_UP_TO = 64, 128
 _DECODER = "decoder"
 """The type of causal attention, in `AttentionType` of vLLM."""
 _LARGEST = 512
-"""Approximate number of tokens in the largest steps of a busy engine. vLLM's default largest graph has at most as many,
-except on Blackwell GPUs.
+"""Most steps of a busy engine have at most this many tokens. vLLM's default largest graph has at most as many, except
+on Blackwell GPUs.
 """
 
 

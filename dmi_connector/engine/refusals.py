@@ -246,12 +246,12 @@ def check_attention(arch: Architecture, model: ModelConfig) -> None:
 
 
 def check_ranks(arch: Architecture, hooks: Iterable[str], tp: int) -> None:
-    """Raises ValueError for hooks that tensor-parallel ranks split in a way that capture does not support."""
+    """Raises ValueError for hooks of which tensor-parallel ranks have another part than capture expects, or all."""
     partial = [name for name in hooks if name in arch.one_rank]
     if tp > 1 and partial:
         raise ValueError(
-            f"tensor_parallel_size: {tp} splits {', '.join(partial)} of {arch.name} in a way that capture does not "
-            f"support; set it to 1, or take them out of the hooks, as in 'vllm-full,-{partial[0]}'"
+            f"tensor_parallel_size: with {tp}, ranks of {arch.name} have parts of {', '.join(partial)} that capture "
+            f"does not support; set it to 1, or take them out of the hooks, as in 'vllm-full,-{partial[0]}'"
         )
 
 

@@ -26,7 +26,7 @@ def graphs(cache_root: Path) -> int:
     return len(list(found))
 
 
-pytestmark = pytest.mark.soak  # test_compiled_tokens.py tests the hash; here three more engines are compiled
+pytestmark = pytest.mark.soak  # three engines are compiled; test_refusals.py compares what is hashed
 
 
 @pytest.fixture(scope="module", params=["draft", "target"])

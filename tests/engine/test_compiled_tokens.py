@@ -272,7 +272,6 @@ def captured(
 def test_vllm_compiles_whole_or_piecewise_as_configured(compiled: Compiled, captured: dict[str, Run]) -> None:
     pieces = [captured[name].facts["pieces"] for name in OWNERS]
     assert pieces == ([2 * compiled.layers + 1] * 2 if compiled.how is in_pieces else [0, 0])
-    assert len({captured[name].facts["hashed"] for name in OWNERS}) == 2, "each selection has its own compile hash"
     for run in (captured[name] for name in OWNERS):
         how = run.facts["how"]
         wanted = (False, compiled.how is in_pieces, True, False)

@@ -48,7 +48,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
         pytest.param("draft", True, id="eager-draft"),
         pytest.param("target", True, id="eager-target"),
         pytest.param("draft", False, id="compiled-draft", marks=pytest.mark.soak),
-        pytest.param("target", False, id="compiled-target", marks=pytest.mark.soak),
+        pytest.param("target", False, id="compiled-target"),
     ],
 )
 def test_a_module_whose_hook_does_not_fire_is_named(

@@ -11,17 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dmi_connector import find_captures, open_capture
+from dmi_connector import capture_args, find_captures, open_capture
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
 from dmi_connector.analysis.unembedding import Unembedding, log_softmax
-from dmi_connector.cli.tiny_models import ARCHS
-from tests.engine.check import check_store, hooks_of
+from dmi_connector.cli.tiny_models import ARCHS, make_model
+from tests.engine import check_reduced
+from tests.engine.check import attention_weights, check_store, hooks_of, reference, same
 from tests.engine.conftest import LENGTHS
-from tests.engine.harness import BLOCK, Run, prompt
+from tests.engine.harness import ALL_HOOKS, BLOCK, SMALL, Ask, Run, engine, generate, prompt
 from tests.runner import ATOL
 
-# `make soak` compiles all, and also tests mistral, which is like llama. `make test` compiles Qwen3, see test_demo.py
-# and test_compiled_tokens.py.
+# `make soak` compiles all, and also tests mistral, which is like llama. For `make test`, see the last test here,
+# test_coverage.py and test_compiled_tokens.py.
 _LONG = [
     *((name, "compiled", "draft") for name in ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "gpt2")),
     ("mistral", "eager", "draft"),
@@ -177,3 +178,25 @@ def test_logit_bias_and_min_p_work_where_no_draft_owns_the_rows(
         pytest.skip("vLLM refuses both with a speculative config")
     assert list(run.replies["limits"].outputs[0].token_ids) == [77] * 12
     check(run, "limits", twin, arch, greedy=False)
+
+
+def test_a_model_compiled_as_a_whole_has_right_rows_in_a_pool(known_models: None, tmp_path: Path) -> None:
+    """vLLM compiles so on a CPU by default. One layer compiles in a third of the time of three."""
+    model, run = make_model("qwen3", tmp_path / "model", num_hidden_layers=1), Run(tmp_path / "stores")
+    reduce = {"mlp_post": "topk(8)", "ln1": "int8", "pattern": "attn(4)"}
+    args: dict[str, Any] = capture_args(f"{ALL_HOOKS},pattern", run.store_dir, "pool", reduce=reduce, **SMALL)
+    with engine(model, enforce_eager=False, **args) as llm:
+        generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in (33, 300)})
+    for name, length in (("len33", 33), ("len300", 300)):
+        capture, tokens = open_capture(run.store(name), timeout=300), run.tokens(name)
+        want = reference(Oracle(model), tuple(tokens))
+        assert set(capture.attrs["hooks"]) == {*hooks_of("qwen3"), "pattern"}
+        for hook in hooks_of("qwen3"):
+            exact = want[hook]
+            exact = exact[length - 1 : len(tokens) - 1] if hook == "logits" else exact[..., : len(tokens) - 1, :]
+            got = capture.numpy(hook)
+            if hook in reduce:
+                check_reduced.check(capture, hook, got, exact)
+            else:
+                same(got, exact.reshape(got.shape), hook)
+        check_reduced.check_summaries(capture, attention_weights(model, tokens[:-1]), 4)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owner pool with vLLM's hybrid cache manager, where layers with a sliding window keep only the blocks of their window.
 
-One engine enables the manager, as by default, and one disables it. Both have captured requests batched with others,
-prompts that are prefilled in several steps, prefix hits and preemptions. test_v2_runner.py runs these tests again on
-the V2 runner with asynchronous scheduling.
+One engine enables the manager, as by default. In `make soak` one disables it. Both have captured requests batched with
+others, prompts that are prefilled in several steps, prefix hits and preemptions. test_v2_runner.py runs the tests of
+`make test` again on the V2 runner with asynchronous scheduling.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, p
 from tests.engine.test_hybrids import DELTA, MODELS
 from tests.engine.test_models import MOST
 from tests.runner import GPU
+from tests.shorter import soak
 
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
 
@@ -34,8 +35,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "lfm2_moe": _EVEN,
 }
 """Fields of the configs of models whose default numbers of heads cannot be divided between two ranks."""
-NAMES = ("qwen3_5-text", "qwen3_next", "qwen3_5_moe-text", "nemotron_h", *FIELDS)
-pytestmark = pytest.mark.soak
+SHORT = "granitemoehybrid"
+"""The model of `make test`. It has mixers, attention and experts."""
+NAMES = ("qwen3_5-text", "qwen3_next", "qwen3_5_moe-text", "nemotron_h", "lfm2", "lfm2_moe")
 
 
 class _Oracle(Oracle):
@@ -48,7 +50,7 @@ class _Oracle(Oracle):
         return {hook: rows for hook, rows in found.items() if hook != "mix_proj"}
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=[SHORT, *soak(*NAMES)])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -51,7 +51,7 @@ LIMITS = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 64, "num_gpu_blocks_
 POOL_BYTES = 64 << 20
 """Bytes of the pool. Some requests of the crowd wait for free pages."""
 PROCESSOR = f"tests.engine.force_token{'_v2' if V2 else ''}:ForceToken"
-CROWD = int(os.environ.get("TEST_CROWD", 24))
+CROWD = int(os.environ.get("TEST_CROWD", 40))
 
 
 def asked(name: str, ids: Sequence[int], include: bool = True, sampling: Any = None, **dmi: Any) -> dict[str, Ask]:

@@ -46,6 +46,7 @@ SHORT = [
     ("qwen3_vl", "eager", "draft"),
     ("glm4v", "eager", "target"),
     ("llama4", "eager", "target"),
+    ("qwen3_5", "eager", "pool"),
 ]
 
 _TEXT_ONLY = "qwen3_vl", "eager", "language_model_only"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Probes without the hooks that they score, compared with transformers: preemption, prefix hits, chunked prefill and
-drafts, with each owner. tests/engine/test_reduce.py tests compiled probes on one and two ranks.
+drafts, with owner pool, and in `make soak` with owner target. test_reduce.py tests probes on one and two ranks,
+test_compiled_tokens.py compiled ones.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ def test_hooks_that_no_rank_has_are_refused(tmp_path: Path, arch: str, hooks: st
     extra = {"hooks": hooks}
     capture_context(vllm_config(model, tmp_path / "captures", extra))
     with pytest.raises(
-        ValueError, match=r"tensor_parallel_size: 2 splits .*; set it to 1, or take them out of the hooks"
+        ValueError, match=r"tensor_parallel_size: with 2, ranks of .* does not support; set it to 1, or take them out"
     ):
         capture_context(vllm_config(model, tmp_path / "captures", extra, **two))
     capture_context(vllm_config(model, tmp_path / "captures", {"hooks": "hidden-states,z"}, **two))
@@ -623,6 +623,15 @@ def test_probes_of_another_model_are_refused(model: Path, tmp_path: Path) -> Non
     assert same.layout.fields[0].reduction != context.layout.fields[0].reduction
     other = capture_context(vllm_config(model, tmp_path, {"hooks": "resid_pre"}))
     assert "probe.p" in context.dims.hooks and "probe.p" not in other.dims.hooks, "probes are part of the graph"
+
+
+def test_each_selection_has_its_own_text_in_the_compile_hash(model: Path, tmp_path: Path) -> None:
+    """Also selections whose rows have the same size."""
+    selections = ["resid_pre", "resid_mid", "resid_pre@0", "resid_pre@1", "q"]
+    found = {hooks: capture_context(vllm_config(model, tmp_path, {"hooks": hooks})) for hooks in selections}
+    assert len({context.fingerprint for context in found.values()}) == len(selections)
+    again = capture_context(vllm_config(model, tmp_path, {"hooks": "resid_pre"}))
+    assert again.fingerprint == found["resid_pre"].fingerprint
 
 
 def test_probes_with_float32_products_in_fewer_bits_are_refused(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -27,6 +29,19 @@ def test_the_outputs_are_those_of_the_code(name: str) -> None:
     assert notebook.metadata.outputs_of == notebookkit.fingerprint(notebook), f"run make notebooks NAMES={name}"
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
     assert counts == [*range(1, len(counts) + 1)], "every cell must have run, in order"
+
+
+@pytest.mark.parametrize("name", notebookkit.NAMES)
+def test_what_the_code_imports_exists(name: str) -> None:
+    """`make soak` runs notebooks that train; in `make test` only their imports are checked."""
+    code = "\n".join(cell.source for cell in notebookkit.stored(name).cells if cell.cell_type == "code")
+    lines = [line for line in code.splitlines() if not line.lstrip().startswith(("!", "%"))]
+    imports = [one for one in ast.walk(ast.parse("\n".join(lines))) if isinstance(one, ast.ImportFrom)]
+    ours = [one for one in imports if str(one.module).startswith("dmi_connector")]
+    assert ours
+    for one in ours:
+        module = importlib.import_module(str(one.module))
+        assert [alias.name for alias in one.names if not hasattr(module, alias.name)] == [], one.module
 
 
 @pytest.mark.parametrize("name", notebookkit.NAMES)

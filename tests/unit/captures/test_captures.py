@@ -203,7 +203,7 @@ def test_copies_of_a_model_are_joined_when_their_name_is_given(tmp_path: Path) -
 
 def test_a_basis_is_of_the_rows_of_one_model(two_models: Path, tmp_path: Path) -> None:
     stores, out = sorted(two_models.glob("*.zarr")), tmp_path / "basis"
-    with pytest.raises(ValueError, match=r"their rows cannot be mixed; name one model .* dmi fit-pca"):
+    with pytest.raises(ValueError, match=r"their rows cannot be mixed; name one model .* fit-pca"):
         fit_pca(stores, ["resid_pre"], 2, out, [1])
     with pytest.raises(ValueError, match="fit-pca: no store is of the model m; dmi info names the model of a store"):
         fit_pca(stores, ["resid_pre"], 2, out, [1], model="m")

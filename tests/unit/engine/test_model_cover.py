@@ -21,6 +21,7 @@ from dmi_connector.cli.tiny_hybrids import HYBRIDS
 from dmi_connector.cli.tiny_models import _COMMON, ARCHS, FAMILIES
 from dmi_connector.cli.tiny_vision import TEXT_ONLY, WRAPPERS, wrapper_fields
 from dmi_connector.engine.model.architectures import ARCHITECTURES, Architecture, Latent, Mixed
+from dmi_connector.engine.model.architectures.hybrids import GatedDelta
 from dmi_connector.engine.model.transformers_backend import generic
 from tests.engine import test_hooks_vs_transformers, test_hybrids, test_models, test_multimodal
 from tests.engine.wrapped import ALL as RENAMED
@@ -105,6 +106,7 @@ def kinds(name: str) -> set[Kind]:
         ("key and value heads", "one" if dims.kv_heads == 1 else dims.kv_heads < dims.heads),
         ("windows", bool(given.get("sliding_window")) and len({*(getattr(text, "layer_types", None) or ())}) < 2),
         ("vision tower", name in WRAPPERS, name == "qwen3_vl"),  # its tower adds values to several layers
+        ("vision tower of a hybrid", name in WRAPPERS and isinstance(row, GatedDelta)),
         *of_columns(row),
         *of_config(given),
     }

@@ -21,14 +21,14 @@ Make = Callable[..., Engine]
 
 @pytest.fixture
 def make(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # asked when the configuration is made; there is no runner
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # vLLM reads it with the configuration
     return lambda **more: Engine(tiny_model("qwen3"), tmp_path, monkeypatch, **more)
 
 
 def live(engine: Engine, steps: int = 100, longest: int = 120, resets: float = 0.03, pauses: float = 0.0) -> None:
     """Arrivals of several priorities, prefix hits, aborts, preemptions, resets of the prefix cache, pauses.
 
-    longest: maximum number of prompt tokens. resets, pauses: how often a step has one.
+    longest: prompts have fewer tokens. resets, pauses: how often a step has one.
     """
     random = engine.random
     for _ in range(steps):
@@ -52,8 +52,8 @@ def live(engine: Engine, steps: int = 100, longest: int = 120, resets: float = 0
 @pytest.mark.parametrize("seed", seeds(8))
 @pytest.mark.parametrize("kind", [{}, {"pages": 20}, {"drafts": 3, "hooks": "q,logits"}], ids=str)
 def test_every_row_comes_from_its_slot_with_priorities(make: Make, kind: dict[str, Any], seed: int) -> None:
-    """The scheduler preempts requests before the last one, also some that it had already scheduled in that step. Long
-    prompts take few tokens of a step.
+    """With the policy "priority", the scheduler may preempt any running request, even one that is already scheduled in
+    the step. `long_prefill_token_threshold` limits the tokens of a long prompt per step.
     """
     scheduling = {"policy": "priority", "long_prefill_token_threshold": (0, 5, 17)[seed % 3]}
     kind = {**kind, "pages": kind.get("pages", 0), "on_gpu": seed % 2 == 0, "ahead": seed % 4 != 0}
@@ -68,7 +68,7 @@ def test_every_row_comes_from_its_slot_with_priorities(make: Make, kind: dict[st
 @pytest.mark.parametrize("pages", [0, 20])
 @pytest.mark.parametrize("stages", [False, True])
 def test_resumed_requests_of_the_v1_runner_get_other_blocks(make: Make, stages: bool, pages: int, seed: int) -> None:
-    """The V1 runner is told of a resumed request as of a running one, with new blocks.
+    """The scheduler reports a resumed request to the V1 runner like a running request, but with new blocks.
 
     stages: two steps are in flight without asynchronous scheduling.
     """
@@ -84,8 +84,8 @@ def test_resumed_requests_of_the_v1_runner_get_other_blocks(make: Make, stages: 
 def test_rows_come_from_a_pool_beside_layers_with_other_blocks(
     make: Make, monkeypatch: pytest.MonkeyPatch, hybrid: str, seed: int
 ) -> None:
-    """vLLM frees blocks behind a window, and keeps states of some blocks only. Steps with prompts are as small as the
-    pool needs them.
+    """vLLM frees blocks behind a window, and keeps states of some blocks only. The tracker limits the tokens of steps
+    with prompts, so that their rows fit in the pool.
     """
     monkeypatch.setattr(pool_limits, "_PROMPT_TOKENS", BLOCK)
     drafts = 2 * (seed == 3 and hybrid == "parts")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The class that an engine runs if vLLM has one with fused kernels, whose values taps cannot read."""
+"""vLLM has fused classes for some models, whose values taps cannot read. With capture, an engine runs another class."""
 
 from __future__ import annotations
 

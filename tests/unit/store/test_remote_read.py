@@ -297,7 +297,7 @@ def test_info_ls_and_export(s3: s3kit.Proxy, stores: Path, tmp_path: Path, capsy
     assert len(captures_of([f"{URL}/all", stores / "a.zarr"])) == 4
 
 
-@pytest.mark.parametrize("workers", [0, *soak(2)])
+@pytest.mark.parametrize("workers", [0, 1, *soak(2)])
 def test_the_torch_data_set_reads_remote_stores(s3: s3kit.Proxy, stores: Path, workers: int) -> None:
     torch = pytest.importorskip("torch")
     from dmi_connector import TokenDataset

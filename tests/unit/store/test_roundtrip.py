@@ -225,7 +225,10 @@ def test_the_slices_of_two_ranks_read_as_one_array(stores: kit.Store, tmp_path: 
 def test_a_rank_may_write_several_runs_of_the_layers(
     stores: kit.Store, tmp_path: Path, length: int, first: int
 ) -> None:
-    """A request may select layers that the server's runs do not divide. first: the rank that writes the first run."""
+    """Ranks have ranges of layers of equal length. If a request selects fewer layers, a rank may write several ranges.
+
+    first: the rank that writes the first range.
+    """
     runs = [replace(PARTS, shards=3, part_layers=1, rank=rank) for rank in range(3)]
     other, values = kit.Store(), {PARTS.name: kit.random_bits(PARTS, length)}
     mine, theirs = (runs[:1], runs[1:]) if first == 0 else (runs[1:], runs[:1])
@@ -319,7 +322,7 @@ def test_only_one_writer_is_sent_the_token_ids_of_a_chunk(
     assert chunks == [(0, True), (0, False), (128, True), (128, False)]
     assert sorted(m["about"] is None for m in sent if m["type"] == "open") == [False, True]
     assert [m["generated"] for m in sent if m["type"] == "chunk"] == [True] * 4, (
-        "all chunks must count as generated, because the prompt has 100 tokens"
+        "each chunk must count as generated: each has rows after the 100 tokens of the prompt"
     )
 
 

@@ -90,7 +90,7 @@ def test_a_missing_sample_makes_the_capture_incomplete(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_sample_that_one_rank_lacks_is_recorded(tmp_path: Path, rank: int) -> None:
-    """Rank 0 marks the sample. Another rank has no positions, so all its rows count as missing."""
+    """Rank 0 stores the position -1 for the lost sample. Other ranks store no positions, so they report all rows."""
     spec = ArraySpec("logits", "float32", (), 6, 2, rank)
     writer = ArrayWriter(str(tmp_path), PayloadLayout((spec,), codec="none"), [0], FileCache(16))
     for sample in (0, 2):

@@ -49,8 +49,8 @@ def test_a_click_on_a_token_shows_it_and_the_lens(page: Page) -> None:
     page.until(lambda: page.chosen() != 20, "a click on a token attended to goes there")
 
 
-@pytest.mark.parametrize("other", ["token", "capture"])
-@pytest.mark.parametrize(("kind", "box"), [("lens", "#lens"), *soak(("attended", "#attended-box"))])
+@pytest.mark.parametrize("other", ["token", *soak("capture")])
+@pytest.mark.parametrize(("kind", "box"), [("lens", "#lens"), ("attended", "#attended-box")])
 def test_a_late_response_is_not_shown_for_another_token(kind: str, box: str, other: str, page: Page) -> None:
     from selenium.webdriver import Keys
 

@@ -78,7 +78,7 @@ class Architecture:
 
     Hooks:
         only: the hooks that can be captured; (): all. lacks: hooks that are not the input or output of any module.
-        one_rank: hooks that tensor-parallel ranks divide in a way that capture does not support.
+        one_rank: hooks of which a tensor-parallel rank has another part than capture expects, or all.
     """
 
     adds_in_place: ClassVar[bool] = False
