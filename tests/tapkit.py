@@ -77,11 +77,13 @@ def in_forward(patch: pytest.MonkeyPatch, context: Any) -> None:
     patch.setattr("vllm.forward_context.is_forward_context_available", lambda: True)
 
 
-def tap(block: torch.nn.Module, batch: TapBatch, fields: list[RowField], **modules: str) -> None:
-    """Install taps of `fields` on a layer that has only these modules."""
+def tap(
+    block: torch.nn.Module, batch: TapBatch, fields: list[RowField], drafting: Any = None, **modules: str
+) -> ModelTaps:
+    """Install taps of `fields` on a layer that has only these modules. drafting: `CaptureContext.drafting`."""
     every = {"ln1", "qkv", "attn", "o_proj", "ln2", "mlp", "down_proj"}
     context: Any = SimpleNamespace(
-        drafting=None,
+        drafting=drafting,
         may_sleep=False,
         arch=Architecture("Block", "", **{**dict.fromkeys(every, ""), **modules}),
         dims=SimpleNamespace(moe_layers=(), qk_rope_head_dim=0),
@@ -95,3 +97,4 @@ def tap(block: torch.nn.Module, batch: TapBatch, fields: list[RowField], **modul
     holder.model.layers = torch.nn.ModuleList([block])
     taps = ModelTaps(holder, context, batch.taps.compilation)
     install.install_layer(taps, block, 0, batch)
+    return taps

@@ -319,6 +319,26 @@ def test_no_tensor_of_the_model_is_concatenated(monkeypatch: pytest.MonkeyPatch)
     assert [[part.target for part in node.args[0]] for node in joined] == [[torch.neg, torch.neg]]
 
 
+def test_the_graph_of_a_draft_has_no_tap_of_a_module_that_it_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft runs the modules while taps rest, the target while they do not. Each is compiled on its own."""
+    kit.without_cache(monkeypatch)
+    block, paths = Mixed(), {name: name for name in ("mix_first", "mix_in", "mix_norm", "mix_out")}
+    shared = SimpleNamespace(shares_modules=True)
+    taps = kit.tap(block, kit.batch(), of_hooks("mix_proj", "attn_out"), shared, **paths, attn="", o_proj="mix_out")
+    ops: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        ops.append([str(node.target) for node in graph.graph.nodes if "dmi" in str(node.target)])
+        return graph.forward
+
+    assert taps.resting
+    for resting in (True, False):
+        torch._dynamo.reset()
+        taps.resting = resting
+        torch.compile(block, backend=backend, fullgraph=True)(torch.ones(3, 4))
+    assert ops[0] == [] and ops[1] != []
+
+
 class Fills(torch.nn.Module):
     """A mixer that writes to its second argument, and an MLP whose output is added to that of experts."""
 
