@@ -481,6 +481,11 @@ def test_layers_of_hybrid_models_have_the_hooks_of_their_blocks() -> None:
     ("spec", "dims", "why"),
     [
         ("q@0", HYBRID, "does not exist in Hybrid in those layers, which have no attention"),
+        (
+            "q",
+            replace(DENSE, only=("embed", "mlp_out")),
+            "in Dense, of which these hooks are known: embed, mlp_out",
+        ),
         ("mix_z@1", HYBRID, "does not exist in Hybrid in those layers, which have no mixer"),
         ("attn_out@3", HYBRID, "in those layers, which have neither attention nor a mixer"),
         ("mlp_out@2", HYBRID, "in those layers, which have no MLP"),

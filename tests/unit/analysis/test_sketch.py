@@ -127,6 +127,23 @@ def test_rows_of_rank_k_are_kept() -> None:
     assert few.error > 0.05 * few.squared, "a sketch with one row fewer must lose some"
 
 
+def test_rows_that_are_not_finite_are_counted_in_all_updates() -> None:
+    found = FrequentDirections(4, 6)
+    rows = np.ones((5, 6), "f4")
+    rows[1, 2] = np.nan
+    found.update(rows)
+    rows[3, 0] = np.inf
+    found.update(rows)
+    assert (found.not_finite, found.count) == (3, 7)
+
+
+def test_the_relative_bound_of_small_rows_is_divided_by_their_norm() -> None:
+    one = FrequentDirections(2, 6)
+    one.update(np.random.default_rng(0).standard_normal((40, 6)).astype("f4") / 100)
+    found = Sketch(2, {"q": {0: one}}, {"q": 24}, ["a.zarr"], None, 40, 0)
+    assert 0 < one.squared < 1 and found.relative_error("q").tolist() == [pytest.approx(one.error / one.squared)]
+
+
 def test_the_first_directions_are_those_of_an_svd() -> None:
     rows = made("decaying", 3000, 60)
     found = FrequentDirections(16, 60)

@@ -302,6 +302,14 @@ def test_speeds_are_means_of_the_last_half_minute() -> None:
     assert meter.look(counts).seconds_left == 0
 
 
+def test_rejected_and_failed_prompts_count_for_the_time_that_is_left() -> None:
+    now = [0.0]
+    meter = Speedometer(lambda: now[0])
+    meter.look(Counts(total=100))
+    now[0] = 10.0
+    assert meter.look(Counts(total=100, done=4, rejected=3, failed=2)).seconds_left == pytest.approx(91 * 10 / 9)
+
+
 def test_counts_are_shown_as_text() -> None:
     counts = Counts(total=50, done=7, backlog=3, rejected=2, failed=1, waiting="room")
     speed = Speed(1234.6, 5e6, 61.4)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from dmi_connector import CaptureFailed, open_capture
+from dmi_connector.captures.followed import _held
 from dmi_connector.layout import ArraySpec
 from dmi_connector.reduce import parse
 from dmi_connector.store.format.completeness import Cause, Loss
@@ -282,3 +283,8 @@ def test_the_attributes_are_those_of_the_first_rank(tmp_path: Path) -> None:
     partial._tails["0"] = journal(0)  # type: ignore[assignment]
     found = partial.attrs()
     assert found is not None and (found["of"], found["tp"], found["hooks"]) == (0, 2, {})
+
+
+def test_a_sample_at_position_0_is_held() -> None:
+    """A sample whose position is -1 is missing."""
+    assert list(_held(np.array([0, 1, -1, 3]))) == [slice(0, 2), slice(3, 4)]

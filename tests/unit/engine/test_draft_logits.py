@@ -67,6 +67,11 @@ def test_only_logits_that_a_capture_may_need_are_kept(wanted: list[int], dtype: 
     ]
 
 
+def test_a_wanted_token_of_another_step_has_no_slot() -> None:
+    _, kept = rows_of([41, 99], torch.ones(4, 2), torch.tensor([40, 41, 42, 43]), torch.float16)
+    assert kept.tolist() == [41, -1]
+
+
 def test_slots_stay_integers_if_no_token_is_wanted() -> None:
     rows, kept = rows_of([], torch.ones(2, 3), torch.tensor([40, 41]), torch.float16)
     assert rows.shape == (0, 3) and kept.shape == (0,) and kept.dtype == torch.int64
