@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine does not start if a forward hook does not fire, in eager and compiled models.
+"""The engine does not start if a forward hook does not fire. `make soak` also compiles models.
 
 A feature of vLLM may replace a tapped module, or skip it. Each test simulates this for one forward hook.
 """
@@ -48,7 +48,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
         pytest.param("draft", True, id="eager-draft"),
         pytest.param("target", True, id="eager-target"),
         pytest.param("draft", False, id="compiled-draft", marks=pytest.mark.soak),
-        pytest.param("target", False, id="compiled-target"),
+        pytest.param("target", False, id="compiled-target", marks=pytest.mark.soak),
     ],
 )
 def test_a_module_whose_hook_does_not_fire_is_named(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults during 20 captures. All requests are answered, and stores list their missing rows.
 
-`make test` kills a writer, a coordinator, an engine and all processes, fills the disk and drops rows. `make soak` has
-all faults.
+`make test` kills a writer, a coordinator, an engine and all processes, and drops rows. `make soak` has all faults. In
+`make test`, tests/unit/store/test_failures.py has faults of the disk.
 
 Tests may run alone or in any order. After a test that kills the engine, the next test starts another one.
 """
@@ -188,6 +188,7 @@ def test_a_slow_disk_loses_nothing(live: Live) -> None:
         check_rows(open_capture(live.run.store(name)), live.oracle, live.run.tokens(name))
 
 
+@pytest.mark.soak
 def test_a_full_disk_fails_captures_but_no_request(live: Live, disk: Disk) -> None:
     asks = many("full")
     future = live.begin(asks)

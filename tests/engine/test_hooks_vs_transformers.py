@@ -21,8 +21,8 @@ from tests.engine.conftest import LENGTHS
 from tests.engine.harness import ALL_HOOKS, BLOCK, SMALL, Ask, Run, engine, generate, prompt
 from tests.runner import ATOL
 
-# `make soak` compiles all, and also tests mistral, which is like llama. For `make test`, see the last test here,
-# test_coverage.py and test_compiled_tokens.py.
+# `make soak` compiles all, and also tests mistral, which is like llama. For `make test`, see the last test here
+# and test_compiled_tokens.py.
 _LONG = [
     *((name, "compiled", "draft") for name in ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "gpt2")),
     ("mistral", "eager", "draft"),

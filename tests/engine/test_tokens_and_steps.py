@@ -62,7 +62,7 @@ def plain(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     return run
 
 
-@pytest.fixture(scope="module", params=["draft", "target"])
+@pytest.fixture(scope="module", params=["draft", pytest.param("target", marks=pytest.mark.soak)])
 def captured(
     request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Run:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notebooks of examples/ without an engine. They run on stores with the activations of transformers.
 
-Kernels are forked (programs.py). Those of tests/engine/test_demo.py start as for a user. `make soak` runs the notebooks
-that train something.
+Kernels are forked (programs.py). Those of tests/engine/test_demo.py start as for a user. In `make test`, two
+of them run here and two in tests/engine/test_demo.py; `make soak` runs all.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def test_attention_is_that_of_transformers(tmp_path: Path, monkeypatch: pytest.M
     assert re.search(r"head \d of layer \d looks most at the token before: 0\.\d\d", text), text
 
 
+@pytest.mark.soak
 def test_routing_follows_from_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     oracle = Oracle(make_model("qwen3_moe", tmp_path / "model"))
     store = oraclestore.write(oracle, tmp_path / "a.zarr", TOKENS).path
@@ -49,7 +50,8 @@ def test_routing_follows_from_the_logits(tmp_path: Path, monkeypatch: pytest.Mon
     assert re.search(r"\(40, \d+, \d+\) uint8", text), text
 
 
-@pytest.mark.parametrize("family", [pytest.param("gemma2", marks=pytest.mark.soak), "granite"])
+@pytest.mark.soak
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
 def test_the_first_look_supports_norms_and_logits_of_several_families(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
