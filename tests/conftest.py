@@ -51,7 +51,9 @@ _ALONE = "engine/test_tp2 engine/test_stages engine/test_faults"
 _FORKED = "engine/test_hybrids_tp2 engine/test_lives engine/test_modes engine/test_tokens_and_steps soak/test_soak"
 _COMPILED = "reduce attention bf16 compile_hash coverage hooks_vs_transformers lora"
 _COMPILED_TOO = "compiled_tokens speculative"
-"""Files that run in a process of their own. One process with all compiled engines would be the last to end."""
+"""Files that run in a process of their own, because a process with all compiled engines would end last. In `make test`,
+only hooks_vs_transformers and compiled_tokens compile a model.
+"""
 SHARE_ENGINES = {
     **{f"tests/{name}.py": "programs" for name in _PROGRAMS.split()},
     **{f"tests/engine/test_{name}.py": "compiled" for name in _COMPILED.split()},
