@@ -30,6 +30,15 @@ NOISE = 1e-5
 """Rounding differences of two float32 programs."""
 
 
+def whole_rows(values: np.ndarray, hook: str, prompt_len: int, tokens: Sequence[int]) -> np.ndarray:
+    """The rows of `check.reference` that a store of a whole request has. tokens: prompt and generated tokens.
+
+    The last token has no row. Logits are those of the generated tokens.
+    """
+    end = len(tokens) - 1
+    return values[prompt_len - 1 : end] if hook == "logits" else values[..., :end, :]
+
+
 def check(capture: Capture, hook: str, got: np.ndarray, exact: np.ndarray, noise: float = NOISE) -> None:
     """Check that the decoded rows `got` are as close to `exact` [..., width] as the reduction guarantees, slice by
     slice.

@@ -18,7 +18,7 @@ from dmi_connector.reduce import MODES, parse
 from dmi_connector.reduce.modes import rules_of
 from dmi_connector.store.read.verify import verify_store
 from tests.engine.check import attention_weights, hooks_of, reference
-from tests.engine.check_reduced import check, check_summaries
+from tests.engine.check_reduced import check, check_summaries, whole_rows
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
 
 SIZES = {
@@ -103,8 +103,7 @@ def test_modes_choose_what_decodes_to_the_values_of_transformers(run: Run, twin:
     assert stored == {hook: parse(spec) for hook, spec in chosen.items()} | {"logits": None}
     assert {*HOOKS_OF, "compact"} == {*MODES}
     for hook in hooks_of("qwen3"):
-        exact = want[hook]
-        exact = exact[length - 1 : len(tokens) - 1] if hook == "logits" else exact[..., : len(tokens) - 1, :]
+        exact = whole_rows(want[hook], hook, length, tokens)
         check(capture, hook, capture.numpy(hook), exact, NOISE)
     cut = [hook for hook in ("q", "k", "v", "z", "mlp_post") if capture.attrs["hooks"][hook]["shards"] == 2]
     assert len(cut) == (5 if capture.attrs["tp"] == 2 else 0)

@@ -23,7 +23,7 @@ from dmi_connector.store.read.fitted_files import find_fitted
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.read.waiting import wait_for
 from tests.engine.check import attention_weights, hooks_of, reference
-from tests.engine.check_reduced import KEPT, NOISE, check, check_summaries
+from tests.engine.check_reduced import KEPT, NOISE, check, check_summaries, whole_rows
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
 from tests.probekit import check_inline, check_largest, check_neurons, check_scores, save_encoder, save_probe
 
@@ -168,8 +168,7 @@ def test_every_row_decodes_to_the_values_of_transformers(run: Run, oracle: Calla
         assert verify_store(store) == []
         want = reference(oracle("qwen3"), tuple(tokens))
         for hook in hooks_of("qwen3"):
-            exact = want[hook]
-            exact = exact[length - 1 : len(tokens) - 1] if hook == "logits" else exact[..., : len(tokens) - 1, :]
+            exact = whole_rows(want[hook], hook, length, tokens)
             got = capture.numpy(hook)
             check(capture, hook, got, exact)
             if hook not in KEPT and hook != "ln1":

@@ -105,7 +105,7 @@ def kinds(name: str) -> set[Kind]:
         ("experts", "in some layers" if 0 < len(dims.moe_layers) < dims.layers else bool(dims.moe_layers)),
         ("key and value heads", "one" if dims.kv_heads == 1 else dims.kv_heads < dims.heads),
         ("windows", bool(given.get("sliding_window")) and len({*(getattr(text, "layer_types", None) or ())}) < 2),
-        ("vision tower", name in WRAPPERS, name == "qwen3_vl"),  # its tower adds values to several layers
+        ("vision tower", name in WRAPPERS, bool(row.visual_layers(config))),
         ("vision tower of a hybrid", name in WRAPPERS and isinstance(row, GatedDelta)),
         *of_columns(row),
         *of_config(given),
