@@ -237,11 +237,25 @@ class Child:
         # If the child is killed, processes that it forked keep the socket open. A pidfd tells that the child ended.
         self._pidfd = os.pidfd_open(self._process.pid)
 
+    @property
+    def pid(self) -> int:
+        """Process id of the child, and id of its session."""
+        return self._process.pid
+
+    def send(self, request: dict[str, Any]) -> None:
+        """Send a request. `answer` waits for its answer, and tells if the process has ended."""
+        with suppress(ConnectionError):
+            self._socket.sendall((json.dumps(request) + "\n").encode())
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for an answer or for the end of the process, up to `seconds`. Returns whether one of them is there."""
+        return any(select.select([self._socket.fileno(), self._pidfd], [], [], seconds))
+
     def answer(self, request: dict[str, Any] | None = None) -> dict[str, Any]:
         """The next answer, after sending `request` if there is one; {"failed": why} if the process ended instead."""
+        if request is not None:
+            self.send(request)
         with suppress(ConnectionError):  # the child ended
-            if request is not None:
-                self._socket.sendall((json.dumps(request) + "\n").encode())
             fd = self._socket.fileno()
             readable, _, _ = select.select([fd, self._pidfd], [], [])
             if fd in readable and (line := self._lines.readline()):

@@ -95,15 +95,24 @@ class Client:
     """Keeps `load.in_flight` requests in an engine, and records when their tokens come.
 
     captures: whether the engine captures. probes: one of `benchmarks.fitted.PROBES` whose scores requests ask for, or
-    "". tokens, requests: numbers of generated tokens and of finished requests in the latest `run`. first_s, between_s:
-    seconds from the start of a request to its first token, and between its tokens.
+    "". clock: returns seconds. tokens, requests: numbers of generated tokens and of finished requests in the latest
+    `run`. first_s, between_s: seconds from the start of a request to its first token, and between its tokens.
     """
 
-    def __init__(self, engine: Any, load: Load, vocab: int, captures: bool, seed: int, probes: str = "") -> None:
+    def __init__(
+        self,
+        engine: Any,
+        load: Load,
+        vocab: int,
+        captures: bool,
+        seed: int,
+        probes: str = "",
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        self.engine, self.load, self._captures, self._probes = engine, load, captures, probes
+        self.engine, self.load, self._captures, self._probes, self._clock = engine, load, captures, probes, clock
         self._prompts = prompts(load, vocab, seed)
         self._make = lambda count, extra: SamplingParams(
             temperature=0.0,
@@ -128,7 +137,7 @@ class Client:
         params = {"include_output_tokens": True, "dmi": dmi}
         extra = {"kv_transfer_params": params} if self._captures else {}
         self._sent += 1
-        self._began[name] = time.perf_counter()
+        self._began[name] = self._clock()
         self.engine.add_request(name, {"prompt_token_ids": next(self._prompts)}, self._make(output_tokens, extra))
 
     def run(self, seconds: float, each_second: Callable[[], None]) -> float:
@@ -138,14 +147,14 @@ class Client:
         """
         self.tokens = self.requests = 0
         self.first_s, self.between_s = [], []
-        begin = time.perf_counter()
+        begin = self._clock()
         due = begin
-        while (now := time.perf_counter()) < begin + seconds:
+        while (now := self._clock()) < begin + seconds:
             if now >= due:
                 each_second()
                 due += 1
             self._step(refill=True)
-        return time.perf_counter() - begin
+        return self._clock() - begin
 
     def finish(self) -> None:
         """Run steps until all requests in flight have ended."""
@@ -153,7 +162,7 @@ class Client:
             self._step(refill=False)
 
     def _step(self, refill: bool) -> None:
-        outputs, now = self.engine.step(), time.perf_counter()
+        outputs, now = self.engine.step(), self._clock()
         for output in outputs:
             name, count = output.request_id, len(output.outputs[0].token_ids)
             if count:

@@ -196,10 +196,17 @@ def busy_rounds(files: list[Results]) -> str:
                     found.setdefault((load, name), []).append(rounds)
     lines = [["load", "setup", "tokens/s of stock, each round (`;` between machines)", "median", *_MEDIANS]]
     for (load, name), machines in sorted(found.items()):
-        text = "; ".join(", ".join(f"{ratio:.2f}" for ratio in one["tok_per_s_of_stock"]) for one in machines)
+        text = "; ".join(", ".join(_ratios(one)) for one in machines)
         lines.append([load, name, text, f"{_median(machines, 'tok_per_s'):.3f}"])
         lines[-1] += [f"{_median(machines, of):.2f}" for of in _MEDIANS.values()]
     return common.markdown(lines)
+
+
+def _ratios(load: Results) -> list[str]:
+    """The ratio to stock of each round, with its interval if it was measured in slices."""
+    if "in_slices" in load:
+        return ["{ratio:.3f} ({low:.3f} to {high:.3f})".format(**one) for one in load["in_slices"]]
+    return [f"{ratio:.2f}" for ratio in load["tok_per_s_of_stock"]]
 
 
 def _median(machines: list[Results], what: str) -> float:

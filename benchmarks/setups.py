@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from benchmarks import drafts, fitted
 from benchmarks.fitted import dims_of
 
 FULL = "vllm-full,-logits"
@@ -254,3 +256,69 @@ def _names(option: str, text: str, known: list[str]) -> list[str]:
         if name not in known:
             raise ValueError(f"{option}: {name!r} is unknown; choose from {', '.join(dict.fromkeys(known))}")
     return names
+
+
+# ---- sustained load ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sustained(Setup):
+    """A setup of `benchmarks.sustained`.
+
+    graphs: CUDA graph mode of the engine; "": that of --engine-args. drafts: method of speculative decoding, one of
+    `benchmarks.drafts.METHODS`. encoding: reduction of every hook, one of `benchmarks.fitted.ENCODINGS`. probes: one of
+    `benchmarks.fitted.PROBES`. "" leaves each of these out.
+    """
+
+    graphs: str = ""
+    drafts: str = ""
+    encoding: str = ""
+    probes: str = ""
+
+
+def _narrow(model: str) -> str:
+    """A selection that is common in interpretability: neurons and residual stream of four layers in the middle."""
+    config = json.loads((Path(model) / "config.json").read_text())
+    layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
+    first = max(0, layers // 2 - 2)
+    last = min(layers - 1, first + 3)
+    return f"mlp_post@{first}-{last},resid_post@{first}-{last}"
+
+
+def sustained_setups(model: str) -> list[Sustained]:
+    """All setups of `benchmarks.sustained`. Each has an engine of its own, with the same name."""
+
+    def ours(name: str, hooks: str, codec: str = "", owner: str = "target", **more: Any) -> Sustained:
+        return Sustained(name, name, hooks, "disk" if codec else "null", codec or "none", owner=owner, **more)
+
+    pieces = "FULL_AND_PIECEWISE"
+    int8 = REDUCE["int8"]
+    setups = [
+        Sustained("stock", "stock"),
+        ours("hidden-states null", HIDDEN),
+        ours("hidden-states zstd", HIDDEN, "zstd"),
+        ours("hidden-states zstd draft", HIDDEN, "zstd", "draft"),
+        ours("hidden-states lz4", HIDDEN, "lz4"),
+        ours("hidden-states none", HIDDEN, "none"),
+        ours("narrow zstd", _narrow(model), "zstd"),
+        ours("full null", FULL),
+        ours("full none", FULL, "none"),
+        ours("int8 null", FULL, reduce=int8),
+        ours("int8 none", FULL, "none", reduce=int8),
+        ours("int8 lz4", FULL, "lz4", reduce=int8),
+        ours("int8 none pool", FULL, "none", "pool", reduce=int8),
+        ours("hidden-states zstd pool", HIDDEN, "zstd", "pool"),
+        *(ours(f"{name} null", FULL, encoding=name) for name in fitted.ENCODINGS),
+        *(ours(f"probe {kind}", "probe.p", "zstd", probes=kind) for kind in fitted.PROBES if kind != "keep"),
+        ours("probe keep", f"{HIDDEN},probe.p", "zstd", probes="keep"),
+        ours("attn null", "pattern", reduce=(("pattern", "attn(8)"),)),
+        Sustained("stock pieces", "stock pieces", graphs=pieces),
+        ours("hidden-states zstd pieces", HIDDEN, "zstd", graphs=pieces),
+        ours("hidden-states zstd draft pieces", HIDDEN, "zstd", "draft", graphs=pieces),
+        ours("full null pieces", FULL, graphs=pieces),
+    ]
+    for method in drafts.METHODS:
+        setups.append(Sustained(f"stock {method}", f"stock {method}", drafts=method))
+        setups.append(ours(f"hidden-states null {method}", HIDDEN, drafts=method))
+        setups.append(ours(f"hidden-states zstd {method}", HIDDEN, "zstd", drafts=method))
+    return setups

@@ -116,6 +116,8 @@ def _load(runs: list[Found], base: list[Found]) -> Found:
         found[name if name.endswith("per_s") else f"{name}_ms"] = mine
         if ratios:
             found |= {f"{name}_of_stock": ratios, f"{name}_of_stock_median": round(statistics.median(ratios), 6)}
+    if "of_stock" in runs[0]:
+        found["in_slices"] = [{name: round(value, 6) for name, value in one["of_stock"].items()} for one in runs]
     for name in ("exported_GB_per_s", "waiting_grows_GB_per_s", "writers_cores"):
         if name in runs[0]:
             found[name] = [one[name] for one in runs]

@@ -9,6 +9,9 @@ give each engine a part of the GPU's memory (--kv-gigabytes), or a GPU of its ow
 process removes finished stores, except every 16th, which is verified after the measurement. The result file is
 rewritten after every measurement.
 
+With --slice S, engines with the same load run in turn for S seconds each, while the processes of the others are stopped
+(`benchmarks.slices`). Their ratio to stock then has an interval of 95 %.
+
 If the backlog of bytes that wait to be written grows, the speed cannot be sustained. `sustained_tok_per_s` is then the
 estimated speed at which writing would keep up.
 """
@@ -23,84 +26,23 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks import common, drafts, fitted
+from benchmarks import common, drafts, fitted, slices
 from benchmarks.capture import note, serve_engine
 from benchmarks.engine import Bench
 from benchmarks.loads import LOADS, Client, Load, growth, latency_ms
 from benchmarks.report import busy_table
-from benchmarks.setups import FULL, HIDDEN, REDUCE, Setup
+from benchmarks.setups import Sustained, sustained_setups
+from benchmarks.summary import base_of
 from benchmarks.worker import worker_backlog, worker_graph_mode, worker_profile, worker_python_us, worker_writers_s
 
 MODULE = "benchmarks.sustained"
 _GROWS = 0.02
 """A backlog counts as growing if it grows by more than this share of the exported bytes."""
-
-
-@dataclass(frozen=True)
-class Sustained(Setup):
-    """A setup of this program.
-
-    graphs: CUDA graph mode of the engine; "": that of --engine-args. drafts: method of speculative decoding, one of
-    `benchmarks.drafts.METHODS`. encoding: reduction of every hook, one of `benchmarks.fitted.ENCODINGS`. probes: one of
-    `benchmarks.fitted.PROBES`. "" leaves each of these out.
-    """
-
-    graphs: str = ""
-    drafts: str = ""
-    encoding: str = ""
-    probes: str = ""
-
-
-def _narrow(model: str) -> str:
-    """A selection that is common in interpretability: neurons and residual stream of four layers in the middle."""
-    config = json.loads((Path(model) / "config.json").read_text())
-    layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
-    first = max(0, layers // 2 - 2)
-    last = min(layers - 1, first + 3)
-    return f"mlp_post@{first}-{last},resid_post@{first}-{last}"
-
-
-def all_setups(model: str) -> list[Sustained]:
-    """All setups. Each has an engine of its own, with the same name."""
-
-    def ours(name: str, hooks: str, codec: str = "", owner: str = "target", **more: Any) -> Sustained:
-        return Sustained(name, name, hooks, "disk" if codec else "null", codec or "none", owner=owner, **more)
-
-    pieces = "FULL_AND_PIECEWISE"
-    int8 = REDUCE["int8"]
-    setups = [
-        Sustained("stock", "stock"),
-        ours("hidden-states null", HIDDEN),
-        ours("hidden-states zstd", HIDDEN, "zstd"),
-        ours("hidden-states zstd draft", HIDDEN, "zstd", "draft"),
-        ours("hidden-states lz4", HIDDEN, "lz4"),
-        ours("hidden-states none", HIDDEN, "none"),
-        ours("narrow zstd", _narrow(model), "zstd"),
-        ours("full null", FULL),
-        ours("full none", FULL, "none"),
-        ours("int8 null", FULL, reduce=int8),
-        ours("int8 none", FULL, "none", reduce=int8),
-        ours("int8 lz4", FULL, "lz4", reduce=int8),
-        ours("int8 none pool", FULL, "none", "pool", reduce=int8),
-        ours("hidden-states zstd pool", HIDDEN, "zstd", "pool"),
-        *(ours(f"{name} null", FULL, encoding=name) for name in fitted.ENCODINGS),
-        *(ours(f"probe {kind}", "probe.p", "zstd", probes=kind) for kind in fitted.PROBES if kind != "keep"),
-        ours("probe keep", f"{HIDDEN},probe.p", "zstd", probes="keep"),
-        ours("attn null", "pattern", reduce=(("pattern", "attn(8)"),)),
-        Sustained("stock pieces", "stock pieces", graphs=pieces),
-        ours("hidden-states zstd pieces", HIDDEN, "zstd", graphs=pieces),
-        ours("hidden-states zstd draft pieces", HIDDEN, "zstd", "draft", graphs=pieces),
-        ours("full null pieces", FULL, graphs=pieces),
-    ]
-    for method in drafts.METHODS:
-        setups.append(Sustained(f"stock {method}", f"stock {method}", drafts=method))
-        setups.append(ours(f"hidden-states null {method}", HIDDEN, drafts=method))
-        setups.append(ours(f"hidden-states zstd {method}", HIDDEN, "zstd", drafts=method))
-    return setups
 
 
 class Busy(Bench):
@@ -126,6 +68,7 @@ class Busy(Bench):
         mine = argparse.Namespace(**{**vars(args), "engine_args": engine_args, "options": options, "together": False})
         super().__init__(mine, setup.engine, setup)
         self.setup, self._current = setup, setup
+        self._clock = slices.ActiveClock(args.stops) if args.stops else time.perf_counter
         self.facts["cudagraph_mode"] = self.llm.collective_rpc(worker_graph_mode)[0]
         cache = self.llm.llm_engine.vllm_config.cache_config
         self.facts["context_tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
@@ -145,14 +88,16 @@ class Busy(Bench):
         kept = self.store_dir.with_name(f"{self.store_dir.name}-kept")
         consumer = self._consumer(kept) if setup.stores else None
         self._seed += 1
-        client = Client(self.llm.llm_engine, load, self.vocab, setup.hooks != "", self._seed, setup.probes)
+        client = Client(self.llm.llm_engine, load, self.vocab, setup.hooks != "", self._seed, setup.probes, self._clock)
         client.run(self.args.warm, lambda: None)
         samples: list[tuple[float, dict[str, float]]] = []
         speeds: list[float] = []
-        began = time.perf_counter()
+        counts: list[int] = []
+        began = self._clock()
 
         def look() -> None:
-            samples.append((time.perf_counter() - began, self._backlog()))
+            counts.append(client.tokens)
+            samples.append((self._clock() - began, self._backlog()))
             speeds.append(self.llm.collective_rpc(worker_python_us)[0])
 
         writers_s = self._writers_s()
@@ -160,6 +105,8 @@ class Busy(Bench):
         writers_s = self._writers_s() - writers_s
         result: dict[str, Any] = {**load._asdict(), "seconds": round(seconds, 1), "requests": client.requests}
         result |= {"tok_per_s": round(client.tokens / seconds, 1), "python_us": speeds}
+        if self.args.slice:
+            result["tokens_each_s"] = [after - before for before, after in pairwise(counts)]
         result |= {"first_token_ms": latency_ms(client.first_s), "between_tokens_ms": latency_ms(client.between_s)}
         if setup.hooks:
             result |= flow(samples, result["tok_per_s"])
@@ -171,9 +118,9 @@ class Busy(Bench):
             result["profile"] = self.llm.collective_rpc(worker_profile, args=(False,))[0]
             result["profile"].get("step", {}).pop("each_us", None)
         client.finish()
-        ended = time.perf_counter()
+        ended = self._clock()
         self.drain()
-        result["drained_s"] = round(time.perf_counter() - ended, 2)
+        result["drained_s"] = round(self._clock() - ended, 2)
         if consumer is not None:
             answer, _ = consumer.communicate()
             result |= json.loads(answer) | self._verify(kept, load)
@@ -270,6 +217,13 @@ def parser() -> argparse.ArgumentParser:
         "--pool-gigabytes", type=json.loads, default={}, help='JSON: GB of the pool of each setup, or of "*"'
     )
     p.add_argument("--gpus", type=int, default=0, help="number of GPUs; engine i of a group gets GPU i modulo this")
+    p.add_argument(
+        "--slice",
+        type=float,
+        default=0.0,
+        help="seconds that an engine runs before the next takes its turn; 0: a round",
+    )
+    p.add_argument("--stops", default="", help=argparse.SUPPRESS)
     p.add_argument("--starts", type=int, default=0, help="only measure this number of starts of each engine")
     p.add_argument("--fd", type=int, default=-1, help=argparse.SUPPRESS)
     return p
@@ -289,9 +243,11 @@ def run(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -> d
     results: dict[str, Any] = {"header": common.header(MODULE, argv), "engines": {}}
     for group in chosen:
         with ExitStack() as stack:
+            turns = {name: stack.enter_context(closing(slices.Slice())) for name in group} if args.slice else {}
             with common.turn(alone=False):
                 children = {
-                    name: _start(name, argv, i % args.gpus if args.gpus else None) for i, name in enumerate(group)
+                    name: _start(name, argv, i % args.gpus if args.gpus else None, turns.get(name))
+                    for i, name in enumerate(group)
                 }
                 for child in children.values():
                     stack.callback(child.close)
@@ -303,7 +259,10 @@ def run(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -> d
                         del children[name]
             common.save(args.out, results)
             with common.turn(alone=True):
-                _take_turns(args, children, results)
+                if args.slice:
+                    _take_slices(args, children, turns, results)
+                else:
+                    _take_turns(args, children, results)
     return results
 
 
@@ -312,14 +271,40 @@ def _take_turns(args: argparse.Namespace, children: dict[str, common.Child], res
     for _ in range(args.repeat):
         for load in args.loads.split(","):
             for name in [n for n in children if load in args.loads_of.get(n, args.loads).split(",")]:
-                answer = children[name].answer({"load": load})
-                note(f"{name:32s} {load:9s} {json.dumps(answer)}")
-                if "failed" in answer:
-                    results["engines"][name]["failed"] = answer["failed"]
-                    del children[name]
-                else:
-                    results["engines"][name]["loads"].setdefault(load, []).append(answer)
+                _keep(name, load, children[name].answer({"load": load}), children, results)
                 common.save(args.out, results)
+
+
+def _take_slices(
+    args: argparse.Namespace,
+    children: dict[str, common.Child],
+    turns: dict[str, slices.Slice],
+    results: dict[str, Any],
+) -> None:
+    """Measure each load. Engines with the same stock engine take turns in slices."""
+    for load in args.loads.split(",") * args.repeat:
+        asked = [name for name in children if load in args.loads_of.get(name, args.loads).split(",")]
+        for base in dict.fromkeys(base_of(name) for name in asked):
+            group = {name: children[name] for name in asked if base_of(name) == base}
+            answers = slices.take_slices(group, turns, {"load": load}, args.slice)
+            stock = answers.get(base, {}).get("tokens_each_s")
+            for name, answer in answers.items():
+                if stock and name != base and "failed" not in answer:
+                    answer["of_stock"] = slices.ratio(answer["tokens_each_s"], stock)
+                _keep(name, load, answer, children, results)
+            common.save(args.out, results)
+
+
+def _keep(
+    name: str, load: str, answer: dict[str, Any], children: dict[str, common.Child], results: dict[str, Any]
+) -> None:
+    """Add an answer to the results. A child that failed is removed from `children`."""
+    note(f"{name:32s} {load:9s} {json.dumps(answer)}")
+    if "failed" in answer:
+        results["engines"][name]["failed"] = answer["failed"]
+        del children[name]
+    else:
+        results["engines"][name]["loads"].setdefault(load, []).append(answer)
 
 
 def starts(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -> dict[str, Any]:
@@ -336,12 +321,19 @@ def starts(args: argparse.Namespace, argv: list[str], chosen: list[list[str]]) -
     return results
 
 
-def _start(name: str, argv: list[str], gpu: int | None = None) -> common.Child:
-    """Start the child process of an engine. gpu: the GPU that it uses; None: those that this process sees."""
+def _start(name: str, argv: list[str], gpu: int | None = None, turn: slices.Slice | None = None) -> common.Child:
+    """Start the child process of an engine.
+
+    gpu: the GPU that it uses; None: those that this process sees. turn: stops and continues its processes.
+    """
     env = common.child_env(VLLM_ALLOW_INSECURE_SERIALIZATION="1")  # `collective_rpc` pickles functions
     if gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    return common.Child(common.child_command(MODULE, argv, name), env)
+    more = [] if turn is None else ["--stops", turn.path]
+    child = common.Child(common.child_command(MODULE, [*argv, *more], name), env)
+    if turn is not None:
+        turn.session = child.pid
+    return child
 
 
 def sound(results: dict[str, Any]) -> bool:
@@ -362,7 +354,7 @@ def main(argv: list[str] | None = None) -> int:
     if not args.max_model_len:
         loads = [LOADS[name].shrunk(args.shrink) for name in args.loads.split(",")]
         args.max_model_len = max(load.prompt_tokens + load.output_tokens for load in loads)
-    setups = {setup.name: setup for setup in all_setups(args.model)}
+    setups = {setup.name: setup for setup in sustained_setups(args.model)}
     if args.child:
         setup = replace(setups[args.child.split(":")[0]], name=args.child, engine=args.child)
         serve_engine(args.fd, lambda: Busy(args, setup), lambda bench, asked: bench.measure(asked["load"]))

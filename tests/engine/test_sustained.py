@@ -143,6 +143,14 @@ def test_rounds_of_several_machines_are_one_table() -> None:
     assert text.splitlines()[2:] == ["| short64 | full null | 0.90, 0.80; 0.97 | 0.900 | 1.00 | 0.90 |"]
 
 
+def test_a_ratio_of_slices_is_shown_with_its_interval() -> None:
+    sliced = {**busy(91.0, 10.0), "of_stock": {"ratio": 0.9504, "low": 0.9411, "high": 0.9602, "seconds": 60}}
+    runs = {"stock": [busy(100.0, 10.0)], "full null": [sliced]}
+    file = {"engines": {name: {"loads": {"short64": found}} for name, found in runs.items()}}
+    text = report.busy_rounds([summary.summarise(file)])
+    assert text.splitlines()[2:] == ["| short64 | full null | 0.950 (0.941 to 0.960) | 0.910 | 1.00 | 1.00 |"]
+
+
 def test_a_run_on_a_cpu_measures_and_verifies(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     argv = ["--model", str(tiny_model("qwen3")), "--out", str(out), "--store-dir", str(tmp_path / "stores")]
