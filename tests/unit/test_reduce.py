@@ -623,7 +623,7 @@ def test_bases_that_do_not_fit_are_refused(basis_file: Path, tmp_path: Path) -> 
         ("q", [2], 32, "", "holds no basis of q, only of mlp_out"),
         ("mlp_out", [1, 2], 32, "", "no basis of mlp_out in layer 1"),
         ("mlp_out", [2], 64, "", "of another model: mlp_out has 64 values, not 32"),
-        ("mlp_out", [2], 32, ", k=9", "k=9\\) of mlp_out is more than the 8 that were fitted"),
+        ("mlp_out", [2], 32, ", k=9", "k=9\\) of mlp_out: only 8 components were fitted; give a smaller k"),
     ):
         with pytest.raises(ReduceError, match=message):
             parse(f"pca({basis_file}{spec})").bind(hook, layers, width, 1)  # type: ignore[union-attr]
