@@ -287,7 +287,7 @@ def test_request_options_are_read_and_foreign_ones_are_ignored() -> None:
         ({"dmi": {"probes": {"risk": {"inline": ["maxx"]}}}}, ["dmi.probes inline: 'maxx'", "mean 'max'"]),
         ({"dmi": {"probes": {"risk": {"inlin": "max"}}}}, ["dmi.probes: option 'inlin'", "mean 'inline'"]),
         ({"dmi": {"summary": "norms"}}, ["dmi.summary: 'norms'", "true or false"]),
-        ({"dmi": {"keep_if": 5}}, ["dmi.keep_if: 5 is not valid; give max(NAME) > 0.8, also with min, mean"]),
+        ({"dmi": {"keep_if": 5}}, ["dmi.keep_if: 5 is not valid; give max(NAME) > 0.8 (or min, mean"]),
         ({"dmi": {"keep_if": "max(risk) >= 0.8"}}, ["dmi.keep_if: 'max(risk) >= 0.8' is not valid; give max(NAME)"]),
         ({"dmi": {"keep_if": "sum(risk) > 0.8"}}, ["dmi.keep_if: 'sum(risk) > 0.8' is not valid"]),
         ({"dmi": {"keep_if": "risk > 0.8"}}, ["dmi.keep_if: 'risk > 0.8' is not valid"]),
