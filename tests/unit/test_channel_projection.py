@@ -100,7 +100,7 @@ def test_two_ranks_that_project_by_head_read_as_one(files: dict[str, Path], tmp_
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_values_that_are_not_finite_read_as_nan(files: dict[str, Path], tmp_path: Path, value: float) -> None:
-    """Every projected value depends on it; with groups, every value of its group."""
+    """The value changes every projected value, or with groups every projected value of its group."""
     for spec, lost in ((WHOLE, slice(None)), (GROUPED, slice(6, 12))):
         values = rows(0)
         values[1, 2, 13] = value

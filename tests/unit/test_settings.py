@@ -169,7 +169,7 @@ def test_a_path_that_no_file_can_have_is_refused(option: str, path: str) -> None
 
 
 def test_a_url_as_store_dir_is_refused_and_not_shown() -> None:
-    """It may hold a secret."""
+    """The URL may contain a secret."""
     with pytest.raises(ValueError, match=r"^store_dir: the value is a URL; .* the URL as the option upload$"):
         ServerOptions.parse({"store_dir": "s3://a:hush@bucket/x"})
 

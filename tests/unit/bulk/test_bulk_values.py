@@ -207,7 +207,9 @@ def test_a_store_is_sound_if_it_is_complete_and_undamaged(
 
 
 LONG_AGO, FAR = -1e6, 1e6
-"""Seconds from now at which the response came. The line of its store is then late, or never expected."""
+"""Time of a response, in seconds from now. At LONG_AGO, the index line of its store is overdue. At FAR, it is not due
+yet.
+"""
 
 
 @pytest.mark.parametrize(

@@ -319,7 +319,7 @@ def test_texts_are_read_once_and_searched_with_what_else_is_known(monkeypatch: p
 
 
 def test_experts_of_a_store_without_rows_are_none() -> None:
-    """Their number is that of the largest one, unless an attribute has it."""
+    """The number of experts is that of the largest index plus 1, unless an attribute has it."""
 
     class Routed:
         attrs: dict[str, Any] = {}
