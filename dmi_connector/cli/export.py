@@ -68,8 +68,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o",
         "--out",
-        help="a directory; for one STORE as safetensors or zip also a new file (default then: the name of STORE, in the"
-        " current directory)",
+        help="the output directory; with one STORE and --to safetensors or zip, a directory or a new file (default: a"
+        " file in the current directory, with the name of STORE)",
     )
     parser.add_argument("--key", action="append", help="only captures with this key; can be repeated")
     parser.add_argument("--model", help="only captures of this model: its name, or the last part of its path")
