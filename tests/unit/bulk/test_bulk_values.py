@@ -329,7 +329,7 @@ def test_counts_are_shown_as_text() -> None:
         assert _line(short, speed, len(text)) == text and _line(short, speed, len(text) - 1) == next_one
     one, two = Counts(starting=("a.log",)), Counts(total=5, done=2, starting=("a.log", "b.log"))
     assert _line(one, speed) == "starting the engine (its log: a.log)"
-    assert _line(two, speed) == "2/5 stored, starting 2 engines (a log: a.log)"
+    assert _line(two, speed) == "2/5 stored, starting 2 engines (first log: a.log)"
     assert [duration(s) for s in (0, 59.6, 3599.4, 3661)] == ["0:00", "1:00", "59:59", "1:01:01"]
 
 

@@ -661,7 +661,7 @@ def test_progress_is_shown_as_json_as_a_bar_or_as_lines() -> None:
     for more, text in (
         ({"estimated": True}, "5/about 10 stored, 0 tokens/s"),
         ({"starting": ("/o/a.log",), "done": 0}, "starting the engine (its log: /o/a.log)\n"),
-        ({"starting": ("/o/a.log", "/o/b.log")}, "5/10 stored, starting 2 engines (a log: /o/a.log)\n"),
+        ({"starting": ("/o/a.log", "/o/b.log")}, "5/10 stored, starting 2 engines (first log: /o/a.log)\n"),
     ):
         out = io.StringIO()
         Progress(False, out).show(replace(counts, **more))
