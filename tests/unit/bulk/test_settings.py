@@ -101,7 +101,7 @@ def test_server_options_that_a_run_sets_itself_are_not_its_options(name: str) ->
         (["--sampling", '{"n": 2}'], "--sampling n: .* leave it out"),
         (["--sampling", '{"max_tokens": 2}'], "give --max-tokens"),
         (["--speculative-config", "{}"], "speculative-config: dmi run writes this flag itself"),
-        (["--max-bytes", "5X"], "with one of k, M, G, T"),
+        (["--max-bytes", "5X"], "followed by one of k, M, G, T"),
         (["--when-full", "stop"], "invalid choice"),
     ],
 )
