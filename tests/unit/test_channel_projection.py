@@ -123,9 +123,14 @@ def test_scales_that_do_not_fit_are_refused(files: dict[str, Path]) -> None:
             f"rp(14,channel={files[WHOLE]})",
             "z",
             1,
-            r"rows that rp\(14, seed 3, .*\) projected, not rp\(14, seed 0, .*\)",
+            r"for rows projected by rp\(14, seed 3, .*\), not for rows projected by rp\(14, seed 0, .*\)",
         ),
-        (f"rp(14,channel={files['']})", "z", 1, "rows that were not projected, not rp.*; fit it with --project"),
+        (
+            f"rp(14,channel={files['']})",
+            "z",
+            1,
+            "for rows that were not projected, not for rows .* by rp.*; fit it with --project",
+        ),
         (
             f"rp(14,seed=3,channel={files[WHOLE]})",
             "z",
@@ -137,7 +142,7 @@ def test_scales_that_do_not_fit_are_refused(files: dict[str, Path]) -> None:
             f"int8(channel={files[WHOLE]})",
             "z",
             1,
-            r"for rows that rp\(14\) projected; use rp\(14,channel=FILE\), or fit",
+            r"for rows projected by rp\(14\); use rp\(14,channel=FILE\), or fit",
         ),
     ):
         reduction = parse(spec)

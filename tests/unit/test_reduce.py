@@ -425,7 +425,7 @@ DIGESTS = ["955a41009337fc32", "2961c6e7fcac72b7", "078c1c37c0023d58"]
         ("topk(64,32)", r"'topk\(64,32\)' sets k twice; leave '32' out"),
         ("topk(8,exact,int8)", "sets exact twice; leave 'int8' out"),
         (f"topk({'9' * 5000})", "is unknown; topk takes"),
-        ("int8(4)", "groups have one of"),
+        ("int8(4)", "the group size must be one of"),
         ("int8(32,affine)", "groups are symmetric"),
         ("fp8(4)", "fp8 takes no"),
         ("fp8(big)", "fp8 takes nothing"),
