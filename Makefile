@@ -1,4 +1,4 @@
-# The environment is rebuilt only when a lock file or pyproject.toml changes: their hash is in the stamp's name.
+# The name of the stamp contains a hash of the lock files and pyproject.toml, so a change of them rebuilds the environment.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -7,19 +7,19 @@ VENV := .venv
 PY := $(VENV)/bin/python
 LOCKS := requirements/cpu.txt requirements/test.txt requirements/docs.txt
 PIP_INSTALL := $(PY) -m pip install -q --no-deps
-# PyTorch's index of CPU wheels: used where the package index serves a torch that cannot be imported, a CUDA build.
+# PyTorch's index of CPU wheels. It is used if torch from the package index, such as a CUDA build, cannot be imported.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := $(shell grep -h ^torch== $(LOCKS))
-# On two cores: engines that start leave some of them idle.
+# Number of pytest workers, for two cores. Engines do not use both cores while they start.
 JOBS ?= 3
-# Environments beside $(VENV): for mutants, the S3 server of the tests, Ray. `make types` has one for each library.
+# Further environments: for mutants, the S3 server of the tests, and Ray. `make types` has one for each library.
 MUTANTS := .mutants/venv
 S3 := .s3
 S3_STAMP := $(S3)/.stamp-$(shell sha256sum < requirements/s3.txt | cut -c1-16)
 RAY := .ray
 RAY_STAMP := $(RAY)/.stamp-$(shell sha256sum < requirements/ray.txt | cut -c1-16)
 TYPES ?= $(basename $(notdir $(wildcard requirements/types/*.txt)))
-# An environment in $(1) of its own, with the packages of $(VENV) and those of the lock file $(2).
+# An environment in $(1) with the packages of $(VENV) and those of the lock file $(2).
 define beside
 test -x $(1)/bin/python || $(PY) -m venv $(1); \
 $(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
@@ -33,17 +33,17 @@ STAMP := $(VENV)/.stamp-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c
 help:
 	@echo "make env    build $(VENV) from requirements/ (minutes, once)"
 	@echo "make demo   capture every hook of a tiny model and compare it with transformers"
-	@echo "make test   the test suite          make soak   its long-running part"
-	@echo "make s3     the S3 server that tests start, in $(S3) (make test does it)"
-	@echo "make mutants   put small bugs in, count those that the fast tests find (about an hour; ARGS=--help)"
-	@echo "make types   stores as types of other libraries, by these libraries (TYPES=transformer-lens for one)"
-	@echo "make ray    dmi run on Ray clusters of this machine, in $(RAY) (minutes)"
-	@echo "make lint   ruff, mypy, imports     make bench  capture throughput (ARGS=--help)"
-	@echo "make docs   the documentation, as a website in site/"
-	@echo "make rooms  the drawing of rooms and imports in CONTRIBUTING.md"
+	@echo "make test   run the tests           make soak   run the long tests"
+	@echo "make s3     install the tests' S3 server in $(S3) (make test does this too)"
+	@echo "make mutants   make small changes to the code, count those that the fast tests find (two hours; ARGS=--help)"
+	@echo "make types   test conversions to other libraries, with these libraries (TYPES=transformer-lens for one)"
+	@echo "make ray    test dmi run on Ray clusters on this machine, installed in $(RAY) (minutes)"
+	@echo "make lint   run ruff, mypy and import-linter     make bench  measure capture throughput (ARGS=--help)"
+	@echo "make docs   build the documentation as a website in site/"
+	@echo "make rooms  draw the rooms and their imports in CONTRIBUTING.md"
 	@echo "make notebooks   run the notebooks of examples/, and store their outputs (NAMES=sae for one)"
-	@echo "make models every hook of every family of models, compared with transformers (an hour)"
-	@echo "make compat the core of the tests with each supported vLLM and Python (ARGS=--help)"
+	@echo "make models compare every hook of every model family with transformers (an hour)"
+	@echo "make compat run the core tests with each supported vLLM and Python (ARGS=--help)"
 
 env: $(STAMP)
 	@:
@@ -73,7 +73,7 @@ $(STAMP):
 demo: env
 	@$(VENV)/bin/dmi demo
 
-# Without it, tests that need an S3 server are skipped, and say so.
+# Without the S3 server, tests that need it are skipped with a reason.
 s3: $(S3_STAMP)
 	@:
 
@@ -82,7 +82,7 @@ $(S3_STAMP): | env
 	@$(call beside,$(S3),requirements/s3.txt)
 	@touch $@
 
-# Without it, the tests of dmi run --ray are skipped, and say so.
+# Without Ray, the tests of dmi run --ray are skipped with a reason.
 ray: $(RAY_STAMP)
 	@$(PY) -m pytest tests/engine/test_ray.py $(ARGS)
 
@@ -91,8 +91,8 @@ $(RAY_STAMP): | env
 	@$(call beside,$(RAY),requirements/ray.txt)
 	@touch $@
 
-# A test process that dies ends the run: xdist would wait for its tests forever. Tests start many processes:
-# Python may keep the bytecode of the package for them, even where the environment says otherwise.
+# --max-worker-restart=0: if a test process dies, the run ends. Otherwise xdist waits forever for its tests.
+# PYTHONDONTWRITEBYTECODE is unset, because the many processes of the tests start faster with cached bytecode.
 test: export PYTHONDONTWRITEBYTECODE =
 test: env
 	@$(MAKE) --no-print-directory s3 || { rm -rf $(S3); echo "the S3 server cannot be installed: its tests are skipped" >&2; }
@@ -113,7 +113,7 @@ types: env
 	  $$venv/bin/python -m pytest tests/types $(ARGS); \
 	done
 
-# Each starts an engine of its own.
+# Each notebook starts an engine.
 notebooks: env
 	@$(PY) -m tests.notebookkit $(NAMES)
 

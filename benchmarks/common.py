@@ -49,7 +49,7 @@ SPECIAL_TOKENS = 10
 _LINE = 200
 """Maximum number of characters of a value that is written on one line of a result file."""
 _CALLS, _SAMPLES = 1500, 5
-"""Number of calls per sample of `python_us`, which take about 60 us on a fast core, and number of samples."""
+"""Number of calls per sample of `python_us`, and number of samples. A sample takes about 60 us on a fast core."""
 
 # ---- the header of a result --------------------------------------------------------------------------------------
 
@@ -57,8 +57,8 @@ _CALLS, _SAMPLES = 1500, 5
 def header(module: str, argv: list[str]) -> dict[str, Any]:
     """The header of a result: commit, command, machine and versions.
 
-    Call it before the first measurement, because the working tree may change later. commit is that of `commit`, and
-    clean is whether the tree has no changes. Both are None if the commit is unknown.
+    Call it before the first measurement, because the working tree may change later. commit: the result of `commit`.
+    clean: whether the tree has no changes. Both are None if the commit is unknown.
     """
     found = commit()
     return {
@@ -199,7 +199,10 @@ def child_command(module: str, argv: list[str], name: str) -> list[str]:
 
 
 def child_env(**env: str) -> dict[str, str]:
-    """The environment of a child process: `env`, over this process's, over defaults for offline and small machines."""
+    """The environment of a child process: that of this process, with `env` added.
+
+    Variables that neither has get the defaults for offline and small machines.
+    """
     from dmi_connector.cli.tiny_models import ENV
 
     return {**ENV, **os.environ, **env}
@@ -286,10 +289,10 @@ class Child:
 
 @contextmanager
 def turn(alone: bool) -> Iterator[None]:
-    """Take turns with other benchmarks on this machine: several start engines together, or one measures `alone`.
+    """Lock a file for the `with` block: exclusively to measure `alone` on this machine, otherwise shared.
 
-    The environment variable DMI_TURNS names the file that they lock for the `with` block. Without the variable, nothing
-    is locked.
+    The environment variable DMI_TURNS names the file, the same for all benchmarks. Without the variable, nothing is
+    locked.
     """
     name = os.environ.get("DMI_TURNS")
     if not name:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fidelity of reductions on a model that is trained for a minute and on random weights (tables of docs/REDUCTIONS.md).
+"""Fidelity of reductions, on a model trained for a minute and on one with random weights (docs/REDUCTIONS.md).
 
     python -m benchmarks.fidelity --out DIR
 
 The program trains a model on the CPU, captures with vLLM, trains autoencoders on captured rows, and prints the tables
-of `dmi fidelity`. The text is the English of Python's documentation, as installed. Weights, order of the text and
+of `dmi fidelity`. The model is trained on Python's own documentation (`pydoc_data`). Weights, order of the text and
 prompts have fixed seeds. With --again, the captures of an earlier run are measured.
 """
 

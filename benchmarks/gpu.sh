@@ -1,25 +1,32 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# gpu.sh MODEL OUT PHASE...: what docs/PERFORMANCE.md measures, for Qwen3-4B's shapes on one GPU of 139 GiB beside 126 GiB of memory.
+# gpu.sh MODEL OUT PHASE...: runs the measurements of docs/PERFORMANCE.md, and checks. Sizes are for the shapes of Qwen3-4B
+# on one GPU of 139 GiB, with 126 GiB of host memory. The exit status is 1 if a phase failed.
 #
-# REPEAT: rounds of each case (5). WINDOW: seconds of each measurement under continuous load (20). SECONDS_EACH: after
-# which a phase of engines is ended (600). SETUPS: other setups of a phase of sustained load. BEFORE: another checkout,
-# for the last three phases. DMI_COMMIT, DMI_BEFORE: the commits, where the code is no git repository. DMI_TURNS: a file,
-# so that several gpu.sh start their engines together and measure one at a time. Exit status 1: one failed.
-# Phases, each a result file OUT/PHASE.json and a log beside it, in the order given:
+# Environment variables (defaults in parentheses):
+#   REPEAT        rounds of each case (5)
+#   WINDOW        seconds of each measurement under sustained load (20)
+#   SECONDS_EACH  timeout of each phase with engines, in seconds (600)
+#   SETUPS        setups that replace those of a phase of sustained load
+#   BEFORE        another checkout, for the last three phases
+#   DMI_COMMIT, DMI_BEFORE  commits of both checkouts, if the code is not in a git repository
+#   DMI_TURNS     a lock file. Several gpu.sh with the same file start their engines together, and measure in turn
+#   GPUS          number of GPUs for the phases on several GPUs (2)
+#
+# Phases run in the given order. Each writes OUT/PHASE.json and OUT/PHASE.log:
 #   kernels  taps in CUDA graphs, without vLLM (half a minute)
-#   check, check-batches, check-reduced, check-whole   tokens and values with CUDA graphs: the full surface and principal
-#            components, values of several layers, reduced hooks, graphs of whole steps (2 minutes each)
-#   main     stock, hidden-states and the full surface, copied to the host and with stores (8 minutes)
+#   check, check-batches, check-reduced, check-whole   tokens and values with CUDA graphs: all hooks and principal
+#            components, values of several layers, reduced hooks, FULL graphs (2 minutes each)
+#   main     stock, hidden-states and vllm-full, with copies to the host and with stores (8 minutes)
 #   reduced  int8 and mixed (6 minutes)
 #   curves   hooks and layers, seven engines at once (5 minutes)
 #   slow     policies block and drop with a slow sink (4 minutes)
 #   ehs      vLLM's own extraction (4 minutes)
 #   sustained   sustained load: hidden-states of both owners, a narrow selection (7 minutes)
-#   sustained-full, sustained-int8, sustained-long   sustained load: the full surface; int8; prompts of 4,000 tokens, cached
+#   sustained-full, sustained-int8, sustained-long   sustained load: vllm-full; int8; prompts of 4,000 tokens, cached
 #               prompts and 256 in flight, also with writers that always compress
 #   sustained-pieces   sustained load: vLLM's default graphs
-# For the next phases the package must be installed: workers find it by its entry point. GPUS: how many there are (2).
+# Phases on several GPUs. The package must be installed, because workers find it by its entry point:
 #   sustained-ranks   sustained load, tensor parallel on GPUs of 139 GiB (9 minutes)
 #   sustained-32b, sustained-70b   the same with the shapes of a 32B or 70B model (benchmarks.shapes; 5 minutes)
 #   bursts-ranks      bursts, tensor parallel (5 minutes)
@@ -32,9 +39,9 @@
 #   models   decode of hidden-states with shapes of five families (benchmarks.shapes), or those that MODELS names, on one
 #            GPU of 80 GB or more (15 minutes)
 #   check-models   tokens and values of small models of these families, or those that ARCHS names (15 minutes)
-#   starts   how long engines take to start, with and without a warm compile cache
-#   before-hidden, before-full   hidden-states, the full surface: with this code and with that in BEFORE (4 minutes each)
-#   before-prefill               prompts of both, 40 rounds (5 minutes)
+#   starts   start time of engines, with and without a warm compile cache
+#   before-hidden, before-full   hidden-states and vllm-full, with this checkout and with BEFORE (4 minutes each)
+#   before-prefill               prefill with both selections, 40 rounds (5 minutes)
 set -euo pipefail
 status=0
 failed() { echo "$1 ended with status $2"; status=1; }
@@ -147,7 +154,7 @@ for phase in "$@"; do
         >"$out/bulk-ranks.log" 2>&1 || failed bulk-ranks $?
       rm -rf /dev/shm/dmi-bulk-ranks ;;
     experts-ranks)
-      # Data-parallel experts need vLLM's own binding of NCCL. It was off on two machines, on one of them with this path.
+      # Data-parallel experts need vLLM's own binding of NCCL. Some machines need this path; on others it fails with the path too.
       nccl=$(python3 -c 'import glob, sys; print(*[f for p in sys.path for f in glob.glob(p + "/nvidia/nccl/lib/libnccl.so.2")][:1])')
       for kind in tensor data; do
         VLLM_NCCL_SO_PATH=${VLLM_NCCL_SO_PATH:-$nccl} python3 -m benchmarks.checks.check_experts --out "$out/experts-$kind.json" \

@@ -335,7 +335,11 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     machine = Machine(**{field.name: getattr(args, field.name) for field in fields(Machine)})
     if args.table:
-        print(node_table(json.loads(args.out.read_text()), machine, args.layouts, args.codec))
+        results = json.loads(args.out.read_text())
+        known = list(next(iter(results["rows"].values())))
+        if lacking := [layout for layout in args.layouts if layout not in known]:
+            sys.exit(f"--layouts: {args.out} has no {', '.join(lacking)}; it has {', '.join(known)}")
+        print(node_table(results, machine, args.layouts, args.codec))
         return 0
     header = common.header("benchmarks.node", argv)
     rows = {case: {layout: row_of(of[0], of[1], layout) for layout in args.layouts} for case, of in args.cases.items()}

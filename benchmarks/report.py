@@ -219,7 +219,7 @@ def _median(machines: list[Results], what: str) -> float:
 
 def servers_table(run: Results) -> str:
     """A table of a summary of `benchmarks.data_parallel`, with a line for each server."""
-    lines = [["server", "tokens/s", "by engine", "of stock", "of one engine, each", "stores, requests"]]
+    lines = [["server", "tokens/s", "by engine", "of stock", "per engine, of one engine", "stores, requests"]]
     servers = run["servers"]
     rate = {name: found["tok_per_s"] for name, found in servers.items()}
     for name, found in servers.items():
@@ -235,7 +235,7 @@ def servers_table(run: Results) -> str:
 
 def bulk_table(run: Results) -> str:
     """A table of a summary of `benchmarks.bulk`: median speeds of `LLM.generate` and `dmi run`, and their ratio."""
-    lines = [["", "tokens/s", "by LLM.generate", "rounds"]]
+    lines = [["", "tokens/s", "ratio to LLM.generate", "rounds"]]
     titles = {"generate": "`LLM.generate`", "run": "`dmi run`"}
     ratio = run.get("ratio")
     shown = "{median:.3f} ({least:.3f} to {most:.3f})".format(**ratio) if ratio else ""

@@ -169,7 +169,10 @@ def flow(samples: list[tuple[float, dict[str, float]]], tok_per_s: float) -> dic
 
 
 def check_kept(path: str, most_rows: int, threads: int = 1) -> list[str]:
-    """The problems with a store, which must be complete and have at most `most_rows` rows. threads: that check it."""
+    """The problems with a store, which must be complete and have at most `most_rows` rows.
+
+    threads: number of threads that check it.
+    """
     from dmi_connector import open_capture
 
     problems = common.store_problems(path, threads)

@@ -69,7 +69,7 @@ class Condition:
 
 def keep_if(value: object) -> Condition | None:
     """Parse the request option `dmi.keep_if`. None if `value` is None. Raises OptionError."""
-    return _parse("dmi.keep_if", value, "max(NAME) > 0.8, also with min, mean, last, count(NAME > 0.5), and <")
+    return _parse("dmi.keep_if", value, "max(NAME) > 0.8 (or min, mean, last; > or <), or count(NAME > 0.5) > 3")
 
 
 def stop_if(value: object) -> Condition | None:

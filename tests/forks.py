@@ -226,7 +226,7 @@ def _fork(data: bytes, received: Sequence[int], be: Callable[[Sequence[str]], in
         fds = dict(zip(request["fds"], received, strict=True))
         _run(request["command"], fds, request["env"], request["group"], be)
     if request["group"]:
-        os.setpgid(pid, pid)  # the child does the same, but may come to it after the answer
+        os.setpgid(pid, pid)  # the child does the same, but maybe only after this process has answered
     for fd in received:
         os.close(fd)
     return pid

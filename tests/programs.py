@@ -52,7 +52,7 @@ class Program:
     """
 
     stdin = stdout = stderr = None
-    """No pipes. They are named where a notebook's kernel ends."""
+    """There are no pipes. The attributes exist because code that ends a notebook's kernel reads them."""
 
     def __new__(cls, command: Sequence[str], *, group: bool = False, **options: Any) -> Any:
         return subprocess.Popen(command, process_group=0 if group else None, **options) if GPU else super().__new__(cls)

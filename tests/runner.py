@@ -26,7 +26,7 @@ if GPU:
     ENGINE |= {"block_size": 128, "attention_backend": "TRITON_ATTN"}
     # Fixed sizes, with room for two engines. vLLM's measurement would depend on other processes on the GPU.
     ENGINE |= {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 1_500_000_000}
-    ATOL = 5e-3  # errors of attention. They were 7e-3 with TF32, which `choose` turns off
+    ATOL = 5e-3  # errors of attention without TF32, which `choose` turns off
     if os.environ.get("TEST_GRAPHS"):
         ENGINE["enforce_eager"] = False
 INTERPRETED = str(Path(__file__).parent / "interpreted")

@@ -98,7 +98,7 @@ class HybridHalf(SchedulerHalf, SupportsHMA):
 def sessions_of_033(patch: pytest.MonkeyPatch) -> None:
     """Let an older vLLM continue sessions as 0.33 does. A session keeps all tokens except the last sampled one.
 
-    Older versions keep the computed tokens. After a preemption these are none, and the session is in no queue.
+    Older versions keep only the computed tokens. After a preemption there are none, and the session is in no queue.
     """
     original, take_result = Scheduler._update_request_as_session, Scheduler.update_from_output
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 RECHECK_MS = 5
-"""Milliseconds between two looks of a sleeping reader. ZeroMQ may drop a notification that follows another one at once.
+"""Milliseconds between two polls of a sleeping reader. ZeroMQ may drop a notification that follows another one at once.
 While readers spin, this does no harm.
 """
 

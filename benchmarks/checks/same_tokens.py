@@ -34,7 +34,7 @@ H100; 10 of the 30 had seeds, so at least 6 of these 10 did. With wrong logits o
 MOST_BEYOND_OF_EXPERTS = 0.5
 """Maximum fraction of greedy requests that may differ by more than a tie in a model with experts. If rounding changes
 the experts of a row, its logits change by far more. With a small `exaone_moe`, transformers in bfloat16 and in float32
-differ so in 4 of 10 requests.
+differ by more than a tie in 4 of 10 requests.
 """
 
 

@@ -54,7 +54,8 @@ def fit_scales(
             for block in blocks:
                 if width and block.shape[1] != width:
                     raise ValueError(
-                        f"fit-scales: stores hold {width} and {block.shape[1]} values of {hook}; give one model"
+                        f"fit-scales: stores hold {width} and {block.shape[1]} values of {hook}; give stores of one "
+                        "model"
                     )
                 width = block.shape[1]
                 if projection is not None:

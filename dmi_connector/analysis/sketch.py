@@ -78,8 +78,8 @@ class Sketch:
         if (self.k, first) != (other.k, second):
             odd = sorted(dict(first.items() ^ second.items()))
             raise ValueError(
-                f"sketches of {self.stores[0]} and {other.stores[0]} do not fit: k {self.k} and {other.k}, not in both:"
-                f" {', '.join(odd) or 'nothing'}; sketch both with the same k, hooks and reductions"
+                f"sketches of {self.stores[0]} and {other.stores[0]} cannot be merged: k {self.k} and {other.k}, hooks"
+                f" that differ: {', '.join(odd) or 'none'}; sketch both with the same k, hooks and reductions"
             )
         one = OneModel()
         for sketched in (self, other):

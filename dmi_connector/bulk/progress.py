@@ -166,7 +166,7 @@ def _line(counts: Counts, speed: Speed, room: int | None = None) -> str:
 
 def _starting(logs: Sequence[str]) -> str:
     if len(logs) > 1:
-        return f"starting {len(logs)} engines (a log: {logs[0]})"
+        return f"starting {len(logs)} engines (first log: {logs[0]})"
     return f"starting the engine (its log: {logs[0]})"
 
 

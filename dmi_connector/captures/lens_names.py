@@ -89,12 +89,12 @@ _OTHER_ORDER = ("Llama4ForCausalLM",)
 ABSENT = {
     "hook_pos_embed": "not captured: it is resid_pre of layer 0 minus embed",
     "pos_embed.hook_out": "not captured: it is resid_pre of layer 0 minus embed",
-    "hook_unembed": "logits exist only for sampled positions: cap.numpy('logits'), cap.logits_positions",
-    "unembed.hook_out": "logits exist only for sampled positions: cap.numpy('logits'), cap.logits_positions",
-    "attn.hook_attn_scores": "not captured: hook_rot_q and hook_rot_k times the scale, with the mask, give them",
-    "attn.hook_result": "not captured: cache.compute_head_results() works them out from z and the model's weights",
-    "mlp.hook_expert_weights": "of another shape: cap.numpy('topk_weights') has those of the chosen experts",
-    "mlp.hook_expert_indices": "TransformerLens has no batch dimension there: cap.routed_experts()",
+    "hook_unembed": "logits exist only for sampled positions: see cap.numpy('logits') and cap.logits_positions",
+    "unembed.hook_out": "logits exist only for sampled positions: see cap.numpy('logits') and cap.logits_positions",
+    "attn.hook_attn_scores": "not captured: compute it from hook_rot_q, hook_rot_k, the scale and the mask",
+    "attn.hook_result": "not captured: cache.compute_head_results() computes it from z and the model's weights",
+    "mlp.hook_expert_weights": "of another shape: see cap.numpy('topk_weights') for those of the chosen experts",
+    "mlp.hook_expert_indices": "of another shape, without a batch dimension: see cap.routed_experts()",
 }
 """{name of TransformerLens that no store has: reason}."""
 OTHERWISE = "no hook is the same tensor in every model"
@@ -149,12 +149,12 @@ def why_not_equal(name: str, attrs: Mapping[str, Any]) -> str | None:
     architecture, normed = attrs.get("architecture"), attrs.get("qk_norm")
     hook = {**TL_NAMES, **QK_NAMES[False], **QK_NAMES[True]}.get(name)
     if architecture in _EMBED_BEFORE and hook == "embed":
-        return "embed is from before the model's multiplier or norm: take resid_pre of layer 0"
+        return "embed is the value before the model's multiplier or norm: use resid_pre of layer 0"
     if architecture in _OTHER_ORDER and hook in ("q", "k", "q_rot", "k_rot"):
         return "vLLM keeps the values of a head in another order"
     if name in QK_NAMES[True] or name in QK_NAMES[False]:
         if normed is None:
-            return "the store is too old to say whether queries and keys pass a norm: cap.numpy('q'), cap.numpy('k')"
+            return "the store is too old to say whether queries and keys pass a norm: use cap.numpy with 'q' and 'k'"
         if normed != (name in QK_NAMES[True]):
             return "not captured: q and k are after the norm" if normed else "the model has no norm of queries and keys"
     return ABSENT.get(name)

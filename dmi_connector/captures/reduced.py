@@ -50,7 +50,11 @@ def project(
     if reduction is None or not reduction.projects:
         raise ValueError(f"hook {hook!r} was not stored as a projection")
     if direction.shape != (info["reduce"]["width"],):
-        raise ValueError(f"the direction has shape {direction.shape}, rows of {hook!r} ({info['reduce']['width']},)")
+        width = info["reduce"]["width"]
+        raise ValueError(
+            f"the direction has shape {direction.shape}, but a row of {hook!r} has {width} values; give one of shape"
+            f" ({width},)"
+        )
     own = _basis(capture, hook, reduction, layer, basis) if _is_fitted_to_basis(reduction) else None
     return reduction.project(direction, own, int(info["shards"]))
 

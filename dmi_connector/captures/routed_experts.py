@@ -59,8 +59,8 @@ def _first_row(capture: StoreReader, prompt_start: int) -> int:
     start, prompt = int(capture.attrs["start"]), capture.prompt_len
     if start > prompt:
         raise ValueError(
-            f"{capture.path} begins at position {start}, and prompt_start leaves out no more than the {prompt} tokens"
-            " of the prompt; read numpy('topk_ids') instead"
+            f"{capture.path} begins at position {start}, after the prompt of {prompt} tokens, and prompt_start can"
+            " leave out only tokens of the prompt; read numpy('topk_ids') instead"
         )
     first = min(prompt_start, prompt) - start
     if first < 0:

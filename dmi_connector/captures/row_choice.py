@@ -126,7 +126,7 @@ def _of_length(count: int, info: CaptureInfo, name: str, values: np.ndarray) -> 
     """The values of `name`, one per row. Raises ValueError for another number of rows than `count`."""
     if len(values) != count:
         raise ValueError(
-            f"{info.store}/{name} is of {len(values)} rows, the capture has {count}; dmi verify says what is damaged"
+            f"{info.store}/{name} has {len(values)} values, the store has {count} rows; dmi verify says what is damaged"
         )
     return values
 

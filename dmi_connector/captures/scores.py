@@ -27,6 +27,9 @@ def scores(infos: Sequence[CaptureInfo], probe: str, what: str) -> np.ndarray:
             f" of: {', '.join(sorted(known)) or 'none'}"
         )
     if len(shapes) > 1:
-        raise ValueError(f"stores have different outputs or layers of probe {name!r}: {sorted(shapes)}; choose some")
+        raise ValueError(
+            f"stores have different outputs or layers of probe {name!r}: their scores have the shapes {sorted(shapes)};"
+            " choose stores of one shape with filter(where)"
+        )
     (shape,) = shapes
     return np.stack([np.full(shape, np.nan, np.float32) if value is None else value for value in values])

@@ -128,5 +128,5 @@ def _table(found: Sequence[tuple[CaptureInfo, CaptureDiff]]) -> str:
         rows.append(
             (cut(info.key or info.store.name), each.positions, differ, *where, f"{worst.worst:.3g}", worst.name)
         )
-    header = ("capture", "rows", "tokens differ at", "first hook", "at", "max error", "of")
+    header = ("capture", "rows", "tokens differ at", "first hook", "at position", "max error", "in hook")
     return f"{format_table(header, rows)}\n{len(rows)} pairs, {sum(not each.alike for _, each in found)} differ"

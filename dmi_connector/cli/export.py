@@ -68,8 +68,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o",
         "--out",
-        help="a directory; for one STORE as safetensors or zip also a new file (default then: the name of STORE, in the"
-        " current directory)",
+        help="the output directory; with one STORE and --to safetensors or zip, a directory or a new file (default: a"
+        " file in the current directory, with the name of STORE)",
     )
     parser.add_argument("--key", action="append", help="only captures with this key; can be repeated")
     parser.add_argument("--model", help="only captures of this model: its name, or the last part of its path")
@@ -109,7 +109,7 @@ def run_export(options: argparse.Namespace) -> int:
         return NOT_FINITE
     for store, row in done.not_finite.items():
         print(f"dmi: {store}: row {row} holds {WHAT}", file=sys.stderr)
-    counts = f"{done.written} written" + (f", {done.kept} were there" if done.kept else "")
+    counts = f"{done.written} written" + (f", {done.kept} already existed" if done.kept else "")
     left = [f"{lacking} left out: rows are missing (dmi ls says which)"] if lacking else []
     print("; ".join((f"{done.out}: {'; '.join(done.notes) or counts}", *left, *done.warnings)))
     return NOT_FINITE if done.not_finite else 0

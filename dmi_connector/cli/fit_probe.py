@@ -47,5 +47,5 @@ def run_fit_probe(options: argparse.Namespace) -> int:
         return 0
     print(f"fitted on {found.rows} rows of {found.captures} captures")
     held = f"accuracy {found.accuracy:.3f}, baseline (more frequent label) {found.baseline:.3f}; AUC {found.auc:.3f}"
-    print(f"on {found.held_rows} rows of {found.held_out} others: {held}")
+    print(f"tested on {found.held_rows} rows of {found.held_out} other captures: {held}")
     return 0

@@ -116,7 +116,7 @@ COMMANDS = {
         ),
     ),
     "view": Help(
-        "Serve a page that shows captures in a browser of this machine.",
+        "Serve a page that shows captures in a browser on this machine.",
         ("dmi view captures", "dmi view captures --model MODEL_DIR --port 8000"),
     ),
 }

@@ -207,7 +207,7 @@ def run(options: argparse.Namespace, flags: Sequence[str]) -> int:
         device_shares(options.data_parallel, visible_devices())
     source = open_source(options.prompts, settings.columns)
     if is_url(str(options.out)):
-        raise ValueError(f"--out {options.out}: a URL; give a directory of this machine, and the URL to --upload")
+        raise ValueError(f"--out {options.out}: a URL; give a directory on this machine, and the URL to --upload")
     out = options.out.absolute()
     mode = settings.capture.get("file_mode", "private")
     make_directory(str(out), mode)

@@ -21,6 +21,6 @@ def _scaled(text: str, units: dict[str, int]) -> int:
     match = re.fullmatch(r"(\d{1,15})([a-zA-Z]?)", text, re.ASCII)
     if match is None or match[2] not in units:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not valid; give an integer, with one of {', '.join(units)[2:]} after it, or without"
+            f"{text!r} is not valid; give an integer, alone or followed by one of {', '.join(units)[2:]}"
         )
     return int(match[1]) * units[match[2]]

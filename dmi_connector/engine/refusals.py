@@ -228,14 +228,14 @@ def check_attention(arch: Architecture, model: ModelConfig) -> None:
     """Raises ValueError for attention that `arch` does not describe, and for float16 if vLLM then scales the hooks."""
     if model.use_mla and "latent" not in arch.features:
         raise ValueError(
-            f"model: {model.model!r} uses multi-head latent attention, which the row of {arch.name} does not describe; "
-            "register it as a Latent (docs/HOOKS.md)"
+            f"model: {model.model!r} uses multi-head latent attention, which the row of {arch.name} in the table of "
+            "architectures does not describe; register it as a Latent (docs/HOOKS.md)"
         )
     if getattr(model.hf_text_config, "is_heterogeneous", False) and not isinstance(arch, Mixed):
         raise ValueError(
             f"model: {model.model!r} has layers of different sizes (per_layer_config in its config), which the row of "
-            f"{arch.name} does not describe; use a model whose layers are alike, or register it as a Mixed "
-            "(docs/HOOKS.md)"
+            f"{arch.name} in the table of architectures does not describe; use a model whose layers are alike, or "
+            "register it as a Mixed (docs/HOOKS.md)"
         )
     divisor = getattr(model.hf_text_config, arch.float16_divisor, 1.0) if arch.float16_divisor else 1.0
     if model.dtype is torch.float16 and divisor != 1.0:

@@ -70,8 +70,8 @@ class ChannelInt8(FittedReduction):
     def fit(self, bound: ChannelInt8, about: dict[str, Any], shards: int) -> ChannelInt8:
         if projection := about.get("projection"):
             raise ReduceError(
-                f"reduce: {self.source} holds scales of {bound.hook} for rows that {projection['kind']}"
-                f"({projection['k']}) projected; use rp({projection['k']},channel=FILE), or fit it without --project"
+                f"reduce: {self.source} holds scales of {bound.hook} for rows projected by {projection['kind']}"
+                f"({projection['k']}); use rp({projection['k']},channel=FILE), or fit it without --project"
             )
         return bound
 

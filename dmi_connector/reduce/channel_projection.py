@@ -53,7 +53,7 @@ class ChannelProjection(FittedReduction, RandomProjection):
         own, found = self._projection.settings(), about.get("projection")
         if found != own:
             raise ReduceError(
-                f"reduce: {self.source} holds scales of {bound.hook} for rows that {_words(found)}, not"
+                f"reduce: {self.source} holds scales of {bound.hook} for {_words(found)}, not for"
                 f" {_words(own)}; fit it with --project"
             )
         if shards > 1 and not self.group:
@@ -111,8 +111,8 @@ class ChannelProjection(FittedReduction, RandomProjection):
 
 
 def _words(projection: Mapping[str, Any] | None) -> str:
-    """Describe the projection of a file or a setting, for messages: "rp(512, seed 0, orthogonal) projected"."""
+    """Describe rows by their projection: "rows projected by rp(512, seed 0, orthogonal)"."""
     if projection is None:
-        return "were not projected"
+        return "rows that were not projected"
     values = [f"{name} {value}" for name, value in projection.items() if name not in ("kind", "k")]
-    return f"rp({', '.join([str(projection['k']), *values])}) projected"
+    return f"rows projected by rp({', '.join([str(projection['k']), *values])})"

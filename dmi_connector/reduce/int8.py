@@ -55,7 +55,7 @@ class Int8(Reduction):
 
     def __post_init__(self) -> None:
         if self.group and self.group not in GROUPS:
-            raise ReduceError(f"reduce: int8({self.group}) is not valid; groups have one of {GROUPS} values")
+            raise ReduceError(f"reduce: int8({self.group}) is not valid; the group size must be one of {GROUPS}")
         if self.group and self.affine:
             raise ReduceError(f"reduce: int8(affine,{self.group}) is not valid; groups are symmetric, leave affine out")
 

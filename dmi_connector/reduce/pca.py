@@ -41,7 +41,7 @@ class Pca(FittedReduction):
     keeps: ClassVar[Keeps] = Keeps.DIRECTIONS
     projects: ClassVar[bool] = True
     measured: ClassVar[Mapping[str, str]] = {
-        "variance": "share of the variance about the mean that decoded rows have",
+        "variance": "share of the variance about the mean that decoded rows keep",
         "importance": OF_VALUES["importance"],
         "error": OF_VALUES["error"],
     }
@@ -61,7 +61,8 @@ class Pca(FittedReduction):
     def fit(self, bound: Pca, about: dict[str, Any], shards: int) -> Pca:
         if self.k > about["k"]:
             raise ReduceError(
-                f"reduce: pca(..., k={self.k}) of {bound.hook} is more than the {about['k']} that were fitted"
+                f"reduce: pca(..., k={self.k}) of {bound.hook}: only {about['k']} components were fitted;"
+                " give a smaller k"
             )
         group = about.get("group", 0)
         if group and about["width"] // shards % group:

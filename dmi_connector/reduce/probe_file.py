@@ -143,7 +143,8 @@ def _load(path: str, modified: int, size: int) -> ProbeFile:
     widths = {shape[0] for shape in shapes.values()}
     if len(widths) > 1:
         raise ReduceError(
-            f"probes: {path} takes rows of {sorted(widths)} values; one hook has one width, make it again"
+            f"probes: {path} takes rows of {sorted(widths)} values in its layers, but a hook has one width; make it"
+            " again"
         )
     return ProbeFile(path, digest, facts, *next(iter(shapes.values())))
 

@@ -62,7 +62,7 @@ class SparseEncoder:
             return _of_llama_scope(file, settings)
         config = file.parent / "cfg.json"
         if not config.exists():
-            raise ValueError(f"sae: {config} does not exist; it describes the encoder")
+            raise ValueError(f"sae: {config} does not exist; copy the settings that were saved with the encoder")
         facts, tensors = _facts(config), FloatTensors(file)
         unnamed = "topk" if "encoder.weight" in tensors.names or facts.get("k") is not None else "standard"
         kind = facts.get("architecture", facts.get("activation", unnamed))

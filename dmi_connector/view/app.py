@@ -209,7 +209,7 @@ def _window(request: Request, capture: Capture) -> slice:
 def _row(request: Request, capture: Capture) -> int:
     row, tokens = _number(request, "token"), int(capture.attrs["num_tokens"])
     if row >= tokens:
-        raise ValueError(f"token {row} does not exist: the store has {tokens}")
+        raise ValueError(f"token {row} does not exist: the store has {tokens} tokens")
     if any(start <= row < stop for start, stop in capture.missing):
         raise ValueError(f"token {row} is among the rows that the store lacks")
     return row

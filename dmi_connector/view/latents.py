@@ -127,7 +127,7 @@ class Latents:
         """(encoder, index of `latent` in it). The encoder has only this latent, unless it is a top-k encoder."""
         full = self.encoder
         if not 0 <= latent < full.latents:
-            raise ValueError(f"latent {latent} does not exist: the autoencoder has {full.latents}")
+            raise ValueError(f"latent {latent} does not exist: the autoencoder has latents 0 to {full.latents - 1}")
         if full.k is not None:
             return full, latent
         at = slice(latent, latent + 1)

@@ -39,8 +39,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def order_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let engines of this process run the forward of gated delta nets for GPUs, with vLLM's CPU kernels.
 
-    With drafts, this forward calls an op that computes core and norm. Where vLLM's op calls its kernel for both, the
-    stand-in calls one for the core, and then the norm, which vLLM's op also does for prompts. On a GPU, nothing
+    With drafts, this forward calls one op for core and norm. In steps without prompts, vLLM's op runs a fused kernel.
+    In other steps it runs the core, then the norm. The stand-in always runs the core, then the norm. On a GPU, nothing
     changes.
     """
     if GPU:

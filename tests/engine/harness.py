@@ -138,7 +138,7 @@ def engine(
                 patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if in_process else "1")
                 patch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(end_seconds))
                 patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # it is in whole GiB, and overrides the argument
-                if in_process:  # what an engine makes as it starts lives as long as it: there is no garbage
+                if in_process:  # objects made at the start live as long as the engine
                     patch.setattr(gc, "collect", lambda *_: 0)
                     gc.disable()
                 llm = LLM(str(model), **{**ENGINE, "kv_cache_memory_bytes": CACHE_BYTES, **kwargs, **runner.ENGINE})

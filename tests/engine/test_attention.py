@@ -14,7 +14,7 @@ from tests.engine.check import attention_weights
 from tests.engine.harness import Run
 
 RUNS = [("qwen3", "eager", "draft"), ("llama", "eager", "target"), ("gpt2", "eager", "draft")]
-"""Of test_hooks_vs_transformers.py."""
+"""Runs of test_hooks_vs_transformers.py."""
 
 
 @pytest.fixture(params=RUNS, ids="-".join)

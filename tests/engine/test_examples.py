@@ -62,8 +62,8 @@ def test_the_autoencoder_and_the_draft_head_learn_from_their_own_serving_run(
 def test_vllm_accepts_more_guesses_of_a_trained_head(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM must accept as many as the same head in PyTorch does on the captures of the run. Another head gives another
-    number.
+    """vLLM must accept as many guesses as the same head in PyTorch does on the run's captures. Another head gives
+    another number.
     """
     directory = tmp_path_factory.mktemp("d")
     # vLLM gets the trained head both times

@@ -300,5 +300,5 @@ def test_attention_waits_for_the_taps_that_reduce(run: Run) -> None:
     """t: a tap (header, embedding, three layers, final norm). j: a wait before the attention of layer 1 or 2."""
     *steps, after = "".join({"_tap": "t", "_tap_join": "j", "_tap_end": "e"}[op] for op in run.facts["ops"]).split("e")
     assert len(steps) > 20 and after == ""
-    steps[0] = steps[0].lstrip("j")  # a profiling run has no rows, so its taps do not get that far
+    steps[0] = steps[0].lstrip("j")  # a profiling run has no rows, so only its waits are recorded
     assert set(steps) == {"tttjtjtt"}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor-parallel ranks in bfloat16. Tokens equal those of stock vLLM, on GPUs except for ties. Hooks equal
-transformers'.
+"""Two tensor-parallel ranks in bfloat16. Hooks equal transformers'. Tokens equal those of stock vLLM. On GPUs they may
+differ at ties.
 """
 
 from __future__ import annotations

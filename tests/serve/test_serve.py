@@ -149,7 +149,11 @@ def leave(server: Server, key: str) -> tuple[list[int], list[int]]:
     with stopped(processes("EngineCore", server.pid)):
         stream.close()
         with suppress(AssertionError):
-            until(lambda: server.log.read_text().count(" aborted.") > aborted, "it has not seen the client go", 60)
+            until(
+                lambda: server.log.read_text().count(" aborted.") > aborted,
+                "the server has not noticed the disconnect",
+                60,
+            )
     return prompt, seen
 
 

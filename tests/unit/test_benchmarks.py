@@ -192,6 +192,8 @@ def test_the_node_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     printed = capsys.readouterr().out
     assert node.main(["--out", str(out), "--table", "--layouts", "DP 1,TP 2"]) == 0
     assert capsys.readouterr().out == printed and printed.splitlines()[-1].startswith(f"| {case}")
+    with pytest.raises(SystemExit, match=r"--layouts: .*node\.json has no TP 4; it has DP 1, TP 2"):
+        node.main(["--out", str(out), "--table", "--layouts", "DP 1,TP 4"])
 
 
 @pytest.mark.parametrize("name", shapes.SHAPES)

@@ -323,7 +323,7 @@ def test_stores_with_rows_of_different_widths_are_refused(tmp_path: Path, projec
         owner.write(tmp_path / f"{width}.zarr", [spec], TOKENS, values=values, attrs={"num_layers": 6})
     assert owner.shutdown(kit.PATIENCE)
     stores = [tmp_path / "8.zarr", tmp_path / "16.zarr"]
-    with pytest.raises(ValueError, match="stores hold 8 and 16 values of resid_final; give one model"):
+    with pytest.raises(ValueError, match="stores hold 8 and 16 values of resid_final; give stores of one model"):
         fit_scales(stores, ["resid_final"], tmp_path / "s.safetensors", project=project)
 
 

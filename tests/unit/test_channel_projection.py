@@ -100,7 +100,7 @@ def test_two_ranks_that_project_by_head_read_as_one(files: dict[str, Path], tmp_
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_values_that_are_not_finite_read_as_nan(files: dict[str, Path], tmp_path: Path, value: float) -> None:
-    """Every projected value depends on it; with groups, every value of its group."""
+    """The value changes every projected value, or with groups every projected value of its group."""
     for spec, lost in ((WHOLE, slice(None)), (GROUPED, slice(6, 12))):
         values = rows(0)
         values[1, 2, 13] = value
@@ -123,9 +123,14 @@ def test_scales_that_do_not_fit_are_refused(files: dict[str, Path]) -> None:
             f"rp(14,channel={files[WHOLE]})",
             "z",
             1,
-            r"rows that rp\(14, seed 3, .*\) projected, not rp\(14, seed 0, .*\)",
+            r"for rows projected by rp\(14, seed 3, .*\), not for rows projected by rp\(14, seed 0, .*\)",
         ),
-        (f"rp(14,channel={files['']})", "z", 1, "rows that were not projected, not rp.*; fit it with --project"),
+        (
+            f"rp(14,channel={files['']})",
+            "z",
+            1,
+            "for rows that were not projected, not for rows .* by rp.*; fit it with --project",
+        ),
         (
             f"rp(14,seed=3,channel={files[WHOLE]})",
             "z",
@@ -137,7 +142,7 @@ def test_scales_that_do_not_fit_are_refused(files: dict[str, Path]) -> None:
             f"int8(channel={files[WHOLE]})",
             "z",
             1,
-            r"for rows that rp\(14\) projected; use rp\(14,channel=FILE\), or fit",
+            r"for rows projected by rp\(14\); use rp\(14,channel=FILE\), or fit",
         ),
     ):
         reduction = parse(spec)

@@ -343,7 +343,10 @@ def test_serve_takes_sizes_and_times_with_units(capsys: pytest.CaptureFixture[st
     assert (extra["max_total_bytes"], extra["min_free_bytes"]) == (2 * 10**12, 9)
     with pytest.raises(SystemExit):
         serve("m", "--staging-bytes", "1GiB")
-    assert "--staging-bytes: '1GiB' is not valid; give an integer, with one of k, M, G, T" in capsys.readouterr().err
+    assert (
+        "--staging-bytes: '1GiB' is not valid; give an integer, alone or followed by one of k, M, G, T"
+        in capsys.readouterr().err
+    )
 
 
 def test_serve_looks_at_directories_before_it_starts_the_engine(

@@ -85,10 +85,12 @@ def imported(project: Path) -> str:
 
 @pytest.mark.soak
 def test_a_torch_that_cannot_be_imported_is_replaced(project: Path, tmp_path: Path) -> None:
-    """By a CPU wheel, or where there is none by itself with the libraries of the CUDA build. `make env` says so in one
-    line and needs no setting. Without both, the error names the setting, and the next run starts again.
+    """`make env` installs the CPU wheel of torch. If there is none, it installs the libraries of the CUDA build.
 
-    One project has all of it, one after the other, because each environment takes seconds to build.
+    One line says so, and no setting is needed. Without wheel and libraries, the error names the setting, and the next
+    run starts again.
+
+    The cases run in one project, one after the other, because each environment takes seconds to build.
     """
     index, cpu = tmp_path / "index", tmp_path / "cpu"
     cpu.mkdir()

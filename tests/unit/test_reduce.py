@@ -425,7 +425,7 @@ DIGESTS = ["955a41009337fc32", "2961c6e7fcac72b7", "078c1c37c0023d58"]
         ("topk(64,32)", r"'topk\(64,32\)' sets k twice; leave '32' out"),
         ("topk(8,exact,int8)", "sets exact twice; leave 'int8' out"),
         (f"topk({'9' * 5000})", "is unknown; topk takes"),
-        ("int8(4)", "groups have one of"),
+        ("int8(4)", "the group size must be one of"),
         ("int8(32,affine)", "groups are symmetric"),
         ("fp8(4)", "fp8 takes no"),
         ("fp8(big)", "fp8 takes nothing"),
@@ -623,7 +623,7 @@ def test_bases_that_do_not_fit_are_refused(basis_file: Path, tmp_path: Path) -> 
         ("q", [2], 32, "", "holds no basis of q, only of mlp_out"),
         ("mlp_out", [1, 2], 32, "", "no basis of mlp_out in layer 1"),
         ("mlp_out", [2], 64, "", "of another model: mlp_out has 64 values, not 32"),
-        ("mlp_out", [2], 32, ", k=9", "k=9\\) of mlp_out is more than the 8 that were fitted"),
+        ("mlp_out", [2], 32, ", k=9", "k=9\\) of mlp_out: only 8 components were fitted; give a smaller k"),
     ):
         with pytest.raises(ReduceError, match=message):
             parse(f"pca({basis_file}{spec})").bind(hook, layers, width, 1)  # type: ignore[union-attr]

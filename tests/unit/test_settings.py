@@ -169,7 +169,7 @@ def test_a_path_that_no_file_can_have_is_refused(option: str, path: str) -> None
 
 
 def test_a_url_as_store_dir_is_refused_and_not_shown() -> None:
-    """It may hold a secret."""
+    """The URL may contain a secret."""
     with pytest.raises(ValueError, match=r"^store_dir: the value is a URL; .* the URL as the option upload$"):
         ServerOptions.parse({"store_dir": "s3://a:hush@bucket/x"})
 
@@ -287,7 +287,7 @@ def test_request_options_are_read_and_foreign_ones_are_ignored() -> None:
         ({"dmi": {"probes": {"risk": {"inline": ["maxx"]}}}}, ["dmi.probes inline: 'maxx'", "mean 'max'"]),
         ({"dmi": {"probes": {"risk": {"inlin": "max"}}}}, ["dmi.probes: option 'inlin'", "mean 'inline'"]),
         ({"dmi": {"summary": "norms"}}, ["dmi.summary: 'norms'", "true or false"]),
-        ({"dmi": {"keep_if": 5}}, ["dmi.keep_if: 5 is not valid; give max(NAME) > 0.8, also with min, mean"]),
+        ({"dmi": {"keep_if": 5}}, ["dmi.keep_if: 5 is not valid; give max(NAME) > 0.8 (or min, mean"]),
         ({"dmi": {"keep_if": "max(risk) >= 0.8"}}, ["dmi.keep_if: 'max(risk) >= 0.8' is not valid; give max(NAME)"]),
         ({"dmi": {"keep_if": "sum(risk) > 0.8"}}, ["dmi.keep_if: 'sum(risk) > 0.8' is not valid"]),
         ({"dmi": {"keep_if": "risk > 0.8"}}, ["dmi.keep_if: 'risk > 0.8' is not valid"]),

@@ -106,7 +106,7 @@ class PackedRows:
         """
         if not written:
             store, row = next(iter(self._finite.first.items()))
-            raise NotFinite(f"export: no context is left: row {row} of {store} holds {WHAT}, as do others")
+            raise NotFinite(f"export: no context is left: each holds {WHAT}, the first in row {row} of {store}")
         if written < self.contexts:
             return (f"{self.contexts - written} contexts left out: {WHAT}",)
         return (f"{len(self._finite.first)} stores kept: {WHAT}",) if self._finite.first else ()

@@ -81,7 +81,8 @@ def export(
         raise NotFinite(f"export: no store is left: {last}")
     done = "kept" if finite.policy == "keep" else "left out"
     warnings = (f"{len(finite.first)} {done}: {WHAT}",) if finite.first else ()
-    return Done(out, written, kept, (f"{written} shards written" + (f", {kept} were there" if kept else ""),), warnings)
+    note = f"{written} shards written" + (f", {kept} already existed" if kept else "")
+    return Done(out, written, kept, (note,), warnings)
 
 
 def _shards(captures: Captures, columns: Sequence[Column], most: int) -> Iterator[range]:

@@ -267,7 +267,7 @@ def _write(panel: Axes, text: _Text, backgrounds: np.ndarray, fonts: list[str], 
         panel.hlines(lines, starts, stops, colors=[ink for _, ink in made], linewidth=0.7)
         notes.append("generated tokens are underlined")
     if text.lost.any():
-        notes.append("missing ones are hatched")
+        notes.append("missing tokens are hatched")
     panel.set_title("; ".join([*notes, *more]), fontsize=8, loc="right", pad=14)
 
 

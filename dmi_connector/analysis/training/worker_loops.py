@@ -28,7 +28,7 @@ class Position:
 
 
 class WorkerLoops:
-    """Numbers the loops of a torch DataLoader with workers, which does not tell the parent process about them.
+    """Numbers the loops over a torch DataLoader. Its workers do this, because torch does not report a new loop.
 
     The workers of one loop have the same base seed. Each worker writes the seed and the number of its first loop to its
     own int64 in shared memory. The other workers find the seed there, and take the same number. Later loops may have

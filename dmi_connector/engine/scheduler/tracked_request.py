@@ -33,10 +33,10 @@ class Tracked:
     capture: number of its capture. path: path of its store. quota_end: first position whose row exceeds
     `max_request_bytes`. exported: position up to which rows were handed to the workers. due: number of computed tokens
     at which the next chunk is full; UNLIMITED if the remaining rows are exported when the request ends. ignored: a
-    sentence on options that are ignored. opened: whether it was ever scheduled. media: number of multimodal inputs in
-    its first turn. blocks: its blocks in the cache group of the rows. scores: its scores, if the scheduler needs them.
-    opening: with `keep_if`, the message that begins its capture, which is sent after the request has ended. stopped:
-    why `stop_if` ended it. kept: in a session, number of tokens of earlier turns before the prompt of the last one.
+    sentence on options that are ignored. opened: whether the request was scheduled at least once. media: number of
+    multimodal inputs in its first turn. blocks: its blocks in the cache group of the rows. scores: its scores, if the
+    scheduler needs them. opening: with `keep_if`, the message that begins its capture, which is sent after the request
+    has ended. stopped: why `stop_if` ended it. kept: in a session, number of tokens before the latest turn's prompt.
 
     The next fields are for speculative decoding. last_step: the last step that computed its tokens. reached: position
     up to which that step computes them. decided: position up to which logits of accepted tokens were requested from the
@@ -100,10 +100,10 @@ class Tracked:
     def begin_turn(self) -> None:
         """The request enters a batch, maybe with a new turn of a session.
 
-        With asynchronous scheduling, logits of a token after a stop may have been requested. The next sample gets the
-        number of these logits.
+        With asynchronous scheduling, the last turn may have requested logits of a token after its stop, which vLLM
+        discards. The first sample of the new turn takes the number of these logits.
         """
-        if self.turn == -1:  # now, because a turn may have only one step
+        if self.turn == -1:  # the first turn; later would be too late if the turn has only one step
             self.note_tokens()
         if self._begun != self.request.num_prompt_tokens:
             self._begun, self._samples = self.request.num_prompt_tokens, self.samples_until(self.kept)

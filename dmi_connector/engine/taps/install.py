@@ -198,8 +198,8 @@ def _is_part(linear: nn.Module | None) -> bool:
 def _use_one_stream(layer: Any) -> None:
     """Let a layer run its MLP after attention, and on the model's stream.
 
-    On a GPU vLLM 0.33 runs the MLPs of Cohere 2 with experts in an opaque op, beside attention. A compiled layer writes
-    all its values after the MLP. It would then have no tap of the MLP, and write nothing.
+    On a GPU vLLM 0.33 runs the MLPs of Cohere 2 with experts in an opaque op, beside attention. In a compiled layer,
+    the tap of the MLP writes the values of the whole layer. It would not run in this op, so nothing would be written.
     """
     if getattr(layer, "dual_stream", None) is not None:
         layer.dual_stream = None

@@ -84,7 +84,7 @@ class PinnedRing:
             if int(error) != 0:
                 raise RuntimeError(
                     f"host_buffer_bytes: {start + size} of {ring.nbytes} bytes could not be pinned ({error}); "
-                    "give a smaller size or raise the limit"
+                    "give a smaller size, or raise the limit of locked memory (ulimit -l)"
                 )
             self._pinned.append(self._address + start)
             ring.allow(start + size)

@@ -123,7 +123,7 @@ def find_captures(
 def check_text(name: str, value: object) -> None:
     """Raise ValueError unless the value of a filter is None or a text. A key that is a row number is a text too."""
     if value is not None and not isinstance(value, str):
-        raise ValueError(f"{name} {value!r} is not valid; give a text, as in {name}={str(value)!r}")
+        raise ValueError(f"{name} {value!r} is not valid; give a string, as in {name}={str(value)!r}")
 
 
 def check_directory(place: Path) -> None:

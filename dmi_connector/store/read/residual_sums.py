@@ -30,8 +30,8 @@ from dmi_connector.store.read.arrays.shard_reader import ShardReader
 from dmi_connector.store.read.files.thread_pool import each_of
 
 TOLERANCE = {"bfloat16": 2 * 2.0**-8, "float16": 2 * 2.0**-11, "float32": 1e-5, "float64": 1e-12}
-"""Maximum error of a sum of two terms, relative to the largest magnitude in the row. For bfloat16 and float16 this
-is 1 to 2 ulp of that magnitude. For a sum of three terms the maximum is 1.5 times as large.
+"""Maximum error of a sum of two terms, relative to the largest magnitude in the three rows. For bfloat16 and float16
+it is 1 to 2 ulp of that magnitude. For a sum of three terms the maximum is 1.5 times as large.
 """
 Term = tuple[str, int]
 """(hook, layer)."""

@@ -136,7 +136,7 @@ class Ring(RingBase):
             while self.fd >= 0:
                 if extent.size > self.most:
                     whole = self.most == self.nbytes
-                    fix = "use a larger host_buffer_bytes" if whole else "raise the limit of pinned memory"
+                    fix = "use a larger host_buffer_bytes" if whole else "raise the limit of locked memory (ulimit -l)"
                     raise ValueError(
                         f"{nbytes} bytes do not fit in the {self.most} bytes of the ring: {fix}, or use smaller chunks"
                     )

@@ -148,7 +148,7 @@ def test_specforge_leaves_out_answers_without_a_row(tmp_path: Path, run: Run) ->
         ["--to", "specforge", "-o", tmp_path / "f"],
     )
     assert run(tmp_path, *flags) == (0, f"{tmp_path / 'f'}: 1 written{left}", "")
-    assert run(tmp_path, *flags) == (0, f"{tmp_path / 'f'}: 0 written, 1 were there{left}", "")
+    assert run(tmp_path, *flags) == (0, f"{tmp_path / 'f'}: 0 written, 1 already existed{left}", "")
     assert [path.name for path in (tmp_path / "f").rglob("*.ckpt*")] == ["data_1.ckpt"]
     status, _, err = run(tmp_path / "a.zarr", tmp_path / "c.zarr", "--to", "specforge", "-o", tmp_path / "none")
     assert status == 2 and "no store is left" in err and "use --loss all, or capture with include_output" in err
@@ -244,7 +244,7 @@ def test_the_given_path_decides_between_a_file_and_a_directory(
         ([stores / "b.zarr"], "nodir/one/"),
         ([stores / "b.zarr"], "there"),
     ):
-        for done in ("1 written", "0 written, 1 were there"):
+        for done in ("1 written", "0 written, 1 already existed"):
             status, text, _ = run(*given, "--to", to, "-o", f"{tmp_path}/{out}")
             assert (status, text) == (0, f"{tmp_path / out}: {done}\n")
         assert {p.name for p in (tmp_path / out).iterdir()} == {f"b.{to}", NOTE} | locks(to)
@@ -274,10 +274,10 @@ main(["export", {str(stores)!r}, "--to", "speculators", "-o", {str(out)!r}])
     there = {p.name for p in out.iterdir()}
     assert there == {"hs_0.safetensors", "hs_1.safetensors.partial", NOTE}
     first = (out / "hs_0.safetensors").stat().st_mtime_ns
-    assert run(*flags)[1] == f"{out}: 2 written, 1 were there\n"
+    assert run(*flags)[1] == f"{out}: 2 written, 1 already existed\n"
     assert {p.name for p in out.iterdir()} == {f"hs_{i}.safetensors" for i in range(3)} | {NOTE}
     assert (out / "hs_0.safetensors").stat().st_mtime_ns == first
-    assert run(*flags)[1] == f"{out}: 0 written, 3 were there\n"
+    assert run(*flags)[1] == f"{out}: 0 written, 3 already existed\n"
 
 
 def test_a_run_that_fails_leaves_no_partial_file(
@@ -319,7 +319,7 @@ def test_another_run_into_the_same_directory_is_refused(stores: Path, tmp_path: 
     assert "was written with" in run(stores / "b.zarr", "--to", "speculators", "--layers", "1", "-o", out)[2]
     assert "as number 0, and its number would change" in run(stores / "a.zarr", "--to", "speculators", "-o", out)[2]
     assert run(stores / "b.zarr", stores / "a.zarr", "--to", "speculators", "-o", out)[1].endswith(
-        "1 written, 1 were there\n"
+        "1 written, 1 already existed\n"
     )
     assert len(json.loads((out / NOTE).read_text())["stores"]) == 2
 
@@ -327,8 +327,8 @@ def test_another_run_into_the_same_directory_is_refused(stores: Path, tmp_path: 
 def test_files_named_like_stores_are_written_in_any_order(stores: Path, tmp_path: Path, run: Run) -> None:
     flags = ["--to", "numpy", "--hook", "final_ln", "-o", tmp_path / "out"]
     assert run(stores / "b.zarr", *flags)[1].endswith("1 written\n")
-    assert run(stores, *flags)[1].endswith("2 written, 1 were there\n")
-    assert run(stores / "c.zarr", *flags)[1].endswith("0 written, 1 were there\n")
+    assert run(stores, *flags)[1].endswith("2 written, 1 already existed\n")
+    assert run(stores / "c.zarr", *flags)[1].endswith("0 written, 1 already existed\n")
     (tmp_path / "other").mkdir()
     (tmp_path / "other/b.zarr").symlink_to(stores / "b.zarr")
     words = f"holds {stores / 'b.zarr'} as b.npz, and {tmp_path / 'other/b.zarr'} has the same name"
@@ -363,7 +363,7 @@ def test_a_note_keeps_the_stores_of_a_run_at_the_same_time(
 
     monkeypatch.setattr(numpy, "_add", begun)
     assert run(stores / "a.zarr", *flags)[0] == 0
-    assert run(stores, *flags)[1].endswith("1 written, 2 were there\n")
+    assert run(stores, *flags)[1].endswith("1 written, 2 already existed\n")
 
 
 def test_a_store_that_is_named_twice_is_exported_once(stores: Path, tmp_path: Path, run: Run) -> None:

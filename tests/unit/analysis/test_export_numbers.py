@@ -86,7 +86,7 @@ def test_order_says_that_it_is_not_the_row(captures: Path, run: Run) -> None:
         "3 written; file N is not of row N of the input of dmi run: file 1 is of row 4; use --number-by row\n"
     )
     change(captures, 1, row=1)
-    assert run("order")[1].endswith("3 were there\n"), "file N must be of row N"
+    assert run("order")[1].endswith("3 already existed\n"), "file N must be of row N"
 
 
 def test_keys_of_a_run_are_distinguished_from_other_keys(run: Run) -> None:

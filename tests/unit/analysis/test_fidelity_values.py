@@ -54,7 +54,7 @@ def test_rows_without_a_latent_have_no_share() -> None:
 
 
 def test_an_autoencoder_takes_the_same_rows_of_both_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads at most 2,048 rows as float32, which seed 0 draws."""
+    """The sample has at most 2,048 rows, which are drawn with seed 0 and read as float32."""
     assert autoencoder._ROWS == 2048
     monkeypatch.setattr(autoencoder, "_ROWS", 3)
     seen: list[np.ndarray] = []

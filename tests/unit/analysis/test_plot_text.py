@@ -232,7 +232,7 @@ def test_generated_tokens_are_underlined_and_missing_ones_hatched(
     assert below == [(tuple(box.x0 for box in made), tuple(box.x1 for box in made))]
     assert [p.get_x() for p in hatched] == [box.x0 for token, box in boxes if token in range(*LOST)]
     text = (tmp_path / "x.svg").read_text()
-    assert "generated tokens are underlined; missing ones are hatched" in text
+    assert "generated tokens are underlined; missing tokens are hatched" in text
 
 
 def spoilt(store: Path, folder: Path, rows: slice, value: float) -> Path:
@@ -264,7 +264,7 @@ def test_values_that_are_not_finite_are_crossed_and_not_blank_alone(
     np.testing.assert_allclose(
         [cell[:2] for cell in crossed[0]], wanted, err_msg="rows 7 and 8 are missing: these are hatched"
     )
-    assert "missing ones are hatched; values that are not finite are crossed" in (tmp_path / "x.svg").read_text()
+    assert "missing tokens are hatched; values that are not finite are crossed" in (tmp_path / "x.svg").read_text()
     low, high = drawn.colours.get_clim()
     assert np.isfinite([low, high]).all()
     picturekit.check("crossed text", pictures[0])

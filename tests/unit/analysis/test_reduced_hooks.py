@@ -152,7 +152,7 @@ def test_rows_of_different_projections_are_not_compared_or_merged(make: Callable
                 mean_difference(*sets, "resid_pre", 0)
         sketch(second, "resid_pre", 4).save(tmp_path / "second")
         with pytest.raises(
-            ValueError, match="not in both: resid_pre@0, resid_pre@1; sketch both with the same k, hook"
+            ValueError, match="hooks that differ: resid_pre@0, resid_pre@1; sketch both with the same k"
         ):
             sketch(first, "resid_pre", 4).merge(Sketch.load(tmp_path / "second"))
     mean_difference(full, int8, "resid_pre", 0)

@@ -352,10 +352,10 @@ def test_sketches_that_do_not_fit_are_not_merged(captures: Path) -> None:
         one, narrow, other = sketch(cap, "q", 4), sketch(cap, "q", 3), sketch(cap, "q@0", 4)
         foreign = sketch(cap, "q", 4)
     with pytest.raises(
-        ValueError, match="k 4 and 3, not in both: nothing; sketch both with the same k, hooks and reductions"
+        ValueError, match="k 4 and 3, hooks that differ: none; sketch both with the same k, hooks and reductions"
     ):
         one.merge(narrow)
-    with pytest.raises(ValueError, match="k 4 and 4, not in both: q@2;"):
+    with pytest.raises(ValueError, match="k 4 and 4, hooks that differ: q@2;"):
         one.merge(other)
     foreign.model = "large"
     with pytest.raises(ValueError, match="is of the model large"):

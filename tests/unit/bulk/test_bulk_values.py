@@ -207,7 +207,9 @@ def test_a_store_is_sound_if_it_is_complete_and_undamaged(
 
 
 LONG_AGO, FAR = -1e6, 1e6
-"""Seconds from now at which the response came. The line of its store is then late, or never expected."""
+"""Time of a response, in seconds from now. At LONG_AGO, the index line of its store is overdue. At FAR, it is not due
+yet.
+"""
 
 
 @pytest.mark.parametrize(
@@ -327,7 +329,7 @@ def test_counts_are_shown_as_text() -> None:
         assert _line(short, speed, len(text)) == text and _line(short, speed, len(text) - 1) == next_one
     one, two = Counts(starting=("a.log",)), Counts(total=5, done=2, starting=("a.log", "b.log"))
     assert _line(one, speed) == "starting the engine (its log: a.log)"
-    assert _line(two, speed) == "2/5 stored, starting 2 engines (a log: a.log)"
+    assert _line(two, speed) == "2/5 stored, starting 2 engines (first log: a.log)"
     assert [duration(s) for s in (0, 59.6, 3599.4, 3661)] == ["0:00", "1:00", "59:59", "1:01:01"]
 
 

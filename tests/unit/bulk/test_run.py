@@ -185,7 +185,7 @@ def test_prompts_of_a_dead_engine_are_lost_while_another_continues(store: Path, 
 class Survived(FakeEngines):
     """One of its engines dies with prompts in flight.
 
-    It has finished the stores of `whole` of these prompts. Of the prompt `answered` the response has arrived, and the
+    It has finished the stores of `whole` of these prompts. For the prompt `answered`, the response has arrived, but the
     store is not finished. The engine's processes run for three more calls of `events`. waits: the reasons for waiting
     that the run shows.
     """

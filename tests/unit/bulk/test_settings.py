@@ -101,7 +101,7 @@ def test_server_options_that_a_run_sets_itself_are_not_its_options(name: str) ->
         (["--sampling", '{"n": 2}'], "--sampling n: .* leave it out"),
         (["--sampling", '{"max_tokens": 2}'], "give --max-tokens"),
         (["--speculative-config", "{}"], "speculative-config: dmi run writes this flag itself"),
-        (["--max-bytes", "5X"], "with one of k, M, G, T"),
+        (["--max-bytes", "5X"], "followed by one of k, M, G, T"),
         (["--when-full", "stop"], "invalid choice"),
     ],
 )
@@ -661,7 +661,7 @@ def test_progress_is_shown_as_json_as_a_bar_or_as_lines() -> None:
     for more, text in (
         ({"estimated": True}, "5/about 10 stored, 0 tokens/s"),
         ({"starting": ("/o/a.log",), "done": 0}, "starting the engine (its log: /o/a.log)\n"),
-        ({"starting": ("/o/a.log", "/o/b.log")}, "5/10 stored, starting 2 engines (a log: /o/a.log)\n"),
+        ({"starting": ("/o/a.log", "/o/b.log")}, "5/10 stored, starting 2 engines (first log: /o/a.log)\n"),
     ):
         out = io.StringIO()
         Progress(False, out).show(replace(counts, **more))

@@ -270,7 +270,7 @@ def test_directions_are_taken_to_the_space_of_the_scores(scores: tuple[Capture, 
     assert projected.shape == (RANK,)
     exact = (rows[1] - rows[1].mean(0)) @ direction
     assert np.abs(cap.numpy("mlp_out", 4) @ projected - exact).max() < 0.3
-    with pytest.raises(ValueError, match=r"the direction has shape \(15,\), rows of 'mlp_out' \(16,\)"):
+    with pytest.raises(ValueError, match=r"\(15,\), but a row of 'mlp_out' has 16 values; give one of shape \(16,\)"):
         cap.project("mlp_out", direction[:-1], 4, path)
 
 

@@ -108,9 +108,9 @@ def test_filters_choose_stores(directory: Path) -> None:
     given: tuple[dict[str, Any], ...] = ({"key": 5}, {"key": ["a", 5]}, {"request_id": 5}, {"model": 5})
     for one in given:
         name = next(iter(one))
-        with pytest.raises(ValueError, match=re.escape(f"{name} 5 is not valid; give a text, as in {name}='5'")):
+        with pytest.raises(ValueError, match=re.escape(f"{name} 5 is not valid; give a string, as in {name}='5'")):
             open_captures(directory, **one)
-    with pytest.raises(ValueError, match=re.escape("key ['a'] is not valid; give a text")):
+    with pytest.raises(ValueError, match=re.escape("key ['a'] is not valid; give a string")):
         find_captures(directory, key=["a"])  # type: ignore[arg-type]
     assert names(open_captures(directory, key=np.array(["a", "b"]))) == ["0.zarr", "1.zarr", "2.zarr"]
     assert names(open_captures(directory, where=lambda info: info.num_tokens == 128)) == ["2.zarr"]

@@ -103,7 +103,7 @@ def test_a_name_of_another_tensor_is_refused_with_the_reason(architecture: str, 
     cap = capture(tmp_path, qk_norm=True, architecture=architecture)
     with pytest.raises(KeyError, match=r"'blocks.1.attn.hook_q' has no equivalent here: .*after the norm"):
         cap["blocks.1.attn.hook_q"]
-    with pytest.raises(KeyError, match=r"'hook_embed' has no equivalent here: embed is from before"):
+    with pytest.raises(KeyError, match=r"'hook_embed' has no equivalent here: embed is the value before"):
         cap["hook_embed"]
     with pytest.raises(KeyError, match="suffixes that have"):
         cap["blocks.1.hook_nothing"]

@@ -75,7 +75,7 @@ def test_a_store_that_begins_after_the_prompt_says_so(write: Write) -> None:
     capture, _ = write(attrs={"start": 213, "prompt_len": 211})
     for start in (0, 211, 213):
         with pytest.raises(
-            ValueError, match=r"begins at position 213, .* no more than the 211 tokens of the prompt; read"
+            ValueError, match=r"begins at position 213, after the prompt of 211 tokens, .* the prompt; read"
         ):
             capture.routed_experts(start)
     capture, ids = write(name="at", attrs={"start": 211, "prompt_len": 211})

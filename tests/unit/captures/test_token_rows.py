@@ -133,8 +133,8 @@ def test_a_choice_that_is_not_valid_is_refused(captures: Captures) -> None:
 def test_a_store_with_other_numbers_of_rows_is_named(captures: Captures) -> None:
     """The index lists other numbers of tokens than the stores have."""
     for choice, counts, message in (
-        (RowChoice(phase="prompt"), [71, 9, 40], r"0\.zarr/phase is of 70 rows, the capture has 71"),
-        (RowChoice(), [70, 9, 41], r"2\.zarr/missing is of 40 rows, the capture has 41"),
+        (RowChoice(phase="prompt"), [71, 9, 40], r"0\.zarr/phase has 70 values, the store has 71 rows"),
+        (RowChoice(), [70, 9, 41], r"2\.zarr/missing has 40 values, the store has 41 rows"),
     ):
         with pytest.raises(ValueError, match=message):
             choice.of(captures.infos, counts)

@@ -45,7 +45,7 @@ def test_layers_with_experts_are_those_that_the_config_names(fields: dict[str, A
 
 
 def test_sizes_of_step_are_the_same_from_the_config_of_transformers_and_from_vllms() -> None:
-    """vLLM 0.33 reads the first, earlier versions the second."""
+    """vLLM 0.33 reads the config of transformers, earlier versions read their own."""
     other = {"attention_type": "sliding_attention", "num_attention_heads": 6, "num_attention_groups": 2, "head_dim": 16}
     fields: Any = {
         "num_hidden_layers": 6,

@@ -129,7 +129,7 @@ def test_later_forwards_refuse_another_number_of_tokens(tokens: int) -> None:
 
 
 def test_a_forward_of_replayed_pieces_has_no_number_of_tokens_to_compare() -> None:
-    """A CUDA graph writes their header. Attention runs in Python, and only knows its own number of tokens."""
+    """A CUDA graph writes the header without Python code. Only attention runs Python code with a number of tokens."""
     coverage = covered()
     forward(coverage)
     coverage.check(TOKENS)

@@ -100,7 +100,7 @@ def test_elsewhere_vllms_default_stays_and_the_log_says_why(lines: list[str], la
 def test_a_limit_of_splits_with_which_plan_and_graph_may_differ_keeps_the_default(
     lines: list[str], splits: int
 ) -> None:
-    """0: the plan chooses the number for each step. 1: with large blocks, plan and graph pack heads differently."""
+    """0: the plan chooses the splits of each step. 1: with large blocks, plan and graph pack heads differently."""
     given = config(PIECES, Layer(), splits=splits)
     graphs.choose_graphs(given, "auto", 0)
     assert given.compilation_config.cudagraph_mode == PIECES

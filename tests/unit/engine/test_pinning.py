@@ -119,10 +119,11 @@ def test_the_ring_is_smaller_if_later_memory_cannot_be_pinned(
     cuda.go.set()
     memory._thread.join(kit.PATIENCE)
     assert ring.usable == SLICE
-    with pytest.raises(ValueError, match=f"do not fit in the {SLICE} bytes of the ring: raise the limit of pinned"):
+    with pytest.raises(ValueError, match=f"do not fit in the {SLICE} bytes of the ring: raise the limit of locked"):
         ring.alloc(SLICE + 1)  # without the error, the call would wait forever
     assert [line.partition(" bytes could")[2] for line in lines] == [
-        " not be pinned (2); give a smaller size or raise the limit. The ring stays at its first 0 MiB"
+        " not be pinned (2); give a smaller size, or raise the limit of locked memory (ulimit -l)."
+        " The ring stays at its first 0 MiB"
     ]
     memory.close()
     assert cuda.pinned == {}

@@ -82,7 +82,7 @@ class Queue:
 
 @pytest.mark.parametrize("kind", ["usual", "unaligned", "kept"])
 def test_a_request_is_not_passed_for_ever_by_smaller_ones(tmp_path: Path, kind: str) -> None:
-    """However much more room than they it needs."""
+    """This holds for any difference in size."""
     queue = Queue(tmp_path, pages=4)
     for number in range(4):  # they end one after the other, and so do those that follow them
         queue.add(f"first {number}", 16, kept=True).left += number

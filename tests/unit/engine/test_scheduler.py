@@ -323,7 +323,8 @@ def test_a_request_aborted_during_its_prompt_step_has_all_its_rows(make: Make) -
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("pages", [0, 60])
 def test_a_request_that_is_aborted_while_its_prompt_is_computed_again_ends(make: Make, pages: int, again: bool) -> None:
-    """Beside drafts. A reset of the prefix cache dropped its first token, so the logits of its last row do not count.
+    """The engine has drafts. A reset of the prefix cache drops the first sampled token. The logits of the last row then
+    belong to no token, and are not stored.
 
     again: whether it is preempted once more before it is aborted.
     """
@@ -365,8 +366,8 @@ def test_rows_of_later_turns_of_a_session_come_from_their_own_blocks(make: Make)
 
 @pytest.mark.parametrize("pages", [0, 60])
 def test_a_session_without_output_tokens_has_those_of_earlier_turns(make: Make, pages: int) -> None:
-    """They are part of its next prompt. A pool does not keep their rows that long, so it stores those of the last turn
-    too.
+    """Output tokens of earlier turns are part of the next prompt. A pool frees rows before the next turn, so it also
+    stores the output tokens of the last turn.
     """
     engine = make(pages=pages, tokens=lambda: 9)
     name = engine.add(range(5, 15), 30, outputs=False, resumable=True)

@@ -328,7 +328,7 @@ def test_a_request_that_is_not_kept_says_so_and_is_counted(make: Make) -> None:
 def test_a_kept_request_ends_before_an_in_process_engine_sleeps(
     make: Make, monkeypatch: pytest.MonkeyPatch, pages: int, on_gpu: bool
 ) -> None:
-    """Workers get its messages only then."""
+    """Workers get the messages about this request only when it has ended."""
     engine = make(sleeps=True, pages=pages, on_gpu=on_gpu, hooks="q", tokens=lambda: 9)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", engine.worker)
     engine.add([7] * 20, 5, {"keep_if": "max(risk) > 1"})

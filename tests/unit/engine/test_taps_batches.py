@@ -137,7 +137,7 @@ def taps_in(model: torch.nn.Module, base: str) -> ModelTaps:
 
 @pytest.mark.parametrize("may_sleep", [False, True])
 def test_tensors_of_reductions_stay_when_an_engine_sleeps(monkeypatch: pytest.MonkeyPatch, may_sleep: bool) -> None:
-    """One call prepares those of a layer, and nothing else is allocated in it."""
+    """One call of `kept_in_sleep` allocates the tensors of a layer's reductions, and nothing else."""
     prepared, kept = [], []
     reduction = parse("int8")
     monkeypatch.setattr(type(reduction), "prepare", lambda _, *what: prepared.append(what))

@@ -125,7 +125,7 @@ def test_a_store_is_whole_without_its_line_in_the_index(commit: Message, tmp_pat
 def test_every_file_and_directory_is_flushed(
     commit: Message, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repaired: bool
 ) -> None:
-    """A commit does so, and a repair that only renames the store does so too."""
+    """A commit flushes them, and so does a repair that only renames the store."""
     flushed: list[str] = []
     monkeypatch.setattr(commit_module, "fsync_path", flushed.append)
     partial = Path(shutil.copytree(commit["partial"], tmp_path / "a.zarr.partial"))

@@ -505,7 +505,7 @@ def test_a_word_keeps_its_space_where_decoders_drop_the_first_one(tmp_path: Path
         ("attention/full.zarr?layer=9&head=0", "no layer 9"),
         ("attention/full.zarr?layer=0&head=4", "head 4 does not exist"),
         ("attention/full.zarr?head=0", "layer='' is not valid"),
-        ("attended/full.zarr?layer=0&head=0&token=26", "token 26 does not exist: the store has 26"),
+        ("attended/full.zarr?layer=0&head=0&token=26", "token 26 does not exist: the store has 26 tokens"),
         ("lens/full.zarr?token=0", "--model DIR"),
         ("heat/full.zarr?hook=prediction&statistic=norm", "'norm' does not exist for 'prediction'"),
         ("predicted/full.zarr", "--model DIR"),

@@ -355,7 +355,7 @@ def test_one_latent_in_a_window(k: int | None, root: Path) -> None:
     np.testing.assert_allclose(found[0], wanted, rtol=1e-4, atol=1e-5)
     part = floats(page.get("api/heat/lossy.zarr", params={**query, "first": 90, "count": 20}))
     assert np.array_equal(part[0], found[0, 90:110], equal_nan=True)
-    assert "latent 24 does not exist: the autoencoder has 24" in refused(
+    assert "latent 24 does not exist: the autoencoder has latents 0 to 23" in refused(
         page, "heat", "lossy", hook="latents", index=24
     )
 

@@ -75,7 +75,9 @@ def test_one_latent_is_encoded_as_in_the_whole(kind: str) -> None:
         assert one.weight.flags.c_contiguous
         np.testing.assert_allclose(one.encode(ROWS)[:, 0], whole.encode(ROWS)[:, latent], rtol=1e-5, atol=1e-6)
     for latent in (-1, LATENTS):
-        with pytest.raises(ValueError, match=rf"^latent {latent} does not exist: the autoencoder has {LATENTS}$"):
+        with pytest.raises(
+            ValueError, match=rf"^latent {latent} does not exist: the autoencoder has latents 0 to {LATENTS - 1}$"
+        ):
             Latents(whole, "resid_pre@3")._only(latent)
 
 
@@ -319,7 +321,7 @@ def test_texts_are_read_once_and_searched_with_what_else_is_known(monkeypatch: p
 
 
 def test_experts_of_a_store_without_rows_are_none() -> None:
-    """Their number is that of the largest one, unless an attribute has it."""
+    """The number of experts is that of the largest index plus 1, unless an attribute has it."""
 
     class Routed:
         attrs: dict[str, Any] = {}

@@ -16,7 +16,7 @@ Buffer = memoryview
 _BLOCK_BYTES = 8 << 20
 """Number of bytes per read of `StoreFiles.blocks`."""
 MAPPED_BYTES = 1 << 20
-"""`load_file` memory-maps files of at least so many bytes. Only the pages that are used are read from disk."""
+"""`load_file` memory-maps files of this size or larger. Only the pages that are used are read from disk."""
 _FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0)
 """Flags of `os.open`. Without O_BINARY, Windows translates line ends."""
 _seeking = threading.Lock()

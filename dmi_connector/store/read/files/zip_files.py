@@ -133,8 +133,8 @@ def _entries(place: Place, file: io.BufferedIOBase) -> dict[str, _Entry]:
     packed = next((info.filename for info in infos if info.compress_type or info.flag_bits & 1), None)
     if packed is not None:
         raise ValueError(
-            f"{place}: {packed!r} is compressed or encrypted in it, so no part of it can be read alone; write the zip"
-            " file with dmi export --to zip, or with zip -0"
+            f"{place}: the entry {packed!r} is compressed or encrypted, so its parts cannot be read separately; write"
+            " the zip file with dmi export --to zip, or with zip -0"
         )
     size = file.seek(0, os.SEEK_END)
     outside = next((i.filename for i in infos if i.header_offset < 0 or i.header_offset + i.file_size > size), None)

@@ -163,7 +163,7 @@ class Coordinator:
         self.outbox.put({"upload": increase})
 
     def _report(self, error: Exception, id: int | None) -> None:
-        logger.exception("dmi: a message of capture %s failed", id)
+        logger.exception("dmi: handling a message of capture %s failed", id)
         self.outbox.put({"note": f"{type(error).__name__}: {error}"})
 
     def _layout(self, number: int, layout: dict[str, Any], attrs: dict[str, Any]) -> None:
