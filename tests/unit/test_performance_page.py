@@ -108,6 +108,7 @@ OTHERS = {
         ("h200-drafts-writers", f"{NULL} eagle3", "short64", "stock eagle3"),
         ("h200-drafts-writers", f"{ZSTD} ngram", "short64", "stock ngram"),
         ("h200-busy-ngram-slow-cores", f"{ZSTD} ngram", "short64", "stock ngram"),
+        ("h200-slices", f"{ZSTD} ngram", "short64", "stock ngram"),
         ("h200-32-cores", f"{ZSTD} ngram", "short64", "stock ngram"),
         ("h200-32-cores", f"{NULL} ngram", "short64", "stock ngram"),
         ("h200-ngram-codecs", f"{ZSTD} ngram", "short64", "stock ngram"),
@@ -121,6 +122,7 @@ OTHERS = {
         ("h200-pool", POOL, "short256", "stock"),
         ("h200-pool-256", POOL, "short256", "stock"),
         ("h200-pool-target", POOL, "short256", "stock"),
+        ("h200-slices", POOL, "short256", "stock"),
         ("h200-probes-6", POOL, "uncaptured64", "stock"),
         ("h200-probes-6", POOL, "uncaptured-prompts16", "stock"),
         ("h200-encodings-rp", POOL, "uncaptured64", "stock"),
@@ -152,6 +154,18 @@ def test_other_engines_and_machines(head: str) -> None:
         captured = zip(found["tok_per_s"], own, strict=False)
         same(shown, *([a / b for a, b in captured] if load == "uncaptured64" else ratios([found])))
         assert found.get("verified", True) and not found.get("lost_rows"), row
+
+
+def test_intervals_of_engines_that_ran_in_slices() -> None:
+    text = " ".join(page("PERFORMANCE.md").split())
+    engines = BUSY["h200-slices"]["engines"]
+    for setup, load, said in (
+        (f"{ZSTD} ngram", "short64", text.split("The 95 % interval of the ratio is ")[1]),
+        (POOL, "short256", text.split("The 95 % interval of `h200-slices` is ")[1]),
+    ):
+        found = engines[setup]["loads"][load]
+        same(said.split(". ")[0], *(found["in_slices"][0][bound] for bound in ("low", "high")))
+        assert re.findall(r"writers used (\d+) of 16", said)[0] == f"{found['writers_cores'][0]:.0f}"
 
 
 def test_drafts_with_slow_cores_could_be_written_at() -> None:
