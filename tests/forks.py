@@ -36,6 +36,8 @@ from dmi_connector.store.write.finish.uploads import UPLOADER
 
 MODULE = "tests.forks"
 MODULES = (COORDINATOR, WRITER, UPLOADER)
+_ENCODING = ("numcodecs.blosc", "zstandard")
+"""Modules that a writer imports when it encodes its first chunks. They start no threads."""
 _REQUEST_BYTES = 1 << 18
 _OUT_OF_THE_WAY = 1000
 """Lowest number of the temporary copies of a child's descriptors, above the numbers that the child uses."""
@@ -234,7 +236,7 @@ def _fork(data: bytes, received: Sequence[int], be: Callable[[Sequence[str]], in
 
 def main(life: int) -> None:
     """Entry point of the server process."""
-    for module in MODULES:
+    for module in (*MODULES, *_ENCODING):
         importlib.import_module(module)
     child_process.subprocess = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)  # type: ignore[assignment]
     serve(life, main_of)

@@ -10,7 +10,7 @@ import functools
 import gc
 import multiprocessing
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from dmi_connector.hooks import HOOKS, USUAL
-from tests import runner
+from tests import forks, runner
 from tests.waits import sleep_while_waiting
 
 if TYPE_CHECKING:
@@ -34,8 +34,15 @@ USUAL_HOOKS = {name for name, hook in HOOKS.items() if hook.only in (None, "dens
 CHUNK, SEGMENT, BLOCK = 32, 64, 128
 """Rows per chunk and per shard in these tests, and vLLM's default block size on a CPU."""
 
-SMALL: dict[str, Any] = {"chunk_tokens": CHUNK, "segment_tokens": SEGMENT, "check": "poison"}
-"""Options for captures with many chunks and shards. `poison` reveals values that no tap wrote."""
+SMALL: dict[str, Any] = {
+    "chunk_tokens": CHUNK,
+    "segment_tokens": SEGMENT,
+    "check": "poison",
+    "host_buffer_bytes": 32 << 20,
+}
+"""Options for captures with many chunks and shards. `poison` reveals values that no tap wrote. Writers map the whole
+ring, so that of the default size would start more slowly.
+"""
 if runner.GPU:
     # The defaults suit an engine that has the machine for itself. Here, many test processes share it.
     SMALL |= {"host_buffer_bytes": 256 << 20, "writers": 2}
@@ -114,7 +121,8 @@ def engine(
     """Run a vLLM engine during the `with` block.
 
     in_process: run the scheduler and the worker in this process. That saves the start of two processes, and tests can
-    watch them and run single steps. vLLM's default is False.
+    watch them and run single steps. vLLM's default is False. The coordinator and the writers are then forked from a
+    process that has imported their code (tests/forks.py). Otherwise the engine starts them as it does for a user.
 
     fork: fork the processes of the engine, as vLLM does on a GPU, instead of spawning them, as it does on a CPU. A
     spawned process takes twelve seconds to import vLLM. In a process that has compiled a model, processes are spawned
@@ -127,7 +135,7 @@ def engine(
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
     _find_kernels_once()
-    with _classes_as_before(), _garbage_of_the_engine_alone():
+    with _classes_as_before(), _garbage_of_the_engine_alone(), forks.forked() if in_process else nullcontext():
         try:
             with pytest.MonkeyPatch.context() as patch:
                 if fork and not in_process and not _compiled and not runner.GPU:
