@@ -254,7 +254,7 @@ def test_directions_can_be_projected(run: Run, oracle: Callable[..., Oracle]) ->
     np.testing.assert_allclose(projected, direction @ basis, rtol=1e-5)
     scores = capture.numpy("resid_mid", layer=1) @ projected
     assert np.corrcoef(scores, exact @ basis @ basis.T @ direction)[0, 1] > 0.9999
-    with pytest.raises(ValueError, match=r"rows of 'resid_mid' \(64,\)"):
+    with pytest.raises(ValueError, match=r"'resid_mid' has 64 values; give one of shape \(64,\)"):
         capture.project("resid_mid", direction[:5])
     with pytest.raises(ValueError, match="not stored as a projection"):
         capture.project("q", direction)
