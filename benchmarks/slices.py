@@ -121,7 +121,7 @@ def ratio(mine: Sequence[float], stock: Sequence[float], seed: int = 0) -> dict[
     """The ratio of two speeds that were measured in slices, with an interval of 95 %.
 
     mine, stock: tokens of each second. Seconds with the same index were measured one right after the other. The
-    interval is that of a bootstrap over these pairs.
+    interval is that of a bootstrap over these pairs, as if they were independent.
     """
     pairs = np.array(list(zip(mine, stock, strict=False)), np.float64)
     draws = np.random.default_rng(seed).integers(0, len(pairs), (_RESAMPLES, len(pairs)))
