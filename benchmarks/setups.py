@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases and setups of the capture benchmark, and their order."""
+"""The cases and setups of the capture benchmark and their order, and the setups of sustained load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import drafts, fitted
-from benchmarks.fitted import dims_of
 
 FULL = "vllm-full,-logits"
 HIDDEN = "hidden-states"
@@ -131,7 +130,7 @@ def first_layers(model: str, share: int) -> str:
     """The selection FULL, but only of the first 1/share of the layers of a model."""
     from dmi_connector.hooks import HOOKS, parse_selection
 
-    dims = dims_of(model)
+    dims = fitted.dims_of(model)
     count = -(-dims.layers // share)
     selected = parse_selection(FULL, dims).hooks
     once = [name for name in selected if HOOKS[name].scope != "layer"]
