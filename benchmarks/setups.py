@@ -319,5 +319,6 @@ def sustained_setups(model: str) -> list[Sustained]:
     for method in drafts.METHODS:
         setups.append(Sustained(f"stock {method}", f"stock {method}", drafts=method))
         setups.append(ours(f"hidden-states null {method}", HIDDEN, drafts=method))
-        setups.append(ours(f"hidden-states zstd {method}", HIDDEN, "zstd", drafts=method))
+        setups.append(replace(ours(f"hidden-states host {method}", HIDDEN, drafts=method), sink="host"))
+        setups += [ours(f"hidden-states {codec} {method}", HIDDEN, codec, drafts=method) for codec in ("none", "zstd")]
     return setups

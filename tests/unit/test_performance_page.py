@@ -59,7 +59,8 @@ def test_a_busy_engine_with_64_requests(row: int, setup: str, names: list[str]) 
 
 def test_stock_beside_it() -> None:
     _, _, speeds, _, p99 = table("PERFORMANCE.md", "| 64 in flight")[0]
-    found = [run["engines"]["stock"]["loads"].get("short64", {}) for name, run in BUSY.items() if "h200-s" in name]
+    engines = [run["engines"] for name, run in BUSY.items() if "h200-s" in name]
+    found = [one["stock"]["loads"].get("short64", {}) for one in engines if "stock" in one]
     p99s = [one for run in found for one in run.get("between_tokens_p99_ms", [])]
     fast = [median(run["tok_per_s"]) for run in found if run]
     same(p99, *(median(some) for some in ([min(p99s)], [max(p99s)])))
@@ -108,7 +109,6 @@ OTHERS = {
         ("h200-drafts-writers", f"{NULL} eagle3", "short64", "stock eagle3"),
         ("h200-drafts-writers", f"{ZSTD} ngram", "short64", "stock ngram"),
         ("h200-busy-ngram-slow-cores", f"{ZSTD} ngram", "short64", "stock ngram"),
-        ("h200-slices", f"{ZSTD} ngram", "short64", "stock ngram"),
         ("h200-32-cores", f"{ZSTD} ngram", "short64", "stock ngram"),
         ("h200-32-cores", f"{NULL} ngram", "short64", "stock ngram"),
         ("h200-ngram-codecs", f"{ZSTD} ngram", "short64", "stock ngram"),
@@ -122,7 +122,6 @@ OTHERS = {
         ("h200-pool", POOL, "short256", "stock"),
         ("h200-pool-256", POOL, "short256", "stock"),
         ("h200-pool-target", POOL, "short256", "stock"),
-        ("h200-slices", POOL, "short256", "stock"),
         ("h200-probes-6", POOL, "uncaptured64", "stock"),
         ("h200-probes-6", POOL, "uncaptured-prompts16", "stock"),
         ("h200-encodings-rp", POOL, "uncaptured64", "stock"),
@@ -156,16 +155,35 @@ def test_other_engines_and_machines(head: str) -> None:
         assert found.get("verified", True) and not found.get("lost_rows"), row
 
 
-def test_intervals_of_engines_that_ran_in_slices() -> None:
-    text = " ".join(page("PERFORMANCE.md").split())
-    engines = BUSY["h200-slices"]["engines"]
-    for setup, load, said in (
-        (f"{ZSTD} ngram", "short64", text.split("The 95 % interval of the ratio is ")[1]),
-        (POOL, "short256", text.split("The 95 % interval of `h200-slices` is ")[1]),
-    ):
-        found = engines[setup]["loads"][load]
-        same(said.split(". ")[0], *(found["in_slices"][0][bound] for bound in ("low", "high")))
-        assert re.findall(r"writers used (\d+) of 16", said)[0] == f"{found['writers_cores'][0]:.0f}"
+SLICES = [
+    ("h200-slices-parts", f"{NULL} ngram"),
+    ("h200-slices-parts", "hidden-states host ngram"),
+    ("h200-slices-parts", f"{ZSTD} ngram"),
+    ("h200-slices-codecs", f"{ZSTD} ngram"),
+    ("h200-slices-codecs", f"{ZSTD} ngram:w8"),
+    ("h200-slices-codecs", "hidden-states none ngram"),
+    ("h200-slices", f"{ZSTD} ngram"),
+    ("h200-slices-pool", POOL),
+    ("h200-slices-pool", f"{POOL}:w8"),
+    ("h200-slices", POOL),
+]
+"""(run, setup) of each row of the table of engines that ran in slices."""
+
+
+@pytest.mark.parametrize("row", range(len(SLICES)))
+def test_engines_that_ran_in_slices(row: int) -> None:
+    rows = table("PERFORMANCE.md", "| in flight | capture | ratio to stock | 95 % interval |")
+    assert len(rows) == len(SLICES)
+    _, capture, shown, intervals, cores, rate, named = rows[row]
+    run, setup = SLICES[row]
+    (found,) = BUSY[run]["engines"][setup]["loads"].values()
+    assert named == f"`{run}`" and "--slice 1.0" in BUSY[run]["header"]["command"]
+    assert ("8 `writers`" in capture) == setup.endswith(":w8")
+    same(shown, *(one["ratio"] for one in found["in_slices"]))
+    same(intervals, *(one[bound] for one in found["in_slices"] for bound in ("low", "high")))
+    same(cores, *found.get("writers_cores", []))
+    same(rate, *(one for one in found["exported_GB_per_s"] if one))
+    assert found.get("verified", True) and not found.get("lost_rows")
 
 
 def test_drafts_with_slow_cores_could_be_written_at() -> None:
