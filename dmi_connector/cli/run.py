@@ -40,7 +40,7 @@ USAGE = """dmi run --model MODEL --prompts FILE|DIR --out DIR [--hooks HOOKS] [-
                [any flag of vLLM's engine ...]
 
        If the command was stopped or killed, start it again: it continues where it was. Flags that are not listed
-       here go to vLLM's engine as they are."""
+       here go to vLLM's engine as they are. A SIZE may end with k, M, G or T, as in 500M."""
 NOT_OURS = (
     "store_dir",
     "policy",

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,18 +38,42 @@ _CHOICES = {
     "cuda_graphs": CUDA_GRAPHS,
 }
 _OURS = {option.name for option in fields(ServerOptions)}
-_ZERO = {
-    "writers": "automatic",
-    "host_buffer_bytes": "automatic",
-    "staging_bytes": "automatic",
-    "pool_bytes": "automatic",
-    "max_request_bytes": "no limit",
-    "max_total_bytes": "no limit",
-    "min_free_bytes": "no limit",
-    "retain_seconds": "no removal",
-    "retain_bytes": "no removal",
+_MEANING = {
+    "store_dir": "directory of the stores, created if it is missing",
+    "hooks": "what to capture: hooks, presets and wildcards with commas, such as resid_post@0-3,logits",
+    "pool_bytes": "size of the pool per rank, with --owner pool",
+    "codec": "codec of the stores",
+    "always_compress": "compress every chunk, also when writers are behind",
+    "chunk_tokens": "rows per chunk",
+    "segment_tokens": "rows per shard file, a multiple of --chunk-tokens",
+    "writers": "writer processes per rank",
+    "host_buffer_bytes": "size of the ring buffer between engine and writers, per rank",
+    "staging_bytes": "GPU memory in which chunks wait for their copy to the host",
+    "policy": "when the ring buffer is full: block makes the engine wait, drop drops rows and lists them as missing",
+    "sink": "disk writes stores; host and null discard rows, and are for benchmarks",
+    "fsync": "flush each store to the disk before it gets its final name",
+    "file_mode": "who may read stores: their owner, the group, or everyone",
+    "allow_custom_save_path": "requests may choose the directory of their store, beneath --save-path-roots",
+    "save_path_roots": "directories that may contain the stores of such requests, with commas",
+    "max_request_bytes": "maximum size of one request's rows, before compression",
+    "max_total_bytes": "maximum size of all stores",
+    "min_free_bytes": "space that must stay free on the file system",
+    "retain_seconds": "age at which finished stores are removed",
+    "retain_bytes": "while finished stores take more than this, the oldest is removed",
+    "shutdown_seconds": "how long writing may continue after the engine ends",
+    "check": "poison finds values that were never written; it is slow, and meant for tests of new models",
+    "cuda_graphs": "auto uses vLLM's graph mode FULL where it is correct, vllm keeps vLLM's own",
+    "upload": "s3://bucket/prefix, to which finished stores are uploaded",
+    "upload_remove_local": "remove the local copy of an uploaded store",
+    "upload_backlog_bytes": "maximum size of the finished stores that wait for their upload",
+    "upload_retry_seconds": "how long transient errors of an upload are retried",
+    "upload_only_complete": "do not upload stores that lack rows, nor those of aborted requests",
 }
-"""Option with default 0 -> what 0 means."""
+"""Option -> what it does, for the help. docs/CAPTURING.md says more."""
+_AUTOMATIC = ("writers", "host_buffer_bytes", "staging_bytes", "pool_bytes")
+"""Options for which 0 means that a size is chosen. For others with default 0, it means no limit."""
+_UNITS = {"bytes": (units.nbytes, "SIZE"), "seconds": (units.seconds, "TIME")}
+"""Last word of an option's name -> the `type` and the metavar of its flag."""
 _JSON = {
     "reduce": '{"resid_*": "rp(512)", "*": "int8"}',
     "probes": '{"risk": "risk.safetensors"}',
@@ -61,7 +85,8 @@ _GRAPHS = re.compile(r"^(--compilation[-_]config|-cc)([.=]|$)")
 
 USAGE = """dmi serve MODEL [--hooks HOOKS] [--store-dir DIR] [--owner OWNER] [option ...] [any vllm flag ...]
 
-       MODEL comes first. Flags that are not listed here go to vLLM's server as they are."""
+       MODEL comes first. Flags that are not listed here go to vLLM's server as they are.
+       A SIZE may end with k, M, G or T, as in 500M, and a TIME with s, m, h or d, as in 7d."""
 
 
 def add_options(parser: argparse._ActionsContainer, leave_out: Sequence[str] = ()) -> None:
@@ -72,27 +97,34 @@ def add_options(parser: argparse._ActionsContainer, leave_out: Sequence[str] = (
     for option in fields(ServerOptions):
         if option.name in leave_out or option.name == "owner":
             continue
-        flag = "--" + option.name.replace("_", "-")
-        default = ",".join(option.default) or "none" if isinstance(option.default, tuple) else option.default
-        default = "none" if default == "" else f"0: {_ZERO[option.name]}" if option.name in _ZERO else default
-        if option.name == "store_dir" or default is MISSING:
-            default = "captures"
-        if option.type == "bool":
-            said = f"default {str(default).lower()}; the flag alone means true"
-            parser.add_argument(flag, nargs="?", type=_boolean, const=True, metavar="true|false", help=said)
-            continue
+        flag, word = "--" + option.name.replace("_", "-"), option.name.rpartition("_")[2]
         if option.name in _JSON:
             names, metavar = (MODES, "MODE|JSON") if option.name == "reduce" else ((), "JSON")
             parser.add_argument(flag, type=_rules(_JSON[option.name], names), metavar=metavar, help=_said(option.name))
             continue
-        parser.add_argument(flag, type=_kind(option), choices=_CHOICES.get(option.name), help=f"default {default}")
+        said = f"{_MEANING[option.name]} (default: {_default(option)})"
+        if option.type == "bool":
+            parser.add_argument(flag, nargs="?", type=_boolean, const=True, metavar="true|false", help=said)
+            continue
+        kind: Any
+        if option.type == "int":
+            kind, metavar = _UNITS.get(word, (int, "N"))
+        else:
+            kind, metavar = str, {"upload": "URL", "roots": "DIRS"}.get(word, word.upper())
+        choices = _CHOICES.get(option.name)
+        parser.add_argument(flag, type=kind, choices=choices, metavar=None if choices else metavar, help=said)
 
 
-def _kind(option: Field[Any]) -> Any:
-    """The `type` that argparse uses for an option's flag."""
-    if option.type != "int":
-        return str
-    return {"bytes": units.nbytes, "seconds": units.seconds}.get(option.name.rpartition("_")[2], int)
+def _default(option: Field[Any]) -> str:
+    """The default of an option, for the help."""
+    if option.name == "store_dir":
+        return "captures"  # that of `capture_args`
+    if isinstance(option.default, tuple):
+        return ",".join(option.default) or "none"
+    if option.type == "int" and option.default == 0:
+        removal = option.name.startswith("retain_")
+        return f"0, {'automatic' if option.name in _AUTOMATIC else 'no removal' if removal else 'no limit'}"
+    return str(option.default).lower() if option.type == "bool" else str(option.default) or "none"
 
 
 def _boolean(text: str) -> bool:

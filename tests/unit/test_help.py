@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
+from dataclasses import fields
 
 import pytest
 
 from dmi_connector.cli.help import COMMANDS
 from dmi_connector.cli.main import main, make_parser, make_run_parser, make_serve_parser
+from dmi_connector.cli.run import NOT_OURS
 from dmi_connector.cli.serve import server_command
+from dmi_connector.settings import ServerOptions
 
 OWN = {"serve": make_serve_parser, "run": make_run_parser}
 """Commands whose parser is not a subparser of `dmi`, because they pass unknown flags on to vLLM."""
@@ -37,6 +41,23 @@ def test_the_help_of_a_command_has_one_sentence_and_examples(name: str) -> None:
         "examples must be below the options, and must not be wrapped"
     )
     assert name != "export" or "formats:\n  safetensors " in below
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_server_options_say_what_they_do_and_their_default(name: str) -> None:
+    helps = {action.dest: action.help or "" for action in OWN[name]()._actions}
+    automatic = {"writers", "host_buffer_bytes", "staging_bytes", "pool_bytes"}
+    left = {"owner", "reduce", "probes", "probe_alerts", *(NOT_OURS if name == "run" else ())}
+    for option in fields(ServerOptions):
+        if option.name not in left:
+            found = re.fullmatch(r"(.+) \(default: (.+)\)", helps[option.name])
+            assert found is not None, option.name
+            meaning, shown = found.groups()
+            assert len(meaning.split()) > 2, option.name
+            default = "captures" if option.name == "store_dir" else option.default
+            default = ",".join(default) if isinstance(default, tuple) else str(default).lower()
+            zero = "automatic" if option.name in automatic else "no removal" if "retain" in option.name else "no limit"
+            assert shown == {"": "none", "0": f"0, {zero}"}.get(default, default), option.name
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -16,7 +16,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,9 @@ from dmi_connector.bulk.manifest import Manifest, Positions
 from dmi_connector.bulk.progress import Counts, Progress, Speedometer, duration
 from dmi_connector.bulk.prompts import BadRow, Columns, Prompt
 from dmi_connector.bulk.settings import RunSettings, engine_gpus, joined, settle
-from dmi_connector.cli.main import main, make_run_parser, make_serve_parser
+from dmi_connector.cli.main import main, make_run_parser
 from dmi_connector.cli.run import NOT_OURS, settings_of
 from dmi_connector.option_values import OptionError
-from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.locks import LIFE_LOCK, lock_alone
 from dmi_connector.store.read.run_manifest import read_manifest
 from tests.bulkkit import Killed, Kills
@@ -63,20 +62,6 @@ def test_flags_become_settings_and_others_go_to_vllm() -> None:
 def test_a_flag_of_vllm_for_cuda_graphs_turns_off_our_choice() -> None:
     assert parsed("--compilation-config", "{}").capture == {"cuda_graphs": "vllm"}
     assert parsed("-cc.mode=none", "--cuda-graphs", "auto").capture == {"cuda_graphs": "auto"}
-
-
-def test_help_says_what_the_default_0_means() -> None:
-    """This holds for every option, in both commands."""
-    means = {"automatic", "no limit", "no removal"}
-    for parser in (make_run_parser(), make_serve_parser()):
-        helps = {action.dest: action.help or "" for action in parser._actions}
-        numbers = [o.name for o in fields(ServerOptions) if o.type == "int" and o.default == 0 and o.name in helps]
-        # dmi run has its own help for it
-        numbers = [name for name in numbers if not helps[name].startswith("space that")]
-        assert "writers" in numbers
-        for name in numbers:
-            before, _, meaning = helps[name].partition("default 0: ")
-            assert not before and meaning in means, f"{name}: {helps[name]}"
 
 
 @pytest.mark.parametrize("name", NOT_OURS)
