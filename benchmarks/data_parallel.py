@@ -31,7 +31,7 @@ from benchmarks import common
 from benchmarks.bulk import flags
 from benchmarks.capture import note
 from benchmarks.engine import DRAIN_S
-from benchmarks.loads import LOADS, Load, first_lengths, prompts
+from benchmarks.loads import LOADS, Load, lengths, prompts
 from benchmarks.report import servers_table
 from benchmarks.setups import HIDDEN
 from benchmarks.summary import summarise
@@ -70,22 +70,21 @@ async def _client(url: str, load: Load, vocab: int, seed: int) -> int:
     """Keep `load.in_flight` requests in flight until the standard input ends. Returns the number of answers."""
     import aiohttp
 
-    drawn, over = prompts(load, vocab, seed), asyncio.Event()
+    drawn, counts, over = prompts(load, vocab, seed), lengths(load, seed), asyncio.Event()
     answered = 0
 
-    async def one(session: Any, first: int) -> None:
+    async def one(session: Any) -> None:
         nonlocal answered
-        tokens = first
         while not over.is_set():
+            tokens = next(counts)
             body = {"model": "model", "prompt": next(drawn), "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
             await _ask(session, f"{url}/v1/completions", body)
             answered += 1
-            tokens = load.output_tokens
 
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), over.set)
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        await asyncio.gather(*(one(session, count) for count in first_lengths(load, seed)))
+        await asyncio.gather(*(one(session) for _ in range(load.in_flight)))
     return answered
 
 

@@ -26,7 +26,8 @@ class Load(NamedTuple):
     """A continuous load. in_flight: number of requests in flight.
 
     prompt_tokens, output_tokens: tokens per request. shared: number of tokens at the start that all prompts share, so
-    that they are in the prefix cache. captured: whether these requests are captured in an engine that captures.
+    that they are in the prefix cache. captured: whether these requests are captured in an engine that captures. spread:
+    requests generate between output_tokens - spread and output_tokens + spread tokens, at random.
     """
 
     in_flight: int
@@ -34,16 +35,23 @@ class Load(NamedTuple):
     output_tokens: int
     shared: int = 0
     captured: bool = True
+    spread: int = 0
 
     def shrunk(self, by: int) -> Load:
         """This load with numbers divided by `by`, for small machines."""
         requests, prompt = max(1, self.in_flight // by), max(1, self.prompt_tokens // by)
-        return Load(requests, prompt, max(2, self.output_tokens // by), self.shared // by, self.captured)
+        output = max(2, self.output_tokens // by)
+        return Load(requests, prompt, output, self.shared // by, self.captured, self.spread // by)
+
+    @property
+    def most_tokens(self) -> int:
+        """Maximum number of tokens of a request."""
+        return self.prompt_tokens + self.output_tokens + self.spread
 
     @property
     def rows(self) -> int:
-        """Number of rows of a request's store. The last generated token has no row."""
-        return self.prompt_tokens + self.output_tokens - 1
+        """Maximum number of rows of a request's store. The last generated token has no row."""
+        return self.most_tokens - 1
 
 
 LOADS = {
@@ -53,6 +61,8 @@ LOADS = {
     "short64": Load(64, 128, 384),
     "short128": Load(128, 128, 384),
     "short256": Load(256, 128, 384),
+    "mixed64": Load(64, 128, 384, spread=128),
+    "mixed256": Load(256, 128, 384, spread=128),
     "long16": Load(16, 4000, 200),
     "long32": Load(32, 15_996, 4),  # ends soon after its prompt: a store of the full surface in int8 takes 20 GB
     "long128": Load(128, 5000, 400),
@@ -81,14 +91,18 @@ def prompts(load: Load, vocab: int, seed: int) -> Iterator[list[int]]:
         yield shared + draw(load.prompt_tokens - load.shared)
 
 
-def first_lengths(load: Load, seed: int) -> list[int]:
-    """The number of tokens that each of the first requests generates.
+def lengths(load: Load, seed: int) -> Iterator[int]:
+    """Yield the number of tokens that each request generates, without end.
 
-    The numbers differ, so that requests end one by one instead of all at once.
+    The first `in_flight` numbers differ, so that requests end one by one instead of all at once. Without `spread`, all
+    later requests have the same number and continue to end one by one in an engine with regular steps. Other engines
+    then have more steps with several new prompts. With `spread`, requests end at random in all engines.
     """
-    lengths = np.linspace(2, load.output_tokens, load.in_flight).astype(int)
-    shuffled: list[int] = np.random.default_rng(seed).permutation(lengths).tolist()
-    return shuffled
+    rng = np.random.default_rng(seed)
+    first = np.linspace(2, load.output_tokens, load.in_flight).astype(int)
+    yield from rng.permutation(first).tolist()
+    while True:
+        yield int(rng.integers(load.output_tokens - load.spread, load.output_tokens + load.spread + 1))
 
 
 class Client:
@@ -113,7 +127,7 @@ class Client:
         from vllm.sampling_params import RequestOutputKind
 
         self.engine, self.load, self._captures, self._probes, self._clock = engine, load, captures, probes, clock
-        self._prompts = prompts(load, vocab, seed)
+        self._prompts, self._lengths = prompts(load, vocab, seed), lengths(load, seed)
         self._make = lambda count, extra: SamplingParams(
             temperature=0.0,
             max_tokens=count,
@@ -128,17 +142,17 @@ class Client:
         self.tokens = self.requests = 0
         self.first_s: list[float] = []
         self.between_s: list[float] = []
-        for count in first_lengths(load, seed):
-            self._send(count)
+        for _ in range(load.in_flight):
+            self._send()
 
-    def _send(self, output_tokens: int) -> None:
+    def _send(self) -> None:
         name = f"{self._seed}-{self._sent}"
         dmi = {"key": name, **asked(self._probes, self._sent)} if self.load.captured else {"enabled": False}
         params = {"include_output_tokens": True, "dmi": dmi}
         extra = {"kv_transfer_params": params} if self._captures else {}
         self._sent += 1
         self._began[name] = self._clock()
-        self.engine.add_request(name, {"prompt_token_ids": next(self._prompts)}, self._make(output_tokens, extra))
+        self.engine.add_request(name, {"prompt_token_ids": next(self._prompts)}, self._make(next(self._lengths), extra))
 
     def run(self, seconds: float, each_second: Callable[[], None]) -> float:
         """Run steps of the engine for `seconds`, and count from 0. Returns the actual duration in seconds.
@@ -176,7 +190,7 @@ class Client:
                 self.requests += 1
                 del self._last[name], self._began[name]
                 if refill:
-                    self._send(self.load.output_tokens)
+                    self._send()
 
 
 def latency_ms(seconds: list[float]) -> dict[str, float]:

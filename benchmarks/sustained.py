@@ -356,7 +356,7 @@ def main(argv: list[str] | None = None) -> int:
         child_argv = [*argv, "--model", args.model]
     if not args.max_model_len:
         loads = [LOADS[name].shrunk(args.shrink) for name in args.loads.split(",")]
-        args.max_model_len = max(load.prompt_tokens + load.output_tokens for load in loads)
+        args.max_model_len = max(load.most_tokens for load in loads)
     setups = {setup.name: setup for setup in sustained_setups(args.model)}
     if args.child:
         setup = replace(setups[args.child.split(":")[0]], name=args.child, engine=args.child)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks import report, summary, sustained
-from benchmarks.loads import LOADS, Client, Load, growth, latency_ms, prompts
+from benchmarks.loads import LOADS, Client, Load, growth, latency_ms, lengths, prompts
 from dmi_connector.request_options import CaptureParams
 
 pytestmark = pytest.mark.soak  # only benchmark code, which users do not run
@@ -68,6 +69,16 @@ def test_a_client_keeps_requests_in_flight_that_end_one_by_one() -> None:
     assert max(engine.ends.count(step) for step in engine.ends[8:]) == 1, "two requests must not end in the same step"
     client.finish()
     assert not engine.left
+
+
+def test_requests_end_at_random_with_spread() -> None:
+    load = Load(8, 5, 40, spread=10)
+    drawn = list(islice(lengths(load, 3), 2008))
+    assert len(set(drawn[:8])) == 8 and max(drawn[:8]) == 40
+    assert set(drawn[8:]) == set(range(30, 51)), "both ends belong to the range"
+    assert list(islice(lengths(load, 3), 2008)) == drawn, "all engines get the same lengths"
+    assert load.rows == 5 + 50 - 1 and load.shrunk(2) == Load(4, 2, 20, spread=5)
+    assert set(list(islice(lengths(load._replace(spread=0), 3), 20))[8:]) == {40}
 
 
 @pytest.mark.parametrize(
