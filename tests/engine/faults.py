@@ -27,9 +27,11 @@ from tests.engine.harness import Ask, Run, generate, prompt
 
 MANY = 20
 TOKENS = 200  # generated tokens of each request of `many`
+PATIENCE = 600.0
+"""Seconds after which a wait has failed. On a CPU the kernels of the V2 runner are slow."""
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = 600) -> None:
+def until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"after {seconds:g} s: {what}"
@@ -152,7 +154,7 @@ class Live:
 
     def ask(self, asks: dict[str, Ask]) -> None:
         """Submit requests, and wait for the responses."""
-        self._submit(asks).result(120)
+        self._submit(asks).result(PATIENCE)
 
     def partials(self, tag: str) -> list[Path]:
         return list(self.run.store_dir.glob(f"{tag}-*.partial"))
@@ -163,7 +165,7 @@ class Live:
 
     def answered(self, asks: dict[str, Ask], future: Future[None]) -> None:
         """Check that every request got a full response."""
-        future.result(120)
+        future.result(PATIENCE)
         for name, ask in asks.items():
             assert len(self.run.tokens(name)) == len(ask.prompt) + ask.sampling["max_tokens"], name
 

@@ -27,7 +27,20 @@ from dmi_connector.cli.main import main
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.finish.repair import repair
 from tests.engine import faults
-from tests.engine.faults import MANY, TOKENS, Disk, Live, check_rows, finished, kill, many, processes, stopped, until
+from tests.engine.faults import (
+    MANY,
+    PATIENCE,
+    TOKENS,
+    Disk,
+    Live,
+    check_rows,
+    finished,
+    kill,
+    many,
+    processes,
+    stopped,
+    until,
+)
 from tests.engine.harness import CHUNK, SEGMENT, Run, engine
 
 HOOKS = "hidden-states,q,mlp_post,logits"
@@ -325,7 +338,7 @@ def test_a_killed_worker_leaves_stores_of_the_rows_that_arrived(engines: Engines
     future = live.begin(many("worker"))
     kill(processes("Worker"))
     with pytest.raises(Exception, match="EngineCore"):
-        future.result(60)
+        future.result(PATIENCE)
     engine_ended()
     closed_by_the_coordinator(disk.path, "worker", live.oracle)
     assert not live.partials("worker") and repair(disk.path, remove_empty=True) == []
@@ -343,7 +356,7 @@ def test_a_killed_worker_of_two_ranks_leaves_captures_to_a_repair(
     future = live.begin(many("ranks"))
     kill(processes("Worker")[:1])
     with pytest.raises(Exception, match="EngineCore"):
-        future.result(60)
+        future.result(PATIENCE)
     engine_ended()
     states = [c.state for c in find_captures(disk.path) if (c.key or "").startswith("ranks-")]
     assert states == ["unfinished"] * MANY
