@@ -154,6 +154,16 @@ def test_the_reason_for_an_absent_pattern_is_that_of_its_layer(cache_of: Callabl
     assert all(cache.absent.values())
 
 
+def test_the_output_of_a_block_before_an_absent_post_norm_is_absent(cache_of: Callable[..., Any]) -> None:
+    absent = cache_of([ArraySpec("attn_proj", "float32", (0,), 16)]).absent
+    assert absent["mlp.hook_out"] == absent["ln2_post.hook_in"] == "mlp_proj was not captured"
+    assert "attn.hook_out" not in absent and absent["ln1_post.hook_out"] == "attn_out was not captured"
+
+
+def test_a_model_without_post_norms_has_no_names_of_them(cache_of: Callable[..., Any]) -> None:
+    assert "mlp.hook_out" not in cache_of([ArraySpec("attn_out", "float32", (0,), 16)]).absent
+
+
 def test_a_pattern_that_an_image_does_not_have_is_absent(cache_of: Callable[..., Any]) -> None:
     cache = cache_of(of_attention(1), more={"attention": {"image_blocks": True}, "media": [{"positions": [[3, 7]]}]})
     assert "blocks.1.attn.hook_pattern" not in cache.cache_dict
