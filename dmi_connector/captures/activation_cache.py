@@ -121,7 +121,7 @@ class StoreActivations(ActivationCache):  # type: ignore[misc, unused-ignore]
     def absent(self) -> dict[str, str]:
         """Name without the block's prefix -> reason, for known names of TransformerLens that the cache lacks."""
         known = {**names.TL_NAMES, **names.QK_NAMES[True], **names.QK_NAMES[False], **names.ABSENT}
-        known |= dict(names.equal_hooks(self._capture.attrs))  # names of post-norms, if the model has them
+        known |= dict(names.equal_hooks(self._capture.attrs))  # names of post-norms, if the store has them
         there = {names.split_name(name)[0] for name in self.cache_dict}
         return {name: self.why_absent(name) for name in (*known, names.PATTERN, *names.OF_NORMS) if name not in there}
 

@@ -40,7 +40,8 @@ USAGE = """dmi run --model MODEL --prompts FILE|DIR --out DIR [--hooks HOOKS] [-
                [any flag of vLLM's engine ...]
 
        If the command was stopped or killed, start it again: it continues where it was. Flags that are not listed
-       here go to vLLM's engine as they are. A SIZE may end with k, M, G or T, as in 500M."""
+       here go to vLLM's engine as they are. A SIZE may end with k, M, G or T, as in 500M,
+       and a TIME with s, m, h or d, as in 90m."""
 NOT_OURS = (
     "store_dir",
     "policy",
