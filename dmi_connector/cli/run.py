@@ -28,7 +28,7 @@ from dmi_connector.bulk.settings import LIFE_NAME, RunSettings, engine_gpus, set
 from dmi_connector.bulk.signals import stopped_by_signals
 from dmi_connector.bulk.sources import identity, open_source
 from dmi_connector.cli import units
-from dmi_connector.cli.serve import add_options, leave_graphs, refuse_conflicts
+from dmi_connector.cli.serve import VALUES, add_options, leave_graphs, refuse_conflicts
 from dmi_connector.option_values import OptionError
 from dmi_connector.settings import ServerOptions
 from dmi_connector.store.format.locks import lock_alone
@@ -36,12 +36,12 @@ from dmi_connector.store.format.paths import UMASKS, make_directory
 from dmi_connector.urls import is_url
 from dmi_connector.wording import format_bytes
 
-USAGE = """dmi run --model MODEL --prompts FILE|DIR --out DIR [--hooks HOOKS] [--max-tokens N] [option ...]
+USAGE = f"""dmi run --model MODEL --prompts FILE|DIR --out DIR [--hooks HOOKS] [--max-tokens N] [option ...]
                [any flag of vLLM's engine ...]
 
        If the command was stopped or killed, start it again: it continues where it was. Flags that are not listed
-       here go to vLLM's engine as they are. A SIZE may end with k, M, G or T, as in 500M,
-       and a TIME with s, m, h or d, as in 90m."""
+       here go to vLLM's engine as they are.
+{VALUES}"""
 NOT_OURS = (
     "store_dir",
     "policy",

@@ -61,6 +61,9 @@ _MEANING = {
     "retain_seconds": "age at which finished stores are removed",
     "retain_bytes": "while finished stores take more than this, the oldest is removed",
     "shutdown_seconds": "how long writing may continue after the engine ends",
+    "reduce": "what is stored instead of whole rows",
+    "probes": "scores that are computed in the forward pass, and captured as the hook probe.NAME",
+    "probe_alerts": "requests with a larger score are counted",
     "check": "poison finds values that were never written; it is slow, and meant for tests of new models",
     "cuda_graphs": "auto uses vLLM's graph mode FULL where it is correct, vllm keeps vLLM's own",
     "upload": "s3://bucket/prefix, to which finished stores are uploaded",
@@ -83,10 +86,13 @@ _JSON = {
 _GRAPHS = re.compile(r"^(--compilation[-_]config|-cc)([.=]|$)")
 """Matches flags of vLLM that configure CUDA graphs."""
 
-USAGE = """dmi serve MODEL [--hooks HOOKS] [--store-dir DIR] [--owner OWNER] [option ...] [any vllm flag ...]
+VALUES = """       A SIZE may end with k, M, G or T, as in 500M, and a TIME with s, m, h or d, as in 7d.
+       A flag with [true|false] means true if it stands alone."""
+"""How to write the values of server options, for the usage."""
+USAGE = f"""dmi serve MODEL [--hooks HOOKS] [--store-dir DIR] [--owner OWNER] [option ...] [any vllm flag ...]
 
        MODEL comes first. Flags that are not listed here go to vLLM's server as they are.
-       A SIZE may end with k, M, G or T, as in 500M, and a TIME with s, m, h or d, as in 7d."""
+{VALUES}"""
 
 
 def add_options(parser: argparse._ActionsContainer, leave_out: Sequence[str] = ()) -> None:
@@ -98,11 +104,13 @@ def add_options(parser: argparse._ActionsContainer, leave_out: Sequence[str] = (
         if option.name in leave_out or option.name == "owner":
             continue
         flag, word = "--" + option.name.replace("_", "-"), option.name.rpartition("_")[2]
+        default = f"(default: {_default(option)})"
         if option.name in _JSON:
             names, metavar = (MODES, "MODE|JSON") if option.name == "reduce" else ((), "JSON")
-            parser.add_argument(flag, type=_rules(_JSON[option.name], names), metavar=metavar, help=_said(option.name))
+            said = f"{_said(option.name)} {default}"
+            parser.add_argument(flag, type=_rules(_JSON[option.name], names), metavar=metavar, help=said)
             continue
-        said = f"{_MEANING[option.name]} (default: {_default(option)})"
+        said = f"{_MEANING[option.name]} {default}"
         if option.type == "bool":
             parser.add_argument(flag, nargs="?", type=_boolean, const=True, metavar="true|false", help=said)
             continue
@@ -156,10 +164,11 @@ def _rules(example: str, names: Collection[str]) -> Callable[[str], dict[str, st
 
 
 def _said(option: str) -> str:
+    """The meaning of an option whose flag takes a JSON object, with an example."""
+    example = f"as in '{_JSON[option]}'"
     if option == "reduce":
-        return f"{', '.join(MODES)}, or as in '{_JSON[option]}'; reductions: {', '.join(forms())}"
-    what = "captured as the hook probe.NAME" if option == "probes" else "requests with a larger score are counted"
-    return f"as in '{_JSON[option]}'; {what}"
+        return f"{_MEANING[option]}: {', '.join(MODES)}, or {example}; reductions: {', '.join(forms())}"
+    return f"{_MEANING[option]}, {example}"
 
 
 def server_command(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], ServerOptions | None]:

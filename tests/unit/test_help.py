@@ -47,7 +47,7 @@ def test_the_help_of_a_command_has_one_sentence_and_examples(name: str) -> None:
 def test_server_options_say_what_they_do_and_their_default(name: str) -> None:
     helps = {action.dest: action.help or "" for action in OWN[name]()._actions}
     automatic = {"writers", "host_buffer_bytes", "staging_bytes", "pool_bytes"}
-    left = {"owner", "reduce", "probes", "probe_alerts", *(NOT_OURS if name == "run" else ())}
+    left = {"owner", *(NOT_OURS if name == "run" else ())}
     for option in fields(ServerOptions):
         if option.name not in left:
             found = re.fullmatch(r"(.+) \(default: (.+)\)", helps[option.name])
