@@ -96,7 +96,7 @@ $(RAY_STAMP): | env
 test: export PYTHONDONTWRITEBYTECODE =
 test: env
 	@$(MAKE) --no-print-directory s3 || { rm -rf $(S3); echo "the S3 server cannot be installed: its tests are skipped" >&2; }
-	@$(PY) -m pytest tests -n $(JOBS) --dist loadscope --no-loadscope-reorder --max-worker-restart=0 --durations=20
+	@$(PY) -m pytest tests -n $(JOBS) --dist loadscope --max-worker-restart=0 --durations=20
 
 soak: env
 	@$(PY) -m pytest tests -m soak -s

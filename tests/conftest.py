@@ -101,13 +101,17 @@ def scope_of(nodeid: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several test processes (-n), keep the tests of a file in one process, and files that share engines too."""
+    """With several test processes (-n), keep the tests of a file in one process, and files that share engines too.
+
+    Files begin in the order of FIRST. xdist would begin with the files that have most tests.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByEngine(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return scope_of(nodeid)
 
+    config.option.loadscopereorder = False
     return ByEngine(config, log)
 
 

@@ -148,7 +148,7 @@ def run(environment: Environment, runner: str, python: Path, jobs: int) -> dict[
     command = [str(python), "-m", "pytest", *CORE[runner], *(f"--ignore={path}" for path in NOT_HERE)]
     command += [f"--junitxml={report}", "-o", f"cache_dir={folder / 'cache'}"]
     command += ["-m", "soak or not soak"] if runner == "GPU" else []
-    command += ["-n", str(jobs), "--dist", "loadscope", "--no-loadscope-reorder"]
+    command += ["-n", str(jobs), "--dist", "loadscope"]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TEST_"))}
     env["TEST_RUNNER"] = "V2-async" if runner == "V2" else runner
     if runner == "V2":

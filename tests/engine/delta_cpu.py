@@ -24,7 +24,10 @@ NAME = "gdn_attention_core_of_tests"
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let eager engines of this process run gated delta nets in float32. On a GPU, vLLM's kernels run."""
+    """Let eager engines of this process and of its forks run gated delta nets in float32. On a GPU, vLLM's kernels run.
+
+    Spawned processes still have vLLM's op, which refuses float32.
+    """
     if GPU:
         return
     from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import register_cpu_gdn_attention_ops

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -59,6 +60,19 @@ def test_long_files_come_first_and_engines_are_forked_before_a_model_is_compiled
     server = suite.FIRST.index("tests/serve/test_owners.py")
     killers = [suite.FIRST.index(f"tests/engine/test_{name}.py") for name in ("tp2", "faults")]
     assert max(killers) < server, "they must run before servers, because they kill the only worker below this process"
+
+
+def test_several_test_processes_begin_files_in_the_same_order(pytestconfig: pytest.Config) -> None:
+    """Otherwise engines that need patches of the test process are spawned without them, after a model was compiled."""
+    (suite,) = (p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "SHARE_ENGINES"))
+    option = SimpleNamespace(loadscopereorder=True)
+    scheduler = suite.pytest_xdist_make_scheduler(SimpleNamespace(option=option, getvalue=lambda _: ["popen"]), None)
+    process = Mock(shutting_down=False)
+    scheduler.add_node(process)
+    files = ["test_a.py", "test_b.py", "test_b.py", "test_c.py", "test_c.py", "test_c.py"]
+    scheduler.add_node_collection(process, [f"tests/{file}::test_x[{i}]" for i, file in enumerate(files)])
+    scheduler.schedule()
+    assert process.send_runtest_some.call_args_list == [call([0]), call([1, 2])], "the first two files"
 
 
 def test_ranks_of_reductions_are_forked_before_one_rank_compiles(request: pytest.FixtureRequest) -> None:
