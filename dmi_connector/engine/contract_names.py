@@ -312,6 +312,16 @@ NAMES: dict[str, dict[str, Name]] = {
             "tells the scheduler half the pages of the pool of each stage",
         ),
     },
+    "pipeline stages on the V2 runner": {
+        "step_of_v2": Name(
+            "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
+            "runs a step; replaced in later stages, to note the token ids of their runner",
+        ),
+        "ids_of_v2": Name(
+            "vllm.v1.worker.gpu.input_batch:InputBuffers",
+            "holds the token ids of a step, in the same memory for all steps",
+        ),
+    },
     "expert parallelism": {
         "shared_tokens": Name(
             "vllm.config:ParallelConfig.use_sequence_parallel_moe",

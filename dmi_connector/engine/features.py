@@ -30,6 +30,7 @@ def features_of(vllm_config: VllmConfig) -> list[str]:
     used = {
         "several ranks": max(parallel.tensor_parallel_size, parallel.pipeline_parallel_size) > 1,
         "pipeline stages": parallel.pipeline_parallel_size > 1,
+        "pipeline stages on the V2 runner": parallel.pipeline_parallel_size > 1 and vllm_config.use_v2_model_runner,
         "expert parallelism": parallel.enable_expert_parallel,
         "compilation": not model.enforce_eager,
         "CUDA graphs": gpu and not model.enforce_eager,

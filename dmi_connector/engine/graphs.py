@@ -94,6 +94,8 @@ def _why_not_full(vllm_config: VllmConfig) -> str:
         return f"vLLM {version} was not tested"
     if not vllm_config.use_v2_model_runner:
         return "vLLM's V1 model runner"
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return "pipeline stages"
     layers: list[Any] = [
         layer
         for layer in vllm_config.compilation_config.static_forward_context.values()

@@ -77,6 +77,11 @@ class Tapped:
             from dmi_connector.engine.replaced import tell_logits_of
 
             tell_logits_of(note_logits_of, vllm_config.use_v2_model_runner)
+        if vllm_config.use_v2_model_runner and not context.first_stage:
+            from dmi_connector.engine.replaced import tell_token_ids
+            from dmi_connector.engine.taps.inputs import note_token_ids
+
+            tell_token_ids(note_token_ids)
         choose_graphs(vllm_config, context.options.cuda_graphs, context.visual_layers)
         self.dmi_context = context
         assert isinstance(self, nn.Module)

@@ -131,7 +131,6 @@ def _check_pipeline(vllm_config: VllmConfig) -> None:
         (tp > 1, f"tensor_parallel_size {tp}", "set one of the two to 1"),
         (dp > 1, f"data_parallel_size {dp}", "set one of the two to 1"),
         (backend != "mp", f"distributed_executor_backend {backend!r}", "use 'mp'"),
-        (vllm_config.use_v2_model_runner, "vLLM's V2 runner", "set VLLM_USE_V2_MODEL_RUNNER=0"),
         (model.using_transformers_backend(), "vLLM's Transformers backend", "use a model that vLLM has itself"),
         (model.runner_type == "pooling", "runner 'pooling'", "use tensor_parallel_size instead"),
         (vllm_config.lora_config is not None, "enable_lora", "remove --enable-lora"),

@@ -96,6 +96,23 @@ def tell_logits_of(note: Callable[[Any], None], v2: bool) -> None:
     original = _replace(GPUModelRunner, _calc_spec_decode_metadata)
 
 
+def tell_token_ids(note: Callable[[Any], None]) -> None:
+    """V2 runner: call `note` before each step with the memory into which the runner then writes the step's token ids.
+
+    The memory is int32 [maximum number of tokens], and the same for all steps. vLLM passes no token ids to the model of
+    a later pipeline stage (0.33 does, if the model sets `requires_raw_input_tokens`). The constructor of such a model
+    calls this function. CUDA graphs are captured after the profiling run, which is such a step.
+    """
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """The result of vLLM's own method."""
+        note(self.input_buffers.input_ids)
+        return original(self, *args, **kwargs)
+
+    original = _replace(GPUModelRunner, execute_model)
+
+
 def tell_turns(connector: type[Any]) -> None:
     """Scheduler: call `on_turn_end` of a connector of this class when a turn of a session ends, and `on_next_turn` when
     the session gets its next prompt.

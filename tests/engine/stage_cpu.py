@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline stages of eager models on a CPU.
 
-On a GPU, vLLM profiles each model, which allocates the tensors that a later stage receives. On a CPU, it only profiles
-compiled models, and an eager one fails with an AssertionError in its first step.
+On a GPU, vLLM profiles each model, which on the V1 runner allocates the tensors that a later stage receives. On a CPU,
+it only profiles compiled models, and an eager one fails on the V1 runner with an AssertionError in its first step.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from dmi_connector.args import OWNERS
 from dmi_connector.engine import context, contract, refusals
 from dmi_connector.engine.context import capture_context, is_active
 from dmi_connector.engine.contract_names import NAMES, Name
-from dmi_connector.engine.features import features_of_hooks
+from dmi_connector.engine.features import features_of, features_of_hooks
 from dmi_connector.engine.model.architectures import ARCHITECTURES, Architecture
 from dmi_connector.engine.replaced import decomposed_experts
 from dmi_connector.engine.taps.batches import TapBatch
@@ -364,16 +364,22 @@ def test_a_row_of_plain_attention_for_a_latent_model_is_refused(
         capture_context(vllm_config(latent_model(tmp_path), tmp_path / "captures"))
 
 
+STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
 def staged(model: Path, store_dir: Path, extra: dict[str, Any] | None = None, **args: Any) -> Any:
     """The config of an engine with two pipeline stages."""
-    return vllm_config(
-        model, store_dir, extra, **{"pipeline_parallel_size": 2, "distributed_executor_backend": "mp", **args}
-    )
+    return vllm_config(model, store_dir, extra, **{**STAGES, **args})
 
 
+@pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
 @pytest.mark.parametrize("owner", ["target", "pool"])
-def test_pipeline_stages_are_accepted(model: Path, tmp_path: Path, owner: str) -> None:
-    context = capture_context(staged(model, tmp_path, owner=owner))
+def test_pipeline_stages_are_accepted(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str, v2: bool
+) -> None:
+    config = staged(model, tmp_path, owner=owner)
+    monkeypatch.setattr(type(config), "use_v2_model_runner", v2)
+    context = capture_context(config)
     assert (context.ranks, context.stages) == (2, (range(2, 3), range(2))), "the last stage must be rank 0"
     assert (context.first_stage, context.last_stage) == (False, True)
 
@@ -413,15 +419,6 @@ def test_untested_features_with_pipeline_stages_are_refused(
     part = getattr(config, where) if where else config
     monkeypatch.setattr(type(part) if option in ("is_hybrid", "use_mla") else part, option, value)
     with pytest.raises(ValueError, match=rf"pipeline_parallel_size: 2 with {reason}"):
-        capture_context(config)
-
-
-def test_pipeline_stages_on_the_v2_runner_are_refused(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = staged(model, tmp_path)
-    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
-    with pytest.raises(ValueError, match=r"with vLLM's V2 runner .*set VLLM_USE_V2_MODEL_RUNNER=0"):
         capture_context(config)
 
 
@@ -755,6 +752,7 @@ def test_a_missing_name_is_refused_where_it_is_used_alone(
         ({"owner": "target", "speculative_config": NGRAM}, {"rows in the cache", "speculative decoding"}),
         ({"owner": "pool", "speculative_config": NGRAM}, {"pool", "speculative decoding"}),
         ({"owner": "target", "model_impl": "transformers"}, {"rows in the cache", "Transformers backend"}),
+        ({"owner": "target", **STAGES}, {"rows in the cache", "several ranks", "pipeline stages"}),
     ],
     ids=lambda value: "" if isinstance(value, set) else "-".join(map(str, value.values())),
 )
@@ -765,6 +763,13 @@ def test_names_of_the_features_in_use_are_looked_up(
     monkeypatch.setattr(contract, "check_names", looked_up.update)
     refusals.check(config)
     assert looked_up == {"always", *features}
+
+
+def test_stages_on_the_v2_runner_use_more_names(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = staged(model, tmp_path, owner="target")
+    before = set(features_of(config))
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    assert set(features_of(config)) == before | {"pipeline stages on the V2 runner"}
 
 
 def test_names_of_the_hooks_in_use_are_looked_up(model: Path, tmp_path: Path) -> None:

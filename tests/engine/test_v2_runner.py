@@ -25,6 +25,7 @@ CASES = [
             "preemption",
             "tokens_and_steps",
             "tp2",
+            "stages",
             "attention",
             "reduce",
             "probes",
@@ -41,11 +42,16 @@ CASES = [
 ]
 
 
+WITH_SOAK = ("test_stages",)
+"""Files of which the soak tests run too, because the others show little of what differs between the runners."""
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "runner", "crowd"), CASES)
 def test_the_engine_tests_pass_on_the_v2_runner(name: str, runner: str, crowd: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", f"tests/engine/{name}.py", "--basetemp", str(tmp_path / "pytest")]
+    command += ["-m", "soak or not soak"] if name in WITH_SOAK else []
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     environment |= {"TEST_RUNNER": runner, "TEST_CROWD": str(crowd)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

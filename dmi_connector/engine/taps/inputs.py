@@ -8,7 +8,8 @@ arguments of the model's forward, and written after the forward.
 The forward of a model with a vision tower gets the embeddings of text and images. `write_inputs` takes the header from
 the arguments of this forward. vLLM passes token ids in addition to embeddings if the model sets
 `requires_raw_input_tokens`. Pipeline stages after the first have no embedding module. There `write_inputs` takes the
-header from the arguments of the forward too.
+header from the arguments of the forward too. On the V2 runner this forward gets no token ids, and the runner's are used
+(`note_token_ids`).
 """
 
 from __future__ import annotations
@@ -56,6 +57,16 @@ def install_inputs(taps: ModelTaps) -> None:
         coverage.expect(row_field, module)
 
 
+_token_ids: torch.Tensor | None = None
+"""The memory of the token ids of this process's runner, int32 [maximum number of tokens]; None if it was not noted."""
+
+
+def note_token_ids(ids: torch.Tensor) -> None:
+    """Note the memory into which the runner writes the token ids of a step, for forwards that get no token ids."""
+    global _token_ids
+    _token_ids = ids
+
+
 def write_inputs(
     taps: ModelTaps, ids: torch.Tensor | None, positions: torch.Tensor, embeddings: torch.Tensor | None
 ) -> None:
@@ -64,8 +75,11 @@ def write_inputs(
     `Tapped.dmi_inputs` calls it for models with `Architecture.language`, and for pipeline stages after the first.
 
     ids: int [tokens]. positions: int [tokens], or [axes, tokens] with M-RoPE. embeddings: [tokens, hidden]; None if the
-    language model embeds token ids itself. Raises RuntimeError if `ids` is None.
+    language model embeds token ids itself. If `ids` is None in a later stage, those of the runner are used. Raises
+    RuntimeError if there are none.
     """
+    if ids is None and not taps.context.first_stage and _token_ids is not None:
+        ids = _token_ids[: positions.shape[-1]]
     if ids is None:
         raise RuntimeError(
             f"{taps.context.arch.name}: the forward got no token ids, so rows could not be checked; "

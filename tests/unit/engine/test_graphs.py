@@ -44,7 +44,13 @@ class Layer:
 
 
 def config(
-    mode: CUDAGraphMode, *layers: object, largest: int = 512, device: str = "cuda", v2: bool = True, splits: int = 32
+    mode: CUDAGraphMode,
+    *layers: object,
+    largest: int = 512,
+    device: str = "cuda",
+    v2: bool = True,
+    splits: int = 32,
+    stages: int = 1,
 ) -> Any:
     return SimpleNamespace(
         compilation_config=SimpleNamespace(
@@ -55,6 +61,7 @@ def config(
         device_config=SimpleNamespace(device_type=device),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
         attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=splits),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
         use_v2_model_runner=v2,
     )
 
@@ -126,6 +133,12 @@ def test_an_untested_vllm_keeps_its_default(lines: list[str], monkeypatch: pytes
     given = config(PIECES, Layer())
     graphs.choose_graphs(given, "auto", 0)
     assert given.compilation_config.cudagraph_mode == PIECES and "vLLM 0.34.0 was not tested" in lines[0]
+
+
+def test_pipeline_stages_keep_the_default(lines: list[str]) -> None:
+    given = config(PIECES, Layer(), stages=2)
+    graphs.choose_graphs(given, "auto", 0)
+    assert given.compilation_config.cudagraph_mode == PIECES and "pipeline stages" in lines[0]
 
 
 def test_the_v1_runner_keeps_its_default(lines: list[str]) -> None:

@@ -115,7 +115,8 @@ def test_a_header_has_the_position_in_the_request_and_those_on_the_axes(
 
 def test_a_forward_that_got_no_token_ids_stops() -> None:
     """Its rows could not be told from those of another request."""
-    taps: Any = SimpleNamespace(context=SimpleNamespace(arch=ARCHITECTURES["Qwen3VLForConditionalGeneration"]))
+    arch = ARCHITECTURES["Qwen3VLForConditionalGeneration"]
+    taps: Any = SimpleNamespace(context=SimpleNamespace(arch=arch, first_stage=True))
     message = "Qwen3VLForConditionalGeneration: the forward got no token ids, .*; turn off the feature"
     with pytest.raises(RuntimeError, match=message):
         write_inputs(taps, None, torch.arange(3), torch.zeros(3, 8))
