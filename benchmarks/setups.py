@@ -306,6 +306,7 @@ def sustained_setups(model: str) -> list[Sustained]:
         ours("int8 none", FULL, "none", reduce=int8),
         ours("int8 lz4", FULL, "lz4", reduce=int8),
         ours("int8 none pool", FULL, "none", "pool", reduce=int8),
+        ours("hidden-states null pool", HIDDEN, owner="pool"),
         ours("hidden-states zstd pool", HIDDEN, "zstd", "pool"),
         *(ours(f"{name} null", FULL, encoding=name) for name in fitted.ENCODINGS),
         *(ours(f"probe {kind}", "probe.p", "zstd", probes=kind) for kind in fitted.PROBES if kind != "keep"),
