@@ -24,7 +24,6 @@ from benchmarks import common
 from benchmarks.common import WIDTHS
 from dmi_connector.engine.kernels.row_writer import RowWriter
 from dmi_connector.engine.taps.deferred import DeferredReductions
-from dmi_connector.engine.taps.overlap import Branch
 from dmi_connector.layout import HEADER_BYTES, ROW_ALIGN, ROW_BYTES_ALIGN, RowField
 from dmi_connector.reduce import parse
 
@@ -130,10 +129,7 @@ def layer_of(x: torch.Tensor, weights: list[torch.Tensor]) -> tuple[torch.Tensor
 
 
 def measure_in_model(tokens: int, layers: int, repeat: int) -> dict[str, float]:
-    """Microseconds of the layers of a model without taps (`model_us`), and additional microseconds with taps.
-
-    in_line_us: taps run after each layer. beside_us: taps run on a branch of the CUDA graph; only on a GPU.
-    """
+    """Microseconds of the layers of a model without taps (`model_us`), and those that taps add (`taps_us`)."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shapes = ((6144, 2560), (2560, 4096), (2 * 9728, 2560), (2560, 9728))
     make = torch.randn if device.type == "cuda" else torch.zeros
@@ -143,30 +139,21 @@ def measure_in_model(tokens: int, layers: int, repeat: int) -> dict[str, float]:
     slots = torch.randperm(tokens + 5, device=device)[:tokens]
     start = torch.randn(tokens, WIDTHS["resid_pre"], device=device).bfloat16()
     of_layers = [[f for f in fields if f.layer == layer] for layer in range(layers)]
-    branch = Branch(device) if device.type == "cuda" else None
 
-    def model(taps: bool, beside: Branch | None = None) -> Callable[[], None]:
+    def model(taps: bool) -> Callable[[], None]:
         writers = [RowWriter([f.width for f in own], torch.bfloat16, [f.offset for f in own]) for own in of_layers]
 
         def work() -> None:
             x = start
             for own, write in zip(weights, writers, strict=True):
                 x, values = layer_of(x, own)
-                if taps and beside is None:
+                if taps:
                     write(rows, slots, values)
-                elif beside is not None:
-                    beside.join(forward=beside)  # the same object each time: all layers are of one forward
-                    with beside.beside(forward=beside, values=values):
-                        write(rows, slots, values)
-            if beside is not None:
-                beside.join(forward=beside)
 
         return work
 
-    found = {"model_us": timed(model(False), repeat), "in_line_us": timed(model(True), repeat)}
-    if branch is not None:
-        found["beside_us"] = timed(model(True, branch), repeat)
-    return {n: round(us - (found["model_us"] if n != "model_us" else 0), 1) for n, us in found.items()}
+    alone, with_taps = timed(model(False), repeat), timed(model(True), repeat)
+    return {"model_us": round(alone, 1), "taps_us": round(with_taps - alone, 1)}
 
 
 def thread_time(work: Callable[[], None], repeat: int) -> float:

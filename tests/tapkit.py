@@ -23,7 +23,6 @@ CACHE_LAYER = "rows.0"
 def batch(
     in_place: bool = False,
     stream_lasts: bool = False,
-    lasting: bool = False,
     copies: bool = False,
     products_last: bool = True,
 ) -> TapBatch:
@@ -36,7 +35,7 @@ def batch(
         compilation=Compilation(in_place, stream_lasts, products_last, copies),
         context=SimpleNamespace(cache_layer=CACHE_LAYER),
     )
-    return TapBatch(taps, torch.zeros(1, dtype=torch.int32), Place(0, 0, {}, deferred), lasting)
+    return TapBatch(taps, torch.zeros(1, dtype=torch.int32), Place(0, 0, {}, deferred))
 
 
 def fields(*layers: int, width: int = 2560, hooks: tuple[str, ...] = ("resid_pre",)) -> list[RowField]:

@@ -20,8 +20,6 @@ logger = logging.getLogger("vllm.dmi_connector")
 
 SUPPORTED = ">=0.31,<0.34"
 """Versions that were tested. docs/COMPATIBILITY.md has the runs, and the reasons why other versions are excluded."""
-REUSE = ("allow_buffer_reuse", "inplace_buffers", "memory_planning")
-"""Options of Inductor that let it reuse the memory of one value for another."""
 UNTESTED = "DMI_UNTESTED_VLLM"
 """Environment variable that says how to treat a newer vLLM, one of `_CHOICES`."""
 _CHOICES = ("check", "refuse")

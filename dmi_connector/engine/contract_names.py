@@ -357,22 +357,6 @@ NAMES: dict[str, dict[str, Name]] = {
             "vllm.config.compilation:PassConfig.__dataclass_fields__.fuse_allreduce_rms",
             "a pass that fuses an add-and-norm with the all-reduce, into an op that overwrites the residual stream",
         ),
-        "once": Name(
-            "vllm.config:CompilationConfig.__dataclass_fields__.inductor_compile_config",
-            "passes the next three options to Inductor",
-        ),
-        "reuse": Name(
-            "torch._inductor.config:allow_buffer_reuse",
-            "Inductor's option to reuse a buffer for another value",
-        ),
-        "planned": Name(
-            "torch._inductor.config:memory_planning",
-            "Inductor's option to place several values in one pool",
-        ),
-        "in_place": Name(
-            "torch._inductor.config:inplace_buffers",
-            "Inductor's option to write a result over its input",
-        ),
     },
     "CUDA graphs": {
         "graph_support": Name(
@@ -382,14 +366,6 @@ NAMES: dict[str, dict[str, Name]] = {
         "graph_mode": Name(
             "vllm.config:CompilationConfig.__dataclass_fields__.cudagraph_mode",
             "set to FULL after the model is built, if graphs of whole steps are correct",
-        ),
-        "graphs": Name(
-            "vllm.forward_context:ForwardContext.__dataclass_fields__.cudagraph_runtime_mode",
-            "distinguishes full CUDA graphs from piecewise ones",
-        ),
-        "piecewise": Name(
-            "vllm.config:CUDAGraphMode.PIECEWISE",
-            "the mode in which a graph ends before the next tap",
         ),
     },
     "GPU": {

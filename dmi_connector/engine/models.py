@@ -61,14 +61,13 @@ class Tapped:
         from dmi_connector.engine import refusals
         from dmi_connector.engine.graphs import choose_graphs
         from dmi_connector.engine.replaced import decomposed_experts
-        from dmi_connector.engine.taps.compilation import check_mixers, compilation_of, disable_buffer_reuse
+        from dmi_connector.engine.taps.compilation import check_mixers, compilation_of
         from dmi_connector.engine.taps.install import install
 
         context, compilation = capture_context(vllm_config), compilation_of(vllm_config)
         refusals.check_one_engine()
         check_mixers(vllm_config, {field.tapped for field in context.layout.fields})
         vllm_config.additional_config["dmi_connector"] = f"{context.fingerprint};{compilation}"
-        disable_buffer_reuse(vllm_config)
         routed = not ROUTING.isdisjoint(context.selection.hooks)
         with decomposed_experts() if routed else nullcontext():
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]

@@ -198,18 +198,11 @@ def _check_offloading(vllm_config: VllmConfig) -> None:
 
 
 def _check_compilation(vllm_config: VllmConfig) -> None:
-    """Checks that the compile hash can include the selection of hooks, and that compiled code keeps tapped values."""
+    """Checks that the compile hash can include the selection of hooks."""
     if not isinstance(vllm_config.additional_config, dict):
         raise ValueError(
             "additional_config: must be a JSON object, since the hook selection is written into it for the compile hash"
         )
-    inductor = vllm_config.compilation_config.inductor_compile_config
-    for name in () if vllm_config.model_config.enforce_eager else contract.REUSE:
-        if inductor.get(name):
-            raise ValueError(
-                f"compilation_config: inductor_compile_config has {name}={inductor[name]!r}, with which values could "
-                "be overwritten while they are captured; leave it out"
-            )
 
 
 def check_logits(vllm_config: VllmConfig) -> None:

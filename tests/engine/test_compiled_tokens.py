@@ -6,9 +6,6 @@ values. So the log-probabilities of all generated tokens must be bit-equal to th
 selections are tested: all hooks, and the residual stream, whose layers share an op. vLLM compiles a model as a whole on
 a CPU, and piecewise, split at attention, on a GPU. Both ways are tested.
 
-On a GPU an op may read its values until the next op waits for its branch (taps/overlap.py). Each engine runs all
-requests twice. In the second run, ops write as late as on a GPU.
-
 On a CPU with two threads, vLLM without capture differed in its last bits in 2 of some 130 starts. So the first start
 with capture that differs is repeated. If it differs again, vLLM without capture is started again, and the new result is
 the reference. A warning names the repeated start.
@@ -16,15 +13,13 @@ the reference. A warning names the repeated start.
 
 from __future__ import annotations
 
-import ctypes
 import json
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -32,7 +27,6 @@ import torch
 
 from dmi_connector import Capture, capture_args, open_capture
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle
-from dmi_connector.engine.contract import REUSE
 from tests.engine.harness import ALL_HOOKS, Ask, Run, engine, generate, prompt
 from tests.engine.test_bf16 import operations, ulps
 from tests.probekit import save_probe, scores
@@ -45,72 +39,6 @@ STARTS: Counter[str] = Counter()
 ASKS = {f"{n} tokens": Ask(prompt(n), sampling=SAMPLING) for n in (6, 33, 100, 150)} | {
     "seeded": Ask(prompt(9), sampling={**SAMPLING, "temperature": 0.8, "seed": 3})
 }
-
-
-class LateStream:
-    """A fake CUDA stream. Writes on a branch are delayed until another stream waits for the branch."""
-
-    chosen: ClassVar[list[LateStream]] = []  # the streams entered by torch.cuda.stream, the current one last
-    written: ClassVar[Counter[str]] = Counter()  # number of delayed writes, by the op that waited
-
-    def __init__(self, *_args: Any) -> None:
-        self.launched: list[Callable[[], None]] = []
-
-    def __enter__(self) -> None:
-        self.chosen.append(self)
-
-    def __exit__(self, *_error: object) -> None:
-        self.chosen.pop()
-
-    def wait_stream(self, _other: LateStream) -> None:
-        assert not self.launched, "the op before was not waited for"
-
-    def record_event(self) -> list[Callable[[], None]]:
-        return self.launched
-
-    def wait_event(self, launched: list[Callable[[], None]]) -> None:
-        op = sys._getframe(2).f_code.co_name
-        while launched:
-            launched.pop()()
-            self.written[op] += 1
-
-
-class LateWriter:
-    """A RowWriter that keeps only the addresses of its values on a branch, and no reference to them."""
-
-    def __init__(self, *args: Any) -> None:
-        from dmi_connector.engine.kernels.row_writer import RowWriter
-
-        self._write = RowWriter(*args)
-
-    def __call__(
-        self, rows: torch.Tensor, slots: torch.Tensor, values: list[torch.Tensor], buffer: torch.Tensor | None = None
-    ) -> None:
-        if not LateStream.chosen:
-            self._write(rows, slots, values, buffer)
-            return
-        where = [(v.data_ptr(), v.shape, v.stride(), v.dtype) for v in values]
-        LateStream.chosen[-1].launched.append(lambda: self._write(rows, slots, [in_memory(*w) for w in where], buffer))
-
-
-def in_memory(address: int, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of the current content of memory."""
-    size = ((shape[0] - 1) * stride[0] + shape[1]) * dtype.itemsize
-    content = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
-    return torch.from_numpy(content).view(dtype).as_strided(shape, stride)
-
-
-def write_late(patch: pytest.MonkeyPatch) -> None:
-    """Make taps with a LateWriter write as late as they may on a GPU."""
-    from dmi_connector.engine.taps import op as tap_op
-    from dmi_connector.engine.taps.overlap import Branch
-
-    enter = torch.cuda.stream
-    patch.setattr(torch.cuda, "Stream", LateStream)
-    patch.setattr(torch.cuda, "current_stream", LateStream)
-    patch.setattr(torch.cuda, "stream", lambda stream: stream if isinstance(stream, LateStream) else enter(stream))
-    branch = Branch(torch.device("cpu"))
-    patch.setattr(tap_op, "captured_branch", lambda _device: branch)
 
 
 @contextmanager
@@ -203,12 +131,11 @@ def plain(compiled: Compiled, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return start_plain(compiled, tmp_path_factory.mktemp("plain-compiled"))
 
 
-def start_captured(compiled: Compiled, selection: str, probes: dict[str, Path], directory: Path) -> tuple[Run, Run]:
-    """Run all requests twice in one engine; in the second run ops write late.
+def start_captured(compiled: Compiled, selection: str, probes: dict[str, Path], directory: Path) -> Run:
+    """Run all requests in one engine.
 
-    Facts of the first run: "first layers": the first layer of each op that wrote; "late": number of delayed writes by
-    op; "pieces": number of graphs that vLLM compiled; "how": the `Compilation`; "hashed": the text in the compile hash;
-    "options": Inductor's options.
+    Facts of the run: "first layers": the first layer of each op that wrote; "pieces": number of graphs that vLLM
+    compiled; "how": the `Compilation`; "hashed": the text in the compile hash.
     """
     from vllm.compilation.counter import compilation_counter
 
@@ -217,7 +144,7 @@ def start_captured(compiled: Compiled, selection: str, probes: dict[str, Path], 
     from dmi_connector.engine.taps.compilation import compilation_of
 
     STARTS["all"] += 1
-    run, late = Run(directory), Run(directory)
+    run = Run(directory)
     before, pieces = list(tap_op._PLACES.values()), compilation_counter.num_piecewise_graphs_seen
     if selection == ALL_HOOKS:
         computed = {name: str(path) for name, path in probes.items()}
@@ -225,35 +152,25 @@ def start_captured(compiled: Compiled, selection: str, probes: dict[str, Path], 
     else:
         args = capture_args(selection, run.store_dir, owner=OWNERS[selection])
     with pytest.MonkeyPatch.context() as patch, compiled.how():
-        LateStream.written.clear()
-        patch.setattr(tap_op, "RowWriter", LateWriter)
         patch.setattr(batches, "MAX_VALUES", min(batches.MAX_VALUES, compiled.together * len(STREAM.split(","))))
         with engine(compiled.model, dtype="bfloat16", enforce_eager=False, **args) as llm:
             generate(llm, run, ASKS)
             places = [p for p in tap_op._PLACES.values() if not any(p is b for b in before)]
-            run.facts |= {"first layers": sorted({p.layer for p in places if p.taps}), "late": dict(LateStream.written)}
+            run.facts["first layers"] = sorted({p.layer for p in places if p.taps})
             run.facts["pieces"] = compilation_counter.num_piecewise_graphs_seen - pieces
             config = llm.llm_engine.vllm_config
             run.facts |= {"how": compilation_of(config), "hashed": config.additional_config["dmi_connector"]}
-            run.facts["options"] = config.compilation_config.inductor_compile_config
-            llm.reset_prefix_cache()
-            write_late(patch)
-            generate(llm, late, ASKS)
-            late.facts["late"] = dict(LateStream.written)
-    return run, late
+    return run
 
 
 @pytest.fixture(scope="module")
 def captured(
     compiled: Compiled, plain: Run, probes: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Run]:
-    """{selection: the first run, "late " + selection: the second run}.
-
-    Only the first start whose bits differ is repeated.
-    """
+    """{selection: its run}. Only the first start whose bits differ is repeated."""
     runs, doubted = {}, False
     for name in OWNERS:
-        run, late = start_captured(compiled, name, probes, tmp_path_factory.mktemp("captured-compiled"))
+        run = start_captured(compiled, name, probes, tmp_path_factory.mktemp("captured-compiled"))
         if probabilities(run) != probabilities(plain) and not doubted:
             doubted = True
             STARTS["odd"] += 1
@@ -261,11 +178,11 @@ def captured(
             bits = f"log-probabilities {probabilities(run)}, plain vLLM {probabilities(plain)}"
             warnings.warn(f"{where} is repeated: {bits}", stacklevel=1)
             facts = run.facts
-            run, late = start_captured(compiled, name, probes, tmp_path_factory.mktemp("captured-compiled"))
+            run = start_captured(compiled, name, probes, tmp_path_factory.mktemp("captured-compiled"))
             run.facts["pieces"] = facts["pieces"]  # the repeated start loads graphs from a cache
             if probabilities(run) != probabilities(plain):
                 plain.replies = start_plain(compiled, tmp_path_factory.mktemp("plain-compiled")).replies
-        runs |= {name: run, f"late {name}": late}
+        runs[name] = run
     return runs
 
 
@@ -277,7 +194,6 @@ def test_vllm_compiles_whole_or_piecewise_as_configured(compiled: Compiled, capt
         wanted = (False, compiled.how is in_pieces, True, False)
         assert how == wanted, "norms are Inductor's, and the stream lasts in pieces"
         assert str(how) in run.facts["hashed"]
-        assert [run.facts["options"][name] for name in REUSE] == [False] * 3
 
 
 def test_layers_of_the_stream_share_an_op(compiled: Compiled, captured: dict[str, Run]) -> None:
@@ -298,21 +214,6 @@ def test_tokens_and_probabilities_equal_those_without_capture(
     assert mine is not None and mine == theirs, f"{name}: cumulative log-probability {mine}, plain vLLM {theirs}"
 
 
-@pytest.mark.parametrize("selection", [ALL_HOOKS, STREAM], ids=["everything", "stream"])
-@pytest.mark.parametrize("name", ASKS)
-def test_values_last_until_their_branch_is_joined(captured: dict[str, Run], name: str, selection: str) -> None:
-    late, layers = captured[f"late {selection}"].facts["late"], len(captured[selection].facts["first layers"])
-    before = 2 if selection == ALL_HOOKS else 1  # ops of the inputs; the end of the forward waits for the last op
-    after = 1 if selection == ALL_HOOKS else 0  # the op of the final norm
-    assert captured[selection].facts["late"] == {} and late["_tap_end"] > 30
-    joins = len(PROBED) if selection == ALL_HOOKS else 0  # waits before the attention after a layer that reduces
-    assert late["_tap"] == (before + layers + after - 1 - joins) * late["_tap_end"]
-    assert late.get("_tap_join", 0) == joins * late["_tap_end"]
-    one, other = (stored(captured[run], name) for run in (selection, f"late {selection}"))
-    for hook in one.hooks:
-        np.testing.assert_array_equal(other.numpy(hook), one.numpy(hook), err_msg=hook)
-
-
 @pytest.mark.parametrize("name", ASKS)
 def test_every_operation_is_within_two_ulp_of_transformers(
     compiled: Compiled, captured: dict[str, Run], name: str
@@ -331,11 +232,10 @@ def test_every_operation_is_within_two_ulp_of_transformers(
 def test_scores_of_bfloat16_rows_are_products_in_float32(
     captured: dict[str, Run], probes: dict[str, Path], name: str
 ) -> None:
-    for run in (ALL_HOOKS, f"late {ALL_HOOKS}"):
-        capture = stored(captured[run], name)
-        for probe, (hook, layer) in PROBED.items():
-            want = scores(probes[probe], capture.numpy(hook, layer), layer)
-            np.testing.assert_allclose(capture.numpy(f"probe.{probe}"), want, rtol=0, atol=1e-5)
+    capture = stored(captured[ALL_HOOKS], name)
+    for probe, (hook, layer) in PROBED.items():
+        want = scores(probes[probe], capture.numpy(hook, layer), layer)
+        np.testing.assert_allclose(capture.numpy(f"probe.{probe}"), want, rtol=0, atol=1e-5)
 
 
 def stored(run: Run, name: str) -> Capture:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -90,15 +89,6 @@ def books(fit: Callable[..., Path]) -> Path:
     return fit("fit-pq", PQ, "--subvectors", "16")
 
 
-def watch_branches(patch: pytest.MonkeyPatch) -> list[str]:
-    """Record the ops that may write on a branch or wait for one. On a CPU there are no branches."""
-    from dmi_connector.engine.taps import op as tap_op
-
-    ops: list[str] = []
-    patch.setattr(tap_op, "captured_branch", lambda _device: ops.append(sys._getframe(1).f_code.co_name))
-    return ops
-
-
 @pytest.fixture(scope="module")
 def probes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Probes of hooks that are reduced too, in whole rows and, with two ranks, in slices."""
@@ -151,8 +141,6 @@ def run(
         if tp > 1:
             patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
             args |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-        else:
-            run.facts["ops"] = watch_branches(patch)
         with engine(tiny_model("qwen3"), in_process=tp == 1, fork=tp > 1, **args) as llm:
             inline = {name: {"inline": ["max", "mean"]} for name in probes}
             asked = {"include_output_tokens": True, "dmi": {"probes": inline, "summary": True}}
@@ -292,13 +280,3 @@ def test_attention_summaries_are_those_of_transformers(run: Run, tiny_model: Cal
         tokens = run.tokens(name)[:-1]
         capture = open_capture(run.store(name), timeout=300)
         check_summaries(capture, attention_weights(tiny_model("qwen3"), tokens), TOP)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("run", [(1, "compiled")], ids=["tp1-compiled"], indirect=True)
-def test_attention_waits_for_the_taps_that_reduce(run: Run) -> None:
-    """t: a tap (header, embedding, three layers, final norm). j: a wait before the attention of layer 1 or 2."""
-    *steps, after = "".join({"_tap": "t", "_tap_join": "j", "_tap_end": "e"}[op] for op in run.facts["ops"]).split("e")
-    assert len(steps) > 20 and after == ""
-    steps[0] = steps[0].lstrip("j")  # a profiling run has no rows, so only its waits are recorded
-    assert set(steps) == {"tttjtjtt"}

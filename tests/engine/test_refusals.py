@@ -699,16 +699,6 @@ def test_async_scheduling_is_accepted_where_vllm_has_it(model: Path, tmp_path: P
     assert capture_context(config).owner.name == owner
 
 
-@pytest.mark.parametrize("name", ["allow_buffer_reuse", "inplace_buffers", "memory_planning"])
-def test_an_option_of_inductor_that_changes_values_is_refused(model: Path, tmp_path: Path, name: str) -> None:
-    """The option is accepted if nothing is compiled."""
-    asked = {"compilation_config": {"inductor_compile_config": {name: True}}}
-    refusals.check(vllm_config(model, tmp_path, **asked))
-    config = vllm_config(model, tmp_path, **asked, enforce_eager=False)
-    with pytest.raises(ValueError, match=rf"inductor_compile_config has {name}=True.*leave it out"):
-        refusals.check(config)
-
-
 def hide(monkeypatch: pytest.MonkeyPatch, item: str) -> None:
     """Remove a name of the contract from its module, as a version of vLLM without it would."""
     names = next(names for names in NAMES.values() if item in names)

@@ -174,13 +174,13 @@ class ModelTaps:
         fields = [f for f in self.context.layout.fields if not in_layer(f)]
         return self._batch("once", fields, 0)
 
-    def batch(self, layers: Sequence[int], lasting: bool = False) -> TapBatch:
-        """Make the batch of one or several layers. lasting: see `TapBatch`."""
+    def batch(self, layers: Sequence[int]) -> TapBatch:
+        """Make the batch of one or several layers."""
         fields = [f for f in self.context.layout.fields if f.layer in layers and in_layer(f)]
         # Offsets are relative to the smallest of the batch. So equal layers have equal graphs, and vLLM compiles one.
-        return self._batch(str(layers[0]), fields, min(f.offset for f in fields), lasting)
+        return self._batch(str(layers[0]), fields, min(f.offset for f in fields))
 
-    def _batch(self, name: str, fields: Sequence[RowField], start: int, lasting: bool = False) -> TapBatch:
+    def _batch(self, name: str, fields: Sequence[RowField], start: int) -> TapBatch:
         tp = self.context.tp
         rank = get_tensor_model_parallel_rank() if tp > 1 else 0
         device, reductions = self.token.device, {f.offset: f.reduction for f in fields if f.reduction is not None}
@@ -197,30 +197,25 @@ class ModelTaps:
         self._model.register_buffer(buffer, torch.zeros(1, dtype=torch.int32), persistent=False)
         layer = fields[0].layer if fields else 0
         place = Place(start, layer, reductions, self.deferred, self.context.coverage)
-        return TapBatch(self, self._model.get_buffer(buffer), place, lasting)
-
-    def join(self) -> None:
-        """Make the model's stream wait for the previous tap. Does nothing in eager mode."""
-        if torch.compiler.is_compiling():
-            torch.ops.dmi.tap_join(self.token)
+        return TapBatch(self, self._model.get_buffer(buffer), place)
 
 
 class TapBatch:
     """Values that are written together.
 
-    tensor: the graph input that identifies `place` (see `stand_for`). lasting: whether the values are not overwritten
-    before the forward ends. fields: the fields added since the last `write`. values: a tensor [..., width] for each.
+    tensor: the graph input that identifies `place` (see `stand_for`). fields: the fields added since the last `write`.
+    values: a tensor [..., width] for each.
     """
 
-    def __init__(self, taps: ModelTaps, tensor: torch.Tensor, place: Place, lasting: bool = False) -> None:
-        self.taps, self.tensor, self.place, self.lasting = taps, tensor, place, lasting
+    def __init__(self, taps: ModelTaps, tensor: torch.Tensor, place: Place) -> None:
+        self.taps, self.tensor, self.place = taps, tensor, place
         stand_for(tensor, place)
         self.fields: list[RowField] = []
         self.values: list[torch.Tensor] = []
 
     def again(self) -> TapBatch:
         """Make another batch with the same `place`, without values."""
-        return TapBatch(self.taps, self.tensor, self.place, self.lasting)
+        return TapBatch(self.taps, self.tensor, self.place)
 
     def add(self, row_field: RowField | None, value: torch.Tensor) -> None:
         """Add the value of a field, [..., width]. Does nothing if `row_field` is None: the hook is not selected."""
@@ -233,19 +228,16 @@ class TapBatch:
         for row_field in fields:
             self.add(row_field, value)
 
-    def pause(self, more_compiled: bool, more_eager: bool = False, beside: bool = True) -> None:
-        """Write the batch, unless it is to be written later with more values. beside: see `write`.
+    def pause(self, more_compiled: bool, more_eager: bool = False) -> None:
+        """Write the batch, unless it is to be written later with more values.
 
         more_compiled: whether a compiled model writes it later. more_eager: whether eager mode does.
         """
         if not (more_compiled if torch.compiler.is_compiling() else more_eager):
-            self.write(beside)
+            self.write()
 
-    def write(self, beside: bool = True) -> None:
-        """Write the values of the batch, with one op per dtype, and empty the batch.
-
-        beside: whether the values are not overwritten before the next tap.
-        """
+    def write(self) -> None:
+        """Write the values of the batch, with one op per dtype, and empty the batch."""
         fields, values = list(self.fields), list(self.values)
         # The lists are cleared, not replaced. Dynamo replays changes of lists after the graph. A tensor left in a list
         # would be an output of the compiled graph, and stay alive until the forward ends.
@@ -255,16 +247,13 @@ class TapBatch:
             mine = [(f, v) for f, v in zip(fields, values, strict=True) if f.dtype == dtype]
             rows = [value.reshape(-1, f.width).to(getattr(torch, dtype)) for f, value in mine]
             offsets = [f.offset - self.place.start for f, _ in mine]
-            overlap = (beside or self.lasting) and not self.taps.compilation.in_place and torch.compiler.is_compiling()
-            taps = self.taps
-            torch.ops.dmi.tap(rows, taps.token, self.tensor, offsets, overlap, taps.context.cache_layer)
+            torch.ops.dmi.tap(rows, self.taps.token, self.tensor, offsets, self.taps.context.cache_layer)
 
-    def end(self, like: torch.Tensor, always: bool = False) -> None:
-        """End the taps of this forward with `dmi::tap_end`. like: a tensor whose first dimension is tokens.
+    def end(self, like: torch.Tensor) -> None:
+        """End the taps of this forward with `dmi::tap_end`, if the op has work.
 
-        In eager mode the op is called only with `always`, or if it has work (`ModelTaps.ends`). Eager code must pass
-        `always` if earlier taps may be compiled, because these may be pending on a branch of a CUDA graph.
+        like: a tensor whose first dimension is tokens.
         """
         taps = self.taps
-        if always or taps.ends or torch.compiler.is_compiling():
+        if taps.ends:
             torch.ops.dmi.tap_end(like, taps.token, self.tensor, taps.context.cache_layer)

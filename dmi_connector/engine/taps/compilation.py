@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The properties of vLLM's compilation that taps depend on, and the option that taps need (`disable_buffer_reuse`)."""
+"""The properties of vLLM's compilation that taps depend on."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _BACKENDS = ("", "inductor", "eager")
-"""Values of vLLM's option `backend` whose compilers overwrite no input of a tap. "" is the platform's default."""
+"""Values of vLLM's option `backend` whose compilers overwrite no value before its tap. "" is the platform's default."""
 
 
 class Compilation(NamedTuple):
     """How a model is compiled.
 
-    in_place: whether the model may overwrite a tap's input before the next tap, even if the tap references it. vLLM's
-    own add-and-norm kernel does so (`UnsafeCloneEliminationPass`), and compilers other than Inductor may do so.
+    in_place: whether the model may overwrite a value before the tap that writes it to rows. vLLM's own add-and-norm
+    kernel does so (`UnsafeCloneEliminationPass`), and compilers other than Inductor may do so.
     stream_lasts: whether the residual stream before a layer is written to memory in the model's dtype, and not
     overwritten in this forward. products_last: whether the matrix product is the last operation of a linear layer; with
     LoRA it is not. copies: whether each tap reads a copy, as in an untested version of vLLM.
@@ -84,13 +84,3 @@ def _norms_compiled(vllm_config: VllmConfig) -> bool:
     """Whether Inductor compiles an add-and-norm. False if vLLM's config lacks this setting, as in 0.34 and later."""
     priority = getattr(vllm_config.kernel_config, "ir_op_priority", None)
     return getattr(priority, "fused_add_rms_norm", ["unknown"])[:1] == ["native"]
-
-
-def disable_buffer_reuse(vllm_config: VllmConfig) -> None:
-    """Disable Inductor's buffer reuse. Call it before vLLM compiles the model.
-
-    Memory that a tap reads then stays unchanged while a tensor references it. Freed memory still goes back to torch's
-    allocator.
-    """
-    if not vllm_config.model_config.enforce_eager:
-        vllm_config.compilation_config.inductor_compile_config |= dict.fromkeys(contract.REUSE, False)

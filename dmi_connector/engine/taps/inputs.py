@@ -90,7 +90,7 @@ def write_inputs(
     if axes is None:
         once.add(TOKEN_IDS, ids)
         once.add(POSITIONS, positions)
-        once.write(beside=False)
+        once.write()
     else:
         offsets = [TOKEN_IDS.offset, POSITIONS.offset, axes.offset]
         layer = taps.context.cache_layer
@@ -98,7 +98,7 @@ def write_inputs(
     embed = layout.taking("embed", 0)
     if embed and embeddings is not None:
         once.add_all(embed, embeddings)
-        once.write(beside=False)
+        once.write()
 
 
 def end_forward(taps: ModelTaps, positions: torch.Tensor) -> None:
@@ -107,5 +107,5 @@ def end_forward(taps: ModelTaps, positions: torch.Tensor) -> None:
     `Tapped.dmi_positions` calls it after the forward. positions: int [tokens].
     """
     taps.once.add(POSITIONS, positions)
-    taps.once.write(beside=False)
-    taps.once.end(positions, always=True)
+    taps.once.write()
+    taps.once.end(positions)

@@ -48,29 +48,15 @@ def install(model: nn.Module, context: CaptureContext, compilation: Compilation)
     install_inputs(taps)
     shared = {layer: batch for batch in batches_of_layers(fields) for layer in batch}
     batches: dict[int, TapBatch] = {}
-    joined = joined_before_attention(fields)
     layers: Any = model.get_submodule(arch.layers)
     for index in context.here:
-        row = arch.of_layer(index, context.dims)
-        if index in joined and (mixes := row.attn or row.mix_in):
-            taps.before_attention(f"{arch.layers}.{index}.{mixes}", lambda _module, _args: taps.join())
         if any(f.layer == index and in_layer(f) for f in fields):
             mine = shared.get(index, [index])
             if mine[0] not in batches:
-                batches[mine[0]] = taps.batch(mine, lasting=index in shared)
+                batches[mine[0]] = taps.batch(mine)
             install_layer(taps, layers[index], index, batches[mine[0]], more=index != mine[-1])
     install_final(taps)
     return taps
-
-
-def joined_before_attention(fields: Sequence[RowField]) -> set[int]:
-    """Layers whose attention waits for the previous tap: each layer after a layer with a reduced hook.
-
-    Decode is slower if the kernel of a reduction runs in parallel with attention. `pattern` is no reason to wait,
-    because it is written inside the attention op.
-    """
-    reduced = (f for f in fields if f.reduction is not None and f.hook != "pattern")
-    return {f.layer + 1 for f in reduced if in_layer(f)}
 
 
 # ---- a layer --------------------------------------------------------------------------------------------------------
@@ -242,15 +228,12 @@ class _Pause(NamedTuple):
 
     more_compiled: bool
     more_eager: bool
-    beside: bool
 
 
 def _pause(stage: Stage, points: Points, more: bool) -> _Pause:
     """The arguments of `TapBatch.pause` at the end of a stage. more: whether later layers share the batch."""
     later = any(STAGES.index(point.stage) > STAGES.index(stage) for point, _ in points)
-    return _Pause(
-        more or (later and stage.waits is not Waits.NEVER), later and stage.waits is Waits.ALWAYS, stage.beside
-    )
+    return _Pause(more or (later and stage.waits is not Waits.NEVER), later and stage.waits is Waits.ALWAYS)
 
 
 def _register(

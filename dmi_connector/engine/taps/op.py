@@ -3,7 +3,6 @@
 
     dmi::tap        writes values to the rows of this step's tokens; reduces hooks that have a reduction
     dmi::tap_header writes row headers in models whose positions have several axes (inputs.py)
-    dmi::tap_join   makes the model's stream wait for the previous tap (overlap.py)
     dmi::tap_end    runs after a step's last tap: reduces deferred values (deferred.py), copies scores (host_scores.py)
 
 Each op declares that it mutates the one-element tensor `token`, although it does not write to this tensor. The
@@ -25,7 +24,6 @@ from dmi_connector.engine.kernels.launch import DECODE_TOKENS
 from dmi_connector.engine.kernels.row_writer import RowWriter
 from dmi_connector.engine.model.coverage import Coverage, poison
 from dmi_connector.engine.taps.deferred import SCRATCH, DeferredReductions
-from dmi_connector.engine.taps.overlap import captured_branch
 from dmi_connector.reduce import Reduction
 
 logger = logging.getLogger("vllm.dmi_connector")
@@ -34,14 +32,13 @@ _LIB = torch.library.Library("dmi", "FRAGMENT")
 _TAGS = (torch.Tag.flexible_layout,)
 """Tags of the ops. Without `flexible_layout` Inductor copies values whose strides differ from those in the trace."""
 _LIB.define(
-    "tap(Tensor[] values, Tensor(a!) token, Tensor place, int[] offsets, bool beside, str cache_layer) -> ()",
+    "tap(Tensor[] values, Tensor(a!) token, Tensor place, int[] offsets, str cache_layer) -> ()",
     tags=_TAGS,
 )
 _LIB.define(
     "tap_header(Tensor ids, Tensor positions, Tensor(a!) token, Tensor place, int[] offsets, str cache_layer) -> ()",
     tags=_TAGS,
 )
-_LIB.define("tap_join(Tensor(a!) token) -> ()", tags=_TAGS)
 _LIB.define("tap_end(Tensor like, Tensor(a!) token, Tensor place, str cache_layer) -> ()", tags=_TAGS)
 
 _REDUCE_TOKENS, _LEAST_TOKENS = 1024, 64
@@ -141,18 +138,12 @@ def rows_and_slots(cache_layer: str, first: bool = False) -> tuple[torch.Tensor,
 
 
 def _tap(
-    values: list[torch.Tensor],
-    token: torch.Tensor,
-    place: torch.Tensor,
-    offsets: list[int],
-    beside: bool,
-    cache_layer: str,
+    values: list[torch.Tensor], token: torch.Tensor, place: torch.Tensor, offsets: list[int], cache_layer: str
 ) -> None:
     """Write `values` to the rows of this step's tokens.
 
     values: [tokens, width] each, of one dtype. place: the tensor that identifies the `Place`. offsets: byte offset of
-    each value, relative to `Place.start`. beside: whether the values are not overwritten before the next tap. This tap
-    may then run on a branch of the CUDA graph (overlap.py).
+    each value, relative to `Place.start`.
     """
     where = _PLACES[place.data_ptr()]
     if not forward_context.is_forward_context_available():
@@ -166,15 +157,7 @@ def _tap(
     if first and where.coverage.poisons:
         poison(rows, slots[: values[0].shape[0]])
     known = len(where.taps)
-    tap = where.tap(values, offsets)
-    branch = captured_branch(rows.device) if beside else None
-    if branch is None:
-        tap.write(rows, slots, values)
-    else:
-        forward = forward_context.get_forward_context()
-        branch.join(forward)
-        with branch.beside(forward, values):
-            tap.write(rows, slots, values)
+    where.tap(values, offsets).write(rows, slots, values)
     if len(where.taps) > known and rows.is_cuda and not torch.cuda.is_current_stream_capturing():
         compile_others(where, rows, values, offsets)
 
@@ -195,7 +178,7 @@ def _tap_header(
         if planned is not None and len(planned) >= len(ids):  # not in a profiling run, which has no batch metadata
             at = planned[: len(ids)]
     values = [value.to(torch.int32) for value in (ids[:, None], at[:, None], positions.T)]
-    _tap(values, token, place, offsets, False, layer)
+    _tap(values, token, place, offsets, layer)
 
 
 def compile_others(place: Place, rows: torch.Tensor, values: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:
@@ -220,18 +203,10 @@ def compile_others(place: Place, rows: torch.Tensor, values: Sequence[torch.Tens
         )
 
 
-def _tap_join(token: torch.Tensor) -> None:
-    """Make the model's stream wait for the previous tap, if that tap runs on a branch."""
-    if branch := captured_branch(token.device):
-        branch.join(forward_context.get_forward_context())
-
-
 def _tap_end(like: torch.Tensor, token: torch.Tensor, place: torch.Tensor, cache_layer: str) -> None:
     """Reduce deferred values and copy scores, after the last tap of a step. like: a tensor [tokens, ...]."""
     if found := rows_and_slots(cache_layer):
         forward, tokens = forward_context.get_forward_context(), like.shape[0]
-        if branch := captured_branch(like.device):
-            branch.join(forward)
         _PLACES[place.data_ptr()].deferred.reduce(*found, tokens)
         memory = forward.no_compile_layers[cache_layer]
         if memory.scores is not None:
@@ -251,7 +226,7 @@ def tokens_at_once(values: Sequence[torch.Tensor], reductions: Sequence[Reductio
     return max(least, SCRATCH // sum(scratch)) if any(scratch) else sys.maxsize
 
 
-for _name, _op in (("tap", _tap), ("tap_header", _tap_header), ("tap_join", _tap_join), ("tap_end", _tap_end)):
+for _name, _op in (("tap", _tap), ("tap_header", _tap_header), ("tap_end", _tap_end)):
     for _key in ("CPU", "CUDA"):
         _LIB.impl(_name, _op, _key)
     _LIB.impl(_name, lambda *_: None, "Meta")

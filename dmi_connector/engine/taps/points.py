@@ -44,18 +44,16 @@ class Stage(NamedTuple):
     """A part of a layer whose values are written together.
 
     ends_at: the module at which it ends, unless a hook of the stage is read at a later module. waits: see `Waits`.
-    beside: whether its values are not overwritten before the next tap.
     """
 
     ends_at: str
     waits: Waits
-    beside: bool = True
 
 
 ATTENTION_IN = Stage("qkv", Waits.COMPILED)
 ATTENTION_OUT = Stage("o_proj", Waits.COMPILED)
 MLP_IN = Stage("ln2", Waits.ALWAYS)
-EXPERTS_IN = Stage("ln2", Waits.NEVER, beside=False)
+EXPERTS_IN = Stage("ln2", Waits.NEVER)
 """MLP_IN of a layer with experts. The kernels of experts may overwrite their input."""
 MLP_OUT = Stage("mlp", Waits.NEVER)
 STAGES = (ATTENTION_IN, ATTENTION_OUT, MLP_IN, EXPERTS_IN, MLP_OUT)

@@ -26,7 +26,7 @@ def install_routing(taps: ModelTaps, arch: Architecture, module: nn.Module, inde
 
         def at_gate(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             scored.add_all(scores, output[0] if isinstance(output, tuple) else output)
-            scored.write(beside=False)
+            scored.write()
 
         taps.hook(f"{path}.{arch.moe_gate}", at_gate)
         for row_field in scores:
@@ -43,7 +43,7 @@ def install_routing(taps: ModelTaps, arch: Architecture, module: nn.Module, inde
         def select_experts(*args: Any, **kwargs: Any) -> Any:
             topk_weights, topk_ids = select(*args, **kwargs)
             chosen.add_all(weights, topk_weights)
-            chosen.write(beside=False)
+            chosen.write()
             return topk_weights, topk_ids
 
         router._apply_eplb_mapping, router.select_experts = apply_eplb_mapping, select_experts

@@ -83,7 +83,7 @@ def test_values_of_several_layers_are_not_outputs_of_the_graph() -> None:
         return graph.forward
 
     fields = kit.fields(*range(15), width=4)
-    batches = {layers[0]: kit.batch(lasting=True) for layers in batches_of_layers(fields)}
+    batches = {layers[0]: kit.batch() for layers in batches_of_layers(fields)}
     of_layer = {layer: (batches[layers[0]], layers[-1]) for layers in batches_of_layers(fields) for layer in layers}
 
     def model(x: torch.Tensor) -> torch.Tensor:
@@ -100,16 +100,13 @@ def test_values_of_several_layers_are_not_outputs_of_the_graph() -> None:
     assert all((batch.values, batch.fields) == ([], []) for batch in batches.values())
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_ops_write_beside_the_model_unless_norms_work_in_place(in_place: bool) -> None:
-    """Ops return no values, so no value must live longer than the piecewise graph that computes it."""
-    overlaps: list[list[bool]] = []
-    batch, fields = kit.batch(in_place), kit.fields(0, 1, 2, width=4)
+def test_ops_return_no_values() -> None:
+    """So no value must live longer than the piecewise graph that computes it."""
+    seen: list[tuple[int, int]] = []
+    batch, fields = kit.batch(), kit.fields(0, 1, 2, width=4)
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
-        overlaps.append([node.args[4] for node in taps_of(graph)])
-        assert [len(n.args) for n in graph.graph.nodes if n.target is torch.ops.dmi.tap_end] == [4]
-        assert outputs_of(graph) == 1
+        seen.append((len(taps_of(graph)), outputs_of(graph)))
         return graph.forward
 
     def model(x: torch.Tensor) -> torch.Tensor:
@@ -123,8 +120,26 @@ def test_ops_write_beside_the_model_unless_norms_work_in_place(in_place: bool) -
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     for _ in range(2):
         torch.testing.assert_close(compiled(torch.ones(3, 4)), torch.full((3, 4), 9.0))
-    torch.testing.assert_close(model(torch.ones(3, 4)), torch.full((3, 4), 9.0))
-    assert overlaps == [[not in_place] * 3]
+    assert seen == [(3, 1)]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_step_ends_with_an_op_only_if_the_op_has_work(ends: bool) -> None:
+    seen: list[int] = []
+    batch = kit.batch()
+    batch.taps.ends = ends
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        seen.append(sum(node.target is torch.ops.dmi.tap_end for node in graph.graph.nodes))
+        return graph.forward
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        batch.end(x)
+        return x + 1
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(torch.ones(3)), torch.full((3,), 2.0))
+    assert seen == [int(ends)]
 
 
 def taps_in(model: torch.nn.Module, base: str) -> ModelTaps:

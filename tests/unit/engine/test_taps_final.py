@@ -80,7 +80,9 @@ def test_a_step_of_taps_ends_once_also_without_a_final_norm(norm: str, fields: t
     """Otherwise, work that is deferred to the end of a step, such as reductions and scores, would not run."""
     model, ends = Wrapper(), []
     arch = Architecture("Some", "some.module:Some", plain_norms=True, parallel=True, final_norm=norm, **BLOCKS)
-    install_final(ModelTaps(model, context_of(arch, *fields), Compilation(False, False)))
+    taps = ModelTaps(model, context_of(arch, *fields), Compilation(False, False))
+    taps.ends = True
+    install_final(taps)
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
         targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
@@ -102,7 +104,7 @@ def test_the_stream_is_where_the_norms_that_vllm_built_have_it(fused: bool, monk
     """vLLM 0.33 may build fused add-and-norms in Cohere 2 with experts, whose row has plain norms."""
     found: dict[str, torch.Tensor] = {}
 
-    def write(batch: TapBatch, _beside: bool = True) -> None:
+    def write(batch: TapBatch) -> None:
         found.update({f.hook: value.clone() for f, value in zip(batch.fields, batch.values, strict=True)})
 
     monkeypatch.setattr(TapBatch, "write", write)

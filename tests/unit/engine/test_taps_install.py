@@ -16,7 +16,6 @@ from dmi_connector.engine.taps.batches import TapBatch
 from dmi_connector.engine.taps.compilation import Compilation
 from dmi_connector.hooks import HOOKS
 from dmi_connector.layout import RowField
-from dmi_connector.reduce import parse
 from tests import tapkit as kit
 
 
@@ -218,7 +217,7 @@ def test_a_stream_that_lasts_is_not_copied_and_heads_are_copied_by_halves(
 
     x = torch.arange(48.0).view(3, 16)
     compiled = torch.compile(block, backend=backend, fullgraph=True)(x)
-    monkeypatch.setattr(TapBatch, "write", lambda self, _beside=True: written.append(list(self.values)))
+    monkeypatch.setattr(TapBatch, "write", lambda self: written.append(list(self.values)))
     torch.testing.assert_close(block(x), compiled)
     assert found == [(0 if lasts else 2, [2, 2])]
     torch.testing.assert_close(written[0][0], 2 * x)
@@ -230,14 +229,6 @@ def test_a_copy_by_halves_equals_its_source(shape: tuple[int, ...]) -> None:
     copied = torch.compile(lambda value: install._copy_halves(value, 4), backend="eager", fullgraph=True)
     value = torch.randn(shape)
     torch.testing.assert_close(copied(value).reshape(shape), value, rtol=0, atol=0)
-
-
-def test_the_attention_after_a_layer_that_reduces_waits_for_its_tap() -> None:
-    """It does not wait for copies, attention summaries or hooks without layers."""
-    specs = [("q", 0, "none"), ("z", 1, "int8"), ("q", 1, "none"), ("mlp_post", 3, "topk(4)")]
-    specs += [("pattern", 5, "attn(2)"), ("final_ln", 0, "int8"), ("resid_pre", 7, "rp(4)")]
-    fields = [RowField(hook, layer, "float32", 8, 64 * i, parse(spec)) for i, (hook, layer, spec) in enumerate(specs)]
-    assert install.joined_before_attention(fields) == {2, 4, 8}
 
 
 def test_the_shared_key_of_latent_attention_is_found_beside_the_latent_and_in_keys_of_heads() -> None:

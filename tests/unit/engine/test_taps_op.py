@@ -65,7 +65,7 @@ def test_two_models_have_places_of_their_own_and_a_freed_one_has_none(monkeypatc
     batches, token = [kit.batch(), kit.batch()], torch.zeros(1, dtype=torch.int32)
 
     def write(tensor: torch.Tensor, value: float) -> None:
-        torch.ops.dmi.tap([torch.full((2, 4), value)], token, tensor, [0], False, "rows")
+        torch.ops.dmi.tap([torch.full((2, 4), value)], token, tensor, [0], "rows")
 
     starts, tensors = (64, 128), [batch.tensor for batch in batches]
     for batch, start in zip(batches, starts, strict=True):
@@ -100,3 +100,66 @@ def test_only_projections_split_a_step(device: str, specs: list[str], dtype: tor
     """A fake GPU tensor has only the attributes that are read."""
     value: Any = SimpleNamespace(is_cuda=device == "cuda", shape=(20_000, 2560), dtype=dtype)
     assert op.tokens_at_once([value] * len(specs), [parse(spec) for spec in specs]) == tokens
+
+
+def test_scores_are_copied_when_all_rows_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are copied after the deferred reductions."""
+    done: list[Any] = []
+    deferred: Any = SimpleNamespace(reduce=lambda *_: done.append("reduce"))
+    scores: Any = SimpleNamespace(copy=lambda *given: done.append(given))
+    rows, slots, cached = torch.zeros(4, 64, dtype=torch.uint8), torch.arange(1, 4), torch.arange(7, 10)
+    memory = kit.RowMemory(rows, slots, scores=(scores, cached))
+    kit.in_forward(monkeypatch, kit.ForwardContext(no_compile_layers={"rows": memory}))
+    token, tensor = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    place = op.Place(0, 0, {}, deferred)
+    op.stand_for(tensor, place)
+    torch.ops.dmi.tap_end(token.expand(2), token, tensor, "rows")
+    assert done[0] == "reduce"
+    copied, row_slots, slots_of_tokens = done[1]
+    assert copied is rows and row_slots is slots and slots_of_tokens.tolist() == [7, 8], (
+        "only the slots of the tokens in the forward are passed"
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("spec", ["none", "int8", "topk(16)"])
+def test_a_captured_step_writes_the_rows_of_an_uncaptured_one(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are overwritten, and their memory is reused, as soon as an op was called."""
+    width, tokens, device = 4096, 64, torch.device("cuda")
+    row_bytes, reduction = 2 * width, parse(spec)
+    if reduction is not None:
+        for layer in range(6):
+            reduction.prepare(width, device, layer, 0)
+    fields = [RowField("mlp_out", i, "bfloat16", width, row_bytes * i, reduction) for i in range(6)]
+    rows = torch.zeros(tokens, 6 * row_bytes, dtype=torch.uint8, device=device)
+    slots = torch.randperm(tokens, device=device)
+    kit.in_forward(monkeypatch, kit.ForwardContext(no_compile_layers={"rows": kit.RowMemory(rows, slots)}))
+    deferred, tensors, places = DeferredReductions(fields, device), [], []
+    for field in fields:
+        tensors.append(torch.zeros(1, dtype=torch.int32, device=device))
+        reductions = {} if reduction is None else {field.offset: reduction}
+        places.append(op.Place(field.offset, field.layer, reductions, deferred))
+        op.stand_for(tensors[-1], places[-1])
+    token, inputs = torch.zeros(1, dtype=torch.int32, device=device), torch.randn(6, tokens, width, device=device)
+
+    def step() -> None:
+        for i, tensor in enumerate(tensors):
+            value = inputs[i].bfloat16()
+            torch.ops.dmi.tap([value], token, tensor, [0], "rows")
+            if i % 2:
+                value.fill_(-1)
+            del value
+            torch.full((tokens, width), -2, dtype=torch.bfloat16, device=device)
+        torch.ops.dmi.tap_end(slots, token, tensors[0], "rows")
+
+    step()
+    torch.cuda.synchronize()
+    want = rows.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(20):
+        rows.zero_()
+        graph.replay()
+        assert torch.equal(rows, want)
+    assert int(want.count_nonzero()) > 1000
