@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/PERFORMANCE.md and the speeds in docs/FROM_VLLM.md: each figure is in benchmarks/results, rounded as shown."""
+"""Speeds in docs/MEASUREMENTS.md, PERFORMANCE.md and FROM_VLLM.md: each is in benchmarks/results, rounded as shown."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ratios(found: list[dict[str, Any]], what: str = "tok_per_s") -> list[float]:
     ],
 )
 def test_a_busy_engine_with_64_requests(row: int, setup: str, names: list[str]) -> None:
-    _, size, shown, middle, p99 = table("PERFORMANCE.md", "| 64 in flight")[row]
+    _, size, shown, middle, p99 = table("MEASUREMENTS.md", "| 64 in flight")[row]
     found = rounds(BUSY, setup, "short64", names)
     assert [len(part.split(",")) for part in shown.split(";")] == [one["rounds"] for one in found]
     same(shown, *ratios(found))
@@ -58,7 +58,7 @@ def test_a_busy_engine_with_64_requests(row: int, setup: str, names: list[str]) 
 
 
 def test_stock_beside_it() -> None:
-    _, _, speeds, _, p99 = table("PERFORMANCE.md", "| 64 in flight")[0]
+    _, _, speeds, _, p99 = table("MEASUREMENTS.md", "| 64 in flight")[0]
     engines = [run["engines"] for name, run in BUSY.items() if "h200-s" in name]
     found = [one["stock"]["loads"].get("short64", {}) for one in engines if "stock" in one]
     p99s = [one for run in found for one in run.get("between_tokens_p99_ms", [])]
@@ -81,7 +81,7 @@ def test_stock_beside_it() -> None:
     ],
 )
 def test_a_busy_engine_under_other_loads(row: int, setup: str, load: str, names: list[str]) -> None:
-    _, shown, first, p99 = table("PERFORMANCE.md", "| `hidden-states`, `zstd` stores | tokens/s, each round")[row]
+    _, shown, first, p99 = table("MEASUREMENTS.md", "| `hidden-states`, `zstd` stores | tokens/s, each round")[row]
     found = rounds(BUSY, setup, load, names)
     same(shown, *ratios(found))
     same(first, median(ratios(found, "first_token_p50")))
@@ -104,16 +104,6 @@ OTHERS = {
         ("h200-pool-target", f"{ZSTD} eagle3", "short64", "stock eagle3"),
         ("h200-busy-drafts-slow-cores", f"{ZSTD} eagle3", "short64", "stock eagle3"),
         ("h200-drafts-writers", f"{ZSTD} eagle3", "short64", "stock eagle3"),
-        ("h200-drafts-writers", f"{ZSTD} eagle3:8", "short64", "stock eagle3"),
-        ("h200-drafts-writers", f"{ZSTD} eagle3:5", "short64", "stock eagle3"),
-        ("h200-drafts-writers", f"{NULL} eagle3", "short64", "stock eagle3"),
-        ("h200-drafts-writers", f"{ZSTD} ngram", "short64", "stock ngram"),
-        ("h200-busy-ngram-slow-cores", f"{ZSTD} ngram", "short64", "stock ngram"),
-        ("h200-32-cores", f"{ZSTD} ngram", "short64", "stock ngram"),
-        ("h200-32-cores", f"{NULL} ngram", "short64", "stock ngram"),
-        ("h200-ngram-codecs", f"{ZSTD} ngram", "short64", "stock ngram"),
-        ("h200-ngram-codecs", f"{ZSTD} ngram:none", "short64", "stock ngram"),
-        ("h200-ngram-codecs", f"{NULL} ngram:host", "short64", "stock ngram"),
     ],
     "| model and requests | in flight |": [
         ("h100-pool", POOL, "short64", "stock"),
@@ -135,7 +125,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("head", OTHERS)
 def test_other_engines_and_machines(head: str) -> None:
-    for row, (run, setup, load, stock) in zip(table("PERFORMANCE.md", head), OTHERS[head], strict=True):
+    for row, (run, setup, load, stock) in zip(table("MEASUREMENTS.md", head), OTHERS[head], strict=True):
         header, engines = BUSY[run]["header"], BUSY[run]["engines"]
         *_, machine, seconds, speeds, shown, named = row
         assert named == f"`{run}`" and header["versions"]["vllm"] == "0.33.0"
@@ -177,7 +167,7 @@ SLICES = [
 
 @pytest.mark.parametrize("row", range(len(SLICES)))
 def test_engines_that_ran_in_slices(row: int) -> None:
-    rows = table("PERFORMANCE.md", "| requests | capture | ratio to stock | 95 % interval |")
+    rows = table("MEASUREMENTS.md", "| requests | capture | ratio to stock | 95 % interval |")
     assert len(rows) == len(SLICES)
     _, capture, shown, intervals, cores, rate, named = rows[row]
     run, setup = SLICES[row]
@@ -191,14 +181,65 @@ def test_engines_that_ran_in_slices(row: int) -> None:
     assert found.get("verified", True) and not found.get("lost_rows")
 
 
+EAGLE3 = ["h200-busy-drafts", "h200-pool-target", "h200-busy-drafts-slow-cores", "h200-drafts-writers"]
+EXPECTED = {
+    "| load, with `hidden-states` and `zstd` stores |": [
+        (BUSY, ZSTD, "short64", [FIRST, SECOND, SLOW, HALVES, WITHOUT]),
+        (BUSY, ZSTD, "short256", [SECOND, LONG, SLOW, WIDE]),
+        (BUSY, POOL, "mixed256", ["h200-slices-mixed-pool"]),
+        (BUSY, ZSTD, "long16", [LONG, SLOW]),
+        (BUSY, ZSTD, "cached64", [LONG, SLOW]),
+        (BUSY, POOL, "long128", ["h200-pool-long128"]),
+        (BUSY, POOL, "reasoning128", ["h200-pool-long"]),
+        (BUSY, f"{ZSTD} eagle3", "short64", EAGLE3),
+        (BUSY, f"{ZSTD} ngram", "mixed64", ["h200-slices-mixed"]),
+        (BUSY, POOL, "mixed64", ["h200-slices-qwen3.5"]),
+        (RANKS, ZSTD, "short64", ["h200-two-stores-again"]),
+        (RANKS, DRAFT, "short64", ["h200-two-32b-draft"]),
+        (RANKS, ZSTD, "short64", ["h200-four-70b"]),
+        (BURSTS, "hidden-states disk", "decode32", ["h200-overhead"]),
+        (BURSTS, "hidden-states disk", "prefill32", ["h200-overhead"]),
+    ],
+    "| capture, with 64 in flight |": [
+        (BUSY, NARROW, "short64", [SECOND, SLOW, HALVES]),
+        (BUSY, "full null", "short64", ["h200-sustained-full"]),
+        (BUSY, "int8 lz4", "short64", ["h200-sustained-int8"]),
+        (BUSY, "probe one", "mixed64", ["h200-slices-probes"]),
+        (BUSY, "probe keep", "mixed64", ["h200-slices-probes"]),
+    ],
+}
+"""{head of a table in PERFORMANCE.md: (runs, setup, load or burst, names of runs) of each row}."""
+
+
+@pytest.mark.parametrize("head", EXPECTED)
+def test_speeds_to_expect(head: str) -> None:
+    for row, (runs, setup, load, names) in zip(table("PERFORMANCE.md", head), EXPECTED[head], strict=True):
+        what, speed, *bounds = row
+        if runs is BURSTS:
+            values = [report.measured(runs[name], setup)[load]["ratio"] for name in names]
+        else:
+            found = rounds(runs, setup, load, names)
+            values = ratios(found)
+            assert (re.findall(r"\d+$", load)[0] in what) or "| load" not in head, row
+        if "-slices-" in names[0]:
+            (slices,) = found[0]["in_slices"]
+            same(speed, slices["ratio"])
+            wanted = [slices["low"], slices["high"]]
+        else:
+            same(speed, median(values))
+            wanted = [min(values), max(values)] if len(values) > 1 else []
+        assert [bool(bound) for bound in bounds] == [bool(wanted)] * 2, row
+        same(" ".join(bounds), *wanted)
+
+
 def test_drafts_with_slow_cores_could_be_written_at() -> None:
     found = BUSY["h200-busy-drafts-slow-cores"]["engines"][f"{ZSTD} eagle3"]["loads"]["short64"]
-    said = re.findall(r"keep up with (0\.\d\d) of stock", page("PERFORMANCE.md"))
+    said = re.findall(r"keep up with (0\.\d\d) of stock", page("MEASUREMENTS.md"))
     same(said[0], found["sustained_tok_per_s_of_stock_median"])
 
 
 def test_speeds_with_which_writers_that_fell_behind_could_keep_up() -> None:
-    text = " ".join(page("PERFORMANCE.md").split())
+    text = " ".join(page("MEASUREMENTS.md").split())
 
     def kept_up(runs: dict[str, Any], run: str, *setups: str, load: str = "short64") -> list[float]:
         return ratios([runs[run]["engines"][setup]["loads"][load] for setup in setups], "sustained_tok_per_s")
@@ -206,9 +247,8 @@ def test_speeds_with_which_writers_that_fell_behind_could_keep_up() -> None:
     large = kept_up(BUSY, "h200-32-cores", ZSTD, load="short256")
     same(text.split("The writers fell behind: ")[1].split(" of stock")[0], min(large), max(large))
     run = "h200-drafts-writers"
-    eagle3 = kept_up(BUSY, run, *(f"{ZSTD} eagle3{writers}" for writers in ("", ":8", ":5")))
-    said = text.split(f"In `{run}` ")[1].split(". ")[0].replace("EAGLE-3", "")
-    same(said, min(eagle3), max(eagle3), *kept_up(BUSY, run, f"{ZSTD} ngram"))
+    eagle3 = kept_up(BUSY, run, f"{ZSTD} eagle3")
+    same(text.split(f"In `{run}` ")[1].split(". ")[0], min(eagle3), max(eagle3))
     answers = RANKS["h200-two-answers"]["engines"][DRAFT]["loads"]["short64"]
     said = text.split("`h200-two-answers`: the table")[1].split("The engine ran at ")[1].split(". ")[0]
     same(said, *ratios([answers]))
@@ -219,7 +259,7 @@ def test_number_of_speeds_that_are_not_sustained() -> None:
     what = "tok_per_s_of_stock_median"
     behind = [one[what] - one[f"sustained_{what}"] for one in loads if f"sustained_{what}" in one]
     few, many = sum(0.01 < lost <= 0.05 for lost in behind), sum(lost > 0.05 for lost in behind)
-    said = " ".join(page("PERFORMANCE.md").split())
+    said = " ".join(page("MEASUREMENTS.md").split())
     assert f"In {few + many} of the {len(loads)} measurements in `gpu-busy.json` and `gpu-ranks.json`" in said
     assert f"by 0.01 to 0.05 of stock in {few} of them, by more in {many}." in said
 
@@ -233,7 +273,7 @@ def engine_loads(found: Any) -> list[dict[str, Any]]:
 
 
 def test_notes_on_rows_in_a_pool() -> None:
-    text = page("PERFORMANCE.md").split("### Rows in a pool")[1].split("\n## ")[0]
+    text = page("MEASUREMENTS.md").split("### Rows in a pool")[1].split("\n## ")[0]
     shared, long = (BUSY[f"h200-pool-{name}"]["engines"][POOL]["loads"] for name in ("shared", "long128"))
     said = re.findall(r"keep up with (.*) of stock", text)[0]
     same(said, *ratios([shared["cached64"]], "sustained_tok_per_s"))
@@ -244,7 +284,7 @@ def test_notes_on_rows_in_a_pool() -> None:
 
 
 def test_prompts_of_16000_tokens_in_a_pool() -> None:
-    text = page("PERFORMANCE.md").split("**Prompts of 16,000 tokens**")[1].split("\n- ")[0]
+    text = page("MEASUREMENTS.md").split("**Prompts of 16,000 tokens**")[1].split("\n- ")[0]
     engine = BUSY["h200-pool-16000"]["engines"]["int8 none pool"]
     found = engine["loads"]["long32"]
     same(re.findall(r"([\d.]+) GB per store", text)[0], engine["bytes_per_token"] * 16_000 / 1e9)
@@ -254,7 +294,7 @@ def test_prompts_of_16000_tokens_in_a_pool() -> None:
 
 
 def test_drafts_with_two_ranks() -> None:
-    text = page("PERFORMANCE.md").split("**EAGLE-3 drafts with TP=2**")[1].split("No row")[0].replace("vLLM 0.33", "")
+    text = page("MEASUREMENTS.md").split("**EAGLE-3 drafts with TP=2**")[1].split("No row")[0].replace("vLLM 0.33", "")
     engines = RANKS["h200-two-drafts"]["engines"]
     stock, found = (engines[f"{name} eagle3"]["loads"]["short64"] for name in ("stock", ZSTD))
     same(" ".join(re.findall(r"\d\d,\d{3}", text)), min(stock["tok_per_s"]), max(stock["tok_per_s"]))
@@ -263,7 +303,7 @@ def test_drafts_with_two_ranks() -> None:
 
 
 def test_several_gpus() -> None:
-    rows = table("PERFORMANCE.md", "| engine | capture |")
+    rows = table("MEASUREMENTS.md", "| engine | capture |")
 
     def engine(run: str, setup: str) -> list[float]:
         load = RANKS[run]["engines"][setup]["loads"]["short64"]
@@ -302,12 +342,12 @@ def test_several_gpus() -> None:
         )
     same(rows[9][3], speeds[2], speeds[4])
     bulk_run = RANKS["h200-four-bulk"]["rounds"]["run"]
-    said = page("PERFORMANCE.md").split("read and generated ")[1].split(" with")[0]
+    said = page("MEASUREMENTS.md").split("read and generated ")[1].split(" with")[0]
     same(said, round(bulk_run["tok_per_s"], -2))
 
 
 def test_bursts_of_two_ranks() -> None:
-    rows = table("PERFORMANCE.md", "| bursts with TP=2 |")
+    rows = table("MEASUREMENTS.md", "| bursts with TP=2 |")
     runs = ("h200-two-bursts", "h200-two-bursts-other-day")
     shown = [(run, setup) for run in runs for setup in ("hidden-states null", "hidden-states disk")]
     for (_, *cells, named), (run, setup) in zip(rows, shown, strict=True):
@@ -335,7 +375,7 @@ OVERHEAD, REDUCED = "h200-overhead", "h200-overhead-reduced"
     ],
 )
 def test_bursts(row: int, run: str, setups: list[str]) -> None:
-    _, size, *shown, sink = table("PERFORMANCE.md", "| capture | MB per token |")[row]
+    _, size, *shown, sink = table("MEASUREMENTS.md", "| capture | MB per token |")[row]
     found = [report.measured(BURSTS[run], setup) for setup in setups]
     for case, text in zip(("decode1", "decode32", "decode128", "prefill32"), shown, strict=True):
         same(text, *([one[case]["ratio"] for one in found] if text else []))
@@ -348,7 +388,7 @@ def test_bursts(row: int, run: str, setups: list[str]) -> None:
 
 def test_stock_beside_bursts_and_limits() -> None:
     cases = report.measured(BURSTS[OVERHEAD], "stock")
-    shown = table("PERFORMANCE.md", "| capture | MB per token |")[0][2:6]
+    shown = table("MEASUREMENTS.md", "| capture | MB per token |")[0][2:6]
     for case, text in zip(("decode1", "decode32", "decode128", "prefill32"), shown, strict=True):
         same(text, cases[case]["tok_per_s"])
     found = BURSTS[OVERHEAD]["limits"]
@@ -369,7 +409,7 @@ def test_stock_beside_bursts_and_limits() -> None:
 
 def test_repeated_bursts() -> None:
     runs = ("h200-overhead-repeat", "h200-burst-slow-cores")
-    for row, run in zip(table("PERFORMANCE.md", "| repeated burst |"), runs, strict=True):
+    for row, run in zip(table("MEASUREMENTS.md", "| repeated burst |"), runs, strict=True):
         cases = report.measured(BURSTS[run], "full null")
         assert row[4] == f"`{run}`"
         same(" ".join(row[2:4]), cases["decode32"]["ratio"], cases["decode128"]["ratio"])
