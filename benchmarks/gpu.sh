@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# gpu.sh MODEL OUT PHASE...: runs the measurements of docs/PERFORMANCE.md, and checks. Sizes are for the shapes of Qwen3-4B
+# gpu.sh MODEL OUT PHASE...: runs the measurements of docs/MEASUREMENTS.md, and checks. Sizes are for the shapes of Qwen3-4B
 # on one GPU of 139 GiB, with 126 GiB of host memory. The exit status is 1 if a phase failed.
 #
 # Environment variables (defaults in parentheses):
@@ -26,6 +26,8 @@
 #   sustained-full, sustained-int8, sustained-long   sustained load: vllm-full; int8; prompts of 4,000 tokens, cached
 #               prompts and 256 in flight, also with writers that always compress
 #   sustained-pieces   sustained load: vLLM's default graphs
+#   slices-ngram, slices-pool, slices-probes, slices-hybrids   sustained load, in slices of a second: n-gram drafts; 256 in
+#               flight with a pool; probes; shapes of two hybrid models (4 to 6 minutes each, two times for the hybrids)
 # Phases on several GPUs. The package must be installed, because workers find it by its entry point:
 #   sustained-ranks   sustained load, tensor parallel on GPUs of 139 GiB (9 minutes)
 #   sustained-32b, sustained-70b   the same with the shapes of a 32B or 70B model (benchmarks.shapes; 5 minutes)
@@ -166,6 +168,24 @@ for phase in "$@"; do
     sustained-pieces)
       busy sustained-pieces '{"stock pieces": 4, "full null pieces": 66, "*": 9}' \
         'stock pieces,hidden-states zstd pieces,hidden-states zstd draft pieces,full null pieces' short64 ;;
+    slices-ngram)
+      busy slices-ngram '{"stock ngram": 10, "*": 17}' 'stock ngram,hidden-states host ngram,hidden-states zstd ngram' mixed64 \
+        --slice 1 --warm 4 --options "$small_ring" ;;
+    slices-pool)
+      busy slices-pool '{"*": 20}' 'stock,hidden-states zstd pool' mixed256 --pool-gigabytes '{"*": 14}' --slice 1 --warm 4 \
+        --options "$small_ring" ;;
+    slices-probes)
+      busy slices-probes '{"stock": 7, "probe keep": 18, "*": 7}' 'stock,probe one,probe layers,probe latents,probe keep' \
+        mixed64 --slice 1 --warm 4 --options "$small_ring" ;;
+    slices-hybrids)
+      for name in qwen3.5-4b nemotron-h; do
+        python3 -m benchmarks.shapes /tmp/dmi-shapes --only "$name" >/dev/null
+        few="{\"gpu_memory_utilization\": 0.03, \"max_num_seqs\": 128, \"compilation_config\": {$steps}}"
+        [ "$name" != qwen3.5-4b ] || few="{\"gdn_prefill_backend\": \"triton\", ${few#\{}"
+        model=/tmp/dmi-shapes/$name whole="$few" busy "slices-$name" '{"*": 9}' \
+          'stock,hidden-states null pool,hidden-states zstd pool' mixed64 --pool-gigabytes '{"*": 9.5}' --slice 1 --warm 4 \
+          --options "$small_ring"
+      done ;;
     models)
       python3 -m benchmarks.shapes /tmp/dmi-shapes >/dev/null
       few='{"gpu_memory_utilization": 0.03, "max_num_seqs": 64, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}}'
