@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/REDUCTIONS.md: its figures are those of benchmarks/results/cpu-fidelity.json, rounded down."""
+"""docs/REDUCTIONS.md and ACCURACY.md: their figures are those of benchmarks/results, rounded down."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import pytest
 
 from benchmarks import fidelity, scale
 from dmi_connector.analysis.fidelity import LARGER_IS_WORSE
+from dmi_connector.layout import RowField
 from dmi_connector.reduce import KINDS, MODES, forms, parse
 from dmi_connector.reduce.modes import rules_of
-from tests.resultkit import table
+from tests.resultkit import same, table
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/REDUCTIONS.md").read_text()
+PAGE = "".join((ROOT / "docs" / name).read_text() for name in ("REDUCTIONS.md", "ACCURACY.md"))
+"""Both pages. Some figures are in both."""
 RUNS = json.loads((ROOT / "benchmarks/results/cpu-fidelity.json").read_text())["runs"]
 RESULTS, AFTER = RUNS["fidelity"], RUNS["downstream"]
 DOWNSTREAM = AFTER["trained"]
@@ -143,6 +145,21 @@ def _up(value: float) -> str:
     return f"{math.ceil(round(value * 10**4, 3)) / 10**4:.4f}"
 
 
+def test_the_summary_has_the_worst_hook() -> None:
+    """Of the trained model. The bytes are those of a row of 2,560 values."""
+    fitted = {"int8(channel=file)": 2560, "pca(file)": 256, "pq(file)": 640}  # values, scores and codes of a byte
+    for reduction, size, *shown in table("REDUCTIONS.md", "| reduction | bytes | lowest cosine of a row |"):
+        spec = reduction.strip("`")
+        nbytes = fitted.get(spec) or RowField("resid_pre", 0, "bfloat16", 2560, 0, parse(spec)).nbytes
+        same(size, nbytes / 5120)
+        rows = [one["measures"] for one in RESULTS["trained"] if one["reduction"] == spec]
+        least = [one["cosine_least"] for one in rows if "cosine_least" in one]
+        analysed = [one["measures"] for one in DOWNSTREAM if one["reduction"] == spec]
+        concepts, top = ([one[what] for one in analysed if what in one] for what in ("concepts", "lens_top"))
+        for cell, values, digits in zip(shown, (least, concepts, top), (5, 4, 4), strict=True):
+            assert cell == (down(min(values), digits) if values else ""), (reduction, digits)
+
+
 def test_figures_of_scales_and_sketches_are_as_measured() -> None:
     text = " ".join(PAGE.split())
     hooks = {one["hook"] for one in DOWNSTREAM}
@@ -220,7 +237,7 @@ def test_accuracy_of_compact_is_as_measured() -> None:
         assert len(own) == 2, "there must be two layers"
         return min(measures[measure] for measures in own)
 
-    rows = {what: cells for what, *cells in table("REDUCTIONS.md", "| part of a mode |")}
+    rows = {what: cells for what, *cells in table("ACCURACY.md", "| part of a mode |")}
     want = {what: [down(least(one, *found), 4) for one in ("trained", "random")] for what, found in PARTS.items()}
     assert rows == want
     reach = {(weights, *found) for found in PARTS.values() for weights in RUNS["compact"] if weights != "header"}
@@ -288,7 +305,7 @@ HEADS += [("pca(file) of heads", one) for one in ("variance", "importance", "con
 
 
 def test_accuracy_of_reductions_of_heads_is_as_measured() -> None:
-    rows = {hook: cells for hook, *cells in table("REDUCTIONS.md", "| heads of |")}
+    rows = {hook: cells for hook, *cells in table("ACCURACY.md", "| heads of |")}
     assert set(rows) == {"q", "k", "v", "z", "q_rot", "k_rot"}
     for hook, cells in rows.items():
         values = [found(hook, *column) for column in HEADS]
