@@ -693,3 +693,15 @@ def test_only_reductions_without_a_kernel_need_room_for_copies() -> None:
 
     assert Reduction.scratch(Plain(), 10, "bfloat16") == 160
     assert Int8().fused("bfloat16") is not None and Reduction.scratch(Int8(), 10, "bfloat16") == 0
+
+
+@pytest.mark.parametrize(
+    ("k", "group", "fits"), [(8, 8, True), (9, 8, False), (0, 8, False), (32, 0, True), (3, 7, False)]
+)
+def test_a_basis_has_at_most_as_many_components_as_values(k: int, group: int, fits: bool) -> None:
+    about = {"width": 32, "k": k, "group": group}
+    if not fits:
+        with pytest.raises(ValueError, match=f"{k} components of groups of {group} of 32 values"):
+            Basis.shapes(about)
+        return
+    assert Basis.shapes(about)["components"] == (32, k)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -720,3 +721,11 @@ def test_the_reason_of_the_limit_counts_rows_from_the_first_position(tmp_path: P
     close = tracker.pending_closes[0]
     assert response["dmi_missing"] == [[close.length, 89]]
     assert f"the rows of {close.length} of 89 tokens" in response["dmi_reason"]
+
+
+def test_the_file_of_disk_usage_says_when_it_was_measured(tmp_path: Path) -> None:
+    write_usage(str(tmp_path), Usage(9, {"a.zarr": 4}, [], 1.5))
+    found = json.loads((tmp_path / USAGE_NAME).read_text())
+    measured = datetime.fromisoformat(found.pop("measured"))
+    assert abs(datetime.now(UTC) - measured) < timedelta(days=1)
+    assert found == {"nbytes": 9, "unfinished": {"a.zarr": 4}, "over": [], "began": 1.5}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from dmi_connector.store.read.index_lines import read_index
 from dmi_connector.store.read.verify import verify_store
 from dmi_connector.store.write.arrays.source import SourceStore
 from dmi_connector.store.write.finish import commit as commit_module
-from dmi_connector.store.write.finish.commit import Commit, append_index, rank_file
+from dmi_connector.store.write.finish.commit import Commit, append_index, rank_file, written_attrs
 from dmi_connector.store.write.finish.repair import repair
 from dmi_connector.store.write.messages import Message
 from tests import storekit as kit
@@ -191,3 +192,15 @@ def test_a_hook_without_metadata_is_left_out_with_its_files() -> None:
     commit._drop_unreadable(attrs, files)
     assert attrs == {"hooks": {"q": hooks["q"], "v": hooks["v"]}} and "k2/c/0" not in files and len(files) == 3
     assert commit.losses == [Loss.of(Cause.HOOKS_WITHOUT_DATA, hooks="k")]
+
+
+def test_attributes_with_a_wrong_checksum_are_not_trusted(commit: Message) -> None:
+    """A commit or a repair then writes the root document again."""
+    Commit.start(commit).run()
+    attrs = written_attrs(commit["final"])
+    assert attrs is not None and attrs["num_tokens"] == ROWS
+    document = Path(commit["final"], "zarr.json")
+    changed = json.loads(document.read_bytes())
+    changed["attributes"]["dmi"]["num_tokens"] = ROWS - 1
+    document.write_text(json.dumps(changed))
+    assert written_attrs(commit["final"]) is None
