@@ -27,7 +27,7 @@
 #               prompts and 256 in flight, also with writers that always compress
 #   sustained-pieces   sustained load: vLLM's default graphs
 #   slices-ngram, slices-pool, slices-probes, slices-hybrids   sustained load, in slices of a second: n-gram drafts; 256 in
-#               flight with a pool; probes; shapes of two hybrid models (4 to 6 minutes each, two times for the hybrids)
+#               flight with a pool; probes; shapes of two hybrid models (4 to 6 minutes per model)
 # Phases on several GPUs. The package must be installed, because workers find it by its entry point:
 #   sustained-ranks   sustained load, tensor parallel on GPUs of 139 GiB (9 minutes)
 #   sustained-32b, sustained-70b   the same with the shapes of a 32B or 70B model (benchmarks.shapes; 5 minutes)

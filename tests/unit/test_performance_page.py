@@ -222,14 +222,22 @@ def test_speeds_to_expect(head: str) -> None:
         found = [one[load] for one in loads for load in names_of_loads if load in one]
         values = [part["ratio"] for one in found for part in one.get("in_slices", ())]
         values += ratios([one for one in found if "in_slices" not in one])
-        assert int(count) == len(values) and (
-            "| load" not in head or names_of_loads[0].lstrip("abcdefghijklmnopqrstuvwxyz") in what
-        )
+        assert int(count) == len(values), row
+        assert "| load" not in head or re.findall(r"\d+$", names_of_loads[0])[0] in what, row
         same(speed, median(values))
         same(f"{slowest} {fastest}", *([min(values), max(values)] if len(values) > 1 else []))
         if writers:
             sustained = [ratio for one in found for ratio in one.get("sustained_tok_per_s_of_stock", ())]
             same(writers[0], *([median(sustained)] if sustained else []))
+
+
+def test_the_readme_has_the_speeds_to_expect() -> None:
+    rows = table("PERFORMANCE.md", "| load, with `hidden-states` and `zstd` stores |")
+    one_gpu, drafts = rows[:3], [row for row in rows if "drafts" in row[0]]
+    said = " ".join((ROOT / "README.md").read_text().split()).split("shapes has ")[1].split("[Compatibility]")[0]
+    speeds = [f"{pick(row[1] for row in some)}" for some in (one_gpu, drafts) for pick in (min, max)]
+    sustained = [row[5] for row in (*one_gpu, *drafts) if row[5]]
+    assert re.findall(r"0\.\d\d", said) == [*speeds, min(sustained), max(sustained)]
 
 
 def test_speeds_to_expect_of_bursts() -> None:

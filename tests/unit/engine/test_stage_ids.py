@@ -37,7 +37,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> None:
 def header(first_stage: bool) -> dict[str, list[int]]:
     """The header that a forward with three tokens and without token ids writes."""
     found: dict[str, list[int]] = {}
-    once = SimpleNamespace(add=lambda field, value: found.update({field.hook: value.tolist()}), write=lambda **_: None)
+    once = SimpleNamespace(add=lambda field, value: found.update({field.hook: value.tolist()}), write=lambda: None)
     layout = SimpleNamespace(find=lambda *_: None, taking=lambda *_: ())
     context = SimpleNamespace(first_stage=first_stage, layout=layout, arch=SimpleNamespace(name="Some"))
     taps: Any = SimpleNamespace(context=context, once=once)
