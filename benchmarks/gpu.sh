@@ -26,8 +26,9 @@
 #   sustained-full, sustained-int8, sustained-long   sustained load: vllm-full; int8; prompts of 4,000 tokens, cached
 #               prompts and 256 in flight, also with writers that always compress
 #   sustained-pieces   sustained load: vLLM's default graphs
-#   slices-ngram, slices-pool, slices-probes, slices-hybrids   sustained load, in slices of a second: n-gram drafts; 256 in
-#               flight with a pool; probes; shapes of two hybrid models (4 to 6 minutes per model)
+#   slices-ngram, slices-pool, slices-probes   sustained load, in slices of a second: n-gram drafts; 256 in flight with a pool;
+#               probes (4 to 6 minutes each)
+#   slices-hybrids, slices-decode   the same with shapes of two hybrid models; with long answers (4 to 6 minutes per model)
 # Phases on several GPUs. The package must be installed, because workers find it by its entry point:
 #   sustained-ranks   sustained load, tensor parallel on GPUs of 139 GiB (9 minutes)
 #   sustained-32b, sustained-70b   the same with the shapes of a 32B or 70B model (benchmarks.shapes; 5 minutes)
@@ -177,13 +178,15 @@ for phase in "$@"; do
     slices-probes)
       busy slices-probes '{"stock": 7, "probe keep": 18, "*": 7}' 'stock,probe one,probe layers,probe latents,probe keep' \
         mixed64 --slice 1 --warm 4 --options "$small_ring" ;;
-    slices-hybrids)
+    slices-hybrids | slices-decode)
+      load=mixed64
+      [ "$phase" != slices-decode ] || load=decode64
       for name in qwen3.5-4b nemotron-h; do
         python3 -m benchmarks.shapes /tmp/dmi-shapes --only "$name" >/dev/null
         few="{\"gpu_memory_utilization\": 0.03, \"max_num_seqs\": 128, \"compilation_config\": {$steps}}"
         [ "$name" != qwen3.5-4b ] || few="{\"gdn_prefill_backend\": \"triton\", ${few#\{}"
-        model=/tmp/dmi-shapes/$name whole="$few" busy "slices-$name" '{"*": 9}' \
-          'stock,hidden-states null pool,hidden-states zstd pool' mixed64 --pool-gigabytes '{"*": 9.5}' --slice 1 --warm 4 \
+        model=/tmp/dmi-shapes/$name whole="$few" busy "$phase-$name" '{"*": 9}' \
+          'stock,hidden-states null pool,hidden-states zstd pool' "$load" --pool-gigabytes '{"*": 9.5}' --slice 1 --warm 4 \
           --options "$small_ring"
       done ;;
     models)

@@ -63,6 +63,7 @@ LOADS = {
     "short256": Load(256, 128, 384),
     "mixed64": Load(64, 128, 384, spread=128),
     "mixed256": Load(256, 128, 384, spread=128),
+    "decode64": Load(64, 128, 1500, spread=500),
     "long16": Load(16, 4000, 200),
     "long32": Load(32, 15_996, 4),  # ends soon after its prompt: a store of the full surface in int8 takes 20 GB
     "long128": Load(128, 5000, 400),

@@ -161,6 +161,8 @@ SLICES = [
     ("h200-slices-qwen3.5", POOL),
     ("h200-slices-nemotron-h", f"{NULL} pool"),
     ("h200-slices-nemotron-h", POOL),
+    ("h200-slices-decode-qwen3.5", POOL),
+    ("h200-slices-decode-nemotron-h", POOL),
 ]
 """(run, setup) of each row of the table of engines that ran in slices."""
 
@@ -172,7 +174,7 @@ def test_engines_that_ran_in_slices(row: int) -> None:
     _, capture, shown, intervals, cores, rate, named = rows[row]
     run, setup = SLICES[row]
     (found,) = BUSY[run]["engines"][setup]["loads"].values()
-    assert named == f"`{run}`" and "--slice 1.0" in BUSY[run]["header"]["command"]
+    assert named == f"`{run}`" and "--slice 1" in BUSY[run]["header"]["command"]
     assert ("8 `writers`" in capture) == setup.endswith(":w8")
     same(shown, *(one["ratio"] for one in found["in_slices"]))
     same(intervals, *(one[bound] for one in found["in_slices"] for bound in ("low", "high")))
@@ -196,8 +198,8 @@ EXPECTED = {
         (BUSY, POOL, ["reasoning128"], ["h200-pool-long"]),
         (BUSY, f"{ZSTD} eagle3", ["short64"], EAGLE3),
         (BUSY, f"{ZSTD} ngram", ["short64", "mixed64"], SLICED),
-        (BUSY, POOL, ["mixed64"], ["h200-slices-qwen3.5"]),
-        (BUSY, POOL, ["mixed64"], ["h200-slices-nemotron-h"]),
+        (BUSY, POOL, ["mixed64", "decode64"], ["h200-slices-qwen3.5", "h200-slices-decode-qwen3.5"]),
+        (BUSY, POOL, ["mixed64", "decode64"], ["h200-slices-nemotron-h", "h200-slices-decode-nemotron-h"]),
         (RANKS, ZSTD, ["short64"], ["h200-two-stores-again", "h200-two-stores"]),
         (RANKS, ZSTD, ["short64"], ["h200-four-sustained"]),
         (RANKS, DRAFT, ["short64"], ["h200-two-32b-draft"]),
