@@ -24,9 +24,9 @@ NAME = "gdn_attention_core_of_tests"
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let eager engines of this process and of its forks run gated delta nets in float32. On a GPU, vLLM's kernels run.
+    """Let eager engines of this process run gated delta nets in float32. On a GPU, vLLM's kernels run.
 
-    Spawned processes still have vLLM's op, which refuses float32.
+    Worker processes call it too if they have the extension in `delta_worker`.
     """
     if GPU:
         return

@@ -18,7 +18,7 @@ import torch
 from dmi_connector import capture_args, open_capture
 from dmi_connector.analysis.oracle.transformers_oracle import Oracle, largest
 from dmi_connector.cli.tiny_models import make_model
-from tests.engine import delta_cpu, latent_cpu
+from tests.engine import latent_cpu
 from tests.engine.check import relative_errors
 from tests.engine.harness import ALL_HOOKS, SMALL, Ask, Run, engine, generate, prompt
 from tests.engine.test_hybrids import DELTA, MODELS
@@ -70,10 +70,9 @@ def run(name: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
     args: dict[str, Any] = capture_args(hooks, run.store_dir, "pool", pool_bytes=48 << 20, **SMALL)
     args |= latent_cpu.ROTARY if name.startswith("lfm2") else {}
     args |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    args |= {"worker_extension_cls": "tests.engine.delta_worker.Extension"} if name in DELTA else {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-        if name in DELTA:
-            delta_cpu.stand_in(patch)
         with engine(model, in_process=False, fork=True, enforce_eager=True, **args) as llm:
             run.block_size = llm.llm_engine.vllm_config.cache_config.block_size
             generate(llm, run, {f"len{n}": Ask(prompt(n)) for n in (5, 33, 300)})
