@@ -64,7 +64,7 @@ class Captures:
         self._open = 0  # captures that may still get rows
         self._to_come = 0  # payload bytes that may still arrive for open captures
         self._largest = 0  # bytes of the largest payload, which needs contiguous free bytes in the ring
-        self._counts = dict.fromkeys((*ENDS, "writers_died", "bytes_raw", "bytes_stored"), 0)
+        self._counts = dict.fromkeys((*ENDS, "writers_died"), 0)
         self._errors: deque[str] = deque(maxlen=ERRORS_KEPT)
         self._stopping = False
         self._over = False  # the processes are ending: a dead one is not replaced
@@ -271,7 +271,7 @@ class Captures:
     # ---- all captures ---------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Numbers of captures by state and of dead writers, raw and stored bytes, bytes in the ring, latest errors."""
+        """Numbers of captures by state and of dead writers, bytes in the ring, and the latest errors."""
         with self._lock:
             live = [record.state for record in self._records.values()]
             states = {str(state): live.count(state) for state in (State.OPEN, State.CLOSING, State.COMMITTING)}
@@ -340,8 +340,6 @@ class Captures:
         del self._records[record.number]
         self._borrowing.ended(record)
         self._counts[record.state] += 1
-        self._counts["bytes_raw"] += record.bytes_raw
-        self._counts["bytes_stored"] += record.bytes_stored
         if record.state in (State.FAILED, State.INCOMPLETE):
             self._note(f"{record.final} is {record.state}: {record.reason}")
         self._on_done(record)
