@@ -233,6 +233,18 @@ def test_speeds_to_expect(head: str) -> None:
             same(writers[0], *([median(sustained)] if sustained else []))
 
 
+def test_latency_to_expect() -> None:
+    rows = table("MEASUREMENTS.md", "| 64 in flight, prompts of 128 tokens, 384 generated | MB per token |")[1:2]
+    rows += [
+        row for row in table("MEASUREMENTS.md", "| `hidden-states`, `zstd` stores | tokens/s") if row[0][0].isdigit()
+    ]
+    rows = [row for row in rows if "capture of" not in row[0]]
+    firsts, betweens = [float(row[2]) for row in rows[1:]], [float(row[-1]) for row in rows]
+    said = page("PERFORMANCE.md").split("- **Latency**")[1].split("\n- ")[0]
+    same(" ".join(re.findall(r"\d\.\d\d", said)), min(firsts), max(firsts), min(betweens), max(betweens), max(betweens))
+    assert rows[betweens.index(max(betweens))][0].endswith("cached")
+
+
 def test_the_readme_has_the_speeds_to_expect() -> None:
     rows = table("PERFORMANCE.md", "| load, with `hidden-states` and `zstd` stores |")
     one_gpu, drafts = rows[:3], [row for row in rows if "drafts" in row[0]]
