@@ -256,7 +256,7 @@ def test_the_readme_has_the_speeds_to_expect() -> None:
 
 def test_speeds_to_expect_of_bursts() -> None:
     cases = report.measured(BURSTS["h200-overhead"], "hidden-states disk")
-    said = page("PERFORMANCE.md").split("the speed of decode with")[1].split("All tensors")[0]
+    said = page("PERFORMANCE.md").split("the speed of decode with")[1].split("*full surface*")[0]
     same(" ".join(re.findall(r"\d\.\d\d", said)), cases["decode32"]["ratio"], cases["prefill32"]["ratio"])
 
 
@@ -483,7 +483,7 @@ def test_one_program_prints_the_tables_of_all_kinds(capsys: pytest.CaptureFixtur
 def test_the_cost_is_drawn_by_bytes_of_a_token(tmp_path: Path) -> None:
     found = report.points({"h200-curves": BURSTS["h200-curves"]})
     assert {case: len(points) for case, points in found.items()} == {"decode32": 6, "prefill8": 6}
-    for at, row in zip((0, -1), table("PERFORMANCE.md", "| capture | MB per token | decode | prompts |"), strict=True):
+    for at, row in zip((0, -1), table("PERFORMANCE.md", "| capture | MB per token | decode | prefill |"), strict=True):
         (size, decode), (_, prompts) = (found[case][at] for case in ("decode32", "prefill8"))
         same(" ".join(row[1:]), size, decode, prompts)
     source = str(RESULTS / "gpu-bursts.json")
