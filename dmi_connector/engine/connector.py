@@ -252,6 +252,8 @@ class DMIConnector(KVConnectorBase_V1):
         return None if exporter is None else exporter.take_report()
 
     def shutdown(self) -> None:
+        if (tracker := getattr(self, "tracker", None)) is not None:
+            tracker.slots.close()
         exporter = getattr(self, "exporter", None)
         if exporter is not None:
             exporter.shutdown()

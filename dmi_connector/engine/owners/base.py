@@ -225,6 +225,9 @@ class RowSlots(ABC):
     def sized(self, pages: int) -> None:  # noqa: B027
         """Set the number of pages of the workers' pools, see `RowMemory.pages`."""
 
+    def close(self) -> None:  # noqa: B027
+        """The engine ends, and its workers have ended."""
+
     @abstractmethod
     def freed(self, request_ids: Iterable[str]) -> None:
         """The workers have gathered the rows of these ended requests."""

@@ -70,6 +70,15 @@ class CacheReads:
         self.hidden, self.kept = hashes[count:], count
         del hashes[count:]
 
+    def shorter(self, hit: int, size: int) -> int:
+        """Number of blocks by which a hit is shorter than the hashes that `cut` left; -1 if none are cut.
+
+        hit: number of cached tokens. size: tokens per hash.
+        """
+        if not self.hidden or len(self.request.block_hashes) != self.kept:
+            return -1
+        return self.kept - hit // size
+
     def restore(self) -> None:
         """Put the removed hashes back, unless vLLM has computed them again. vLLM needs them to allocate blocks."""
         if self.hidden and len(self.request.block_hashes) == self.kept:
@@ -90,6 +99,7 @@ class Borrowing:
         self._holds = Holds(options.store_dir)
         self._lent: dict[str, str] = {}  # path of a borrower's store -> path of the links that it copies from
         self._part_hits = False  # whether hits may end inside a block
+        self._dropped = 0  # blocks that vLLM drops from the end of a hit: 1 with drafts that read the target's states
         self._later: list[tuple[CacheReads, int, int]] = []  # requests that wait, with `hit` and `low` of `allows`
         self.counts = {"recomputed_tokens": 0, "borrowed_tokens": 0}
 
@@ -105,6 +115,8 @@ class Borrowing:
 
         low: position below which the request wants no rows, or already has them.
         """
+        if (shorter := reads.shorter(hit, self.sources.hash_size)) in (0, 1):
+            self._dropped = shorter
         reads.restore()
         reads.hit, reads.borrow = max(reads.hit, hit), None
         top = min(hit, reads.tracked.limit)
@@ -159,9 +171,13 @@ class Borrowing:
             if stop < size or self._part_hits:
                 nothing.append(reads.request)
             elif stop < top or top == hit:  # otherwise all rows that it wants of the hit can be borrowed now
-                reads.cut(stop // size)
+                reads.cut(stop // size + self._dropped)
         self._later.clear()
         return nothing
+
+    def close(self) -> None:
+        """Remove all links. The engine ends."""
+        self._holds.close()
 
     def begin(self, reads: CacheReads) -> Borrow | None:
         """A request is scheduled for the first time. Returns the rows that it borrows."""

@@ -16,6 +16,7 @@ import tempfile
 from vllm.logger import init_logger
 
 from dmi_connector.store.format.locks import is_abandoned, share
+from dmi_connector.store.format.paths import leaves_store
 
 logger = init_logger("vllm.dmi_connector")
 
@@ -69,14 +70,22 @@ class Holds:
         if self._lock >= 0:
             os.close(self._lock)
 
+    def close(self) -> None:
+        """Remove all links."""
+        for held in [*self._held]:
+            self.release(held)
+
 
 def _files_of(store: str) -> list[str]:
     with open(os.path.join(store, "zarr.json"), "rb") as file:
         document = json.load(file)
     try:
-        return list(document["attributes"]["dmi"]["files"])
+        paths = list(document["attributes"]["dmi"]["files"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"{store}/zarr.json lists no files") from error
+    if wrong := [path for path in paths if not isinstance(path, str) or leaves_store(path)]:
+        raise ValueError(f"{store}/zarr.json lists {wrong[0]!r}, which is not a file of the store")
+    return paths
 
 
 def _remove(path: str) -> None:

@@ -76,6 +76,15 @@ class StepLimits:
         return max(_PROMPT_TOKENS, self.block)
 
     @property
+    def reserve(self) -> int:
+        """Tokens of a step for which pages stay free of admitted requests.
+
+        They are those of the present budget, and at least those of the smallest budget with as many requests as may
+        run. With fewer, the budget could fall below the tokens of the running requests when more requests run.
+        """
+        return max(min(self.tokens, self.scheduler.max_num_batched_tokens), self.floor(self.requests))
+
+    @property
     def lookahead(self) -> int:
         """Maximum tokens of a decoding request between two calls of `RowSlots.look`."""
         return STEPS_TOGETHER * self.of_request

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import compress
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,10 +13,11 @@ from vllm.logger import init_logger
 
 from dmi_connector.engine.messages import Borrow, StepMetadata
 from dmi_connector.engine.owners.base import RowSlots
-from dmi_connector.engine.owners.pool_borrowing import Borrowing, CacheReads
+from dmi_connector.engine.owners.pool_borrowing import Borrowing
 from dmi_connector.engine.owners.pool_free import Pages
 from dmi_connector.engine.owners.pool_head import Head
 from dmi_connector.engine.owners.pool_limits import StepLimits, page_size
+from dmi_connector.engine.owners.pool_rows import Rows
 from dmi_connector.option_values import OptionError, refuse
 
 if TYPE_CHECKING:
@@ -30,33 +31,6 @@ logger = init_logger("vllm.dmi_connector")
 
 _SPARE_REQUESTS = 64
 """The smallest token budget has room for the requests of the last step and this many more."""
-
-
-@dataclass(eq=False)
-class _Rows:
-    """The rows of one request.
-
-    pages: pages of the pool, in order of positions. Page n of a request has its positions from n * size on. first: the
-    n of `pages[0]`. entries: the table entry of each page, -1 for a page that is not in the table. captured: position
-    up to which rows exist after a preemption or borrowing. exported: position up to which rows were handed to the
-    workers. seen: number of computed tokens after the last step that was checked. ahead: position up to which rows get
-    pages as soon as vLLM allocates blocks. stop, most: see `PoolSlots._room`. admitted: whether `most` pages are
-    reserved for it. reads_cache: whether its options allow prefix-cache hits. reads: see `CacheReads`.
-    """
-
-    tracked: Captured
-    first: int
-    stop: int
-    most: int
-    reads_cache: bool
-    reads: CacheReads
-    pages: list[int] = field(default_factory=list)
-    entries: list[int] = field(default_factory=list)
-    captured: int = 0
-    exported: int = 0
-    seen: int = 0
-    ahead: int = 0
-    admitted: bool = False
 
 
 class PoolSlots(RowSlots):
@@ -86,10 +60,10 @@ class PoolSlots(RowSlots):
         self._admitted_pages = 0
         self._behind = int(limits.of_request > 1)  # the row of the last known token may be that of a rejected one
         self.pages = Pages(0)
-        self._rows: dict[str, _Rows] = {}
-        self._prompts: dict[str, _Rows] = {}  # admitted requests with prompt tokens to compute
+        self._rows: dict[str, Rows] = {}
+        self._prompts: dict[str, Rows] = {}  # admitted requests with prompt tokens to compute
         self._waiting = 0  # number of requests that are not admitted
-        self.head: Head[_Rows] = Head(self.most)
+        self.head: Head[Rows] = Head(self.most)
         self._running = 0  # number of requests in the last step
         self._handed_rows = 0
         self._given: list[tuple[int, int, int]] = []  # pages to take back: (rows handed until then, page, entry)
@@ -144,7 +118,7 @@ class PoolSlots(RowSlots):
         at = page * self.size
         return (tracked.blocks[at // self.block_size] * self.block_size + at % self.block_size) // self.size
 
-    def _cover(self, rows: _Rows, stop: int) -> None:
+    def _cover(self, rows: Rows, stop: int) -> None:
         """Allocate pages for rows of positions below `stop`, as far as vLLM has allocated blocks."""
         tracked = rows.tracked
         stop = min(stop, rows.stop, tracked.limit, len(tracked.blocks) * self.block_size)
@@ -156,7 +130,7 @@ class PoolSlots(RowSlots):
             rows.entries.append(-1)
             self._enter(rows, page, rows.pages[-1])
 
-    def _enter(self, rows: _Rows, page: int, place: int) -> None:
+    def _enter(self, rows: Rows, page: int, place: int) -> None:
         entry = rows.entries[page - rows.first] = self._entry(rows.tracked, page)
         self._table[entry] = place
 
@@ -212,7 +186,7 @@ class PoolSlots(RowSlots):
         if whole > 0:
             self._give(mine, whole)
 
-    def _give(self, rows: _Rows, count: int) -> None:
+    def _give(self, rows: Rows, count: int) -> None:
         """Release the first `count` pages of a request. They are free once their rows are gathered."""
         self._given += [(self._handed_rows, *of) for of in zip(rows.pages[:count], rows.entries[:count], strict=True)]
         del rows.pages[:count], rows.entries[:count]
@@ -244,7 +218,7 @@ class PoolSlots(RowSlots):
         if request.resumable:  # the next prompt includes the generated tokens, whose rows do not stay until then
             tracked.params = replace(tracked.params, include_output_tokens=True)
         reads_cache, reads = not request.skip_reading_prefix_cache, self.borrowing.arrived(tracked)
-        rows = self._rows[request.request_id] = _Rows(tracked, first, *self._room(tracked), reads_cache, reads)
+        rows = self._rows[request.request_id] = Rows(tracked, first, *self._room(tracked), reads_cache, reads)
         self.head.smallest = min(self.head.smallest, rows.most)
         self._waiting += 1
         self._choose_budget()
@@ -271,17 +245,20 @@ class PoolSlots(RowSlots):
             rows.first = -(-rows.captured // self.size)
         return borrow
 
+    def close(self) -> None:
+        self.borrowing.close()
+
     def lost(self, captures: Iterable[int]) -> None:
         self.borrowing.sources.lost(captures)
 
     def stored(self, path: str, whole: bool) -> None:
         self.borrowing.stored(path, whole)
 
-    def _admit(self, rows: _Rows) -> bool:
+    def _admit(self, rows: Rows) -> bool:
         """Reserve pages for a request, if it has none. Returns whether it may begin in a step of the present budget."""
         if not rows.admitted and not self.head.allows(rows):
             return False
-        step = self._pages(min(self.limits.tokens, self.limits.scheduler.max_num_batched_tokens))
+        step = self._pages(self.limits.reserve)
         if self._admitted_pages + (0 if rows.admitted else rows.most) + step > self.pages.count:
             if not rows.admitted:
                 self.head.refused(rows)

@@ -419,7 +419,22 @@ def test_nothing_is_borrowed_of_finished_stores_if_files_cannot_be_linked(
     assert two.skip_reading_prefix_cache and not [*path.parent.glob(".dmi-held-*")]
 
 
-@pytest.mark.parametrize("how", ["half removed", "not a list", "not JSON"])
+def test_links_are_removed_when_the_engine_ends(tracker: Tracker) -> None:
+    """Without further requests, the engine has no step in which it would learn that the store is finished."""
+    began: set[str] = set()
+    path = ended_source(tracker, began)
+    finish(path)
+    begun, waiting = request(200, "r1"), request(200, "r2")
+    for one in (begun, waiting):
+        tracker.on_new_request(one)
+    tracker.slots.matched(waiting, 192)
+    passes(tracker, (begun, 192), began=began)
+    assert len(held_in(path)) == 2
+    tracker.slots.close()
+    assert not [*path.parent.glob(".dmi-held-*")] and path.exists()
+
+
+@pytest.mark.parametrize("how", ["half removed", "not a list", "not JSON", "a number", "another directory"])
 def test_nothing_is_borrowed_of_an_incomplete_store(tracker: Tracker, how: str) -> None:
     began: set[str] = set()
     path = ended_source(tracker, began)
@@ -427,7 +442,10 @@ def test_nothing_is_borrowed_of_an_incomplete_store(tracker: Tracker, how: str) 
     if how == "half removed":
         (path / "k" / "zarr.json").unlink()
     else:
-        (path / "zarr.json").write_text("{}" if how == "not a list" else "root")
+        files = {"not a list": None, "a number": [1], "another directory": ["../other"]}
+        text = json.dumps({"attributes": {"dmi": {"files": files[how]}}}) if how in files else "root"
+        (path / "zarr.json").write_text(text)
+    (path.parent / "other").write_text("of another store")
     tracker.on_report(Report(0, stored={str(path): True}))
     two = request(200, "r1")
     tracker.on_new_request(two)

@@ -19,6 +19,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
+from dmi_connector.engine.owners import pool_limits, pool_pages
 from dmi_connector.layout import DRAFT_UNKNOWN
 from tests.lanekit import Event
 from tests.schedulerkit import Engine, sessions_of_033
@@ -153,6 +154,50 @@ def test_children_of_one_prompt_borrow_its_rows(make: Make) -> None:
     assert engine.stored[again].borrowed == 0, "the model may have other weights by now"
     assert engine.stored[again].ends[0][3]["recomputed_tokens"] == 48
     assert engine.faults() == []
+
+
+def test_a_hit_whose_last_block_vllm_drops_is_borrowed(make: Make) -> None:
+    """With EAGLE and MTP, vLLM drops the last block of each hit, also of one that was cut to whole chunks.
+
+    The first cut shows that. Afterwards one block more is left.
+    """
+    engine = make(pages=200, tokens=lambda: 9, borrows=True, chunk=32, ahead=False)
+    coordinator: Any = engine.scheduler.kv_cache_manager.coordinator
+    coordinator.eagle_group_ids, coordinator.single_type_managers[0].use_eagle = {0}, True
+    prompt = [3 + 7 * i % 23 for i in range(230)]
+    names = []
+    for _ in range(3):
+        names.append(engine.add(prompt, 3))
+        engine.drain()
+    assert [engine.stored[name].borrowed for name in names] == [0, 160, 192], "hits of 208 tokens"
+    assert engine.faults() == []
+
+
+def test_all_requests_run_while_a_preempted_one_has_tokens_to_compute(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The budget of a step stays above the tokens of running requests, although they were few at the admission."""
+    monkeypatch.setattr(pool_limits, "_PROMPT_TOKENS", 6)
+    monkeypatch.setattr(pool_pages, "_SPARE_REQUESTS", 1)
+    engine = make(pages=9, tokens=lambda: 9, blocks=1000)
+    scheduler, slots = engine.scheduler, engine.tracker.slots
+    assert isinstance(slots, pool_pages.PoolSlots)
+    scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = slots.limits.requests = 64
+    captured = [engine.add(range(5, 25), 200) for _ in range(2)]
+    for _ in range(4):
+        engine.step()
+    others = [engine.add([30 + i, 4, 5], 200, {"enabled": False}) for i in range(40)]
+    for _ in range(12):
+        engine.step()
+    running = [name for name in captured if engine.requests[name] in scheduler.running]
+    assert running and len(scheduler.running) == 40 + len(running)
+    engine.preempt(running[-1])
+    before = {name: engine.requests[name].num_output_tokens for name in others}
+    for _ in range(60):
+        engine.step()
+        assert slots.limits.scheduler.max_num_batched_tokens >= len(scheduler.running)
+    assert min(engine.requests[name].num_output_tokens - before[name] for name in others) > 50
+    assert engine.requests[running[-1]].status == RequestStatus.RUNNING
 
 
 def test_a_request_aborted_while_it_waits_for_a_pool_makes_room_for_others(make: Make) -> None:
