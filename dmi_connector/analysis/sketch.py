@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _METADATA = "dmi_sketch"
 _COUNTS = ("error", "squared", "count", "not_finite")
-"""Attributes of `FrequentDirections` that the file has for each layer, besides the rows."""
+"""Attributes of `FrequentDirections` that a sketch file holds for each layer, besides the rows of the sketch."""
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class Sketch:
     projections: dict[str, Any] = field(default_factory=dict)
 
     def rows(self, hook: str) -> np.ndarray:
-        """The sketches of a hook, float32 [layers, k, width]. Rows are 0 after the last one of a sketch."""
+        """The sketches of a hook, float32 [layers, k, width]. A sketch with fewer than k rows is followed by zeros."""
         layers = self.hooks[hook].values()
         found = np.zeros((len(layers), self.k, next(iter(layers)).width), np.float32)
         for out, one in zip(found, layers, strict=True):
@@ -61,11 +61,11 @@ class Sketch:
         return found
 
     def error(self, hook: str) -> np.ndarray:
-        """The bound of each layer of a hook, float64 [layers]; see `FrequentDirections`."""
+        """The error bound of each layer's sketch, float64 [layers]: `FrequentDirections.error`."""
         return np.array([one.error for one in self.hooks[hook].values()])
 
     def relative_error(self, hook: str) -> np.ndarray:
-        """The bound of each layer divided by the squared Frobenius norm of its rows, float64 [layers]."""
+        """The error bound divided by the squared Frobenius norm of the rows that were read, float64 [layers]."""
         squared = np.array([one.squared for one in self.hooks[hook].values()])
         return self.error(hook) / np.where(squared > 0, squared, 1)
 
@@ -183,7 +183,10 @@ def sketch(capture: Capture | FollowedCapture[Capture], hooks: str, k: int = 64)
 
 
 def is_sketch_of(found: Sketch, capture: Capture, hooks: str, k: int) -> bool:
-    """Whether `sketch` would make a sketch of the same rows, hooks and layers. hooks, k: as in `sketch`."""
+    """Whether `found` is of a store of this name, with these numbers of rows, hooks, layers and k.
+
+    hooks, k: as in `sketch`.
+    """
     chosen: dict[str, set[int]] = {}
     for hook, layer in _chosen(capture.attrs, hooks, capture.path).values():
         chosen.setdefault(hook, set()).add(layer)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest: one JSON line for each prompt whose store is complete. Lines are only appended.
+"""The manifest: one JSON line for each prompt whose store is complete.
+
+Lines are appended, and whole lines never change. A torn last line is removed when the file is opened.
 
 If a run was killed, the line of a complete store may be missing. recovery.py then finds the store.
 """
@@ -20,7 +22,7 @@ _LINES, _SECONDS = 256, 1.0
 
 
 class Positions:
-    """A set of positions of prompts (order.py), as a bitmap of one bit per position."""
+    """A set of prompts, each given by its index in the order of the run (order.py). It is a bitmap."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
@@ -73,7 +75,7 @@ def cannot_write(path: Path, error: OSError) -> OSError:
 
 
 class Manifest:
-    """Appends lines to the manifest in batches. Each batch is written and then flushed with fsync."""
+    """Appends lines to the manifest in batches, and calls fsync after each batch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,7 +85,7 @@ class Manifest:
         self._cut_torn_line()
 
     def _cut_torn_line(self) -> None:
-        """Remove the last line if it has no end: the process that wrote it was killed."""
+        """Remove a last line without a newline, which a killed process or a failed write left."""
         end = os.fstat(self._fd).st_size
         while end:
             begin = max(0, end - _TAIL)

@@ -24,12 +24,12 @@ _BAR, _LEAST_BAR = 20, 5
 class Counts:
     """The progress of a run.
 
-    total: number of rows of the share, None while it is unknown. estimated: `total` is an estimate, because JSON lines
-    are still being read. done: prompts with a store. before: prompts that had a store when this process started.
-    rejected: rows without a valid prompt. failed: prompts that could not be captured. tokens: prompt and generated
-    tokens of the prompts captured by this process. bytes: size of their stores. engine: unanswered prompts in the
-    engines. backlog: answered prompts whose stores are not finished. waiting: why no prompts are submitted, "" if they
-    are. starting: paths of the logs of the engines until one engine is ready.
+    total: number of input rows of this run (all, or those of `--shard`), None while it is unknown. estimated: `total`
+    is an estimate, because the input file has not been read to its end. done: prompts with a store. before: prompts
+    that had a store when this process started. rejected: rows without a valid prompt. failed: prompts that could not be
+    captured. tokens: prompt and generated tokens of the prompts captured by this process. bytes: size of their stores.
+    engine: unanswered prompts in the engines. backlog: answered prompts whose stores are not finished. waiting: why no
+    prompts are submitted, "" if they are. starting: paths of the engines' logs; empty once one engine is ready.
     """
 
     total: int | None = None
@@ -81,7 +81,7 @@ class Speedometer:
 class Progress:
     """Shows the counts and the events of a run.
 
-    as_json: print JSON objects, one per line, on standard output. Counts are printed once a second. Otherwise text is
+    as_json: print JSON objects on standard output, one per line, with the counts once a second. If it is false, text is
     printed on standard error: on a terminal a bar that changes once a second, elsewhere a line every 30 seconds. out:
     another file to print to.
     """
@@ -107,7 +107,7 @@ class Progress:
             print(_line(counts, speed), file=self._out, flush=True)
 
     def say(self, event: dict[str, Any], text: str = "") -> None:
-        """Print `event` as a JSON object, or else `text`."""
+        """Print `event` if `as_json`, otherwise `text`. An empty text is not printed."""
         if self._json:
             print(json.dumps(event), file=self._out, flush=True)
         elif text:
@@ -142,8 +142,8 @@ def _rounded(values: dict[str, float | None]) -> dict[str, float | None]:
 def _line(counts: Counts, speed: Speed, room: int | None = None) -> str:
     """Counts and speeds as text.
 
-    room: number of characters that the text should fit in, None: any. What does not fit is left out, in this order:
-    bytes per second, tokens per second, stored prompts.
+    room: number of characters that the text should fit in, None for no limit. Bytes per second are left out first, then
+    tokens per second, then the number of stored prompts. While engines start, nothing is left out.
     """
     left = "?" if speed.seconds_left is None else duration(speed.seconds_left)
     total = "?" if counts.total is None else f"about {counts.total}" if counts.estimated else str(counts.total)

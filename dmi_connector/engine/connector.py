@@ -38,10 +38,10 @@ logger = init_logger("vllm.dmi_connector")
 
 
 class DMIConnector(KVConnectorBase_V1):
-    """Exports the captured rows of every request into one Zarr store.
+    """Exports the captured rows of each request into a Zarr store of its own.
 
-    It does not support vLLM's hybrid cache manager (SupportsHMA), so vLLM turns that off. All layers, including sliding
-    windows, then share one group of cache blocks, and rows stay until their request ends. Owner "pool" keeps rows
+    It does not implement SupportsHMA, so vLLM turns its hybrid KV cache manager off. All layers, also those with
+    sliding windows, are then in one KV cache group, whose blocks stay until their request ends. Owner "pool" keeps rows
     outside of vLLM's blocks and has a separate class below.
     """
 
@@ -81,7 +81,7 @@ class DMIConnector(KVConnectorBase_V1):
         self.tracker.slots.bind(kv_cache_manager)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Receive the memory of each rank. metadata: by rank."""
+        """Receive the `RankMemory` of each rank. metadata: {rank: its message}."""
         ranks = [metadata[rank] for rank in sorted(metadata)]
         memory = [rank for rank in ranks if isinstance(rank, RankMemory)]
         if pages := [rank.pages for rank in memory if rank.pages]:
@@ -105,7 +105,7 @@ class DMIConnector(KVConnectorBase_V1):
             drafts.end_turn(tracked)
 
     def on_next_turn(self, request: Request, kept: int) -> None:
-        """A session got its next prompt (replaced.py). kept: number of tokens of earlier turns before that prompt."""
+        """A session got its next prompt (replaced.py). kept: number of tokens of earlier turns that vLLM keeps."""
         if (tracked := self.tracker.tracked.get(request.request_id)) is not None:
             tracked.kept = kept
 
@@ -144,7 +144,8 @@ class DMIConnector(KVConnectorBase_V1):
         return self.context.may_sleep and self.tracker.leaving and self._worker_here() is None
 
     def reset_cache(self) -> bool | None:
-        """Called before vLLM sleeps. Passes the ends of requests to the worker, if the worker is in this process.
+        """Called before vLLM sleeps, and when the connector's cache is reset. If the engine may sleep and its worker is
+        in this process, it passes captures that have begun or ended to the worker.
 
         In a single process, vLLM runs no step between the last reply and sleep.
         """
@@ -179,8 +180,8 @@ class DMIConnector(KVConnectorBase_V1):
         return RankMemory(layer.pages, layer.scores.path, layer.scores.slots)
 
     def unregister_kv_caches(self) -> None:
-        """Export the rows that are still in the caches. Since 0.33 vLLM calls it before it frees the caches, even for
-        sleep.
+        """Export the rows that are still in the caches. vLLM 0.33 and later call it before the caches are freed, also
+        before sleep.
         """
         if self.exporter is not None:
             self.exporter.before_sleep([])
@@ -191,7 +192,7 @@ class DMIConnector(KVConnectorBase_V1):
         if not coverage.begun:
             from dmi_connector.engine.model.first_forward import first_forward
 
-            assert coverage.model is not None, "the tapped model was built before"
+            assert coverage.model is not None, "the tapped model has not been built"
             first_forward(coverage.model(), self._vllm_config)
         coverage.check()
         if "logits" in self.context.selection.hooks and self.context.last_stage:
@@ -229,7 +230,7 @@ class DMIConnector(KVConnectorBase_V1):
         return None
 
     def wait_for_save(self) -> None:
-        """Called after the forward. The rows of this step are written or, on a GPU, queued on the stream."""
+        """Called after the forward. On a GPU, the kernels that write the step's rows may still be queued."""
         if self.exporter is not None and self.has_connector_metadata():
             metadata = self._get_connector_metadata()
             assert isinstance(metadata, StepMetadata)
@@ -237,7 +238,9 @@ class DMIConnector(KVConnectorBase_V1):
                 self.exporter.after_forward(metadata)
 
     def _reporting(self) -> Exporter | None:
-        """The exporter if this rank reports in this step, else None. A single rank also reports lost rows at once."""
+        """The exporter if this rank reports in this step, else None. The rank of an engine with one rank also reports
+        in other steps, if rows were lost.
+        """
         metadata, exporter = self._connector_metadata, self.exporter
         if exporter is None or not isinstance(metadata, StepMetadata) or metadata.report:
             return exporter
@@ -287,15 +290,15 @@ class DMIConnector(KVConnectorBase_V1):
 
 
 class DMIPoolConnector(DMIConnector, SupportsHMA):
-    """The connector of owner "pool". vLLM's hybrid cache manager stays on: each kind of layer has its own blocks.
+    """The connector of owner "pool". vLLM's hybrid KV cache manager stays on.
 
-    The rows of a request are found by its blocks in one group of layers (`RowSlots.group`).
+    The rows of a request are found by its blocks in one KV cache group (`RowSlots.group`).
     """
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`. block_ids: by group of layers."""
+        """As `request_finished`. block_ids: by KV cache group."""
         return self.request_finished(request, block_ids[self.tracker.slots.group])
 
 

@@ -2,20 +2,20 @@
 """Chooses the mode of CUDA graphs (option `cuda_graphs`).
 
 vLLM's default, FULL_AND_PIECEWISE, runs mixed prefill-decode batches with piecewise graphs, in which capture costs
-more. FULL runs them as one graph, if the attention backend supports that.
+more. FULL runs each such batch as one graph, if the attention backend supports that.
 
-FlashAttention 3 supports it. FlashAttention 4 claims support in vLLM 0.33, but its values were not compared. Version 3
-gives wrong attention for heads of up to 64 values, or of more than 128: in a step with one token per request, it plans
-for another kernel than the one in the graph (vLLM 0.32, H200: 9 of 30 sequences correct with heads of 64 values, 30 of
-30 with 128). So FULL is chosen only if tests found it to be correct.
+FlashAttention 3 supports it. FlashAttention 4 claims support in vLLM 0.33, but its values were not compared.
+FlashAttention 3 gives wrong attention for head sizes of up to 64, or of more than 128. In a step with one token per
+request, its scheduler metadata is for another kernel than the one in the graph (vLLM 0.32, H200: 9 of 30 sequences
+correct with head size 64, 30 of 30 with 128). So FULL is chosen only if tests found it to be correct.
 
-FlashAttention's plan and the graph must also use the same layout of splits. They do if
-`flash_attn_max_num_splits_for_cuda_graph` allows more than one split. For attention that is not causal, as in encoders,
-vLLM's graph holds the longest query of a dummy batch, which is shorter than those of later steps.
+The scheduler metadata and the graph must also agree on the splits of keys and values. They do if
+`flash_attn_max_num_splits_for_cuda_graph` is above 1. For attention that is not causal, as in encoders, vLLM's graph
+records max_query_len of a dummy batch, which is smaller than that of later steps.
 
-Qwen3-VL adds visual features to the output of its first layers, from a buffer that vLLM clears in Python after each
-forward. No Python runs while a graph of a whole step is replayed. With FULL the features of an image would be added to
-the tokens of later steps too.
+Qwen3-VL adds visual features to the output of its first layers, from a buffer. The model's forward clears the buffer at
+its end, in Python. No Python runs while a graph of a whole step is replayed. With FULL the features of an image would
+be added to the tokens of later steps too.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ _WRONG_UP_TO, _RIGHT_UP_TO = 64, 128
 _DECODER = "decoder"
 """The type of causal attention, in `AttentionType` of vLLM."""
 _LARGEST = 512
-"""Most steps of a busy engine have at most this many tokens. vLLM's default largest graph has at most as many, except
-on Blackwell GPUs.
+"""Most steps of a busy engine have at most this many tokens. vLLM's default max_cudagraph_capture_size is not larger,
+except on Blackwell GPUs.
 """
 
 
 def choose_graphs(vllm_config: VllmConfig, option: str, visual_layers: int) -> None:
-    """Replace vLLM's default mode by FULL if FULL is correct, and log in which steps capture costs more.
+    """Replace the mode FULL_AND_PIECEWISE by FULL if tests found FULL to be correct, and log in which steps capture
+    costs more.
 
-    Logs a warning if the user chose FULL, and FULL gives wrong values.
+    Logs a warning if the user chose FULL, and FULL gives wrong values because of the head size or visual features.
 
-    Call it once the attention layers are built and before the KV cache is. option: `ServerOptions.cuda_graphs`.
-    visual_layers: `CaptureContext.visual_layers`.
+    Call it after the attention layers are built, and before the KV cache is allocated. option:
+    `ServerOptions.cuda_graphs`. visual_layers: `CaptureContext.visual_layers`.
     """
     config = vllm_config.compilation_config
     given = config.cudagraph_mode
@@ -66,8 +67,10 @@ def choose_graphs(vllm_config: VllmConfig, option: str, visual_layers: int) -> N
         config.cudagraph_mode = CUDAGraphMode.FULL
     if config.cudagraph_mode != CUDAGraphMode.FULL:
         reason = why_not or f"cuda_graphs is {option!r} and cudagraph_mode {given.name}"
+        mixed = "without" if given.mixed_mode() == CUDAGraphMode.NONE else "with piecewise"
         logger.info(
-            "dmi_connector: mixed prefill-decode batches run with piecewise CUDA graphs: capture costs more there (%s)",
+            "dmi_connector: mixed prefill-decode batches run %s CUDA graphs: capture costs more there (%s)",
+            mixed,
             reason,
         )
         return

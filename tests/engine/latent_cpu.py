@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent attention of shapes other than 512 + 64 on a CPU, in an engine of this process.
+"""Multi-head latent attention (MLA) on a CPU, in an engine of this process, with any kv_lora_rank and qk_rope_head_dim.
 
-vLLM's CPU decode kernel supports only that shape, and its CPU platform disables prefix caching and chunked prefill.
-`stand_in` replaces the kernel and the function that merges attention over two parts of the keys, and keeps both
-features enabled. So rows, taps and stores are tested with every kind of step. Everything else is vLLM's own code: the
-model, the order of its modules, the cache, the decode over latents, the prefill over keys of heads.
+vLLM's CPU decode kernel supports only 512 and 64, and its CPU platform disables prefix caching and chunked prefill.
+`stand_in` replaces the decode kernel and `merge_attn_states`. It keeps both features enabled, so rows, taps and stores
+are tested with every kind of step. Everything else is vLLM's own code: the model, the order of its modules, the cache,
+the rest of the decode path, and prefill.
 
-`docs/HOOKS.md` says which of these options a user needs.
+`docs/HOOKS.md` says which of the options KERNEL, WHOLE and ROTARY a user needs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ WHOLE: dict[str, Any] = {"max_num_batched_tokens": 512}
 ROTARY: dict[str, Any] = {} if GPU else {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
 """Options of an eager engine. vLLM 0.32's CPU kernel rotates heads incorrectly if they are next to other values."""
 ODD = {"kv_lora_rank": 280, "qk_rope_head_dim": 40, "qk_nope_head_dim": 20, "v_head_dim": 28}
-"""Sizes without a kernel on a CPU. vLLM checks their sum: 320, 512 or 576."""
+"""Sizes without a kernel on a CPU. kv_lora_rank + qk_rope_head_dim must be 320, 512 or 576 for vLLM."""
 HEADS = {"kv_lora_rank": 40, "qk_rope_head_dim": 24, "qk_nope_head_dim": 40, "v_head_dim": 28}
-"""Sizes with keys of 64 values, which vLLM's CPU attention by head supports (VLLM_MLA_DISABLE=1)."""
+"""Sizes with head size 64, which vLLM's multi-head attention on a CPU supports (VLLM_MLA_DISABLE=1)."""
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def test_requests_end_at_random_with_spread() -> None:
     ("load", "captures"), [(Load(1, 5, 4), True), (Load(1, 5, 4, captured=False), True), (Load(1, 5, 4), False)]
 )
 def test_an_engine_is_told_which_requests_to_capture(load: Load, captures: bool) -> None:
-    """Requests without options are captured."""
+    """Requests to an engine that captures have options, which say whether the request is captured."""
     engine = Engine()
     Client(engine, load, 512, captures, 1)
     params = (engine.sent[0].extra_args or {}).get("kv_transfer_params")

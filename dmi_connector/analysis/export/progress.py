@@ -80,14 +80,14 @@ def export_each(
 ) -> Done:
     """Write one file per store, with one store open at a time. Existing files are kept.
 
-    path_of: returns the path of the file with a number, relative to `out`. write: writes one store to a path. If it
-    raises LeftOut, or NotFinite with policy "skip", the store is left out and counted. progress: called with (number of
-    stores done, number of all stores). settings: the options on which the files depend. finite: the check that `write`
-    uses. number_by: see `number_captures`.
+    path_of: returns the path of a store's file, relative to `out`, from the store's number. write: writes one store to
+    a path. If it raises LeftOut, or NotFinite with `finite.policy` "skip", the store is left out and counted. progress:
+    called with (number of stores done, number of all stores). settings: the options on which the files depend. finite:
+    the check that `write` uses. number_by: see `number_captures`.
 
     Raises ValueError if the output directory was written with other settings, if a store in it would change its number,
     or if a file exists that no export wrote. Raises ValueError as `number_captures` does, and if all stores are left
-    out. Raises NotFinite with policy "fail".
+    out. Raises NotFinite with policy "fail", and if the last of all stores that were left out is not finite.
     """
     numbers = number_captures(captures, number_by)
     done = _export(captures, numbers, out, path_of, write, progress, {**settings, "number_by": number_by}, finite)
@@ -217,13 +217,13 @@ def write_note(out: Path, settings: Mapping[str, Any], stores: Any, finite: Fini
 
 
 def note_not_finite(out: Path, finite: FiniteCheck) -> None:
-    """Update in an existing note which stores are not finite. The rest of the note stays."""
+    """Replace the list of stores that are not finite in an existing note."""
     noted = json.loads((out / NOTE).read_bytes())
     write_note(out, noted["settings"], noted["stores"], finite)
 
 
 def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures, finite: FiniteCheck, files: str) -> None:
-    """Write the note of an export whose files form one data set, so that its stores cannot change.
+    """Record the stores of an export whose files form one data set. A later run must export the same stores.
 
     `finite` gets the results of earlier runs. files: glob pattern of the files of the export. Raises ValueError for a
     directory that was written with other settings or from other stores, and for one with such files but no note.
@@ -240,7 +240,7 @@ def fix_stores(out: Path, settings: Mapping[str, Any], captures: Captures, finit
 
 
 def _refuse_foreign(paths: Iterable[Path]) -> None:
-    """Raise ValueError if one of the paths exists. No earlier run has written these files."""
+    """Raise ValueError if one of the paths exists. paths: files that the note does not list."""
     if (path := next((path for path in paths if path.exists()), None)) is not None:
         raise ValueError(f"export: {path} exists, but no export recorded in {NOTE} wrote it; give another directory")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers rows into payloads, which have the layout of a store's chunks."""
+"""Gathers rows into payloads. A payload is the memory of one chunk before it is encoded."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -23,7 +23,7 @@ _ALIGN = 16
 def gather_index(payloads: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
     """The `index` of `gather_rows` for these payloads, int64 [rows, 4].
 
-    payloads: (byte offset of the payload, a multiple of 16; int64 slots of its rows) for each.
+    payloads: for each payload, its byte offset (a multiple of 16) and the slots of its rows (int64 [rows]).
     """
     index = np.empty((sum(len(slots) for _, slots in payloads), 4), np.int64)
     at = 0
@@ -37,11 +37,13 @@ def gather_index(payloads: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
 
 
 def gather_rows(rows: torch.Tensor, index: torch.Tensor, table: torch.Tensor, payload: torch.Tensor) -> None:
-    """Gather rows into payloads. A payload has one block [rows of the payload, bytes] per field of the table.
+    """Gather rows into payloads. A payload has one array [rows of the payload, bytes of the field] per field of
+    `table`.
 
     rows: uint8 [slots, row bytes], contiguous. index: int64 [n, 4], for each row: its slot, byte offset of its payload
     (a multiple of 16), number of rows of this payload, index of the row in the payload. table: `ChunkLayout.table`,
-    int64 [fields, 3], multiples of 4. payload: uint8 [bytes], the memory of all payloads. All are on one device.
+    int64 [fields, 3]: byte offset in the row, bytes, and byte offset in a payload of one row. payload: uint8 [bytes],
+    the memory of all payloads. All are on one device.
     """
     (gather_rows_triton if rows.is_cuda else gather_rows_torch)(rows, index, table, payload)
 

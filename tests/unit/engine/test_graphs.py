@@ -162,6 +162,8 @@ def test_a_mode_set_by_the_user_is_kept(lines: list[str], mode: CUDAGraphMode, o
     graphs.choose_graphs(given, option, 0)
     assert given.compilation_config.cudagraph_mode == mode
     assert len(lines) == bool(said) and all(said in line for line in lines)
+    how = "without CUDA graphs" if mode == CUDAGraphMode.FULL_DECODE_ONLY else "with piecewise CUDA graphs"
+    assert all(f"batches run {how}" in line for line in lines)
 
 
 def test_a_user_who_asks_for_full_where_it_is_wrong_is_warned(lines: list[str]) -> None:
