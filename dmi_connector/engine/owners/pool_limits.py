@@ -65,7 +65,7 @@ class StepLimits:
         return cls(scheduler, tokens, scheduler.max_num_seqs, of_request, whole, block, longest)
 
     def floor(self, requests: int) -> int:
-        """The smallest budget of a step while prompts are captured, in tokens. requests: number of running requests."""
+        """The smallest budget of a step while prompts are captured, in tokens. requests: number that may run."""
         if self.whole:
             return self.tokens
         return min(self.tokens, requests * self.of_request + self.prompt)

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.dmi_connector")
 
-_SPARE_REQUESTS = 64
-"""The smallest token budget has room for the requests of the last step and this many more."""
-
 
 class PoolSlots(RowSlots):
     """Slots of rows in a pool.
@@ -337,8 +334,7 @@ class PoolSlots(RowSlots):
         limits, spare = self.limits, self.pages.count - self._admitted_pages
         tokens = limits.tokens
         if self._prompts or self._waiting:
-            floor = self._pages(limits.floor(min(limits.requests, self._running + _SPARE_REQUESTS)))
-            kept = self._kept(spare - floor)
+            kept = self._kept(spare - self._pages(limits.floor(limits.requests)))
             if self._prompts or kept:
                 tokens = min(tokens, (spare - kept) * self.size)
         limits.scheduler.max_num_batched_tokens = limits.stock if tokens >= limits.tokens else tokens

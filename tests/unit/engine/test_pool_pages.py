@@ -21,7 +21,7 @@ from dmi_connector.engine.connector import DMIConnector
 from dmi_connector.engine.context import CaptureContext
 from dmi_connector.engine.host_scores import KEPT_STEPS
 from dmi_connector.engine.messages import RankMemory, Report, Rows, StepMetadata
-from dmi_connector.engine.owners import pool_borrowing, pool_limits, pool_pages
+from dmi_connector.engine.owners import pool_borrowing, pool_limits
 from dmi_connector.engine.owners.pool_free import Pages
 from dmi_connector.engine.owners.pool_limits import StepLimits, page_size, pages_of
 from dmi_connector.engine.owners.pool_pages import PoolSlots
@@ -62,7 +62,6 @@ def small_steps() -> Iterator[None]:
     """Make the minimum token budget small, so that these short steps can be lowered to it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool_limits, "_PROMPT_TOKENS", 6)
-        patch.setattr(pool_pages, "_SPARE_REQUESTS", 1)
         patch.setattr(pool_borrowing, "_WAIT_S", -1.0)
         yield
 

@@ -19,7 +19,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
-from dmi_connector.engine.owners import pool_limits, pool_pages
+from dmi_connector.engine.owners import pool_limits
+from dmi_connector.engine.owners.pool_pages import PoolSlots
 from dmi_connector.layout import DRAFT_UNKNOWN
 from tests.lanekit import Event
 from tests.schedulerkit import Engine, sessions_of_033
@@ -178,10 +179,9 @@ def test_all_requests_run_while_a_preempted_one_has_tokens_to_compute(
 ) -> None:
     """The budget of a step stays above the tokens of running requests, although they were few at the admission."""
     monkeypatch.setattr(pool_limits, "_PROMPT_TOKENS", 6)
-    monkeypatch.setattr(pool_pages, "_SPARE_REQUESTS", 1)
     engine = make(pages=9, tokens=lambda: 9, blocks=1000)
     scheduler, slots = engine.scheduler, engine.tracker.slots
-    assert isinstance(slots, pool_pages.PoolSlots)
+    assert isinstance(slots, PoolSlots)
     scheduler.max_num_running_reqs = scheduler.max_num_active_reqs = slots.limits.requests = 64
     captured = [engine.add(range(5, 25), 200) for _ in range(2)]
     for _ in range(4):
