@@ -47,7 +47,7 @@ ENV = {
 """Environment variables for serving such a model: no network, no usage reports, a small KV cache.
 
 One core is left to the scheduler. With a KV connector vLLM leaves two, or none if the machine has only two. Then the
-threads of its kernels share cores with the scheduler, which waits in a loop, and a step takes up to four times as long.
+threads of its kernels share cores with the scheduler, which waits in a loop. A step can take four times as long.
 """
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -42,8 +42,8 @@ def gather_rows(rows: torch.Tensor, index: torch.Tensor, table: torch.Tensor, pa
 
     rows: uint8 [slots, row bytes], contiguous. index: int64 [n, 4], for each row: its slot, byte offset of its payload
     (a multiple of 16), number of rows of this payload, index of the row in the payload. table: `ChunkLayout.table`,
-    int64 [fields, 3]: byte offset in the row, bytes, and byte offset in a payload of one row. payload: uint8 [bytes],
-    the memory of all payloads. All are on one device.
+    int64 [fields, 3]: byte offset in the row, bytes, and byte offset in a payload of one row, all multiples of 4.
+    payload: uint8 [bytes], the memory of all payloads. All are on one device.
     """
     (gather_rows_triton if rows.is_cuda else gather_rows_torch)(rows, index, table, payload)
 

@@ -226,7 +226,7 @@ class RowSlots(ABC):
         """Set the number of pages of the workers' pools, see `RowMemory.pages`."""
 
     def close(self) -> None:  # noqa: B027
-        """The engine ends, and its workers have ended."""
+        """Release files. Called when the engine shuts down, after its workers."""
 
     @abstractmethod
     def freed(self, request_ids: Iterable[str]) -> None:

@@ -176,7 +176,7 @@ class Borrowing:
         return nothing
 
     def close(self) -> None:
-        """Remove all links. The engine ends."""
+        """Remove all links."""
         self._holds.close()
 
     def begin(self, reads: CacheReads) -> Borrow | None:

@@ -434,7 +434,7 @@ def test_links_are_removed_when_the_engine_ends(tracker: Tracker) -> None:
     assert not [*path.parent.glob(".dmi-held-*")] and path.exists()
 
 
-@pytest.mark.parametrize("how", ["half removed", "not a list", "not JSON", "a number", "another directory"])
+@pytest.mark.parametrize("how", ["half removed", "no list", "not a list", "not JSON", "a number", "another directory"])
 def test_nothing_is_borrowed_of_an_incomplete_store(tracker: Tracker, how: str) -> None:
     began: set[str] = set()
     path = ended_source(tracker, began)
@@ -443,7 +443,9 @@ def test_nothing_is_borrowed_of_an_incomplete_store(tracker: Tracker, how: str) 
         (path / "k" / "zarr.json").unlink()
     else:
         files = {"not a list": None, "a number": [1], "another directory": ["../other"]}
-        text = json.dumps({"attributes": {"dmi": {"files": files[how]}}}) if how in files else "root"
+        text = "{}" if how == "no list" else "root"
+        if how in files:
+            text = json.dumps({"attributes": {"dmi": {"files": files[how]}}})
         (path / "zarr.json").write_text(text)
     (path.parent / "other").write_text("of another store")
     tracker.on_report(Report(0, stored={str(path): True}))
