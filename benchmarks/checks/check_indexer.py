@@ -17,6 +17,8 @@ tokens. For every engine that captures, the result has:
 - how many requests got the tokens of an engine that does not capture, and how far the logits of the first differing
   tokens are apart (`same_tokens.py`). vLLM runs that engine with other kernels.
 
+The owner "stock2" is a second engine that does not capture. It shows how far two such engines agree.
+
 The exit status is 1 if an engine that captures fails, rows are missing, a store has problems, or values are off.
 """
 
@@ -57,6 +59,8 @@ SIZES: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 """Sizes that the kernels support."""
+STOCK = ("stock", "stock2")
+"""Engines that do not capture."""
 ENGINE = {"dtype": "bfloat16", "max_model_len": 1536, "max_num_batched_tokens": 512, "gpu_memory_utilization": 0.4}
 LEAST_COSINE_OF_Z = 0.999
 LEAST_COMMON = 0.85
@@ -64,13 +68,13 @@ LEAST_COMMON = 0.85
 
 
 def child(args: argparse.Namespace) -> None:
-    """Run engine `args.child` on all prompts: "stock", or an owner of rows."""
+    """Run engine `args.child` on all prompts: an owner of rows, or "stock" or "stock2", which do not capture."""
     from vllm import LLM, SamplingParams
 
     from dmi_connector import capture_args
 
     extra: dict[str, Any] = {}
-    if args.child != "stock":
+    if args.child not in STOCK:
         extra = capture_args(HOOKS, args.store_dir, args.child, chunk_tokens=64)
     llm = LLM(args.model, **{**ENGINE, **args.engine_args, **extra})
     rng = np.random.default_rng(0)
@@ -199,7 +203,7 @@ def failures(found: dict[str, Any]) -> list[str]:
 def parser() -> argparse.ArgumentParser:
     p = common.engine_parser(MODULE, __doc__, "benchmarks/results/last.json", "/dev/shm/dmi-check-indexer")
     p.add_argument("--model", default="/tmp/dmi-check-indexer-model", help="where the small model is made")
-    p.add_argument("--owners", default="target,pool")
+    p.add_argument("--owners", default="stock2,target,pool")
     p.add_argument("--arch", choices=("deepseek_v32", "glm_moe_dsa"), default="deepseek_v32")
     return p
 
@@ -218,12 +222,12 @@ def main(argv: list[str] | None = None) -> int:
     wrong = []
     for name in (*args.owners.split(","), "stock"):
         if status := common.run_child(MODULE, argv, name, VLLM_ENABLE_V1_MULTIPROCESSING="0"):
-            wrong += [f"{name}: the engine ended with status {status}"] * (name != "stock")
+            wrong += [f"{name}: the engine ended with status {status}"] * (name not in STOCK)
             results[name] = {"status": status}
             continue
         engines[name] = take(args.out, name)
         results[name] = {"cudagraph_mode": engines[name]["cudagraph_mode"]}
-        if name != "stock":
+        if name not in STOCK:
             results[name] |= compare(args, engines[name])
             wrong += [f"{name}: {failure}" for failure in failures(results[name])]
         print(name, json.dumps(results[name], indent=1), flush=True)
@@ -231,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
     if stock := engines.pop("stock", None):
         for name, found in engines.items():
             tokens = found["tokens"]
-            logits = functools.partial(logits_of, found)
+            logits = functools.partial(logits_of, found) if name not in STOCK else lambda _: None
             results[name] |= compare_tokens(tokens, stock["tokens"], [False] * len(tokens), logits)
     common.save(args.out, results)
     print("\n".join(wrong) or "all as it should be")
