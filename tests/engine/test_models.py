@@ -136,6 +136,7 @@ EVEN = {
     "opt": {"num_attention_heads": 4, "hidden_size": 128, "word_embed_proj_dim": 128},
     "gpt_bigcode": {"n_head": 4, "hidden_size": 128},
     "flex_olmo": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "mimo_v2_flash": {"num_attention_heads": 4, "swa_num_attention_heads": 4},
     "bloom": {"n_head": 4, "hidden_size": 128},
     "gptj": {"num_attention_heads": 4, "hidden_size": 128},
     **{

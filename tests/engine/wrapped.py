@@ -163,7 +163,7 @@ _VIT = {
 }
 _MIMO_TOWER = {
     **_QWEN_TOWER,
-    "num_key_value_heads": 1,
+    "num_key_value_heads": 2,
     "fullatt_block_indexes": [1],
     "vit_window_attn_types": [-1, -1],
     "use_sink": False,
