@@ -40,9 +40,9 @@ logger = init_logger("vllm.dmi_connector")
 class DMIConnector(KVConnectorBase_V1):
     """Exports the captured rows of each request into a Zarr store of its own.
 
-    It does not implement SupportsHMA, so vLLM turns its hybrid KV cache manager off. All layers, also those with
-    sliding windows, are then in one KV cache group, whose blocks stay until their request ends. Owner "pool" keeps rows
-    outside of vLLM's blocks and has a separate class below.
+    The class does not implement SupportsHMA, so vLLM turns its hybrid KV cache manager off. All layers, including those
+    with sliding windows, are then in one KV cache group, whose blocks stay until their request ends. Owner "pool" keeps
+    rows outside of vLLM's blocks, and uses `DMIPoolConnector`.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -71,7 +71,9 @@ class DMIConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: no other engine receives KV. So vLLM keeps output that is in flight when its request is preempted."""
+        """False, because no other engine receives KV. So vLLM keeps the output of a step that is in flight when its
+        request is preempted.
+        """
         return False
 
     # ---- scheduler half -------------------------------------------------------------------------------------------
@@ -92,20 +94,23 @@ class DMIConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """As above. metadata: by pipeline stage and tensor-parallel rank."""
+        """As `set_xfer_handshake_metadata`. metadata: {(pipeline stage, tensor-parallel rank): its message}."""
         self.set_xfer_handshake_metadata(dict(enumerate(metadata[rank] for rank in sorted(metadata))))
 
     def on_new_request(self, request: Request) -> None:
         self.tracker.on_new_request(request)
 
     def on_turn_end(self, request: Request) -> None:
-        """A turn of a session has ended (replaced.py). vLLM has not dropped the step in flight yet."""
+        """A turn of a session (a request with streaming input) has ended; see `replaced.tell_turns`.
+
+        vLLM has not dropped the step in flight yet.
+        """
         drafts, tracked = self.tracker.drafts, self.tracker.tracked.get(request.request_id)
         if drafts is not None and tracked is not None:
             drafts.end_turn(tracked)
 
     def on_next_turn(self, request: Request, kept: int) -> None:
-        """A session got its next prompt (replaced.py). kept: number of tokens of earlier turns that vLLM keeps."""
+        """A session got its next prompt. kept: number of tokens of earlier turns that vLLM keeps."""
         if (tracked := self.tracker.tracked.get(request.request_id)) is not None:
             tracked.kept = kept
 
@@ -134,18 +139,18 @@ class DMIConnector(KVConnectorBase_V1):
         return worker.exporter if isinstance(worker, DMIConnector) else None
 
     def has_pending_push_work(self) -> bool:
-        """Whether rows are still being copied from a pool, or by other processes in an engine that may sleep.
+        """Whether rows are still being copied out of a pool, or, in an engine that may sleep, by worker processes.
 
-        vLLM then continues with empty steps, in which captures end, and does not pause. It sleeps only in a pause. A
-        pool keeps no blocks of vLLM, so vLLM would not run these steps otherwise.
+        While this is true, vLLM runs empty steps, in which captures end. vLLM neither pauses nor sleeps meanwhile.
+        Without a pool, kept blocks make vLLM run empty steps.
         """
         if self.tracker.slots.stays:
             return self.tracker.leaving
         return self.context.may_sleep and self.tracker.leaving and self._worker_here() is None
 
     def reset_cache(self) -> bool | None:
-        """Called before vLLM sleeps, and when the connector's cache is reset. If the engine may sleep and its worker is
-        in this process, it passes captures that have begun or ended to the worker.
+        """Pass captures that have begun or ended to the worker, if the engine may sleep and its worker is in this
+        process. vLLM calls the method before sleep, and when the connector's cache is reset.
 
         In a single process, vLLM runs no step between the last reply and sleep.
         """
@@ -180,8 +185,8 @@ class DMIConnector(KVConnectorBase_V1):
         return RankMemory(layer.pages, layer.scores.path, layer.scores.slots)
 
     def unregister_kv_caches(self) -> None:
-        """Export the rows that are still in the caches. vLLM 0.33 and later call it before the caches are freed, also
-        before sleep.
+        """Export the rows that are still in the caches. vLLM 0.33 and later call this method before the caches are
+        freed, and before sleep.
         """
         if self.exporter is not None:
             self.exporter.before_sleep([])
@@ -238,8 +243,9 @@ class DMIConnector(KVConnectorBase_V1):
                 self.exporter.after_forward(metadata)
 
     def _reporting(self) -> Exporter | None:
-        """The exporter if this rank reports in this step, else None. The rank of an engine with one rank also reports
-        in other steps, if rows were lost.
+        """The exporter if this rank reports in this step, else None.
+
+        In an engine with one rank, the rank also reports after rows were lost.
         """
         metadata, exporter = self._connector_metadata, self.exporter
         if exporter is None or not isinstance(metadata, StepMetadata) or metadata.report:
@@ -303,10 +309,10 @@ class DMIPoolConnector(DMIConnector, SupportsHMA):
 
 
 def __getattr__(name: str) -> Any:
-    """vLLM looks up the class `kv_connector` in the module `kv_connector_module_path`.
+    """Raise ValueError for the name of another connector. vLLM looks up the class `kv_connector` in this module.
 
-    With kv_offloading_size, vLLM replaces the class by its own connector, but keeps the module. The lookup then raises
-    the error here. If the class exists, `refusals.check_alone` raises it.
+    With kv_offloading_size, vLLM sets `kv_connector` to a connector of its own, but leaves `kv_connector_module_path`.
+    Without `kv_connector_module_path` vLLM finds its connector, and `refusals.check_alone` raises this error.
     """
     if name.endswith("Connector"):
         from dmi_connector.engine.refusals import replaced_by
@@ -316,7 +322,8 @@ def __getattr__(name: str) -> Any:
 
 
 def note_logits_of(tokens: torch.Tensor) -> None:
-    """Note which tokens of a step have logits. With speculative decoding, vLLM's runner calls it (replaced.py).
+    """Note which tokens of a step have logits. With speculative decoding, vLLM's runner calls this function
+    (`replaced.tell_logits_of`).
 
     tokens: indexes of these tokens in the step, int [samples].
     """
@@ -327,7 +334,7 @@ def note_logits_of(tokens: torch.Tensor) -> None:
 
 
 def offer_logits(logits: torch.Tensor) -> None:
-    """Export logits [samples, vocab]. The tapped model calls it with the result of compute_logits."""
+    """Export logits [samples, vocab]. The tapped model calls this function with the result of compute_logits."""
     if not has_kv_transfer_group():
         return
     connector = get_kv_transfer_group()

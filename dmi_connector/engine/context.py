@@ -48,11 +48,11 @@ class CaptureContext:
 
     layouts: the row layout of each rank. dtype: dtype of the model. tp: tensor-parallel size. rank: the rank of this
     process, 0 if it has none. may_sleep: whether vLLM may discard its caches (sleep mode). owner: the owner of the
-    rows. block_scale: the output of a block is multiplied by it before it is added to the residual stream. embed_scale:
-    embeddings are multiplied by it. visual_layers: visual features are added to the residual stream after each of this
-    many first layers. drafting: the speculative decoding of the engine, or None. stages: the layers of each rank's
-    pipeline stage, () without stages. The last stage is rank 0, because it has the logits and vLLM waits for its
-    answer. coverage: which fields the taps of this process have written.
+    rows. block_scale: factor by which the output of a block is multiplied before it is added to the residual stream.
+    embed_scale: factor of the embeddings. visual_layers: number of layers, from the first, after which visual features
+    are added to the residual stream. drafting: the speculative decoding of the engine, or None. stages: the layers of
+    each rank's pipeline stage, () without stages. The last stage is rank 0, because that stage has the logits and vLLM
+    waits for its answer. coverage: which fields the taps of this process have written.
     """
 
     options: ServerOptions
@@ -74,7 +74,7 @@ class CaptureContext:
 
     @property
     def cache_layer(self) -> str:
-        """Name of the rows' cache layer. vLLM requires exactly one integer in the name, and sorts layers by it."""
+        """Name of the cache layer of the rows. A name must contain exactly one integer, by which vLLM sorts layers."""
         return f"dmi_rows.{self.dims.layers}"
 
     @property
@@ -201,7 +201,7 @@ def _stages(vllm_config: VllmConfig, layers: int) -> tuple[range, ...]:
 
 
 def rank_here(tp: int, stages: int) -> int:
-    """The rank of this process in the sense of `CaptureContext`. It is 0 in the scheduler's process.
+    """The rank of this process, as `CaptureContext` numbers ranks. 0 in the scheduler's process.
 
     stages: number of pipeline stages, 0 without them.
     """

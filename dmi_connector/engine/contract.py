@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks at start whether capture works with the installed vLLM: its version, and the names in contract_names.py.
 
-By default a version newer than the tested ones is not refused. With it, capture does not rely on behaviour that only
-tests can confirm (`untested`), and the first captures are checked for values that no tap wrote.
+By default a version newer than the tested ones is not refused. With such a version, capture does not rely on behaviour
+that only tests can confirm (`untested`), and the first captures are checked for values that no tap wrote.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def untested() -> str:
 
 
 def _first_newer() -> tuple[int, ...]:
-    """The first release after SUPPORTED."""
+    """The upper bound of SUPPORTED, as numbers."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 

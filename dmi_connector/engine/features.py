@@ -19,7 +19,7 @@ ROUTING = frozenset({"topk_ids", "topk_weights"})
 
 
 def may_sleep(model: ModelConfig) -> bool:
-    """Whether sleep() may discard the caches: in sleep mode, or if only its memory allocator is enabled."""
+    """Whether vLLM's sleep() may discard the caches: with sleep mode, or with only its memory allocator enabled."""
     return model.enable_sleep_mode or model.enable_cumem_allocator
 
 

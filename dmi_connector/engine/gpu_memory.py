@@ -2,11 +2,11 @@
 """Allocates GPU memory in an engine that may sleep.
 
 vLLM builds the model and its caches in memory pools of its own allocator, each with a tag. sleep() frees their memory.
-Wake-up allocates it again at the same addresses, so CUDA graphs stay valid. vLLM restores the content of weights at
-level 1 only, and never that of caches.
+Wake-up allocates the memory again at the same addresses, so CUDA graphs stay valid. vLLM restores the content of
+weights only after sleep at level 1, and never restores the content of caches.
 
-torch uses a memory pool for allocations of the thread that entered it, and for no others. So memory that another thread
-allocates lies outside of vLLM's pools (`kept_in_sleep`), or in a pool that this thread enters (`freed_in_sleep`).
+torch uses a memory pool only for allocations of the thread that entered the pool. So `kept_in_sleep` allocates in a new
+thread, which is in none of vLLM's pools. `freed_in_sleep` lets the new thread enter a pool with the caches' tag.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ CACHES = "kv_cache"
 def kept_in_sleep(allocate: Callable[[], T], device: torch.device, may_sleep: bool) -> T:
     """Call `allocate`, and return its result. sleep() neither frees the memory of the result, nor loses its content.
 
-    In an engine that may sleep, `allocate` runs in another thread. So it must name the device, because a default device
-    holds for one thread only.
+    In an engine that may sleep, `allocate` runs in another thread. So `allocate` must name the device, because a
+    default device holds for one thread only.
     """
     return _in_thread(allocate, device) if may_sleep else allocate()
 
 
 def freed_in_sleep(allocate: Callable[[], T], device: torch.device, may_sleep: bool) -> T:
-    """As `kept_in_sleep`, but sleep() frees the memory and loses its content. Wake-up allocates it with the caches.
+    """As `kept_in_sleep`, but sleep() frees the memory and loses its content. Wake-up allocates the memory again,
+    together with the caches.
 
-    vLLM 0.31 keeps one memory pool per tag, so there the memory stays on the GPU.
+    vLLM 0.31 has only one memory pool per tag. With that version the memory stays on the GPU.
     """
 
     def among_caches() -> T:

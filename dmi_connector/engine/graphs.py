@@ -9,13 +9,13 @@ FlashAttention 3 gives wrong attention for head sizes of up to 64, or of more th
 request, its scheduler metadata is for another kernel than the one in the graph (vLLM 0.32, H200: 9 of 30 sequences
 correct with head size 64, 30 of 30 with 128). So FULL is chosen only if tests found it to be correct.
 
-The scheduler metadata and the graph must also agree on the splits of keys and values. They do if
-`flash_attn_max_num_splits_for_cuda_graph` is above 1. For attention that is not causal, as in encoders, vLLM's graph
-records max_query_len of a dummy batch, which is smaller than that of later steps.
+The scheduler metadata and the graph must also agree on the number of splits of keys and values. The two numbers agree
+if `flash_attn_max_num_splits_for_cuda_graph` is above 1. For attention that is not causal, as in encoders, vLLM's graph
+records the max_query_len of a dummy batch, which is too small for later steps. So such models keep piecewise graphs.
 
-Qwen3-VL adds visual features to the output of its first layers, from a buffer. The model's forward clears the buffer at
-its end, in Python. No Python runs while a graph of a whole step is replayed. With FULL the features of an image would
-be added to the tokens of later steps too.
+Qwen3-VL adds visual features to the output of its first layers, from a buffer. Python code at the end of the model's
+forward clears the buffer, but no Python runs while a graph of a whole step is replayed. So with FULL the features of an
+image would also be added to the tokens of later steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WRONG_UP_TO, _RIGHT_UP_TO = 64, 128
 _DECODER = "decoder"
 """The type of causal attention, in `AttentionType` of vLLM."""
 _LARGEST = 512
-"""Most steps of a busy engine have at most this many tokens. vLLM's default max_cudagraph_capture_size is not larger,
+"""Number of tokens that few steps of a busy engine exceed. vLLM's default max_cudagraph_capture_size is not larger,
 except on Blackwell GPUs.
 """
 
@@ -50,7 +50,7 @@ def choose_graphs(vllm_config: VllmConfig, option: str, visual_layers: int) -> N
 
     Logs a warning if the user chose FULL, and FULL gives wrong values because of the head size or visual features.
 
-    Call it after the attention layers are built, and before the KV cache is allocated. option:
+    Call this function after the attention layers are built, and before the KV cache is allocated. option:
     `ServerOptions.cuda_graphs`. visual_layers: `CaptureContext.visual_layers`.
     """
     config = vllm_config.compilation_config

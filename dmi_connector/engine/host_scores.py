@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds scores of probes in host memory that the workers and the scheduler share.
+"""Holds scores of probes in host memory that the workers and the scheduler share. A line is the scores of one slot.
 
     worker      the last op of each forward copies the scores of its tokens to the lines of their slots, on the engine's
                 stream, as part of the CUDA graph (taps/op.py, kernels/scores.py)
-    scheduler   reads the lines of a request by its blocks, when it ends or `stop_if` asks (scheduler/scores.py)
+    scheduler   finds the lines of a request by its blocks, and reads them when the request ends, loses its blocks or
+                has a `stop_if` (scheduler/scores.py)
 
-No message carries scores, and no process waits for them. The copies precede the sampled tokens on the stream, so they
-are complete once the sampled tokens of the step are on the host. This holds for all ranks, because sampling needs the
-logits of each rank.
+No message carries scores, and no process waits for them. The copies come before the sampled tokens on the stream. So
+the copies are complete once the sampled tokens of the step are on the host. The same is true of other ranks, because
+sampling needs the logits of each rank.
 
 With any owner of rows, a line belongs to a slot of a cache group with full attention. vLLM keeps these slots of a
-request until it ends or is preempted, which is longer than a pool keeps its rows. Additional lines after those of the
-cache hold the pending scores of preempted requests.
+request until the request ends or is preempted, which is longer than a pool keeps its rows. After the lines of the
+cache's slots come additional lines, for pending scores of preempted requests.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ _MAPPED = 2
 class HostScores:
     """The scores of one rank.
 
-    layout: layout of the rank's rows. slots: slots of vLLM's cache. step_tokens: maximum number of tokens per step, for
-    the additional lines; 0 without them. device: device of the rows. Raises RuntimeError if the memory cannot be
-    registered with the driver of a GPU.
+    layout: layout of the rank's rows. slots: number of slots of vLLM's cache. step_tokens: maximum number of tokens per
+    step, which is the number of additional lines of a step; 0 for no additional lines. device: device of the rows.
+    Raises RuntimeError if the memory cannot be registered with the driver of a GPU.
     """
 
     def __init__(self, layout: RowLayout, slots: int, step_tokens: int, device: torch.device) -> None:
@@ -72,7 +73,7 @@ class HostScores:
     def path(self) -> str:
         """Where processes of the same user on this host open the memory: a path, a colon, and the name of the memory.
 
-        The name is unique, because another host may have another file at that path.
+        The name is unique, so that `open_scores` on another host detects another file at the same path.
         """
         return f"/proc/{os.getpid()}/fd/{self._file}:{self._name}"
 
@@ -96,7 +97,7 @@ class HostScores:
         self._copy(rows, row_slots, slots, self._lines)
 
     def keep(self, slots: np.ndarray, line: int) -> None:
-        """Copy the lines of `slots`, int64 [count], to lines starting at `line`. A forward may then reuse the slots."""
+        """Copy the lines of `slots`, int64 [count], to `count` lines from `line` on. A forward may then reuse slots."""
         where = torch.from_numpy(slots).to(self._device)
         there = torch.arange(line, line + len(slots), device=self._device)
         copy = self._copy_line.in_triton if self._registered else self._copy_line.in_torch
@@ -115,7 +116,7 @@ class HostScores:
 def open_scores(path: str, values: int) -> np.ndarray:
     """The lines of another process, float32 [slots, values], read-only.
 
-    path: `HostScores.path`. Raises ValueError if it cannot be opened, for example on another host.
+    path: `HostScores.path`. Raises ValueError if the memory cannot be opened, for example on another host.
     """
     path, _, name = path.rpartition(":")
     try:

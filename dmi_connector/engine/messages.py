@@ -17,8 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from dmi_connector.store.format.completeness import Loss
 
 STEPS_TOGETHER = 16
-"""Number of steps whose rows are exported together. The cost of an export for the engine's thread does not depend on
-it. Workers report at least once in this many steps.
+"""Number of steps whose rows are exported together. An export takes the same time of the engine's thread for the rows
+of one step or of several. Workers report at least once in this many steps.
 """
 
 
@@ -73,8 +73,8 @@ class Open:
 class Accepted:
     """Rows of logits whose tokens were accepted in speculative decoding.
 
-    first: index of the first of these samples. position: position of its token. slots: the slots of the tokens, int64
-    [samples]. step: the last step that may have computed them.
+    first: index of the first row among the samples of the capture. position: position of that row's token. slots: the
+    slots of the tokens, int64 [samples]. step: the last step that may have computed the rows.
     """
 
     capture: int
@@ -90,9 +90,10 @@ class Close:
 
     rows: its last rows. length: number of rows of the store. samples: number of rows of logits. attrs: root attributes
     of the store. losses: rows that were requested but not computed. keeps_blocks: id of the request if its blocks are
-    kept until these rows are gathered; None if they are already free. stays: whether the rows lie outside of vLLM's
-    blocks, so that they may wait. draft_index: index of the draft token in its step per row, counted from 1; 0 for
-    sampled and prompt tokens; None without speculative decoding. accepted: its last logits.
+    kept until these rows are gathered; None if the blocks are already free. stays: whether the rows lie outside of
+    vLLM's blocks, so that their gather may wait. draft_index: per row, the number of its draft token within the step,
+    counted from 1; 0 for sampled and prompt tokens; None without speculative decoding. accepted: its last rows of
+    logits.
     """
 
     capture: int
@@ -125,20 +126,20 @@ class StepMetadata(KVConnectorMetadata):
     opens: executed before the forward. closes: executed before the forward, which may overwrite freed blocks. Closes
     whose blocks are kept may wait. chunks: full chunks that are pending after the forward. preempted: captures whose
     blocks were freed since the last step. leaving: full chunks that are pending before the forward: those of preempted
-    captures, and with a pool also those of others. idle: whether nothing is computed; then it may be the last step for
-    a long time. gather: whether all pending rows are exported now, including those of this step. report: whether each
-    rank reports. release: whether kept blocks were freed; all pending rows are then exported before the forward.
+    captures, and with a pool also those of others. idle: whether the step computes nothing, and may be the last step
+    for a long time. gather: whether all pending rows are exported now, including those of this step. report: whether
+    each rank reports. release: whether kept blocks were freed; all pending rows are then exported before the forward.
 
-    The next fields are for a pool. table: (entries, pages) of the table that change before the forward, int64 [2,
-    entries]; None without a change. need: number of rows, since the start, to gather before that change, because their
-    pages are reused. kept_scores: (slots, line) pairs. Before the forward, the scores of vLLM's `slots`, int64 [rows],
-    are copied to the lines from `line` on (host_scores.py).
+    The next fields are for a pool. table: changes of the pool's page table before the forward, int64 [2, entries]: the
+    indexes of entries, and their new pages; None without a change. need: number of rows since the start that must be
+    gathered before that change, because their pages are reused. kept_scores: (slots, line) pairs. Before the forward,
+    the scores of vLLM's `slots`, int64 [rows], are copied to the lines from `line` on (host_scores.py).
 
     With speculative decoding, a step also computes logits of draft tokens, and a later step says which were accepted.
     logits_step: number of this step if its logits are captured, otherwise 0. logits_slots: slots of captured tokens
-    whose logits may be accepted. They may include tokens outside this step, because asynchronous scheduling does not
-    know yet which tokens the previous step accepted. accepted: accepted logits of earlier steps. decided: all other
-    logits of steps up to this number were rejected.
+    whose logits may be accepted. Some of these tokens may be outside this step, because asynchronous scheduling does
+    not know yet which tokens the previous step accepted. accepted: accepted logits of earlier steps. decided: number of
+    a step; all logits of steps up to this one that were not in an `accepted` were rejected.
     """
 
     opens: list[Open] = field(default_factory=list)

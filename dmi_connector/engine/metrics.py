@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts captures, for vLLM's Prometheus endpoint and its log (docs/OPERATIONS.md).
 
-In each step, vLLM asks both halves of the connector for changes (`CaptureStats`). A rank answers in the steps in which
-it reports (`StepMetadata.report`), at least once in STEPS_TOGETHER steps. vLLM aggregates the answers of all ranks, and
-passes them to the process that serves /metrics (`CaptureProm`).
+In each step, vLLM asks both halves of the connector for changes (`CaptureStats`). A rank answers in steps in which it
+reports (`StepMetadata.report`), at least once in STEPS_TOGETHER steps. vLLM aggregates the answers of all ranks, and
+passes the sums to the process that serves /metrics (`CaptureProm`).
 """
 
 from __future__ import annotations
@@ -148,6 +148,6 @@ class CaptureProm(KVConnectorPromMetrics):
 
 
 def described(counts: Mapping[str, int | float]) -> Numbers:
-    """{metric name, with ".REASON" if it has reasons: count} of the counts that are not 0, in the order of COUNTERS."""
+    """The counts that are not 0, by metric name, in the order of COUNTERS. A metric with reasons is "NAME.REASON"."""
     names = {key: ".".join([name, *key.split(".")[1:]]) for key, (name, _) in COUNTERS.items()}
     return {name: round(counts[key], 3) for key, name in names.items() if counts.get(key)}

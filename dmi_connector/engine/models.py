@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the model classes that replace those of vLLM's registry.
 
-`models.NAME` is vLLM's class NAME, with taps if our connector is configured. A few are classes of owners
-(`Owner.models`). vLLM imports them by name. Without our connector, a model has the modules and the compiled graph of
-vLLM's class. If the architecture names another class in `Architecture.uncaptured`, that class is used instead.
+vLLM imports these classes by name. `models.NAME` is vLLM's class NAME, with taps if our connector is configured. A few
+names are classes of owners (`Owner.models`). Without our connector, a model has the modules and the compiled graph of
+vLLM's class, or is of the class `Architecture.uncaptured` if the architecture names one.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Tapped:
 
     @contextmanager
     def dmi_forward(self, traced: bool) -> Iterator[None]:
-        """If a draft model shares modules with this model, let their taps write only during this model's forward."""
+        """Let taps write only during this model's forward, if a draft model runs modules of this model."""
         drafting = None if self.dmi_context is None else self.dmi_context.drafting
         if traced or drafting is None or not drafting.shares_modules:
             yield
@@ -117,7 +117,7 @@ class Tapped:
             self.dmi_taps.resting = True
 
     def dmi_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Write the inputs of the forward to its rows, if they are computed before it, or by another pipeline stage.
+        """Write the inputs of a forward to its rows, for models that get embeddings, and for later pipeline stages.
 
         Returns the keyword arguments of the forward.
         """
@@ -126,7 +126,7 @@ class Tapped:
         given = {**dict(zip(_INPUTS, args, strict=False)), **kwargs}
         embeddings = given.get("inputs_embeds")
         write_inputs(self.dmi_taps, given["input_ids"], given["positions"], embeddings)
-        # vLLM's forward gets only one of the two, as without capture.
+        # As without capture, vLLM's forward gets embeddings without token ids, or no embeddings.
         return given if embeddings is None else {**given, "input_ids": None}
 
     def dmi_positions(self, positions: torch.Tensor) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm.general_plugins` entry point. It registers names, and ends processes of `dmi run` with their parent.
+"""The `vllm.general_plugins` entry point: registers names, and lets processes of `dmi run` end with their parent.
 
 In an engine without our connector, the registered model classes build vLLM's own models.
 """
@@ -17,7 +17,8 @@ from dmi_connector.store.format.locks import LIFE_LOCK, hold_life_lock
 def register() -> None:
     """Register model classes and the connector by name. vLLM imports a class when it uses it.
 
-    A process that an engine of `dmi run` started also holds the life lock, and is killed when its parent exits.
+    A process that an engine of `dmi run` started also holds the life lock (`LIFE_LOCK`), and is killed when its parent
+    exits.
     """
     parent = multiprocessing.parent_process()
     if LIFE_LOCK in os.environ and parent is not None and parent.pid is not None:
@@ -47,7 +48,7 @@ def register() -> None:
 
 @functools.cache  # once per process: vLLM raises an error for a name that is registered
 def _register_connector() -> None:
-    """Let `kv_connector` name our connectors without their module. vLLM imports the module if one is chosen."""
+    """Let `kv_connector` name our connectors without their module, which vLLM imports if one of them is chosen."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name in CONNECTORS:

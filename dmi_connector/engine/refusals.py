@@ -82,7 +82,9 @@ def _check_connector(vllm_config: VllmConfig) -> None:
 
 
 def _check_parallel(parallel: ParallelConfig) -> None:
-    """Refuses parallelism in which ranks lack tokens of a request or name different stores, or a batch is split."""
+    """Refuses parallelism with which ranks lack tokens of a request or name different stores, or vLLM splits a batch,
+    and parallelism that was not tested.
+    """
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name)) > 1:
             raise ValueError(
@@ -181,9 +183,10 @@ def _check_model(vllm_config: VllmConfig) -> None:
 
 
 def _check_offloading(vllm_config: VllmConfig) -> None:
-    """Refuses weights on the host that a GPU cannot read there.
+    """Refuses weights in host memory that the GPU cannot read in place (without unified virtual addressing).
 
-    vLLM then runs a layer inside a call of the same layer (`torch.func.functional_call`), so its taps run twice.
+    With such weights, vLLM runs a layer inside a call of the same layer (`torch.func.functional_call`), so the taps of
+    the layer run twice.
     """
     from vllm.utils.platform_utils import is_uva_available
 
@@ -217,7 +220,7 @@ def check_logits(vllm_config: VllmConfig) -> None:
 
 
 def check_attention(arch: Architecture, model: ModelConfig) -> None:
-    """Raises ValueError for attention that `arch` does not describe, and for float16 if vLLM then scales the hooks."""
+    """Raises ValueError for attention that `arch` does not describe, and for float16 if vLLM then divides values."""
     if model.use_mla and "latent" not in arch.features:
         raise ValueError(
             f"model: {model.model!r} uses multi-head latent attention, which the row of {arch.name} in the table of "
@@ -238,7 +241,7 @@ def check_attention(arch: Architecture, model: ModelConfig) -> None:
 
 
 def check_ranks(arch: Architecture, hooks: Iterable[str], tp: int) -> None:
-    """Raises ValueError for hooks of which tensor-parallel ranks have another part than capture expects, or all."""
+    """Raises ValueError for hooks of which each tensor-parallel rank has all, or another part than capture expects."""
     partial = [name for name in hooks if name in arch.one_rank]
     if tp > 1 and partial:
         raise ValueError(
@@ -335,7 +338,7 @@ def check_alone(vllm_config: VllmConfig) -> None:
 def check_one_engine() -> None:
     """Raises ValueError in a process that already has a worker of another engine with a KV connector.
 
-    vLLM keeps one worker connector per process. It would get the rows of both engines.
+    vLLM keeps one worker connector per process, which would get the rows of both engines.
     """
     from vllm.distributed.kv_transfer.kv_transfer_state import has_kv_transfer_group
 

@@ -14,8 +14,9 @@ def schedule_no_drafts() -> None:
     """V1 runner: let the extract_hidden_states proposer propose nothing, so each step decodes one token per request.
 
     Such a step uses the plain sampler, because the sampler for drafts fails without draft tokens if a request has
-    `top_k`. The V2 runner has a setting for this (num_speculative_tokens_per_batch_size with 0 drafts), on which V1
-    fails an assertion. The constructor of our draft calls this function, so other processes keep vLLM's own methods.
+    `top_k`. On the V2 runner, num_speculative_tokens_per_batch_size with 0 drafts has the same effect, but V1 fails an
+    assertion with this setting. The constructor of our draft calls this function, so other processes keep vLLM's own
+    methods.
     """
     from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -39,8 +40,9 @@ def schedule_no_drafts() -> None:
 def skip_draft_forward() -> None:
     """V2 runner: let the extract_hidden_states speculator leave out the draft's forward and its preparation.
 
-    The forward of our draft does nothing, because taps have written the rows. vLLM leaves the draft's forward out in
-    warm-up steps without attention. Here it is left out in each step. The constructor of our draft calls this function.
+    The forward of our draft does nothing, because taps have written the rows. vLLM leaves a draft's forward out in
+    warm-up steps without attention, and with this function in every step. The constructor of our draft calls the
+    function.
     """
     from vllm.v1.worker.gpu.spec_decode.extract_hidden_states import ExtractHiddenStatesSpeculator
 
@@ -57,8 +59,8 @@ def zero_no_rows(backend: type) -> None:
     """Let vLLM zero all caches in newly allocated blocks except the cache of rows. backend: the backend of its layer.
 
     vLLM zeroes new blocks if layers have caches of different dtypes, as with an FP8 cache beside the rows. On the V2
-    runner this precedes the last moment to read rows of freed blocks (`handle_preemptions`), so rows of an ended or
-    preempted request would be lost. The constructor of the cache layer calls this function.
+    runner vLLM zeroes them before it calls `handle_preemptions`, which reads rows of freed blocks. So rows of an ended
+    or preempted request would be lost. The constructor of the cache layer calls this function.
     """
     from vllm.v1.worker.utils import KVBlockZeroer
 
@@ -72,8 +74,8 @@ def zero_no_rows(backend: type) -> None:
 def tell_logits_of(note: Callable[[Any], None], v2: bool) -> None:
     """With speculative decoding: call `note` with the indexes of a step's tokens that have logits, int [samples].
 
-    A request has a row of logits for its sampled token and for each draft token. Only the runner knows how many these
-    are. The constructor of the target calls this function. v2: whether the engine uses the V2 runner.
+    A request has a row of logits for its sampled token and for each draft token. Only the runner knows the number of
+    these rows. The constructor of the target calls this function. v2: whether the engine uses the V2 runner.
     """
     if v2:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
@@ -101,7 +103,7 @@ def tell_token_ids(note: Callable[[Any], None]) -> None:
 
     The memory is int32 [maximum number of tokens], and the same for all steps. vLLM passes no token ids to the model of
     a later pipeline stage (0.33 does, if the model sets `requires_raw_input_tokens`). The constructor of such a model
-    calls this function. CUDA graphs are captured after the profiling run, which is such a step.
+    calls this function. The profiling run is the first step, so `note` has the memory before CUDA graphs are captured.
     """
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
@@ -117,9 +119,9 @@ def tell_turns(connector: type[Any]) -> None:
     """Scheduler: call `on_turn_end` of a connector of this class when a turn of a session ends, and `on_next_turn` when
     the session gets its next prompt.
 
-    At the end of a turn vLLM drops the step in flight. With the next prompt it drops the last sampled token, and
-    appends the prompt to the tokens before it. Both may happen between two steps, and to a request that was preempted.
-    Called by the scheduler half.
+    At the end of a turn vLLM drops the step in flight. With the next prompt vLLM drops the last sampled token, and
+    appends the prompt to the tokens before this token. The end of a turn and the next prompt may both come between two
+    steps, and while the request is preempted. The scheduler half calls this function.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -142,9 +144,9 @@ def tell_turns(connector: type[Any]) -> None:
 def ask_one_rank() -> None:
     """Executor of several ranks: wait for the answer of only one rank in steps in which ranks do not report.
 
-    With a connector, vLLM waits for the answers of all ranks in each step; without one, for the answer of one rank. An
-    answer takes time of the rank's thread and of the engine. Our ranks report at least once in STEPS_TOGETHER steps. In
-    other steps their answers have nothing for our connector. Called by the scheduler half.
+    In each step vLLM waits for the answers of all ranks if there is a connector, otherwise for the answer of one rank.
+    An answer takes time of the rank's thread and of the engine. Our ranks report at least once in STEPS_TOGETHER steps.
+    In other steps their answers have nothing for our connector. The scheduler half calls this function.
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -192,7 +194,7 @@ _NEEDS_OTHER_KERNELS = "routes adjusted after routing"
 
 
 def _replace(cls: Any, method: Any) -> Any:
-    """Replace the method of that name by `method`, unless it is ours already. Returns the method that the class had."""
+    """Replace the method of that name by `method`, unless the class has our method. Returns the method it had."""
     original = getattr(cls, method.__name__)
     if not getattr(original, "dmi_silent", False):
         method.dmi_silent = True

@@ -22,13 +22,15 @@ WRITER_NICE = 19
 """Nice level of writers on a machine with a GPU: the lowest priority."""
 
 CPU_HOST_BYTES, GPU_STAGING_BYTES = 256 << 20, 1 << 30
-"""Default sizes: host buffer on a CPU; staging memory."""
+"""Default sizes: of the host buffer on a CPU, and of staging memory."""
 
 MOST_HOST_SHARE, ALL_HOSTS_SHARE = 1 / 8, 1 / 4
 """Default host buffers with GPUs, as shares of the machine's memory: maximum for one GPU, and total for all GPUs."""
 
 MOST_GPU_WRITERS, MOST_CPU_WRITERS, CPU_CORES_A_WRITER = 64, 4, 4
-"""Maximum default number of writers per GPU, and on a CPU. On a CPU, which also runs the model: cores per writer."""
+"""Maximum default number of writers per GPU, and on a CPU. The third: cores per writer on a CPU, which also runs the
+model.
+"""
 
 _DEVICES = "/dev/nvidia[0-9]*"
 """GPUs of this machine or container, including those that CUDA_VISIBLE_DEVICES hides."""
@@ -52,7 +54,7 @@ def gpu_share(token_bytes: Sequence[int], rank: int) -> float:
     Each GPU of the machine has an equal share. The ranks of an engine divide their shares in proportion to the bytes
     that each exports.
 
-    token_bytes: bytes of a row in a payload, by rank of the engine.
+    token_bytes: bytes of a row in a payload (chunk_layout.py), by rank of the engine.
     """
     gpus = max(len(glob.glob(_DEVICES)), torch.cuda.device_count(), len(token_bytes))
     return len(token_bytes) / gpus * token_bytes[rank] / max(1, sum(token_bytes))
@@ -103,9 +105,9 @@ def keep_rows(options: ServerOptions, token_bytes: Sequence[int], gpu: bool) -> 
 def write_settings(options: ServerOptions, rank: int, gpu: bool) -> WriteSettings:
     """The settings of a rank's coordinator. The coordinator of rank 0 also measures and prunes the directory.
 
-    With a GPU and policy block, writers run in SCHED_IDLE and yield to the engine's thread at once. On a CPU such
-    writers would never run, because the model keeps all cores busy. Under policy drop they would lose rows, because the
-    ring would become full.
+    With a GPU and policy block, writers run with SCHED_IDLE and yield to the engine's thread at once. On a CPU such
+    writers would never run, because the model keeps all cores busy. Under policy drop the ring would become full, and
+    rows would be lost.
     """
     give_way = gpu and options.policy == "block"
     keep = {
@@ -132,7 +134,7 @@ def write_settings(options: ServerOptions, rank: int, gpu: bool) -> WriteSetting
         least_share=LEAST_SHARE if give_way else WriteSettings.least_share,
         keep={} if rank else keep,
         upload=upload if options.upload and not rank else {},
-        # A writer does not measure the time of flushes and uploads, and plain chunks would make both longer.
+        # A writer does not measure the time of flushes and uploads, which chunks without compression would make longer.
         always_compress=options.always_compress or options.fsync or bool(options.upload),
     )
 

@@ -67,7 +67,7 @@ def _attention(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, An
     """Parameters of attention, for readers that compute it again; {} if vLLM does not provide them."""
     named = vllm_config.compilation_config.static_forward_context
     arch = context.arch
-    numbers = range(context.dims.layers)  # the names of attention layers in vLLM 0.31's Transformers backend
+    numbers = range(context.dims.layers)  # vLLM 0.31's Transformers backend names attention layers "NUMBER.attn"
     rows = [(i, arch.of_layer(i, context.dims)) for i in numbers]
     found = {i: named.get(f"{arch.layers}.{i}.{row.attn_name}", named.get(f"{i}.attn")) for i, row in rows if row.attn}
     layers: list[Any] = [*found.values()]
@@ -90,10 +90,10 @@ def _attention(context: CaptureContext, vllm_config: VllmConfig) -> dict[str, An
 
 
 def _impl(layer: Any) -> Any:
-    """The `impl` of an attention layer. If its backend chooses between two for each batch, the first of the two.
+    """The `impl` of an attention layer. If its backend chooses between two others for each batch, the first of these.
 
-    On a GPU, vLLM chooses such a backend for models whose image tokens attend to each other. The `impl` of this backend
-    lacks most attributes. Both backends get the same arguments, and have these attributes.
+    On a GPU, vLLM uses such a backend for models whose image tokens attend to each other. The backend's own `impl`
+    lacks most attributes. The two others have these attributes, with the same values.
     """
     impl = layer.impl
     return impl.get_impl_variants()[0] if hasattr(impl, "get_impl_variants") else impl

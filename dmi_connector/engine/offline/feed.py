@@ -15,7 +15,9 @@ from dmi_connector.option_values import OptionError
 from dmi_connector.wording import show
 
 _LONG_PROMPT = 4096
-"""Maximum length in tokens of the prompt with which sampling fields are checked. Some fields name positions in it."""
+"""Maximum number of tokens of the prompt with which sampling fields are checked, because some fields name positions in
+a prompt.
+"""
 
 
 class PromptRefused(ValueError):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduler half of the connector: tracks which tokens of which request have rows. Imports no torch."""
+"""Scheduler half of the connector: tracks which tokens of which request have rows."""

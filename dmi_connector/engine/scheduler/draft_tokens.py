@@ -21,9 +21,9 @@ class DraftTokens:
     """Follows the draft tokens of captured requests. The tracker has one if the engine uses speculative decoding.
 
     A step computes a row for each draft token, at positions from `Request.num_tokens` on. num_tokens counts only
-    accepted tokens, and a rejected position is computed again. So after the forward of a step, every row below
-    num_tokens is final. Before the forward, every row below num_tokens - 1 is final, because the last token is an input
-    of the step.
+    accepted tokens, and the position of a rejected token is computed again. So after the forward of a step, every row
+    at a position below num_tokens is final. Before the forward, every row below num_tokens - 1 is final, because the
+    last token is an input of the step.
 
     behind: see `Tracker`.
     """
@@ -33,7 +33,7 @@ class DraftTokens:
         self._steps = 0  # steps with scheduled tokens
         self._last: Mapping[str, int] = {}  # scheduled tokens of the last step, by request
         self._before: Mapping[str, int] = {}  # of the step before it
-        self._of_turns = 0  # accepted draft tokens that turns have added since the last step
+        self._of_turns = 0  # accepted draft tokens of turns that ended since the last step
         self._began: set[str] = set()  # requests that began or resumed in the last step
 
     def begin(
@@ -42,7 +42,7 @@ class DraftTokens:
         """Process the results of earlier steps. `Tracked.blocks` must include their blocks.
 
         logits: whether a running request captures logits. Returns the number of new rows: tokens of this step without
-        its draft tokens, and accepted draft tokens of earlier steps. Each step calls it, so rare cases are tested last.
+        its draft tokens, and accepted draft tokens of earlier steps.
         """
         scheduled, rows = output.num_scheduled_tokens, output.total_num_scheduled_tokens + self._of_turns
         self._of_turns = 0
@@ -67,7 +67,7 @@ class DraftTokens:
         return rows
 
     def end_turn(self, tracked: Tracked) -> None:
-        """A turn of a session has ended. vLLM drops the step in flight now, and leaves no sign of it."""
+        """A turn of a session has ended. Called before vLLM drops the step in flight, which it does not record."""
         self._of_turns += self._note_results(tracked)
 
     def _note_results(self, tracked: Tracked) -> int:
@@ -77,7 +77,8 @@ class DraftTokens:
     def _two_ended(self, tracked: Tracked) -> bool:
         """Whether the last two steps computed tokens of a request, and both have ended.
 
-        Their tokens then arrive together. Both were in flight with asynchronous scheduling, and ended in a pause.
+        The tokens of the two steps then arrive together. With asynchronous scheduling, both steps were in flight when
+        the engine paused, and ended in the pause.
         """
         request = tracked.request
         if getattr(request, "num_in_flight_tokens", request.num_output_placeholders):
@@ -100,7 +101,7 @@ class DraftTokens:
         """Add draft attributes and the remaining logits to the end of a capture of positions [start, end).
 
         A reset of the prefix cache drops the result of the step in flight, and the request computes its tokens again.
-        If it is aborted before it reaches its last row, no token was sampled from that row, and the row has no logits.
+        If the request is then aborted before its last row, no token was sampled from that row, which has no logits.
         """
         if tracked.has_logits and tracked.turn_ended:
             close.accepted = self._of_ended_turn(tracked)
@@ -112,7 +113,7 @@ class DraftTokens:
             close.samples = tracked.samples_until(end)
 
     def _of_ended_turn(self, tracked: Tracked) -> list[Accepted]:
-        """`_accepted` for a turn that ended since the last step. `Tracked.limit` is that of the next turn already."""
+        """`_accepted` for a turn that ended since the last step. `Tracked.limit` already is the next turn's limit."""
         return self._accepted(tracked, tracked.kept if tracked.params.include_output_tokens else tracked.turn)
 
     def _accepted(self, tracked: Tracked, end: int) -> list[Accepted]:

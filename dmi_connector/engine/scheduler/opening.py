@@ -10,7 +10,9 @@ from dmi_connector.engine.scheduler.tracked_request import Tracked
 
 
 def opening(tracked: Tracked, borrow: Borrow | None, context: CaptureContext) -> Open:
-    """The message for a request that is scheduled for the first time. borrow: its rows in another store."""
+    """The message for a request that is scheduled for the first time. borrow: its first rows, if another store has
+    them.
+    """
     request = tracked.request
     tracked.skip(0 if borrow is None else len(borrow.token_ids))
     sampling = request.sampling_params

@@ -31,9 +31,9 @@ REFRESH_S = 1.0
 FORGET_S = RECENT_S
 """Seconds after which reservations of ended requests are forgotten.
 
-The coordinator's record lists stores that were finished in this time. A store that was finished earlier is not listed,
-and its reservation must not count in addition to its bytes. If writers have not begun a store by then, its rows are in
-the host buffer, whose size limits their number.
+The coordinator's record lists stores that were finished in the last FORGET_S seconds. The bytes of older stores count,
+so their reservations must not count too. If writers have not begun a store after this time, its rows are still in the
+host buffer, whose size limits the error.
 """
 
 
@@ -96,8 +96,8 @@ class _Reservation:
 class Quota:
     """Admits new captures of one scheduler. The constructor measures the existing stores.
 
-    The coordinator measures stores from time to time. A capture that was unfinished at that time, or was admitted
-    later, also counts with the bytes of its prompt that were not written yet. These bytes are not free space either.
+    The coordinator measures stores from time to time. For a capture that was unfinished at the last measurement, or was
+    admitted later, the bytes of its prompt that were not written yet count as used, in both limits of the directory.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -110,13 +110,13 @@ class Quota:
             self._usage = Usage(0, {}, [], time.time())
         self._read_at = 0.0
         self._reserved: dict[str, _Reservation] = {}  # by path of the store
-        self._realpath = functools.lru_cache(256)(os.path.realpath)  # of directories; it makes a system call per part
+        self._realpath = functools.lru_cache(256)(os.path.realpath)  # makes a system call per part of a path
         self._lacking: Counter[int] = Counter()  # reserved bytes that were not written when measured, by device
 
     def admit(self, path: str, nbytes: int) -> None:
         """Admit the capture with the store at `path`. nbytes: raw bytes of its prompt's rows.
 
-        Raises OptionError if that exceeds a limit.
+        Raises OptionError if the capture would exceed a limit.
         """
         options, directory = self.options, os.path.dirname(path)
         if options.max_request_bytes and nbytes > options.max_request_bytes:

@@ -24,7 +24,7 @@ _EACH_S = 10.0
 
 
 class RefusedRequests(dict[str, str]):
-    """Request id -> reason, until the response has it. It is also logged, because a streaming response lacks it."""
+    """Request id -> reason, until the response has it. Reasons are also logged, as streaming responses lack them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class RefusedRequests(dict[str, str]):
         self._beams_logged = False
 
     def beam_search(self, request: Request) -> bool:
-        """Whether a request is one step of a beam in vLLM's server. It lacks the client's options, even `enabled`."""
+        """Whether a request is one step of a beam in vLLM's server. Such a request lacks the client's options."""
         sampling = request.sampling_params
         found = (
             request.kv_transfer_params is None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dmi_connector.request_options import CaptureParams
 
 _Places = list[tuple[int, slice]]
-"""(rank, columns of its lines) of the values that are merged into one."""
+"""Where the ranks have their parts of some scores: (rank, columns of that rank's lines). `Probe.merge` merges them."""
 
 
 @dataclass
@@ -51,9 +51,9 @@ class ProbeScores:
     slots, behind: see `Tracker`. last: the previous step, None before the first. stopping: requests whose `stop_if` has
     not held yet, by capture.
 
-    A preempted request loses its lines, so existing scores are read at once. Rows of the step in flight have no scores
-    yet. These rows are computed again, unless they stay in a pool. Then their scores are copied to additional lines
-    before the next forward, and read two steps later.
+    A preempted request loses its lines (host_scores.py), so existing scores are read at once. Rows of the step in
+    flight have no scores yet. Without a pool these rows are computed again. With a pool they stay, so their scores are
+    copied to additional lines before the next forward, and read two steps later.
     """
 
     def __init__(self, context: CaptureContext, slots: RowSlots, behind: int) -> None:
@@ -119,7 +119,7 @@ class ProbeScores:
             self._take_kept(self._kept.pop(0))
 
     def preempted(self, tracked: Tracked, computed: int, there: int, metadata: StepMetadata) -> None:
-        """A request lost its blocks. computed: argument of `RowSlots.preempted`. there: its result."""
+        """A request lost its blocks. computed: argument of `RowSlots.preempted`. there: result of that method."""
         scores = tracked.scores
         if scores is None:
             return
@@ -150,9 +150,9 @@ class ProbeScores:
     def _known(self, tracked: Tracked, computed: int) -> int:
         """Position up to which the scores of a running request exist.
 
-        computed: number of its computed tokens. With asynchronous scheduling it includes those of the last step, whose
-        results vLLM has not received yet. Returns 0 if the request began in that step, because cached tokens may be
-        computed in it too. Positions from the last known token on may hold a token that is rejected.
+        computed: number of its computed tokens. With asynchronous scheduling, this number includes tokens of the last
+        step, whose results vLLM has not received yet. Returns 0 if the request began in the last step, because that
+        step may compute cached tokens too. Positions from the last known token on may have a rejected token.
         """
         request = tracked.request
         # Without vLLM's count of tokens in flight, the last step counts as in flight.
@@ -175,7 +175,7 @@ class ProbeScores:
     def ended(self, tracked: Tracked, there: bool) -> None:
         """A request ended. Reads its last scores, and counts them for the metrics.
 
-        there: whether it still has blocks, which are then in `tracked.blocks`.
+        there: whether the request still has blocks, which are then in `tracked.blocks`.
         """
         self.stopping.pop(tracked.capture, None)
         if tracked.scores is None or not tracked.opened:
@@ -215,9 +215,9 @@ class ProbeScores:
 
     @staticmethod
     def why_dropped(tracked: Tracked) -> str:
-        """Why an ended request is not kept; "" if it is kept.
+        """Why the capture of an ended request is not kept; "" if it is kept.
 
-        It is also kept if its scores are NaN, or if it has no scores or lacks those of its last step.
+        A capture is also kept if its scores are NaN or missing, or if the scores of its last step are missing.
         """
         condition, scores = tracked.params.keep_if, tracked.scores
         if condition is None or scores is None or scores.short or not len(rows := scores.of(condition.probe)):
@@ -238,7 +238,7 @@ class ProbeScores:
                 self._stop(tracked, tracked.scores, end)
 
     def _stop(self, tracked: Tracked, scores: RequestScores, end: int) -> None:
-        """End a request if `stop_if` holds below position `end`. vLLM then takes one more token."""
+        """End a request after its next token if `stop_if` holds below position `end`."""
         condition, request = tracked.params.stop_if, tracked.request
         assert condition is not None
         self._take(tracked, scores, end)
@@ -317,7 +317,7 @@ def _beginning(output: SchedulerOutput) -> set[str]:
 
 
 def _joined(layers: list[_Places]) -> list[_Places]:
-    """Join adjacent columns of one rank into one slice, where no values are merged."""
+    """Join adjacent columns of one rank into one slice, for scores that are not merged over ranks."""
     found: list[_Places] = []
     for places in layers:
         [(rank, at), *others], [(before, last), *more] = places, found[-1] if found else [(-1, slice(0))]
@@ -329,7 +329,7 @@ def _joined(layers: list[_Places]) -> list[_Places]:
 
 
 def _plain(values: np.ndarray, each: int) -> Any:
-    """JSON: a number or a list of `each` numbers per layer; with several layers a list of these. null if not finite."""
+    """JSON of one layer: a number, or a list of `each` numbers; of several layers: a list of these. null: not finite."""
     finite, kept = np.isfinite(values), values
     if not finite.all():
         kept = values.astype(object)

@@ -100,10 +100,10 @@ class Tracked:
     def begin_turn(self) -> None:
         """The request enters a batch, maybe with a new turn of a session.
 
-        With asynchronous scheduling, the last turn may have requested logits of a token after its stop, which vLLM
+        With asynchronous scheduling, logits may have been requested for a token after the last turn's stop, which vLLM
         discards. The first sample of the new turn takes the number of these logits.
         """
-        if self.turn == -1:  # the first turn; later would be too late if the turn has only one step
+        if self.turn == -1:  # the first turn, which may end before `note_tokens` is called elsewhere
             self.note_tokens()
         if self._begun != self.request.num_prompt_tokens:
             self._begun, self._samples = self.request.num_prompt_tokens, self.samples_until(self.kept)

@@ -44,8 +44,9 @@ class Tracker:
     Rows of running requests can wait, because vLLM keeps their blocks. So the tracker looks for full chunks only once
     in STEPS_TOGETHER steps. Blocks of an ended request are kept until the workers have gathered its last rows together
     with other rows. If the blocks cannot be kept, workers gather these rows before the next forward. A report takes the
-    engine's time, so workers report only after a gather, and at least once in STEPS_TOGETHER steps. Under policy drop
-    they report in each step, so that responses list lost rows.
+    engine's time. So workers report once in STEPS_TOGETHER steps, and in steps that gather rows, free kept blocks or
+    compute nothing. They report in each step if staging memory is short, and under policy drop, so that responses list
+    lost rows.
 
     Sleep discards pending rows. So in an engine that may sleep, rows are gathered and workers report in every step.
 
@@ -78,7 +79,7 @@ class Tracker:
         self.scores = ProbeScores(context, slots, behind)
         self._counts: Counter[str] = Counter()  # requests that ended without a capture since the last `take_counts`
         self.warning = ""  # in all responses: ignored settings of the engine
-        self._path_told = False  # whether the log says that paths of requests are ignored
+        self._path_told = False  # whether a warning about an ignored `hidden_states_path` was logged
         self._row_bytes = row_bytes(context, context.selection)  # once, because it takes 0.2 ms for 400 tensors
         self.quota = Quota(context.options)
 
@@ -309,7 +310,8 @@ class Tracker:
     def finish(self, request: Request, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended. Hands over its last rows, and ends its capture.
 
-        Returns (whether its blocks are kept until the workers name it, `kv_transfer_params` of its response or None).
+        Returns (whether its blocks are kept until the workers have its rows, `kv_transfer_params` of its response or
+        None).
         """
         request_id = request.request_id
         refused = self.refused.pop(request_id, None)
@@ -319,7 +321,7 @@ class Tracker:
         tracked = self.tracked.pop(request_id, None)
         if tracked is None:
             return False, None
-        tracked.blocks = blocks or tracked.blocks  # a preempted request has none; its last ones locate its logits
+        tracked.blocks = blocks or tracked.blocks  # without blocks (preempted), its last known blocks locate its logits
         self.scores.ended(tracked, there=bool(blocks))
         why = self.scores.why_dropped(tracked)
         self.quota.ended(tracked.path, nothing=bool(why) or not tracked.opened)
@@ -380,10 +382,10 @@ class Tracker:
             # A request that was not aborted has computed all its rows, but a preemption may have freed its blocks.
             preempted = not request.num_computed_tokens and str(finish) in completeness.OWN_ENDS
             cause = Cause.QUOTA if end == tracked.quota_end else Cause.PREEMPTED if preempted else Cause.ENDED_EARLY
-            if cause is Cause.ENDED_EARLY:  # counts the tokens of the request
-                copied = tracked.exported if tracked.exported > params.start else 0  # also before a preemption
+            if cause is Cause.ENDED_EARLY:  # `end` and `expected` count the tokens of the request
+                copied = tracked.exported if tracked.exported > params.start else 0  # includes rows before a preemption
                 facts |= {"end": max(min(end, computed), copied), "expected": expected}
-            else:  # counts the rows of the store
+            else:  # they count the rows of the store
                 facts |= {"end": end - start, "expected": expected - start}
             losses = [Loss.of(cause, [[end - start, expected - start]], **facts)]
         close = Close(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes which bytes of a row are copied to which place of a payload when a chunk is gathered."""
+"""Computes which bytes of a row are copied to which place of a payload, the bytes of a gathered chunk."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def run_length(writers: Sequence[int | None]) -> int:
 def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], rank: int) -> ChunkLayout:
     """The layout for a capture of `hooks` on rank `rank`.
 
-    Fields that another rank writes are omitted. If ranks divide the layers of a hook, its array has one file per run.
+    Fields that another rank writes are omitted. If ranks divide the layers of a hook, its array has one file per run of
+    layers (`run_length`).
     Raises OptionError if a chunk is too large for the codec, or if the size of a field is not a multiple of 4 bytes.
     """
     arrays: list[ArraySpec] = []
@@ -101,7 +102,7 @@ def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], 
 
 
 def _check_words(row_field: RowField, dtype: str) -> None:
-    """Raise OptionError for a field that does not consist of words of 4 bytes, in which rows are gathered."""
+    """Raise OptionError for a field whose size is not a multiple of 4 bytes, because rows are gathered in such words."""
     if row_field.nbytes % 4:
         raise OptionError(
             f"hooks: {row_field.hook} has {row_field.stored[1]} values per token on a rank, and an odd number of "
@@ -110,7 +111,7 @@ def _check_words(row_field: RowField, dtype: str) -> None:
 
 
 def _check_chunks(payload: PayloadLayout) -> None:
-    """Raise OptionError if a full chunk, which has the rows of one layer in one file, is too large for the codec."""
+    """Raise OptionError if `chunk_tokens` rows of one layer in one file, a Zarr chunk, are too large for the codec."""
     for spec in payload.arrays:
         most = CODECS[payload.codec].most_bytes // (spec.local_width * spec.itemsize)
         if payload.chunk_tokens > most:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tracks the running captures of one worker, and the transfers of their chunks into the ring, in parcels."""
+"""Tracks the running captures of one worker, and the transfers of their chunks into the ring."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Progress:
         self._lost: dict[int, list[Loss]] = {}
 
     def gather(self, rows: int) -> None:
-        """The gather of `rows` rows is issued, or they are dropped. Their blocks are not needed any more."""
+        """The gather of `rows` rows is issued, or these rows are dropped. Their blocks are no longer needed."""
         self._new.append(rows)
 
     def lose(self, capture: int, loss: Loss) -> None:
@@ -128,7 +128,7 @@ class ChunkTransfer:
 
 @dataclass(eq=False)
 class Parcel:
-    """Chunks that share one copy, one extent of the ring, and one message to the coordinator.
+    """Chunks that share one copy, one extent (contiguous range) of the ring, and one message to the coordinator.
 
     offsets: first byte of each payload in the parcel. nbytes: bytes of the parcel. extent: its ring memory, None before
     `reserve`.

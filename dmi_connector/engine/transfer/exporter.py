@@ -46,9 +46,10 @@ class Exporter:
     """Owns the ring, the coordinator and the running captures of one rank.
 
     On a CPU rows are copied to the ring after each step. On a GPU rows of several steps are collected in `due` until
-    the scheduler orders the gather. The lane copies them (gpu_lane.py); rows for which it has no room wait in the
-    cache. If a request ends in the meantime, its blocks are kept until its rows are gathered (`ending`), or its rows
-    are gathered before the next forward. Captures with rows in a pool also wait in `ending`, without blocks.
+    the scheduler orders the gather. The lane then gathers and copies these rows (gpu_lane.py). Rows for which staging
+    memory or the ring has no room wait in the cache. If a request ends in the meantime, its blocks are kept until its
+    rows are gathered (`ending`), or its rows are gathered before the next forward. Captures with rows in a pool also
+    wait in `ending`, without blocks.
     """
 
     def __init__(self, context: CaptureContext, layer: RowMemory, rank: int, vllm_config: VllmConfig) -> None:
@@ -150,7 +151,7 @@ class Exporter:
     def after_forward(self, metadata: StepMetadata) -> None:
         """Add full chunks, and last rows whose blocks are kept, to `due`. Export `due` if the scheduler orders it.
 
-        Raises RuntimeError if the first captures of an untested vLLM lack values. Their stores say so, too.
+        Raises RuntimeError if the first captures of an untested vLLM lack values. Their stores list these losses.
         """
         if self.layer.poisons:
             self.layer.unpoisoned = None  # after a step without a forward, it would have slots of an older step

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies memory off the GPU in slices, with calls of the CUDA driver.
 
-A slice takes three calls, none of which waits for the GPU. They do not release the GIL. Calls that release it would
-have to reacquire it from the engine's thread, some hundred times per chunk of wide rows.
+A slice takes three calls, none of which waits for the GPU. The calls do not release the GIL. Otherwise the thread would
+have to reacquire the GIL from the engine's thread, some hundred times per chunk of wide rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SliceCopier:
     can serve other copies.
 
     A slice ends at a multiple of `slice_bytes` after address `base`, or at the end of the copy. Only one thread may use
-    it. That thread has to set the device and call `start`.
+    a copier. That thread has to set the device and call `start`.
     """
 
     def __init__(self, slice_bytes: int, device: torch.device, base: int = 0) -> None:

@@ -122,7 +122,7 @@ class DeviceLane:
     def flush(self, capture: CaptureExport, drop: bool) -> None:
         """Gather the waiting transfers of a capture now, because its blocks are about to be reused.
 
-        drop: whether rows are dropped if there is no room; otherwise it waits for room.
+        drop: whether rows are dropped if there is no room; otherwise the call waits for room.
         """
         with self._changed:
             mine = deque(t for t in self.waiting if t.capture is capture)
@@ -131,12 +131,12 @@ class DeviceLane:
                 self._gather_now(mine, lambda: False, drop)
 
     def gather_until(self, done: Callable[[], bool], drop: bool) -> None:
-        """Gather waiting transfers in order until `done`: their pages are about to be reused. drop: see `flush`."""
+        """Gather waiting transfers in order until `done()`, because their pages will be reused. drop: see `flush`."""
         with self._changed:
             self._gather_now(self.waiting, done, drop)
 
     def _gather_now(self, transfers: deque[ChunkTransfer], done: Callable[[], bool], drop: bool) -> None:
-        """Gather transfers in order until `done`. Removes gathered and dropped ones from `transfers`."""
+        """Gather transfers in order until `done()`. Removes gathered and dropped ones from `transfers`."""
         self.stream = torch.cuda.current_stream(self.device)
         while transfers and not done():
             issued = self._issue(transfers)
@@ -165,7 +165,7 @@ class DeviceLane:
             return any(staged.copied is None or not staged.copied.query() for staged in self.staging.used)
 
     def drain(self) -> None:
-        """Wait until the rows of all transfers have left the GPU. It does not wait for tensors of `send_tensor`."""
+        """Wait until the rows of all transfers have left the GPU. Does not wait for tensors of `send_tensor`."""
         with self._changed:
             self._changed.wait_for(lambda: self._failed is not None or not (self.waiting or self.staged))
             self.check()
@@ -262,7 +262,7 @@ class DeviceLane:
                 self._changed.notify_all()
 
     def _move(self) -> None:
-        """Issue and deliver copies, and gather what waits, until the shutdown."""
+        """Issue and deliver copies, and gather waiting transfers, until the shutdown."""
         torch.cuda.set_device(self.device)
         self.copier.start()
         while self._more or self._issued or self.waiting:
@@ -332,9 +332,9 @@ class DeviceLane:
         return nbytes / begin.elapsed_time(end) * 1e3
 
     def finish_gathers(self, seconds: float) -> None:
-        """Wait up to `seconds` until everything that was sent is gathered. Nothing may be sent after this.
+        """Wait up to `seconds` until all transfers that were sent are gathered. Nothing may be sent afterwards.
 
-        It does not wait for a lane that has failed.
+        Does not wait if the lane has failed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._failed is not None or not self.waiting, seconds)

@@ -49,9 +49,9 @@ class LogitsExport:
     """Exports rows of logits of captured requests. vLLM computes them after the forward of a step.
 
     post: hands rows of an extent to the coordinator, which frees the extent. None on ranks that write no logits: each
-    rank has the logits of the whole vocabulary, and only one rank writes them. drafts: whether the engine uses
-    speculative decoding. Then a step also computes logits of draft tokens. They are kept until the scheduler knows
-    which tokens were accepted.
+    tensor-parallel rank has the logits of the whole vocabulary, and only one rank writes them. drafts: whether the
+    engine uses speculative decoding. If so, a step also computes logits of draft tokens, which are kept until the
+    scheduler knows which tokens were accepted.
     """
 
     def __init__(self, worker: Worker, post: Post | None, drafts: bool) -> None:
@@ -122,7 +122,7 @@ class LogitsExport:
         wanted = {s.slot: (s, capture) for s, capture in asked if capture.layout.logits is not None}
         if not wanted:
             return
-        requests = len(step.query_start_loc) - 1  # with CUDA graphs also unused ones at the end
+        requests = len(step.query_start_loc) - 1  # includes unused ones at the end, with CUDA graphs
         if len(logits) > requests:
             error = f"the step has {len(logits)} rows of logits for {requests} requests"
             for sample, capture in wanted.values():

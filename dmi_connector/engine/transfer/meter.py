@@ -9,7 +9,9 @@ from dmi_connector.store.write.client import StoreClient
 from dmi_connector.store.write.ring import Ring
 
 _OF_EVERY_RANK = ("bytes_raw", "bytes_stored")
-"""Counts that ranks above 0 report. Each rank writes a part of every store; rank 0 alone counts captures."""
+"""Counts of a `StoreClient` that ranks above 0 report. Each rank writes a part of every store, but only rank 0 counts
+captures.
+"""
 
 
 class Meter:

@@ -19,7 +19,9 @@ from dmi_connector.store.write.ring import Ring
 logger = init_logger("vllm.dmi_connector")
 
 SLICE_BYTES = 256 << 20
-"""Bytes per slice. It is a multiple of the copy size of gpu_copies.py, so no copy spans two slices."""
+"""Bytes per pinned slice. A multiple of the bytes of a copied slice (gpu_lane.py), so that no copy spans two pinned
+slices.
+"""
 _POPULATED_BYTES = 16 << 20
 """Bytes that one madvise call populates. Other threads that map memory wait during the call."""
 _MADV_POPULATE_WRITE = 23

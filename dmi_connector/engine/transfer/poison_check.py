@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds values in a payload that no tap wrote (`check="poison"`)."""
+"""Finds values in a payload that no tap wrote (`check="poison"`).
+
+The rows of a step are filled with the pattern UNWRITTEN before its forward.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from dmi_connector.engine.model.coverage import UNWRITTEN
 from dmi_connector.layout import ArraySpec, PayloadLayout
 
 _BLOCK = 16
-"""Number of consecutive bytes that must equal the pattern in a reduced row. Its values can be any bytes, so a shorter
-match may be a coincidence.
+"""Number of consecutive bytes that must equal the pattern in a reduced row. Reduced values can be any bytes, so a
+shorter match may be a coincidence.
 """
 
 
