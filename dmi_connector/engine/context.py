@@ -49,10 +49,10 @@ class CaptureContext:
     layouts: the row layout of each rank. dtype: dtype of the model. tp: tensor-parallel size. rank: the rank of this
     process, 0 if it has none. may_sleep: whether vLLM may discard its caches (sleep mode). owner: the owner of the
     rows. block_scale: factor by which the output of a block is multiplied before it is added to the residual stream.
-    embed_scale: factor of the embeddings. visual_layers: number of layers, from the first, after which visual features
-    are added to the residual stream. drafting: the speculative decoding of the engine, or None. stages: the layers of
-    each rank's pipeline stage, () without stages. The last stage is rank 0, because that stage has the logits and vLLM
-    waits for its answer. coverage: which fields the taps of this process have written.
+    embed_scale: factor of the embeddings. visual_layers: after each of the first `visual_layers` layers, visual
+    features are added to the residual stream. drafting: the speculative decoding of the engine, or None. stages: the
+    layers of each rank's pipeline stage, () without stages. The last stage is rank 0, because that stage has the logits
+    and vLLM waits for its answer. coverage: which fields the taps of this process have written.
     """
 
     options: ServerOptions

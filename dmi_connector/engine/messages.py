@@ -138,8 +138,8 @@ class StepMetadata(KVConnectorMetadata):
     With speculative decoding, a step also computes logits of draft tokens, and a later step says which were accepted.
     logits_step: number of this step if its logits are captured, otherwise 0. logits_slots: slots of captured tokens
     whose logits may be accepted. Some of these tokens may be outside this step, because asynchronous scheduling does
-    not know yet which tokens the previous step accepted. accepted: accepted logits of earlier steps. decided: number of
-    a step; all logits of steps up to this one that were not in an `accepted` were rejected.
+    not know yet which tokens the previous step accepted. accepted: accepted logits of earlier steps. decided: the last
+    step whose draft tokens are all decided; logits of steps up to `decided` that no message accepted were rejected.
     """
 
     opens: list[Open] = field(default_factory=list)

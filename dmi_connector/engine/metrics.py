@@ -3,7 +3,7 @@
 
 In each step, vLLM asks both halves of the connector for changes (`CaptureStats`). A rank answers in steps in which it
 reports (`StepMetadata.report`), at least once in STEPS_TOGETHER steps. vLLM aggregates the answers of all ranks, and
-passes the sums to the process that serves /metrics (`CaptureProm`).
+passes the result to the process that serves /metrics (`CaptureProm`).
 """
 
 from __future__ import annotations

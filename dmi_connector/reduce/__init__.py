@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions of hook rows. The engine encodes values before it writes them to rows, and the reader decodes them.
 
+Examples of `parse`:
 parse("int8"), parse("int8(affine)"), parse("int8(32)"), parse("int8(channel=scales.safetensors)"), parse("fp8"),
 parse("round(4)"), parse("topk(64)"), parse("topk(64,exact)"), parse("topk(64,sample=0)"), parse("rp(512)"),
 parse("rp(512,sign,seed=7)"), parse("rp(512,channel=scales.safetensors)"),

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attn(m): the m largest attention weights of each head. It replaces `pattern`, which fused kernels do not write.
+"""attn(m): the m largest attention weights of each head. Stores have them instead of all weights (hook `pattern`),
+which fused kernels do not write.
 
 A row has for each head: m positions (int32), m weights (float32), and the entropy of all weights in nats (float32).
 Positions are in descending order of weight; those of equal weights are in ascending order. If a token attends to fewer
-than m positions, the rest have position -1 and weight 0.
+than m positions, the remaining entries have position -1 and weight 0.
 
 With `half`, positions are uint16 (65,535 stands for -1) and weights are float16. The entropy stays float32.
 """

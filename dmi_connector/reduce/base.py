@@ -69,10 +69,10 @@ class Reduction:
     """One reduction with its settings. A new reduction is a subclass in its own file, with an entry in `KINDS`.
 
     Rows of `width` values become rows of `stored_width(width, dtype)` values of `stored_dtype(dtype)`. Except for
-    `round` and probes these are bytes, in the layout of the class (docs/FORMAT.md, section 11), and their number is a
-    multiple of 4.
+    `round` and probes, the stored values are bytes, in the layout of the class (docs/FORMAT.md, section 11), and their
+    number is a multiple of 4.
 
-    A subclass has to define `kind`, `forms`, `stored_width`, `encode` and `decode`. The defaults of the others are for
+    A subclass has to define `kind`, `forms`, `stored_width`, `encode` and `decode`. The other members have defaults for
     a reduction that keeps every value of any hook approximately, and has no GPU kernel.
     """
 
@@ -83,7 +83,7 @@ class Reduction:
     example: ClassVar[str] = ""
     """A form with numbers, for messages. Reductions with `only` need it."""
     only: ClassVar[frozenset[str]] = frozenset()
-    """The only hooks that it reduces. No other reduction takes these hooks, and no store has them in full.
+    """The only hooks that the reduction takes. No other reduction takes these hooks, and no store has them in full.
 
     Empty: the reduction takes every other hook with a float dtype.
     """
@@ -92,7 +92,7 @@ class Reduction:
     projects: ClassVar[bool] = False
     """Whether decoded rows are projections, so that `project` works."""
     computes: ClassVar[bool] = False
-    """Whether it computes a probe, so that decoded rows are the probe's values. `keeps` is about the source hook."""
+    """Whether decoded rows are the outputs of a probe or an autoencoder. `keeps` is about the source hook."""
     compared: ClassVar[tuple[str, ...]] = ()
     """Forms that `dmi fidelity` measures by default."""
     measured: ClassVar[Mapping[str, str]] = OF_VALUES
@@ -100,9 +100,9 @@ class Reduction:
     needs_file: ClassVar[bool] = False
     """Whether reading rows needs the file of `fitted` (see `read`)."""
     at_end: ClassVar[bool] = False
-    """Whether small steps reduce all layers together at their end: for kernels with more latency than computation.
+    """Whether all layers are reduced together at the end of a small step, for kernels with more latency than work.
 
-    It has no effect on reductions with `one_kernel`.
+    Has no effect on reductions with `one_kernel`.
     """
 
     # ---- settings ---------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class Reduction:
     def prepare(self, width: int, device: torch.device, layer: int, shard: int) -> None:
         """Put the tensors that `encode` needs for slice `shard` on the device.
 
-        `encode` may run in a CUDA graph, so it must not create them.
+        `encode` may run in a CUDA graph, so `encode` must not create these tensors.
         """
 
     def encode(self, values: torch.Tensor, layer: int = 0, slots: torch.Tensor | None = None) -> torch.Tensor:

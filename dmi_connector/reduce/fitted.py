@@ -47,7 +47,7 @@ class FittedReduction(Reduction):
         return self.fit(replace(self, hook=hook), about, shards)
 
     def fit(self, bound: Self, about: dict[str, Any], shards: int) -> Self:
-        """`bound` with the settings of its hook in the file (`about`). Raises ReduceError if they do not fit.
+        """`bound` with the settings of its hook in the file (`about`). Raises ReduceError if the file does not fit.
 
         shards: number of slices of a row.
         """

@@ -2,8 +2,8 @@
 """int8: values scaled to 8 bits.
 
 A stored row is `width` int8 values, zeros up to a multiple of 4 bytes, a float32 scale, and with `affine` a float32
-offset. With `group`, it ends instead in one bfloat16 scale per group of `group` values (the last may be shorter), and
-zeros up to a multiple of 4 bytes.
+offset. With `group`, one bfloat16 scale per group of `group` values takes the place of the scale, and zeros up to a
+multiple of 4 bytes follow. The last group may be shorter.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ class Int8(Reduction):
     """value = int8 * scale (+ offset with `affine`).
 
     Symmetric: scale = max|x| / 127, over the row or over each group. Affine: the range of the row is mapped to -127 to
-    127. Rows of zeros have scale 0. If a row or group has a NaN or an infinity, all its values decode to NaN; with
-    `affine` also if the span of a row overflows float32. Rows with a span below 2**-100 decode to zeros, with `affine`
-    to the middle of their range. Groups decode to zeros below 127 * 2**-100.
+    127. Rows of zeros have scale 0. If a row or group has a NaN or an infinity, all its values decode to NaN. With
+    `affine` the same happens if the span of a row, its maximum minus its minimum, overflows float32.
+
+    Rows with max|x| below 2**-100 decode to zeros, and groups with max|x| below 127 * 2**-100. With `affine`, rows with
+    a span below 2**-100 decode to the middle of their range.
 
     With groups of 32, the cosine between a row and its decoded row is above 0.9999, also for rows with outliers.
     """

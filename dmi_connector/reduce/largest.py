@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the largest values of rows and their indexes, for probes of the form `top`.
+"""Finds the values of rows with the largest magnitudes, and their indexes, for probes of the form `top`.
 
 The result for a row is 2 k float32 values: k indexes of neurons in the whole row, in descending order of magnitude,
 then their values. Of equal magnitudes, the one with the lower index is first. NaN is above all numbers. float32
@@ -60,15 +60,15 @@ def merge(parts: list[np.ndarray]) -> np.ndarray:
 def over_rows(rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The k different neurons with the largest magnitude in any row, in descending order of magnitude.
 
-    Returns (neurons int64, values float32, first row with that value int64), each [layers, k]. Neurons are -1 if no row
-    has arrived.
+    Returns (neurons int64, values float32, first row with that value int64), each [layers, k]. Rows with NaN for
+    neurons are missing; neurons are -1 if all rows are.
 
     rows: [n, layers * 2 k], layer after layer, with n >= 1. The k values of each row are enough: a neuron that is among
     the k largest over all rows is also among the k largest of the row with its largest value.
     """
     parts = rows.reshape(len(rows), -1, 2, k).transpose(1, 2, 0, 3).reshape(-1, 2, len(rows) * k)
     ids, values = parts[:, 0], parts[:, 1]
-    magnitude = np.where(np.isnan(ids), -1, np.abs(values))  # rows that have not arrived are below all others
+    magnitude = np.where(np.isnan(ids), -1, np.abs(values))  # missing rows are below all others
     found = []
     for left in reversed(range(k)):
         best = magnitude.argmax(1)[:, None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the largest latents of a sparse autoencoder in the tap. The option `reduce` has no form for it.
+"""Computes the largest latents of a sparse autoencoder in the tap. The option `probes` names the autoencoder.
 
 A stored row has the layout of topk(k,exact) over all latents in float32 (topk.py): ids in ascending order, then values.
 If fewer than k latents are active, the row also has inactive ones, with value 0.
@@ -95,7 +95,7 @@ class Latents(Reduction):
         """Make the reduction from an encoder's file or directory. Raises ReduceError.
 
         hook: hook that the encoder encodes, None for the one in its settings. layer: layer of the hook. Without `hook`,
-        None means the layer in the settings; with `hook`, it leaves `layers` empty, for a hook that exists once. k:
+        None means the layer in the settings. With `hook`, None means that the hook exists once (`layers` is empty). k:
         number of stored latents; None for the encoder's own k, or DEFAULT_K if it has none.
         """
         facts = _facts_of(path)

@@ -171,8 +171,8 @@ def _floor(std: np.ndarray) -> np.ndarray:
 def fit(blocks: Iterable[np.ndarray], rank: int, group: int = 0) -> tuple[LayerBasis, float]:
     """Fit principal components to float rows in blocks [n, width]. Returns (basis, total variance).
 
-    rank: number of components per basis. group: number of dimensions per basis, 0 for one basis of all. The memory is
-    about 48 x width x group bytes (48 x width^2 without groups) for any number of rows.
+    rank: number of components per basis. group: number of dimensions per basis, 0 for one basis of all. Takes about 48
+    x width x group bytes of memory (48 x width^2 without groups) for any number of rows.
 
     Raises ValueError for fewer than `rank` + 1 rows, for a group that is smaller than `rank` or does not divide the
     width, and for values that are not finite.

@@ -2,11 +2,12 @@
 """A probe: the tap computes scores of a row.
 
 A linear head or a small MLP from a file gives the scores. Without a file the scores are the norm of the row or its
-largest values. The option `reduce` has no form for a probe.
+largest values. The option `probes`, not `reduce`, names a probe.
 
-Stored rows are the scores, float32. With tensor parallelism a rank may have only a slice of the hook. The rank then
-stores the product of its slice with its part of the weights; the first rank adds the bias. The reader adds the products
-of all ranks, and applies the output function. For the form TOP, each rank stores the largest values of its slice.
+Stored rows are the scores, float32. With tensor parallelism a rank may have only a slice of the hook. For a linear
+head, each rank then stores the product of its slice with its part of the weights, and the first rank adds the bias. The
+reader adds the products of all ranks, and applies the output function. For the form TOP, each rank stores the largest
+values of its slice.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Probe(Reduction):
         return {"kind": self.kind, **values, "layers": list(self.layers), "outputs": list(self.outputs)}
 
     def bind(self, hook: str, layers: Sequence[int], width: int, shards: int) -> Probe:
-        """A copy for a hook with another name than in the file, or for a hook of which each rank has a slice.
+        """A copy with the hook's name (which may differ from that in the file), layers and number of slices.
 
         Raises ReduceError if the probe cannot be computed from slices.
         """

@@ -5,7 +5,7 @@ With `group`, each group of `group` values of a row is projected separately, wit
 groups, and the results are concatenated. If `group` is head_dim, each head is projected separately.
 
 The CPU computes the matrix R from the seed with numpy's Philox generator, in float64, and rounds it to bfloat16. GPUs
-get a copy, so the matrix is bitwise equal on all devices. E|R'x|^2 = |x|^2.
+get a copy, so the matrix is bitwise equal on all devices. For a row x, E|x R|^2 = |x|^2.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class Round(Reduction):
     """Round to nearest, ties to even, to `bits` mantissa bits. The other mantissa bits become zero.
 
     A value that would round beyond the range of the dtype becomes the largest value with `bits` mantissa bits. The
-    relative error is at most 2**-(bits + 1), except for subnormal values. This saves only disk space: rows have their
-    full size in the cache and on the link.
+    relative error is at most 2**-(bits + 1), except for subnormal values. Rounding saves only disk space: rows have
+    their full size in the cache and on the link.
     """
 
     bits: int = 4

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads files of scales for int8(channel=file) and rp(k,channel=file), which `dmi fit-scales` writes.
 
-A file has one tensor per hook and layer: `scale` [width], above 0, with the step of each value of a row, or of each
+A file has one tensor per hook and layer: `scale` [width], above 0, with the scale of each value of a row, or of each
 projected value of a row.
 """
 
@@ -17,7 +17,7 @@ from dmi_connector.reduce.fitted_file import FittedFile
 
 METADATA = "dmi_scales"
 STEPS = 126
-"""Number of steps from 0 to the largest fitted value. A stored 127 or -127 marks a value beyond that."""
+"""Number of scales from 0 to the largest fitted value. A stored 127 or -127 marks a value beyond that."""
 _LEAST_SHARE, LEAST = 1e-6, 2.0**-100
 """Minimum scale relative to the largest scale of the layer, and absolute minimum, so that no division overflows."""
 

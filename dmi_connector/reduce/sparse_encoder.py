@@ -17,7 +17,7 @@ from dmi_connector.reduce.tensors import FloatTensors
 _NAMES = {"b_enc": ("b_enc", "encoder.bias"), "b_dec": ("b_dec", "decoder.bias")}
 """{tensor: its possible names in files}. The tensor `encoder.weight` is W_enc transposed."""
 _GEMMA_SCOPE = "params.npz"
-"""Name of the file of an encoder of Gemma Scope. All of them are jumprelu encoders, and no settings file says so."""
+"""Name of the file of an encoder of Gemma Scope. These encoders are jumprelu encoders, without a settings file."""
 _LLAMA_SCOPE = "hyperparams.json"
 """Name of the file with the settings of an encoder of Llama Scope, in the folder of its weights or the one above."""
 _KINDS = ("standard", "jumprelu", "topk", "gated", "batchtopk", "matryoshka_batchtopk")
@@ -51,9 +51,9 @@ class SparseEncoder:
 
         SAELens: the architectures standard, jumprelu, topk and gated; also batchtopk and matryoshka_batchtopk as saved
         in training, with the threshold from training. Activations may be normalised by constant_norm_rescale or
-        layer_norm. sparsify: topk, which its older files do not name. Raises ValueError for other encoders, and if a
-        file or a tensor is missing. The normalisation expected_average_only_in is refused, because files lack its
-        factor (fold it into the weights).
+        layer_norm. sparsify: topk, also without a name of the architecture in `cfg.json`, as in older files. Raises
+        ValueError for other encoders, and if a file or a tensor is missing. The normalisation expected_average_only_in
+        is refused, because files lack its factor (fold it into the weights).
         """
         file = weights_file(path)
         if file.suffix == ".npz":

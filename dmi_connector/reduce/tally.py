@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums for estimates of the mean |x| of each neuron, also if only some values of a row are stored."""
+"""Sums for estimates of the mean |x| of each neuron, even if only some values of a row are stored."""
 
 from __future__ import annotations
 

@@ -188,8 +188,9 @@ class TopK(Reduction):
     def tally(self, stored: np.ndarray, width: int, dtype: str) -> Tally:
         """Sums of |x| per value over rows [rows, stored width]. Rows with infinities or NaN are left out.
 
-        With int8 values, one massive value makes the other kept values 0. But a kept value is at least as large as each
-        sampled value that was not kept. So smaller kept values are replaced by the largest of those.
+        With int8 values, one massive value may make the other kept values 0. But the magnitude of a kept value is at
+        least that of each sampled value that was not kept. So smaller magnitudes are raised to the largest of these
+        samples.
         """
         stored = stored[self._finite(stored, width, dtype)]
         kept, values = self.indexes(stored, width), np.abs(self._values(stored, self._value_at(width), self.k, dtype))

@@ -67,7 +67,7 @@ class DraftTokens:
         return rows
 
     def end_turn(self, tracked: Tracked) -> None:
-        """A turn of a session has ended. Called before vLLM drops the step in flight, which it does not record."""
+        """A turn of a session has ended. After this call, vLLM drops the step in flight and keeps no record of it."""
         self._of_turns += self._note_results(tracked)
 
     def _note_results(self, tracked: Tracked) -> int:

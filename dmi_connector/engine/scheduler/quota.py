@@ -97,7 +97,8 @@ class Quota:
     """Admits new captures of one scheduler. The constructor measures the existing stores.
 
     The coordinator measures stores from time to time. For a capture that was unfinished at the last measurement, or was
-    admitted later, the bytes of its prompt that were not written yet count as used, in both limits of the directory.
+    admitted later, the bytes of its prompt that were not written yet count as used (`max_total_bytes`) and not as free
+    (`min_free_bytes`).
     """
 
     def __init__(self, options: ServerOptions) -> None:

@@ -329,7 +329,7 @@ def _joined(layers: list[_Places]) -> list[_Places]:
 
 
 def _plain(values: np.ndarray, each: int) -> Any:
-    """JSON of one layer: a number, or a list of `each` numbers; of several layers: a list of these. null: not finite."""
+    """JSON: for one layer a number, or a list of `each` numbers; for several a list of these. null if not finite."""
     finite, kept = np.isfinite(values), values
     if not finite.all():
         kept = values.astype(object)

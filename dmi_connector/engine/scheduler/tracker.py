@@ -44,9 +44,8 @@ class Tracker:
     Rows of running requests can wait, because vLLM keeps their blocks. So the tracker looks for full chunks only once
     in STEPS_TOGETHER steps. Blocks of an ended request are kept until the workers have gathered its last rows together
     with other rows. If the blocks cannot be kept, workers gather these rows before the next forward. A report takes the
-    engine's time. So workers report once in STEPS_TOGETHER steps, and in steps that gather rows, free kept blocks or
-    compute nothing. They report in each step if staging memory is short, and under policy drop, so that responses list
-    lost rows.
+    engine's time, so workers report once in STEPS_TOGETHER steps, and in steps that gather rows, free kept blocks or
+    compute nothing. Under policy drop, and if staging memory is short, they report in each step.
 
     Sleep discards pending rows. So in an engine that may sleep, rows are gathered and workers report in every step.
 
@@ -310,8 +309,7 @@ class Tracker:
     def finish(self, request: Request, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended. Hands over its last rows, and ends its capture.
 
-        Returns (whether its blocks are kept until the workers have its rows, `kv_transfer_params` of its response or
-        None).
+        Returns (whether its blocks are kept until workers report it, `kv_transfer_params` of its response or None).
         """
         request_id = request.request_id
         refused = self.refused.pop(request_id, None)

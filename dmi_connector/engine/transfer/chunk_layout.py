@@ -102,7 +102,7 @@ def chunk_layout(context: CaptureContext, hooks: Mapping[str, tuple[int, ...]], 
 
 
 def _check_words(row_field: RowField, dtype: str) -> None:
-    """Raise OptionError for a field whose size is not a multiple of 4 bytes, because rows are gathered in such words."""
+    """Raise OptionError for a field whose size is not a multiple of 4 bytes, because the gather copies such words."""
     if row_field.nbytes % 4:
         raise OptionError(
             f"hooks: {row_field.hook} has {row_field.stored[1]} values per token on a rank, and an odd number of "
