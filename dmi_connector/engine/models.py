@@ -126,7 +126,7 @@ class Tapped:
         given = {**dict(zip(_INPUTS, args, strict=False)), **kwargs}
         embeddings = given.get("inputs_embeds")
         write_inputs(self.dmi_taps, given["input_ids"], given["positions"], embeddings)
-        # As without capture, vLLM's forward gets embeddings without token ids, or no embeddings.
+        # As without capture, vLLM's forward gets token ids or embeddings, not both.
         return given if embeddings is None else {**given, "input_ids": None}
 
     def dmi_positions(self, positions: torch.Tensor) -> None:

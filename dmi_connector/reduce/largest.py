@@ -60,8 +60,8 @@ def merge(parts: list[np.ndarray]) -> np.ndarray:
 def over_rows(rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The k different neurons with the largest magnitude in any row, in descending order of magnitude.
 
-    Returns (neurons int64, values float32, first row with that value int64), each [layers, k]. Rows with NaN for
-    neurons are missing; neurons are -1 if all rows are.
+    Returns (neurons int64, values float32, first row with that value int64), each [layers, k]. A row with NaN for
+    neurons is missing. If all rows are missing, the neurons are -1.
 
     rows: [n, layers * 2 k], layer after layer, with n >= 1. The k values of each row are enough: a neuron that is among
     the k largest over all rows is also among the k largest of the row with its largest value.

@@ -152,7 +152,7 @@ class ProbeScores:
 
         computed: number of its computed tokens. With asynchronous scheduling, this number includes tokens of the last
         step, whose results vLLM has not received yet. Returns 0 if the request began in the last step, because that
-        step may compute cached tokens too. Positions from the last known token on may have a rejected token.
+        step may compute cached tokens too. From the position of the last known token on, tokens may be rejected later.
         """
         request = tracked.request
         # Without vLLM's count of tokens in flight, the last step counts as in flight.
