@@ -213,7 +213,7 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
         "capture_builders": Name(
             "vllm.v1.attention.backend:AttentionMetadataBuilder.build_for_cudagraph_capture",
-            "wrapped too, because a backend that chooses between two does not call `build` while a graph is captured",
+            "wrapped too: a backend that delegates to one of two others does not call `build` during graph capture",
         ),
         "attention_spec": Name(
             "vllm.v1.kv_cache_interface:FullAttentionSpec",
@@ -395,7 +395,7 @@ NAMES: dict[str, dict[str, Name]] = {
     "indexer": {
         "indexer": Name(
             "vllm.model_executor.models.deepseek_v2:Indexer.forward",
-            "returns the buffer of all indexers, whose first rows are the tokens that this one chose",
+            "returns a buffer that all indexers share; its first rows have the tokens that this indexer chose",
         ),
     },
     "M-RoPE": {

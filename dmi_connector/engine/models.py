@@ -213,7 +213,7 @@ def _tapped_class(name: str) -> type:
                 return _imported(uncaptured)(vllm_config=vllm_config, prefix=prefix)
             logger.warning(
                 "dmi_connector: capture runs %s as vLLM's %s, not as its %s, whose fused kernels taps cannot read. "
-                "So its speed and the last bits of its values are not those of the engine without capture",
+                "So speed and rounding differ from those of the engine without capture",
                 name,
                 place,
                 uncaptured,

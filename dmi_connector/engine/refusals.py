@@ -65,14 +65,14 @@ def _check_connector(vllm_config: VllmConfig) -> None:
     assert transfer is not None
     if transfer.kv_connector in CONNECTORS and transfer.kv_role != "kv_producer":
         raise ValueError(
-            f"kv_role: {transfer.kv_role!r} says that the connector loads keys and values, which it does not; set it "
-            "to 'kv_producer'"
+            f"kv_role: {transfer.kv_role!r} would let vLLM load keys and values from this connector, which "
+            "loads none; set it to 'kv_producer'"
         )
     pool = asked(vllm_config) == POOL
     if pool and transfer.kv_connector != POOL_CONNECTOR:
         raise ValueError(
-            f"kv_connector: {transfer.kv_connector!r} turns vLLM's hybrid cache manager off, and owner='pool' runs "
-            f"with it; set it to {POOL_CONNECTOR!r}, as capture_args() does"
+            f"kv_connector: owner='pool' needs vLLM's hybrid cache manager, which {transfer.kv_connector!r} turns off; "
+            f"set it to {POOL_CONNECTOR!r}, as capture_args() does"
         )
     if not pool and transfer.kv_connector == POOL_CONNECTOR:
         raise ValueError(
@@ -178,7 +178,7 @@ def _check_model(vllm_config: VllmConfig) -> None:
     if (streams := getattr(model.hf_text_config, "altup_num_inputs", 1)) > 1:  # Gemma 3n
         raise ValueError(
             f"model: {model.model!r} carries {streams} residual streams at a time (altup_num_inputs in its config), "
-            "and a hook is a tensor of one; use a model with one residual stream"
+            "but a hook captures one stream; use a model with one residual stream"
         )
 
 
@@ -245,8 +245,8 @@ def check_ranks(arch: Architecture, hooks: Iterable[str], tp: int) -> None:
     partial = [name for name in hooks if name in arch.one_rank]
     if tp > 1 and partial:
         raise ValueError(
-            f"tensor_parallel_size: with {tp}, ranks of {arch.name} have parts of {', '.join(partial)} that capture "
-            f"does not support; set it to 1, or take them out of the hooks, as in 'vllm-full,-{partial[0]}'"
+            f"tensor_parallel_size: capture does not support how {tp} ranks of {arch.name} divide {', '.join(partial)} "
+            f"among them; set it to 1, or take them out of the hooks, as in 'vllm-full,-{partial[0]}'"
         )
 
 
@@ -331,7 +331,8 @@ def check_alone(vllm_config: VllmConfig) -> None:
             others = ", ".join(str(name) for name in names if name != ours)
             raise ValueError(
                 f"kv_connector: {transfer.kv_connector} runs {ours} beside {others}, which may load keys and values "
-                f"of tokens that have no rows; let kv_transfer_config name {ours} alone, as capture_args() returns it"
+                f"of tokens; these are not computed and have no rows; let kv_transfer_config name {ours} alone, as "
+                "capture_args() returns it"
             )
 
 
@@ -345,5 +346,5 @@ def check_one_engine() -> None:
     if has_kv_transfer_group():
         raise ValueError(
             "VLLM_ENABLE_V1_MULTIPROCESSING: 0 starts this engine in a process where another one has its KV connector, "
-            "and vLLM keeps one for both; set it to 1, or shut the other engine down first"
+            "and vLLM keeps only one per process; set it to 1, or shut the other engine down first"
         )

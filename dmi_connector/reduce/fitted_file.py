@@ -117,7 +117,9 @@ class FittedFile:
     def tensor(self, hook: str, layer: int, name: str) -> np.ndarray:
         """A tensor of one hook and layer. Raises ReduceError if the file lacks it, OSError if the file is gone."""
         if layer not in self.hooks.get(hook, {}).get("layers", ()):
-            raise ReduceError(f"reduce: {self.path} holds no {self.what} of {hook} in layer {layer}; fit it there too")
+            raise ReduceError(
+                f"reduce: {self.path} holds no {self.what} of {hook} in layer {layer}; fit it for this layer too"
+            )
         return self.read(f"{hook}.{layer}.{name}")
 
     def check(self, hook: str, layers: set[int], width: int) -> dict[str, Any]:
@@ -130,7 +132,7 @@ class FittedFile:
             )
         if lacking := sorted(layers - set(info["layers"])):
             raise ReduceError(
-                f"reduce: {self.path} holds no {self.what} of {hook} in layer {lacking[0]}; fit it there too"
+                f"reduce: {self.path} holds no {self.what} of {hook} in layer {lacking[0]}; fit it for this layer too"
             )
         if info["width"] != width:
             raise ReduceError(

@@ -28,7 +28,7 @@ def check(text: str, k: int, width: int = MOST, shards: int = 1) -> None:
     if not 1 <= k <= min(MOST, width):
         raise ReduceError(f"probes: {text} is not valid; it may keep 1 to {min(MOST, width)} values of a row")
     if width * shards > _WIDEST:
-        raise ReduceError(f"probes: {text} is of rows of {width * shards} values; at most {_WIDEST} are supported")
+        raise ReduceError(f"probes: the rows of {text} have {width * shards} values; at most {_WIDEST} are supported")
 
 
 def largest(rows: torch.Tensor, k: int, first: int = 0) -> torch.Tensor:

@@ -51,8 +51,8 @@ def parse_probe(name: str, text: str) -> Probe | Latents:
     probe = found or Latents.load(path, given.get("hook"), layer, k)
     if (wanted := given.get("sha256", probe.sha256)) != probe.sha256:
         raise ReduceError(
-            f"probes: {path} of {name!r} has the SHA-256 {probe.sha256}, not {wanted}; give the file with that hash, or"
-            " this hash"
+            f"probes: {path} of {name!r} has the SHA-256 {probe.sha256}, not {wanted}; give the file with "
+            "that hash, or the hash of this file"
         )
     return probe
 

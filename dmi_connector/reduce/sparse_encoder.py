@@ -123,7 +123,7 @@ class SparseEncoder:
         if rows.ndim != 2:
             raise ValueError(f"sae: it takes rows [rows, {len(self.weight)}], not an array {list(rows.shape)}")
         if rows.shape[1] != len(self.weight):
-            raise ValueError(f"sae: it takes rows of {len(self.weight)} values, the hook has {rows.shape[1]}")
+            raise ValueError(f"sae: the encoder takes rows of {len(self.weight)} values, the hook has {rows.shape[1]}")
         found = (self.normed(rows) - self.shift) @ self.weight
         if self.gate is not None:
             closed = found + self.bias <= 0  # false for NaN, so NaN stays NaN

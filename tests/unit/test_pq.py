@@ -200,7 +200,7 @@ def test_codebooks_that_do_not_fit_are_refused(books: dict[int, Path], tmp_path:
     assert reduction is not None
     for hook, layers, width, shards, message in (
         ("q", [1], WIDTH, 1, "holds no codebooks of q, only of mlp_out; fit q with dmi fit-pq"),
-        ("mlp_out", [1, 2], WIDTH, 1, "no codebooks of mlp_out in layer 2; fit it there too"),
+        ("mlp_out", [1, 2], WIDTH, 1, "no codebooks of mlp_out in layer 2; fit it for this layer too"),
         ("mlp_out", [1], 60, 1, "of another model: mlp_out has 60 values, not 48"),
         ("mlp_out", [1], 6, 8, "into 12 sub-vectors, which 8 tensor-parallel slices cannot share; fit it with"),
     ):

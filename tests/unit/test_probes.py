@@ -459,7 +459,7 @@ def test_largest_values_that_do_not_exist_are_refused(text: str, tp: int, messag
 
 def test_indexes_that_float32_does_not_hold_are_refused() -> None:
     check("top(mlp_post)", 1, 1 << 23, 2)
-    with pytest.raises(ReduceError, match="is of rows of 16777218 values; at most 16777216 are supported"):
+    with pytest.raises(ReduceError, match="have 16777218 values; at most 16777216 are supported"):
         check("top(mlp_post)", 1, (1 << 23) + 1, 2)
 
 

@@ -134,9 +134,8 @@ class Quota:
             lacking = self._lacking[device]
             if free - lacking - nbytes < options.min_free_bytes:
                 raise OptionError(
-                    f"min_free_bytes: {free} bytes are free in {directory}, {lacking} of them are for captures under "
-                    f"way, {nbytes} are needed and {options.min_free_bytes} have to stay free; remove stores (dmi "
-                    "prune)"
+                    f"min_free_bytes: {free} bytes are free in {directory}; running captures reserve {lacking}, this "
+                    f"capture needs {nbytes}, and {options.min_free_bytes} must stay free; remove stores (dmi prune)"
                 )
         if options.max_total_bytes:
             used = self._usage.nbytes + self._lacking.total()

@@ -70,7 +70,7 @@ class PinnedRing:
             self._pin_until(self._ring.nbytes)
         except RuntimeError as error:
             self._ring.allow(self._ring.usable, final=True)
-            logger.error("%s. The ring stays at its first %d MiB", error, self._ring.usable >> 20)
+            logger.error("%s. Only the first %d MiB of the ring are used", error, self._ring.usable >> 20)
             return
         if not self._stop.is_set():
             seconds = time.monotonic() - self._begin

@@ -123,7 +123,7 @@ def test_the_ring_is_smaller_if_later_memory_cannot_be_pinned(
         ring.alloc(SLICE + 1)  # without the error, the call would wait forever
     assert [line.partition(" bytes could")[2] for line in lines] == [
         " not be pinned (2); give a smaller size, or raise the limit of locked memory (ulimit -l)."
-        " The ring stays at its first 0 MiB"
+        " Only the first 0 MiB of the ring are used"
     ]
     memory.close()
     assert cuda.pinned == {}
@@ -170,10 +170,10 @@ def test_a_driver_that_refuses_leaves_the_ring_as_it_is(
     cuda.go.set()
     memory = PinnedRing(ring, SLICE, DEVICE)
     memory._thread.join()
-    assert ring.usable == SLICE and lines == ["no driver. The ring stays at its first 0 MiB"]
+    assert ring.usable == SLICE and lines == ["no driver. Only the first 0 MiB of the ring are used"]
     monkeypatch.setattr(ring, "usable", 3 << 20)
     memory._run()
-    assert lines[1:] == ["no driver. The ring stays at its first 3 MiB"]
+    assert lines[1:] == ["no driver. Only the first 3 MiB of the ring are used"]
     memory.close()
 
 

@@ -337,17 +337,19 @@ def test_a_burst_leaves_min_free_bytes(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OptionError) as refused:
         quota.admit(str(tmp_path / "more.zarr"), 1001)
     assert str(refused.value).startswith(
-        f"min_free_bytes: 10000 bytes are free in {tmp_path}, 8000 of them are for captures under way, 1001 are needed "
-        "and 1000 have to stay free"
+        f"min_free_bytes: 10000 bytes are free in {tmp_path}; running captures reserve 8000, this capture "
+        "needs 1001, and 1000 must stay free"
     )
     quota.admit(str(tmp_path / "other" / "more.zarr"), 2000)
-    with pytest.raises(OptionError, match=r"3000 bytes are free .*, 2000 of them are for captures under way, 1 are"):
+    with pytest.raises(
+        OptionError, match=r"3000 bytes are free .*; running captures reserve 2000, this capture needs 1,"
+    ):
         quota.admit(str(tmp_path / "other" / "again.zarr"), 1)
     free[str(tmp_path)] -= 4 * 500
     time.sleep(0.002)
     keeper.round()
     quota.admit(str(tmp_path / "more.zarr"), 7000)
-    with pytest.raises(OptionError, match=r"8000 bytes are free .*, 7000 of them"):
+    with pytest.raises(OptionError, match=r"8000 bytes are free .*; running captures reserve 7000"):
         quota.admit(str(tmp_path / "last.zarr"), 1)
     quota.ended(str(tmp_path / "more.zarr"), nothing=True)
     quota.admit(str(tmp_path / "last.zarr"), 7000)
