@@ -13,7 +13,7 @@ from dmi_connector.store.write.finish.retention import StoreSizes, measure
 _LEAST_S, _LEAST_MULTIPLE = 1.0, 10.0
 """Minimum time between measurements by `allows`: in seconds, and as a multiple of the duration of the last one."""
 _BASE = 4096
-"""Approximate bytes of a store's root document, which the index does not count."""
+"""Approximate bytes of a store's root `zarr.json`, which the index does not count."""
 
 
 class Budget:
@@ -60,8 +60,8 @@ class Budget:
     def is_full(self) -> bool:
         """Measure the stores. Returns whether there is no room for even one prompt. Raises OSError.
 
-        Call this method while no prompt is in flight. A store that was being written during the last measurement is
-        counted twice, by the measurement and by `stored`, so the stores are measured again.
+        Call this method while no prompt is in flight. A store that was being written during the last measurement may be
+        counted twice: by the measurement and by `stored`. So the stores are measured again.
         """
         if self.max_bytes:
             self._measure()

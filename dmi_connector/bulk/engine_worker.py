@@ -26,7 +26,7 @@ class EngineWorker:
     The engine runs in a process of its own, so vLLM does not detect Ray. The process ends with the actor.
 
     If `events` is not called for `silence_s` seconds, the connection to the run counts as lost, and the engine is
-    killed. The run waits until the engine's processes have ended, and captures their prompts again.
+    killed. The run waits until the engine's processes have exited, and captures the engine's prompts again.
 
     log: file for the engine's output. lives: paths of lock files on which all processes of the engine hold shared
     locks. start: the first message to the engine. Ray calls `post` and `events` on separate threads.

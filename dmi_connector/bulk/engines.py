@@ -22,7 +22,9 @@ from dmi_connector.store.write.messages import Message
 PROCESS = "dmi_connector.bulk.engine_process"
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _AHEAD = 2.0
-"""Number of prompts that an engine should have, as a multiple of max_num_seqs. The others wait in its queue."""
+"""Number of prompts that an engine should have, as a multiple of max_num_seqs. Those beyond max_num_seqs wait in its
+scheduler's queue.
+"""
 _END_S = 600.0
 """Seconds that `close` waits for an engine to exit. Then the engine is killed."""
 
@@ -52,9 +54,9 @@ class Death:
     """An engine that exited too early: before it was told to exit, with prompts left, or with an error.
 
     name: name of the engine. how: how it exited, for messages. positions: positions of the prompts that it had not
-    finished. life: path of a file on which only processes of this engine hold shared locks. Once they have exited,
-    other engines get the prompts. None: the next start of the run captures the prompts. began: whether the engine
-    was ready for prompts.
+    finished. life: path of a file on which only processes of this engine hold shared locks. Once these processes have
+    exited, other engines get the prompts. If `life` is None, the next start of the run captures the prompts. began:
+    whether the engine was ready for prompts.
     """
 
     name: str
@@ -279,7 +281,7 @@ def visible_devices() -> list[str]:
 def device_shares(count: int, devices: Sequence[str]) -> list[list[str]]:
     """The GPUs of each of `count` engines, the same number for each.
 
-    Lists are empty if there is one engine or no GPU. The environment of the engine is then left as it is. GPUs
+    Lists are empty if there is one engine or no GPU. CUDA_VISIBLE_DEVICES of the engine is then left unchanged. GPUs
     that cannot be shared equally are not used. Raises ValueError if there are fewer GPUs than engines.
     """
     if not devices or count == 1:

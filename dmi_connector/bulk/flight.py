@@ -30,7 +30,7 @@ class Flight:
     abandoned: bool = False
 
     def anew(self, tries: int | None = None) -> Flight:
-        """A flight to submit the prompt again. tries: None keeps the number of tries, because the engine died."""
+        """A flight that submits the prompt again. tries: None keeps the number of tries, if the engine died."""
         return Flight(self.placed, self.prompt, tries=tries or self.tries)
 
 

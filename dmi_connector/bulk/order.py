@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of the input rows, and which of them a process captures. A row's position is its index in this order."""
+"""The order of the input rows, and the rows that a process captures. A row's position is its index in this order."""
 
 from __future__ import annotations
 

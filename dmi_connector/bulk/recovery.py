@@ -67,7 +67,8 @@ def recover(out: Path, run: str, order: Order, manifest: Path, redo_missing: boo
     Raises OSError. Raises ValueError for a store that must be removed but that another process uses.
     """
     result = Recovered()
-    noted, held, names = array("q"), array("q"), array("q")  # hashes of the names in lines; positions, hashes of names
+    # noted: hashes of the store names in the manifest. held, names: positions of stores, and hashes of their names.
+    noted, held, names = array("q"), array("q"), array("q")
     for entry in read_manifest(manifest):
         position = position_of(run, entry["key"])
         if position is not None and order.holds(position):
@@ -90,7 +91,7 @@ def recover(out: Path, run: str, order: Order, manifest: Path, redo_missing: boo
             _remove(path)
             there.discard(position)
             result.removed += 1
-    # A run with `redo_missing` that is killed leaves stores that no line names.
+    # A killed run with `redo_missing` may leave stores that the lines of their positions do not name.
     unnamed = set(np.array(held)[~np.isin(names, noted)].tolist())
     if several := twice | unnamed:
         result.removed += _keep_one(out, run, order, manifest, several, result, there)

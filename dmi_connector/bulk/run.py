@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures the prompts of a share, each into a store of its own, and writes a line of the manifest for each store."""
+"""Captures the prompts of one share of a run (--shard), and writes a line of the manifest for each complete store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dmi_connector.store.write.finish.retention import remove_store
 _TRIES = 2
 """Maximum number of times that a prompt is captured, if its stores are incomplete."""
 _QUIET_S = 5.0
-"""Seconds after an answer at which a store without a line in the index is looked up by path."""
+"""Seconds after an answer. If the index then has no line for the store, the store is looked up by its path."""
 _MOST_FAILURES = 100
 """Number of consecutive failed captures that stops the run."""
 _ROWS_PER_TURN = 10_000
@@ -262,7 +262,7 @@ class Run:
                     continue
             self._orphans.remove(orphans)
             kept = settle_left(self._out, self._run, [flight.placed.position for flight in flights])
-            self._read_index()  # so that a line of these stores is not taken for that of the next try
+            self._read_index()  # so that lines of these stores are not mistaken for lines of the next try
             for flight in flights:
                 store = kept.get(flight.placed.position)
                 if store is None:
@@ -317,7 +317,7 @@ class Run:
         if info is None or answer is None:
             return
         if answer.store is not None and Path(answer.store).name != info.store.name:
-            flight.captured = None  # a line of an earlier try
+            flight.captured = None  # the line is about the store of an earlier try
             return
         position = flight.placed.position
         del self._flights[position]

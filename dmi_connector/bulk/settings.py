@@ -75,7 +75,7 @@ FREE_FLAGS = frozenset(
         "optimization-level",
     )
 )
-"""Flags of vLLM that affect speed, but not the contents of stores. They may change when a run is resumed."""
+"""Flags of vLLM that affect speed, but not which values are captured. They may change when a run is resumed."""
 
 
 @dataclass(frozen=True)

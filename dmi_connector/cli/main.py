@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flush() -> None:
-    """Write what is buffered. Without this, the interpreter does so at its exit, and an error has no message."""
+    """Flush standard output, so that `main` can report an error. Otherwise only the interpreter's exit flushes it."""
     try:
         if sys.stdout is not None:  # else it was closed before the start
             sys.stdout.flush()
@@ -245,12 +245,12 @@ def _flush() -> None:
 
 
 def _discard_output() -> None:
-    """Send what is still buffered for standard output to nowhere, so that the exit does not fail on it."""
+    """Redirect standard output to /dev/null, so that the flush at the interpreter's exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _at_home(argument: str) -> str:
-    """Expand `~/` at the start of an argument or of an option's value. Shells leave --out=~/x and quotes alone."""
+    """Expand `~/` at the start of an argument or of an option's value. Shells expand neither --out=~/x nor "~/x"."""
     option, equals, path = argument.partition("=")
     if argument.startswith("--") and path.startswith("~/"):
         return f"{option}{equals}{os.path.expanduser(path)}"

@@ -31,7 +31,7 @@ class Kind:
     """One kind of picture.
 
     draw: draws the picture and returns its path. takes: options that may be given. needs: options that must be given.
-    Both are without STORE and --out. many: whether several stores may be given.
+    `takes` and `needs` leave out STORE and --out. many: whether several stores may be given.
     """
 
     draw: Callable[[Options, Open], Path]
@@ -173,11 +173,12 @@ _INDEX_OPTIONS = {"neuron": "neuron", "output": "neuron", "latent": "neuron", "h
 
 
 def _statistic(capture: Capture, options: Options) -> tuple[Statistic, int]:
-    """(the statistic that --values names, its index; 0 for a statistic without an index, and for a probe by default).
+    """(the statistic that --values names, the index that --neuron, --head or --token gives).
 
-    Without --values, it is the hook's first statistic that takes exactly the given options of --neuron, --head and
-    --token. If no statistic does, it is the first statistic. Raises ValueError for an unknown statistic, for an option
-    that the statistic does not take, and if its index is not given.
+    The index is 0 for a statistic without an index, and by default for a probe. Without --values, the statistic is the
+    hook's first one that takes exactly the given options of --neuron, --head and --token; if there is none, the hook's
+    first one. Raises ValueError for an unknown statistic, for an option that the statistic does not take, and if its
+    index is not given.
     """
     from dmi_connector.analysis.stats import statistics
 

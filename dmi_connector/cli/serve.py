@@ -74,7 +74,7 @@ _MEANING = {
 }
 """Option -> what it does, for the help. docs/CAPTURING.md says more."""
 _AUTOMATIC = ("writers", "host_buffer_bytes", "staging_bytes", "pool_bytes")
-"""Options for which 0 means that a size is chosen. For others with default 0, it means no limit."""
+"""Options for which 0 means an automatic value. For other options with default 0, 0 means no limit or no removal."""
 _UNITS = {"bytes": (units.nbytes, "SIZE"), "seconds": (units.seconds, "TIME")}
 """Last word of an option's name -> the `type` and the metavar of its flag."""
 _JSON = {

@@ -146,7 +146,7 @@ def _groups(stores: Sequence[Place], out: Path, merge: bool) -> list[tuple[Path,
 
 
 def _text(out: Path, found: Sketch) -> str:
-    """The output for a file: a table with one line per hook. The bound is that of the worst layer."""
+    """The output for a file: a table with one line per hook. The column `bound` is that of the worst layer."""
     lacking = f", {found.missing} missing" if found.missing else ""
     head = f"{out}: {len(found.stores)} captures, {found.tokens} tokens{lacking}"
     return f"{head}\n{format_table(('hook', 'layers', 'tokens', 'raw', 'sketch', 'bound'), _rows(found))}"
@@ -161,7 +161,7 @@ def _rows(found: Sketch) -> Iterator[tuple[object, ...]]:
 
 
 def _json(out: Path, found: Sketch) -> dict[str, Any]:
-    """The entry of a file in the output of --json. Sizes are in bytes; `bound` is a share of all squared values."""
+    """The entry of a file in the output of --json. Sizes are in bytes. `bound` is a `Sketch.relative_error`."""
     hooks = [
         {
             "hook": hook,

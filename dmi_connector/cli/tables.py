@@ -98,7 +98,7 @@ def array_sizes(capture: Capture) -> list[ArraySize]:
 
 
 def store_size(capture: Capture) -> ArraySize:
-    """The size of all arrays of a store together. The root document is not counted."""
+    """The size of all arrays of a store together. The root `zarr.json` is not counted."""
     sizes = array_sizes(capture)
     return ArraySize("total", (), "", "", sum(s.raw for s in sizes), sum(s.stored for s in sizes))
 

@@ -58,7 +58,7 @@ class RowTail:
     key, instead of waiting for one. A capture that is still running is followed to its end in any case. complete:
     whether the capture has all its rows; false until the last line.
 
-    Raises ValueError for a name in `hooks` that is not a hook but one value per token.
+    Raises ValueError for a name in `hooks` that is an array with one value per token, not a hook.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of tiny hybrid models, in which a mixer replaces attention in some layers.
+"""Configurations of tiny hybrid models. Some layers have a Mamba mixer, gated delta net or convolution, not attention.
 
 `tiny_models.make_model` writes the models.
 """

@@ -34,7 +34,8 @@ _INDEXER = {
 }
 """Sizes of attention with an indexer. No kernel of vLLM supports them, so tests replace the kernels.
 
-A score of the indexer is exactly 0 if no head has a positive product. With 11 heads that is rare, so scores differ.
+A score of the indexer is exactly 0 if no head has a positive product of query and key. With 11 heads this is rare, so
+few scores are equal.
 """
 YARN = {
     "rope_type": "yarn",

@@ -46,12 +46,13 @@ ENV = {
 }
 """Environment variables for serving such a model: no network, no usage reports, a small KV cache.
 
-One core is left to the scheduler. With a KV connector vLLM leaves two, or none if the machine has only two. Then the
-threads of its kernels share cores with the scheduler, which waits in a loop. A step can take four times as long.
+VLLM_CPU_NUM_OF_RESERVED_CPU leaves one core to the scheduler. By default vLLM with a KV connector leaves two cores, or
+none if the machine has only two. Without a free core, the threads of vLLM's kernels share cores with the scheduler,
+which waits in a loop. A step can then take four times as long.
 """
 
 SPECIAL = ("<|pad|>", "<|bos|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>")
-"""Special tokens, whose ids are their indexes. Qwen2Tokenizer would add <|endoftext|> if it were missing."""
+"""Special tokens. The id of a token is its index. Qwen2Tokenizer would add <|endoftext|> if it were missing."""
 PAD, BOS, EOS = 0, 1, 2
 
 CHAT_TEMPLATE = (
@@ -209,10 +210,9 @@ please explain quantum physics, music theory, history, cooking, gardening and ch
 
 
 def make_tokenizer(more: Sequence[str] = (), named: Mapping[str, str] | None = None) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of exactly VOCAB tokens, and a chat template.
+    """A byte-level BPE tokenizer of exactly VOCAB tokens, plus those in `more`, with a chat template.
 
-    more: additional tokens, with ids starting at VOCAB. named: attribute of the tokenizer -> the token in `more`
-    that it names.
+    more: additional tokens, with ids starting at VOCAB. named: attribute of the tokenizer -> its token, one of `more`.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -296,11 +296,12 @@ _INPUT_FIRST = ("gpt_oss", "llama4_text")
 
 
 def _fill(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Draw all parameters outside the vision tower, so that rounding errors stay small and attention is not uniform.
+    """Draw all parameters outside the vision tower at random.
 
-    Attention kernels differ by a relative error of about 1e-6, and every layer propagates the error. Values are small,
-    and layers add little to the embedding, so two float32 implementations stay within 1e-5 of each other. Norm gains
-    and biases are random, so that tests detect a hook on the wrong side of a norm.
+    Their scales keep rounding errors small and attention far from uniform. Attention kernels differ by a relative error
+    of about 1e-6, and every layer propagates the error. Values are small, and layers add little to the embedding, so
+    two float32 implementations stay within 1e-5 of each other. Norm gains and biases are random, so that tests detect a
+    hook on the wrong side of a norm.
     """
     import torch
 

@@ -35,7 +35,7 @@ TOKENS = {
         "<|tile_y_separator|>",
     ),
 }
-"""Family -> tokens with ids starting at VOCAB. The first token is the placeholder for an image embedding."""
+"""Family -> tokens with ids starting at VOCAB. Its first token is the placeholder for an image embedding."""
 VOCAB = 512
 """Number of tokens of a text model."""
 PATCH = 14
