@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of tiny models with latent attention. `tiny_models.make_model` writes the models."""
+"""Configurations of tiny models with multi-head latent attention. `tiny_models.make_model` writes the models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _INDEXER = {
     "index_head_dim": 72,
     "index_n_heads": 11,
 }
-"""Sizes of attention with an indexer. No kernel of vLLM supports them, so tests replace the kernels.
+"""Sizes of sparse attention with an indexer. No kernel of vLLM supports them, so tests replace the kernels.
 
 A score of the indexer is exactly 0 if no head has a positive product of query and key. With 11 heads this is rare, so
 few scores are equal.

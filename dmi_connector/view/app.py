@@ -72,11 +72,11 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-"""With these headers the browser loads nothing from other hosts, and does not send the token to them."""
+"""With these headers the browser loads nothing from other hosts, and does not send them the secret token."""
 
 
 def new_token() -> str:
-    """A random secret token."""
+    """A random secret token for the paths of `make_app`."""
     return secrets.token_urlsafe(24)
 
 
@@ -87,7 +87,7 @@ def make_app(
     tokenizer: Path | None = None,
     sae: Latents | None = None,
 ) -> ASGIApp:
-    """The ASGI application. Every path begins with the token.
+    """The ASGI application. Every path begins with `token`, a secret.
 
     model: directory with the model's config.json and weights, for the logit lens. tokenizer: directory with
     tokenizer.json; None for that in `model`, or else in the model directory that the store names. sae: autoencoder
@@ -108,7 +108,7 @@ def make_app(
 
 
 class _Guard:
-    """Passes on only GET requests with the token, and adds headers to every response."""
+    """Passes on only GET requests with the secret token, and adds headers to every response."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app, self._token = app, token.encode()
@@ -150,7 +150,7 @@ def _answer(page: Callable[[Request], Response]) -> Callable[[Request], Response
         try:
             try:
                 return page(request)
-            except FileNotFoundError:  # try once more: a request may have ended, and its store was renamed
+            except FileNotFoundError:  # try once more: the store is renamed when its request ends
                 return page(request)
         except _REFUSALS as error:
             return _error(error, 404 if isinstance(error, (NoSuchStore, FileNotFoundError, TimeoutError)) else 400)

@@ -16,7 +16,7 @@ from dmi_connector.store.read.files.thread_pool import in_threads, read_threads
 
 
 def shown(capture: Capture) -> dict[str, Any]:
-    """The layers whose attention can be shown, as JSON. until: rows from this one on lack earlier keys."""
+    """The layers whose attention can be shown, as JSON. until: first row for which the store lacks an earlier key."""
     captured = sorted({layer for layers in capture.layers.values() for layer in layers})
     layers = [layer for layer in captured if pattern_hooks(capture, layer)]
     until = int(capture.attrs["num_tokens"])
@@ -29,8 +29,7 @@ def window(capture: Capture, layer: int, head: int, rows: slice) -> np.ndarray:
     """Attention weights of the queries `rows` on the keys `rows`, float32 [queries, 1 + keys].
 
     The first column is the weight of each query on all keys before the window. Keys after a query have weight 0. If
-    only the summary (`pattern`) was captured, keys that it does not list also have weight 0, and the first column is
-    the sum of the listed ones.
+    only the hook `pattern` was captured, which lists the largest weights, all other keys have weight 0 too.
 
     Raises KeyError and ValueError like `attention_pattern`.
     """

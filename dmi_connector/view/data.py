@@ -38,7 +38,7 @@ class NoSuchStore(LookupError):
 
 @dataclass
 class Library:
-    """The stores of one directory, finished or of running requests. only: name of the only store to show, None for all.
+    """The finished stores and running requests of one directory. only: name of the only store to show, None for all.
 
     No store stays open between two calls, so `dmi prune` and retention can remove stores.
     """
@@ -69,7 +69,8 @@ class Library:
         them. `running` is the number of running requests.
         """
         running = {info.store.name: (info, _text(info)) for info in self._running.infos()}
-        every = running | (self._with_new() if again else self._stores())  # a request in both has just ended
+        # A request that is both running and finished has just ended. The finished store replaces the running request.
+        every = running | (self._with_new() if again else self._stores())
         newest = sorted(every.values(), key=lambda one: one[0].started, reverse=True) if running else every.values()
         found, pending = texts.search(newest, search.lower().split())
         return {
@@ -114,7 +115,8 @@ class Library:
 
     def _path(self, name: str) -> Path:
         path = self.directory / name
-        known = name in self._listed or name in self._stores()  # so that a growing index is not read for each response
+        # `_listed` is looked at first, so that a growing index is not read for each response.
+        known = name in self._listed or name in self._stores()
         # A listed name may still be a link to another place.
         if known and path.is_dir() and path.resolve().parent == self.directory.resolve():
             return path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes latents of a sparse autoencoder: the strongest of a token, or one latent's values and contexts."""
+"""Computes latents of a sparse autoencoder: the strongest latents of a token, or one latent's values and contexts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SECONDS = 2.0
 """Time limit for the rows that `contexts` reads."""
 _BEFORE, _BEHIND = 8, 4
 """Number of tokens of a context before and after its token."""
-_BINS = 24
+_BINS = 24  # of a histogram
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,10 @@ class Latents:
     def contexts(self, stores: Iterable[Capture], latent: int, count: int) -> dict[str, Any]:
         """The tokens of many stores with the largest values of a latent, and a histogram of its values, as JSON.
 
-        {found: [{store, row, value, first, ids, values}], rows, active, edges, counts, read}. Reading stops after two
-        seconds, also within a store. found: at most `count` tokens with their contexts. rows: number of rows with a
-        finite value. active: number of rows with a value above 0. read: number of stores that were visited.
+        {found: [{store, row, value, first, ids, values}], rows, active, edges, counts, read}. Reading stops after
+        _SECONDS, also within a store. found: at most `count` tokens, each with its context: the row of the first token,
+        ids and values. rows: number of rows with a finite value. active: number of rows with a value above 0. edges,
+        counts: the histogram of values above 0. read: number of stores that were opened.
         """
         until, best, values, read = time.monotonic() + _SECONDS, list[dict[str, Any]](), [], 0
         for capture in stores:

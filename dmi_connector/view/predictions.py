@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes how the row before a token predicts the token: log-probability, entropy, alternatives and attribution."""
+"""Computes how the model predicted a token from the row before it: probability, entropy, alternatives, attribution."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def predicted(capture: Capture, end: Unembedding | None, place: str, window: sli
     end: the result of `lens.end_of`, or None. place: one of `places`. "final" is the model's own prediction, from
     `resid_final`, or from the captured logits if `end` is None or `resid_final` was not captured. window: rows of the
     tokens. If the row before a token is missing or has no logits, the token's values are NaN, and `best` is -1. Raises
-    ValueError if `end` is None for another place than "final". Raises KeyError for a hook that was not captured.
+    ValueError if `end` is None and `place` is not "final". Raises KeyError for a hook that was not captured.
     """
     count = window.stop - window.start
     ids, known = capture.token_ids.astype(np.int64), known_tokens(capture)
@@ -81,8 +81,8 @@ def lens_map(
     """Yield the predictions of all places for a window, in pieces (place, row of the first token, outcomes).
 
     names: the result of `places`. token: the row of a token, or None. If this token is in the window and has a
-    prediction, the first piece is (None, token, its outcomes at all places, in the order of `names`). Then each place
-    follows as in `predicted`, in pieces of up to _ROWS tokens. Places are in the order of `halving`.
+    prediction, the first piece is (None, token, its outcomes at all places, in the order of `names`). Then the results
+    of `predicted` follow for each place, in pieces of up to _ROWS tokens. Places are in the order of `halving`.
     """
     if token is not None and token in range(max(window.start, 1), window.stop) and present_rows(capture)[token - 1]:
         came = int(capture.token_ids[token]) if known_tokens(capture)[token] else -1
@@ -109,9 +109,9 @@ def halving(count: int) -> list[int]:
 def alternatives(capture: Capture, end: Unembedding | None, row: int, count: int) -> dict[str, Any]:
     """The alternatives to the token of one row: {ids, p, rank, came}.
 
-    ids, p: the `count` likeliest tokens and their probabilities. came: the probability of the token itself. rank: its
-    rank, 1 for the likeliest token. If the token is unknown, came and rank are None. If the row before has no
-    prediction, ids and p are [] too.
+    ids, p: the `count` likeliest tokens and their probabilities. came: the probability of the token of the row. rank:
+    the rank of this token, 1 for the likeliest. If the token is unknown, came and rank are None. If the row before has
+    no prediction, came and rank are None, and ids and p are [].
     """
     for _, own in _distributions(capture, end, FINAL, slice(row - 1, row) if row else slice(0, 0)):
         if np.isnan(own).any():

@@ -30,7 +30,7 @@ _PARTIAL = ".zarr" + PARTIAL_SUFFIX
 class RunningCapture(Capture):
     """The rows of a running request, up to the last row that all hooks had when this object was made.
 
-    It reads the files of the writers without a lock. Raises FileNotFoundError once the store is renamed.
+    It reads the files of the writers without a lock. Reading raises FileNotFoundError once the store is renamed.
     """
 
     def __init__(self, path: Path, partial: PartialStore, attrs: dict[str, Any], ids: np.ndarray) -> None:
@@ -51,7 +51,7 @@ class RunningCapture(Capture):
 
 
 class _WrittenValues(HookValues):
-    """Values of a store that is being written. sampled: like `Capture.logits_positions`, for samples that are final."""
+    """Values of a store that is being written. sampled: like `Capture.logits_positions`, for the samples so far."""
 
     def __init__(self, partial: PartialStore, attrs: dict[str, Any]) -> None:
         self._partial, self.sampled = partial, partial.sampled(_LOGITS)
@@ -70,7 +70,7 @@ class _WrittenValues(HookValues):
         chunks = rows // array.chunk_rows * array.chunk_rows
         for first in np.unique(chunks).tolist():
             values = self._partial.stored(array.name, index, first, 1 if array.per_sample else None)
-            assert values is not None  # these rows were counted as written
+            assert values is not None  # `PartialStore.written` has counted these rows
             out[chunks == first] = values[rows[chunks == first] - first]
         return out
 

@@ -45,7 +45,7 @@ class TextIndex:
         """Find captures by words. Returns (matching captures, number of captures whose text must still be read).
 
         infos: (capture, its other searchable text in lower case). words: in lower case. A capture matches if each word
-        occurs in this text or in the decoded text. The next search continues with the captures whose text was not read.
+        occurs in its other text or in its decoded text. The next search reads texts that this search did not read.
         """
         until, found, left = time.monotonic() + _SECONDS, [], 0
         for info, known in infos:
@@ -79,7 +79,7 @@ class TextIndex:
         try:
             fields = store_fields(info.store, ["token_ids", "phase"], complete=True)
             ids = fields["token_ids"][:_TOKENS].tolist()
-            # These are fewer than `prompt_len` if the capture begins after position 0.
+            # The store has fewer prompt tokens than `prompt_len` if the capture begins after position 0.
             of_prompt = int((fields["phase"] == PHASES["prompt"]).sum())
             texts = self._texts_of(info.model)
         except ValueError:

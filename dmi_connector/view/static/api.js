@@ -1,7 +1,7 @@
 // Sends requests to the server. Addresses are relative, so they contain the page's secret token.
 
 const MOST_KEPT = 64;
-const kept = new Map(); // address -> answer; the oldest is removed first
+const kept = new Map(); // cache: address -> answer; the oldest is removed first
 const growing = new Set(); // names of captures of running requests, whose answers change
 const running = new Map(); // slot -> AbortController of its newest request
 
@@ -27,8 +27,9 @@ async function answer(url, signal) {
 }
 
 /**
- * Sends one request. slot: a newer request of the same slot cancels an older one, which then returns null. keep: keep
- * the answer. Answers about finished stores do not change, so the newest ones are kept.
+ * Sends one request, or returns the cached answer. slot: any name. A newer request of the same slot cancels the older
+ * one, which then returns null. keep: whether to cache the answer. Answers about running requests are not cached,
+ * because they change.
  */
 export async function ask(slot, action, name, query = {}, keep = true) {
   running.get(slot)?.abort();
@@ -54,9 +55,9 @@ function remember(name, url, found) {
 }
 
 /**
- * Sends a request that is answered in pieces. each(piece): called for every piece when it arrives. first: parameters of
- * the query that only change which piece comes first. A newer request of the slot cancels this one, also in the server.
- * Returns whether all pieces arrived.
+ * Sends a request that is answered in pieces. slot: as in `ask`. each(piece): called for every piece when it arrives.
+ * first: parameters of the query that only change which piece comes first. If the request is canceled, the server stops
+ * too. Returns whether all pieces arrived.
  */
 export async function pieces(slot, action, name, query, first, each) {
   running.get(slot)?.abort();

@@ -28,10 +28,11 @@ function at(colours, share) {
 function quantile(sorted, share) { return sorted[Math.round(share * (sorted.length - 1))]; }
 
 /**
- * A colour scale from the 1st to the 99th percentile of values. signed: with values of both signs, the scale is
- * symmetric around 0. logarithmic: the scale has only positive values. from: the low end. root: the scale is that of
- * square roots. flipped: the low end has the strong colour. Returns {colour(value): [r, g, b] or null, low, high, css,
- * lacking: whether a value has no colour, empty: whether no value has one}.
+ * A colour scale from the 1st to the 99th percentile of values. signed: if values have both signs, the scale is
+ * symmetric around 0. logarithmic: colours follow the logarithm, and percentiles are those of the positive values.
+ * from: the low end, instead of a percentile. root: colours follow the square root. flipped: the low end has the strong
+ * colour. Returns {colour(value): [r, g, b] or null, low, high, css, lacking: whether a value has no colour, empty:
+ * whether no value has one}.
  */
 export function scaleOf(values, { signed = false, logarithmic = false, from = null, root = false, flipped = false } = {}) {
   const sorted = Float32Array.from(values).filter((v) => Number.isFinite(v) && (!logarithmic || v > 0)).sort();

@@ -50,7 +50,7 @@ export class Experts {
     this.load();
   }
 
-  /** Chooses the layer of the controls, if it has experts. */
+  /** Chooses the layer that the controls name, if this layer has experts. */
   follow() {
     const at = this.data ? this.page.store.experts.layers.indexOf(this.page.layer) : -1;
     if (at >= 0) this.choose(at);

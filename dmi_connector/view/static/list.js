@@ -1,4 +1,4 @@
-// The list of captures. Only lines in view exist, and the list is requested in pieces when these come into view.
+// The list of captures. Only lines in view are in the page. Each piece of the list is requested when it comes into view.
 
 import { ask } from "./api.js";
 import { Again } from "./live.js";
@@ -49,7 +49,7 @@ export class List {
     if (!found || search !== this.search) { if (this.running) this.again.start(); return; }
     const at = found.captures.findIndex((capture) => capture.name === this.name);
     if (at >= 0) this.at = piece * PIECE + at;
-    else if (this.at >= 0) this.at += found.total - this.count; // it is in another piece
+    else if (this.at >= 0) this.at += found.total - this.count; // the chosen capture is in another piece
     if (found.total !== this.count) this.pieces = new Map();
     const same = JSON.stringify(this.pieces.get(piece)) === JSON.stringify(found);
     this.pieces.set(piece, found);

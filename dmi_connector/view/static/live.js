@@ -52,7 +52,7 @@ export class Live {
     box.textContent = `Running: ${count} so far. More appear as they are written; Verify is for finished captures.`;
   }
 
-  /** Requests new rows in a second, if the request is running. Call it after drawing: new rows interrupt a drawing. */
+  /** Requests new rows in a second, if the capture is running. Call it after drawing: new rows interrupt a drawing. */
   next(store) { if (store === this.store && store.running) this.again.start(); }
 
   stop() {
@@ -70,7 +70,7 @@ export class Live {
     } finally { this.next(store); }
   }
 
-  /** Handles new rows, or the end of the request. Choices stay. A window with the newest token moves on. */
+  /** Handles new rows, or the end of the request. Choices stay. A window that showed the newest token follows it. */
   grown(found) {
     const { now, now: { store }, parts } = this, newest = now.first + now.count >= store.tokens;
     Object.assign(store, found);

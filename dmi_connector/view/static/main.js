@@ -22,8 +22,8 @@ import { Tabs } from "./tabs.js";
 import { inLine, Text } from "./text.js";
 
 const $ = (id) => document.getElementById(id);
-// heat: {shape, values}, and the meaning of the values: {what, signed, flipped, hook}. chosen: the token of the panel.
-// All drawings and texts about values use only `heat`, because the controls may already name other values.
+// heat: {shape, values}, and the meaning of the values: {what, signed, flipped, hook}. chosen: the token that the panel
+// shows. All drawings and texts about values use only `heat`, because the controls may already name other values.
 const now = { store: null, first: 0, count: 128, token: null, chosen: null, tokens: null, heat: null };
 const choices = new Choices();
 /** The state of the page, for the panels. */

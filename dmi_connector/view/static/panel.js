@@ -38,7 +38,7 @@ export class Panel {
   }
 
   async attended(store, row, layer, head) {
-    $("attended-box").hidden = true; // it may be that of another token, layer or head
+    $("attended-box").hidden = true; // the box may show another token, layer or head
     const found = await ask("attended", "attended", store.name, { token: row, layer, head }).catch(this.fault);
     if (!found || !this.isShown(store, row)) return;
     $("attended-box").hidden = false;
