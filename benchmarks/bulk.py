@@ -3,7 +3,7 @@
 
     python -m benchmarks.bulk --model DIR --out results.json [--requests 400] [--max-tokens 32]
 
-Both have an engine of their own with the same arguments, and read the same token ids from files of JSON lines. Their
+Each of the two has its own engine with the same arguments, and reads the same token ids from files of JSON lines. Their
 rounds alternate, and one engine works at a time. A round of `LLM.generate` is one call with all prompts. The time of a
 round includes reading the file, writing the manifest, and finishing the last store. It does not include the start of
 the engines. With `--engines` above 1, only `dmi run` is measured, with this number of engines.
@@ -57,7 +57,7 @@ def clear(directory: Path) -> None:
 
 
 class ByHand:
-    """`LLM.generate` in an engine that captures, as the documentation shows it.
+    """`LLM.generate` in an engine that captures.
 
     facts: facts about the engine, for the log.
     """
@@ -191,7 +191,7 @@ SETUPS = {"generate": ByHand, "run": Bulk}
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
-    """Measure both in alternating rounds. The first round of each warms up, and does not count."""
+    """Measure `LLM.generate` and `dmi run` in alternating rounds. The first round of each is a warm-up."""
     setups = list(SETUPS) if args.engines == 1 else ["run"]
     results: dict[str, Any] = {"header": common.header(MODULE, argv), "rounds": {name: [] for name in setups}}
     names = ("engines", "requests", "prompt_tokens", "max_tokens", "hooks", "owner", "options", "engine_args")

@@ -7,8 +7,8 @@
 Every engine runs in a process of its own. Sinks and codecs do not change the compiled graph, so several setups share an
 engine that captures, and the benchmark switches sink and codec in the running worker. After the last round of a case,
 every store is verified, and its rows are counted. The result says beside each number whether that succeeded. The result
-file is rewritten after every measurement, so that an interrupted run leaves its results. Exit status 1: an engine
-failed, or a store did not verify.
+file is rewritten after every measurement, so that an interrupted run leaves its results. The exit status is 1 if an
+engine failed, or if the check of a store failed.
 
 With --together all engines are up at once, and the rounds of a case alternate between engines. Numbers that are
 compared are then measured within seconds of each other. The engines share one GPU, so give each a part of its memory
@@ -166,7 +166,7 @@ class Run:
             common.save(self._out, self._results)
 
     def _answer(self, engine: str, request: dict[str, Any] | None = None) -> dict[str, Any] | None:
-        """The engine's next answer, after sending `request` if there is one. An engine that failed is stopped: None."""
+        """The engine's next answer, after sending `request` if there is one. If the engine failed, stop it: None."""
         answer = self._children[engine].answer(request)
         if "failed" not in answer:
             return answer
@@ -198,9 +198,9 @@ def note(text: str) -> None:
 def add(results: dict[str, Any], turn: Turn, numbers: dict[str, Any], stock: Stock, alternate: bool) -> None:
     """Add the numbers of a turn to `results`, and those of stock to `stock` too.
 
-    The rounds of stock in all phases are joined. Numbers of other setups get the median of stock in the same phase. If
-    their rounds alternated with those of stock (`alternate`), they get `ratio`, the median of the ratios of each round
-    to the round of stock just before it.
+    The rounds of stock in all phases are joined. Numbers of other setups get `stock_tok_per_s`, the median of stock in
+    the same phase. If their rounds alternated with those of stock (`alternate`), the numbers also get `ratio`, the
+    median of the ratios of each round to the round of stock just before it.
     """
     cases = results["engines"][turn.engine]["setups"].setdefault(turn.setup.name, {})
     key = turn.phase, turn.case

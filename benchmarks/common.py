@@ -201,7 +201,7 @@ def child_command(module: str, argv: list[str], name: str) -> list[str]:
 def child_env(**env: str) -> dict[str, str]:
     """The environment of a child process: that of this process, with `env` added.
 
-    Variables that neither has get the defaults for offline and small machines.
+    Other variables of `tiny_models.ENV` are added too: the defaults for offline and small machines.
     """
     from dmi_connector.cli.tiny_models import ENV
 
@@ -223,7 +223,7 @@ def end_with_children() -> None:
 
 
 class Child:
-    """A child process that answers lines of JSON with lines of JSON. It gets the socket by the option `--fd`.
+    """A child process that answers lines of JSON with lines of JSON, on a socket that its option `--fd` names.
 
     command: its command, without `--fd`. env: its environment; None: that of this process. cwd: its working directory;
     None: that of this process.
@@ -237,7 +237,7 @@ class Child:
                 [*command, "--fd", str(fd)], env=env, cwd=cwd, pass_fds=[fd], start_new_session=True
             )
         self._lines = self._socket.makefile()
-        # If the child is killed, processes that it forked keep the socket open. A pidfd tells that the child ended.
+        # If the child is killed, processes that it forked keep the socket open. A pidfd shows that the child has ended.
         self._pidfd = os.pidfd_open(self._process.pid)
 
     @property
@@ -309,8 +309,8 @@ def turn(alone: bool) -> Iterator[None]:
 def python_us() -> float:
     """Microseconds that a fixed piece of Python takes on the core of this thread: the minimum of _SAMPLES samples.
 
-    It tells how fast the core is at the moment. Other guests of a virtual machine may halve the speed of a core from
-    one second to the next, and each step of an engine then takes twice as long.
+    The result shows how fast the core is at the moment. Other virtual machines on the host may halve the speed of a
+    core from one second to the next, and each step of an engine then takes twice as long.
     """
 
     def call(a: int, b: int = 2) -> int:

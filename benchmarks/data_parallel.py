@@ -6,8 +6,8 @@
 Servers with and without capture are measured: with one engine on the first GPU, and with each number of data-parallel
 engines in `--engines`. All servers are up at once, and are measured in turn. The engines of a server share its store
 directory. Clients keep the same number of requests in flight for each engine. A consumer process removes finished
-stores, except every 16th, which is verified after the measurement. The tokens of each engine
-are read from the server's metrics.
+stores, except every 16th, which is verified after the measurement. The tokens of each engine are read from the server's
+metrics.
 """
 
 from __future__ import annotations

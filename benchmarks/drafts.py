@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speculative decoding for benchmarks, checks and tests: n-gram, and draft models with random weights.
 
-The draft tokens of random weights are almost never right. So vLLM accepts draft tokens at random
+A target model almost never accepts the draft tokens of random weights. So vLLM accepts draft tokens at random
 (`rejection_sample_method` "synthetic"). The generated tokens are then not the argmax of the logits.
 """
 
@@ -22,7 +22,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 3,
 RATES = [0.8, 0.6, 0.4]
 """Share of steps that accept the first, second and third draft token: 2.8 tokens per step."""
 SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": RATES}
-"""Makes vLLM accept draft tokens at random, without regard to the target model. vLLM's V1 runner on a CPU cannot."""
+"""Makes vLLM accept draft tokens at random, whatever the target model says. vLLM's V1 runner on a CPU lacks this."""
 METHODS = ("ngram", "eagle3")
 
 

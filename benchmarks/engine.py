@@ -37,7 +37,7 @@ DRAIN_S = 300
 _SLOW_ROUNDS = 2
 """Maximum number of rounds of a case with a slow sink, whose rounds take many times as long."""
 _SLOW_BYTES = 1 << 20
-"""Bytes of the host buffer of a slow sink beside two chunks: the minimum that the package accepts."""
+"""Bytes of the host buffer of a slow sink, in addition to two chunks. The package accepts no fewer."""
 _MOST_FULL = 0.9
 """Maximum share of the free space that the stores of a round may take."""
 _MOST_PROBLEMS = 5
@@ -344,7 +344,7 @@ class Bench:
 
 
 def _summary(checks: list[dict[str, Any]], problems: list[str]) -> dict[str, Any]:
-    """The numbers of a round's files. checks: results of `check_store` or `check_ehs_file`. problems: further ones."""
+    """The numbers of a round's files. checks: results of `check_store` or `check_ehs_file`. problems: other ones."""
     problems = problems + [problem for check in checks for problem in check["problems"]]
     result = {
         "stores": len(checks),

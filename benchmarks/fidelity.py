@@ -43,7 +43,7 @@ SIZES: dict[str, Any] = {
 MORE = ("rp(1024)", "rp(1280)")
 """Projections that are measured in addition to the defaults of `dmi fidelity`."""
 COMPARED = ("int8", "int8(32)", "fp8", "rp(512)", "cs(512)", "topk(64)")
-"""Reductions without a file that `downstream` measures, beside those of fitted files."""
+"""Reductions that `downstream` measures in addition to those with fitted files."""
 PROJECTED = 512
 """Values per row of the projection whose scales are fitted."""
 OF_HEADS, HEAD_RANK = ("q", "k", "v", "z", "q_rot", "k_rot"), 16
@@ -205,7 +205,7 @@ def train_autoencoder(rows: np.ndarray, folder: Path) -> dict[str, Any]:
 
 
 def autoencoders(stores: list[Path], measured: list[Path], folder: Path) -> tuple[dict[str, Autoencoder], list[Any]]:
-    """({hook: autoencoder} for each hook of ENCODED, trained on `stores`; facts about each autoencoder for the result).
+    """({hook: autoencoder trained on `stores`} for each hook of ENCODED, facts about each autoencoder for the result).
 
     measured: stores on which the explained variance is measured.
     """

@@ -92,8 +92,9 @@ def fitted_file(encoding: str, hooks: str, model: str, folder: Path) -> Path:
 
 
 def _kind(encoding: str, projection: Any) -> tuple[Any, Callable[[int], dict[str, Any]], Callable[..., np.ndarray]]:
-    """(class of the file; function from the width of a hook to its entry in the file; function from the name and shape
-    of a tensor to its values).
+    """(class of the file, entry of a hook, values of a tensor).
+
+    The entry is a function of the width of the hook, and the values are a function of the tensor's name and shape.
     """
     from dmi_connector.reduce.basis import Basis
     from dmi_connector.reduce.codebooks import Codebooks

@@ -16,7 +16,7 @@
 # Phases run in the given order. Each writes OUT/PHASE.json and OUT/PHASE.log:
 #   kernels  taps in CUDA graphs, without vLLM (half a minute)
 #   check, check-batches, check-reduced, check-whole   tokens and values with CUDA graphs: all hooks and principal
-#            components, values of several layers, reduced hooks, FULL graphs (2 minutes each)
+#            components, several layers in one op, reduced hooks, FULL graphs (2 minutes each)
 #   main     stock, hidden-states and vllm-full, with copies to the host and with stores (8 minutes)
 #   reduced  int8 and mixed (6 minutes)
 #   curves   hooks and layers, seven engines at once (5 minutes)
@@ -157,7 +157,7 @@ for phase in "$@"; do
         >"$out/bulk-ranks.log" 2>&1 || failed bulk-ranks $?
       rm -rf /dev/shm/dmi-bulk-ranks ;;
     experts-ranks)
-      # Data-parallel experts need vLLM's own binding of NCCL. Some machines need this path; on others it fails with the path too.
+      # Data-parallel experts need vLLM's own binding of NCCL. On some machines it needs this path; on others it always fails.
       nccl=$(python3 -c 'import glob, sys; print(*[f for p in sys.path for f in glob.glob(p + "/nvidia/nccl/lib/libnccl.so.2")][:1])')
       for kind in tensor data; do
         VLLM_NCCL_SO_PATH=${VLLM_NCCL_SO_PATH:-$nccl} python3 -m benchmarks.checks.check_experts --out "$out/experts-$kind.json" \

@@ -4,8 +4,8 @@
     python -m benchmarks.kernels --out results.json [--tokens 1,32,128,2048] [--layers 36] [--repeat 25]
 
 Taps are measured with full rows and with several reductions. On a GPU, the kernels run in a CUDA graph, as in a decode
-step. They are measured alone, and between the matrix products and norms of a model. On a CPU, their torch twins run,
-whose times do not predict times on a GPU.
+step. They are measured alone, and between the matrix products and norms of a model. On a CPU, equivalent torch code
+runs, whose times do not predict times on a GPU.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def measure(rule: dict[str, str], tokens: int, layers: int, repeat: int) -> dict
     """Microseconds of the taps of one step of `tokens` tokens. rule: {hook: reduction}.
 
     at_once_us: each layer is reduced by its own tap. thread_us: time of the thread to launch these taps. at_end_us: all
-    layers are reduced at the end of the step; only for numbers of tokens for which taps do so.
+    layers are reduced at the end of the step. It is left out if taps do not defer reductions for this number of tokens.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     values = {h: torch.randn(tokens, WIDTHS[h], device=device).bfloat16() for h in rule}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of the machine with which results are compared: link, memory, codecs, files, and raw reads.
+"""Measures what the machine can reach, for comparison with results: link, memory, codecs, files, and raw reads.
 
-Each program measures limits in the same run as its results.
+Each program measures these limits in the same run as its results.
 """
 
 from __future__ import annotations

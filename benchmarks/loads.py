@@ -65,7 +65,7 @@ LOADS = {
     "mixed256": Load(256, 128, 384, spread=128),
     "decode64": Load(64, 128, 1500, spread=500),
     "long16": Load(16, 4000, 200),
-    "long32": Load(32, 15_996, 4),  # ends soon after its prompt: a store of the full surface in int8 takes 20 GB
+    "long32": Load(32, 15_996, 4),  # few generated tokens: a store of vllm-full in int8 already takes 20 GB
     "long128": Load(128, 5000, 400),
     "cached64": Load(64, 1600, 200, shared=1280),
     "reasoning128": Load(128, 500, 6000),
@@ -156,7 +156,7 @@ class Client:
         self.engine.add_request(name, {"prompt_token_ids": next(self._prompts)}, self._make(next(self._lengths), extra))
 
     def run(self, seconds: float, each_second: Callable[[], None]) -> float:
-        """Run steps of the engine for `seconds`, and count from 0. Returns the actual duration in seconds.
+        """Run steps of the engine for `seconds`, with counts reset to 0. Returns the actual duration in seconds.
 
         each_second: called once per second.
         """

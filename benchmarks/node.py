@@ -4,9 +4,9 @@
     python -m benchmarks.node --out benchmarks/results/cpu-node.json            # measure
     python -m benchmarks.node --out benchmarks/results/cpu-node.json --table    # predict (docs/SCALE.md)
 
-Each rank is a process with a ring, a coordinator and writers, without a model, an engine or a GPU. Its payloads are
-those of a real rank, with fewer layers. The machine may have fewer cores than ranks, so CPU seconds are measured
-instead of speeds. Waits for locks are measured without waits for a core.
+Each rank is a process with a ring, a coordinator and writers, without a model, an engine or a GPU. Its payloads (the
+bytes of its chunks) are those of a real rank, with fewer layers. The machine may have fewer cores than ranks, so CPU
+seconds are measured instead of speeds. Waiting times for locks do not include waiting times for a core.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def payloads(dims: ModelDims, options: ServerOptions, layout: str) -> list[Paylo
 
 
 def row_of(dims: ModelDims, options: ServerOptions, layout: str) -> Numbers:
-    """Facts about a row: bytes over all ranks of an engine, largest share of the node's bytes on a rank, and codec."""
+    """Facts about a row: bytes over all ranks of an engine, the largest share of the node's bytes on a rank, codec."""
     sizes = [one.header_base for one in payloads(dims, options, layout)]
     share = max(sizes) / sum(sizes) / (1 if len(sizes) > 1 else split_layout(layout)[1])
     return {"bytes": sum(sizes), "largest_share": common.three_digits(share), "codec": options.codec}
@@ -140,7 +140,7 @@ def feed(layout: PayloadLayout, paths: Sequence[str], rows: int, rank: int, rank
 
 
 def repeat(what: str, directory: str, rank: int, count: int) -> Numbers:
-    """Do one operation `count` times. Returns {"cpu_s": CPU seconds, "lock_s": seconds of waits other than for a core}.
+    """Do one operation `count` times. Returns {"cpu_s": CPU seconds, "lock_s": seconds of waiting, but not for a core}.
 
     what: "append" (a line of the index), "create" (a directory of FILES files), "quota" (the size of all stores), or
     "copy" (COPIED_BYTES bytes).

@@ -7,8 +7,8 @@
 
 Stores hold normally distributed bf16 values of one hook, `resid_pre`, in memory (/dev/shm). Each round measures every
 limit and every read once. A ratio is the speed of a read divided by the speed of its limit in the same round; the
-result has the median over the rounds. A second ratio compares their processor times. It is the steadier one if other
-programs use the cores too.
+result has the median over the rounds. A second ratio compares their processor times. The second ratio varies less if
+other programs use the cores too.
 
 `--before DIR` also measures another checkout of this repository, with the program and stores of that checkout. The
 rounds of both alternate, and each round is a process. A ratio is the median over the pairs of rounds.
@@ -221,7 +221,7 @@ class Round:
     def measure(self, seed: int) -> Clock:
         """Run one round. Returns the speeds, in GB/s of decoded values in the stored dtype.
 
-        Names may end with another unit. seed: seed of the random tokens.
+        Figures in other units end with the unit, as in "random zstd, ms". seed: seed of the random tokens.
         """
         self.clock = Clock()
         for name in self.args.only:

@@ -105,7 +105,7 @@ PARTS = {
 }
 """{part of the budget: its hooks}."""
 RAW = "raw"
-"""The column of values as they are. `pattern` has no such form: it is `attn(8)`, as with most modes."""
+"""The column of unreduced values. `pattern` is always reduced: in this column by `attn(8)`, as in most modes."""
 MODES = ("summary", "compact")
 """Modes of the option `reduce` that the table compares with RAW."""
 

@@ -53,7 +53,7 @@ CASES = {
     "prefill32x4": Case(128, 512, 1),
 }
 _USUAL = tuple(case for case in CASES if case != "decode128x48")
-"""Cases that are measured without --cases. With the other case, two engines of the full surface fit on 80 GB."""
+"""Cases that are measured without --cases. With the other case, two engines that capture FULL fit on 80 GB."""
 PROFILED = "decode32"
 """The case that is profiled."""
 PROFILE = f"profile {PROFILED}"
@@ -62,11 +62,11 @@ PROFILE = f"profile {PROFILED}"
 
 @dataclass(frozen=True)
 class Setup:
-    """One configuration to measure. Setups with the same `engine` share an engine process.
+    """One configuration to measure, of stock vLLM or with capture. Setups with the same `engine` share a process.
 
     hooks: selection; "" for an engine that does not capture. sink, codec, policy, reduce, owner: server options; owner
     "" is --owner. slow: one writer and a host buffer of two chunks, so that the sink is far slower than the link.
-    share: minimum share of time that writers work while the engine decodes; 0: the package's own. cases: names of
+    share: minimum share of time that writers work while the engine decodes; 0: the package's default. cases: names of
     CASES. profile: whether to profile PROFILED too, if it is among the cases.
     """
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures several engines in short slices of time: one engine runs, and all processes of the others are stopped.
 
-The speed of a core changes within tenths of a second, and that of a machine within minutes. Rounds of ten seconds are
-therefore compared across changes of speed. Slices of a second alternate between engines so often that changes meet all
-engines alike.
+The speed of a core changes within tenths of a second, and that of a machine within minutes. Rounds of ten seconds would
+therefore compare engines at different speeds of the machine. Slices of a second alternate between engines so often that
+changes of speed affect all engines alike.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ActiveClock:
         return float(struct.unpack_from("d", self._memory)[0])
 
     def __call__(self) -> float:
-        while True:  # a stop between the two reads of the memory would count twice, or not at all
+        while True:  # again if a stop fell between the two reads of the memory: it would count twice, or not at all
             stopped = self._stopped()
             now = time.perf_counter()
             if self._stopped() == stopped:
@@ -95,7 +95,7 @@ def take_slices(
 ) -> dict[str, dict[str, Any]]:
     """Send a request to all children, which then run in turn for `seconds` each. Returns their answers.
 
-    A child that has answered is stopped until all have. turns: those of `children`, with the same names.
+    A child that has answered is stopped until all have answered. turns: {name in `children`: `Slice` of this child}.
     """
     for child in children.values():
         child.send(request)

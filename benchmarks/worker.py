@@ -28,7 +28,7 @@ def worker_switch(worker: Any, changes: dict[str, Any], least_share: float = 0.0
     """Replace the exporter by one with other server options. All captures must have ended.
 
     changes: {name: value} of the options. least_share: minimum share of time that writers work while the engine
-    decodes; 0: the package's own.
+    decodes; 0: the package's default.
     """
     from unittest import mock
 
@@ -39,7 +39,7 @@ def worker_switch(worker: Any, changes: dict[str, Any], least_share: float = 0.0
     connector = _connector()
     layer, rank = connector.exporter.layer, connector.exporter.rank
     connector.exporter.shutdown()
-    gathered = connector.exporter.take_report().gathered  # the new exporter must continue this count of the scheduler
+    gathered = connector.exporter.take_report().gathered  # the new exporter continues this count for the scheduler
     connector.exporter = None
     gc.unfreeze()  # vLLM froze the objects that existed at the start
     gc.collect()  # frees the old buffers before new ones are allocated
@@ -131,7 +131,7 @@ def worker_sizes(worker: Any) -> tuple[int, int, int]:
 
 
 def _profiled(worker: Any) -> dict[str, tuple[Any, str]]:
-    """{name in a profile: (owner, name of its method)} of vLLM's and this package's parts of a step ("ours: ...")."""
+    """{name in a profile: (owner, name of its method)} of parts of a step; "ours: ..." for those of this package."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 

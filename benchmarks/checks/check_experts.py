@@ -86,7 +86,10 @@ async def _replies(args: argparse.Namespace, extra: dict[str, Any]) -> list[Any]
 
 
 def child(args: argparse.Namespace) -> None:
-    """Run one engine, "stock" or an owner of rows. Returns its tokens, and its stores compared with the experts."""
+    """Run one engine: "stock", or an owner of rows. Saves its tokens, and a comparison of stored and returned experts.
+
+    `benchmarks.checks.engines.take` reads them.
+    """
     from dmi_connector import capture_args, open_capture
 
     extra: dict[str, Any] = {}

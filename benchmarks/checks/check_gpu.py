@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Correctness on a GPU (V2 model runner, CUDA graphs, bf16): compares tokens with stock vLLM, and hooks with
-transformers.
+"""Compares tokens with stock vLLM and hooks with transformers, on a GPU (V2 model runner, CUDA graphs, bf16).
 
     python -m benchmarks.checks.check_gpu --out results.json [--owners draft,target] [--arch gemma3_text]
 
@@ -18,11 +17,13 @@ prefix-cache hits. The result has:
 
 Engine "reduced" reduces all hooks. Decoded rows are compared with transformers' values after the same reduction, and
 attention summaries with the patterns that q_rot and k_rot of the same store give. Engine "pca" reduces some hooks by a
-basis that is fitted on the stores of the engine before it. Both only work with hooks that Qwen3 has. With --drafts, all
-engines use speculative decoding (`benchmarks.drafts`), also stock, and prompts repeat themselves. A step then computes
-several tokens of a request. Their number is recorded. The run fails if no draft token was scheduled or accepted, or if
-a step has more tokens than 1 + K. With "eagle3", vLLM accepts draft tokens at random, so differing tokens are counted
-but do not fail the run.
+basis that is fitted on the stores of the engine before it. These two engines only work with models that have Qwen3's
+hooks.
+
+With --drafts, all engines use speculative decoding (`benchmarks.drafts`), also stock, and prompts repeat themselves. A
+step then computes several tokens of a request, and the result has the largest number. The run fails if no draft token
+was scheduled or accepted, or if a step has more than 1 + K tokens of a request. With "eagle3", vLLM accepts draft
+tokens at random, so differing tokens are counted but do not fail the run.
 
 The exit status is 1 if an engine fails, tokens differ by more than rounding, the number of computed tokens is not the
 number of needed ones, rows are missing, a store has problems, or values exceed the limits below.
@@ -68,7 +69,7 @@ SIZES_OF_ARCH: dict[str, dict[str, Any]] = {
 }
 """Sizes for families whose GPU kernels do not support the default ones."""
 ENGINE = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_batched_tokens": 320, "gpu_memory_utilization": 0.5}
-"""Some prompts are prefilled in several steps, and steps have more and fewer tokens than `deferred.MOST_TOKENS`."""
+"""Some prompts are prefilled in several steps. Some steps have more tokens than `deferred.MOST_TOKENS`, some fewer."""
 LEAST_COSINE_OF_ARCH, LEAST_COSINE = {"qwen3": 0.998, "nemotron_h": 0.96, "gemma4_text": 0.96}, 0.99
 """Minimum cosine of a row with the float32 row of transformers, for these families and for all others.
 
@@ -76,12 +77,13 @@ transformers in bfloat16 reaches 0.9994, 0.960 and 0.963 for these families, and
 stream is large.
 """
 MOST_FLIPPED = 0.08
-"""Maximum fraction of a hook's rows below the limit in models with experts, because rounding changes chosen experts.
+"""Maximum fraction of a hook's rows below the minimum cosine in models with experts. Rounding may change the experts
+that a row is routed to.
 
 With transformers in bfloat16, 0.5 to 5.0 % of the rows of a hook are below it, and 7.5 % in `glm_moe_dsa`.
 """
 ROUTING = {"router_logits", "topk_ids"}
-"""Hooks of models with experts. On vLLM's Transformers backend, these models lack them."""
+"""Hooks of models with experts. On vLLM's Transformers backend, models with experts lack these hooks."""
 MOST_GAP = 0.1
 """Maximum by which a value that top k left out may exceed a kept one, relative to the row's largest value."""
 MOST_ATTENTION_ERROR = 1e-4
@@ -366,7 +368,7 @@ def main(argv: list[str] | None = None) -> int:
         if name == "pca":
             Path(_basis(args)).unlink(missing_ok=True)
             fit_pca(found["stores"], PCA_HOOKS, PCA_RANK, _basis(args))
-        # so that the scheduler can be watched
+        # The scheduler must be in the child process, where `_count_tokens` wraps it.
         if status := common.run_child(MODULE, argv, name, VLLM_ENABLE_V1_MULTIPROCESSING="0"):
             print(f"{name}: the engine ended with status {status}", file=sys.stderr)
             return 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with an indexer on a GPU: hooks compared with transformers, and attention with the indexer's choice.
+"""Sparse attention with an indexer on a GPU: hooks compared with transformers, attention with the indexer's choice.
 
     python -m benchmarks.checks.check_indexer --out check.json --arch deepseek_v32
 
@@ -12,10 +12,10 @@ tokens. For every engine that captures, the result has:
 - the number of invalid rows of `indexer_topk`: a position occurs twice, is later than the token, or is missing;
 - the lowest cosine of a row of `z` with attention that is computed from the store's own `q_rot`, `kv_c`, `k_pe` and
   `indexer_topk`, and the weights of the checkpoint;
-- the mean share of positions that transformers chooses too, in rows that do not choose all earlier tokens. It is below
-  1 because vLLM computes scores in FP8;
+- the mean share of positions that transformers chooses too, in rows that do not choose all earlier tokens. This share
+  is below 1 because vLLM computes scores in FP8;
 - how many requests got the tokens of an engine that does not capture, and how far the logits of the first differing
-  tokens are apart (`same_tokens.py`). vLLM runs that engine with other kernels.
+  tokens are apart (`same_tokens.py`). vLLM uses other kernels in the engine that does not capture.
 
 The owner "stock2" is a second engine that does not capture. It shows how far two such engines agree.
 
@@ -64,7 +64,7 @@ STOCK = ("stock", "stock2")
 ENGINE = {"dtype": "bfloat16", "max_model_len": 1536, "max_num_batched_tokens": 512, "gpu_memory_utilization": 0.4}
 LEAST_COSINE_OF_Z = 0.999
 LEAST_COMMON = 0.85
-"""Minimum mean share of the positions in the first layer that transformers chooses too."""
+"""Minimum mean share of the chosen positions in the first layer that transformers chooses too."""
 
 
 def child(args: argparse.Namespace) -> None:

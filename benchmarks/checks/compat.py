@@ -54,9 +54,10 @@ CORE = {
 }
 """{model runner: its core tests}.
 
-These test hooks and routing of all architectures, eager and compiled, with owners draft and target, and all lifecycles
-of a request. V1 also tests tokens, the check at start, a server, and the unit tests. V2 runs in Triton's interpreter,
-without graphs. GPU tests what needs a real device; `benchmarks.checks.check_gpu` compares hooks and graphs.
+The core tests cover hooks and routing of all architectures, eager and compiled, with owners draft and target, and all
+lifecycles of a request. V1 also tests tokens, the check at start that every forward hook fires, a server, and the unit
+tests. V2 runs in Triton's interpreter, without graphs. GPU tests what needs a real device;
+`benchmarks.checks.check_gpu` compares hooks and graphs.
 """
 NOT_HERE = tuple(
     f"tests/unit/{name}"
@@ -252,7 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     for environment in ENVIRONMENTS:
         if environment not in CPU_ENVIRONMENTS:
             print(f"{environment.name}: no CPU build of vLLM: {RESULTS.name} has its run on a GPU")
-    failed, commit = False, common.commit()  # read it before the first run, which changes the table
+    failed, commit = False, common.commit()  # read the commit before the first run, which changes the table
     for environment in CPU_ENVIRONMENTS:
         if environment.name not in args.only:
             continue

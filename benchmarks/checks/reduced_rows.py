@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reduction must keep of rows, for check_gpu.py."""
+"""Computes the rows that a reduction should decode to, for check_gpu.py."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 
 def kept_rows(reduction: Any, values: np.ndarray, got: np.ndarray, basis: str) -> tuple[np.ndarray, float]:
-    """(expected decoded rows of the float32 `values` [layers, n, ..., width], gap of top k (see MOST_GAP) or 0).
+    """(expected decoded rows of the float32 `values` [layers, n, ..., width]; for top k the gap, else 0).
 
-    got: the decoded rows of the store, [layers, n, ...].
+    got: the decoded rows of the store, [layers, n, ...]. The gap is explained at `check_gpu.MOST_GAP`.
     """
     from dmi_connector.reduce.basis import Basis
     from dmi_connector.reduce.pca import Pca
@@ -32,9 +32,10 @@ def kept_rows(reduction: Any, values: np.ndarray, got: np.ndarray, basis: str) -
 
 
 def attention_error(capture: Any) -> float:
-    """The larger of two errors. One is the difference of a stored weight from the weight at its position in the pattern
-    that q_rot and k_rot give. The other one is the amount by which a weight that was left out exceeds the smallest kept
-    one.
+    """The largest error of the stored attention weights, compared with the pattern that q_rot and k_rot give.
+
+    An error is the difference of a stored weight from the weight of the same key in the pattern, or the amount by which
+    a weight that was left out exceeds the smallest stored weight.
     """
     worst = 0.0
     reduction = capture.reduction("pattern")

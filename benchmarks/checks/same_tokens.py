@@ -2,7 +2,7 @@
 """Compares the tokens of an engine with those of stock vLLM. They may differ where rounding decides a tie.
 
 Even two engines of stock vLLM differ on a GPU: sums are added in another order, and the largest two logits of a row may
-differ by less than the rounding of bfloat16. So a greedy request is compared up to its first token that differs. Until
+differ by less than the rounding of bfloat16. So a greedy request is compared up to its first token that differs. Up to
 there, both engines had the same input. The row of logits in our store from which this token was sampled says how close
 the two tokens were.
 
@@ -26,10 +26,12 @@ transformers in bfloat16 chooses another token than in float32 for gaps of up to
 small Qwen3, the second largest logit is within this gap in 38 of 100 rows, and any other logit in 1 of 900 rows.
 """
 MOST_TIE_OF_ARCH = {arch: 24 * UNIT for arch in ("gemma2", "gemma3_text", "gemma4_text", "bloom")}
-"""The same for families with a large residual stream: up to 19.3 units, and 35.5 in Gemma 4."""
+"""MOST_TIE of families with a large residual stream. There, transformers in bfloat16 chooses another token than in
+float32 for gaps of up to 19.3 units, and of up to 35.5 units in Gemma 4.
+"""
 LEAST_SEEDED = 0.5
 """Minimum fraction of seeded requests with the tokens of stock. Two stock engines had 26 of 30 requests in common on an
-H100; 10 of the 30 had seeds, so at least 6 of these 10 did. With wrong logits or a wrong seed, none have.
+H100. 10 of the 30 had seeds, so at least 6 of these 10 were the same. With wrong logits or a wrong seed, none would be.
 """
 MOST_BEYOND_OF_EXPERTS = 0.5
 """Maximum fraction of greedy requests that may differ by more than a tie in a model with experts. If rounding changes
@@ -39,7 +41,7 @@ differ by more than a tie in 4 of 10 requests.
 
 
 def first_difference(ours: Sequence[int], stock: Sequence[int]) -> int | None:
-    """Index of the first token that differs, or None. Raises ValueError if one list is a prefix of the other."""
+    """Index of the first token that differs, or None. Raises ValueError if one list is only the start of the other."""
     return next((i for i, (a, b) in enumerate(zip(ours, stock, strict=True)) if a != b), None)
 
 

@@ -1,4 +1,4 @@
-// The list of captures. Only lines in view are in the page. Each piece of the list is requested when it comes into view.
+// The list of captures. Only lines in view are in the page. A piece of the list is requested when it comes into view.
 
 import { ask } from "./api.js";
 import { Again } from "./live.js";
