@@ -166,7 +166,7 @@ class Run:
             common.save(self._out, self._results)
 
     def _answer(self, engine: str, request: dict[str, Any] | None = None) -> dict[str, Any] | None:
-        """The engine's next answer, after sending `request` if there is one. If the engine failed, stop it: None."""
+        """Send `request`, if given. Returns the engine's next answer; stops an engine that failed, and returns None."""
         answer = self._children[engine].answer(request)
         if "failed" not in answer:
             return answer

@@ -201,7 +201,7 @@ def child_command(module: str, argv: list[str], name: str) -> list[str]:
 def child_env(**env: str) -> dict[str, str]:
     """The environment of a child process: that of this process, with `env` added.
 
-    Other variables of `tiny_models.ENV` are added too: the defaults for offline and small machines.
+    Variables of `tiny_models.ENV` that are set in neither get its values, which fit offline and small machines.
     """
     from dmi_connector.cli.tiny_models import ENV
 
