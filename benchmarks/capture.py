@@ -239,7 +239,9 @@ def parser() -> argparse.ArgumentParser:
         default=len(os.sched_getaffinity(0)),
         help="processes that check stores and measure limits (default: %(default)s)",
     )
-    p.add_argument("--limit-seconds", type=float, default=1.0, help="for each limit of the machine; 0: measure none")
+    p.add_argument(
+        "--limit-seconds", type=float, default=1.0, help="seconds to measure each limit of the machine; 0: measure none"
+    )
     p.add_argument("--limits-from", type=Path, help="result or summary of this machine, from which limits are copied")
     p.add_argument("--together", action="store_true", help="start all engines at once and alternate their rounds")
     p.add_argument("--before", type=Path, help="another checkout of this repository, which is measured too")

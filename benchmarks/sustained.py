@@ -224,7 +224,7 @@ def parser() -> argparse.ArgumentParser:
         "--slice",
         type=float,
         default=0.0,
-        help="seconds that an engine runs before the next takes its turn; 0: a round",
+        help="seconds per slice; 0: engines take turns by whole rounds",
     )
     p.add_argument("--stops", default="", help=argparse.SUPPRESS)
     p.add_argument("--starts", type=int, default=0, help="only measure this number of starts of each engine")

@@ -124,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", default="/tmp/dmi-check-experts-model", help="directory of the small model")
     p.add_argument("--owners", default="draft,target")
     p.add_argument("--arch", choices=MODELS, default="qwen3_moe", help="family of the model (default: %(default)s)")
-    p.add_argument("--quantized", choices=QUANTIZED, help="the format of its checkpoint, with weights that vLLM draws")
+    p.add_argument("--quantized", choices=QUANTIZED, help="quantization of the checkpoint; vLLM makes random weights")
     return p
 
 
@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
             if found["differing"] or not found["choices"] or found["stores"] != len(LENGTHS):
                 failures.append(f"{name}: {found['differing']} of {found['choices']} choices differ")
         common.save(args.out, results)
-    print("\n".join(failures) or "all as it should be")
+    print("\n".join(failures) or "all checks passed")
     return 1 if failures else 0
 
 

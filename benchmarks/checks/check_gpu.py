@@ -384,7 +384,7 @@ def main(argv: list[str] | None = None) -> int:
         print(name, json.dumps(results[name], indent=1), flush=True)
         common.save(args.out, results)
         failures += [f"{name}: {failure}" for failure in _failures(results[name])]
-    print("\n".join(failures) or "all as it should be")
+    print("\n".join(failures) or "all checks passed")
     return 1 if failures else 0
 
 

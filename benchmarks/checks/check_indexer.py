@@ -189,7 +189,7 @@ def failures(found: dict[str, Any]) -> list[str]:
     if found["rows_missing"]:
         wrong.append(f"{found['rows_missing']} rows are missing")
     if found["rows_without_a_choice"]:
-        wrong.append(f"indexer_topk: {found['rows_without_a_choice']} rows are not a choice")
+        wrong.append(f"indexer_topk: {found['rows_without_a_choice']} rows have invalid positions")
     if not found["least_cosine_of_z"] >= LEAST_COSINE_OF_Z:
         wrong.append(f"z is not attention over indexer_topk: a row has cosine {found['least_cosine_of_z']}")
     if not min(found["chosen_in_common"].items())[1] >= LEAST_COMMON:
@@ -238,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
             logits = functools.partial(logits_of, found) if name not in STOCK else lambda _: None
             results[name] |= compare_tokens(tokens, stock["tokens"], [False] * len(tokens), logits)
     common.save(args.out, results)
-    print("\n".join(wrong) or "all as it should be")
+    print("\n".join(wrong) or "all checks passed")
     return 1 if wrong else 0
 
 

@@ -135,7 +135,7 @@ def _loss_spans(row: Mapping[str, Any], columns: Columns, count: int) -> tuple[t
     changes = [i for i in range(count + 1) if edges[i] != edges[i + 1]]
     spans = tuple(zip(changes[::2], changes[1::2], strict=True))
     if len(spans) > MOST_SPANS:
-        raise BadRow(f"{columns.loss_mask}: {len(spans)} spans of 1; a store takes {MOST_SPANS} at most")
+        raise BadRow(f"{columns.loss_mask}: {len(spans)} runs of ones; the maximum is {MOST_SPANS}")
     return spans
 
 

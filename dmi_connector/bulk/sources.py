@@ -103,7 +103,9 @@ def _look(path: Path) -> tuple[str, list[Path]]:
             return "lines", [path]
         if path.suffix == ".parquet":
             return "parquet", [path]
-        raise ValueError(f"--prompts {path} ends in {path.suffix or 'nothing'}; give {kinds}")
+        raise ValueError(
+            f"--prompts {path} {f'ends in {path.suffix}' if path.suffix else 'has no suffix'}; give {kinds}"
+        )
     if (path / "dataset_dict.json").exists():
         splits = ", ".join(_part(path / "dataset_dict.json", lambda held: [str(name) for name in held["splits"]]))
         raise ValueError(f"--prompts {path} holds several data sets; give the directory of one of them: {splits}")

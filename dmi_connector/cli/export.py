@@ -110,7 +110,7 @@ def run_export(options: argparse.Namespace) -> int:
     for store, row in done.not_finite.items():
         print(f"dmi: {store}: row {row} holds {WHAT}", file=sys.stderr)
     counts = f"{done.written} written" + (f", {done.kept} already existed" if done.kept else "")
-    left = [f"{lacking} left out: rows are missing (dmi ls says which)"] if lacking else []
+    left = [f"{lacking} left out, because they are incomplete (dmi ls lists them)"] if lacking else []
     print("; ".join((f"{done.out}: {'; '.join(done.notes) or counts}", *left, *done.warnings)))
     return NOT_FINITE if done.not_finite else 0
 

@@ -73,7 +73,10 @@ def stores(paths: Sequence[str], complete: bool = False) -> list[Place]:
         inside = stores_of(one)
         kept = [store for store in inside if not complete or read_attrs(store)["complete"]]
         if len(kept) < len(inside):
-            print(f"{one}: {len(inside) - len(kept)} left out: rows are missing (dmi ls says which)", file=sys.stderr)
+            print(
+                f"{one}: {len(inside) - len(kept)} left out, because they are incomplete (dmi ls lists them)",
+                file=sys.stderr,
+            )
         found += kept
     return once(found)
 

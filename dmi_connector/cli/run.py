@@ -63,7 +63,7 @@ _WHY = {
     "max_bytes": "the disk budget is used up",
     "signal": "it was told to stop",
     "engines": "no engine is left",
-    "captures": "captures fail",
+    "captures": "too many captures in a row failed",
 }
 """`Outcome.stopped` -> the reason in words."""
 
@@ -348,7 +348,7 @@ def _summarise(
         "rejects": str(rejects),
     }
     nothing = outcome.all_done and not counts.done and counts.rejected > 0
-    lines = [f"{counts.done} prompts have their stores in {out}, {counts.done - counts.before} of them from this start"]
+    lines = [f"{counts.done} prompts have their stores in {out}, {counts.done - counts.before} of them captured now"]
     lines[0] += f" ({counts.tokens} tokens, {format_bytes(counts.bytes)})"
     lines[0] += f"; {outcome.beyond} more are beyond --limit" if outcome.beyond else ""
     if counts.rejected or counts.failed:

@@ -83,7 +83,7 @@ def _made_before(out: Path, store: Place, options: argparse.Namespace) -> Sketch
     except TimeoutError:  # it is still being written
         same = False
     if not same:
-        raise FileExistsError(f"{out} exists, and has other rows, hooks or k than this command; give another -o")
+        raise FileExistsError(f"{out} exists, but is a sketch of other rows, hooks or k; give another -o")
     return found
 
 

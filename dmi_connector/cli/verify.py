@@ -59,7 +59,7 @@ def run_verify(options: argparse.Namespace) -> int:
             attrs = read_attrs(store)
             incomplete, old = incomplete + (not attrs["complete"]), old + (unseen(attrs) is not None)
             if every or problems:
-                verdict = "every byte as written, but values are not finite" if problems else "sound"
+                verdict = "no damage, but values are not finite" if problems else "sound"
                 lacking = None if attrs["complete"] else f"but incomplete: {attrs['reason']}"
                 lines.append(", ".join(filter(None, (f"{store}: {verdict}", lacking, unseen(attrs)))))
         if lines:

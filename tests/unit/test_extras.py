@@ -117,7 +117,7 @@ def test_fidelity_and_fit_pca_take_directories_as_other_commands_do(
     assert main(["fidelity", *paths, "--hooks", "resid_pre", "--reduce", "int8", "--json"]) == 0
     out, err = capsys.readouterr()
     assert [one["tokens"] for one in json.loads(out)] == [40 if form == "zip" else 80] * 2
-    left = f"{stores}: 1 left out: rows are missing (dmi ls says which)\n"
+    left = f"{stores}: 1 left out, because they are incomplete (dmi ls lists them)\n"
     assert err == (left if form == "directory" else "")
     basis = tmp_path / "basis.safetensors"
     assert main(["fit-pca", *paths, "--hook", "resid_pre", "--rank", "2", "-o", str(basis)]) == 0 and basis.exists()

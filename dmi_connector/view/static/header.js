@@ -33,7 +33,7 @@ export async function verify(fault) {
   const all = [...found.problems, ...found.not_finite], sound = all.length === 0;
   verdict.className = sound ? "good" : "bad";
   const more = all.length > 8 ? [`and ${all.length - 8} more: dmi verify lists them`] : [];
-  const head = found.problems.length ? [] : ["Every byte as written, but values are not finite."];
-  const said = sound ? [store.complete ? "Sound: every byte as written." : "Sound, but incomplete."] : [...head, ...all.slice(0, 8)];
+  const head = found.problems.length ? [] : ["No damage, but values are not finite."];
+  const said = sound ? [store.complete ? "Sound: no damage." : "Sound, but incomplete."] : [...head, ...all.slice(0, 8)];
   verdict.textContent = [...said, ...more, found.unseen].filter(Boolean).join("\n");
 }

@@ -445,7 +445,7 @@ def test_stores_that_lack_rows_are_refused_by_name_and_left_out_of_directories(t
     )
     assert run(tmp_path, "--to", "safetensors", "-o", tmp_path / "y/")[:2] == (
         0,
-        f"{tmp_path / 'y'}: 1 written; 1 left out: rows are missing (dmi ls says which)\n",
+        f"{tmp_path / 'y'}: 1 written; 1 left out, because they are incomplete (dmi ls lists them)\n",
     )
     status, _, err = run(tmp_path, "--key", "b", "--to", "safetensors", "-o", tmp_path / "z/")
     assert status == 2 and "all 1 captures lack rows (dmi ls says which)" in err

@@ -476,7 +476,7 @@ def test_a_command_that_was_stopped_can_be_started_again(
     assert capsys.readouterr().out.startswith(text) and Sketch.load(out / "b.safetensors").stores == ["b.zarr"]
     for other in (["--hooks", "q,-q@2", "-k", "4"], ["--hooks", "q", "-k", "3"]):
         assert main(["sketch", str(captures), *other, "-o", str(out)]) == 2
-        assert "a.safetensors exists, and has other rows, hooks or k than this command" in capsys.readouterr().err
+        assert "a.safetensors exists, but is a sketch of other rows, hooks or k" in capsys.readouterr().err
     (out / "b.safetensors").write_bytes(b"x")
     assert main(["sketch", str(captures), *asked, "-o", str(out)]) == 2
     assert "b.safetensors holds no sketch" in capsys.readouterr().err

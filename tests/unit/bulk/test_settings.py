@@ -576,7 +576,7 @@ def test_counts_are_shown_once_a_second_and_in_logs_twice_a_minute(
         ({"prompt_token_ids": [1, 2], "loss_mask": [1]}, "loss_mask: 1 values for 2 token ids"),
         ({"prompt_token_ids": [1, 2], "loss_mask": [1, 2]}, r"loss_mask: \[1, 2\] is not a list of 0 and 1"),
         ({"prompt_token_ids": [1, 2], "loss_mask": "01"}, "loss_mask: '01' is not a list"),
-        ({"prompt_token_ids": [1] * 8194, "loss_mask": [0, 1] * 4097}, "4097 spans of 1; a store takes 4096"),
+        ({"prompt_token_ids": [1] * 8194, "loss_mask": [0, 1] * 4097}, "4097 runs of ones; the maximum is 4096"),
         ({"prompt": "a", "loss_mask": [1]}, "a mask needs token ids; give prompt_token_ids too"),
     ],
 )
