@@ -162,6 +162,10 @@ SLICES = [
     ("h200-slices-nemotron-h", f"{NULL} pool"),
     ("h200-slices-nemotron-h", POOL),
     ("h200-slices-decode-qwen3.5", POOL),
+    ("h200-slices-decode-qwen3.5-2", f"{NULL} pool"),
+    ("h200-slices-decode-qwen3.5-2", POOL),
+    ("h200-slices-decode-qwen3.5-3", f"{NULL} pool"),
+    ("h200-slices-decode-qwen3.5-3", f"{POOL}:w3"),
     ("h200-slices-decode-nemotron-h", POOL),
 ]
 """(run, setup) of each row of the table of engines that ran in slices."""
@@ -175,7 +179,7 @@ def test_engines_that_ran_in_slices(row: int) -> None:
     run, setup = SLICES[row]
     (found,) = BUSY[run]["engines"][setup]["loads"].values()
     assert named == f"`{run}`" and "--slice 1" in BUSY[run]["header"]["command"]
-    assert ("8 `writers`" in capture) == setup.endswith(":w8")
+    assert re.findall(r"(\d) `writers`", capture) == re.findall(r":w(\d)", setup)
     same(shown, *(one["ratio"] for one in found["in_slices"]))
     same(intervals, *(one[bound] for one in found["in_slices"] for bound in ("low", "high")))
     same(cores, *found.get("writers_cores", []))
@@ -186,6 +190,7 @@ def test_engines_that_ran_in_slices(row: int) -> None:
 EAGLE3 = ["h200-busy-drafts", "h200-pool-target", "h200-busy-drafts-slow-cores", "h200-drafts-writers"]
 SLICED = [f"h200-slices{name}" for name in ("", "-parts", "-codecs", "-pool", "-mixed", "-mixed-pool")]
 POOLS = ["h200-pool", "h200-pool-256", "h200-pool-target"]
+QWEN = [f"h200-slices{name}" for name in ("-qwen3.5", *(f"-decode-qwen3.5{more}" for more in ("", "-2", "-3")))]
 EXPECTED = {
     "| load, with `hidden-states` and `zstd` stores |": [
         (BUSY, ZSTD, ["short64"], [FIRST, SECOND, SLOW, HALVES, WITHOUT, "h200-pool-target"]),
@@ -198,7 +203,7 @@ EXPECTED = {
         (BUSY, POOL, ["reasoning128"], ["h200-pool-long"]),
         (BUSY, f"{ZSTD} eagle3", ["short64"], EAGLE3),
         (BUSY, f"{ZSTD} ngram", ["short64", "mixed64"], SLICED),
-        (BUSY, POOL, ["mixed64", "decode64"], ["h200-slices-qwen3.5", "h200-slices-decode-qwen3.5"]),
+        (BUSY, POOL, ["mixed64", "decode64"], QWEN),
         (BUSY, POOL, ["mixed64", "decode64"], ["h200-slices-nemotron-h", "h200-slices-decode-nemotron-h"]),
         (RANKS, ZSTD, ["short64"], ["h200-two-stores-again", "h200-two-stores"]),
         (RANKS, ZSTD, ["short64"], ["h200-four-sustained"]),
@@ -309,6 +314,18 @@ def test_notes_on_rows_in_a_pool() -> None:
     hybrids = [BUSY[f"h200-slices-{name}"]["engines"]["stock"] for name in ("qwen3.5", "nemotron-h")]
     p99s = [p99 for stock in hybrids for p99 in stock["loads"]["mixed64"]["between_tokens_p99_ms"]]
     same(re.findall(r"p99 of (\d+ to \d+)", text)[0], min(p99s), max(p99s))
+
+
+def test_means_of_a_hybrid_in_slices() -> None:
+    text = page("MEASUREMENTS.md").split("With Qwen3.5, rows that stay")[1].split(": means")[0]
+    engines = [engine for run in QWEN for engine in BUSY[run]["engines"].items()]
+    for said, setup in zip(text.split("of stock, and"), (f"{NULL} pool", POOL), strict=True):
+        loads = [load for name, one in engines if name.split(":")[0] == setup for load in one["loads"].values()]
+        found = [part for load in loads for part in load["in_slices"]]
+        weights = [(part["high"] - part["low"]) ** -2 for part in found]
+        mean = sum(w * part["ratio"] for w, part in zip(weights, found, strict=True)) / sum(weights)
+        half = sum(weights) ** -0.5 / 2
+        same(" ".join(re.findall(r"\d\.\d\d", said)), mean, mean - half, mean + half)
 
 
 def test_prompts_of_16000_tokens_in_a_pool() -> None:

@@ -293,7 +293,9 @@ def test_a_run_whose_captures_all_fail_stops(store: Path, out: Path, tmp_path: P
     assert outcome.stopped == "captures" and not outcome.all_done and len(engines.submitted) < 200
     assert "100 captures in a row failed, the last one because: the coordinator died" in said.getvalue()
     assert _summarise(outcome, [0], (0, None), out, "", progress) == 1
-    assert said.getvalue().endswith("prompts are left (too many captures in a row failed): start the same command again\n")
+    assert said.getvalue().endswith(
+        "prompts are left (too many captures in a row failed): start the same command again\n"
+    )
 
 
 def test_the_end_of_a_run_waits_for_uploads(tmp_path: Path) -> None:
